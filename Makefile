@@ -1,0 +1,38 @@
+# Two commands: `make demo` and `make test`. Both do all set-up on a machine with Python 3.11, make and gcc.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint zoo clean
+
+help: ## what there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY) ## make the virtual environment (again only when what it is made of has changed)
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+demo: setup ## audit two shipped models, one standard and one adversarially trained, and compare them
+	$(BIN)/vitadel audit zoo:shapes-standard --limit 500 --attacks 'fgsm,pgd-20,pgd-50(restarts=2)'
+	$(BIN)/vitadel audit zoo:shapes-robust --limit 500 --attacks 'fgsm,pgd-20,pgd-50(restarts=2)'
+	$(BIN)/vitadel report $$(ls -dt runs/audit-shapes-* | head -2 | tac) --out runs/demo.html
+
+lint: setup
+	$(BIN)/ruff check src tests scripts benchmarks
+	$(BIN)/ruff format --check src tests scripts benchmarks
+	$(BIN)/mypy
+
+test: lint ## lint, type-check and run all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+zoo: setup ## train the shipped models again (about 90 minutes on two cores)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/make_zoo.py standard & OMP_NUM_THREADS=1 $(BIN)/python scripts/make_zoo.py robust; wait
+
+clean: ## remove the environment and caches, keep runs/
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,60 @@
+"""Vitadel: is this Vision Transformer really robust? Attacks, audits and hardening for ViTs.
+
+Nothing is imported until it is used: `import vitadel` stays instant and does not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vitadel.errors import Mistake
+from vitadel.version import __version__
+
+if TYPE_CHECKING:
+    from vitadel import attacks
+    from vitadel.backbones import Classifier, load_model, wrap
+    from vitadel.data import open_dataset
+    from vitadel.evaluation.audit import audit
+    from vitadel.instrument import attention_maps, block_features, extra_tokens, scaled_attention, score_statistics
+
+__all__ = [
+    "Classifier",
+    "Mistake",
+    "__version__",
+    "attacks",
+    "attention_maps",
+    "audit",
+    "block_features",
+    "extra_tokens",
+    "load_model",
+    "open_dataset",
+    "scaled_attention",
+    "score_statistics",
+    "wrap",
+]
+
+_HOMES = {
+    "Classifier": "vitadel.backbones",
+    "attention_maps": "vitadel.instrument",
+    "audit": "vitadel.evaluation.audit",
+    "block_features": "vitadel.instrument",
+    "extra_tokens": "vitadel.instrument",
+    "load_model": "vitadel.backbones",
+    "open_dataset": "vitadel.data",
+    "scaled_attention": "vitadel.instrument",
+    "score_statistics": "vitadel.instrument",
+    "wrap": "vitadel.backbones",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "attacks":
+        return importlib.import_module("vitadel.attacks")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'vitadel' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,8 @@
+"""Attacks: losses, goals, threats and steppers that compose into searches, and their names."""
+
+from vitadel.attacks.pgd import PGD
+from vitadel.attacks.presets import make
+from vitadel.attacks.threats import L1, L2, Linf
+from vitadel.attacks.wrappers import Restarts
+
+__all__ = ["L1", "L2", "PGD", "Linf", "Restarts", "make"]

@@ -1,0 +1,57 @@
+"""What a search maximises: a goal binds model, clean batch and labels once, and then only sees perturbed images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.losses import cross_entropy, margin
+from vitadel.types import Aim, Loss
+
+__all__ = ["OnLogits", "clearly_fooled", "gradient"]
+
+# A sample counts as fooled during a search only beyond float rounding, so that the judge, who sees it in another
+# batch, comes to the same verdict.
+_ROUNDING = 1e-5
+
+
+def clearly_fooled(logits: Tensor, y: Tensor) -> Tensor:
+    """Misclassified by more than what the order of additions can change."""
+    return margin(logits, y) > _ROUNDING * logits.abs().amax(1)
+
+
+def gradient(values: Tensor, z: Tensor) -> Tensor:
+    """The gradient of the summed values at `z`; zero where there is none (a constant model), never NaN.
+
+    The sum, not the mean: a batch's size must not scale a sample's gradient.
+    """
+    if not values.requires_grad:
+        return torch.zeros_like(z)
+    (grad,) = torch.autograd.grad(values.sum(), z, allow_unused=True)
+    return torch.zeros_like(z) if grad is None else torch.nan_to_num(grad, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class _LogitAim:
+    model: nn.Module
+    y: Tensor
+    loss: Loss
+
+    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        logits = self.model(z)
+        return self.loss(logits, self.y), clearly_fooled(logits.detach(), self.y)
+
+    def keep(self, chosen: Tensor) -> Aim:
+        return replace(self, y=self.y[chosen])
+
+
+@dataclass(frozen=True)
+class OnLogits:
+    """Maximise a loss of the logits at the true label."""
+
+    loss: Loss = cross_entropy
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
+        return _LogitAim(model, y, self.loss)

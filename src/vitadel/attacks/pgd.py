@@ -1,0 +1,70 @@
+"""Projected gradient ascent (Madry et al. 2018, arXiv:1706.06083); one step without a random start is FGSM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.goals import OnLogits, gradient
+from vitadel.attacks.steppers import Steepest
+from vitadel.backbones.checks import check_pixels
+from vitadel.errors import Mistake
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.draws import Draws
+from vitadel.types import Goal, Stepper, Threat
+
+__all__ = ["PGD"]
+
+
+@dataclass(frozen=True)
+class PGD:
+    """Climb the goal inside the threat's ball.
+
+    With `stop_when_fooled` a sample leaves the search at its first adversarial iterate, so a later step cannot lose
+    it again and no pass is spent on it; training attacks switch this off.
+    """
+
+    threat: Threat
+    goal: Goal = field(default_factory=OnLogits)
+    stepper: Stepper = field(default_factory=Steepest)
+    steps: int = 10
+    random_start: bool = True
+    stop_when_fooled: bool = True
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise Mistake(f"an attack needs at least 1 step, got {self.steps}")
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        check_pixels(x)
+        x = x.detach()
+        with frozen(model):
+            return self._search(model, x, y, Draws.of_pixels(x) if draws is None else draws)
+
+    def _search(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws) -> Tensor:
+        aim, step = self.goal(model, x, y), self.stepper.start(self.threat, self.steps)
+        z = self.threat.random(x, draws.stream("start")) if self.random_start else x.clone()
+        found = z.clone()
+        place = torch.arange(len(x), device=x.device)  # where the samples still searched for stand in the batch
+        for turn in range(self.steps):
+            with torch.enable_grad():
+                z.requires_grad_()
+                values, fooled = aim.look(z, turn / self.steps)
+                if self.stop_when_fooled and bool(fooled.all()):
+                    found[place] = z.detach()
+                    return found
+                grad = gradient(values, z)
+            z = z.detach()
+            if self.stop_when_fooled and bool(fooled.any()):
+                found[place[fooled]] = z[fooled]
+                rest = ~fooled
+                place, z, x, grad = place[rest], z[rest], x[rest], grad[rest]
+                aim, step = aim.keep(rest), step.keep(rest)
+            z = self.threat.project(step.move(z, grad, turn), x)
+        found[place] = z
+        return found
+
+    def passes(self) -> tuple[int, int]:
+        return self.steps, 0

@@ -1,0 +1,156 @@
+"""Where an attacker may move: norm balls around the clean image, cut with the box [0, 1].
+
+A threat owns its geometry in four small methods, so a new norm is one class and not a new attack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vitadel.amounts import amount_text
+from vitadel.errors import Mistake, nearest_names
+from vitadel.runtime.draws import Draws
+from vitadel.types import Threat
+
+__all__ = ["L1", "L2", "NORMS", "Linf", "threat"]
+
+_TINY = 1e-12
+
+
+def _per_sample(values: Tensor, like: Tensor) -> Tensor:
+    return values.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
+
+
+def _tightened(z: Tensor, x: Tensor, eps: float, size: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Undo what float rounding put beyond the budget, by shrinking towards `x` (which stays in the box)."""
+    length = size(z, x)
+    shrink = torch.where(length > eps, eps / length.clamp(min=_TINY) * (1 - 1e-6), torch.ones_like(length))
+    return torch.where(_per_sample(shrink, z) < 1, x + (z - x) * _per_sample(shrink, z), z)
+
+
+@dataclass(frozen=True)
+class Linf:
+    """Every pixel may change by at most `eps`."""
+
+    eps: float
+
+    def project(self, z: Tensor, x: Tensor) -> Tensor:
+        return z.clamp(x - self.eps, x + self.eps).clamp(0, 1)
+
+    def random(self, x: Tensor, draws: Draws) -> Tensor:
+        noise = draws.stream("linf start").uniform(*x.shape[1:]).to(x.dtype) * 2 - 1
+        return (x + self.eps * noise).clamp(0, 1)
+
+    def ascent(self, grad: Tensor, z: Tensor) -> Tensor:
+        return grad.sign()
+
+    def size(self, z: Tensor, x: Tensor) -> Tensor:
+        return (z.double() - x.double()).flatten(1).abs().amax(1)
+
+
+@dataclass(frozen=True)
+class L2:
+    """The perturbation's Euclidean length is at most `eps`."""
+
+    eps: float
+
+    def project(self, z: Tensor, x: Tensor) -> Tensor:
+        # Clipping to a box that contains x never increases the distance to x, so the order is ball, then box.
+        delta = z - x
+        length = torch.linalg.vector_norm(delta.flatten(1), dim=1).clamp(min=_TINY)
+        inside = x + delta * _per_sample((self.eps / length).clamp(max=1), x)
+        return _tightened(inside.clamp(0, 1), x, self.eps, self.size)
+
+    def random(self, x: Tensor, draws: Draws) -> Tensor:
+        direction = draws.stream("l2 start").normal(*x.shape[1:]).to(x.dtype)
+        radius = self.eps * draws.stream("l2 radius").uniform()
+        length = torch.linalg.vector_norm(direction.flatten(1), dim=1).clamp(min=_TINY)
+        return self.project(x + direction * _per_sample(radius / length, x), x)
+
+    def ascent(self, grad: Tensor, z: Tensor) -> Tensor:
+        return grad / _per_sample(torch.linalg.vector_norm(grad.flatten(1), dim=1).clamp(min=_TINY), grad)
+
+    def size(self, z: Tensor, x: Tensor) -> Tensor:
+        length: Tensor = torch.linalg.vector_norm((z.double() - x.double()).flatten(1), dim=1)
+        return length
+
+
+@dataclass(frozen=True)
+class L1:
+    """The absolute changes of all pixels add up to at most `eps`; steps move few pixels (Tramer & Boneh 2019).
+
+    `sparsity` is the share of pixels that one step moves (0: one pixel, the steepest ascent). Projection is onto ball
+    and box at once: one after the other loses most of the budget in this norm (Croce & Hein 2021, arXiv:2103.01208).
+    """
+
+    eps: float
+    sparsity: float = 0.05
+
+    def project(self, z: Tensor, x: Tensor) -> Tensor:
+        # The nearest point is sign(d) * clip(|d| - shift, 0, room), with the smallest shift >= 0 that fits the budget.
+        delta, start = (z - x).flatten(1).double(), x.flatten(1).double()
+        reach, room = delta.abs(), torch.where(delta > 0, 1 - start, start)
+        shift = _shift_to_budget(reach, room, self.eps)
+        kept = torch.minimum((reach - shift[:, None]).clamp(min=0), room) * delta.sign()
+        return _tightened((x + kept.view_as(x).to(x.dtype)).clamp(0, 1), x, self.eps, self.size)
+
+    def random(self, x: Tensor, draws: Draws) -> Tensor:
+        flat = x[0].numel()
+        spread = -torch.log1p(-draws.stream("l1 start").uniform(flat).double())
+        direction = spread / spread.sum(1, keepdim=True) * draws.stream("l1 signs").signs(flat)
+        radius = self.eps * draws.stream("l1 radius").uniform()[:, None]
+        return self.project(x + (direction * radius).to(x.dtype).view_as(x), x)
+
+    def ascent(self, grad: Tensor, z: Tensor) -> Tensor:
+        stuck = ((z >= 1) & (grad > 0)) | ((z <= 0) & (grad < 0))
+        useful = grad.masked_fill(stuck, 0).flatten(1)
+        count = max(1, round(self.sparsity * useful.shape[1]))
+        strongest = useful.abs().topk(count, dim=1).indices
+        # In proportion to the gradient: with equal steps the projection, which takes the same from every pixel, would
+        # never move the budget to the pixel where it counts most.
+        step = torch.zeros_like(useful).scatter(1, strongest, useful.gather(1, strongest))
+        return (step / step.abs().sum(1, keepdim=True).clamp(min=_TINY)).view_as(grad)
+
+    def size(self, z: Tensor, x: Tensor) -> Tensor:
+        return (z.double() - x.double()).flatten(1).abs().sum(1)
+
+
+def _shift_to_budget(reach: Tensor, room: Tensor, eps: float) -> Tensor:
+    """The smallest shift >= 0 with sum(clip(reach - shift, 0, room)) <= eps, exactly, one per row.
+
+    As a function of the shift the sum is piecewise linear and falling: each pixel starts to lose at reach - room (its
+    room no longer binds) and has lost everything at reach. Sorting these corners gives the value at each of them.
+    """
+    enter, leave = reach - torch.minimum(reach, room), reach
+    corners = torch.cat([enter, leave], dim=1)
+    turns = torch.cat([torch.full_like(enter, -1.0), torch.ones_like(leave)], dim=1)
+    corners, order = corners.sort(dim=1)
+    slope = turns.gather(1, order).cumsum(1)  # slope of the sum to the right of each corner
+    full = torch.minimum(reach, room).sum(1, keepdim=True)
+    drops = slope[:, :-1] * corners.diff(dim=1)
+    value = full + torch.cat([torch.zeros_like(full), drops.cumsum(1)], dim=1)  # the sum at each corner
+    last = ((value > eps).sum(1, keepdim=True) - 1).clamp(min=0)  # the last corner still above the budget
+    at, height, fall = corners.gather(1, last), value.gather(1, last), -slope.gather(1, last)
+    shift = at + (height - eps) / fall.clamp(min=_TINY)
+    return torch.where(full <= eps, torch.zeros_like(full), shift).squeeze(1)
+
+
+NORMS: dict[str, Callable[[float], Threat]] = {"linf": Linf, "l2": L2, "l1": L1}
+
+
+def threat(norm: str, eps: float) -> Threat:
+    """The ball of a norm by name, with a budget that makes sense in pixels."""
+    if norm not in NORMS:
+        raise Mistake(f"unknown norm {norm!r}{nearest_names(norm, NORMS)} Known: {', '.join(NORMS)}.")
+    if eps < 0:
+        raise Mistake(f"eps must not be negative, got {amount_text(eps)}; pixels are in [0, 1], so try 8/255")
+    if norm == "linf" and eps > 1:
+        raise Mistake(
+            f"eps {eps:g} is larger than the whole pixel range: pixels are in [0, 1] here, not in 0..255. "
+            f"Did you mean {eps:g}/255?"
+        )
+    return NORMS[norm](eps)

@@ -1,0 +1,251 @@
+"""Where each family of vision transformers has its seams: one row per family, read by everything in `instrument`.
+
+A row names classes instead of importing them, so that looking at the table loads no model code. A new family needs one
+row, provided that its attention modules
+
+- have `num_heads`, and `fused_attn` if they can call `F.scaled_dot_product_attention`;
+- form scores of shape (batch, heads, queries, keys) by one product of queries and keys (or by the fused call), as their
+  first product of two four-dimensional tensors;
+- turn them into probabilities by one softmax.
+
+These three make the two seams of attention: the product is where content scores are scaled, the softmax is where maps
+and scores are seen. Position biases and masks are added between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import cast
+
+from torch import nn
+
+from vitadel.errors import Mistake
+
+__all__ = [
+    "ANATOMIES",
+    "Anatomy",
+    "Part",
+    "ScoreSeam",
+    "SoftmaxAttention",
+    "TokenSeam",
+    "anatomy_of",
+    "attentions_of",
+    "backbone_of",
+    "blocks_of",
+    "family_of",
+    "prefix_tokens_of",
+]
+
+
+class ScoreSeam(Enum):
+    """Which part of the pre-softmax scores a factor multiplies."""
+
+    CONTENT = "content"
+    """The product of queries and keys. Position biases and masks are added later and keep their size: a scaled mask
+    of -100 would let shifted windows leak into each other."""
+
+    WHOLE = "whole"
+    """All that the softmax is given. For talking heads: a linear map over heads, with a bias, follows the product."""
+
+
+@dataclass(frozen=True)
+class TokenSeam:
+    """Extra prefix tokens join the output of module `enter` and are gone from the input of module `leave`."""
+
+    enter: str = "norm_pre"
+    leave: str = "norm"
+    width: str = "embed_dim"
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """One family: how to recognise it and where its seams lie.
+
+    `classes` are full names of backbone classes (subclasses count). `blocks` and `attentions` are bare class names,
+    looked up inside the backbone, in the order of registration, which is the order of execution. `prefix` is the
+    number of class and register tokens that stand before the patches in the first block, or the backbone's attribute
+    that holds it; class-attention blocks add their class token later. `tokens` is None where extra tokens have no
+    meaning, and `no_tokens` then says why.
+    """
+
+    classes: tuple[str, ...]
+    blocks: tuple[str, ...]
+    attentions: Mapping[str, ScoreSeam] = field(default_factory=lambda: {"Attention": ScoreSeam.CONTENT})
+    prefix: str | int = 0
+    tokens: TokenSeam | None = None
+    no_tokens: str = ""
+
+
+_CONTENT, _WHOLE = ScoreSeam.CONTENT, ScoreSeam.WHOLE
+_POOLS = {"AttentionPoolLatent": _CONTENT, "AttentionPoolPrr": _CONTENT}
+_FIXED_PAIRS = "its position bias holds one number per pair of positions, and extra tokens have no position"
+_STAGES = "its stages resize the grid of tokens, and extra tokens have no place in the grid"
+_LATE_CLASS = "its class token joins in the class-attention blocks only, so there is no prefix to extend"
+
+ANATOMIES: dict[str, Anatomy] = {
+    "vit": Anatomy(
+        classes=("timm.models.vision_transformer.VisionTransformer",),
+        blocks=("Block", "ResPostBlock", "ParallelScalingBlock", "ParallelThingsBlock", "DiffParallelScalingBlock"),
+        attentions={"Attention": _CONTENT, "ParallelScalingBlock": _CONTENT, **_POOLS},
+        prefix="num_prefix_tokens",
+        tokens=TokenSeam(),
+    ),
+    "eva": Anatomy(
+        classes=("timm.models.eva.Eva",),
+        blocks=("EvaBlock", "EvaBlockPostNorm"),
+        attentions={"EvaAttention": _CONTENT, "AttentionRope": _CONTENT, **_POOLS},
+        prefix="num_prefix_tokens",
+        tokens=TokenSeam(),
+    ),
+    "beit": Anatomy(
+        classes=("timm.models.beit.Beit",),
+        blocks=("Block",),
+        prefix="num_prefix_tokens",
+        no_tokens=_FIXED_PAIRS,
+    ),
+    "pit": Anatomy(
+        classes=("timm.models.pit.PoolingVisionTransformer",),
+        blocks=("Block",),
+        prefix="num_tokens",
+        no_tokens=_STAGES,
+    ),
+    "cait": Anatomy(
+        classes=("timm.models.cait.Cait",),
+        blocks=("LayerScaleBlock", "LayerScaleBlockClassAttn"),
+        attentions={"TalkingHeadAttn": _WHOLE, "ClassAttn": _CONTENT},
+        no_tokens=_LATE_CLASS,
+    ),
+    "xcit": Anatomy(
+        classes=("timm.models.xcit.Xcit",),
+        blocks=("XCABlock", "ClassAttentionBlock"),
+        attentions={"XCA": _CONTENT, "ClassAttn": _CONTENT},
+        no_tokens=_LATE_CLASS + "; besides, its blocks convolve over the grid of tokens",
+    ),
+    "swin": Anatomy(
+        classes=("timm.models.swin_transformer.SwinTransformer",),
+        blocks=("SwinTransformerBlock",),
+        attentions={"WindowAttention": _CONTENT},
+        no_tokens=_STAGES,
+    ),
+    "swinv2": Anatomy(
+        classes=("timm.models.swin_transformer_v2.SwinTransformerV2",),
+        blocks=("SwinTransformerV2Block",),
+        attentions={"WindowAttention": _CONTENT},
+        no_tokens=_STAGES,
+    ),
+    "levit": Anatomy(
+        classes=("timm.models.levit.Levit",),
+        blocks=("LevitDownsample", "LevitBlock"),
+        attentions={"AttentionDownsample": _CONTENT, "Attention": _CONTENT},
+        no_tokens=_STAGES,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module and its name inside the backbone."""
+
+    name: str
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class SoftmaxAttention:
+    """An attention module, its name inside the backbone, its number of heads and its score seam."""
+
+    name: str
+    module: nn.Module
+    heads: int
+    seam: ScoreSeam
+
+
+def _full_names(module: nn.Module) -> list[str]:
+    """The module's class and its ancestors, the class first."""
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
+
+
+def _family(module: nn.Module) -> str | None:
+    names = _full_names(module)
+    return next((family for family, row in ANATOMIES.items() if any(name in row.classes for name in names)), None)
+
+
+def _backbones(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules of a known family, in order."""
+    if _family(module) is not None:
+        return [module]
+    return [found for child in module.children() for found in _backbones(child)]
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """What a person would call the model: the inside of parallel, compiled and normalising wrappers."""
+    for name in ("_orig_mod", "module", "backbone"):
+        inner = getattr(module, name, None)
+        if isinstance(inner, nn.Module):
+            return _unwrapped(inner)
+    return module
+
+
+def backbone_of(model: nn.Module) -> nn.Module:
+    """The module of a known family inside `model`, which may be the model itself or sit under any wrappers."""
+    found = {id(module): module for module in _backbones(model)}
+    if not found:
+        raise Mistake(
+            f"no anatomy known for {_full_names(_unwrapped(model))[0]}: where its attention lies is not known. "
+            f"Known families: {', '.join(sorted(ANATOMIES))}. "
+            "Use a model of one of these, or add a row to backbones/anatomy.py."
+        )
+    if len(found) > 1:
+        kinds = ", ".join(type(module).__name__ for module in found.values())
+        raise Mistake(
+            f"the model holds {len(found)} backbones side by side ({kinds}), and only one can be instrumented at a "
+            "time. Pass one of them, or nest one block per backbone."
+        )
+    return next(iter(found.values()))
+
+
+def family_of(model: nn.Module) -> str:
+    """The key of the model's row in `ANATOMIES`."""
+    family = _family(backbone_of(model))
+    assert family is not None
+    return family
+
+
+def anatomy_of(model: nn.Module) -> Anatomy:
+    return ANATOMIES[family_of(model)]
+
+
+def blocks_of(model: nn.Module) -> list[Part]:
+    """Every transformer block, class-attention blocks included, in the order in which they run."""
+    row = anatomy_of(model)
+    return [
+        Part(name, module)
+        for name, module in backbone_of(model).named_modules()
+        if any(kind.__name__ in row.blocks for kind in type(module).__mro__)
+    ]
+
+
+def attentions_of(model: nn.Module) -> list[SoftmaxAttention]:
+    """Every module that attends by softmax, in the order in which they run: blocks', class and pooling attention."""
+    row, found = anatomy_of(model), []
+    for name, module in backbone_of(model).named_modules():
+        seam = next((row.attentions[k.__name__] for k in type(module).__mro__ if k.__name__ in row.attentions), None)
+        if seam is not None:
+            found.append(SoftmaxAttention(name, module, cast(int, module.num_heads), seam))
+    for block in blocks_of(model):
+        if not any(each.name == block.name or each.name.startswith(block.name + ".") for each in found):
+            inner = getattr(block.module, "attn", block.module)
+            raise Mistake(
+                f"family '{family_of(model)}': block '{block.name}' attends by {type(inner).__name__}, whose score "
+                f"seam is not known. Known here: {', '.join(sorted(row.attentions))}. "
+                "Add the class to the family's row in backbones/anatomy.py."
+            )
+    return found
+
+
+def prefix_tokens_of(model: nn.Module) -> int:
+    """How many class and register tokens stand before the patches in the first block."""
+    prefix = anatomy_of(model).prefix
+    return prefix if isinstance(prefix, int) else int(getattr(backbone_of(model), prefix))

@@ -1,0 +1,256 @@
+"""Weight files: read without running anything that is in them, and load strictly or say what does not fit."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from vitadel.backbones.mismatch import describe_mismatch, find_mismatch
+from vitadel.errors import Mistake
+
+__all__ = ["Checkpoint", "Fitted", "fit_to", "load_strict", "read_checkpoint", "read_metadata", "read_weights"]
+
+# Averaged weights come first: timm evaluates them first, and papers report them.
+_AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema")
+_CONTAINERS = (*_AVERAGED, "state_dict", "model_state_dict", "model", "module", "net")
+_PREFIXES = ("module.", "_orig_mod.", "model.", "backbone.")
+_MOST_LAYERS = 4  # of containers or prefixes around the weights
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a weight file holds. `metadata` is empty for torch files; `notes` tell which choices were made."""
+
+    weights: dict[str, Tensor]
+    metadata: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Weights whose keys are those of the model. `normaliser` is the (mean, std) layer that was saved around it."""
+
+    weights: dict[str, Tensor]
+    notes: tuple[str, ...] = ()
+    normaliser: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors or torch file, on the CPU."""
+    return read_checkpoint(path).weights
+
+
+def read_checkpoint(path: str | Path) -> Checkpoint:
+    """A safetensors or torch file, told apart by content: suffixes are often wrong."""
+    path = Path(path)
+    if _is_safetensors(path):
+        try:
+            with safe_open(path, "pt") as file:
+                weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+                metadata = dict(file.metadata() or {})
+        except (SafetensorError, OSError) as error:
+            raise _damaged(path, "safetensors", error) from error
+        if not weights:
+            raise Mistake(f"'{path}' holds no tensors. Give a file with the weights of a model.")
+        return Checkpoint(weights, metadata)
+    content = _torch_load(path)
+    notes: list[str] = []
+    weights = _unwrap(content, path, notes)
+    return Checkpoint(weights, {}, tuple(notes))
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """The metadata of a safetensors file without its tensors; empty for other kinds of file."""
+    path = Path(path)
+    if not _is_safetensors(path):
+        return {}
+    try:
+        with safe_open(path, "pt") as file:
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, "safetensors", error) from error
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Also refuses what is no weight file at all, with the likely reason."""
+    if path.is_dir():
+        raise Mistake(f"'{path}' is a folder, a weight file was expected. Give one of the files in it.")
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except FileNotFoundError:
+        raise Mistake(
+            f"weight file '{path}' does not exist. Check the path (it is relative to {Path.cwd()})."
+        ) from None
+    except OSError as error:
+        raise Mistake(
+            f"weight file '{path}' cannot be read: {error.strerror or error}. Check its permissions."
+        ) from error
+    if not head:
+        raise Mistake(f"weight file '{path}' is empty. Download or copy it again.")
+    if head.startswith(b"version https://git-lfs"):
+        raise Mistake(f"'{path}' is a Git LFS pointer, not the weights themselves. Run `git lfs pull` to fetch them.")
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise Mistake(f"'{path}' is a web page, not a weight file. The download probably met an error page; repeat it.")
+    return head[8:9] == b"{" or path.suffix == ".safetensors"
+
+
+def _damaged(path: Path, kind: str, error: Exception) -> Mistake:
+    reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+    return Mistake(
+        f"'{path}' cannot be read as a {kind} file: {reason}. "
+        "It is damaged, cut short, or of another kind. Copy or download it again; "
+        "safetensors files and files of torch.save are read."
+    )
+
+
+def _torch_load(path: Path) -> object:
+    try:
+        # argparse.Namespace only holds attributes; timm's and DeiT's training checkpoints contain one.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        with path.open("rb") as file:
+            is_pickle = file.read(2) in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+        if not is_pickle:
+            raise _damaged(path, "torch", error.__class__("neither safetensors nor torch's format")) from error
+        wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise Mistake(
+            f"'{path}' was refused: it is a pickle that wants to run more than loading tensors needs"
+            f"{f' ({wanted.group(1)})' if wanted else ''}, and reading such a file can run any code. Nothing was run. "
+            "Ask for a safetensors file or a plain state_dict. If you trust its author, convert it once, where that "
+            "can do no harm: load it there with torch.load(..., weights_only=False) and write its state_dict with "
+            "safetensors.torch.save_file."
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+        raise _damaged(path, "torch", error) from error
+
+
+def _unwrap(content: object, path: Path, notes: list[str]) -> dict[str, Tensor]:
+    """The state dict inside the usual containers."""
+    for _ in range(_MOST_LAYERS):
+        if not isinstance(content, Mapping):
+            break
+        tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
+        inner = [name for name in _CONTAINERS if isinstance(content.get(name), Mapping) and content[name]]
+        if tensors and not inner:
+            left = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
+            if left:
+                notes.append(f"left out what is no tensor: {', '.join(left[:5])}")
+            return tensors
+        if not inner:
+            break
+        others = [name for name in inner[1:] if name != "module"]
+        beside = f", not {', '.join(others)} which is there too" if others else ""
+        notes.append(f"weights taken from '{inner[0]}'{beside}")
+        content = content[inner[0]]
+    found = (
+        f"keys {', '.join(map(repr, list(content)[:5]))}" if isinstance(content, Mapping) else type(content).__name__
+    )
+    raise Mistake(
+        f"'{path}' holds no state dict: found {found}. "
+        f"Known are a dictionary of tensors, alone or under one of {', '.join(_CONTAINERS)}."
+    )
+
+
+def fit_to(module: nn.Module, weights: Mapping[str, Tensor]) -> Fitted:
+    """Rename keys so that all of them fit, if that is possible; otherwise the renaming that comes closest.
+
+    Tried in this order: the keys themselves; without the prefixes that wrappers add; without a normalising layer
+    that was saved in front of the model; through timm's own renaming for the family (only if no number is lost).
+    """
+    expected = set(module.state_dict())
+    if set(weights) == expected:
+        return Fitted(dict(weights))
+    named = [renamed for start in _without_normaliser(dict(weights)) for renamed in _without_prefixes(start)]
+    converted = [fit for renamed in named for fit in _by_timm(module, renamed)]
+    closest = max(named, key=lambda fit: len(expected & set(fit.weights)))
+    return next((fit for fit in named + converted if set(fit.weights) == expected), closest)
+
+
+def _without_normaliser(weights: dict[str, Tensor]) -> list[Fitted]:
+    """The weights, and the weights without a pair `X.mean`, `X.std` of three numbers each."""
+    found = [Fitted(weights)]
+    for key in weights:
+        owner, _, last = key.rpartition(".")
+        pair = (key, f"{owner}.std" if owner else "std")
+        if last == "mean" and pair[1] in weights and all(weights[name].numel() == 3 for name in pair):
+            rest = {name: value for name, value in weights.items() if name not in pair}
+            mean, std = (tuple(float(v) for v in weights[name].flatten()) for name in pair)
+            found.append(Fitted(rest, (f"normalisation taken from '{key}' and '{pair[1]}'",), (mean, std)))
+            break
+    return found
+
+
+def _without_prefixes(start: Fitted) -> list[Fitted]:
+    """The weights as they are and after taking off one known prefix after another, as long as all keys share one."""
+    found = [start]
+    for _ in range(_MOST_LAYERS):
+        last = found[-1]
+        numbered = re.match(r"\d+\.", next(iter(last.weights), ""))  # nn.Sequential(normaliser, model)
+        prefixes = (*_PREFIXES, numbered.group()) if numbered and last.normaliser else _PREFIXES
+        shared = next((p for p in prefixes if last.weights and all(key.startswith(p) for key in last.weights)), None)
+        if shared is None:
+            break
+        weights = {key.removeprefix(shared): value for key, value in last.weights.items()}
+        found.append(Fitted(weights, (*last.notes, f"prefix '{shared}' taken off all keys"), last.normaliser))
+    return found
+
+
+def _by_timm(module: nn.Module, start: Fitted) -> list[Fitted]:
+    """The keys as timm's converter for this family renames them; nothing when it has none or changes numbers."""
+    home = type(module).__module__
+    convert = getattr(sys.modules.get(home), "checkpoint_filter_fn", None) if home.startswith("timm.models.") else None
+    if convert is None:
+        return []
+    try:
+        converted = convert(dict(start.weights), module)
+    except (KeyError, AttributeError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+        return []  # the converter met a layout it does not know: the mismatch itself is told instead
+    # The converters also resample position embeddings; equal counts leave only renaming, splitting and reshaping.
+    counts = [sum(value.numel() for value in side.values()) for side in (converted, start.weights)]
+    if counts[0] != counts[1]:
+        return []
+    return [Fitted(dict(converted), (*start.notes, "keys renamed by timm's rules for this family"), start.normaliser)]
+
+
+def load_strict(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> Fitted:
+    """Load every key or nothing; returns what was loaded, with notes on renamed keys."""
+    fitted = fit_to(module, weights)
+    mismatch = find_mismatch(module, fitted.weights)
+    if mismatch:
+        raise Mistake(describe_mismatch(mismatch, module, fitted.weights, source, fitted.notes))
+    _refuse_broken_numbers(module, fitted.weights, source)
+    module.load_state_dict(fitted.weights, strict=True)
+    stored = sorted(
+        {str(value.dtype).removeprefix("torch.") for value in fitted.weights.values() if value.is_floating_point()}
+    )
+    if stored and stored != ["float32"]:
+        return Fitted(fitted.weights, (*fitted.notes, f"weights stored as {', '.join(stored)}"), fitted.normaliser)
+    return fitted
+
+
+def _refuse_broken_numbers(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    own = module.state_dict()
+    broken = {
+        key: int((~value.isfinite()).sum())
+        for key, value in weights.items()
+        # Some models keep minus infinity in a mask of theirs; that is no damage.
+        if value.is_floating_point() and not value.isfinite().all() and bool(own[key].isfinite().all())
+    }
+    if broken:
+        first, count = next(iter(broken.items()))
+        more = f"; {len(broken)} tensors are affected" if len(broken) > 1 else ""
+        raise Mistake(
+            f"{source}: '{first}' has {count} of {weights[first].numel()} values that are NaN or infinite{more}. "
+            "The training that wrote this file diverged, or the file is damaged. Use an earlier checkpoint."
+        )

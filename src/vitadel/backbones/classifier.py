@@ -1,0 +1,125 @@
+"""A classifier takes pixels in [0, 1] and gives logits; normalisation is its first layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.backbones.checks import check_logits, check_pixels, looks_like_probabilities, modules_in_train_mode
+from vitadel.backbones.record import ModelRecord, three_numbers
+from vitadel.errors import Mistake
+
+__all__ = [
+    "Classifier",
+    "check_logits",
+    "check_pixels",
+    "logits_of",
+    "looks_like_probabilities",
+    "modules_in_train_mode",
+    "wrap",
+]
+
+
+class Classifier(nn.Module):
+    """A backbone behind its normalisation, so that attacks, budgets and clipping live in [0, 1].
+
+    `mean` and `std` stay in float32 whatever precision the backbone is moved to; images are cast to the precision of
+    the backbone after normalising. Half-precision logits come back as float32, float64 ones as they are.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, backbone: nn.Module, record: ModelRecord) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.record = record
+        self.training = backbone.training  # .train() would also reset the modes that the backbone's parts have
+        self.register_buffer("mean", torch.tensor(record.mean).view(1, 3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(record.std).view(1, 3, 1, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = (x - self.mean) / self.std if self.record.normalises else x
+        precision = next((p.dtype for p in self.backbone.parameters() if p.is_floating_point()), z.dtype)
+        logits = logits_of(self.backbone(z.to(precision)))
+        return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Classifier:
+        """Moves as any module does, but never rounds the normalisation: .bfloat16() would shift every pixel."""
+        move: Any = super()._apply  # untyped in torch
+        move(fn, recurse)
+        for name, numbers in (("mean", self.record.mean), ("std", self.record.std)):
+            moved: Tensor = getattr(self, name)
+            setattr(self, name, torch.tensor(numbers, device=moved.device).view(1, 3, 1, 1))
+        return self
+
+
+def logits_of(output: object) -> Tensor:
+    """The logits in what a model returned: a tensor, `.logits`, a dict with 'logits', or the first of a tuple."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
+        return torch.as_tensor(output["logits"])
+    found: Any = getattr(output, "logits", None)
+    if isinstance(found, Tensor):
+        return found
+    if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
+        return output[0]
+    if isinstance(output, Mapping):
+        came = f"a dict with keys {', '.join(map(repr, list(output)[:5])) or 'none'}"
+    elif isinstance(output, list | tuple):
+        came = f"a {type(output).__name__} of {', '.join(type(part).__name__ for part in output[:5]) or 'nothing'}"
+    else:
+        came = type(output).__name__
+    raise Mistake(
+        f"the model returned {came}; logits are expected: a tensor, an object with `.logits`, "
+        "a dict with 'logits', or a tuple whose first entry is a tensor. Wrap the model in a module that returns them."
+    )
+
+
+def wrap(
+    module: nn.Module,
+    mean: Sequence[float] = (0.0, 0.0, 0.0),
+    std: Sequence[float] = (1.0, 1.0, 1.0),
+    input_size: int | tuple[int, int] | None = None,
+    num_classes: int | None = None,
+) -> Classifier:
+    """Make any module a classifier on pixels in [0, 1]. Without mean and std the module gets the pixels as they are."""
+    if not isinstance(module, nn.Module):
+        raise Mistake(
+            f"wrap takes an nn.Module, got {type(module).__name__}. Put a plain function into a module first."
+        )
+    normalisation = (three_numbers(mean, "mean"), three_numbers(std, "std"))
+    if isinstance(module, Classifier):
+        if normalisation != ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)):
+            raise Mistake("the model is a Classifier already and normalises itself; wrap its `.backbone` instead.")
+        return module
+    record = ModelRecord(
+        name="wrapped",
+        num_classes=num_classes if num_classes is not None else _announced_classes(module),
+        mean=normalisation[0],
+        std=normalisation[1],
+        input_size=(input_size, input_size) if isinstance(input_size, int) else input_size,
+        notes=_normalisation_note(module, *normalisation),
+    )
+    return Classifier(module, record)
+
+
+def _announced_classes(module: nn.Module) -> int | None:
+    for count in (getattr(module, "num_classes", None), getattr(getattr(module, "config", None), "num_labels", None)):
+        if isinstance(count, int) and count > 0:
+            return count
+    return None
+
+
+def _normalisation_note(module: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, str]:
+    """timm says how its models were trained; a module wrapped otherwise silently loses accuracy."""
+    told: Any = getattr(module, "pretrained_cfg", None)
+    if not isinstance(told, Mapping) or "mean" not in told or "std" not in told:
+        return {}
+    if (tuple(told["mean"]), tuple(told["std"])) == (mean, std):
+        return {}
+    return {"normalisation": f"timm's own for this model is mean={tuple(told['mean'])}, std={tuple(told['std'])}"}

@@ -1,0 +1,179 @@
+"""Models that other code builds: Hugging Face transformers, and functions of the user's."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from vitadel.backbones.record import ModelRecord, three_numbers
+from vitadel.errors import Mistake, nearest_names
+
+__all__ = ["call_factory", "load_hugging_face", "processor_normalisation"]
+
+Triple = tuple[float, float, float]
+
+_RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}  # Pillow's numbers
+
+
+@contextmanager
+def _working_folder_importable() -> Iterator[None]:
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+
+
+def _cause(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def call_factory(spec: str) -> nn.Module:
+    """Import `package.module:function`, the working folder included, and call the function without arguments."""
+    module_name, _, function_name = spec.rpartition(":")
+    if not module_name or not function_name:
+        raise Mistake(f"'python:{spec}' names no function. Write python:package.module:function.")
+    with _working_folder_importable():
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise Mistake(f"importing '{module_name}' failed: {_cause(error)}. Install what it needs.") from error
+            raise Mistake(
+                f"there is no Python module '{error.name}' for 'python:{spec}'. Install it, or run from the folder "
+                f"it is in (now {Path.cwd()})."
+            ) from error
+        except Exception as error:  # the user's code may raise anything
+            raise Mistake(f"importing '{module_name}' failed: {_cause(error)}. Repair the module.") from error
+        factory = getattr(module, function_name, None)
+        if factory is None:
+            near = nearest_names(function_name, [name for name in vars(module) if not name.startswith("_")]) or "."
+            raise Mistake(f"module '{module_name}' has no '{function_name}'{near}")
+        if not callable(factory):
+            raise Mistake(f"'python:{spec}' is a {type(factory).__name__}, not a function that returns an nn.Module.")
+        try:
+            made = factory()
+        except Exception as error:
+            raise Mistake(f"'python:{spec}' was called without arguments and failed: {_cause(error)}.") from error
+    if not isinstance(made, nn.Module):
+        raise Mistake(
+            f"'python:{spec}' returned {type(made).__name__}; it must return an nn.Module on pixels in [0, 1]."
+        )
+    return made
+
+
+def load_hugging_face(name: str, *, needs_normalisation: bool = True) -> tuple[nn.Module, ModelRecord]:
+    """An image classifier of `transformers`, from the hub or from a folder, with its processor's preprocessing."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise Mistake(f"'hf:{name}' needs the package transformers. Install it: pip install 'vitadel[hf]'.") from error
+    location = str(Path(name).expanduser()) if name.startswith((".", "/", "~")) else name
+    if name.startswith((".", "/", "~")) and not Path(location).is_dir():
+        raise Mistake(f"folder '{name}' for 'hf:{name}' does not exist. Check the path (now in {Path.cwd()}).")
+    failures = (OSError, ValueError, KeyError, ImportError, RuntimeError)
+    try:
+        model, told = transformers.AutoModelForImageClassification.from_pretrained(location, output_loading_info=True)
+    except failures as error:
+        raise Mistake(
+            f"'hf:{name}' could not be loaded as an image classifier: {_first_line(error)}. "
+            "Check the name and the network; a folder on disk is written hf:./FOLDER."
+        ) from error
+    missing = sorted(told.get("missing_keys", ()))
+    if missing:  # transformers fills them with random numbers and only logs it
+        raise Mistake(
+            f"'hf:{name}' has no trained weights for {', '.join(missing[:3])}: it is a backbone without a "
+            "classification head. Choose a model that was trained to classify images."
+        )
+    try:
+        processor = transformers.AutoImageProcessor.from_pretrained(location)
+    except failures as error:
+        if needs_normalisation:
+            raise Mistake(
+                f"'hf:{name}' does not say how its images are prepared: {_first_line(error)}. Give mean and std."
+            ) from error
+        processor = None
+    try:
+        return model, _hugging_face_record(name, model, processor)
+    except (AttributeError, KeyError, TypeError) as error:
+        if needs_normalisation:
+            raise Mistake(
+                f"'hf:{name}' prepares its images in a way of its own ({error}). Give mean and std."
+            ) from error
+        return model, _hugging_face_record(name, model, None)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+
+
+def _hugging_face_record(name: str, model: nn.Module, processor: Any) -> ModelRecord:
+    config: Any = getattr(model, "config", None)
+    record = ModelRecord(name=f"hf:{name}", num_classes=int(config.num_labels))
+    if processor is None:
+        return record
+    by_timm = getattr(processor, "data_config", None)
+    if isinstance(by_timm, Mapping):  # transformers around a timm model: the processor only passes on timm's transform
+        return replace(
+            record,
+            mean=three_numbers(by_timm["mean"], "mean"),
+            std=three_numbers(by_timm["std"], "std"),
+            input_size=tuple(by_timm["input_size"][1:]),
+            crop_pct=float(by_timm["crop_pct"]),
+            interpolation=by_timm["interpolation"],
+            crop_mode=by_timm["crop_mode"],
+        )
+    mean, std = processor_normalisation(processor)
+    return replace(_with_geometry(record, processor), mean=mean, std=std)
+
+
+def _with_geometry(record: ModelRecord, processor: Any) -> ModelRecord:
+    """Size and crop in timm's terms: resize to size / crop_pct, then crop; 'squash' where the ratio is not kept."""
+    height, edge = (_entry(getattr(processor, "size", None), key) for key in ("height", "shortest_edge"))
+    crop = _entry(getattr(processor, "crop_size", None), "height") if getattr(processor, "do_center_crop", 0) else None
+    resized = height or edge
+    final, share = crop or resized, crop / resized if crop and resized else 1.0
+    squashes = height is not None
+    own_share = getattr(processor, "crop_pct", None)  # ConvNeXt and PoolFormer crop inside their resizing
+    if own_share and edge and not crop:
+        share, squashes = (float(own_share), False) if edge < 384 else (1.0, True)
+    resample = getattr(processor, "resample", None)
+    return replace(
+        record,
+        input_size=None if final is None else (final, final),
+        crop_pct=min(1.0, share),
+        crop_mode="squash" if squashes else "center",
+        interpolation=_RESAMPLING.get(int(resample), "bicubic") if isinstance(resample, int) else "bicubic",
+    )
+
+
+def _entry(size: object, key: str) -> int | None:
+    """Processors give sizes as one number, as a dictionary, or as an object of the newer `transformers`."""
+    found = size.get(key) if isinstance(size, Mapping) else getattr(size, key, size)
+    return found if isinstance(found, int) else None
+
+
+def processor_normalisation(processor: Any) -> tuple[Triple, Triple]:
+    """The mean and std on [0, 1] pixels that equal an image processor's rescaling and normalising of 0..255 ones."""
+    scale = 255.0 * float(processor.rescale_factor) if getattr(processor, "do_rescale", True) else 255.0
+    shift = 1.0 if getattr(processor, "rescale_offset", False) else 0.0  # x / 127.5 - 1, as in EfficientNet's
+    mean: Triple = (0.0, 0.0, 0.0)
+    std: Triple = (1.0, 1.0, 1.0)
+    if processor.do_normalize:
+        mean, std = three_numbers(processor.image_mean, "mean"), three_numbers(processor.image_std, "std")
+    # ((scale x - shift) - mean) / std  =  (x - (mean + shift) / scale) / (std / scale)
+    shifted, scaled = [(value + shift) / scale for value in mean], [value / scale for value in std]
+    return three_numbers(shifted, "mean"), three_numbers(scaled, "std")

@@ -1,0 +1,41 @@
+"""`vitadel list`: what there is, with one line each."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import typer
+
+
+class Kind(enum.StrEnum):
+    models = enum.auto()
+    attacks = enum.auto()
+    data = enum.auto()
+
+
+def listing(
+    kind: Annotated[Kind, typer.Argument(help="what to list")],
+    search: Annotated[str, typer.Argument(help="only names that contain this; searches timm too")] = "",
+) -> None:
+    """What there is: models, attacks or data."""
+    from vitadel.reporting.terminal import show_names
+
+    rows = _rows(kind, search)
+    show_names([(name, about) for name, about in rows.items() if search.lower() in name.lower()])
+
+
+def _rows(kind: Kind, search: str) -> dict[str, str]:
+    if kind is Kind.attacks:
+        from vitadel.attacks.presets import CATALOGUE
+
+        return {f"{n}-K" if "steps" in p.settings else n: p.describe() for n, p in CATALOGUE.items()}
+    if kind is Kind.data:
+        from vitadel.data import known_specs
+
+        return dict(known_specs())
+    import timm
+
+    from vitadel.backbones.load import model_names
+
+    return model_names() | (dict.fromkeys(timm.list_models(f"*{search}*"), "timm") if search else {})

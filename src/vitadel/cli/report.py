@@ -1,0 +1,20 @@
+"""`vitadel report`: one self-contained HTML page from any number of run folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="run folders")],
+    out: Annotated[Path | None, typer.Option(help="the page to write; by default report.html in the first run")] = None,
+) -> None:
+    """Compare runs on one page that needs no network and no server."""
+    from vitadel.reporting.page import write_report
+
+    target = out or runs[0] / "report.html"
+    write_report(runs, target)
+    typer.echo(str(target))

@@ -1,0 +1,51 @@
+"""From whatever a file says about classes to numbers and names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vitadel.errors import Mistake
+
+__all__ = ["number_labels", "read_class_names"]
+
+
+def number_labels(raw: Sequence[int | str | None], names: Sequence[str] | None) -> tuple[Tensor, tuple[str, ...]]:
+    """Labels as int64 and the class names; -1 stands for a label that is missing or not among `names`.
+
+    Whole numbers, also as text, count as they are. Otherwise labels are names: numbered by their place in `names`,
+    or if there are none, in the order of their code points.
+    """
+    numbers = [_whole(label) for label in raw]
+    if any(number is None and label is not None for number, label in zip(numbers, raw, strict=True)):
+        names = tuple(names) if names else tuple(sorted({str(label) for label in raw if label is not None}))
+        place = {name: number for number, name in enumerate(names)}
+        numbers = [None if label is None else place.get(str(label)) for label in raw]
+    labels = torch.tensor([-1 if number is None else number for number in numbers], dtype=torch.int64)
+    if names:
+        return labels, tuple(names)
+    highest = int(labels.max()) if len(labels) else -1
+    return labels, tuple(str(number) for number in range(highest + 1))
+
+
+def read_class_names(path: Path) -> tuple[str, ...]:
+    """One class name per line."""
+    try:
+        names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as fault:
+        raise Mistake(
+            f"the class names in '{path}' cannot be read: {fault}; expected text, one name per line"
+        ) from None
+    if not names:
+        raise Mistake(f"'{path}' is empty; expected one class name per line")
+    return names
+
+
+def _whole(label: int | str | None) -> int | None:
+    if isinstance(label, str):
+        text = label.strip()
+        return int(text) if text.removeprefix("-").isdecimal() else None
+    return label

@@ -1,0 +1,126 @@
+"""Classification sets of torchvision, from files that are already there: nothing is downloaded by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torchvision.datasets
+from PIL.Image import Image
+from torch import Tensor
+
+from vitadel.data.images import attempts, to_rgb
+from vitadel.data.spec import Request
+from vitadel.data.splits import pick_split
+from vitadel.errors import Mistake
+
+__all__ = ["TORCHVISION_SETS", "TorchvisionImages", "open_torchvision"]
+
+_FLAG: Mapping[str, dict[str, Any]] = {"test": {"train": False}, "train": {"train": True}}
+
+
+def _named(*splits: str, **renamed: str) -> Mapping[str, dict[str, Any]]:
+    spelled = {split: split for split in splits} | renamed
+    return {split: {"split": spelling} for split, spelling in spelled.items()}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A class of torchvision: how it spells its splits, and where it keeps labels, classes and file names."""
+
+    cls: str
+    splits: Mapping[str, dict[str, Any]]
+    labels: Callable[[Any], Sequence[int]]
+    files: Callable[[Any], Sequence[Any]] = lambda _: ()
+    needs: str | None = None
+
+
+TORCHVISION_SETS: Mapping[str, _Entry] = {
+    "cifar10": _Entry("CIFAR10", _FLAG, lambda data: data.targets),
+    "cifar100": _Entry("CIFAR100", _FLAG, lambda data: data.targets),
+    "mnist": _Entry("MNIST", _FLAG, lambda data: data.targets),
+    "fashion-mnist": _Entry("FashionMNIST", _FLAG, lambda data: data.targets),
+    "svhn": _Entry("SVHN", _named("train", "test", "extra"), lambda data: data.labels, needs="scipy"),
+    "stl10": _Entry("STL10", _named("train", "test"), lambda data: data.labels),
+    "flowers102": _Entry(
+        "Flowers102",
+        _named("train", "val", "test"),
+        lambda data: data._labels,
+        lambda data: data._image_files,
+        needs="scipy",
+    ),
+    "oxford-pets": _Entry(
+        "OxfordIIITPet",
+        _named("trainval", "test", train="trainval"),
+        lambda data: data._labels,
+        lambda data: data._images,
+    ),
+    "food101": _Entry("Food101", _named("train", "test"), lambda data: data._labels, lambda data: data._image_files),
+    "dtd": _Entry("DTD", _named("train", "val", "test"), lambda data: data._labels, lambda data: data._image_files),
+    "fgvc-aircraft": _Entry(
+        "FGVCAircraft",
+        _named("train", "val", "trainval", "test"),
+        lambda data: data._labels,
+        lambda data: data._image_files,
+    ),
+    "gtsrb": _Entry(
+        "GTSRB",
+        _named("train", "test"),
+        lambda data: [label for _, label in data._samples],
+        lambda data: [path for path, _ in data._samples],
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class TorchvisionImages:
+    """A torchvision data set. Those that come as one array are held by torchvision as such, whatever the limit."""
+
+    kind: str
+    split: str
+    data: Any = field(repr=False)
+    targets: Tensor = field(repr=False)
+    classes: tuple[str, ...] = field(repr=False)
+    files: tuple[str, ...] = field(default=(), repr=False)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def labels(self) -> Tensor:
+        return self.targets
+
+    def read(self, indices: Sequence[int]) -> list[Image | Exception]:
+        return attempts(lambda index: to_rgb(self.data[index][0]), indices)
+
+    def name(self, index: int) -> str:
+        return self.files[index] if self.files else f"{self.kind} {self.split} {index}"
+
+
+def open_torchvision(request: Request) -> TorchvisionImages:
+    """The set below `--data-root`, in the layout that torchvision itself makes."""
+    request.chosen()
+    if request.argument:
+        raise Mistake(f"'{request.spec}': {request.kind} takes no path; use --data-root DIR and --data {request.kind}")
+    entry = TORCHVISION_SETS[request.kind]
+    split = pick_split(entry.splits, request.split, request.kind)
+    keywords = entry.splits[split]
+    try:
+        data = getattr(torchvision.datasets, entry.cls)(str(request.root), download=False, **keywords)
+    except ImportError as fault:
+        needed = entry.needs or fault.name
+        raise Mistake(f"{request.kind} needs {needed}, which is not installed: pip install {needed}") from None
+    except (RuntimeError, OSError, ValueError) as fault:
+        call = ", ".join([f"{str(request.root)!r}", *(f"{key}={value!r}" for key, value in keywords.items())])
+        raise Mistake(
+            f"{request.kind}: no complete copy below '{request.root}' ({fault}). Nothing is downloaded by itself: "
+            f"give the folder with --data-root, or fetch it with "
+            f'python -c "from torchvision.datasets import {entry.cls}; {entry.cls}({call}, download=True)"'
+        ) from fault
+    targets = torch.as_tensor(entry.labels(data), dtype=torch.int64)
+    if not len(targets):
+        raise Mistake(f"{request.kind}@{split} below '{request.root}' is empty")
+    names = getattr(data, "classes", None) or range(int(targets.max()) + 1)
+    files = tuple(str(path) for path in entry.files(data))
+    return TorchvisionImages(request.kind, split, data, targets, tuple(map(str, names)), files)

@@ -1,0 +1,27 @@
+"""Mistakes of the user: one message that says what was wrong, what was given, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["Interrupted", "Mistake", "nearest_names"]
+
+
+class Mistake(ValueError):
+    """Something the user can put right. The command line prints it without a traceback and ends with exit code 2."""
+
+
+class Interrupted(Exception):
+    """Ctrl-C during a run whose finished pieces are safe in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder = folder
+
+
+def nearest_names(given: str, known: Iterable[str], most: int = 3) -> str:
+    """'; did you mean a, b?' or nothing, to be put behind a message about an unknown name."""
+    close = difflib.get_close_matches(given, list(known), n=most, cutoff=0.5)
+    return f"; did you mean {', '.join(close)}?" if close else ""

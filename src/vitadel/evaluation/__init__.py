@@ -1,0 +1,1 @@
+"""Evaluation: attacks propose, the judge decides, results are written."""

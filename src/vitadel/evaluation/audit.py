@@ -1,0 +1,308 @@
+"""The main job: clean accuracy, attacks, worst case, with intervals and a verdict for every sample."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitadel.amounts import amount_text, read_amount
+from vitadel.attacks.presets import make, settings_of, split_attack_list
+from vitadel.attacks.threats import threat as make_threat
+from vitadel.backbones.checks import looks_like_probabilities, modules_in_train_mode
+from vitadel.data.batches import batches
+from vitadel.data.checks import left_out
+from vitadel.errors import Interrupted, Mistake
+from vitadel.evaluation.ledger import FolderLedger, MemoryLedger
+from vitadel.evaluation.results import SCHEMA, Tally, samples_table
+from vitadel.evaluation.stages import PRECISIONS, Bench, attack_stage, clean_stage
+from vitadel.evaluation.subject import Subject, open_subject
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.draws import Draws
+from vitadel.runtime.environment import environment
+from vitadel.runtime.processes import Processes, join_processes
+from vitadel.runtime.rundir import RunFolder, open_run, write_atomically, write_json
+from vitadel.types import Attack, Source, Threat
+from vitadel.version import __version__
+
+__all__ = ["DEFAULT_ATTACKS", "DEFAULT_DATA", "DEFAULT_MODEL", "Order", "Outcome", "audit", "run_audit"]
+
+DEFAULT_MODEL = "zoo:shapes-robust"
+DEFAULT_DATA = "shapes"
+DEFAULT_ATTACKS = ("fgsm", "pgd-20")
+_PICTURES = 8  # samples kept with their perturbed versions, for the report
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an audit is asked to do: everything, beside model and data, that decides its result.
+
+    Each attack works on the samples that the earlier ones left standing, so the last number is the worst case; with
+    `independent` every attack sees all correctly classified samples.
+    """
+
+    attacks: tuple[str, ...] = DEFAULT_ATTACKS
+    eps: float = 8 / 255
+    norm: str = "linf"
+    limit: int | None = None
+    batch_size: int = 64
+    seed: int = 0
+    independent: bool = False
+    precision: str = "fp32"
+    skip_bad: bool = False
+
+    def __post_init__(self) -> None:
+        twice = sorted({name for name in self.attacks if self.attacks.count(name) > 1})
+        if twice:
+            raise Mistake(f"attack {twice[0]!r} is listed twice; each name may stand once, settings make names differ")
+        if self.batch_size < 1:
+            raise Mistake(f"--batch-size must be at least 1, got {self.batch_size}")
+        if self.precision not in PRECISIONS:
+            raise Mistake(f"unknown precision {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
+        self.crew()  # a wrong name, norm or budget is told before anything is loaded
+
+    @property
+    def threat(self) -> Threat:
+        return make_threat(self.norm, self.eps)
+
+    def crew(self) -> list[tuple[str, Attack]]:
+        return [(name, make(name, eps=self.eps, norm=self.norm)) for name in self.attacks]
+
+    def settings(self, subject: Subject, indices: Tensor) -> dict[str, Any]:
+        """What a resumed run must agree with."""
+        return {
+            "model": subject.model_spec,
+            "model_fingerprint": subject.model_fingerprint(),
+            "data": subject.data_spec,
+            "data_fingerprint": subject.data_fingerprint(indices),
+            **dataclasses.asdict(self),
+            "eps": amount_text(self.eps),
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results, the folder they were written to, and whether this process is the one to tell about them."""
+
+    results: dict[str, Any]
+    folder: RunFolder | None
+    is_main: bool
+
+
+def audit(
+    model: str | nn.Module = DEFAULT_MODEL,
+    data: str | Source = DEFAULT_DATA,
+    *,
+    attacks: str | Sequence[str] = DEFAULT_ATTACKS,
+    eps: float | str = 8 / 255,
+    norm: str = "linf",
+    limit: int | None = None,
+    batch_size: int = 64,
+    seed: int = 0,
+    independent: bool = False,
+    precision: str = "fp32",
+    skip_bad: bool = False,
+    device: str = "auto",
+    data_root: str | Path | None = None,
+    model_options: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Audit a model from Python; returns what `results.json` holds. A run folder is written if `out` names one.
+
+    The settings are those of `Order`; `model_options` go to `load_model`.
+    """
+    names = tuple(split_attack_list(attacks) if isinstance(attacks, str) else attacks)
+    budget = read_amount(eps, "eps")
+    order = Order(names, budget, norm, limit, batch_size, seed, independent, precision, skip_bad)
+    processes = join_processes(device)
+    subject = open_subject(model, data, data_root=data_root, model_options=model_options, skip_bad=skip_bad)
+    return run_audit(subject, order, processes, out=out, resume=resume).results
+
+
+def run_audit(
+    subject: Subject,
+    order: Order,
+    processes: Processes,
+    *,
+    out: str | Path | None = None,
+    in_folder: bool = False,
+    resume: bool = False,
+    shown: bool = False,
+    argv: Sequence[str] = (),
+) -> Outcome:
+    """Audit, in a run folder if `out` names one or `in_folder` asks for a new one below runs/."""
+    indices = subject.selection(order.limit, order.seed, order.skip_bad)
+    settings = order.settings(subject, indices)
+    run = None
+    if out is not None or in_folder:
+        run = _open_folder(processes, subject.model_spec, settings, out, resume, argv)
+        if run.complete:
+            return Outcome(json.loads((run.path / "results.json").read_text()), run, processes.is_main)
+    elif processes.count > 1:
+        raise Mistake("with several processes an audit needs a run folder to share; give one with out=...")
+    bench = Bench(
+        model=subject.model.to(processes.device),
+        source=subject.source,
+        preprocess=subject.preprocess,
+        ledger=FolderLedger(run) if run else MemoryLedger(),
+        processes=processes,
+        batch_size=order.batch_size,
+        seed=order.seed,
+        precision=order.precision,
+        skip_bad=order.skip_bad,
+        shown=shown,
+    )
+    try:
+        return Outcome(_run(bench, subject, order, indices, settings, run), run, processes.is_main)
+    except KeyboardInterrupt:
+        if run is not None:
+            raise Interrupted(run.path) from None
+        raise
+
+
+def _run(
+    bench: Bench, subject: Subject, order: Order, indices: Tensor, settings: dict[str, Any], run: RunFolder | None
+) -> dict[str, Any]:
+    crew = order.crew()
+    findings = _findings_about_mode(bench.model)
+    main = bench.processes.is_main
+    with frozen(bench.model):
+        tally = Tally.of_clean(clean_stage(bench, indices))
+        if len(tally.index) == 0:
+            raise Mistake("no sample could be read, so there is nothing to audit; see the reasons with --skip-bad off")
+        findings += _findings_about_outputs(bench, tally)
+        results = _results(subject, order, tally, settings, findings)
+        for number, (name, attack) in enumerate(crew):
+            if run and main:
+                write_json(run.path / "results.json", results)
+            exposed = tally.index[tally.correct if order.independent else tally.standing]
+            pieces = attack_stage(bench, f"{number:02d} {name}", attack, order.threat, exposed)
+            told = {**settings_of(attack), "norm": order.norm, "eps": settings["eps"], "seed": order.seed}
+            tally.add(name, told, pieces, order.independent)
+            results = _results(subject, order, tally, settings, findings)
+        results["complete"] = True
+        if run and main:
+            if crew:
+                _keep_pictures(bench, run, tally, crew[-1][1])
+            write_json(run.path / "environment.json", environment(bench.processes.device, bench.processes.count))
+            write_atomically(run.path / "samples.parquet", samples_table(tally))
+            write_json(run.path / "results.json", results)
+            run.finish()
+        bench.processes.wait()
+    return results
+
+
+def _results(
+    subject: Subject, order: Order, tally: Tally, settings: dict[str, Any], findings: list[dict[str, Any]]
+) -> dict[str, Any]:
+    outside = left_out(subject.source)
+    return {
+        "schema": SCHEMA,
+        "version": __version__,
+        "complete": False,
+        "seed": order.seed,
+        "model": {
+            "spec": subject.model_spec,
+            "parameters": sum(p.numel() for p in subject.model.parameters()),
+            "family": subject.family,
+            "fingerprint": settings["model_fingerprint"],
+        },
+        "data": {
+            "spec": subject.data_spec,
+            "n": len(tally.index),
+            "classes": len(subject.source.classes),
+            "class_names": list(subject.source.classes),
+            "left_out": len(tally.bad),
+            "left_out_names": [entry["name"] for entry in tally.bad[:20]],
+            "not_opened": list(outside),
+        },
+        "threat": {"norm": order.norm, "eps": order.eps, "eps_text": settings["eps"]},
+        "batch_size": order.batch_size,
+        "precision": order.precision,
+        **tally.summary(),
+        "findings": findings,
+    }
+
+
+def _open_folder(
+    processes: Processes,
+    subject: str,
+    settings: dict[str, Any],
+    out: str | Path | None,
+    resume: bool,
+    argv: Sequence[str],
+) -> RunFolder:
+    """Only the main process touches the disk; a mistake it finds is told in all of them."""
+    answer: RunFolder | Mistake | None = None
+    if processes.is_main:
+        try:
+            path = None if out is None else Path(out)
+            answer = open_run("audit", subject, settings, out=path, resume=resume, argv=list(argv or sys.argv))
+        except Mistake as mistake:
+            if processes.count == 1:
+                raise
+            answer = mistake
+    answer = processes.from_main(answer)
+    if isinstance(answer, Mistake):
+        raise answer
+    assert answer is not None
+    return answer
+
+
+def _findings_about_mode(model: nn.Module) -> list[dict[str, Any]]:
+    training = modules_in_train_mode(model)
+    if not training:
+        return []
+    return [
+        {
+            "check": "evaluation mode",
+            "verdict": "suspicious",
+            "evidence": f"{len(training)} modules were in train mode, the first: {training[0] or 'the model itself'}",
+            "advice": "audited in eval mode; call model.eval() before deploying, or dropout and batch norm differ",
+        }
+    ]
+
+
+def _findings_about_outputs(bench: Bench, tally: Tally) -> list[dict[str, Any]]:
+    """Probabilities instead of logits saturate the cross-entropy and hide gradients."""
+    first = [tally.index[: min(8, bench.batch_size)].tolist()]
+    (batch,) = batches(bench.source, first, bench.preprocess, skip_bad=bench.skip_bad)
+    with torch.no_grad():
+        outputs = bench.model(batch.to(bench.processes.device).x)
+    if not looks_like_probabilities(outputs):
+        return []
+    return [
+        {
+            "check": "outputs are logits",
+            "verdict": "suspicious",
+            "evidence": f"all outputs of {len(outputs)} images lie in [0, 1] and add up to 1",
+            "advice": "return logits instead of probabilities: a softmax before the loss hides gradients from attacks",
+        }
+    ]
+
+
+def _keep_pictures(bench: Bench, run: RunFolder, tally: Tally, attack: Attack) -> None:
+    """A few samples, clean and as the last attack leaves them, for the report."""
+    rows = tally.index[tally.correct][:_PICTURES].tolist()
+    if not rows:
+        return
+    (batch,) = batches(bench.source, [rows], bench.preprocess, skip_bad=bench.skip_bad)
+    batch = batch.to(bench.processes.device)
+    with bench.arithmetic():
+        z = attack(bench.model, batch.x, batch.y, Draws.of_samples(bench.seed, batch.indices, batch.x.device))
+        with torch.no_grad():
+            prediction = bench.model(z).argmax(1)
+    buffer = io.BytesIO()
+    arrays = {"index": batch.indices, "x": batch.x, "z": z, "label": batch.y, "prediction": prediction}
+    np.savez_compressed(buffer, **{name: tensor.cpu().numpy() for name, tensor in arrays.items()})
+    write_atomically(run.path / "examples.npz", buffer.getvalue())

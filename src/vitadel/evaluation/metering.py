@@ -1,0 +1,45 @@
+"""What an attack costs: gradients and forwards, counted per sample, by hooks that leave no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Cost", "metered"]
+
+
+@dataclass
+class Cost:
+    """`gradients` counts forward-and-backward pairs, `forwards` the passes without a backward; both in samples."""
+
+    gradients: int = 0
+    forwards: int = 0
+
+
+@contextmanager
+def metered(model: nn.Module) -> Iterator[Cost]:
+    cost = Cost()
+
+    def count(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        samples = len(output)
+        cost.forwards += samples
+        if output.requires_grad:
+            seen = False  # several backwards may follow one forward, as in a Jacobian
+
+            def backward_ran(grad: Tensor) -> None:
+                nonlocal seen
+                cost.gradients += samples
+                cost.forwards -= 0 if seen else samples
+                seen = True
+
+            output.register_hook(backward_ran)
+
+    handle = model.register_forward_hook(count)
+    try:
+        yield cost
+    finally:
+        handle.remove()

@@ -1,0 +1,112 @@
+"""Attack models whose answer is known in closed form: does this installation find what is there, and nothing more?
+
+For two classes and logits (0, w.x + b) the nearest decision boundary lies at distance |w.x + b| / ||w||_dual, so an
+attack must break the model just above that budget and must not break it just below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.presets import CATALOGUE, make
+from vitadel.attacks.threats import NORMS, threat
+from vitadel.backbones.anatomy import family_of
+from vitadel.backbones.load import load_model, zoo_names
+from vitadel.data.shapes import Shapes
+from vitadel.evaluation.judge import judge
+from vitadel.instrument.attention import scaled_attention
+from vitadel.runtime.draws import Draws
+
+__all__ = ["Check", "LinearToy", "selftest"]
+
+_SIDE = 8
+_SAMPLES = 16
+
+
+class LinearToy(nn.Module):
+    """Two classes, logits (0, w.x + b): every distance to the boundary is known."""
+
+    def __init__(self, weight: Tensor, bias: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = (x.flatten(1) * self.weight).sum(1) + self.bias
+        return torch.stack([torch.zeros_like(score), score], dim=1)
+
+    def distance(self, x: Tensor, norm: str) -> Tensor:
+        """How far each image is from the boundary, as long as the box [0, 1] does not come in between."""
+        dual = {"linf": 1.0, "l2": 2.0, "l1": float("inf")}[norm]
+        steepness: Tensor = torch.linalg.vector_norm(self.weight.detach(), ord=dual)
+        margin: Tensor = self(x)[:, 1].detach().abs()
+        return margin / steepness
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    passed: bool
+    evidence: str
+
+
+def selftest() -> Iterator[Check]:
+    """All checks, one after the other; each takes seconds at most."""
+    for norm in NORMS:
+        for name in CATALOGUE:
+            yield _finds_the_boundary(name, norm)
+    yield _draws_belong_to_samples()
+    for name in zoo_names():
+        yield _scale_of_one_changes_nothing(name)
+
+
+def _toy(norm: str) -> tuple[LinearToy, Tensor, Tensor]:
+    """Images around mid-grey, so that no budget used here meets the box, all at boundary distance 0.02 or more."""
+    draws = Draws.of_samples(7, range(_SAMPLES))
+    weight = Draws.of_samples(8, [0]).stream("weight").normal(3 * _SIDE * _SIDE)[0]
+    if norm == "l1":
+        weight[11] = 8.0  # one clearly strongest pixel: the closed form lies along a single coordinate
+    toy = LinearToy(weight, bias=-0.5 * float(weight.sum()))
+    x = 0.5 + 0.1 * (draws.stream("pixels").uniform(3, _SIDE, _SIDE) - 0.5)
+    far = toy.distance(x, norm) > 1e-3
+    x = x[far]
+    return toy, x, toy(x).argmax(1)
+
+
+def _finds_the_boundary(name: str, norm: str) -> Check:
+    toy, x, y = _toy(norm)
+    distance = toy.distance(x, norm)
+    wrong = 0
+    for row, (image, label) in enumerate(zip(x, y, strict=True)):
+        for factor, broken in ((0.99, False), (1.01, True)):
+            eps = float(distance[row]) * factor
+            # Long steps, because a random start may lie on the far side of the ball.
+            title = f"{name}-100(step={eps / 5})" if "step" in CATALOGUE[name].settings else name
+            z = make(title, eps=eps, norm=norm)(toy, image[None], label[None])
+            held = judge(toy, threat(norm, eps), image[None], z, label[None]).held
+            wrong += bool(held) == broken
+    evidence = f"{2 * len(x) - wrong} of {2 * len(x)} answers as the closed form says"
+    return Check(f"{name} finds the boundary, {norm}", wrong == 0, evidence)
+
+
+def _draws_belong_to_samples() -> Check:
+    whole = Draws.of_samples(3, range(10)).uniform(5)
+    alone = torch.cat([Draws.of_samples(3, [sample]).uniform(5) for sample in range(10)])
+    return Check("random numbers do not depend on the batch", torch.equal(whole, alone), "50 numbers compared")
+
+
+def _scale_of_one_changes_nothing(name: str) -> Check:
+    model = load_model(name)
+    pixels, _, _ = Shapes("val").render(range(4))
+    x = pixels.float() / 255
+    with torch.no_grad():
+        plain = model(x)
+        with scaled_attention(model, 1.0):
+            scaled = model(x)
+    return Check(
+        f"attention scale 1 is the identity on {name}", torch.equal(plain, scaled), f"family {family_of(model)}"
+    )

@@ -1,0 +1,138 @@
+"""The stages of an audit: clean predictions, then one attack after the other on the samples still standing.
+
+A stage is a fixed list of whole batches. Batch k belongs to process k mod (number of processes), every finished batch
+is a piece in the ledger, and nothing in a batch depends on who computed it or when: so one process, two, and a run
+that was killed and resumed come to the same verdicts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitadel.backbones.checks import check_logits
+from vitadel.data.batches import Batch, batches
+from vitadel.data.preprocess import Preprocess
+from vitadel.errors import Mistake
+from vitadel.evaluation.judge import judge
+from vitadel.evaluation.ledger import Ledger, Piece
+from vitadel.evaluation.metering import metered
+from vitadel.runtime.draws import Draws
+from vitadel.runtime.processes import Processes
+from vitadel.runtime.progress import progress
+from vitadel.types import Attack, Source, Threat
+
+__all__ = ["PRECISIONS", "Bench", "attack_stage", "clean_stage"]
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all stages share: the model, its data, how to cut them into batches, and who is at work."""
+
+    model: nn.Module
+    source: Source
+    preprocess: Preprocess
+    ledger: Ledger
+    processes: Processes
+    batch_size: int
+    seed: int
+    precision: str = "fp32"
+    skip_bad: bool = False
+    shown: bool = False
+
+    def chunks(self, indices: Tensor) -> list[list[int]]:
+        return [part.tolist() for part in indices.split(self.batch_size)]
+
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        kind = PRECISIONS[self.precision]
+        with nullcontext() if kind is None else torch.autocast(self.processes.device.type, dtype=kind):
+            yield
+
+
+def _run_stage(
+    bench: Bench, stage: str, indices: Tensor, work: Callable[[Batch], Piece], tally: Callable[[Piece], str]
+) -> list[Piece]:
+    """Do this process's missing batches, wait for the others, and return all pieces in order."""
+    chunks = bench.chunks(indices)
+    mine = range(bench.processes.rank, len(chunks), bench.processes.count)
+    todo = [k for k in mine if not _is_done(bench.ledger.find(stage, k), chunks[k])]
+    total, saved = sum(len(chunks[k]) for k in mine), sum(len(chunks[k]) for k in mine if k not in set(todo))
+    with progress(stage, total, bench.shown and bench.processes.is_main) as meter:
+        if saved:
+            meter.advance(saved, "found again")
+        stream = batches(bench.source, (chunks[k] for k in todo), bench.preprocess, skip_bad=bench.skip_bad)
+        for k, batch in zip(todo, stream, strict=True):
+            begun = time.perf_counter()
+            piece = work(batch.to(bench.processes.device))
+            piece["chunk"] = np.asarray(chunks[k], dtype=np.int64)
+            piece["seconds"] = np.asarray(time.perf_counter() - begun)
+            bench.ledger.save(stage, k, piece)
+            meter.advance(len(chunks[k]), tally(piece))
+    bench.processes.wait()
+    pieces = [bench.ledger.find(stage, k) for k in range(len(chunks))]
+    if any(piece is None for piece in pieces):
+        raise Mistake(
+            f"pieces of stage {stage!r} are missing in the run folder. With several machines, --out must be a folder "
+            "that all of them share."
+        )
+    return [piece for piece in pieces if piece is not None]
+
+
+def _is_done(piece: Piece | None, chunk: list[int]) -> bool:
+    return piece is not None and "chunk" in piece and piece["chunk"].tolist() == chunk
+
+
+def clean_stage(bench: Bench, indices: Tensor) -> list[Piece]:
+    """Predictions on the images as they are."""
+
+    def work(batch: Batch) -> Piece:
+        bad = json.dumps([{"index": b.index, "name": b.name, "reason": b.reason} for b in batch.bad])
+        prediction = torch.empty(0, dtype=torch.int64)
+        if len(batch.y):
+            with torch.no_grad(), bench.arithmetic():
+                logits = bench.model(batch.x)
+            check_logits(logits)
+            prediction = logits.argmax(1)
+        return {
+            "index": batch.indices.cpu().numpy(),
+            "label": batch.y.cpu().numpy(),
+            "prediction": prediction.cpu().numpy(),
+            "bad": np.asarray(bad),
+        }
+
+    return _run_stage(bench, "clean", indices, work, lambda piece: "")
+
+
+def attack_stage(bench: Bench, stage: str, attack: Attack, threat: Threat, standing: Tensor) -> list[Piece]:
+    """Attack the standing samples; every success is judged on the untouched model."""
+    broken = 0
+
+    def work(batch: Batch) -> Piece:
+        draws = Draws.of_samples(bench.seed, batch.indices, bench.processes.device)
+        with bench.arithmetic(), metered(bench.model) as cost:
+            z = attack(bench.model, batch.x, batch.y, draws)
+            verdict = judge(bench.model, threat, batch.x, z, batch.y)
+        return {
+            "index": batch.indices.cpu().numpy(),
+            "held": verdict.held.cpu().numpy(),
+            "void": verdict.void.cpu().numpy(),
+            "gradients": np.asarray(cost.gradients),
+            "forwards": np.asarray(cost.forwards),
+        }
+
+    def tally(piece: Piece) -> str:
+        nonlocal broken
+        broken += int((~piece["held"]).sum())
+        return f"{broken} broken"
+
+    return _run_stage(bench, stage, standing, work, tally)

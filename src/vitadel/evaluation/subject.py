@@ -1,0 +1,96 @@
+"""What is evaluated: a model and its data, with the names they were given by."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.backbones.anatomy import family_of
+from vitadel.backbones.classifier import Classifier, wrap
+from vitadel.backbones.load import load_model
+from vitadel.data import open_dataset
+from vitadel.data.checks import check_labels
+from vitadel.data.preprocess import Preprocess
+from vitadel.data.subset import balanced_subset
+from vitadel.errors import Mistake
+from vitadel.types import Source
+
+__all__ = ["Subject", "open_subject"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    model: Classifier
+    model_spec: str
+    source: Source
+    data_spec: str
+
+    @cached_property
+    def preprocess(self) -> Preprocess:
+        """The model's own way to its input size; a model that names none gets the size of the first image."""
+        record = self.model.record
+        size = record.input_size
+        if size is None:
+            (first,) = self.source.read([0])
+            if isinstance(first, Exception):
+                raise Mistake(f"{self.source.name(0)}: {first}. The model names no input size, so this image must do.")
+            size = (first.height, first.width)
+        return Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
+
+    @property
+    def family(self) -> str:
+        try:
+            return family_of(self.model)
+        except Mistake:
+            return "unknown"
+
+    def selection(self, limit: int | None, seed: int, skip_bad: bool) -> Tensor:
+        """The sorted indices of the samples to work on."""
+        labels = self.source.labels()
+        usable = torch.ones(len(labels), dtype=torch.bool)
+        classes = self.model.record.num_classes
+        for bad in check_labels(
+            self.source, len(self.source.classes) if classes is None else classes, skip_bad=skip_bad
+        ):
+            usable[bad.index] = False
+        rows = usable.nonzero()[:, 0]
+        return balanced_subset(labels[rows], limit, seed, rows)
+
+    def model_fingerprint(self) -> str:
+        """Names weights and normalisation, so that a run is not resumed with other ones."""
+        digest = hashlib.sha256(self.model.record.to_json().encode())
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def data_fingerprint(self, indices: Tensor) -> str:
+        """Names the selected samples by place and label."""
+        rows = torch.stack([indices, self.source.labels()[indices]])
+        return hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:16]
+
+
+def open_subject(
+    model: str | nn.Module,
+    data: str | Source,
+    *,
+    data_root: str | Path | None = None,
+    model_options: Mapping[str, Any] | None = None,
+    skip_bad: bool = False,
+) -> Subject:
+    """Load what is given by name, and take what is given as an object."""
+    if isinstance(model, str):
+        classifier, model_spec = load_model(model, **(model_options or {})), model
+    else:
+        classifier = model if isinstance(model, Classifier) else wrap(model)
+        model_spec = classifier.record.name
+    if isinstance(data, str):
+        return Subject(classifier, model_spec, open_dataset(data, root=data_root, skip_bad=skip_bad), data)
+    return Subject(classifier, model_spec, data, type(data).__name__)

@@ -1,0 +1,148 @@
+"""Scale the scores of every softmax attention, see its maps, measure how saturated it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Real
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.backbones.anatomy import SoftmaxAttention, attentions_of
+from vitadel.errors import Mistake
+from vitadel.instrument.hooks import Lens, Record, hooked
+
+__all__ = ["Factors", "attention_maps", "scaled_attention", "score_statistics"]
+
+_Row = float | Tensor | Sequence[float | Tensor]
+Factors = float | Tensor | Sequence[_Row]
+"""One number, one per attention module, or one per head: (modules, heads), ragged where head counts differ."""
+
+
+@contextmanager
+def scaled_attention(model: nn.Module, factors: Factors, *, backward_only: bool = False) -> Iterator[None]:
+    """Multiply pre-softmax scores by factors, as in adaptive attention scaling (Jain & Dutta, CVPR 2024).
+
+    One factor per softmax attention in the order of `backbones.anatomy.attentions_of`: class-attention and
+    attention-pooling modules count. Tensors are read anew at every run and may require gradients. What is scaled:
+
+    - the product of queries and keys, and neither the position bias nor the mask that are added to it (BEiT, Swin,
+      LeViT), so that shifted windows stay apart. With RoPE the queries are scaled: rotation commutes with it;
+    - XCiT's cross-covariance and SwinV2's cosines, which is the same as scaling their learned temperatures;
+    - CaiT's talking heads after the linear map over heads: all that the softmax is given.
+
+    Fused attention stays on, and a factor of 1 changes no bit. With `backward_only` the outputs are those of the
+    untouched model and only gradients pass through attention as if it were scaled; each attention runs twice.
+    Blocks nest: factors multiply.
+    """
+    parts = attentions_of(model)
+    scales = _one_per_module(factors, parts)
+    lenses = [
+        Lens(part, _times(scale), backward_only=backward_only)
+        for part, scale in zip(parts, scales, strict=True)
+        if scale
+    ]
+    with hooked(model, lenses):
+        yield
+
+
+@contextmanager
+def attention_maps(model: nn.Module) -> Iterator[Record]:
+    """Attention probabilities: after `model(x)`, `maps[i]` is (batch, heads, queries, keys), before dropout.
+
+    XCiT's cross-covariance blocks attend over channels: (batch, heads, channels, channels). Swin attends in windows:
+    (batch * windows, heads, tokens, tokens). Maps carry their graph when gradients are on. Fused attention, which
+    never forms them, is off while the modules run inside the block. A further run replaces the maps of the last.
+    """
+    parts = attentions_of(model)
+    maps = Record("attention maps", [part.name for part in parts])
+
+    def keep(place: int) -> Callable[[Tensor, Tensor], None]:
+        return lambda _scores, probabilities: maps.put(place, probabilities)
+
+    with hooked(model, [Lens(part, see=keep(place)) for place, part in enumerate(parts)]):
+        yield maps
+
+
+@contextmanager
+def score_statistics(model: nn.Module) -> Iterator[Record]:
+    """How far the largest pre-softmax score of each row lies above the second largest (Jain & Dutta 2024, fig. 2).
+
+    `gaps[i]` is (batch, heads, queries), without graph: the scores as the softmax takes them, with position bias, mask
+    and any factors of `scaled_attention`. In float32 a row's largest probability rounds to 1 from a gap of 16.6 on,
+    and the others vanish entirely at 103. Rows with a single key have an infinite gap.
+    """
+    parts = attentions_of(model)
+    gaps = Record("score gaps", [part.name for part in parts])
+
+    def measure(place: int) -> Callable[[Tensor, Tensor], None]:
+        return lambda scores, _probabilities: gaps.put(place, _gap(scores.detach()))
+
+    with hooked(model, [Lens(part, see=measure(place)) for place, part in enumerate(parts)]):
+        yield gaps
+
+
+def _gap(scores: Tensor) -> Tensor:
+    if scores.shape[-1] < 2:
+        return scores.new_full(scores.shape[:-1], math.inf)
+    largest = scores.topk(2, dim=-1).values
+    return largest[..., 0] - largest[..., 1]
+
+
+_Scale = Callable[[], float | Tensor]
+
+
+def _one_per_module(factors: Factors, parts: Sequence[SoftmaxAttention]) -> list[_Scale | None]:
+    """A reader of each module's factor; None where it is the number 1 and there is nothing to do."""
+    if isinstance(factors, Real):
+        return [_constant(factors)] * len(parts)
+    if isinstance(factors, Tensor) and factors.dim() == 0:
+        return [lambda: factors] * len(parts)
+    several = cast(Sequence[_Row], factors)
+    if len(several) != len(parts):
+        raise Mistake(
+            f"scaled_attention: {len(several)} factors given, but the model has {len(parts)} softmax attentions "
+            f"({parts[0].name} ... {parts[-1].name}). Give one number, {len(parts)} numbers, or one row of numbers "
+            "per attention with one number per head."
+        )
+    return [_reader(several, place, part) for place, part in enumerate(parts)]
+
+
+def _reader(factors: Sequence[_Row], place: int, part: SoftmaxAttention) -> _Scale | None:
+    factor = factors[place]
+    if isinstance(factor, Real):
+        return _constant(factor)
+    row = cast(Tensor | Sequence[float | Tensor], factor)
+    shape = tuple(row.shape) if isinstance(row, Tensor) else (len(row),)
+    if shape not in ((), (part.heads,)):
+        raise Mistake(
+            f"scaled_attention: factors of shape {shape} given for '{part.name}', which has {part.heads} heads. "
+            f"Give one number or {part.heads} numbers there."
+        )
+    if isinstance(row, Tensor):
+        # Taken out anew when the module runs: the block may be entered without gradients and used with them.
+        return lambda: cast(Tensor, factors[place])
+    return lambda: torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in row])
+
+
+def _constant(factor: Real) -> _Scale | None:
+    number = float(factor)
+    return None if number == 1 else lambda: number
+
+
+def _times(scale: _Scale) -> Callable[[Tensor], Tensor]:
+    """Scores (or queries) are (batch, heads, ..., ...)."""
+
+    def times(scores: Tensor) -> Tensor:
+        factor = scale()
+        if not isinstance(factor, Tensor):
+            # As a tensor, so that gradient checkpointing notices (and refuses) a second run without the factor.
+            factor = torch.tensor(factor, dtype=torch.promote_types(scores.dtype, torch.float32))
+        if factor.dim():
+            factor = factor.to(scores).view(-1, 1, 1)  # the same type: half precision must not be promoted
+        return scores * factor
+
+    return times

@@ -1,0 +1,41 @@
+"""See the residual stream after each block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from vitadel.backbones.anatomy import blocks_of
+from vitadel.errors import Mistake
+from vitadel.instrument.hooks import Edge, Record, hooked
+
+__all__ = ["block_features"]
+
+
+@contextmanager
+def block_features(model: nn.Module, indices: Sequence[int] | None = None) -> Iterator[Record]:
+    """Outputs of the transformer blocks: after `model(x)`, `features[i]` is what block `indices[i]` returned.
+
+    Blocks are numbered in running order, class-attention blocks included; negative numbers count from the end, and
+    None means all. Shapes are as the family makes them: (batch, tokens, dim), for Swin (batch, height, width, dim),
+    for CaiT's class-attention blocks the class token alone. Tokens of `extra_tokens` are there, after the class and
+    register tokens. Features carry their graph when gradients are on. A further run replaces those of the last.
+    """
+    blocks = blocks_of(model)
+    wanted = range(len(blocks)) if indices is None else indices
+    wrong = [index for index in wanted if not -len(blocks) <= index < len(blocks)]
+    if wrong:
+        raise Mistake(
+            f"block_features: no block {', '.join(map(str, wrong))}; the model has {len(blocks)} blocks. "
+            f"Give numbers from {-len(blocks)} to {len(blocks) - 1}, or None for all."
+        )
+    chosen = [blocks[index] for index in wanted]
+    features = Record("block features", [block.name for block in chosen])
+
+    def keep(place: int) -> Callable[[Tensor], None]:
+        return lambda output: features.put(place, output)
+
+    with hooked(model, [Edge(block.name, block.module, keep(place)) for place, block in enumerate(chosen)]):
+        yield features

@@ -1,0 +1,1 @@
+"""Reporting: reads run folders and shows them; imports no torch."""

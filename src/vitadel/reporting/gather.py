@@ -1,0 +1,289 @@
+"""Read run folders, and work out what can be said about them without a model: classes, pairs, comparability."""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vitadel.errors import Mistake
+
+__all__ = [
+    "ClassScore",
+    "PairRow",
+    "Run",
+    "aspects",
+    "class_scores",
+    "differing_aspects",
+    "interval_text",
+    "mcnemar",
+    "pair_rows",
+    "percent",
+    "read_run",
+    "run_labels",
+    "threat_text",
+]
+
+Table = Any  # pyarrow has no types
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_NORMS = {"linf": "Linf", "l2": "L2", "l1": "L1"}
+_SAMPLE_COLUMNS = ("index", "label", "clean_prediction", "clean_correct")
+_EXAMPLE_ARRAYS = ("index", "x", "z", "label", "prediction")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder as it was found; what an unfinished run has not written yet is empty or None."""
+
+    path: Path
+    command: dict[str, Any]
+    results: dict[str, Any]
+    environment: dict[str, Any]
+    samples: Table | None
+    examples: dict[str, Array] | None
+
+    @property
+    def complete(self) -> bool:
+        return self.results.get("complete") is True
+
+    @property
+    def folder(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def model(self) -> str:
+        return str(self.results.get("model", {}).get("spec") or self.command["settings"].get("model", "unknown model"))
+
+    @property
+    def attacks(self) -> list[dict[str, Any]]:
+        """What results.json says about each finished attack, in their order."""
+        return list(self.results.get("attacks", []))
+
+    @property
+    def pending(self) -> list[str]:
+        """Names of the attacks that were asked for and are not done."""
+        done = {entry["name"] for entry in self.attacks}
+        return [name for name in self.command["settings"].get("attacks", []) if name not in done]
+
+    def class_name(self, label: int) -> str:
+        names = self.results.get("data", {}).get("class_names", [])
+        return str(names[label]) if 0 <= label < len(names) else f"class {label}"
+
+    def column(self, name: str) -> Array:
+        assert self.samples is not None
+        return np.asarray(self.samples.column(name).to_numpy())
+
+    def held(self) -> Array | None:
+        """Which samples hold against every attack; None if no attack is on record."""
+        if self.samples is None:
+            return None
+        names = [name for name in self.samples.column_names if name.startswith("held:")]
+        if not names:
+            return None
+        return np.asarray(np.logical_and.reduce([self.column(name) for name in ("clean_correct", *names)]))
+
+
+def read_run(path: Path) -> Run:
+    """Read the folder that a run left behind, finished or not."""
+    _check_is_run(path)
+    command = _read_json(path / "command.json")
+    if not isinstance(command.get("settings"), dict) or not isinstance(command.get("verb"), str):
+        raise Mistake(f"{path / 'command.json'} lacks 'verb' or 'settings', so {path} is not a run folder of Vitadel")
+    return Run(
+        path=path,
+        command=command,
+        results=_read_json(path / "results.json", required=False),
+        environment=_read_json(path / "environment.json", required=False),
+        samples=_read_samples(path / "samples.parquet"),
+        examples=_read_examples(path / "examples.npz"),
+    )
+
+
+def _check_is_run(path: Path) -> None:
+    if not path.exists():
+        raise Mistake(f"there is no run folder {path}; `vitadel audit` prints the folder it wrote as its last line")
+    if not path.is_dir():
+        raise Mistake(f"{path} is a file; name the run folder that holds command.json and results.json")
+    if (path / "command.json").is_file():
+        return
+    inside = sorted(file.parent.name for file in path.glob("*/command.json"))
+    hint = f" It holds run folders, name some of these: {', '.join(inside[:5])}." if inside else ""
+    raise Mistake(
+        f"{path} is not a run folder: command.json is missing. `vitadel audit` writes run folders and prints their "
+        f"path as its last line.{hint}"
+    )
+
+
+def _damaged(path: Path, why: object) -> Mistake:
+    return Mistake(f"{path} cannot be read: {why}. Run the command again, or leave this run out of the report.")
+
+
+def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
+    if not required and not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+    if not isinstance(value, dict):
+        raise _damaged(path, f"it should hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _read_samples(path: Path) -> Table | None:
+    if not path.exists():
+        return None
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise _damaged(path, error) from error
+    _check_names(path, _SAMPLE_COLUMNS, table.column_names)
+    return table
+
+
+def _read_examples(path: Path) -> dict[str, Array] | None:
+    if not path.exists():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise _damaged(path, error) from error
+    _check_names(path, _EXAMPLE_ARRAYS, list(arrays))
+    if arrays["x"].ndim != 4 or arrays["x"].shape != arrays["z"].shape:
+        raise _damaged(path, f"x and z should be images (n, 3, h, w), got {arrays['x'].shape} and {arrays['z'].shape}")
+    return arrays
+
+
+def _check_names(path: Path, wanted: Sequence[str], present: Sequence[str]) -> None:
+    missing = [name for name in wanted if name not in present]
+    if missing:
+        raise _damaged(path, f"it lacks {', '.join(missing)}")
+
+
+def percent(value: float) -> str:
+    """'97.8 %'; a share that is neither none nor all is never rounded to 0.0 or 100.0."""
+    digits = 1
+    while 0 < value < 1 and digits < 6 and round(100 * value, digits) in (0, 100):
+        digits += 1
+    return f"{100 * value:.{digits}f} %"
+
+
+def interval_text(interval: Sequence[float]) -> str:
+    low, high = (percent(end).removesuffix(" %") for end in interval)
+    return f"{low} to {high} %"
+
+
+def threat_text(run: Run) -> str:
+    """'Linf 8/255', or nothing for a run without a threat."""
+    known = aspects(run)
+    return f"{known['norm']} {known['eps']}" if known["norm"] and known["eps"] else ""
+
+
+def run_labels(runs: Sequence[Run]) -> list[str]:
+    """What to call each run: its model, with the folder's name where models repeat, with a number where those do."""
+    labels = [run.model for run in runs]
+    twice = {label for label, count in Counter(labels).items() if count > 1}
+    labels = [f"{label} ({run.folder})" if label in twice else label for label, run in zip(labels, runs, strict=True)]
+    twice = {label for label, count in Counter(labels).items() if count > 1}
+    return [f"{label} [{place}]" if label in twice else label for place, label in enumerate(labels, start=1)]
+
+
+def aspects(run: Run) -> dict[str, str]:
+    """What must agree between runs before their numbers may be compared, as text; '' where not known."""
+    settings, data, threat = run.command["settings"], run.results.get("data", {}), run.results.get("threat", {})
+    norm = str(threat.get("norm") or settings.get("norm") or "")
+    return {
+        "data": str(data.get("spec") or settings.get("data") or ""),
+        "selection": str(settings.get("data_fingerprint") or ""),
+        "n": f"{data['n']:,}" if "n" in data else "",
+        "norm": _NORMS.get(norm, norm),
+        "eps": str(threat.get("eps_text") or settings.get("eps") or ""),
+        "attacks": ", ".join(entry["name"] for entry in run.attacks),
+    }
+
+
+def differing_aspects(runs: Sequence[Run]) -> list[str]:
+    """The aspects in which the runs do not all agree."""
+    known = [aspects(run) for run in runs]
+    names = [name for name in known[0] if len({entry[name] for entry in known}) > 1] if known else []
+    # Another data set or number of images is another selection anyhow; saying so again would only blur it.
+    return [name for name in names if name != "selection" or not {"data", "n"} & set(names)]
+
+
+@dataclass(frozen=True)
+class ClassScore:
+    """How one class fares: of `n` samples so many are correct when clean and hold against every attack."""
+
+    name: str
+    n: int
+    correct: int
+    held: int | None
+
+
+def class_scores(run: Run) -> list[ClassScore]:
+    """Every class that occurs, in the order of the labels."""
+    if run.samples is None:
+        return []
+    label, correct, held = run.column("label"), run.column("clean_correct"), run.held()
+    return [
+        ClassScore(
+            name=run.class_name(int(value)),
+            n=int((label == value).sum()),
+            correct=int(correct[label == value].sum()),
+            held=None if held is None else int(held[label == value].sum()),
+        )
+        for value in np.unique(label)
+    ]
+
+
+@dataclass(frozen=True)
+class PairRow:
+    """Two runs on the same samples: who holds which, and how likely so uneven a split would be by chance."""
+
+    what: str
+    both: int
+    only_first: int
+    only_second: int
+    neither: int
+    p_value: float
+
+
+def pair_rows(first: Run, second: Run) -> list[PairRow]:
+    """Clean and, under an equal threat, worst case, sample by sample; nothing if the runs saw different images."""
+    if first.samples is None or second.samples is None or aspects(first)["data"] != aspects(second)["data"]:
+        return []
+    if not all(np.array_equal(first.column(name), second.column(name)) for name in ("index", "label")):
+        return []
+    rows = [_pair_row("clean", first.column("clean_correct"), second.column("clean_correct"))]
+    one, other = first.held(), second.held()
+    if one is not None and other is not None and threat_text(first) == threat_text(second):
+        rows.append(_pair_row("worst case", one, other))
+    return rows
+
+
+def _pair_row(what: str, one: Array, other: Array) -> PairRow:
+    only_first, only_second = int((one & ~other).sum()), int((other & ~one).sum())
+    p_value = mcnemar(only_first, only_second)
+    return PairRow(what, int((one & other).sum()), only_first, only_second, int((~one & ~other).sum()), p_value)
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Two-sided exact test of McNemar (1947): are discordant samples split like fair coin tosses?"""
+    tosses, fewer = only_first + only_second, min(only_first, only_second)
+    term = math.comb(tosses, fewer)
+    tail = term
+    for hits in range(fewer, 0, -1):  # C(n, k-1) from C(n, k): exact in integers, and quick for many samples
+        term = term * hits // (tosses - hits + 1)
+        tail += term
+    return min(1.0, 2 * tail / (1 << tosses))

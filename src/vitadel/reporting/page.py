@@ -1,0 +1,336 @@
+"""One self-contained HTML page from any number of run folders: no script, no network, everything escaped.
+
+The page is a list of sections. To add one: write a function that makes a `Section` or None, put it into
+`OVERVIEW` or `OF_A_RUN`, and give its kind a block in `templates/report.html`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from vitadel.errors import Mistake
+from vitadel.evaluation.intervals import wilson
+from vitadel.reporting.figures import Picture, draw_accuracies, draw_classes, draw_examples
+from vitadel.reporting.gather import (
+    ClassScore,
+    Run,
+    aspects,
+    class_scores,
+    differing_aspects,
+    interval_text,
+    pair_rows,
+    percent,
+    read_run,
+    run_labels,
+    threat_text,
+)
+from vitadel.runtime.rundir import write_atomically
+from vitadel.version import __version__
+
+__all__ = ["OF_A_RUN", "OVERVIEW", "Section", "render", "verdict", "write_report"]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page; `kind` names the template block that shows its content."""
+
+    kind: str
+    title: str
+    content: Mapping[str, Any]
+
+
+def write_report(runs: Sequence[Path], out: Path) -> None:
+    """Write the page, and the figures as PNG into the run folder in which the page lies."""
+    if not runs:
+        raise Mistake("a report needs at least one run folder; `vitadel audit` prints the folder it wrote")
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise Mistake(f"the report is an HTML page and must be named like one, got {out}; take for example report.html")
+    once: dict[Path, Path] = {}
+    for path in runs:
+        once.setdefault(path.resolve(), path)  # a run named twice is still one run
+    gathered = [read_run(path) for path in once.values()]
+    for run in gathered:
+        if out.resolve().is_relative_to(run.path.resolve()):
+            for picture in filter(None, (draw_accuracies([run]), draw_classes(run), draw_examples(run))):
+                write_atomically(run.path / "figures" / f"{picture.name}.png", picture.png())
+    write_atomically(out, render(gathered).encode("utf-8", errors="replace"))
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The whole page as text."""
+    numbers = itertools.count(1)
+
+    def inline(picture: Picture) -> Markup:
+        # Safe to take as it is: an XML serialiser wrote it, so every text in it is escaped.
+        return Markup(picture.svg(f"figure{next(numbers)}-"))
+
+    labels = run_labels(runs)
+    page: str = _template().render(
+        title=f"{labels[0]} on {aspects(runs[0])['data']}" if len(runs) == 1 else f"{len(runs)} runs compared",
+        overview=[section for make in OVERVIEW if (section := make(runs))],
+        runs=[_run_view(run, label) for run, label in zip(runs, labels, strict=True)],
+        inline=inline,
+        version=__version__,
+    )
+    return page
+
+
+@functools.cache
+def _template() -> Any:
+    loader = PackageLoader("vitadel.reporting", "templates")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(
+        percent=percent,
+        interval=interval_text,
+        duration=_duration,
+        p_value=_p_value,
+        listed=_listed,
+        plain=_plain,
+        unbroken=lambda text: text.replace(" %", "\u00a0%"),  # no line begins with a percent sign
+    )
+    return environment.get_template("report.html")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _p_value(value: float) -> str:
+    return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """'a', 'a and b', 'a, b and c'."""
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
+
+
+def _plain(value: object) -> str:
+    """Evidence and settings as a person would write them."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_plain(entry)}" for key, entry in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def verdict(run: Run) -> str:
+    """One sentence in plain words; a number under attack never stands without what it was measured with."""
+    clean, worst = run.results.get("clean"), run.results.get("worst_case")
+    if not clean:
+        return "There are no results yet."
+    sentence = "" if run.complete else "So far: "
+    sentence += f"{percent(clean['accuracy'])} of {clean['n']:,} images are classified correctly "
+    sentence += f"(95 % interval {interval_text(clean['ci95'])}); "
+    if not worst or not run.attacks:
+        what = "was run" if run.complete else "is finished"
+        return f"{sentence}no attack {what}, so nothing is known about how they fare under attack."
+    names = _listed([entry["name"] for entry in run.attacks])
+    share = "none of them survives" if worst["held"] == 0 else f"{percent(worst['robust_accuracy'])} still are"
+    return (
+        f"{sentence}under {names} with {threat_text(run)}, seed {run.results.get('seed')}, "
+        f"{share} (95 % interval {interval_text(worst['ci95'])})."
+    )
+
+
+def _run_view(run: Run, label: str) -> dict[str, Any]:
+    model = run.results.get("model", {})
+    parameters = f"{model['parameters'] / 1e6:,.2f} million parameters" if "parameters" in model else ""
+    family = f"family {model['family']}" if model.get("family") else ""
+    return {
+        "label": label,
+        "facts": [fact for fact in (f"data {aspects(run)['data']}", family, parameters) if fact],
+        "verdict": verdict(run),
+        "unfinished": None if run.complete else _unfinished(run),
+        "gauges": _gauges(run),
+        "sections": [section for make in OF_A_RUN if (section := make(run))],
+    }
+
+
+def _unfinished(run: Run) -> dict[str, Any]:
+    done = len(run.attacks)
+    text = "nothing that could be shown was finished yet"
+    if run.results.get("clean"):
+        text = f"{done} of {done + len(run.pending)} attacks are done, and only these are counted"
+    command = _command_line(run)
+    can_resume = _from_command_line(run) and "--resume" not in run.command["argv"]
+    return {"text": text, "pending": run.pending, "command": f"{command} --resume" if can_resume else command}
+
+
+def _gauges(run: Run) -> list[dict[str, Any]]:
+    clean, worst = run.results.get("clean"), run.results.get("worst_case")
+    if not clean:
+        return []
+    base = f"n = {clean['n']:,}, seed {run.results.get('seed')}"
+    gauges = [_gauge("clean", "clean images", clean["accuracy"], clean["ci95"], base)]
+    if worst and run.attacks:
+        note = f"{threat_text(run)}, {base}; a sample counts only if it holds against every attack"
+        gauges.append(_gauge("worst", "worst case under attack", worst["robust_accuracy"], worst["ci95"], note))
+    return gauges
+
+
+def _gauge(kind: str, name: str, value: float, ci95: Sequence[float], note: str) -> dict[str, Any]:
+    return {"kind": kind, "name": name, "value": value, "ci95": ci95, "note": note}
+
+
+def _from_command_line(run: Run) -> bool:
+    argv = run.command.get("argv") or []
+    return bool(argv) and argv[0] == run.command["verb"]
+
+
+def _command_line(run: Run) -> str:
+    argv = [str(part) for part in run.command.get("argv") or []]
+    return shlex.join(["vitadel", *argv] if _from_command_line(run) else argv)
+
+
+def comparison(runs: Sequence[Run]) -> Section | None:
+    """The runs in one table, with a warning where they may not be compared."""
+    if len(runs) < 2:
+        return None
+    known = [aspects(run) for run in runs]
+    rows = [
+        {
+            "label": label,
+            "place": place,
+            "aspects": entry,
+            "odd": [name for name in entry if entry[name] != known[0][name]],
+            "seed": run.results.get("seed", ""),
+            "complete": run.complete,
+            "clean": run.results.get("clean"),
+            "worst": run.results.get("worst_case"),
+        }
+        for place, (run, label, entry) in enumerate(zip(runs, run_labels(runs), known, strict=True), start=1)
+    ]
+    return Section("comparison", "Side by side", {"rows": rows, "differing": differing_aspects(runs)})
+
+
+def accuracies(runs: Sequence[Run]) -> Section | None:
+    picture = draw_accuracies(runs)
+    if picture is None:
+        return None
+    return Section("figure", "Accuracy, clean and under attack", {"picture": picture, "caption": _ACCURACIES})
+
+
+_ACCURACIES = (
+    "Bars are shares of all images, lines their 95 % intervals (Wilson 1927). The worst case counts an image only if "
+    "it is classified correctly when clean and after every attack."
+)
+
+
+def pairs(runs: Sequence[Run]) -> Section | None:
+    """Runs on the same images, sample by sample."""
+    labelled = zip(runs, run_labels(runs), strict=True)
+    found = [
+        {"first": name, "second": other_name, "rows": rows, "same_attacks": _same(run, other, "attacks")}
+        for (run, name), (other, other_name) in itertools.combinations(labelled, 2)
+        if (rows := pair_rows(run, other))
+    ]
+    return Section("pairs", "The same images, one by one", {"pairs": found}) if found else None
+
+
+def _same(run: Run, other: Run, aspect: str) -> bool:
+    return aspects(run)[aspect] == aspects(other)[aspect]
+
+
+def findings(run: Run) -> Section | None:
+    found = run.results.get("findings") or []
+    return Section("findings", "Findings", {"findings": found}) if found else None
+
+
+def attacks(run: Run) -> Section | None:
+    """What each attack did, and what it cost per sample that it attacked."""
+    rows = [
+        {
+            **entry,
+            "gradients": entry["gradient_calls"] / max(entry["attacked"], 1),
+            "forwards": entry["forward_calls"] / max(entry["attacked"], 1),
+            "details": {**entry.get("settings", {}), **_about_judging(entry)},
+        }
+        for entry in run.attacks
+    ]
+    return Section("attacks", "Attacks", {"rows": rows, "threat": threat_text(run)}) if rows else None
+
+
+def _about_judging(entry: Mapping[str, Any]) -> dict[str, Any]:
+    named = {"judged on": entry.get("judged_on"), "paper style": entry.get("paper_style")}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def classes(run: Run) -> Section | None:
+    picture = draw_classes(run)
+    if picture is None:
+        return None
+    scores = sorted(class_scores(run), key=lambda score: score.name)
+    return Section("classes", "Classes", {"picture": picture, "rows": [_class_row(score) for score in scores]})
+
+
+def _class_row(score: ClassScore) -> dict[str, Any]:
+    held = None if score.held is None else {"share": score.held / score.n, "ci95": wilson(score.held, score.n)}
+    return {"name": score.name, "n": score.n, "clean": score.correct / score.n, "worst": held}
+
+
+def examples(run: Run) -> Section | None:
+    picture = draw_examples(run)
+    if picture is None:
+        return None
+    attack = run.attacks[-1]["name"] if run.attacks else "the last attack"
+    caption = f"The first correctly classified images, and what {attack} ({threat_text(run)}) alone makes of them. "
+    caption += "Above each column the true class, below it what the model sees in the perturbed image."
+    return Section("figure", "Examples", {"picture": picture, "caption": caption})
+
+
+def left_out(run: Run) -> Section | None:
+    """Samples that no number on the page counts."""
+    data = run.results.get("data", {})
+    count, names, unopened = data.get("left_out", 0), data.get("left_out_names", []), data.get("not_opened", [])
+    if not count and not unopened:
+        return None
+    content = {"count": count, "names": names, "more": max(count - len(names), 0), "unopened": unopened}
+    return Section("left_out", "Data left out", content)
+
+
+def provenance(run: Run) -> Section | None:
+    """What it takes to get these numbers again."""
+    results, made_with, settings = run.results, run.environment, run.command["settings"]
+    packages = made_with.get("packages", {})
+    device = [str(made_with[key]) for key in ("device", "device_name") if made_with.get(key)]
+    rows = {
+        "command" if _from_command_line(run) else "called from": _command_line(run),
+        "folder": run.folder,
+        "vitadel": made_with.get("vitadel") or run.command.get("version"),
+        "python": made_with.get("python"),
+        "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
+        "seed": results.get("seed", settings.get("seed")),
+        "model fingerprint": results.get("model", {}).get("fingerprint") or settings.get("model_fingerprint"),
+        "data fingerprint": settings.get("data_fingerprint"),
+        "precision": results.get("precision"),
+        "batch size": results.get("batch_size"),
+        "platform": made_with.get("platform"),
+        "device": ", ".join(dict.fromkeys(device)),
+        "threads": made_with.get("threads"),
+        "cores": made_with.get("cores"),
+        "processes": made_with.get("processes"),
+    }
+    kept = {name: value for name, value in rows.items() if value not in (None, "")}
+    return Section("provenance", "Provenance", {"rows": kept})
+
+
+OVERVIEW: tuple[Callable[[Sequence[Run]], Section | None], ...] = (comparison, accuracies, pairs)
+"""Sections about all runs together."""
+
+OF_A_RUN: tuple[Callable[[Run], Section | None], ...] = (findings, attacks, classes, examples, left_out, provenance)
+"""Sections about one run."""

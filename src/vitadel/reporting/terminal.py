@@ -1,0 +1,97 @@
+"""What a person sees in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+__all__ = ["show_names", "show_plan", "show_results"]
+
+_BAR = 24
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _bar(value: float) -> str:
+    filled = round(_BAR * value)
+    colour = "green" if value >= 0.5 else "yellow" if value >= 0.2 else "red"
+    return f"[{colour}]{'█' * filled}[/][dim]{'·' * (_BAR - filled)}[/]"
+
+
+def show_results(results: dict[str, Any]) -> None:
+    """The table of an audit, and one sentence that says what it means."""
+    console = Console()
+    threat, data, model = results["threat"], results["data"], results["model"]
+    table = Table(
+        title=f"{escape(model['spec'])} on {escape(data['spec'])}: {threat['norm']}, eps {threat['eps_text']}, "
+        f"n = {data['n']}, seed {results['seed']}",
+        title_justify="left",
+    )
+    for heading in ("", "accuracy", "95 % interval", "", "gradients", "forwards"):
+        table.add_column(heading, justify="left" if heading in ("", "95 % interval") else "right")
+
+    def add(name: str, value: float, interval: Sequence[float], cost: tuple[str, str] = ("", "")) -> None:
+        low, high = interval
+        table.add_row(escape(name), _percent(value), f"{100 * low:.1f} to {100 * high:.1f}", _bar(value), *cost)
+
+    clean, worst = results["clean"], results["worst_case"]
+    add("clean", clean["accuracy"], clean["ci95"])
+    for entry in results["attacks"]:
+        seen = max(entry["attacked"], 1)
+        cost = (f"{entry['gradient_calls'] / seen:.1f}", f"{entry['forward_calls'] / seen:.1f}")
+        add(entry["name"], entry["robust_accuracy"], entry["ci95"], cost)
+    if worst is not None:
+        table.add_section()
+        add("worst case", worst["robust_accuracy"], worst["ci95"])
+    console.print(table)
+    if results["attacks"]:
+        counts = results["attacks"][-1]["counts"]
+        console.print(f"[dim]Robust accuracy counts {counts}; passes are per attacked sample.[/]")
+    void = sum(entry["void"] for entry in results["attacks"])
+    if void:
+        console.print(f"[yellow]{void} proposals broke box or budget and were not counted as successes.[/]")
+    if data["left_out"]:
+        names = ", ".join(map(escape, data["left_out_names"][:3]))
+        console.print(f"[yellow]{data['left_out']} samples could not be read and were left out: {names}[/]")
+    for finding in results["findings"]:
+        text = f"{finding['check']}: {finding['evidence']}; {finding['advice']}"
+        console.print(f"[yellow]{escape(finding['verdict'])}[/] {escape(text)}")
+
+
+def show_plan(cost: dict[str, Any]) -> None:
+    """The most an audit can cost."""
+    console = Console()
+    title = f"{cost['samples']} samples, batches of {cost['batch_size']}, {cost['device']}, {cost['threads']} threads"
+    table = Table("", title=title, title_justify="left")
+    for heading in ("gradients per sample", "forwards per sample", "at most"):
+        table.add_column(heading, justify="right")
+    for row in cost["rows"]:
+        table.add_row(escape(row["name"]), str(row["gradients"]), str(row["forwards"]), _time(row["seconds"]))
+    table.add_section()
+    table.add_row("all", "", "", _time(cost["seconds_at_most"]))
+    console.print(table)
+    console.print(
+        f"Measured here: {cost['forward_ms']:.2f} ms a forward, {cost['gradient_ms']:.2f} ms a gradient per sample; "
+        f"peak memory {cost['memory_mb']:.0f} MB. Samples that fall early cost less."
+    )
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def show_names(rows: Sequence[tuple[str, str]]) -> None:
+    """A list of names with one line each."""
+    console = Console()
+    table = Table.grid(padding=(0, 2))
+    for name, about in rows:
+        table.add_row(escape(name), f"[dim]{escape(about)}[/]")
+    console.print(table)

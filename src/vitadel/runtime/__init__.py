@@ -1,0 +1,1 @@
+"""Runtime: random draws, run folders, processes and progress."""

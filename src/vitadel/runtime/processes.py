@@ -1,0 +1,57 @@
+"""Who else is at work: one process, or several under `accelerate launch` / `torchrun`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from vitadel.errors import Mistake
+
+__all__ = ["Processes", "join_processes"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Processes:
+    rank: int
+    count: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Go on only when all have come here."""
+        if self.count > 1:
+            PartialState().wait_for_everyone()
+
+    def from_main(self, value: T) -> T:
+        """The main process's value, in every process."""
+        if self.count == 1:
+            return value
+        box = [value]
+        broadcast_object_list(box, from_process=0)
+        return box[0]
+
+
+def join_processes(device: str = "auto") -> Processes:
+    """The device to work on, and the other processes, if a launcher started several."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise Mistake(f"--device {device}: no CUDA device is available here; use --device cpu or auto")
+    if device == "auto":
+        state = PartialState()
+    else:
+        try:
+            wanted = torch.device(device)
+        except RuntimeError:
+            raise Mistake(f"unknown device {device!r}; use auto, cpu, cuda, cuda:1 or mps") from None
+        state = PartialState(cpu=wanted.type == "cpu")
+        if state.num_processes == 1:
+            return Processes(0, 1, wanted)
+    return Processes(state.process_index, state.num_processes, state.device)

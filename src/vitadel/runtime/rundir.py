@@ -1,0 +1,146 @@
+"""The run folder: everything a run leaves behind, written atomically, and found again after kill -9."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitadel.errors import Mistake
+from vitadel.version import __version__
+
+__all__ = ["RunFolder", "open_run", "write_atomically", "write_json"]
+
+_COMMAND = "command.json"
+_PARTIAL = "partial"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Either the old file or the whole new one is there, whatever happens: temporary file, fsync, rename."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise _disk_trouble(path, error) from error
+
+
+def _disk_trouble(path: Path, error: OSError) -> Mistake:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Mistake(
+            f"no space left on the disk while writing {path}. What was finished before is kept: free some space "
+            "and go on with the same command and --resume."
+        )
+    return Mistake(f"cannot write {path}: {error.strerror or error}. Choose another folder with --out.")
+
+
+def write_json(path: Path, value: object) -> None:
+    write_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """One run's folder. `partial/` holds finished pieces of an unfinished run and goes away with `finish`."""
+
+    path: Path
+
+    def piece(self, stage: str, number: int) -> Path:
+        return self.path / _PARTIAL / re.sub(r"[^\w.-]+", "_", stage) / f"{number:06d}.npz"
+
+    def finish(self) -> None:
+        shutil.rmtree(self.path / _PARTIAL, ignore_errors=True)
+
+    @property
+    def complete(self) -> bool:
+        try:
+            return bool(json.loads((self.path / "results.json").read_text())["complete"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+
+def _folder_name(verb: str, subject: str) -> str:
+    slug = re.sub(r"[^\w.-]+", "-", subject).strip("-.")[-40:] or "model"
+    return f"{verb}-{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _read_command(path: Path) -> dict[str, Any] | None:
+    try:
+        command = json.loads((path / _COMMAND).read_text())
+    except (OSError, ValueError):
+        return None
+    return command if isinstance(command, dict) and "verb" in command and "settings" in command else None
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    keys = sorted(old.keys() | new.keys())
+    return [f"{k}: was {old.get(k)!r}, now {new.get(k)!r}" for k in keys if old.get(k) != new.get(k)]
+
+
+def _unfinished(verb: str, settings: Mapping[str, Any]) -> Path | None:
+    """The newest unfinished run of exactly this command below runs/."""
+    candidates = sorted(Path("runs").glob(f"{verb}-*/{_COMMAND}"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for file in candidates:
+        command = _read_command(file.parent)
+        same = command is not None and command["verb"] == verb and not _differences(command["settings"], settings)
+        if same and not RunFolder(file.parent).complete:
+            return file.parent
+    return None
+
+
+def open_run(
+    verb: str, subject: str, settings: Mapping[str, Any], *, out: Path | None, resume: bool, argv: list[str]
+) -> RunFolder:
+    """Create the folder of a run, or find it again to go on; never overwrite another run.
+
+    `settings` is everything that decides the result: a resumed run must agree in all of it.
+    """
+    settings = json.loads(json.dumps(settings))  # as it will be read back, so that comparisons are fair
+    path = out
+    if path is None:
+        path = (_unfinished(verb, settings) if resume else None) or Path("runs") / _folder_name(verb, subject)
+    if path.is_file():
+        raise Mistake(f"{path} is a file; --out takes a folder that is new or holds a run to go on with")
+    if path.is_dir() and any(path.iterdir()):
+        _check_same_run(path, verb, settings, resume)
+        return RunFolder(path)
+    command = {"verb": verb, "argv": argv, "settings": settings, "version": __version__}
+    write_json(path / _COMMAND, command)
+    return RunFolder(path)
+
+
+def _check_same_run(path: Path, verb: str, settings: Mapping[str, Any], resume: bool) -> None:
+    command = _read_command(path)
+    if command is None:
+        raise Mistake(f"{path} is not empty and not a run folder; nothing was written. Choose another --out.")
+    if command["verb"] != verb:
+        raise Mistake(
+            f"{path} holds a run of 'vitadel {command['verb']}', not of 'vitadel {verb}'; nothing was written. "
+            "Choose another --out."
+        )
+    if not resume:
+        state = "a finished" if RunFolder(path).complete else "an unfinished"
+        raise Mistake(f"{path} already holds {state} run; nothing was written. Add --resume or choose another --out.")
+    changed = _differences(command["settings"], settings)
+    if changed:
+        raise Mistake(
+            f"{path} was begun with other settings, so it cannot go on; nothing was written.\n  "
+            + "\n  ".join(changed)
+            + "\nUse the old settings, or another --out for the new ones."
+        )

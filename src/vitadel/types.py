@@ -1,0 +1,108 @@
+"""The shapes that things compose by: what an attack, a threat, a goal, a stepper and a data source look like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor, nn
+
+    from vitadel.runtime.draws import Draws
+
+__all__ = ["Aim", "Attack", "Goal", "Loss", "Source", "Step", "Stepper", "Threat"]
+
+Loss = Callable[["Tensor", "Tensor"], "Tensor"]
+"""(logits, labels) -> one value per sample; larger is worse for the model."""
+
+
+class Attack(Protocol):
+    """Proposes perturbed images; whether they count is for `evaluation.judge` to say.
+
+    A frozen dataclass whose fields are its settings. Returns a detached tensor of the shape and type of `x`, inside
+    the box [0, 1] and the budget of its threat, and leaves no trace on the model or on torch's global generator.
+    """
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor: ...
+
+    def passes(self) -> tuple[int, int]:
+        """The most (gradients, forwards) that one sample can cost; `plan` multiplies with it."""
+        ...
+
+
+class Threat(Protocol):
+    """Where the attacker may move: a ball around each clean image, cut with the box [0, 1]."""
+
+    @property
+    def eps(self) -> float: ...
+
+    def project(self, z: Tensor, x: Tensor) -> Tensor:
+        """The point of ball and box nearest to `z` (or one no farther from `x`)."""
+        ...
+
+    def random(self, x: Tensor, draws: Draws) -> Tensor:
+        """A random start inside ball and box."""
+        ...
+
+    def ascent(self, grad: Tensor, z: Tensor) -> Tensor:
+        """The direction of length one, in this norm, along which a linear function with this gradient grows most."""
+        ...
+
+    def size(self, z: Tensor, x: Tensor) -> Tensor:
+        """The length of each perturbation, one number per sample."""
+        ...
+
+
+class Aim(Protocol):
+    """A goal bound to a model and a batch: the search sees neither labels nor models."""
+
+    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        """(value to maximise, already fooled), one of each per sample; `progress` runs from 0 to 1."""
+        ...
+
+    def keep(self, chosen: Tensor) -> Aim:
+        """The same aim for the chosen samples only."""
+        ...
+
+
+Goal = Callable[["nn.Module", "Tensor", "Tensor"], Aim]
+
+
+class Step(Protocol):
+    """A stepper at work on one batch."""
+
+    def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
+        """Where to go from `z`, before projection."""
+        ...
+
+    def keep(self, chosen: Tensor) -> Step: ...
+
+
+class Stepper(Protocol):
+    """How to move: turns a threat and a number of steps into a `Step`."""
+
+    def start(self, threat: Threat, steps: int) -> Step: ...
+
+
+class Source(Protocol):
+    """A data set with random access. `read` may be called from several threads at once."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Class names in the order of the labels; as many as the labels may take values."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def labels(self) -> Tensor:
+        """All labels, int64, cheap enough to call once: no image is decoded for it."""
+        ...
+
+    def read(self, indices: Sequence[int]) -> list[Image | Exception]:
+        """Decoded RGB images; a sample that cannot be read gives its exception instead."""
+        ...
+
+    def name(self, index: int) -> str:
+        """What a person would call this sample: its file, or row and file."""
+        ...

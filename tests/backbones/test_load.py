@@ -1,0 +1,604 @@
+"""Every kind of MODEL spec, and every way to get it wrong."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from torch import Tensor, nn
+
+from vitadel.backbones import Classifier, load, load_model, wrap
+from vitadel.backbones.foreign import processor_normalisation
+from vitadel.backbones.load import model_names, zoo_names
+from vitadel.backbones.record import ModelRecord, build_classifier, load_classifier, save_classifier
+from vitadel.errors import Mistake
+
+KWARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+VIT, DEIT = "vit_tiny_patch16_224", "deit_tiny_patch16_224"
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+RECORD = ModelRecord(VIT, 7, KWARGS, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), (32, 32))
+
+
+def images(size: int = 32) -> Tensor:
+    return torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def saved(path: Path, record: ModelRecord = RECORD) -> Classifier:
+    model = build_classifier(record)
+    save_classifier(model, path)
+    return model
+
+
+def plain_file(path: Path, name: str = VIT, **kwargs: Any) -> nn.Module:
+    """A file as timm users have it: without a record."""
+    model: nn.Module = timm.create_model(name, **{**KWARGS, "num_classes": 10, **kwargs}).eval()
+    torch.save(model.state_dict(), path)
+    return model
+
+
+def normalised(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    return (x - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+
+
+# --- timm names
+
+
+@pytest.mark.parametrize(("name", "mean", "std"), [(VIT, (0.5,) * 3, (0.5,) * 3), (DEIT, *IMAGENET)])
+def test_normalisation_comes_from_timms_data_config(name: str, mean: Any, std: Any, tmp_path: Path) -> None:
+    reference = plain_file(tmp_path / "w.pt", name)
+    model = load_model(name, weights=tmp_path / "w.pt", num_classes=10, kwargs=KWARGS)
+    assert (model.record.mean, model.record.std) == (mean, std)
+    assert not model.training
+    torch.testing.assert_close(model(images()), reference(normalised(images(), mean, std)))
+
+
+def test_the_record_says_how_images_are_prepared() -> None:
+    record = load_model(f"{VIT}.augreg_in21k_ft_in1k", weights="random").record
+    assert (record.input_size, record.crop_pct, record.interpolation) == ((224, 224), 0.9, "bicubic")
+    assert (record.num_classes, record.crop_mode) == (1000, "center")
+
+
+def test_flags_win_over_everything(tmp_path: Path) -> None:
+    saved(tmp_path / "m.safetensors")
+    for spec, weights in ((str(tmp_path / "m.safetensors"), None), (VIT, tmp_path / "m.safetensors")):
+        model = load_model(spec, weights=weights, mean=(0.0,), std=(1.0,))
+        assert not model.record.normalises
+
+
+def test_a_file_with_a_record_wins_over_timm_and_brings_its_shape(tmp_path: Path) -> None:
+    reference = saved(tmp_path / "m.safetensors")
+    model = load_model(VIT, weights=str(tmp_path / "m.safetensors"), num_classes=7)
+    assert model.record == RECORD
+    assert torch.equal(model(images()), reference(images()))
+
+
+def test_a_wrapped_models_file_gives_its_normalisation(tmp_path: Path) -> None:
+    module = timm.create_model(VIT, **KWARGS, num_classes=10).eval()
+    reference = wrap(module, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    save_classifier(reference, tmp_path / "w.safetensors")
+    model = load_model(VIT, weights=tmp_path / "w.safetensors", num_classes=10, kwargs=KWARGS)
+    assert torch.equal(model(images()), reference(images()))
+
+
+def test_a_normalising_layer_in_the_file_is_used_and_told(tmp_path: Path) -> None:
+    model = timm.create_model(VIT, **KWARGS, num_classes=10).eval()
+    weights = {f"model.{key}": value for key, value in model.state_dict().items()}
+    weights |= {"normalize.mean": torch.tensor([0.25] * 3), "normalize.std": torch.tensor([0.75] * 3)}
+    torch.save(weights, tmp_path / "w.pt")
+    loaded = load_model(VIT, weights=tmp_path / "w.pt", num_classes=10, kwargs=KWARGS)
+    assert (loaded.record.mean, loaded.record.std) == ((0.25,) * 3, (0.75,) * 3)
+    assert "normalize.mean" in loaded.record.notes["weights"]
+
+
+def test_prefixes_are_told_in_the_notes(tmp_path: Path) -> None:
+    model = plain_file(tmp_path / "w.pt")
+    torch.save({"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "w.pt")
+    loaded = load_model(VIT, weights=tmp_path / "w.pt", num_classes=10, kwargs=KWARGS)
+    assert loaded.record.notes["weights"] == "weights taken from 'state_dict'; prefix 'module.' taken off all keys"
+
+
+def test_no_weights_explains_the_three_choices() -> None:
+    with pytest.raises(Mistake, match=r"--weights FILE .* --weights pretrained .* --weights random"):
+        load_model(VIT)
+
+
+def test_random_weights_take_any_number_of_classes() -> None:
+    model = load_model(VIT, weights="random", num_classes=3, kwargs=KWARGS)
+    assert model(images()).shape == (2, 3)
+    assert model.record.input_size == (32, 32)
+    assert load_model(VIT, weights="random", kwargs={**KWARGS, "img_size": (32, 32)}).record.input_size == (32, 32)
+
+
+def test_wrong_number_of_classes(tmp_path: Path) -> None:
+    plain_file(tmp_path / "w.pt")
+    with pytest.raises(Mistake, match=r"the file has 10 classes, the model 1000. Pass --num-classes 10"):
+        load_model(VIT, weights=tmp_path / "w.pt", kwargs=KWARGS)
+    saved(tmp_path / "m.safetensors")
+    for spec, weights in ((str(tmp_path / "m.safetensors"), None), (VIT, tmp_path / "m.safetensors")):
+        with pytest.raises(Mistake, match="has 7 classes, --num-classes 10 was given"):
+            load_model(spec, weights=weights, num_classes=10)
+
+
+def test_nan_weights(tmp_path: Path) -> None:
+    model = plain_file(tmp_path / "w.pt")
+    with torch.no_grad():
+        model.get_parameter("norm.bias").fill_(torch.nan)
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    with pytest.raises(Mistake, match=r"'norm.bias' has 24 of 24 values that are NaN"):
+        load_model(VIT, weights=tmp_path / "w.pt", num_classes=10, kwargs=KWARGS)
+
+
+def test_a_file_of_another_architecture_by_its_record(tmp_path: Path) -> None:
+    saved(tmp_path / "m.safetensors")
+    with pytest.raises(Mistake, match=rf"holds '{VIT}' by its own record, not '{DEIT}'. Give the file itself as MODEL"):
+        load_model(DEIT, weights=tmp_path / "m.safetensors")
+    with pytest.raises(Mistake, match=r"was built with .* by its own record, not with \{'depth': 9\}"):
+        load_model(VIT, weights=tmp_path / "m.safetensors", kwargs={"depth": 9})
+
+
+def test_unknown_models_get_the_nearest_names() -> None:
+    with pytest.raises(Mistake, match=r"unknown model 'deit_tiny_patch16_2244'; did you mean .*deit_tiny_patch16_224"):
+        load_model("deit_tiny_patch16_2244", weights="random")
+    with pytest.raises(Mistake, match=r"did you mean deit_tiny_patch16_224, deit_tiny_distilled_patch16_224\?"):
+        load_model("deit_tiny", weights="random")
+    with pytest.raises(Mistake, match=r"unknown model 'qqqqqqqq'\. It is no timm name, no file and no folder"):
+        load_model("qqqqqqqq")
+    with pytest.raises(
+        Mistake, match=r"unknown kind of model 'pythn:' in 'pythn:a:b'; did you mean python\? Known: zoo:"
+    ):
+        load_model("pythn:a:b")
+
+
+def test_mean_without_std_and_new_head_without_classes() -> None:
+    with pytest.raises(Mistake, match="give mean and std together"):
+        load_model(VIT, weights="random", mean=(0.5,))
+    with pytest.raises(Mistake, match="a new head needs a number of classes"):
+        load_model(VIT, weights="random", new_head=True)
+
+
+def test_a_backbone_without_head_is_no_classifier() -> None:
+    with pytest.raises(Mistake, match=r"'vit_small_patch14_dinov2' has no classification head"):
+        load_model("vit_small_patch14_dinov2", weights="random", kwargs={"depth": 1, "img_size": 28})
+
+
+def test_an_impossible_device() -> None:
+    with pytest.raises(Mistake, match=r"cannot be put on device 'nonsense'.*--device cpu"):
+        load_model(VIT, weights="random", kwargs=KWARGS, device="nonsense")
+
+
+def fake_download(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    monkeypatch.setattr(timm, "create_model", answer)
+
+
+def test_pretrained_is_timms_own_download_with_its_own_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = timm.create_model, []
+
+    def create(name: str, pretrained: bool, num_classes: int | None, **kwargs: Any) -> nn.Module:
+        asked.append((name, pretrained, num_classes))
+        model: nn.Module = real(name, pretrained=False, num_classes=num_classes, **kwargs)
+        return model
+
+    fake_download(monkeypatch, create)
+    assert load_model(DEIT, weights="pretrained", kwargs=KWARGS).record.num_classes == 1000
+    assert asked == [(DEIT, True, None)]
+    with pytest.raises(Mistake, match="has 1000 classes, --num-classes 10 was given"):
+        load_model(DEIT, weights="pretrained", num_classes=10, kwargs=KWARGS)
+
+
+def test_a_failed_download_is_a_mistake_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_given: Any, **_more: Any) -> nn.Module:
+        raise ConnectionError("no route to host\nmore")
+
+    fake_download(monkeypatch, offline)
+    with pytest.raises(Mistake, match=rf"pretrained weights for '{DEIT}': no route to host\. .*--weights FILE"):
+        load_model(DEIT, weights="pretrained")
+
+
+# --- heads, sizes, small images
+
+
+def test_a_new_head_keeps_the_rest(tmp_path: Path) -> None:
+    reference = plain_file(tmp_path / "w.pt").state_dict()
+    torch.save({k: v for k, v in reference.items() if not k.startswith("head.")}, tmp_path / "headless.pt")
+    for name in ("w.pt", "headless.pt"):
+        model = load_model(VIT, weights=tmp_path / name, num_classes=4, new_head=True, kwargs=KWARGS)
+        own = model.backbone.state_dict()
+        assert model(images()).shape == (2, 4)
+        assert model.record.num_classes == 4
+        assert all(torch.equal(own[key], reference[key]) for key in reference if not key.startswith("head."))
+        save_classifier(model, tmp_path / "again.safetensors")
+        assert torch.equal(load_classifier(tmp_path / "again.safetensors")(images()), model(images()))
+    with pytest.raises(Mistake, match="has no `reset_classifier`"):
+        load._as_wished(nn.Linear(2, 2), ModelRecord("wrapped"), wishes(num_classes=3, new_head=True), "wrapped")
+
+
+def wishes(**given: Any) -> load._Wishes:
+    nothing: dict[str, Any] = {"weights": None, "num_classes": None, "normalisation": None, "input_size": None}
+    return load._Wishes(**{**nothing, "patch_size": None, "new_head": False, "kwargs": {}, **given})
+
+
+def test_another_input_size_after_loading_and_back_from_disk(tmp_path: Path) -> None:
+    plain_file(tmp_path / "w.pt")
+    model = load_model(VIT, weights=tmp_path / "w.pt", num_classes=10, input_size=48, kwargs=KWARGS)
+    assert model(images(48)).shape == (2, 10)
+    assert model.record.input_size == (48, 48)
+    save_classifier(model, tmp_path / "m.safetensors")
+    assert torch.equal(load_classifier(tmp_path / "m.safetensors")(images(48)), model(images(48)))
+
+
+def test_a_file_that_was_trained_at_the_wished_size(tmp_path: Path) -> None:
+    reference = plain_file(tmp_path / "w.pt", img_size=48)
+    model = load_model(VIT, weights=tmp_path / "w.pt", num_classes=10, input_size=48, kwargs=KWARGS)
+    torch.testing.assert_close(model(images(48)), reference(normalised(images(48), (0.5,) * 3, (0.5,) * 3)))
+
+
+def test_input_sizes_that_cannot_be() -> None:
+    with pytest.raises(Mistake, match=r"50 pixels cannot be cut into patches of 8. Choose a multiple of 8"):
+        load_model(VIT, weights="random", input_size=50, kwargs=KWARGS)
+    cait = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
+    with pytest.raises(Mistake, match=r"'cait_xxs24_224' takes images of \(32, 32\) only"):
+        load_model("cait_xxs24_224", weights="random", input_size=64, kwargs=cait)
+
+
+def test_models_without_positions_of_their_own_take_any_size() -> None:
+    small = {"embed_dim": 16, "depth": 1, "num_heads": 2}
+    model = load_model("xcit_nano_12_p16_224", weights="random", num_classes=3, input_size=64, kwargs=small)
+    assert model.record.input_size == (64, 64)
+    assert model(images(64)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", [VIT, "xcit_nano_12_p16_224"])
+@pytest.mark.parametrize(("flag", "patch"), [(True, 4), (8, 8)])
+def test_small_images(name: str, flag: bool | int, patch: int, tmp_path: Path) -> None:
+    small = {"embed_dim": 16, "depth": 1, "num_heads": 2}
+    torch.save(timm.create_model(name, num_classes=10, **small).state_dict(), tmp_path / "w.pt")
+    model = load_model(name, weights=tmp_path / "w.pt", num_classes=10, small_images=flag, kwargs=small)
+    tokens: Any = model.backbone
+    assert tokens.forward_features(images()).shape[1] == 1 + (32 // patch) ** 2
+    assert (model.record.small_images, model.record.input_size, model.record.crop_pct) == (patch, (32, 32), 1.0)
+    save_classifier(model, tmp_path / "m.safetensors")
+    again = load_model(str(tmp_path / "m.safetensors"), small_images=flag)  # done already: nothing more happens
+    assert again.record == model.record
+    assert torch.equal(again(images()), model(images()))
+
+
+def test_a_file_that_was_adapted_before(tmp_path: Path) -> None:
+    """Others save the 4 x 4 kernel under the name of the patch-16 model."""
+    small = {"embed_dim": 16, "depth": 1, "num_heads": 2}
+    adapted = timm.create_model(VIT, num_classes=10, img_size=32, **small, patch_size=4).eval()
+    torch.save(adapted.state_dict(), tmp_path / "w.pt")
+    model = load_model(VIT, weights=tmp_path / "w.pt", num_classes=10, small_images=True, kwargs=small)
+    torch.testing.assert_close(model(images()), adapted(normalised(images(), (0.5,) * 3, (0.5,) * 3)))
+
+
+# --- files and folders of ours
+
+
+@pytest.mark.parametrize(
+    ("files", "chosen"),
+    [
+        (["weights/best.safetensors", "weights/last.safetensors", "weights/epoch3.safetensors"], 0),
+        (["weights/last.safetensors", "weights/epoch3.safetensors"], 0),
+        (["weights/model.safetensors", "weights/last.safetensors"], 0),
+        (["weights/odd.safetensors"], 0),
+        (["model.safetensors", "other.safetensors"], 0),
+        (["weights/last.safetensors", "best.safetensors"], 0),
+    ],
+)
+def test_folders_open_the_checkpoint_that_is_meant(files: list[str], chosen: int, tmp_path: Path) -> None:
+    for number, file in enumerate(files):
+        saved(tmp_path / file, replace(RECORD, notes={"number": str(number)}))
+    assert load_model(str(tmp_path)).record.notes["number"] == str(chosen)
+
+
+def test_folders_that_are_not_clear(tmp_path: Path) -> None:
+    with pytest.raises(Mistake, match=r"has no \*.safetensors"):
+        load_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Mistake, match=r"looks like a Hugging Face model. Give it as hf:"):
+        load_model(str(tmp_path))
+    for name in ("a", "b"):
+        saved(tmp_path / "weights" / f"{name}.safetensors")
+    with pytest.raises(Mistake, match=r"several checkpoints: a.safetensors, b.safetensors"):
+        load_model(str(tmp_path))
+
+
+def test_files_that_are_not_there_or_not_ours(tmp_path: Path) -> None:
+    with pytest.raises(Mistake, match="does not exist"):
+        load_model("runs/none")
+    with pytest.raises(Mistake, match="does not exist"):
+        load_model("none.safetensors")
+    plain_file(tmp_path / "w.pt")
+    with pytest.raises(Mistake, match="has no model record"):
+        load_model(str(tmp_path / "w.pt"))
+
+
+def test_what_brings_its_weights_takes_no_others(tmp_path: Path) -> None:
+    saved(tmp_path / "m.safetensors")
+    with pytest.raises(Mistake, match="brings its own weights; drop --weights pretrained"):
+        load_model(str(tmp_path / "m.safetensors"), weights="pretrained")
+    with pytest.raises(Mistake, match="built as its record says; drop the arguments depth"):
+        load_model(str(tmp_path / "m.safetensors"), kwargs={"depth": 3})
+    with pytest.raises(Mistake, match="brings its own weights"):
+        load_model("zoo:any", weights="random")
+
+
+def test_a_timm_name_wins_over_a_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / VIT).mkdir()
+    assert load_model(VIT, weights="random", kwargs=KWARGS).record.name == VIT
+
+
+# --- zoo
+
+
+@pytest.fixture
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package folder with two shipped models."""
+    saved(tmp_path / "zoo" / "shapes-plain.safetensors", replace(RECORD, notes={"about": "trained on shapes"}))
+    saved(tmp_path / "zoo" / "shapes-trades.safetensors")
+    monkeypatch.setattr(resources, "files", lambda _package: tmp_path)
+    return tmp_path
+
+
+def test_zoo_models_are_found_by_name(zoo: Path) -> None:
+    assert zoo_names() == ["zoo:shapes-plain", "zoo:shapes-trades"]
+    assert load_model("zoo:shapes-plain").record.notes == {"about": "trained on shapes"}
+    names = model_names()
+    assert list(names)[:2] == zoo_names()
+    assert (names["zoo:shapes-plain"], names["zoo:shapes-trades"]) == ("trained on shapes", VIT)
+    assert "python:package.module:function" in names
+
+
+def test_unknown_zoo_models(zoo: Path) -> None:
+    with pytest.raises(
+        Mistake, match=r"unknown zoo model 'zoo:shapes-plan'; did you mean .*There are: zoo:shapes-plain"
+    ):
+        load_model("zoo:shapes-plan")
+    with pytest.raises(Mistake, match=r"unknown model 'shapes-trades'; did you mean zoo:shapes-trades"):
+        load_model("shapes-trades")
+
+
+def test_an_installation_without_zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "files", lambda _package: tmp_path)
+    assert zoo_names() == []
+    with pytest.raises(Mistake, match="There are: none in this installation"):
+        load_model("zoo:anything")
+
+
+# --- python factories
+
+FACTORIES = """
+import torch
+from torch import nn
+
+class Means(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+    def forward(self, x):
+        return x.mean(dim=(2, 3)) * self.scale
+
+def model(): return Means()
+def normalising():
+    import vitadel
+    return vitadel.wrap(Means(), (0.5,), (0.5,))
+def needs(size): return Means()
+def breaks(): raise KeyError("weights.bin")
+def text(): return "model"
+number = 3
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"factories_{abs(hash(tmp_path)):x}"
+    (tmp_path / f"{name}.py").write_text(FACTORIES)
+    (tmp_path / f"{name}_broken.py").write_text("import torch\nvalue = 1 / 0\n")
+    (tmp_path / f"{name}_needy.py").write_text("import a_module_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def test_a_factory_in_the_working_folder(factories: str) -> None:
+    before = list(sys.path)
+    model = load_model(f"python:{factories}:model", num_classes=3)
+    assert sys.path == before
+    assert torch.equal(model(images()), images().mean(dim=(2, 3)))
+    assert (model.record.name, model.record.num_classes) == (f"python:{factories}:model", 3)
+    assert not model.backbone.training
+    shifted = load_model(f"python:{factories}:model", mean=(0.5,), std=(0.25,))
+    torch.testing.assert_close(shifted(images()), (images().mean(dim=(2, 3)) - 0.5) / 0.25)
+
+
+def test_a_factory_that_returns_a_classifier(factories: str) -> None:
+    model = load_model(f"python:{factories}:normalising")
+    torch.testing.assert_close(model(images()), (images().mean(dim=(2, 3)) - 0.5) / 0.5)
+    assert not isinstance(model.backbone, Classifier)
+
+
+def test_a_factory_takes_a_weight_file(factories: str, tmp_path: Path) -> None:
+    safetensors.torch.save_file({"scale": torch.tensor([3.0])}, tmp_path / "w.safetensors")
+    model = load_model(f"python:{factories}:model", weights=tmp_path / "w.safetensors")
+    torch.testing.assert_close(model(images()), images().mean(dim=(2, 3)) * 3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("{name}", "names no function. Write python:package.module:function"),
+        ("{name}:", "names no function"),
+        (":model", "names no function"),
+        ("{name}_missing:model", "there is no Python module '{name}_missing'"),
+        ("{name}_broken:model", r"importing '{name}_broken' failed: ZeroDivisionError.*\({name}_broken.py, line 2\)"),
+        ("{name}_needy:model", "importing '{name}_needy' failed: ModuleNotFoundError.*a_module_that_is_not_there"),
+        ("{name}:modle", "has no 'modle'; did you mean model"),
+        ("{name}:number", "is a int, not a function"),
+        ("{name}:breaks", r"failed: KeyError: 'weights.bin' \({name}.py, line \d+\)"),
+        ("{name}:needs", "failed: TypeError.*missing 1 required positional argument: 'size'"),
+        ("{name}:text", "returned str; it must return an nn.Module"),
+    ],
+)
+def test_factories_that_fail_say_why(factories: str, spec: str, said: str) -> None:
+    with pytest.raises(Mistake, match=said.replace("{name}", factories)):
+        load_model("python:" + spec.replace("{name}", factories))
+
+
+def test_factories_take_neither_words_nor_arguments(factories: str) -> None:
+    with pytest.raises(Mistake, match="must be a file, got 'pretrained'"):
+        load_model(f"python:{factories}:model", weights="pretrained")
+    with pytest.raises(Mistake, match="takes no arguments; drop depth"):
+        load_model(f"python:{factories}:model", kwargs={"depth": 1})
+
+
+# --- Hugging Face
+
+
+class FakeClassifier(nn.Module):
+    """As transformers' models: the answer is an object with logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_labels=3)
+
+    def forward(self, pixel_values: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=pixel_values.mean(dim=(2, 3)))
+
+
+def processor(**changes: Any) -> SimpleNamespace:
+    settings: dict[str, Any] = {
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.1, 0.2, 0.3],
+        "image_std": [0.4, 0.5, 0.6],
+        "size": {"height": 24, "width": 24},
+    }
+    return SimpleNamespace(**{**settings, **changes})
+
+
+def fake_transformers(
+    monkeypatch: pytest.MonkeyPatch, *, model: Any = None, prepares: Any = None, missing: tuple[str, ...] = ()
+) -> list[str]:
+    asked: list[str] = []
+
+    def from_pretrained(name: str, output_loading_info: bool) -> tuple[nn.Module, dict[str, Any]]:
+        asked.append(name)
+        if isinstance(model, Exception):
+            raise model
+        assert output_loading_info
+        return FakeClassifier(), {"missing_keys": set(missing)}
+
+    def prepare(_name: str) -> Any:
+        if isinstance(prepares, Exception):
+            raise prepares
+        return prepares or processor()
+
+    module = ModuleType("transformers")
+    module.AutoModelForImageClassification = SimpleNamespace(from_pretrained=from_pretrained)  # type: ignore[attr-defined]
+    module.AutoImageProcessor = SimpleNamespace(from_pretrained=prepare)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    return asked
+
+
+def test_a_hugging_face_model_with_its_processors_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = fake_transformers(monkeypatch)
+    model = load_model("hf:org/name")
+    assert asked == ["org/name"]
+    expected = normalised(images(24), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)).mean(dim=(2, 3))
+    torch.testing.assert_close(model(images(24)), expected)
+    assert (model.record.name, model.record.num_classes, model.record.input_size) == ("hf:org/name", 3, (24, 24))
+
+
+EDGE, SQUARE = {"shortest_edge": 256}, {"height": 224, "width": 224}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"size": SQUARE}, (224, 1.0, "squash")),
+        ({"size": SimpleNamespace(height=224, width=224, shortest_edge=None)}, (224, 1.0, "squash")),
+        ({"size": 224}, (224, 1.0, "squash")),
+        ({"size": EDGE, "crop_size": SQUARE, "do_center_crop": True}, (224, 224 / 256, "center")),
+        ({"size": EDGE, "crop_size": SQUARE, "do_center_crop": False}, (256, 1.0, "center")),
+        ({"size": {"shortest_edge": 224}, "crop_pct": 0.875}, (224, 0.875, "center")),
+        ({"size": {"shortest_edge": 384}, "crop_pct": 0.875}, (384, 1.0, "squash")),
+    ],
+)
+def test_a_processors_geometry_in_timms_terms(changes: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_transformers(monkeypatch, prepares=processor(**changes, resample=2))
+    record = load_model("hf:org/name").record
+    size, crop_pct, crop_mode = expected
+    assert (record.input_size, record.crop_pct, record.crop_mode) == ((size, size), crop_pct, crop_mode)
+    assert record.interpolation == "bilinear"
+
+
+def test_a_timm_model_inside_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processor has no numbers of its own; taking the defaults would silently leave out the normalisation."""
+    config = timm.data.resolve_data_config(model=timm.create_model(DEIT, **KWARGS))
+    fake_transformers(monkeypatch, prepares=SimpleNamespace(data_config=config, rescale_factor=1 / 255))
+    record = load_model("hf:timm/deit").record
+    assert (record.mean, record.std) == IMAGENET
+    assert (record.input_size, record.crop_pct, record.crop_mode) == ((224, 224), 0.9, "center")
+
+
+def test_a_processor_that_nothing_is_known_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_transformers(monkeypatch, prepares=SimpleNamespace(do_rescale=False))
+    with pytest.raises(Mistake, match=r"prepares its images in a way of its own .*do_normalize.*Give mean and std"):
+        load_model("hf:org/name")
+    assert load_model("hf:org/name", mean=(0.5,), std=(0.5,)).record.std == (0.5,) * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "by_hand"),
+    [
+        ({}, lambda byte: (byte / 255 - 0.2) / 0.5),
+        ({"do_normalize": False}, lambda byte: byte / 255),
+        ({"rescale_factor": 1 / 127.5, "rescale_offset": True}, lambda byte: (byte / 127.5 - 1 - 0.2) / 0.5),
+        ({"do_rescale": False}, lambda byte: (byte - 0.2) / 0.5),
+    ],
+    ids=["usual", "no normalising", "offset", "no rescaling"],
+)
+def test_processors_arithmetic_on_bytes_equals_ours_on_pixels(changes: dict[str, Any], by_hand: Any) -> None:
+    mean, std = processor_normalisation(processor(**changes))
+    for byte in (0, 51, 255):
+        assert (byte / 255 - mean[1]) / std[1] == pytest.approx(by_hand(byte))
+
+
+def test_a_folder_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = fake_transformers(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Mistake, match=r"folder './model' for 'hf:./model' does not exist"):
+        load_model("hf:./model")
+    (tmp_path / "model").mkdir()
+    load_model("hf:./model")
+    assert [Path(name) for name in asked] == [Path("model")]
+
+
+def test_an_untrained_head_is_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_transformers(monkeypatch, missing=("classifier.weight", "classifier.bias"))
+    with pytest.raises(Mistake, match=r"no trained weights for classifier.bias, classifier.weight: it is a backbone"):
+        load_model("hf:org/name")
+
+
+def test_hugging_face_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_transformers(monkeypatch, model=OSError("org/nam is not a valid identifier\nmore"))
+    with pytest.raises(
+        Mistake, match=r"'hf:org/nam' could not be loaded .*: org/nam is not a valid identifier\. Check"
+    ):
+        load_model("hf:org/nam")
+    fake_transformers(monkeypatch, prepares=OSError("no preprocessor_config.json"))
+    with pytest.raises(Mistake, match=r"how its images are prepared: no preprocessor_config.json. Give mean and std"):
+        load_model("hf:org/name")
+    assert load_model("hf:org/name", mean=(0.5,), std=(0.5,)).record.mean == (0.5,) * 3
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(Mistake, match=r"needs the package transformers. Install it: pip install 'vitadel\[hf\]'"):
+        load_model("hf:org/name")

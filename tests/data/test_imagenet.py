@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pictures import picture, pixels_of, write_png
+
+from vitadel.data import left_out, open_dataset
+from vitadel.data.folders import ImageFiles
+from vitadel.errors import Mistake
+
+TENCH, GOLDFISH, STINGRAY, GOOSE = "n01440764", "n01443537", "n01498041", "n01855672"  # classes 0, 1, 6 and 99
+
+
+def test_wordnet_ids_become_the_usual_numbers(tmp_path: Path) -> None:
+    for number, wnid in enumerate((GOOSE, TENCH, STINGRAY)):
+        write_png(tmp_path / wnid / "ILSVRC2012_val_1.JPEG", number)
+    source = open_dataset(f"imagenet:{tmp_path}")
+    assert source.labels().tolist() == [0, 6, 99]
+    assert [source.classes[label] for label in (0, 6, 99)] == ["tench", "stingray", "goose"]
+    assert len(source.classes) == len(set(source.classes)) == 1000  # the two cranes are told apart
+    assert source.name(2) == f"{GOOSE}/ILSVRC2012_val_1.JPEG"
+    assert np.array_equal(pixels_of(source.read([2])[0]), picture(0))
+
+
+def test_validation_is_the_default_even_beside_a_test_folder(tmp_path: Path) -> None:
+    for number, split in enumerate(("train", "val", "test")):
+        write_png(tmp_path / split / TENCH / "x.JPEG", number)
+    for suffix, number in (("", 1), ("@val", 1), ("@train", 0), ("@test", 2)):
+        source = open_dataset(f"imagenet:{tmp_path}{suffix}")
+        assert np.array_equal(pixels_of(source.read([0])[0]), picture(number))
+
+
+@pytest.mark.parametrize(("kind", "member", "stranger"), [("a", STINGRAY, TENCH), ("r", GOLDFISH, TENCH)])
+def test_two_hundred_of_the_thousand(kind: str, member: str, stranger: str, tmp_path: Path) -> None:
+    write_png(tmp_path / member / "x.jpg", 0)
+    (tmp_path / "README.txt").write_text("as shipped")
+    source = open_dataset(f"imagenet-{kind}:{tmp_path}")
+    assert isinstance(source, ImageFiles)
+    assert source.labels().tolist() == [6 if kind == "a" else 1]
+    assert len(source.classes) == 1000
+    assert source.among is not None
+    assert len(set(source.among)) == 200
+    assert list(source.among) == sorted(source.among)
+    assert source.labels().item() in source.among
+    write_png(tmp_path / stranger / "x.jpg", 0)
+    with pytest.raises(Mistake, match=f"{stranger}' is not one of the 200 classes"):
+        open_dataset(f"imagenet-{kind}:{tmp_path}")
+    with pytest.raises(Mistake, match="no split 'train'"):
+        open_dataset(f"imagenet-{kind}:{tmp_path}@train")
+
+
+def make_c(root: Path) -> None:
+    """Two corruptions, one of them below a folder of its family, as the archives unpack."""
+    number = 0
+    for corruption in ("blur/defocus_blur", "fog"):
+        for severity in (1, 2):
+            for wnid in (GOOSE, TENCH):
+                write_png(root / corruption / str(severity) / wnid / "x.JPEG", number)
+                number += 1
+
+
+def test_the_tree_of_corruptions(tmp_path: Path) -> None:
+    make_c(tmp_path / "c")
+    source = open_dataset(f"imagenet-c:{tmp_path}/c")
+    assert isinstance(source, ImageFiles)
+    assert source.labels().tolist() == [0, 99] * 4  # the tench's id sorts before the goose's
+    assert source.parts == {
+        "defocus_blur/1": range(2),
+        "defocus_blur/2": range(2, 4),
+        "fog/1": range(4, 6),
+        "fog/2": range(6, 8),
+    }
+    assert source.name(7) == f"fog/2/{GOOSE}/x.JPEG"
+    assert np.array_equal(pixels_of(source.read([7])[0]), picture(6))
+
+
+@pytest.mark.parametrize(("part", "parts"), [("fog", ["fog/1", "fog/2"]), ("fog/2", ["fog/2"])])
+def test_a_part_of_the_tree(part: str, parts: list[str], tmp_path: Path) -> None:
+    make_c(tmp_path)
+    source = open_dataset(f"imagenet-c:{tmp_path}/{part}")
+    assert isinstance(source, ImageFiles)
+    assert list(source.parts) == parts
+    assert source.labels().tolist() == [0, 99] * len(parts)
+
+
+def test_an_empty_class(tmp_path: Path) -> None:
+    write_png(tmp_path / TENCH / "x.JPEG", 0)
+    (tmp_path / GOOSE).mkdir()
+    with pytest.raises(Mistake, match=f"class '{GOOSE}' is empty"):
+        open_dataset(f"imagenet:{tmp_path}")
+    source = open_dataset(f"imagenet:{tmp_path}", skip_bad=True)
+    assert left_out(source) == (f"class '{GOOSE}' is empty",)
+
+
+def test_trees_that_are_something_else(tmp_path: Path) -> None:
+    write_png(tmp_path / "flat" / "ILSVRC2012_val_1.JPEG", 0)
+    write_png(tmp_path / "pets" / "cat" / "x.JPEG", 0)
+    write_png(tmp_path / "c" / "fog" / "1" / "cat" / "x.JPEG", 0)
+    (tmp_path / "bare" / TENCH).mkdir(parents=True)
+    for spec, message in (
+        ("imagenet:{}/flat", "no sub-folders.*sort them into such folders"),
+        ("imagenet:{}/pets", "not one of the 1000 ImageNet classes; for classes with other names use folder:DIR"),
+        ("imagenet:{}/bare", "holds no pictures"),
+        ("imagenet-c:{}/c", "not in a folder of an ImageNet class"),
+        ("imagenet-c:{}/bare", "holds no pictures"),
+        ("imagenet:{}/missing", "does not exist"),
+    ):
+        with pytest.raises(Mistake, match=message):
+            open_dataset(spec.format(tmp_path))

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from pictures import picture
+from PIL import Image
+from timm.data import create_transform
+
+from vitadel.data import Preprocess
+from vitadel.errors import Mistake
+
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+
+
+@pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
+@pytest.mark.parametrize(("size", "crop_pct"), [(32, 1.0), (32, 0.875), ((24, 40), 0.9), (48, 0.95)])
+@pytest.mark.parametrize("shape", [(50, 80), (33, 32), (20, 20)])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_timms_evaluation_transform_up_to_normalisation(crop_mode, size, crop_pct, shape, interpolation) -> None:
+    image = Image.fromarray(picture(0, *shape))
+    height, width = (size, size) if isinstance(size, int) else size
+    transform = create_transform(
+        (3, height, width),
+        is_training=False,
+        interpolation=interpolation,
+        mean=MEAN,
+        std=STD,
+        crop_pct=crop_pct,
+        crop_mode=crop_mode,
+    )
+    pixels = Preprocess(size, crop_pct, interpolation, crop_mode, MEAN)(image)
+    assert pixels.dtype == torch.uint8
+    assert pixels.shape == (3, height, width)
+    mean, std = torch.tensor(MEAN)[:, None, None], torch.tensor(STD)[:, None, None]
+    assert torch.allclose((pixels / 255 - mean) / std, transform(image), atol=1e-6)
+
+
+def test_a_picture_of_the_right_size_is_untouched_whatever_the_crop() -> None:
+    for mode in ("center", "squash", "border"):
+        pixels = Preprocess(32, 0.875, crop_mode=mode)(Image.fromarray(picture(1, 32, 32)))
+        assert np.array_equal(pixels.permute(1, 2, 0).numpy(), picture(1, 32, 32))
+    wide = Preprocess((6, 9))(Image.fromarray(picture(1, 6, 9)))
+    assert np.array_equal(wide.permute(1, 2, 0).numpy(), picture(1, 6, 9))
+
+
+def test_the_centre_is_what_is_kept() -> None:
+    """Without a change of scale, the crop is a slice."""
+    image = Image.fromarray(picture(2, 32, 48))
+    assert np.array_equal(Preprocess(32)(image).permute(1, 2, 0).numpy(), picture(2, 32, 48)[:, 8:40])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": 0}, "size must be positive"),
+        ({"size": 32, "crop_pct": 0.0}, r"crop_pct must be in \(0, 1\], got 0"),
+        ({"size": 32, "interpolation": "bicubc"}, "unknown interpolation 'bicubc'.*did you mean bicubic"),
+        ({"size": 32, "crop_mode": "centre"}, "unknown crop_mode 'centre'.*did you mean center"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(Mistake, match=message):
+        Preprocess(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,166 @@
+"""The audit, from Python: what is counted, what is noticed, what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vitadel
+from toys import TinyNet
+from vitadel.data.shapes import Shapes
+from vitadel.errors import Mistake
+from vitadel.evaluation.audit import Order
+
+
+class Brightness(nn.Module):
+    """Ten classes by mean brightness: accuracy and robust accuracy can be worked out by hand."""
+
+    num_classes = 10
+
+    def forward(self, x: Tensor) -> Tensor:
+        centres = torch.linspace(0.05, 0.95, 10, dtype=x.dtype)
+        return -((x.mean((1, 2, 3))[:, None] - centres).square()) * 100
+
+
+def worked_out(eps: float, limit: int) -> tuple[int, int]:
+    """Clean and robust counts of `Brightness`: an attack shifts the mean by eps, as far as the box lets it."""
+    from vitadel.data.subset import balanced_subset
+
+    source = Shapes("test")
+    rows = balanced_subset(source.labels(), limit, 0)
+    pixels, label, _ = source.render(rows)
+    x = pixels.double() / 255
+
+    def said(z: Tensor) -> Tensor:
+        return (z.mean((1, 2, 3)) * 10).floor().clamp(0, 9).long()
+
+    correct = said(x) == label
+    survives = correct & (said((x + eps).clamp(0, 1)) == label) & (said((x - eps).clamp(0, 1)) == label)
+    return int(correct.sum()), int(survives.sum())
+
+
+def test_counts_are_those_worked_out_by_hand():
+    eps = 4 / 255
+    correct, survives = worked_out(eps, 400)
+    results = vitadel.audit(Brightness(), "shapes", attacks="fgsm,pgd-10", eps=eps, limit=400)
+    assert results["clean"]["correct"] == correct
+    assert 0 < survives < correct
+    assert results["worst_case"]["held"] == survives
+    assert results["worst_case"]["n"] == 400
+    assert results["complete"]
+    assert results["threat"] == {"norm": "linf", "eps": eps, "eps_text": "4/255"}
+    low, high = results["worst_case"]["ci95"]
+    assert low < survives / 400 < high
+
+
+def test_later_attacks_see_only_what_stands_unless_independent(tmp_path):
+    attacks = ["fgsm", "pgd-3", "pgd-6"]
+    model = TinyNet(10).eval()
+    source = Shapes("test", size=8)
+    cascade = vitadel.audit(model, source, attacks=attacks, eps=3 / 255, limit=120, out=tmp_path / "cascade")
+    alone = vitadel.audit(
+        model, source, attacks=attacks, eps=3 / 255, limit=120, independent=True, out=tmp_path / "alone"
+    )
+    held = [entry["held"] for entry in cascade["attacks"]]
+    assert held == sorted(held, reverse=True)
+    assert [entry["attacked"] for entry in cascade["attacks"]] == [cascade["clean"]["correct"], *held[:-1]]
+    assert {entry["attacked"] for entry in alone["attacks"]} == {alone["clean"]["correct"]}
+    assert alone["worst_case"]["held"] == cascade["worst_case"]["held"]
+    for folder, results in ((tmp_path / "cascade", cascade), (tmp_path / "alone", alone)):
+        table = pq.read_table(folder / "samples.parquet").to_pydict()
+        assert sum(table["clean_correct"]) == results["clean"]["correct"]
+        assert [sum(table[f"held:{entry['name']}"]) for entry in results["attacks"]] == [
+            entry["held"] for entry in results["attacks"]
+        ]
+        assert json.loads((folder / "results.json").read_text()) == results
+        assert not (folder / "partial").exists()
+        assert table["index"] == sorted(table["index"])
+
+
+def test_costs_are_counted_per_sample():
+    results = vitadel.audit(TinyNet(10).eval(), Shapes("test", size=8), attacks="fgsm", limit=50, batch_size=16)
+    (entry,) = results["attacks"]
+    assert entry["gradient_calls"] == entry["attacked"]
+    assert entry["forward_calls"] == entry["attacked"]  # the judge's
+
+
+@pytest.mark.parametrize("norm", ["l2", "l1"])
+def test_other_norms(norm):
+    results = vitadel.audit(Brightness(), attacks="pgd-20", norm=norm, eps={"l2": 2.0, "l1": 100.0}[norm], limit=200)
+    assert results["worst_case"]["held"] < results["clean"]["correct"]
+    assert results["attacks"][0]["void"] == 0
+
+
+def test_train_mode_and_probabilities_are_noticed():
+    class Probabilities(TinyNet):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).softmax(1)
+
+    model = Probabilities(10)
+    results = vitadel.audit(model, Shapes("test", size=8), attacks="fgsm", limit=20)
+    assert [finding["check"] for finding in results["findings"]] == ["evaluation mode", "outputs are logits"]
+    assert model.training
+
+
+def test_an_honest_model_raises_nothing():
+    assert vitadel.audit(Brightness().eval(), attacks="fgsm", limit=20)["findings"] == []
+
+
+def test_attacks_that_break_the_rules_gain_nothing(monkeypatch):
+    from vitadel.attacks import presets
+
+    class Cheat:
+        def __call__(self, model, x, y, draws=None):
+            return 1 - x
+
+        def passes(self):
+            return 0, 0
+
+    import dataclasses
+
+    cheat = dataclasses.make_dataclass("Cheat", [], bases=(Cheat,), frozen=True)
+    monkeypatch.setitem(presets.CATALOGUE, "cheat", presets.Preset(lambda threat: cheat(), "breaks the budget"))
+    results = vitadel.audit(Brightness().eval(), attacks="cheat", limit=40)
+    (entry,) = results["attacks"]
+    assert entry["void"] == entry["attacked"]
+    assert entry["held"] == results["clean"]["correct"]
+
+
+def test_nan_outputs_and_missing_classes_are_told():
+    class Broken(Brightness):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * float("nan")
+
+    with pytest.raises(Mistake, match="NaN"):
+        vitadel.audit(Broken().eval(), limit=10)
+
+    class Three(Brightness):
+        num_classes = 3
+
+    with pytest.raises(Mistake, match=r"label 3 is outside 0\.\.2"):
+        vitadel.audit(Three().eval(), limit=10)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ({"attacks": ("fgsm", "fgsm")}, "listed twice"),
+        ({"batch_size": 0}, "at least 1"),
+        ({"precision": "int8"}, "fp32, bf16, fp16"),
+        ({"eps": 8.0}, "8/255"),
+        ({"norm": "l3"}, "linf, l2, l1"),
+        ({"attacks": ("pgd-0",)}, "at least 1 step"),
+    ],
+)
+def test_senseless_orders_are_told_before_anything_is_loaded(fault, said):
+    with pytest.raises(Mistake, match=said):
+        Order(**fault)
+
+
+def test_half_precision_is_recorded():
+    results = vitadel.audit(TinyNet(10).eval(), Shapes("test", size=8), attacks="fgsm", limit=20, precision="bf16")
+    assert results["precision"] == "bf16"

@@ -1,0 +1,144 @@
+"""Extra prefix tokens, against forwards by hand and against timm's own registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitadel.errors import Mistake
+from vitadel.instrument import attention_maps, block_features, extra_tokens, scaled_attention
+from vits import VITS, make_vit, pixels, precise_vit
+
+ABLE = [name for name, tiny in VITS.items() if tiny.family in ("vit", "eva")]
+UNABLE = [name for name in VITS if name not in ABLE]
+ABSOLUTE = [name for name in ABLE if VITS[name].family == "vit"]
+fused_or_not = pytest.mark.parametrize("fused", [True, False], ids=["fused", "manual"])
+
+
+def some_tokens(count: int = 3) -> Tensor:
+    return torch.randn(count, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("name", ABSOLUTE)
+@fused_or_not
+def test_without_rotation_they_might_as_well_stand_at_the_end(name: str, fused: bool) -> None:
+    """Attention is blind to the order of tokens, so appending by hand must give the same."""
+    model, x = precise_vit(name, fused)
+    net: Any = model
+    tokens = some_tokens()
+    stream = net.norm_pre(net._pos_embed(net.patch_embed(x)))
+    stream = net.blocks(torch.cat([stream, tokens.expand(2, -1, -1)], dim=1))[:, :-3]
+    features = net.norm(stream)
+    expected = net.forward_head(features)
+    assert (expected - model(x)).abs().max() > 1e-3
+    for given in (tokens, tokens[None]):
+        with extra_tokens(model, given):
+            torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-11)
+            torch.testing.assert_close(net.forward_features(x), features, rtol=0, atol=1e-11)
+
+
+def with_registers(model: nn.Module, name: str, tokens: Tensor, setting: str) -> nn.Module:
+    """The same model, whose own registers hold the tokens."""
+    registers = max(VITS[name].prefix - 1, 0)
+    settings: dict[str, Any] = {setting: registers + len(tokens)}
+    twin, _ = precise_vit(name, **settings)
+    state = dict(model.state_dict())
+    state["reg_token"] = torch.cat([*([state["reg_token"][0]] if registers else []), tokens])[None]
+    if "pos_embed" in state and state["pos_embed"].shape != twin.get_parameter("pos_embed").shape:
+        position = state["pos_embed"]  # covers the prefix too: registers must get none
+        state["pos_embed"] = torch.cat([position[:, :1], torch.zeros_like(tokens)[None], position[:, 1:]], dim=1)
+    twin.load_state_dict(state)
+    return twin
+
+
+@pytest.mark.parametrize("name", ["eva02", "dinov3", "dinov2", "dinov2_registers"])
+@fused_or_not
+def test_they_work_like_registers(name: str, fused: bool) -> None:
+    """For rotating models too: timm rotates what follows the registers."""
+    model, x = precise_vit(name, fused)
+    tokens = some_tokens()
+    twin = with_registers(model, name, tokens, "num_reg_tokens" if VITS[name].family == "eva" else "reg_tokens")
+    with extra_tokens(model, tokens), attention_maps(model) as maps, attention_maps(twin) as twin_maps:
+        torch.testing.assert_close(model(x), twin(x), rtol=0, atol=1e-11)
+        for seen, expected in zip(maps, twin_maps, strict=True):
+            torch.testing.assert_close(seen, expected, rtol=0, atol=1e-11)
+    with extra_tokens(model, tokens), scaled_attention(model, 0.5), scaled_attention(twin, 0.5):
+        torch.testing.assert_close(model(x), twin(x), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ABLE)
+def test_features_show_them_after_the_prefix(name: str) -> None:
+    model, x = precise_vit(name)
+    tokens, first = some_tokens(), VITS[name].prefix
+    with block_features(model) as features:
+        model(x)
+        plain = features[-1].shape[1]
+        with extra_tokens(model, tokens):
+            model(x)
+    assert [seen.shape[1] for seen in features] == [plain + 3] * 2
+
+    before: list[Tensor] = []
+    block: Any = model.get_submodule("blocks.0")
+    with (
+        extra_tokens(model, tokens),
+        block.register_forward_pre_hook(lambda _module, args: before.append(args[0])),
+    ):
+        model(x)
+    assert torch.equal(before[0][:, first : first + 3], tokens.expand(2, -1, -1))
+
+
+@pytest.mark.parametrize("name", ABLE)
+def test_no_tokens_change_no_bit(name: str) -> None:
+    model, x = make_vit(name), pixels(name)
+    plain = model(x)
+    with extra_tokens(model, torch.empty(0, 24)):
+        assert torch.equal(model(x), plain)
+    with extra_tokens(model, torch.ones(2, 24)):
+        assert not torch.equal(model(x), plain)
+    assert torch.equal(model(x), plain)
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov3"])
+def test_nested_tokens_add_up(name: str) -> None:
+    model, x = precise_vit(name)
+    tokens = some_tokens(5)
+    with extra_tokens(model, tokens):
+        expected = model(x)
+    with extra_tokens(model, tokens[:2]), extra_tokens(model, tokens[2:]):
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["vit", "eva02"])
+def test_gradients_of_tokens(name: str) -> None:
+    model, x = precise_vit(name)
+    tokens = some_tokens(2).requires_grad_()
+
+    def value(given: Tensor) -> Tensor:
+        with extra_tokens(model, given):
+            out: Tensor = model(x)
+        return out.square().sum()
+
+    (slope,) = torch.autograd.grad(value(tokens), tokens)
+    with torch.no_grad():
+        step = 1e-5 * some_tokens(2).flip(0)
+        difference = value(tokens + step) - value(tokens - step)
+    torch.testing.assert_close((slope * 2 * step).sum(), difference, rtol=1e-5, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", UNABLE)
+def test_families_without_a_place_for_them_say_why(name: str) -> None:
+    message = rf"no meaning for family '{VITS[name].family}': its .*\. Families that take them: eva, vit\."
+    with pytest.raises(Mistake, match=message), extra_tokens(make_vit(name), torch.ones(1, 24)):
+        pass
+
+
+@pytest.mark.parametrize("shape", [(24,), (1, 23), (2, 1, 24), (1, 1, 1, 24)])
+def test_wrong_shapes(shape: tuple[int, ...]) -> None:
+    with (
+        pytest.raises(Mistake, match=r"takes \(R, 24\) or \(1, R, 24\)"),
+        extra_tokens(make_vit("vit"), torch.ones(shape)),
+    ):
+        pass

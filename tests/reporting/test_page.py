@@ -1,0 +1,254 @@
+"""The page says what the run folders say, to everyone, and nothing on it can run."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from run_folders import write_run
+from vitadel.errors import Mistake
+from vitadel.reporting.gather import read_run
+from vitadel.reporting.page import verdict, write_report
+
+ALL, NONE, HALF = [True] * 40, [False] * 40, [True, False] * 20
+
+
+class Outline(HTMLParser):
+    """What a browser would see: tags with attributes, and the text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def made(path: Path, **settings: Any) -> Path:
+    return write_run(path, **{"correct": ALL, "attacks": {"fgsm": HALF}, **settings})
+
+
+def page_of(tmp_path: Path, *runs: Path) -> str:
+    write_report(runs, tmp_path / "page.html")
+    return (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_importing_the_page_does_not_load_torch_or_pyplot() -> None:
+    code = "import sys, vitadel.reporting.page; print([m for m in ('torch', 'matplotlib.pyplot') if m in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_verdict_tells_everything_a_number_depends_on(tmp_path: Path) -> None:
+    correct = [True] * 39 + [False]
+    run = read_run(made(tmp_path / "a", correct=correct, attacks={"fgsm": HALF, "pgd-20": NONE}, seed=7))
+    assert verdict(run) == (
+        "97.5 % of 40 images are classified correctly (95 % interval 87.1 to 99.6 %); under fgsm and pgd-20 with "
+        "Linf 8/255, seed 7, none of them survives (95 % interval 0.0 to 8.8 %)."
+    )
+    some = read_run(made(tmp_path / "b", norm="l2", eps="0.5"))
+    assert verdict(some).endswith("under fgsm with L2 0.5, seed 0, 50.0 % still are (95 % interval 35.2 to 64.8 %).")
+
+
+def test_verdict_claims_nothing_without_attacks_or_results(tmp_path: Path) -> None:
+    assert "no attack was run" in verdict(read_run(made(tmp_path / "a", attacks={})))
+    begun = made(tmp_path / "b", attacks={}, pending=["fgsm"])
+    assert verdict(read_run(begun)).startswith("So far: 100.0 %")
+    assert "no attack is finished" in verdict(read_run(begun))
+    (begun / "results.json").unlink()
+    assert verdict(read_run(begun)) == "There are no results yet."
+
+
+def test_one_run_one_page(tmp_path: Path) -> None:
+    outline = Outline(page_of(tmp_path, made(tmp_path / "run", attacks={"fgsm": HALF, "pgd-20": HALF})))
+    for title in ("Accuracy, clean and under attack", "Attacks", "Classes", "Examples", "Provenance"):
+        assert title in outline.text
+    for absent in ("Side by side", "one by one", "Findings", "Data left out", "not finished", "≠"):
+        assert absent not in outline.text
+    assert "zoo:shapes-robust on shapes" in outline.text
+    assert "pgd-20 counts: after this and all earlier attacks 20 of 40 50.0 % 35.2 to 64.8 % 20 20.0 22.0 3.2 s" in (
+        outline.text
+    )
+    assert "stepper.length 2/255" in outline.text
+    assert "vitadel audit zoo:shapes-robust --data shapes" in outline.text
+    assert "torch 2.15.0, timm 1.0.30" in outline.text
+
+
+def test_page_needs_nothing_from_outside_and_runs_nothing(tmp_path: Path) -> None:
+    page = page_of(tmp_path, made(tmp_path / "run"))
+    outline = Outline(page)
+    assert not {"script", "link", "iframe", "object", "embed", "base"} & {tag for tag, _ in outline.tags}
+    for _, attributes in outline.tags:
+        for name, value in attributes.items():
+            assert not name.startswith("on")
+            if name in ("src", "href"):
+                assert (value or "").startswith(("#", "data:image/png;base64,"))
+    assert not re.search(r"https?://|@import|url\((?!#)", page)
+    policy = next(a["content"] for t, a in outline.tags if t == "meta" and "http-equiv" in a)
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def test_everything_shown_is_escaped(tmp_path: Path) -> None:
+    bad = '<script>alert("x")</script>'
+    finding = {"check": bad, "verdict": bad, "evidence": {bad: bad}, "advice": bad}
+    run = made(
+        tmp_path / "<script>run",
+        model=bad,
+        data=bad,
+        class_names=(bad, bad + "2"),
+        attacks={f"pgd-20{bad}": HALF},
+        findings=[finding],
+        left_out=[bad],
+        not_opened=[bad],
+        argv=["audit", bad],
+        eps="8/255",
+        norm=bad,
+    )
+    results = json.loads((run / "results.json").read_text())
+    results["attacks"][0]["settings"] = {bad: bad}
+    results["attacks"][0]["counts"] = bad
+    results["precision"] = bad
+    (run / "results.json").write_text(json.dumps(results))
+    (run / "environment.json").write_text(json.dumps({"device": bad, "packages": {bad: bad}, "platform": bad}))
+    other = made(tmp_path / "other", model=bad + "3", data=bad, class_names=(bad, bad + "2"), pending=[bad])
+    page = page_of(tmp_path, run, other)
+    assert "<script" not in page.lower()
+    assert page.count("&lt;script&gt;") > 30  # it is shown, in every place
+    assert "script" not in {tag for tag, _ in Outline(page).tags}
+
+
+def test_tables_and_figures_are_accessible(tmp_path: Path) -> None:
+    outline = Outline(page_of(tmp_path, made(tmp_path / "a"), made(tmp_path / "b", model="deit")))
+    assert all("scope" in attributes for tag, attributes in outline.tags if tag == "th")
+    pictures = [attributes for tag, attributes in outline.tags if attributes.get("role") == "img"]
+    assert len(pictures) == 5  # accuracies of both, classes and examples of each
+    assert all(len(attributes["aria-label"] or "") > 40 for attributes in pictures)
+    assert next(attributes for tag, attributes in outline.tags if tag == "html") == {"lang": "en"}
+    ids = [attributes["id"] for _, attributes in outline.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_an_unfinished_run_says_so_and_how_to_go_on(tmp_path: Path) -> None:
+    outline = Outline(page_of(tmp_path, made(tmp_path / "a", pending=["pgd-20", "square"])))
+    assert "This run is not finished: 1 of 3 attacks are done" in outline.text
+    assert "Still to do: pgd-20 and square." in outline.text
+    assert "vitadel audit zoo:shapes-robust --data shapes --resume" in outline.text
+    assert "Classes" not in outline.text
+
+
+def test_a_run_that_has_only_begun_still_gives_a_page(tmp_path: Path) -> None:
+    path = made(tmp_path / "a", attacks={}, pending=["fgsm"])
+    (path / "results.json").unlink()
+    text = Outline(page_of(tmp_path, path, made(tmp_path / "b"))).text
+    assert "nothing that could be shown was finished yet" in text
+    assert "There are no results yet." in text
+    assert "not measured" in text
+
+
+def test_a_call_from_python_is_not_shown_as_a_command(tmp_path: Path) -> None:
+    text = Outline(page_of(tmp_path, made(tmp_path / "a", argv=["my script.py"]))).text
+    assert "called from 'my script.py'" in text
+    assert "vitadel 'my script.py'" not in text
+
+
+def test_comparable_runs_are_compared_without_a_warning(tmp_path: Path) -> None:
+    text = Outline(
+        page_of(tmp_path, made(tmp_path / "a"), made(tmp_path / "b", model="deit", attacks={"fgsm": NONE}))
+    ).text
+    assert "2 runs compared" in text
+    assert "Not directly comparable" not in text
+    assert "≠" not in text
+    assert "clean 40 0 0 0 1.0000 worst case 0 20 0 20 < 0.0001" in text  # 2 / 2**20 is below 0.0001
+
+
+def test_runs_that_differ_are_marked(tmp_path: Path) -> None:
+    other = made(tmp_path / "b", model="deit", data="cifar10", eps="4/255", attacks={"pgd-20": HALF})
+    outline = Outline(page_of(tmp_path, made(tmp_path / "a"), other))
+    assert "Not directly comparable. These runs differ in data, eps and attacks" in outline.text
+    assert all(f"{value} ≠" in outline.text for value in ("cifar10", "4/255", "pgd-20"))
+    assert "shapes ≠" not in outline.text  # the first run is what the others are held against
+    assert "one by one" not in outline.text
+
+
+def test_different_attacks_weaken_a_paired_comparison(tmp_path: Path) -> None:
+    text = Outline(page_of(tmp_path, made(tmp_path / "a"), made(tmp_path / "b", attacks={"pgd-20": HALF}))).text
+    assert "The two faced different attacks" in text
+
+
+def test_findings_and_missing_data_are_shown(tmp_path: Path) -> None:
+    findings = [
+        {"check": "logits", "verdict": "broken", "evidence": "they add up to 1", "advice": "return logits"},
+        {"check": "steps", "verdict": "ok", "evidence": {"1 step": 0.5, "20 steps": 0.25}, "advice": ""},
+    ]
+    run = made(
+        tmp_path / "a", findings=findings, left_out=[f"{n}.png" for n in range(23)], not_opened=["a torn archive"]
+    )
+    text = Outline(page_of(tmp_path, run)).text
+    assert "✗ logits broken they add up to 1 Advice: return logits" in text
+    assert "✓ steps ok 1 step: 0.5, 20 steps: 0.25" in text
+    assert "23 samples could not be used" in text
+    assert "19.png and 3 more a torn archive" in text
+
+
+def test_void_proposals_are_told(tmp_path: Path) -> None:
+    path = made(tmp_path / "a")
+    results = json.loads((path / "results.json").read_text())
+    results["attacks"][0]["void"] = 1234
+    (path / "results.json").write_text(json.dumps(results))
+    assert "1,234 proposals broke box or budget" in Outline(page_of(tmp_path, path)).text
+
+
+def test_figures_go_into_the_folder_that_holds_the_page(tmp_path: Path) -> None:
+    first, second = made(tmp_path / "a"), made(tmp_path / "b")
+    write_report([first, second], first / "report.html")
+    assert sorted(file.name for file in (first / "figures").iterdir()) == [
+        "accuracy.png",
+        "classes.png",
+        "examples.png",
+    ]
+    assert not (second / "figures").exists()
+    assert sorted(file.name for file in first.iterdir() if file.name.startswith(".")) == []
+
+
+def test_a_page_elsewhere_leaves_run_folders_alone(tmp_path: Path) -> None:
+    run = made(tmp_path / "a")
+    before = sorted(run.iterdir())
+    first = page_of(tmp_path, run)
+    assert sorted(run.iterdir()) == before
+    assert page_of(tmp_path, run) == first  # and the same folder gives the same page
+
+
+def test_a_run_named_twice_is_shown_once(tmp_path: Path) -> None:
+    run, other = made(tmp_path / "a"), made(tmp_path / "b", model="deit")
+    text = Outline(page_of(tmp_path, run, other, tmp_path / "b" / ".." / "a")).text
+    assert "2 runs compared" in text
+    assert text.index("zoo:shapes-robust") < text.index("deit")
+
+
+def test_mistakes_are_told_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    run = made(tmp_path / "a")
+    with pytest.raises(Mistake, match="at least one run folder"):
+        write_report([], tmp_path / "page.html")
+    before = (run / "results.json").read_bytes()
+    with pytest.raises(Mistake, match="named like one"):
+        write_report([run], run / "results.json")
+    assert (run / "results.json").read_bytes() == before
+    with pytest.raises(Mistake, match="is not a run folder"):
+        write_report([run, tmp_path], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
