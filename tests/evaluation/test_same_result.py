@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import vitadel
+from vitadel.runtime.rundir import RunFolder
 
 AUDIT = [
     "audit",
@@ -46,47 +47,51 @@ def start(launcher: list[str], out: Path, *more: str) -> subprocess.Popen[bytes]
     return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
+def finish(process: subprocess.Popen[bytes], code: int = 0) -> str:
+    """Wait for the end and return what was told on standard error."""
+    told = process.communicate(timeout=300)[1].decode()
+    assert process.returncode == code, told
+    return told
+
+
+def pieces(out: Path) -> int:
+    return len(list(out.glob("partial/*/*.npz")))
+
+
+def wait_for_pieces(process: subprocess.Popen[bytes], out: Path, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while pieces(out) < count and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> tuple[str, bytes]:
     out = tmp_path_factory.mktemp("undisturbed") / "run"
-    process = start([], out)
-    assert process.wait() == 0, process.stderr.read().decode()
+    finish(start([], out))
     return outcome(out)
 
 
 def test_two_processes_agree_with_one_byte_for_byte(tmp_path, undisturbed):
     launcher = ["torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
-    process = start(launcher, tmp_path / "two")
-    _, told = process.communicate()
-    assert process.returncode == 0, told.decode()
+    finish(start(launcher, tmp_path / "two"))
     assert outcome(tmp_path / "two") == undisturbed
 
 
 def test_killed_three_times_and_resumed_agrees_byte_for_byte(tmp_path, undisturbed):
     out = tmp_path / "killed"
     chance = random.Random(0)
-    seen = 0
-    for _ in range(3):
+    for life in range(3):
         process = start([], out, "--resume")
-        deadline = time.monotonic() + 120
-        # Wait until this life has finished a few pieces of its own, then kill it wherever it is.
-        while len(list(out.glob("partial/*/*.npz"))) < seen + 2 and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for_pieces(process, out, pieces(out) + 2)
         time.sleep(chance.random() * 0.05)
         process.send_signal(signal.SIGKILL)
-        process.wait()
-        seen = len(list(out.glob("partial/*/*.npz")))
-        assert 0 < seen < 3 * 12
-        assert (
-            not json.loads((out / "results.json").read_text())["complete"] if (out / "results.json").exists() else True
-        )
-    process = start([], out, "--resume")
-    _, told = process.communicate()
-    assert process.returncode == 0, told.decode()
-    assert b"found again" in told
+        finish(process, -signal.SIGKILL)
+        assert pieces(out) >= 2 * (life + 1)
+        assert not RunFolder(out).complete
+    assert "found again" in finish(start([], out, "--resume"))
     assert outcome(out) == undisturbed
-    assert not list(out.rglob(".*.npz*")), "temporary files are cleaned up with the pieces"
+    assert not list(out.rglob(".*")), "no temporary file is left behind"
 
 
 def test_batch_size_changes_nothing_but_rounding(tmp_path):
@@ -107,13 +112,10 @@ def test_batch_size_changes_nothing_but_rounding(tmp_path):
 def test_interrupted_by_control_c_says_how_to_go_on(tmp_path, undisturbed):
     out = tmp_path / "stopped"
     process = start([], out)
-    while not list(out.glob("partial/*/*.npz")) and process.poll() is None:
-        time.sleep(0.01)
+    wait_for_pieces(process, out, 1)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate()
-    assert process.returncode == 130
-    assert b"Traceback" not in told
-    assert f"--out={out} --resume" in told.decode()
-    process = start([], out, "--resume")
-    assert process.wait() == 0
+    told = finish(process, 130)
+    assert "Traceback" not in told
+    assert f"--out={out} --resume" in told
+    finish(start([], out, "--resume"))
     assert outcome(out) == undisturbed

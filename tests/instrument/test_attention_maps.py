@@ -122,11 +122,13 @@ def test_vit_maps_equal_a_computation_by_hand() -> None:
 
 @every_vit
 @fused_or_not
-def test_maps_are_distributions_and_gaps_belong_to_them(name: str, fused: bool) -> None:
+@pytest.mark.parametrize("factor", [1.0, 0.4])
+def test_maps_are_distributions_and_gaps_belong_to_them(name: str, fused: bool, factor: float) -> None:
     model, x = precise_vit(name, fused)
-    with torch.no_grad(), attention_maps(model) as maps, score_statistics(model) as gaps:
-        out = model(x)
-    torch.testing.assert_close(out, model(x), rtol=0, atol=1e-11)
+    with torch.no_grad(), scaled_attention(model, factor):
+        with attention_maps(model) as maps, score_statistics(model) as gaps:
+            out = model(x)
+        torch.testing.assert_close(out, model(x), rtol=0, atol=1e-11)
     for seen, gap, heads in zip(maps, gaps, VITS[name].heads, strict=True):
         assert seen.shape[1] == heads
         torch.testing.assert_close(seen.sum(-1), torch.ones_like(gap), rtol=0, atol=1e-12)

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from run_folders import write_run
+from vitadel.evaluation.intervals import wilson
 from vitadel.reporting.figures import (
     COLOURS,
     accuracy_figure,
@@ -101,6 +102,8 @@ def test_class_bars_show_clean_and_worst_case(tmp_path: Path) -> None:
     picture = draw_classes(made(tmp_path / "a", correct=correct, attacks={"fgsm": holds}))
     assert picture is not None
     assert widths(picture.figure) == [1, 1, 1, 0, 1, 0, 0, 0]  # disc, square, triangle, star: clean, worst case
+    ends = [(min(line.get_xdata()), max(line.get_xdata())) for line in picture.figure.axes[0].lines]
+    assert ends == [wilson(10, 10), wilson(0, 10), wilson(0, 10), wilson(0, 10)]
     assert "disc: 100.0 %, worst case 100.0 % of 10; square: 100.0 %, worst case 0.0 % of 10" in picture.alt
     assert "star: 0.0 %" in picture.alt
 

@@ -186,6 +186,12 @@ def test_runs_that_differ_are_marked(tmp_path: Path) -> None:
     assert "one by one" not in outline.text
 
 
+def test_another_selection_of_the_same_data_is_marked(tmp_path: Path) -> None:
+    text = Outline(page_of(tmp_path, made(tmp_path / "a"), made(tmp_path / "b", model="deit", first_index=4))).text
+    assert "These runs differ in selection of images;" in text
+    assert text.count("shapes ≠") == 1
+
+
 def test_different_attacks_weaken_a_paired_comparison(tmp_path: Path) -> None:
     text = Outline(page_of(tmp_path, made(tmp_path / "a"), made(tmp_path / "b", attacks={"pgd-20": HALF}))).text
     assert "The two faced different attacks" in text

@@ -118,7 +118,7 @@ class Shapes:
 
     split: str = "test"
     size: int = 32
-    texture: float = 5 / 255
+    texture: float = 2 / 255
     agreement: float = 0.98
     seed: int = 0
 
@@ -167,9 +167,9 @@ class Shapes:
         return (distance * scale * (self.size / 2) + 0.5).clamp(0, 1)
 
     def _coverage(self, draws: Draws, label: Tensor, across: Tensor, down: Tensor) -> Tensor:
-        radius = _between(draws, "radius", 0.42, 0.68)[:, None, None]
-        stretch = _between(draws, "stretch", 0.88, 1.14)[:, None, None]
-        turn = (_between(draws, "turn", -0.40, 0.40)).double()
+        radius = _between(draws, "radius", 0.50, 0.72)[:, None, None]
+        stretch = _between(draws, "stretch", 0.92, 1.09)[:, None, None]
+        turn = (_between(draws, "turn", -0.30, 0.30)).double()
         cos, sin = (f(turn).float()[:, None, None] for f in (torch.cos, torch.sin))
         room = (0.92 - radius[:, :, 0]).clamp(min=0.05)
         x0 = (room * _between(draws, "x", -1, 1)[:, None])[:, :, None]

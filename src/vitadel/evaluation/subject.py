@@ -55,10 +55,8 @@ class Subject:
         """The sorted indices of the samples to work on."""
         labels = self.source.labels()
         usable = torch.ones(len(labels), dtype=torch.bool)
-        classes = self.model.record.num_classes
-        for bad in check_labels(
-            self.source, len(self.source.classes) if classes is None else classes, skip_bad=skip_bad
-        ):
+        classes = self.model.record.num_classes or len(self.source.classes)
+        for bad in check_labels(self.source, classes, skip_bad=skip_bad):
             usable[bad.index] = False
         rows = usable.nonzero()[:, 0]
         return balanced_subset(labels[rows], limit, seed, rows)

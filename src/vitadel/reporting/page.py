@@ -149,7 +149,7 @@ def verdict(run: Run) -> str:
 
 def _run_view(run: Run, label: str) -> dict[str, Any]:
     model = run.results.get("model", {})
-    parameters = f"{model['parameters'] / 1e6:,.2f} million parameters" if "parameters" in model else ""
+    parameters = f"{model['parameters']:,} parameters" if "parameters" in model else ""
     family = f"family {model['family']}" if model.get("family") else ""
     return {
         "label": label,

@@ -1,0 +1,121 @@
+"""The command line as a person meets it: answers, exit codes, one clear message per mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def vitadel(*words: str, cwd: Path | None = None, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "vitadel", *words], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_help_answers_within_a_second():
+    spent = []
+    for _ in range(3):
+        begun = time.process_time_ns(), os.times()
+        assert "audit" in vitadel("--help").stdout
+        ended = os.times()
+        spent.append(ended.children_user + ended.children_system - begun[1].children_user - begun[1].children_system)
+    assert min(spent) < 1.0
+
+
+def test_a_bare_audit_runs_and_ends_with_its_folder(tmp_path):
+    done = vitadel("audit", "--limit", "20", "--attacks", "fgsm", cwd=tmp_path)
+    folder = tmp_path / done.stdout.strip().splitlines()[-1]
+    assert folder.parent == tmp_path / "runs"
+    names = {path.name for path in folder.iterdir()}
+    assert {"command.json", "environment.json", "results.json", "samples.parquet", "report.html"} <= names
+    results = json.loads((folder / "results.json").read_text())
+    assert results["complete"]
+    assert results["model"]["spec"] == "zoo:shapes-robust"
+    assert "95 % interval" in done.stdout
+    report = vitadel("report", str(folder), "--out", str(tmp_path / "page.html"), cwd=tmp_path)
+    assert report.stdout.strip() == str(tmp_path / "page.html")
+    assert "fgsm" in (tmp_path / "page.html").read_text()
+
+
+def test_from_a_timm_name_and_a_folder_of_images_to_a_robust_accuracy(tmp_path):
+    for number in range(6):
+        place = tmp_path / "photos" / "test" / f"class{number % 3}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), (40 * number, 90, 200)).save(place / f"{number}.png")
+    done = vitadel(
+        "audit", "vit_tiny_patch16_224", "--weights=random", "--num-classes=3", f"--data=folder:{tmp_path}/photos@test",
+        "--attacks=pgd-2", "--eps=1/255", "--small-images", "--json", f"--out={tmp_path / 'run'}",
+    )  # fmt: skip
+    results = json.loads(done.stdout)
+    assert results["data"]["n"] == 6
+    assert results["model"]["family"] == "vit"
+    assert results["threat"]["eps_text"] == "1/255"
+
+
+def test_a_finished_run_is_told_again_without_work(tmp_path):
+    words = ["audit", "--limit=10", "--attacks=fgsm", f"--out={tmp_path / 'run'}", "--json"]
+    first = vitadel(*words)
+    assert vitadel(*words, "--resume").stdout == first.stdout
+    assert "already holds a finished run" in vitadel(*words, code=2).stderr
+
+
+def test_plan_bounds_what_an_audit_takes():
+    cost = json.loads(vitadel("plan", "--limit=40", "--attacks=fgsm,pgd-7(restarts=2)", "--json").stdout)
+    assert [(row["gradients"], row["forwards"]) for row in cost["rows"]] == [(0, 1), (1, 1), (14, 2)]
+    assert cost["samples"] == 40
+    assert cost["gradient_ms"] > cost["forward_ms"] > 0
+    expected = 40 * sum(r["gradients"] * cost["gradient_ms"] + r["forwards"] * cost["forward_ms"] for r in cost["rows"])
+    assert cost["seconds_at_most"] == pytest.approx(expected / 1e3)
+
+
+def test_lists():
+    assert "pgd-K" in vitadel("list", "attacks").stdout
+    assert "parquet:" in vitadel("list", "data").stdout
+    models = vitadel("list", "models").stdout
+    assert "zoo:shapes-robust" in models
+    assert "zoo:shapes-standard" in models
+    assert "deit_tiny_patch16_224" in vitadel("list", "models", "deit_tiny").stdout
+
+
+def test_selftest_passes():
+    assert vitadel("selftest").stdout.strip().endswith("all checks passed")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["audit", "deit_tny_patch16_224"], ["unknown model", "deit_tiny_patch16_224"]),
+        (["audit", "zoo:shapes-robst"], ["unknown zoo model", "zoo:shapes-robust"]),
+        (["audit", "deit_tiny_patch16_224"], ["--weights"]),
+        (["audit", "--attacks", "pdg-20"], ["unknown attack 'pdg-20'", "did you mean pgd"]),
+        (["audit", "--eps", "8"], ["larger than the whole pixel range", "8/255"]),
+        (["audit", "--eps", "lots"], ["'lots' is not a number"]),
+        (["audit", "--data", "shaps"], ["unknown data", "shapes"]),
+        (["audit", "--data", "folder:/nowhere/at/all"], ["/nowhere/at/all", "does not exist"]),
+        (["audit", "--weights", "missing.safetensors", "deit_tiny_patch16_224"], ["missing.safetensors"]),
+        (["audit", "--device", "tpu9"], ["tpu9"]),
+        (["audit", "--limit", "0"], ["limit must be at least 1"]),
+        (["audit", "--mean", "0.5,0.5", "--std", "0.5"], ["--mean takes one number or three"]),
+        (["audit", "--nonsense"], ["--nonsense"]),
+        (["list", "cats"], ["cats"]),
+        (["report", "/nowhere/at/all"], ["/nowhere/at/all"]),
+    ],
+    ids=lambda value: " ".join(value)[:40],
+)  # fmt: skip
+def test_mistakes_get_one_message_and_exit_code_two(words, said, tmp_path):
+    done = vitadel(*words, cwd=tmp_path, code=2)
+    for part in said:
+        assert part in done.stderr
+    assert list(tmp_path.iterdir()) == []
