@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["cross_entropy", "margin"]
+__all__ = ["cross_entropy", "dlr", "margin", "rescaled_cross_entropy", "targeted_dlr"]
+
+_TINY = 1e-12
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
@@ -18,3 +20,38 @@ def margin(logits: Tensor, y: Tensor) -> Tensor:
     """Best wrong logit minus the label's: positive exactly when misclassified (Carlini & Wagner 2017)."""
     true = logits.gather(1, y[:, None]).squeeze(1)
     return logits.scatter(1, y[:, None], -torch.inf).amax(1) - true
+
+
+def dlr(logits: Tensor, y: Tensor) -> Tensor:
+    """Difference of logits ratio (Croce & Hein 2020, arXiv:2003.01690): blind to shift and scale of the logits.
+
+    The denominator needs a third class; with two classes what is left is the margin.
+    """
+    if logits.shape[1] < 3:
+        return margin(logits, y)
+    ranked = logits.sort(dim=1, descending=True).values
+    return margin(logits, y) / (ranked[:, 0] - ranked[:, 2] + _TINY)
+
+
+def targeted_dlr(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
+    """How far the target's logit is above the label's, as a ratio (Croce & Hein 2020).
+
+    The denominator needs a fourth class; with three it is that of `dlr`, with two the difference itself.
+    """
+    gain = (logits.gather(1, target[:, None]) - logits.gather(1, y[:, None])).squeeze(1)
+    classes = logits.shape[1]
+    if classes < 3:
+        return gain
+    ranked = logits.sort(dim=1, descending=True).values
+    low = ranked[:, 2] if classes == 3 else (ranked[:, 2] + ranked[:, 3]) / 2
+    return gain / (ranked[:, 0] - low + _TINY)
+
+
+def rescaled_cross_entropy(logits: Tensor, y: Tensor, gap: float = 10.0) -> Tensor:
+    """Cross-entropy after scaling each sample's logits so that its two best differ by `gap` (MIFPE, Yu & Xu 2023).
+
+    A cross-entropy of large logits rounds to zero, and so does its gradient; the scale itself is not differentiated.
+    """
+    best = logits.detach().topk(2, dim=1).values
+    scale = gap / (best[:, 0] - best[:, 1]).clamp(min=1e-6)
+    return F.cross_entropy(logits * scale[:, None], y, reduction="none")

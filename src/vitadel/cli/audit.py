@@ -51,6 +51,8 @@ def audit(
     processes = join_processes(device)
     chosen = options.model_options(weights, num_classes, mean, std, input_size, small_images)
     subject = open_subject(model, data, data_root=data_root, model_options=chosen, skip_bad=skip_bad)
+    if processes.is_main:
+        terminal.tell_notes(subject.model.record.notes)
     outcome = run_audit(
         subject, order, processes, out=out, in_folder=True, resume=resume, shown=True, argv=sys.argv[1:]
     )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["show_names", "show_plan", "show_results"]
+__all__ = ["show_names", "show_plan", "show_results", "tell_notes"]
 
-_BAR = 24
+_BAR = 14
 
 
 def _percent(value: float) -> str:
@@ -62,6 +62,14 @@ def show_results(results: dict[str, Any]) -> None:
     for finding in results["findings"]:
         text = f"{finding['check']}: {finding['evidence']}; {finding['advice']}"
         console.print(f"[yellow]{escape(finding['verdict'])}[/] {escape(text)}")
+
+
+def tell_notes(notes: Mapping[str, str]) -> None:
+    """What loading the model found worth saying; on standard error, where it does not mix with results."""
+    console = Console(stderr=True)
+    for what, note in notes.items():
+        if what != "about":
+            console.print(f"[yellow]{escape(what)}:[/] {escape(note)}")
 
 
 def show_plan(cost: dict[str, Any]) -> None:
