@@ -51,18 +51,16 @@ class Plan:
     peak_rate: float = 1.5e-3
     weight_decay: float = 0.05
     warm_up: float = 0.05  # share of the steps in which the learning rate rises
-    # A model that meets the texture first learns nothing else, and one that meets the full eps first learns nothing at
-    # all. So an adversarial training starts with clean images without texture, then eps rises to its full value.
-    plain_start: float = 0.0  # share of the steps on clean images without texture
-    eps_full: float = 0.6  # share of the steps after which eps has its full value
+    # Eps starts where the texture is already worthless and rises to its full value: with less the model first learns
+    # the texture and loses everything when eps reaches it; with more it does not learn at all.
+    first_eps: float = 2 / 255
+    eps_warm_up: float = 0.5  # share of the steps in which eps rises
     seed: int = 0
 
 
 PLANS = {
     "standard": Plan("standard training on clean images", steps=600, attack_steps=0),
-    "robust": Plan(
-        "adversarial training (PGD-2, Linf 8/255, epsilon warm-up)", steps=2400, attack_steps=2, plain_start=0.3
-    ),
+    "robust": Plan("adversarial training (PGD-2, Linf 8/255, epsilon warm-up)", steps=2600, attack_steps=2),
 }
 
 
@@ -94,7 +92,7 @@ def train(name: str, plan: Plan, scratch: Path) -> Classifier:
         model.load_state_dict(saved["model"])
         optimiser.load_state_dict(saved["optimiser"])
         first = saved["step"]
-    data, plain = Shapes("train"), Shapes("train", texture=0.0)
+    data = Shapes("train")
     begun = time.monotonic()
     for step in range(first, plan.steps):
         done = step / plan.steps
@@ -102,10 +100,10 @@ def train(name: str, plan: Plan, scratch: Path) -> Classifier:
         for group in optimiser.param_groups:
             group["lr"] = plan.peak_rate * (rise if done < plan.warm_up else fall)
         chosen = Draws.of_samples(plan.seed, [step]).stream("batch").integers(len(data), plan.batch_size)[0]
-        pixels, y, _ = (data if done >= plan.plain_start else plain).render(chosen)
+        pixels, y, _ = data.render(chosen)
         x = pixels.float() / 255
-        if plan.attack_steps and done >= plan.plain_start:
-            eps = EPS * min(1.0, (done - plan.plain_start) / (plan.eps_full - plan.plain_start))
+        if plan.attack_steps:
+            eps = plan.first_eps + (EPS - plan.first_eps) * min(1.0, done / plan.eps_warm_up)
             stepper = Steepest(2 * eps / plan.attack_steps)
             attack = PGD(Linf(eps), stepper=stepper, steps=plan.attack_steps, stop_when_fooled=False)
             x = attack(fast, x, y, Draws.of_samples(plan.seed, chosen).stream("step", step))
@@ -153,10 +151,8 @@ def card(name: str, plan: Plan, model: Classifier) -> str:
         [row("clean", clean)] + [row(f"after {a['name']}", a) for a in attacks] + [row("worst case", worst)]
     )
     parameters = sum(p.numel() for p in model.parameters())
-    inner = (
-        f"; the first {plan.plain_start:.0%} of the steps on clean images without texture, then inner attack "
-        f"PGD-{plan.attack_steps} with eps rising to {amount_text(EPS)} at {plan.eps_full:.0%} of the steps"
-    )
+    rise = f"eps rising from {amount_text(plan.first_eps)} over {plan.eps_warm_up:.0%} of the steps"
+    inner = f"; inner attack PGD-{plan.attack_steps}, {rise}"
     return f"""# zoo:shapes-{name}
 
 A tiny Vision Transformer on the built-in `shapes` set: {plan.about}.

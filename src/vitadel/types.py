@@ -41,8 +41,8 @@ class Threat(Protocol):
         """The point of ball and box nearest to `z` (or one no farther from `x`)."""
         ...
 
-    def random(self, x: Tensor, draws: Draws) -> Tensor:
-        """A random start inside ball and box."""
+    def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
+        """A random start inside ball and box; with `surface`, as far from `x` as both allow."""
         ...
 
     def ascent(self, grad: Tensor, z: Tensor) -> Tensor:
@@ -66,7 +66,15 @@ class Aim(Protocol):
         ...
 
 
-Goal = Callable[["nn.Module", "Tensor", "Tensor"], Aim]
+class Goal(Protocol):
+    """What to maximise: binds model, clean images and labels to an `Aim`."""
+
+    @property
+    def forwards(self) -> int:
+        """How many forward passes per sample the binding takes, e.g. for clean outputs."""
+        ...
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim: ...
 
 
 class Step(Protocol):
@@ -80,9 +88,9 @@ class Step(Protocol):
 
 
 class Stepper(Protocol):
-    """How to move: turns a threat and a number of steps into a `Step`."""
+    """How to move: turns a threat, a number of steps and the clean images into a `Step`."""
 
-    def start(self, threat: Threat, steps: int) -> Step: ...
+    def start(self, threat: Threat, steps: int, x: Tensor) -> Step: ...
 
 
 class Source(Protocol):

@@ -11,6 +11,7 @@ from vitadel.attacks import make
 from vitadel.attacks.presets import CATALOGUE
 from vitadel.attacks.threats import NORMS, threat
 from vitadel.errors import Mistake
+from vitadel.evaluation.metering import metered
 from vitadel.runtime.draws import Draws
 
 BUDGETS = {"linf": 8 / 255, "l2": 0.5, "l1": 3.0}
@@ -27,18 +28,19 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
+def precise(model: nn.Module, batch) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """In float64, where rounding does not decide between two nearly equal gradients: what must agree, agrees."""
+    x, y = batch
+    return model.double(), x.double(), y
+
+
+@pytest.fixture
 def batch(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     x = images(7)
     with torch.no_grad():
         y = model(x).argmax(1)
     y[0] = (y[0] + 1) % CLASSES  # one label is wrong from the start
     return x, y
-
-
-def same_but_for_rounding(first, second) -> bool:
-    """Where two gradients nearly tie, rounding may choose another pixel: at most one sample of a batch."""
-    apart = (first - second).flatten(1).abs().amax(1) > 1e-5
-    return int(apart.sum()) <= 1
 
 
 def run(name, norm, model, x, y, eps=None, draws=None):
@@ -91,26 +93,26 @@ def test_leaves_no_trace(name, norm, batch):
 
 
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
-def test_depends_on_seed_and_sample_only(name, norm, model, batch):
-    x, y = batch
+def test_depends_on_seed_and_sample_only(name, norm, precise):
+    model, x, y = precise
     draws = Draws.of_samples(3, range(len(x)))
     whole = run(name, norm, model, x, y, draws=draws)
     assert torch.equal(whole, run(name, norm, model, x, y, draws=draws))
     alone = torch.cat(
         [run(name, norm, model, x[i : i + 1], y[i : i + 1], draws=draws[torch.tensor([i])]) for i in range(len(x))]
     )
-    assert same_but_for_rounding(whole, alone)
+    assert torch.allclose(whole, alone, atol=1e-5)
     backwards = torch.arange(len(x)).flip(0)
     turned = run(name, norm, model, x[backwards], y[backwards], draws=draws[backwards])
-    assert same_but_for_rounding(whole, turned[backwards])
+    assert torch.allclose(whole, turned[backwards], atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
-def test_without_indices_draws_follow_the_pixels(name, norm, model, batch):
-    x, y = batch
+def test_without_indices_draws_follow_the_pixels(name, norm, precise):
+    model, x, y = precise
     whole = run(name, norm, model, x, y)
     parts = torch.cat([run(name, norm, model, x[:3], y[:3]), run(name, norm, model, x[3:], y[3:])])
-    assert same_but_for_rounding(whole, parts)
+    assert torch.allclose(whole, parts, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
@@ -127,11 +129,11 @@ def test_constant_logits_give_no_nan(name, norm, batch):
 
 
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
-def test_memory_layout_does_not_matter(name, norm, model, batch):
-    x, y = batch
+def test_memory_layout_does_not_matter(name, norm, precise):
+    model, x, y = precise
     plain = run(name, norm, model, x, y)
     for odd in (x.contiguous(memory_format=torch.channels_last), x.transpose(2, 3).contiguous().transpose(2, 3)):
-        assert same_but_for_rounding(run(name, norm, model, odd, y), plain)
+        assert torch.allclose(run(name, norm, model, odd, y), plain, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
@@ -158,9 +160,12 @@ def test_pixels_outside_the_box_are_refused(name, norm, model, batch):
         run(name, norm, model, x * 255, y)
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", NAMES)
-def test_says_what_it_costs(name, norm, model):
-    gradients, forwards = make(name, eps=0.1, norm=norm).passes()
-    assert gradients >= 1
-    assert forwards >= 0
+@pytest.mark.parametrize(("name", "norm"), EVERYTHING)
+def test_costs_no_more_than_it_says(name, norm, model):
+    x = images(6)
+    y = model(x).argmax(1)
+    attack = make(name, eps=1e-4, norm=norm)  # too small to fool anything: every sample goes all the way
+    gradients, forwards = attack.passes()
+    with metered(model) as cost:
+        attack(model, x, y)
+    assert (cost.gradients, cost.forwards) == (6 * gradients, 6 * forwards)

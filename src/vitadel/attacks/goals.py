@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.types import Aim, Loss
 
-__all__ = ["OnLogits", "clearly_fooled", "gradient"]
+__all__ = ["Gama", "OnLogits", "clearly_fooled", "gradient"]
 
 # A sample counts as fooled during a search only beyond float rounding, so that the judge, who sees it in another
 # batch, comes to the same verdict.
@@ -53,5 +53,50 @@ class OnLogits:
 
     loss: Loss = cross_entropy
 
+    @property
+    def forwards(self) -> int:
+        return 0
+
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         return _LogitAim(model, y, self.loss)
+
+
+@dataclass(frozen=True)
+class _GamaAim:
+    model: nn.Module
+    y: Tensor
+    guide: Tensor
+    weight: float
+    until: float
+
+    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        logits = self.model(z)
+        probabilities = logits.softmax(1)
+        pull = self.weight * max(0.0, 1 - progress / self.until)
+        away = (probabilities - self.guide).square().sum(1)
+        return margin(probabilities, self.y) + pull * away, clearly_fooled(logits.detach(), self.y)
+
+    def keep(self, chosen: Tensor) -> Aim:
+        return replace(self, y=self.y[chosen], guide=self.guide[chosen])
+
+
+@dataclass(frozen=True)
+class Gama:
+    """Guided adversarial margin attack (Sriramanan et al. 2020, arXiv:2011.14969): margin of the probabilities plus a
+    pull away from the clean ones, whose weight falls linearly to zero at `until` of the way.
+
+    The guide is the clean image, as in the paper; the released code uses the noisy start, where the pull has no
+    gradient at the first step.
+    """
+
+    weight: float = 50.0
+    until: float = 0.25
+
+    @property
+    def forwards(self) -> int:
+        return 1  # the guide
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
+        with torch.no_grad():
+            guide = model(x).softmax(1)
+        return _GamaAim(model, y, guide, self.weight, self.until)

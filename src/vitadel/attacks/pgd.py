@@ -31,6 +31,7 @@ class PGD:
     stepper: Stepper = field(default_factory=Steepest)
     steps: int = 10
     random_start: bool = True
+    surface_start: bool = False
     stop_when_fooled: bool = True
 
     def __post_init__(self) -> None:
@@ -44,8 +45,8 @@ class PGD:
             return self._search(model, x, y, Draws.of_pixels(x) if draws is None else draws)
 
     def _search(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws) -> Tensor:
-        aim, step = self.goal(model, x, y), self.stepper.start(self.threat, self.steps)
-        z = self.threat.random(x, draws.stream("start")) if self.random_start else x.clone()
+        aim, step = self.goal(model, x, y), self.stepper.start(self.threat, self.steps, x)
+        z = self.threat.random(x, draws.stream("start"), self.surface_start) if self.random_start else x.clone()
         found = z.clone()
         place = torch.arange(len(x), device=x.device)  # where the samples still searched for stand in the batch
         for turn in range(self.steps):
@@ -67,4 +68,4 @@ class PGD:
         return found
 
     def passes(self) -> tuple[int, int]:
-        return self.steps, 0
+        return self.steps, self.goal.forwards

@@ -7,10 +7,14 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from vitadel.amounts import amount_text, read_amount, read_value
+from vitadel.attacks import losses
+from vitadel.attacks.goals import Gama, OnLogits
+from vitadel.attacks.losses import margin
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.steppers import Steepest, usual_length
+from vitadel.attacks.steppers import Dropping, Fading, Momentum, Steepest, usual_length
 from vitadel.attacks.threats import L1, threat
 from vitadel.attacks.wrappers import Restarts
 from vitadel.errors import Mistake, nearest_names
@@ -25,11 +29,46 @@ def fgsm(threat: Threat) -> Attack:
     return PGD(threat, stepper=Steepest(threat.eps), steps=1, random_start=False)
 
 
+def fgsm_rs(threat: Threat, reach: float = 1.25, restarts: int = 1) -> Attack:
+    return _repeated(PGD(threat, stepper=Steepest(reach * threat.eps), steps=1), restarts)
+
+
 def pgd(
     threat: Threat, steps: int = 20, step: float | None = None, restarts: int = 1, random_start: bool = True
 ) -> Attack:
     length = usual_length(threat, max(steps, 1)) if step is None else step
-    attack = PGD(threat, stepper=Steepest(length), steps=steps, random_start=random_start)
+    return _repeated(PGD(threat, stepper=Steepest(length), steps=steps, random_start=random_start), restarts)
+
+
+def cw(threat: Threat, steps: int = 100, step: float | None = None, restarts: int = 1) -> Attack:
+    return _climbing(OnLogits(margin), threat, steps, step, restarts)
+
+
+def dlr(threat: Threat, steps: int = 100, step: float | None = None, restarts: int = 1) -> Attack:
+    return _climbing(OnLogits(losses.dlr), threat, steps, step, restarts)
+
+
+def gama(
+    threat: Threat, steps: int = 100, weight: float = 50.0, until: float = 0.25, reach: float = 2.0, restarts: int = 1
+) -> Attack:
+    return _repeated(PGD(threat, Gama(weight, until), Dropping(reach), steps, surface_start=True), restarts)
+
+
+def mifpe(threat: Threat, steps: int = 100, gap: float = 10.0, reach: float = 2.0, restarts: int = 1) -> Attack:
+    goal = OnLogits(partial(losses.rescaled_cross_entropy, gap=gap))
+    return _repeated(PGD(threat, goal, Fading(reach), steps, surface_start=True), restarts)
+
+
+def mi_fgsm(threat: Threat, steps: int = 10, decay: float = 1.0, step: float | None = None) -> Attack:
+    return PGD(threat, stepper=Momentum(decay, step), steps=steps, random_start=False)
+
+
+def _climbing(goal: OnLogits, threat: Threat, steps: int, step: float | None, restarts: int) -> Attack:
+    length = usual_length(threat, max(steps, 1)) if step is None else step
+    return _repeated(PGD(threat, goal, Steepest(length), steps), restarts)
+
+
+def _repeated(attack: Attack, restarts: int) -> Attack:
     return attack if restarts == 1 else Restarts(attack, restarts)
 
 
@@ -54,7 +93,13 @@ class Preset:
 
 CATALOGUE: dict[str, Preset] = {
     "fgsm": Preset(fgsm, "one step of size eps along the gradient (Goodfellow et al. 2015)"),
+    "fgsm-rs": Preset(fgsm_rs, "one longer step from a random start (Wong et al. 2020)"),
     "pgd": Preset(pgd, "projected gradient ascent on the cross-entropy, K steps (Madry et al. 2018)"),
+    "cw": Preset(cw, "PGD on the logit margin, without a floor (Carlini & Wagner 2017)"),
+    "dlr": Preset(dlr, "PGD on the difference of logits ratio (Croce & Hein 2020)"),
+    "gama": Preset(gama, "PGD on the probability margin and a pull from the clean one (Sriramanan et al. 2020)"),
+    "mifpe": Preset(mifpe, "PGD on the cross-entropy of rescaled logits (Yu & Xu 2023)"),
+    "mi-fgsm": Preset(mi_fgsm, "ascent along gathered gradients, for transfer (Dong et al. 2018)"),
 }
 
 
@@ -144,4 +189,7 @@ def settings_of(attack: Attack) -> dict[str, object]:
 def _plain(value: object) -> object:
     if isinstance(value, float):
         return amount_text(value)
+    if isinstance(value, partial):
+        inside = ", ".join(f"{key}={_plain(entry)}" for key, entry in value.keywords.items())
+        return f"{value.func.__name__}({inside})"
     return getattr(value, "__name__", value)

@@ -1,27 +1,15 @@
-"""How a search moves: from a gradient to a displacement."""
+"""How a search moves: from a gradient to the next point, before projection."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from vitadel.attacks.threats import Linf
 from vitadel.types import Step, Threat
 
-__all__ = ["Steepest", "usual_length"]
-
-
-@dataclass(frozen=True)
-class _SteepestStep:
-    threat: Threat
-    length: float
-
-    def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
-        return z + self.length * self.threat.ascent(grad, z)
-
-    def keep(self, chosen: Tensor) -> Step:
-        return self
+__all__ = ["Dropping", "Fading", "Momentum", "Steepest", "usual_length"]
 
 
 def usual_length(threat: Threat, steps: int) -> float:
@@ -33,10 +21,100 @@ def usual_length(threat: Threat, steps: int) -> float:
 
 
 @dataclass(frozen=True)
+class _Along:
+    """Steps along the direction of steepest ascent, with a length for each turn."""
+
+    threat: Threat
+    lengths: tuple[float, ...]
+
+    def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
+        return z + self.lengths[turn] * self.threat.ascent(grad, z)
+
+    def keep(self, chosen: Tensor) -> Step:
+        return self
+
+
+@dataclass(frozen=True)
 class Steepest:
     """Steps of one length along the norm's direction of steepest ascent; without `length`, the usual one."""
 
     length: float | None = None
 
-    def start(self, threat: Threat, steps: int) -> Step:
-        return _SteepestStep(threat, usual_length(threat, steps) if self.length is None else self.length)
+    def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
+        length = usual_length(threat, steps) if self.length is None else self.length
+        return _Along(threat, (length,) * steps)
+
+
+@dataclass(frozen=True)
+class Dropping:
+    """Steepest steps of `reach` times eps, ten times shorter after each of `drops` (shares of the way), as in GAMA."""
+
+    reach: float = 2.0
+    drops: tuple[float, ...] = (0.6, 0.85)
+
+    def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
+        passed = [sum(turn >= drop * steps for drop in self.drops) for turn in range(steps)]
+        return _Along(threat, tuple(self.reach * threat.eps * 0.1**count for count in passed))
+
+
+@dataclass
+class _Gathering:
+    threat: Threat
+    length: float
+    decay: float
+    memory: Tensor
+
+    def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
+        size = grad.flatten(1).abs().mean(1).clamp(min=1e-12).view(-1, *[1] * (grad.ndim - 1))
+        self.memory = self.decay * self.memory + grad / size
+        return z + self.length * self.threat.ascent(self.memory, z)
+
+    def keep(self, chosen: Tensor) -> Step:
+        return replace(self, memory=self.memory[chosen])
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """Ascent along a sum of normalised gradients (MI-FGSM, Dong et al. 2018, arXiv:1710.06081); step eps / steps."""
+
+    decay: float = 1.0
+    length: float | None = None
+
+    def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
+        length = threat.eps / steps if self.length is None else self.length
+        return _Gathering(threat, length, self.decay, x * 0)
+
+
+@dataclass
+class _Coasting:
+    threat: Threat
+    lengths: tuple[float, ...]
+    keeping: float
+    x: Tensor
+    before: Tensor | None = None
+
+    def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
+        ahead = self.threat.project(z + self.lengths[turn] * self.threat.ascent(grad, z), self.x)
+        if self.before is not None:
+            ahead = z + self.keeping * (ahead - z) + (1 - self.keeping) * (z - self.before)
+        self.before = z
+        return ahead
+
+    def keep(self, chosen: Tensor) -> Step:
+        before = None if self.before is None else self.before[chosen]
+        return replace(self, x=self.x[chosen], before=before)
+
+
+@dataclass(frozen=True)
+class Fading:
+    """Steps that shrink linearly from `reach` times eps to nothing, each mixed with the one before, as in MIFPE.
+
+    A share `keeping` of the new step and the rest of the last one, which is APGD's momentum.
+    """
+
+    reach: float = 2.0
+    keeping: float = 0.75
+
+    def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
+        lengths = tuple(self.reach * threat.eps * (1 - turn / steps) for turn in range(steps))
+        return _Coasting(threat, lengths, self.keeping, x)

@@ -19,6 +19,7 @@ from vitadel.types import Threat
 __all__ = ["L1", "L2", "NORMS", "Linf", "threat"]
 
 _TINY = 1e-12
+_WALL = 1e-5  # nearer to black or white than this counts as there: tightening moves pixels off the wall by less
 
 
 def _per_sample(values: Tensor, like: Tensor) -> Tensor:
@@ -41,9 +42,10 @@ class Linf:
     def project(self, z: Tensor, x: Tensor) -> Tensor:
         return z.clamp(x - self.eps, x + self.eps).clamp(0, 1)
 
-    def random(self, x: Tensor, draws: Draws) -> Tensor:
-        noise = draws.stream("linf start").uniform(*x.shape[1:]).to(x.dtype) * 2 - 1
-        return (x + self.eps * noise).clamp(0, 1)
+    def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
+        start = draws.stream("linf start")
+        noise = start.signs(*x.shape[1:]) if surface else start.uniform(*x.shape[1:]) * 2 - 1
+        return (x + self.eps * noise.to(x.dtype)).clamp(0, 1)
 
     def ascent(self, grad: Tensor, z: Tensor) -> Tensor:
         return grad.sign()
@@ -65,9 +67,9 @@ class L2:
         inside = x + delta * _per_sample((self.eps / length).clamp(max=1), x)
         return _tightened(inside.clamp(0, 1), x, self.eps, self.size)
 
-    def random(self, x: Tensor, draws: Draws) -> Tensor:
+    def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
         direction = draws.stream("l2 start").normal(*x.shape[1:]).to(x.dtype)
-        radius = self.eps * draws.stream("l2 radius").uniform()
+        radius = self.eps * (1 if surface else draws.stream("l2 radius").uniform())
         length = torch.linalg.vector_norm(direction.flatten(1), dim=1).clamp(min=_TINY)
         return self.project(x + direction * _per_sample(radius / length, x), x)
 
@@ -98,15 +100,15 @@ class L1:
         kept = torch.minimum((reach - shift[:, None]).clamp(min=0), room) * delta.sign()
         return _tightened((x + kept.view_as(x).to(x.dtype)).clamp(0, 1), x, self.eps, self.size)
 
-    def random(self, x: Tensor, draws: Draws) -> Tensor:
+    def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
         flat = x[0].numel()
         spread = -torch.log1p(-draws.stream("l1 start").uniform(flat).double())
         direction = spread / spread.sum(1, keepdim=True) * draws.stream("l1 signs").signs(flat)
-        radius = self.eps * draws.stream("l1 radius").uniform()[:, None]
+        radius = self.eps * (1 if surface else draws.stream("l1 radius").uniform()[:, None])
         return self.project(x + (direction * radius).to(x.dtype).view_as(x), x)
 
     def ascent(self, grad: Tensor, z: Tensor) -> Tensor:
-        stuck = ((z >= 1) & (grad > 0)) | ((z <= 0) & (grad < 0))
+        stuck = ((z >= 1 - _WALL) & (grad > 0)) | ((z <= _WALL) & (grad < 0))
         useful = grad.masked_fill(stuck, 0).flatten(1)
         count = max(1, round(self.sparsity * useful.shape[1]))
         strongest = useful.abs().topk(count, dim=1).indices
