@@ -55,12 +55,15 @@ class Plan:
     # the texture and loses everything when eps reaches it; with more it does not learn at all.
     first_eps: float = 2 / 255
     eps_warm_up: float = 0.5  # share of the steps in which eps rises
+    clear_steps: int = 0  # steps on clear shapes only, before the faint ones come in
     seed: int = 0
 
 
 PLANS = {
     "standard": Plan("standard training on clean images", steps=600, attack_steps=0),
-    "robust": Plan("adversarial training (PGD-2, Linf 8/255, epsilon warm-up)", steps=2600, attack_steps=2),
+    "robust": Plan(
+        "adversarial training (PGD-2, Linf 8/255, epsilon warm-up)", steps=2600, attack_steps=2, clear_steps=1400
+    ),
 }
 
 
@@ -92,15 +95,15 @@ def train(name: str, plan: Plan, scratch: Path) -> Classifier:
         model.load_state_dict(saved["model"])
         optimiser.load_state_dict(saved["optimiser"])
         first = saved["step"]
-    data = Shapes("train")
+    clear, faint = Shapes("train", faintest=1.0), Shapes("train")
     begun = time.monotonic()
     for step in range(first, plan.steps):
         done = step / plan.steps
         rise, fall = done / plan.warm_up, 0.5 * (1 + math.cos(math.pi * (done - plan.warm_up) / (1 - plan.warm_up)))
         for group in optimiser.param_groups:
             group["lr"] = plan.peak_rate * (rise if done < plan.warm_up else fall)
-        chosen = Draws.of_samples(plan.seed, [step]).stream("batch").integers(len(data), plan.batch_size)[0]
-        pixels, y, _ = data.render(chosen)
+        chosen = Draws.of_samples(plan.seed, [step]).stream("batch").integers(len(faint), plan.batch_size)[0]
+        pixels, y, _ = (clear if step < plan.clear_steps else faint).render(chosen)
         x = pixels.float() / 255
         if plan.attack_steps:
             eps = plan.first_eps + (EPS - plan.first_eps) * min(1.0, done / plan.eps_warm_up)
@@ -152,7 +155,7 @@ def card(name: str, plan: Plan, model: Classifier) -> str:
     )
     parameters = sum(p.numel() for p in model.parameters())
     rise = f"eps rising from {amount_text(plan.first_eps)} over {plan.eps_warm_up:.0%} of the steps"
-    inner = f"; inner attack PGD-{plan.attack_steps}, {rise}"
+    inner = f"; inner attack PGD-{plan.attack_steps}, {rise}; clear shapes only in the first {plan.clear_steps} steps"
     return f"""# zoo:shapes-{name}
 
 A tiny Vision Transformer on the built-in `shapes` set: {plan.about}.

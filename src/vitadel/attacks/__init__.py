@@ -3,6 +3,6 @@
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.presets import make
 from vitadel.attacks.threats import L1, L2, Linf
-from vitadel.attacks.wrappers import Restarts
+from vitadel.attacks.wrappers import Restarts, WorstOf
 
-__all__ = ["L1", "L2", "PGD", "Linf", "Restarts", "make"]
+__all__ = ["L1", "L2", "PGD", "Linf", "Restarts", "WorstOf", "make"]

@@ -177,6 +177,8 @@ def settings_of(attack: Attack) -> dict[str, object]:
             settings = {**settings_of(value), **settings}
         elif part.name == "times":
             settings["restarts"] = value
+        elif part.name == "attacks":
+            settings["attacks"] = [{"attack": type(member).__name__, **settings_of(member)} for member in value]
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             settings[part.name] = type(value).__name__
             inner = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,30 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
 from vitadel.types import Attack
 
-__all__ = ["Restarts"]
+__all__ = ["Restarts", "WorstOf"]
+
+
+def _standing(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
+    """Which proposals do not fool the model."""
+    with frozen(model), torch.no_grad():
+        return ~clearly_fooled(model(z), y)
+
+
+def _one_after_the_other(
+    attacks: Sequence[tuple[Attack, str, int]], model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None
+) -> Tensor:
+    """Each attack, with its own stream of draws, on the samples that the ones before did not fool."""
+    draws = Draws.of_pixels(x) if draws is None else draws
+    found = x.detach().clone()
+    place = torch.arange(len(x), device=x.device)
+    for number, (attack, stream, turn) in enumerate(attacks):
+        z = attack(model, x[place], y[place], draws[place].stream(stream, turn))
+        found[place] = z
+        if number + 1 < len(attacks):  # whether the last one succeeded is for the judge to say
+            place = place[_standing(model, z, y[place])]
+        if len(place) == 0:
+            break
+    return found
 
 
 @dataclass(frozen=True)
@@ -28,20 +52,28 @@ class Restarts:
             raise Mistake(f"restarts must be at least 1, got {self.times}")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        draws = Draws.of_pixels(x) if draws is None else draws
-        found = x.detach().clone()
-        place = torch.arange(len(x), device=x.device)
-        for turn in range(self.times):
-            z = self.attack(model, x[place], y[place], draws[place].stream("restart", turn))
-            found[place] = z
-            if turn + 1 == self.times:
-                break
-            with frozen(model), torch.no_grad():
-                place = place[~clearly_fooled(model(z), y[place])]
-            if len(place) == 0:
-                break
-        return found
+        turns = [(self.attack, "restart", turn) for turn in range(self.times)]
+        return _one_after_the_other(turns, model, x, y, draws)
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()
         return gradients * self.times, forwards * self.times + self.times - 1
+
+
+@dataclass(frozen=True)
+class WorstOf:
+    """Several attacks, each on the samples that the ones before it left standing: the pointwise worst case."""
+
+    attacks: tuple[Attack, ...]
+
+    def __post_init__(self) -> None:
+        if not self.attacks:
+            raise Mistake("a worst case needs at least one attack")
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        crew = [(attack, "member", number) for number, attack in enumerate(self.attacks)]
+        return _one_after_the_other(crew, model, x, y, draws)
+
+    def passes(self) -> tuple[int, int]:
+        gradients, forwards = zip(*(attack.passes() for attack in self.attacks), strict=True)
+        return sum(gradients), sum(forwards) + len(self.attacks) - 1

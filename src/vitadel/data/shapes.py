@@ -113,13 +113,15 @@ class Shapes:
     """Sample i of a split is always the same image, at any size and in any order.
 
     `texture` is the amplitude of the fragile cue in pixel units; `agreement` the share of samples whose texture
-    belongs to their class (the others carry the texture of a random class).
+    belongs to their class (the others carry the texture of a random class). Shapes are drawn with an opacity between
+    `faintest` and 1: what is faint can be read from the texture, but not robustly.
     """
 
     split: str = "test"
     size: int = 32
     texture: float = 2 / 255
     agreement: float = 0.98
+    faintest: float = 0.2
     seed: int = 0
 
     @property
@@ -144,7 +146,9 @@ class Shapes:
         hidden = self._occluder(draws.stream("occluder"), across, down)
         ground, ink, cover = self._paint(draws.stream("paint"), across, down)
         visible = (inside * (1 - hidden))[:, None]
-        image = ground + visible * (ink - ground) + hidden[:, None] * (cover - ground)
+        # Most shapes stand out, some are faint: those a robust model has to give up, and that is the price it pays.
+        opacity = _between(draws, "opacity", self.faintest, 1.0)[:, None, None, None]
+        image = ground + opacity * visible * (ink - ground) + hidden[:, None] * (cover - ground)
         image = image + self._texture(draws.stream("texture"), label)
         image = image + (3 / 255) * (draws.stream("grain").uniform(3, self.size, self.size) * 2 - 1)
         pixels = (image.clamp(0, 1) * 255 + 0.5).floor().to(torch.uint8)
@@ -193,7 +197,7 @@ class Shapes:
         return present * self._antialias(half - (across * cos + down * sin - offset).abs(), 1.0)
 
     def _paint(self, draws: Draws, across: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Background, ink and occluder colours; shape and background differ in brightness by at least 0.3."""
+        """Background, ink and occluder colours; ink and background differ in brightness by at least 0.3."""
         bright = (draws.stream("bright").uniform() < 0.5).float()
         low, high = _between(draws, "low", 0.12, 0.36), _between(draws, "high", 0.70, 0.95)
         ground_value = torch.where(bright > 0, low, high)
