@@ -19,9 +19,9 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: setup ## audit two shipped models, one standard and one adversarially trained, and compare them
-	$(BIN)/vitadel audit zoo:shapes-standard --limit 500 --attacks 'fgsm,pgd-20,pgd-50(restarts=2)'
-	$(BIN)/vitadel audit zoo:shapes-robust --limit 500 --attacks 'fgsm,pgd-20,pgd-50(restarts=2)'
-	$(BIN)/vitadel report $$(ls -dt runs/audit-shapes-* | head -2 | tac) --out runs/demo.html
+	$(BIN)/vitadel audit zoo:shapes-standard --limit 400 --attacks fgsm,pgd-20,pgd-50
+	$(BIN)/vitadel audit zoo:shapes-robust --limit 400 --attacks fgsm,pgd-20,pgd-50
+	$(BIN)/vitadel report $$(ls -dt runs/audit-zoo-shapes-* | head -2 | tac) --out runs/demo.html
 
 lint: setup
 	$(BIN)/ruff check src tests scripts benchmarks

@@ -120,7 +120,7 @@ class Shapes:
     split: str = "test"
     size: int = 32
     texture: float = 2 / 255
-    agreement: float = 0.98
+    agreement: float = 0.995
     faintest: float = 0.2
     seed: int = 0
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 __all__ = ["show_names", "show_plan", "show_results", "tell_notes"]
 
-_BAR = 14
+_BAR = 12
 
 
 def _percent(value: float) -> str:
@@ -33,7 +33,7 @@ def show_results(results: dict[str, Any]) -> None:
         f"n = {data['n']}, seed {results['seed']}",
         title_justify="left",
     )
-    for heading in ("", "accuracy", "95 % interval", "", "gradients", "forwards"):
+    for heading in ("", "accuracy", "95 % interval", "", "grads", "fwds"):
         table.add_column(heading, justify="left" if heading in ("", "95 % interval") else "right")
 
     def add(name: str, value: float, interval: Sequence[float], cost: tuple[str, str] = ("", "")) -> None:
