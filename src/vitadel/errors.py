@@ -13,8 +13,8 @@ class Mistake(ValueError):
     """Something the user can put right. The command line prints it without a traceback and ends with exit code 2."""
 
 
-class Interrupted(Exception):
-    """Ctrl-C during a run whose finished pieces are safe in `folder`."""
+class Interrupted(BaseException):
+    """Ctrl-C during a run whose finished pieces are safe in `folder`; like KeyboardInterrupt, no ordinary error."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))

@@ -51,6 +51,11 @@ def test_lists_split_outside_brackets():
         ("pgd-20(step=big)", "a number"),
         ("pgd-20(step)", "no setting 'step'|write them like"),
         ("pgd-20(restarts=2", "unknown attack"),
+        ("pgd-20(step=0)", "must be positive"),
+        ("pgd-20(step=-1/255)", "must be positive"),
+        ("gama-10(until=0)", "must be positive"),
+        ("pgd-20(steps=5)", "twice"),
+        ("pgd-20(restarts=2,restarts=3)", "twice"),
     ],
 )
 def test_wrong_names_are_told(text, said):

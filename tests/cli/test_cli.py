@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -27,10 +26,10 @@ def vitadel(*words: str, cwd: Path | None = None, code: int = 0) -> subprocess.C
 def test_help_answers_within_a_second():
     spent = []
     for _ in range(3):
-        begun = time.process_time_ns(), os.times()
+        begun = os.times()
         assert "audit" in vitadel("--help").stdout
         ended = os.times()
-        spent.append(ended.children_user + ended.children_system - begun[1].children_user - begun[1].children_system)
+        spent.append(ended.children_user + ended.children_system - begun.children_user - begun.children_system)
     assert min(spent) < 1.0
 
 
@@ -100,7 +99,7 @@ def test_selftest_passes():
         (["audit", "zoo:shapes-robst"], ["unknown zoo model", "zoo:shapes-robust"]),
         (["audit", "deit_tiny_patch16_224"], ["--weights"]),
         (["audit", "--attacks", "pdg-20"], ["unknown attack 'pdg-20'", "did you mean pgd"]),
-        (["audit", "--eps", "8"], ["larger than the whole pixel range", "8/255"]),
+        (["audit", "--eps", "8"], ["whole pixel range", "8/255"]),
         (["audit", "--eps", "lots"], ["'lots' is not a number"]),
         (["audit", "--data", "shaps"], ["unknown data", "shapes"]),
         (["audit", "--data", "folder:/nowhere/at/all"], ["/nowhere/at/all", "does not exist"]),

@@ -152,6 +152,7 @@ def test_nan_outputs_and_missing_classes_are_told():
         ({"batch_size": 0}, "at least 1"),
         ({"precision": "int8"}, "fp32, bf16, fp16"),
         ({"eps": 8.0}, "8/255"),
+        ({"eps": 1.0}, "1/255"),
         ({"norm": "l3"}, "linf, l2, l1"),
         ({"attacks": ("pgd-0",)}, "at least 1 step"),
     ],
@@ -161,6 +162,85 @@ def test_senseless_orders_are_told_before_anything_is_loaded(fault, said):
         Order(**fault)
 
 
-def test_half_precision_is_recorded():
-    results = vitadel.audit(TinyNet(10).eval(), Shapes("test", size=8), attacks="fgsm", limit=20, precision="bf16")
+def test_half_precision_is_used_and_recorded():
+    model, seen = TinyNet(10).eval(), set()
+    model.features[0].register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    results = vitadel.audit(model, Shapes("test", size=8), attacks="fgsm", limit=20, precision="bf16")
     assert results["precision"] == "bf16"
+    assert torch.bfloat16 in seen
+
+
+def save_pictures(folder, count):
+    from PIL import Image
+
+    for number in range(count):
+        (folder / f"class{number % 2}").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (30 * number, 90, 200)).save(folder / f"class{number % 2}" / f"{number}.png")
+
+
+class Two(Brightness):
+    num_classes = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, :2]
+
+
+def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
+    save_pictures(tmp_path / "photos", 8)
+    (tmp_path / "photos" / "class0" / "0.png").write_bytes(b"not a picture")
+    with pytest.raises(Mistake, match=r"0\.png"):
+        vitadel.audit(Two().eval(), f"folder:{tmp_path}/photos", attacks="fgsm")
+    results = vitadel.audit(Two().eval(), f"folder:{tmp_path}/photos", attacks="fgsm", skip_bad=True)
+    assert (results["data"]["n"], results["data"]["left_out"]) == (7, 1)
+
+    class One(Shapes):
+        pass
+
+    labels = One("test", size=8).labels()
+    labels[:3] = 77
+    source = One("test", size=8)
+    object.__setattr__(source, "labels", lambda: labels)
+    counted = vitadel.audit(Brightness().eval(), source, attacks="fgsm", limit=20, skip_bad=True)
+    assert (counted["data"]["n"], counted["data"]["left_out"]) == (20, 3)
+
+
+def test_an_image_lost_between_two_stages_is_told_and_not_counted_as_robust(tmp_path, monkeypatch):
+    from vitadel.evaluation import audit as module
+
+    save_pictures(tmp_path / "photos", 6)
+    clean_stage = module.clean_stage
+
+    def then_lose_them_all(bench, indices):
+        pieces = clean_stage(bench, indices)
+        for file in (tmp_path / "photos").rglob("*.png"):
+            file.write_bytes(b"gone")
+        return pieces
+
+    monkeypatch.setattr(module, "clean_stage", then_lose_them_all)
+    monkeypatch.setattr(module, "_findings_about_outputs", lambda bench, tally: [])
+    with pytest.raises(Mistake, match="cannot be read now"):
+        vitadel.audit(Two().eval(), f"folder:{tmp_path}/photos", attacks="fgsm", skip_bad=True)
+
+
+def test_fewer_outputs_than_labels_are_told():
+    class Five(Brightness):
+        num_classes = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[:, :5]
+
+    with pytest.raises(Mistake, match="5 outputs, but the data has label"):
+        vitadel.audit(Five().eval(), limit=20)
+
+
+def test_a_damaged_piece_is_work_not_done(tmp_path):
+    from vitadel.evaluation.ledger import FolderLedger
+    from vitadel.runtime.rundir import RunFolder
+
+    ledger = FolderLedger(RunFolder(tmp_path))
+    ledger.save("clean", 0, {"index": torch.arange(3).numpy()})
+    assert ledger.find("clean", 0)["index"].tolist() == [0, 1, 2]
+    path = RunFolder(tmp_path).piece("clean", 0)
+    path.write_bytes(path.read_bytes()[:40])
+    assert ledger.find("clean", 0) is None
+    assert ledger.find("clean", 1) is None

@@ -99,14 +99,14 @@ def test_batch_size_changes_nothing_but_rounding(tmp_path):
     for size in (1, 7, 64):
         out = tmp_path / str(size)
         vitadel.audit(
-            "zoo:shapes-robust", attacks="pgd-5", eps="6/255", limit=60, batch_size=size, out=out, device="cpu"
+            "zoo:shapes-robust", attacks="pgd-3", eps="6/255", limit=200, batch_size=size, out=out, device="cpu"
         )
         table = pq.read_table(out / "samples.parquet").to_pydict()
-        held[size] = (table["index"], table["clean_correct"], table["held:pgd-5"])
+        held[size] = (table["index"], table["clean_correct"], table["held:pgd-3"])
     for size in (7, 64):
-        assert held[size][0] == held[1][0]
+        assert held[size][:2] == held[1][:2]
         different = sum(a != b for a, b in zip(held[size][2], held[1][2], strict=True))
-        assert different <= 60 / 200 + 1
+        assert different <= 1  # 1 in 200
 
 
 def test_interrupted_by_control_c_says_how_to_go_on(tmp_path, undisturbed):

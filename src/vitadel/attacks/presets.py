@@ -74,10 +74,14 @@ def _repeated(attack: Attack, restarts: int) -> Attack:
 
 @dataclass(frozen=True)
 class Preset:
-    """A builder from a threat and settings, with the line that `vitadel list attacks` shows."""
+    """A builder from a threat and settings, with the line that `vitadel list attacks` shows.
+
+    `exact`: on a linear model it reaches the boundary whenever the budget does, which `vitadel selftest` checks.
+    """
 
     build: Callable[..., Attack]
     about: str
+    exact: bool = True
 
     @property
     def settings(self) -> dict[str, object]:
@@ -93,7 +97,7 @@ class Preset:
 
 CATALOGUE: dict[str, Preset] = {
     "fgsm": Preset(fgsm, "one step of size eps along the gradient (Goodfellow et al. 2015)"),
-    "fgsm-rs": Preset(fgsm_rs, "one longer step from a random start (Wong et al. 2020)"),
+    "fgsm-rs": Preset(fgsm_rs, "one longer step from a random start (Wong et al. 2020)", exact=False),
     "pgd": Preset(pgd, "projected gradient ascent on the cross-entropy, K steps (Madry et al. 2018)"),
     "cw": Preset(cw, "PGD on the logit margin, without a floor (Carlini & Wagner 2017)"),
     "dlr": Preset(dlr, "PGD on the difference of logits ratio (Croce & Hein 2020)"),
@@ -124,11 +128,12 @@ def split_attack_list(text: str) -> list[str]:
 
 def read_attack_name(text: str) -> AttackName:
     """Check an attack's name and settings against the catalogue."""
-    match = _NAME.match(text.strip())
+    match = _NAME.match(text.strip().lower())
     base = match["base"] if match else text
     if match is None or base not in CATALOGUE:
         known = ", ".join(f"{n}-K" if "steps" in p.settings else n for n, p in CATALOGUE.items())
-        raise Mistake(f"unknown attack {text!r}{nearest_names(base, CATALOGUE)} Known: {known} (K = number of steps).")
+        near = nearest_names(base.lower(), CATALOGUE) or "."
+        raise Mistake(f"unknown attack {text!r}{near} Known: {known} (K = number of steps).")
     allowed = CATALOGUE[base].settings
     settings: dict[str, float | int | bool | str] = {}
     for part in filter(None, (match["settings"] or "").split(",")):
@@ -136,9 +141,11 @@ def read_attack_name(text: str) -> AttackName:
         if not equals or key not in allowed:
             names = ", ".join(allowed) or "none"
             raise Mistake(
-                f"attack {base!r} has no setting {key!r}{nearest_names(key, allowed)} It takes: {names}; "
+                f"attack {base!r} has no setting {key!r}{nearest_names(key, allowed) or '.'} It takes: {names}; "
                 f"write them like {base}(name=value)."
             )
+        if key in settings or (key == "steps" and match["steps"]):
+            raise Mistake(f"attack {text!r} sets {key} twice; set it once")
         settings[key] = _checked_setting(base, key, value, allowed[key])
     if match["steps"]:
         if "steps" not in allowed:
@@ -159,6 +166,10 @@ def _checked_setting(base: str, key: str, text: str, default: object) -> float |
     if not fits.get(type(default), True):
         wanted = {bool: "true or false", int: "a whole number", str: "a name"}.get(type(default), "a number")
         raise Mistake(f"setting {key!r} of attack {base!r} must be {wanted}, got {text!r}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        least_allowed = value >= 0 if key in ("decay", "weight") else value > 0
+        if not least_allowed:
+            raise Mistake(f"setting {key!r} of attack {base!r} must be positive, got {text!r}; it could not work")
     return value
 
 
@@ -182,15 +193,18 @@ def settings_of(attack: Attack) -> dict[str, object]:
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             settings[part.name] = type(value).__name__
             inner = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            settings.update({f"{part.name}.{key}": _plain(entry) for key, entry in inner.items()})
+            settings.update({f"{part.name}.{key}": _told(key, entry) for key, entry in inner.items()})
         else:
-            settings[part.name] = _plain(value)
+            settings[part.name] = _told(part.name, value)
     return settings
 
 
+def _told(key: str, value: object) -> object:
+    """Budgets and lengths as grey levels, everything else as it is."""
+    return amount_text(value) if key in ("eps", "length") and isinstance(value, float) else _plain(value)
+
+
 def _plain(value: object) -> object:
-    if isinstance(value, float):
-        return amount_text(value)
     if isinstance(value, partial):
         inside = ", ".join(f"{key}={_plain(entry)}" for key, entry in value.keywords.items())
         return f"{value.func.__name__}({inside})"

@@ -5,6 +5,7 @@ A threat owns its geometry in four small methods, so a new norm is one class and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -101,7 +102,7 @@ class L1:
         return _tightened((x + kept.view_as(x).to(x.dtype)).clamp(0, 1), x, self.eps, self.size)
 
     def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
-        flat = x[0].numel()
+        flat = math.prod(x.shape[1:])
         spread = -torch.log1p(-draws.stream("l1 start").uniform(flat).double())
         direction = spread / spread.sum(1, keepdim=True) * draws.stream("l1 signs").signs(flat)
         radius = self.eps * (1 if surface else draws.stream("l1 radius").uniform()[:, None])
@@ -147,7 +148,7 @@ NORMS: dict[str, Callable[[float], Threat]] = {"linf": Linf, "l2": L2, "l1": L1}
 def threat(norm: str, eps: float) -> Threat:
     """The ball of a norm by name, with a budget that makes sense in pixels."""
     if norm not in NORMS:
-        raise Mistake(f"unknown norm {norm!r}{nearest_names(norm, NORMS)} Known: {', '.join(NORMS)}.")
+        raise Mistake(f"unknown norm {norm!r}{nearest_names(norm, NORMS) or '.'} Known: {', '.join(NORMS)}.")
     if eps < 0:
         raise Mistake(f"eps must not be negative, got {amount_text(eps)}; pixels are in [0, 1], so try 8/255")
     if norm == "linf" and eps > 1:

@@ -32,20 +32,22 @@ def plan(
     """Passes, memory and time of an audit on this machine, measured by a short probe."""
     from vitadel.amounts import read_amount
     from vitadel.attacks.presets import split_attack_list
+    from vitadel.evaluation.audit import Order
     from vitadel.evaluation.plan import plan as estimate
     from vitadel.evaluation.subject import open_subject
     from vitadel.reporting.terminal import show_plan
     from vitadel.runtime.processes import join_processes
 
+    order = Order(tuple(split_attack_list(attacks)), read_amount(eps, "eps"), norm, limit, batch_size, seed)
     chosen = options.model_options(weights, num_classes, mean, std, input_size, small_images)
     subject = open_subject(model, data, data_root=data_root, model_options=chosen, skip_bad=skip_bad)
     cost = estimate(
         subject,
-        attacks=split_attack_list(attacks),
-        eps=read_amount(eps, "eps"),
-        norm=norm,
-        samples=len(subject.selection(limit, seed, skip_bad)),
-        batch_size=batch_size,
+        attacks=order.attacks,
+        eps=order.eps,
+        norm=order.norm,
+        samples=len(subject.selection(limit, seed, skip_bad)[0]),
+        batch_size=order.batch_size,
         device=join_processes(device).device,
     )
     if as_json:

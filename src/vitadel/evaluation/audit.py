@@ -20,7 +20,7 @@ from vitadel.attacks.presets import make, settings_of, split_attack_list
 from vitadel.attacks.threats import threat as make_threat
 from vitadel.backbones.checks import looks_like_probabilities, modules_in_train_mode
 from vitadel.data.batches import batches
-from vitadel.data.checks import left_out
+from vitadel.data.checks import BadSample, left_out
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.ledger import FolderLedger, MemoryLedger
 from vitadel.evaluation.results import SCHEMA, Tally, samples_table
@@ -68,6 +68,8 @@ class Order:
             raise Mistake(f"--batch-size must be at least 1, got {self.batch_size}")
         if self.precision not in PRECISIONS:
             raise Mistake(f"unknown precision {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
+        if self.norm == "linf" and self.eps == 1:
+            raise Mistake("eps 1 lets every pixel become anything: pixels are in [0, 1] here. Did you mean 1/255?")
         self.crew()  # a wrong name, norm or budget is told before anything is loaded
 
     @property
@@ -141,7 +143,7 @@ def run_audit(
     argv: Sequence[str] = (),
 ) -> Outcome:
     """Audit, in a run folder if `out` names one or `in_folder` asks for a new one below runs/."""
-    indices = subject.selection(order.limit, order.seed, order.skip_bad)
+    indices, mislabelled = subject.selection(order.limit, order.seed, order.skip_bad)
     settings = order.settings(subject, indices)
     run = None
     if out is not None or in_folder:
@@ -158,12 +160,14 @@ def run_audit(
         processes=processes,
         batch_size=order.batch_size,
         seed=order.seed,
+        classes=subject.model.record.num_classes,
         precision=order.precision,
         skip_bad=order.skip_bad,
         shown=shown,
     )
     try:
-        return Outcome(_run(bench, subject, order, indices, settings, run), run, processes.is_main)
+        results = _run(bench, subject, order, indices, mislabelled, settings, run)
+        return Outcome(results, run, processes.is_main)
     except KeyboardInterrupt:
         if run is not None:
             raise Interrupted(run.path) from None
@@ -171,13 +175,21 @@ def run_audit(
 
 
 def _run(
-    bench: Bench, subject: Subject, order: Order, indices: Tensor, settings: dict[str, Any], run: RunFolder | None
+    bench: Bench,
+    subject: Subject,
+    order: Order,
+    indices: Tensor,
+    mislabelled: Sequence[BadSample],
+    settings: dict[str, Any],
+    run: RunFolder | None,
 ) -> dict[str, Any]:
     crew = order.crew()
     findings = _findings_about_mode(bench.model)
     main = bench.processes.is_main
+    if run and main:
+        write_json(run.path / "environment.json", environment(bench.processes.device, bench.processes.count))
     with frozen(bench.model):
-        tally = Tally.of_clean(clean_stage(bench, indices))
+        tally = Tally.of_clean(clean_stage(bench, indices), mislabelled)
         if len(tally.index) == 0:
             raise Mistake("no sample could be read, so there is nothing to audit; see the reasons with --skip-bad off")
         findings += _findings_about_outputs(bench, tally)
@@ -194,7 +206,6 @@ def _run(
         if run and main:
             if crew:
                 _keep_pictures(bench, run, tally, crew[-1][1])
-            write_json(run.path / "environment.json", environment(bench.processes.device, bench.processes.count))
             write_atomically(run.path / "samples.parquet", samples_table(tally))
             write_json(run.path / "results.json", results)
             run.finish()
@@ -216,6 +227,7 @@ def _results(
             "parameters": sum(p.numel() for p in subject.model.parameters()),
             "family": subject.family,
             "fingerprint": settings["model_fingerprint"],
+            "notes": {key: note for key, note in subject.model.record.notes.items() if key != "about"},
         },
         "data": {
             "spec": subject.data_spec,
@@ -267,7 +279,7 @@ def _findings_about_mode(model: nn.Module) -> list[dict[str, Any]]:
         {
             "check": "evaluation mode",
             "verdict": "suspicious",
-            "evidence": f"{len(training)} modules were in train mode, the first: {training[0] or 'the model itself'}",
+            "evidence": f"{len(training)} modules were in train mode, the first: {training[0]}",
             "advice": "audited in eval mode; call model.eval() before deploying, or dropout and batch norm differ",
         }
     ]

@@ -34,5 +34,7 @@ def judge(model: nn.Module, threat: Threat, x: Tensor, z: Tensor, y: Tensor) -> 
     in_box = ((flat >= -TOLERANCE) & (flat <= 1 + TOLERANCE)).all(1)
     in_budget = threat.size(z, x) <= threat.eps + TOLERANCE
     void = ~(finite & in_box & in_budget)
-    prediction = model(z.nan_to_num(0.0).clamp(0, 1)).argmax(1)
-    return Verdict(held=(prediction == y) | void, void=void, prediction=prediction)
+    logits = model(z.nan_to_num(0.0).clamp(0, 1))
+    prediction = logits.argmax(1)
+    answered = logits.isfinite().all(1)  # a model that answers NaN has not held
+    return Verdict(held=(prediction == y) & answered | void, void=void, prediction=prediction)

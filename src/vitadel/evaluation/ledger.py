@@ -42,14 +42,12 @@ class FolderLedger:
     folder: RunFolder
 
     def find(self, stage: str, number: int) -> Piece | None:
-        path = self.folder.piece(stage, number)
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            # Through the opened file, because numpy does not close one that turns out to be damaged.
+            with self.folder.piece(stage, number).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return {name: arrays[name] for name in arrays.files}
-        except FileNotFoundError:
-            return None
         except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-            return None  # a damaged piece is work not done
+            return None  # a missing or damaged piece is work not done
 
     def save(self, stage: str, number: int, piece: Piece) -> None:
         buffer = io.BytesIO()

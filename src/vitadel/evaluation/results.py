@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from vitadel.data.checks import BadSample
 from vitadel.evaluation.intervals import share
 from vitadel.evaluation.ledger import Piece
 
@@ -34,12 +35,13 @@ class Tally:
     entries: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of_clean(cls, pieces: Sequence[Piece]) -> Tally:
+    def of_clean(cls, pieces: Sequence[Piece], mislabelled: Sequence[BadSample] = ()) -> Tally:
         def column(name: str) -> Tensor:
             parts = [piece[name].astype(np.int64) for piece in pieces]
             return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, np.int64))
 
-        bad = [entry for piece in pieces for entry in json.loads(str(piece["bad"]))]
+        bad = [asdict(sample) for sample in mislabelled]
+        bad += [entry for piece in pieces for entry in json.loads(str(piece["bad"]))]
         return cls(column("index"), column("label"), column("prediction"), bad)
 
     @property
@@ -58,6 +60,8 @@ class Tally:
         """Take in an attack's verdicts. Samples it did not see keep the verdict that kept them from it."""
         before = self.correct if independent else self.standing
         held = before.clone()
+        seen = np.concatenate([piece["index"] for piece in pieces] or [np.empty(0, np.int64)])
+        assert seen.tolist() == self.index[before].tolist(), "an attack must be told about every exposed sample"
         for piece in pieces:
             rows = torch.searchsorted(self.index, torch.from_numpy(piece["index"].astype(np.int64)))
             held[rows] = torch.from_numpy(piece["held"])

@@ -65,7 +65,7 @@ def selftest() -> Iterator[Check]:
 
 
 def _toy(norm: str) -> tuple[LinearToy, Tensor, Tensor]:
-    """Images around mid-grey, so that no budget used here meets the box, all at boundary distance 0.02 or more."""
+    """Images around mid-grey, so that no budget used here meets the box, none of them right on the boundary."""
     draws = Draws.of_samples(7, range(_SAMPLES))
     weight = Draws.of_samples(8, [0]).stream("weight").normal(3 * _SIDE * _SIDE)[0]
     if norm == "l1":
@@ -80,17 +80,20 @@ def _toy(norm: str) -> tuple[LinearToy, Tensor, Tensor]:
 def _finds_the_boundary(name: str, norm: str) -> Check:
     toy, x, y = _toy(norm)
     distance = toy.distance(x, norm)
+    answers = ((0.99, False), (1.01, True))[: 2 if CATALOGUE[name].exact else 1]
     wrong = 0
     for row, (image, label) in enumerate(zip(x, y, strict=True)):
-        for factor, broken in ((0.99, False), (1.01, True)):
+        for factor, broken in answers:
             eps = float(distance[row]) * factor
             # Long steps, because a random start may lie on the far side of the ball.
             title = f"{name}-100(step={eps / 5})" if "step" in CATALOGUE[name].settings else name
             z = make(title, eps=eps, norm=norm)(toy, image[None], label[None])
             held = judge(toy, threat(norm, eps), image[None], z, label[None]).held
             wrong += bool(held) == broken
-    evidence = f"{2 * len(x) - wrong} of {2 * len(x)} answers as the closed form says"
-    return Check(f"{name} finds the boundary, {norm}", wrong == 0, evidence)
+    asked = len(answers) * len(x)
+    evidence = f"{asked - wrong} of {asked} answers as the closed form says"
+    title = f"{name} finds the boundary, {norm}" if CATALOGUE[name].exact else f"{name} claims nothing false, {norm}"
+    return Check(title, wrong == 0, evidence)
 
 
 def _draws_belong_to_samples() -> Check:

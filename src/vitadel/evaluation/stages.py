@@ -26,7 +26,7 @@ from vitadel.evaluation.ledger import Ledger, Piece
 from vitadel.evaluation.metering import metered
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
-from vitadel.runtime.progress import progress
+from vitadel.runtime.progress import FOUND_AGAIN, progress
 from vitadel.types import Attack, Source, Threat
 
 __all__ = ["PRECISIONS", "Bench", "attack_stage", "clean_stage"]
@@ -45,6 +45,7 @@ class Bench:
     processes: Processes
     batch_size: int
     seed: int
+    classes: int | None = None  # what the model's record announces
     precision: str = "fp32"
     skip_bad: bool = False
     shown: bool = False
@@ -69,7 +70,7 @@ def _run_stage(
     total, saved = sum(len(chunks[k]) for k in mine), sum(len(chunks[k]) for k in mine if k not in set(todo))
     with progress(stage, total, bench.shown and bench.processes.is_main) as meter:
         if saved:
-            meter.advance(saved, "found again")
+            meter.advance(saved, FOUND_AGAIN)
         stream = batches(bench.source, (chunks[k] for k in todo), bench.preprocess, skip_bad=bench.skip_bad)
         for k, batch in zip(todo, stream, strict=True):
             begun = time.perf_counter()
@@ -101,7 +102,12 @@ def clean_stage(bench: Bench, indices: Tensor) -> list[Piece]:
         if len(batch.y):
             with torch.no_grad(), bench.arithmetic():
                 logits = bench.model(batch.x)
-            check_logits(logits)
+            check_logits(logits, bench.classes)
+            if int(batch.y.max()) >= logits.shape[1]:
+                raise Mistake(
+                    f"the model has {logits.shape[1]} outputs, but the data has label {int(batch.y.max())}: "
+                    "take a model for this data."
+                )
             prediction = logits.argmax(1)
         return {
             "index": batch.indices.cpu().numpy(),
@@ -118,6 +124,12 @@ def attack_stage(bench: Bench, stage: str, attack: Attack, threat: Threat, stand
     broken = 0
 
     def work(batch: Batch) -> Piece:
+        if batch.bad:
+            lost = batch.bad[0]
+            raise Mistake(
+                f"{lost.name} could be read for the clean accuracy and cannot be read now: {lost.reason}. "
+                "Restore it and go on with --resume."
+            )
         draws = Draws.of_samples(bench.seed, batch.indices, bench.processes.device)
         with bench.arithmetic(), metered(bench.model) as cost:
             z = attack(bench.model, batch.x, batch.y, draws)

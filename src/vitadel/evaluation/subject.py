@@ -16,7 +16,7 @@ from vitadel.backbones.anatomy import family_of
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.load import load_model
 from vitadel.data import open_dataset
-from vitadel.data.checks import check_labels
+from vitadel.data.checks import BadSample, check_labels
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import Mistake
@@ -34,13 +34,14 @@ class Subject:
 
     @cached_property
     def preprocess(self) -> Preprocess:
-        """The model's own way to its input size; a model that names none gets the size of the first image."""
+        """The model's own way to its input size; a model that names none gets the size of the first readable image."""
         record = self.model.record
         size = record.input_size
         if size is None:
-            (first,) = self.source.read([0])
-            if isinstance(first, Exception):
-                raise Mistake(f"{self.source.name(0)}: {first}. The model names no input size, so this image must do.")
+            images = (self.source.read([index])[0] for index in range(len(self.source)))
+            first = next((image for image in images if not isinstance(image, Exception)), None)
+            if first is None:
+                raise Mistake(f"no image of {self.data_spec} can be read, and the model names no input size")
             size = (first.height, first.width)
         return Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
 
@@ -51,15 +52,16 @@ class Subject:
         except Mistake:
             return "unknown"
 
-    def selection(self, limit: int | None, seed: int, skip_bad: bool) -> Tensor:
-        """The sorted indices of the samples to work on."""
+    def selection(self, limit: int | None, seed: int, skip_bad: bool) -> tuple[Tensor, tuple[BadSample, ...]]:
+        """The sorted indices of the samples to work on, and what was left out for its label."""
         labels = self.source.labels()
         usable = torch.ones(len(labels), dtype=torch.bool)
         classes = self.model.record.num_classes or len(self.source.classes)
-        for bad in check_labels(self.source, classes, skip_bad=skip_bad):
+        mislabelled = check_labels(self.source, classes, skip_bad=skip_bad)
+        for bad in mislabelled:
             usable[bad.index] = False
         rows = usable.nonzero()[:, 0]
-        return balanced_subset(labels[rows], limit, seed, rows)
+        return balanced_subset(labels[rows], limit, seed, rows), mislabelled
 
     def model_fingerprint(self) -> str:
         """Names weights and normalisation, so that a run is not resumed with other ones."""
@@ -91,4 +93,4 @@ def open_subject(
         model_spec = classifier.record.name
     if isinstance(data, str):
         return Subject(classifier, model_spec, open_dataset(data, root=data_root, skip_bad=skip_bad), data)
-    return Subject(classifier, model_spec, data, type(data).__name__)
+    return Subject(classifier, model_spec, data, repr(data))

@@ -12,8 +12,10 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["Meter", "progress"]
+__all__ = ["FOUND_AGAIN", "Meter", "progress"]
 
+FOUND_AGAIN = "found again"
+"""The note about what an earlier life of the run had finished; always shown."""
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -47,7 +49,7 @@ class _Lines:
     def advance(self, count: int, note: str = "") -> None:
         self.done += count
         now = time.monotonic()
-        if now - self.last < _SECONDS_BETWEEN_LINES and self.done < self.total:
+        if now - self.last < _SECONDS_BETWEEN_LINES and self.done < self.total and note != FOUND_AGAIN:
             return
         self.last = now
         left = (now - self.begun) / max(self.done, 1) * (self.total - self.done)

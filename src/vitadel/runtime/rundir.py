@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -75,9 +76,11 @@ class RunFolder:
             return False
 
 
-def _folder_name(verb: str, subject: str) -> str:
+def _new_folder(verb: str, subject: str) -> Path:
     slug = re.sub(r"[^\w.-]+", "-", subject).strip("-.")[-40:] or "model"
-    return f"{verb}-{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{verb}-{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([name], (f"{name}-{again}" for again in itertools.count(2)))
+    return next(path for path in (Path("runs") / each for each in names) if not path.exists())
 
 
 def _read_command(path: Path) -> dict[str, Any] | None:
@@ -114,9 +117,12 @@ def open_run(
     settings = json.loads(json.dumps(settings))  # as it will be read back, so that comparisons are fair
     path = out
     if path is None:
-        path = (_unfinished(verb, settings) if resume else None) or Path("runs") / _folder_name(verb, subject)
+        path = (_unfinished(verb, settings) if resume else None) or _new_folder(verb, subject)
     if path.is_file():
         raise Mistake(f"{path} is a file; --out takes a folder that is new or holds a run to go on with")
+    if path.is_dir():
+        for torn in path.glob(f".{_COMMAND}.*"):  # a life that was killed while it wrote its first file
+            torn.unlink(missing_ok=True)
     if path.is_dir() and any(path.iterdir()):
         _check_same_run(path, verb, settings, resume)
         return RunFolder(path)
