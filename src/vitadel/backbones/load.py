@@ -16,6 +16,7 @@ from timm.models.xcit import Xcit
 from torch import nn
 
 from vitadel.backbones.checkpoints import Checkpoint, fit_to, load_strict, read_checkpoint
+from vitadel.backbones.checks import modules_in_train_mode
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.foreign import call_factory, load_hugging_face
 from vitadel.backbones.mismatch import class_count, find_mismatch
@@ -193,7 +194,10 @@ def _weights_in(folder: Path) -> Path:
 def _from_factory(rest: str) -> tuple[nn.Module, ModelRecord]:
     classifier = wrap(call_factory(rest))
     name = f"python:{rest}" if classifier.record.name == "wrapped" else classifier.record.name
-    return classifier.backbone, replace(classifier.record, name=name)
+    notes = dict(classifier.record.notes)
+    if modules_in_train_mode(classifier):
+        notes["mode"] = "the factory returned a model in train mode; it was put into eval mode. Call .eval() in it."
+    return classifier.backbone, replace(classifier.record, name=name, notes=notes)
 
 
 def _with_weight_file(

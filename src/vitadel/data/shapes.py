@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 from PIL import Image
@@ -220,7 +219,3 @@ class Shapes:
         other = draws.stream("other").integers(len(CLASSES))
         owner = torch.where(draws.stream("agrees").uniform() < self.agreement, label, other)
         return self.texture * _textures(self.size)[owner]
-
-    def describe(self) -> str:
-        amplitude = Fraction(self.texture * 255).limit_denominator(100)
-        return f"{len(CLASSES)} generated shapes, {self.size} px, texture {amplitude}/255"

@@ -18,10 +18,11 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _bar(value: float) -> str:
+def _bar(value: float, console: Console) -> str:
     filled = round(_BAR * value)
+    full, empty = "█·" if console.encoding.lower().startswith("utf") else "#."
     colour = "green" if value >= 0.5 else "yellow" if value >= 0.2 else "red"
-    return f"[{colour}]{'█' * filled}[/][dim]{'·' * (_BAR - filled)}[/]"
+    return f"[{colour}]{full * filled}[/][dim]{empty * (_BAR - filled)}[/]"
 
 
 def show_results(results: dict[str, Any]) -> None:
@@ -38,7 +39,8 @@ def show_results(results: dict[str, Any]) -> None:
 
     def add(name: str, value: float, interval: Sequence[float], cost: tuple[str, str] = ("", "")) -> None:
         low, high = interval
-        table.add_row(escape(name), _percent(value), f"{100 * low:.1f} to {100 * high:.1f}", _bar(value), *cost)
+        bounds = f"{100 * low:.1f} to {100 * high:.1f}"
+        table.add_row(escape(name), _percent(value), bounds, _bar(value, console), *cost)
 
     clean, worst = results["clean"], results["worst_case"]
     add("clean", clean["accuracy"], clean["ci95"])
