@@ -105,6 +105,7 @@ def test_selftest_passes():
         (["audit", "--data", "folder:/nowhere/at/all"], ["/nowhere/at/all", "does not exist"]),
         (["audit", "--weights", "missing.safetensors", "deit_tiny_patch16_224"], ["missing.safetensors"]),
         (["audit", "--device", "tpu9"], ["tpu9"]),
+        (["audit", "--device", "meta"], ["cannot be used here"]),
         (["audit", "--limit", "0"], ["limit must be at least 1"]),
         (["audit", "--mean", "0.5,0.5", "--std", "0.5"], ["--mean takes one number or three"]),
         (["audit", "--nonsense"], ["--nonsense"]),

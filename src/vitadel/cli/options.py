@@ -27,7 +27,7 @@ Eps = Annotated[str, typer.Option(help="budget in pixels of [0, 1], e.g. 8/255")
 Limit = Annotated[int | None, typer.Option(help="a seeded, class-balanced subset of so many samples")]
 BatchSize = Annotated[int, typer.Option(help="samples per batch")]
 Seed = Annotated[int, typer.Option(help="random numbers are keyed by this and the sample")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")]
 Precision = Annotated[str, typer.Option(help="fp32, bf16 or fp16")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="leave out unreadable samples and count them")]
 Json = Annotated[bool, typer.Option("--json", help="print the results as JSON on standard output")]

@@ -49,8 +49,11 @@ def join_processes(device: str = "auto") -> Processes:
     else:
         try:
             wanted = torch.device(device)
-        except RuntimeError:
-            raise Mistake(f"unknown device {device!r}; use auto, cpu, cuda, cuda:1 or mps") from None
+            torch.zeros(1, dtype=torch.float64, device=wanted).item()  # distances are measured in float64
+        except (RuntimeError, TypeError, AssertionError):
+            raise Mistake(
+                f"device {device!r} is unknown or cannot be used here; use auto, cpu, cuda or cuda:1"
+            ) from None
         state = PartialState(cpu=wanted.type == "cpu")
         if state.num_processes == 1:
             return Processes(0, 1, wanted)
