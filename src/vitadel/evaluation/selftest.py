@@ -24,7 +24,7 @@ from vitadel.runtime.draws import Draws
 __all__ = ["Check", "LinearToy", "selftest"]
 
 _SIDE = 8
-_SAMPLES = 16
+_SAMPLES = 6
 
 
 class LinearToy(nn.Module):

@@ -51,9 +51,7 @@ def join_processes(device: str = "auto") -> Processes:
             wanted = torch.device(device)
             torch.zeros(1, dtype=torch.float64, device=wanted).item()  # distances are measured in float64
         except (RuntimeError, TypeError, AssertionError):
-            raise Mistake(
-                f"device {device!r} is unknown or cannot be used here; use auto, cpu, cuda or cuda:1"
-            ) from None
+            raise Mistake(f"device {device!r} cannot be used here; use auto, cpu, cuda or cuda:1") from None
         state = PartialState(cpu=wanted.type == "cpu")
         if state.num_processes == 1:
             return Processes(0, 1, wanted)
