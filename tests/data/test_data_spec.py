@@ -65,7 +65,7 @@ def test_shapes_with_settings() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("shapes(sise=64)", "no setting 'sise'; it takes size, texture, agreement, seed; did you mean size"),
+        ("shapes(sise=64)", "no setting 'sise'; it takes size, texture, agreement, faintest, seed; did you mean size"),
         ("shapes(size=big)", r"shapes\(size=big\).*not a number"),
         ("shapes(size=32.5)", "not a whole number"),
         ("shapes(size=4)", "size must be from 8 to 1024"),
