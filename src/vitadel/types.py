@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from vitadel.runtime.draws import Draws
 
-__all__ = ["Aim", "Attack", "Goal", "Loss", "Source", "Step", "Stepper", "Threat"]
+__all__ = ["Aim", "Attack", "Calibrated", "Goal", "Loss", "Source", "Step", "Stepper", "Threat"]
 
 Loss = Callable[["Tensor", "Tensor"], "Tensor"]
 """(logits, labels) -> one value per sample; larger is worse for the model."""
@@ -28,6 +28,23 @@ class Attack(Protocol):
 
     def passes(self) -> tuple[int, int]:
         """The most (gradients, forwards) that one sample can cost; `plan` multiplies with it."""
+        ...
+
+
+@runtime_checkable
+class Calibrated(Protocol):
+    """An attack that studies the model on other images than the attacked ones before it can run.
+
+    Called unprepared it is a `Mistake`; `audit` prepares it with training or held-out images, never with test images.
+    """
+
+    @property
+    def calibration_images(self) -> int:
+        """How many images it asks for."""
+        ...
+
+    def prepared(self, model: nn.Module, calibration: Iterable[tuple[Tensor, Tensor]], seed: int = 0) -> Attack:
+        """The attack ready to run; `calibration` gives batches (pixels, labels) and can be gone through repeatedly."""
         ...
 
 

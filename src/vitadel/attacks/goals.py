@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.losses import cross_entropy, margin
+from vitadel.attacks.surrogate import Surrogate
 from vitadel.types import Aim, Loss
 
-__all__ = ["Gama", "OnLogits", "clearly_fooled", "gradient"]
+__all__ = ["Gama", "OnLogits", "clearly_fooled", "fooled", "gradient"]
 
 # A sample counts as fooled during a search only beyond float rounding, so that the judge, who sees it in another
 # batch, comes to the same verdict.
@@ -22,14 +23,22 @@ def clearly_fooled(logits: Tensor, y: Tensor) -> Tensor:
     return margin(logits, y) > _ROUNDING * logits.abs().amax(1)
 
 
-def gradient(values: Tensor, z: Tensor) -> Tensor:
+def fooled(model: nn.Module, z: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+    """Whether `z`, where `model` gave `logits`, is adversarial: for a surrogate, the deployed model is asked."""
+    if isinstance(model, Surrogate):
+        with torch.no_grad():
+            logits = model.deployed(z)
+    return clearly_fooled(logits.detach(), y)
+
+
+def gradient(values: Tensor, z: Tensor, again: bool = False) -> Tensor:
     """The gradient of the summed values at `z`; zero where there is none (a constant model), never NaN.
 
-    The sum, not the mean: a batch's size must not scale a sample's gradient.
+    The sum, not the mean: a batch's size must not scale a sample's gradient. With `again` the graph lives on.
     """
     if not values.requires_grad:
         return torch.zeros_like(z)
-    (grad,) = torch.autograd.grad(values.sum(), z, allow_unused=True)
+    (grad,) = torch.autograd.grad(values.sum(), z, retain_graph=again, allow_unused=True)
     return torch.zeros_like(z) if grad is None else torch.nan_to_num(grad, 0.0, 0.0, 0.0)
 
 
@@ -41,7 +50,7 @@ class _LogitAim:
 
     def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         logits = self.model(z)
-        return self.loss(logits, self.y), clearly_fooled(logits.detach(), self.y)
+        return self.loss(logits, self.y), fooled(self.model, z, logits, self.y)
 
     def keep(self, chosen: Tensor) -> Aim:
         return replace(self, y=self.y[chosen])
@@ -74,7 +83,7 @@ class _GamaAim:
         probabilities = logits.softmax(1)
         pull = self.weight * max(0.0, 1 - progress / self.until)
         away = (probabilities - self.guide).square().sum(1)
-        return margin(probabilities, self.y) + pull * away, clearly_fooled(logits.detach(), self.y)
+        return margin(probabilities, self.y) + pull * away, fooled(self.model, z, logits, self.y)
 
     def keep(self, chosen: Tensor) -> Aim:
         return replace(self, y=self.y[chosen], guide=self.guide[chosen])

@@ -9,18 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.goals import clearly_fooled
+from vitadel.attacks.surrogate import deployed
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
 from vitadel.types import Attack
 
-__all__ = ["Restarts", "WorstOf"]
+__all__ = ["Restarts", "WorstOf", "repeated"]
 
 
 def _standing(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
     """Which proposals do not fool the model."""
     with frozen(model), torch.no_grad():
-        return ~clearly_fooled(model(z), y)
+        return ~clearly_fooled(deployed(model)(z), y)
 
 
 def _one_after_the_other(
@@ -58,6 +59,11 @@ class Restarts:
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()
         return gradients * self.times, forwards * self.times + self.times - 1
+
+
+def repeated(attack: Attack, restarts: int) -> Attack:
+    """The attack itself where it runs once."""
+    return attack if restarts == 1 else Restarts(attack, restarts)
 
 
 @dataclass(frozen=True)

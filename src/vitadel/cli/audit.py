@@ -40,7 +40,7 @@ def audit(
 ) -> None:
     """How accurate is MODEL, and how much of that survives an attack? Writes a run folder and a report."""
     from vitadel.amounts import read_amount
-    from vitadel.attacks.presets import split_attack_list
+    from vitadel.attacks.names import split_attack_list
     from vitadel.evaluation.audit import Order, run_audit
     from vitadel.evaluation.subject import open_subject
     from vitadel.reporting import page, terminal

@@ -31,7 +31,7 @@ def plan(
 ) -> None:
     """Passes, memory and time of an audit on this machine, measured by a short probe."""
     from vitadel.amounts import read_amount
-    from vitadel.attacks.presets import split_attack_list
+    from vitadel.attacks.names import split_attack_list
     from vitadel.evaluation.audit import Order
     from vitadel.evaluation.plan import plan as estimate
     from vitadel.evaluation.subject import open_subject

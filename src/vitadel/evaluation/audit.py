@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.amounts import amount_text, read_amount
-from vitadel.attacks.presets import make, settings_of, split_attack_list
+from vitadel.attacks.names import make, split_attack_list
+from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import threat as make_threat
 from vitadel.backbones.checks import looks_like_probabilities, modules_in_train_mode
 from vitadel.data.batches import batches

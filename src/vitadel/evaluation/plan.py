@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vitadel.attacks.goals import OnLogits, gradient
-from vitadel.attacks.presets import make
+from vitadel.attacks.names import make
 from vitadel.evaluation.subject import Subject
 from vitadel.instrument.hooks import frozen
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.presets import CATALOGUE, make
+from vitadel.attacks.names import make
+from vitadel.attacks.presets import CATALOGUE
 from vitadel.attacks.threats import NORMS, threat
 from vitadel.backbones.anatomy import family_of
 from vitadel.backbones.load import load_model, zoo_names

@@ -1,0 +1,38 @@
+"""A model as only the attacker sees it: gradients come from a changed model, verdicts from the deployed one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
+
+__all__ = ["Surrogate", "deployed", "seen_through"]
+
+
+class Surrogate(nn.Module):
+    """`deployed`, run inside `change`, a `with` block around each forward pass.
+
+    Attacks climb what it returns, but `goals.fooled` and the judge ask the deployed model: an image that only fools
+    the changed one is no adversarial example.
+    """
+
+    def __init__(self, deployed: nn.Module, change: Callable[[nn.Module], AbstractContextManager[object]]) -> None:
+        super().__init__()
+        self.deployed = deployed
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.change(self.deployed):
+            logits: Tensor = self.deployed(x)
+        return logits
+
+
+def deployed(model: nn.Module) -> nn.Module:
+    """The model that judges: itself, or the one behind a surrogate."""
+    return model.deployed if isinstance(model, Surrogate) else model
+
+
+def seen_through(model: nn.Module, view: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """`view(model)`; of a surrogate, a surrogate of the view, so that verdicts still come from the deployed model."""
+    return Surrogate(view(model.deployed), model.change) if isinstance(model, Surrogate) else view(model)

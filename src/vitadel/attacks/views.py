@@ -1,0 +1,135 @@
+"""Wrappers that show an attack another model than the one there is: towards one class, or averaged over randomness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from vitadel.attacks.surrogate import deployed, seen_through
+from vitadel.errors import Mistake
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.draws import Draws
+from vitadel.types import Attack
+
+__all__ = ["Averaged", "Targeted"]
+
+
+class _Mean(nn.Module):
+    """The mean logits of several passes; only one pass's activations are held at a time."""
+
+    def __init__(self, model: nn.Module, times: int) -> None:
+        super().__init__()
+        self.model = model
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        with set_checkpoint_early_stop(False):
+            passes = [self._once(x) for _ in range(self.times)]
+        return torch.stack(passes).mean(0)
+
+    def _once(self, x: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            logits: Tensor = self.model(x)
+            return logits
+        again: Tensor = checkpoint(self.model, x, use_reentrant=False)
+        return again
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """Expectation over transformation (Athalye et al. 2018, arXiv:1707.07397): for models that answer at random.
+
+    Whatever the attack looks at, losses, gradients or verdicts, comes from the mean logits of `times` passes.
+    """
+
+    attack: Attack
+    times: int = 20
+
+    def __post_init__(self) -> None:
+        if self.times < 1:
+            raise Mistake(f"eot needs at least 1 pass to average, got {self.times}")
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        return self.attack(seen_through(model, lambda inner: _Mean(inner, self.times)), x, y, draws)
+
+    def passes(self) -> tuple[int, int]:
+        gradients, forwards = self.attack.passes()
+        # A pass with a gradient is run once more for it, instead of keeping the activations of all passes.
+        return gradients * self.times, (forwards + gradients) * self.times
+
+
+class _OneAgainstTheRest(nn.Module):
+    """Two logits: the best of all other classes, and the target's; `fooled` then means that the target is reached."""
+
+    def __init__(self, model: nn.Module, target: int) -> None:
+        super().__init__()
+        self.model = model
+        self.target = target
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model(x)
+        rest = logits.index_fill(1, torch.tensor([self.target], device=logits.device), -torch.inf).amax(1)
+        return torch.stack([rest, logits[:, self.target]], dim=1)
+
+
+_RULES: dict[str, Callable[[Tensor, Draws], Tensor]] = {
+    "next": lambda ranked, draws: ranked[:, 0],
+    "least": lambda ranked, draws: ranked[:, -1],
+    "random": lambda ranked, draws: _pick(ranked, draws.stream("target").uniform()),
+}
+
+
+def _pick(ranked: Tensor, lot: Tensor) -> Tensor:
+    place = (lot * ranked.shape[1]).long().clamp(max=ranked.shape[1] - 1)
+    return ranked.gather(1, place[:, None]).squeeze(1)
+
+
+@dataclass(frozen=True)
+class Targeted:
+    """Run an attack towards a class, the same for all samples (its number) or one for each (a rule).
+
+    `next` is the likeliest wrong class of the clean image, `least` the least likely one, `random` any wrong one. The
+    attack is shown two classes, the target and the best of the rest, so it works around every attack; samples with
+    the same target run together.
+    """
+
+    attack: Attack
+    target: int | str = "least"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.target, str) and self.target not in _RULES:
+            raise Mistake(f"unknown target {self.target!r}; give the number of a class, or {', '.join(_RULES)}")
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        draws = Draws.of_pixels(x) if draws is None else draws
+        target = self._targets(model, x.detach(), y, draws)
+        found = x.detach().clone()
+        for each in target.unique().tolist():
+            (place,) = torch.where(target == each)
+            view = seen_through(model, partial(_OneAgainstTheRest, target=each))
+            found[place] = self.attack(view, x[place], torch.zeros_like(y[place]), draws[place])
+        return found
+
+    def _targets(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws) -> Tensor:
+        with frozen(model), torch.no_grad():
+            logits = deployed(model)(x)
+        if isinstance(self.target, str):
+            order = logits.scatter(1, y[:, None], torch.inf).argsort(dim=1, descending=True, stable=True)
+            return _RULES[self.target](order[:, 1:], draws)
+        if not 0 <= self.target < logits.shape[1]:
+            raise Mistake(f"target {self.target} is no class: the model has {logits.shape[1]}, numbered from 0")
+        if bool((y == self.target).any()):
+            raise Mistake(
+                f"target {self.target} is the label of {int((y == self.target).sum())} of the samples, so there is "
+                f"nothing to reach; leave that class out, or choose a target by rule: {', '.join(_RULES)}"
+            )
+        return torch.full_like(y, self.target)
+
+    def passes(self) -> tuple[int, int]:
+        gradients, forwards = self.attack.passes()
+        return gradients, forwards + 1
