@@ -11,7 +11,19 @@ if TYPE_CHECKING:
 
     from vitadel.runtime.draws import Draws
 
-__all__ = ["Aim", "Attack", "Calibrated", "Goal", "Loss", "Source", "Step", "Stepper", "Threat"]
+__all__ = [
+    "Aim",
+    "Attack",
+    "Calibrated",
+    "Explaining",
+    "Goal",
+    "Loss",
+    "OwnRules",
+    "Source",
+    "Step",
+    "Stepper",
+    "Threat",
+]
 
 Loss = Callable[["Tensor", "Tensor"], "Tensor"]
 """(logits, labels) -> one value per sample; larger is worse for the model."""
@@ -45,6 +57,26 @@ class Calibrated(Protocol):
 
     def prepared(self, model: nn.Module, calibration: Iterable[tuple[Tensor, Tensor]], seed: int = 0) -> Attack:
         """The attack ready to run; `calibration` gives batches (pixels, labels) and can be gone through repeatedly."""
+        ...
+
+
+@runtime_checkable
+class Explaining(Protocol):
+    """An attack that has more to tell about each sample than the image it proposes."""
+
+    def explain(
+        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What `__call__` returns, and notes: one value per sample under each name."""
+        ...
+
+
+@runtime_checkable
+class OwnRules(Protocol):
+    """An attack whose budget is not the norm ball it was made with: patches, for one."""
+
+    def rules(self, model: nn.Module, x: Tensor) -> Threat:
+        """The threat that its proposals obey and are judged by."""
         ...
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.goals import OnLogits, fooled, gradient
-from vitadel.attacks.losses import dlr, targeted_dlr
+from vitadel.attacks.losses import dlr, lead, targeted_dlr
 from vitadel.attacks.threats import L1, Linf
 from vitadel.attacks.wrappers import repeated
 from vitadel.backbones.checks import check_pixels
@@ -331,14 +331,14 @@ def _without_wrong_from_the_start(standing: _Standing, best: Tensor) -> _Standin
     return standing.keep(~fooled)
 
 
-def _lead(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
+def _targeted(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
     """The targeted DLR loss, and below four classes the plain difference of the two logits.
 
     With three, the ratio is constant while the target comes last: its slope would be nothing but rounding errors.
     """
     if logits.shape[1] > 3:
         return targeted_dlr(logits, y, target)
-    return (logits.gather(1, target[:, None]) - logits.gather(1, y[:, None])).squeeze(1)
+    return lead(logits, y, target)
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ class _TargetedAim:
 
     def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         logits = self.model(z)
-        return _lead(logits, self.y, self.target), fooled(self.model, z, logits, self.y)
+        return _targeted(logits, self.y, self.target), fooled(self.model, z, logits, self.y)
 
     def keep(self, chosen: Tensor) -> Aim:
         return replace(self, y=self.y[chosen], target=self.target[chosen])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["cross_entropy", "dlr", "margin", "rescaled_cross_entropy", "targeted_dlr"]
+__all__ = ["cross_entropy", "dlr", "lead", "margin", "rescaled_cross_entropy", "targeted_dlr"]
 
 _TINY = 1e-12
 
@@ -38,13 +38,17 @@ def targeted_dlr(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
 
     The denominator needs a fourth class; with three it is that of `dlr`, with two the difference itself.
     """
-    gain = (logits.gather(1, target[:, None]) - logits.gather(1, y[:, None])).squeeze(1)
     classes = logits.shape[1]
     if classes < 3:
-        return gain
+        return lead(logits, y, target)
     ranked = logits.sort(dim=1, descending=True).values
     low = ranked[:, 2] if classes == 3 else (ranked[:, 2] + ranked[:, 3]) / 2
-    return gain / (ranked[:, 0] - low + _TINY)
+    return lead(logits, y, target) / (ranked[:, 0] - low + _TINY)
+
+
+def lead(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
+    """How far the target's logit is above the label's."""
+    return (logits.gather(1, target[:, None]) - logits.gather(1, y[:, None])).squeeze(1)
 
 
 def rescaled_cross_entropy(logits: Tensor, y: Tensor, gap: float = 10.0) -> Tensor:

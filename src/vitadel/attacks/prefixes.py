@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vitadel.attacks.aas import aas, aas_bpda, aas_paper, scale
 from vitadel.attacks.views import Averaged, Targeted
 from vitadel.types import Attack
 
@@ -40,6 +41,10 @@ def targeted(attack: Attack, target: str = "least") -> Attack:
 
 
 PREFIXES: dict[str, Prefix] = {
+    "aas": Prefix(aas, "through attention scaled by adaptive factors (Jain & Dutta 2024)", needs_vit=True),
+    "aas-bpda": Prefix(aas_bpda, "the same, with only the gradients scaled", needs_vit=True),
+    "aas-paper": Prefix(aas_paper, "the same by the letter of the paper, for comparison", needs_vit=True),
+    "scale": Prefix(scale, "through attention scaled by one factor", "factor", needs_vit=True),
     "eot": Prefix(eot, "expectation over randomness: every pass is the mean of several (Athalye et al. 2018)", "times"),
     "targeted": Prefix(targeted, "towards a class: its number, or next, least, random", "target"),
 }

@@ -10,6 +10,7 @@ from functools import partial
 
 from vitadel.attacks import losses
 from vitadel.attacks.apgd import apgd_ce, apgd_dlr, apgd_t
+from vitadel.attacks.autoattack import autoattack, autoattack_plus, autoattack_rand
 from vitadel.attacks.fab import fab, fab_t
 from vitadel.attacks.goals import Gama, OnLogits
 from vitadel.attacks.losses import margin
@@ -108,4 +109,7 @@ CATALOGUE: dict[str, Preset] = {
     "fab": Preset(fab, "along the decision boundary to its nearest point (Croce & Hein 2020)"),
     "fab-t": Preset(fab_t, "the same for one likely wrong class after the other, cheaper for many classes"),
     "square": Preset(square, "random search without gradients (Andriushchenko et al. 2020)", exact=False),
+    "autoattack": Preset(autoattack, "apgd-ce, apgd-t, fab-t and square, one after the other (Croce & Hein 2020)"),
+    "autoattack-plus": Preset(autoattack_plus, "six attacks, five restarts of the untargeted ones"),
+    "autoattack-rand": Preset(autoattack_rand, "for models that answer at random: apgd over the mean of 20 passes"),
 }

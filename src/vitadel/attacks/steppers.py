@@ -9,7 +9,7 @@ from torch import Tensor
 from vitadel.attacks.threats import Linf
 from vitadel.types import Step, Threat
 
-__all__ = ["Dropping", "Fading", "Momentum", "Steepest", "usual_length"]
+__all__ = ["Dropping", "Fading", "Momentum", "Scripted", "Steepest", "usual_length"]
 
 
 def usual_length(threat: Threat, steps: int) -> float:
@@ -43,6 +43,16 @@ class Steepest:
     def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
         length = usual_length(threat, steps) if self.length is None else self.length
         return _Along(threat, (length,) * steps)
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """Steepest steps whose lengths are given one by one, in units of eps."""
+
+    lengths: tuple[float, ...]
+
+    def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
+        return _Along(threat, tuple(length * threat.eps for length in self.lengths))
 
 
 @dataclass(frozen=True)

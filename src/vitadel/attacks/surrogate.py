@@ -7,17 +7,35 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
-__all__ = ["Surrogate", "deployed", "seen_through"]
+__all__ = ["Changed", "Surrogate", "deployed", "seen_through"]
+
+
+Change = Callable[[nn.Module], AbstractContextManager[object]]
+"""A `with` block around each forward pass of a model."""
+
+
+class Changed(nn.Module):
+    """A model run inside `change`, and taken for a model of its own: what it calls fooled counts as fooled."""
+
+    def __init__(self, model: nn.Module, change: Change) -> None:
+        super().__init__()
+        self.model = model
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.change(self.model):
+            logits: Tensor = self.model(x)
+        return logits
 
 
 class Surrogate(nn.Module):
-    """`deployed`, run inside `change`, a `with` block around each forward pass.
+    """`deployed`, run inside `change`.
 
     Attacks climb what it returns, but `goals.fooled` and the judge ask the deployed model: an image that only fools
     the changed one is no adversarial example.
     """
 
-    def __init__(self, deployed: nn.Module, change: Callable[[nn.Module], AbstractContextManager[object]]) -> None:
+    def __init__(self, deployed: nn.Module, change: Change) -> None:
         super().__init__()
         self.deployed = deployed
         self.change = change

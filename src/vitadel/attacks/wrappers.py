@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,10 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
 from vitadel.types import Attack
 
-__all__ = ["Restarts", "WorstOf", "repeated"]
+__all__ = ["MEMBER", "Restarts", "WorstOf", "repeated"]
+
+MEMBER = "member"
+"""The stream of draws that a member of an ensemble gets, with its number."""
 
 
 def _standing(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
@@ -68,16 +71,30 @@ def repeated(attack: Attack, restarts: int) -> Attack:
 
 @dataclass(frozen=True)
 class WorstOf:
-    """Several attacks, each on the samples that the ones before it left standing: the pointwise worst case."""
+    """Several attacks, each on the samples that the ones before it left standing: the pointwise worst case.
+
+    `names` say what each is called in results; `audit` runs the members as stages of their own, with the same draws.
+    """
 
     attacks: tuple[Attack, ...]
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.attacks:
             raise Mistake("a worst case needs at least one attack")
+        if self.names and len(self.names) != len(self.attacks):
+            raise Mistake(f"{len(self.attacks)} attacks need as many names, got {len(self.names)}")
+
+    @classmethod
+    def named(cls, attacks: Mapping[str, Attack]) -> WorstOf:
+        return cls(tuple(attacks.values()), tuple(attacks))
+
+    def members(self) -> list[tuple[str, Attack]]:
+        names = self.names or tuple(str(number) for number in range(len(self.attacks)))
+        return list(zip(names, self.attacks, strict=True))
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        crew = [(attack, "member", number) for number, attack in enumerate(self.attacks)]
+        crew = [(attack, MEMBER, number) for number, attack in enumerate(self.attacks)]
         return _one_after_the_other(crew, model, x, y, draws)
 
     def passes(self) -> tuple[int, int]:

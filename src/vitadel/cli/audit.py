@@ -24,6 +24,12 @@ def audit(
     independent: Annotated[
         bool, typer.Option("--independent", help="every attack sees all correct samples, not only those still standing")
     ] = False,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="data that aas+ and patches-learned may study; else the training split or what --limit leaves out"
+        ),
+    ] = None,
     weights: options.Weights = None,
     num_classes: options.NumClasses = None,
     mean: options.Mean = None,
@@ -47,7 +53,9 @@ def audit(
     from vitadel.runtime.processes import join_processes
 
     names = tuple(split_attack_list(attacks))
-    order = Order(names, read_amount(eps, "eps"), norm, limit, batch_size, seed, independent, precision, skip_bad)
+    order = Order(
+        names, read_amount(eps, "eps"), norm, limit, batch_size, seed, independent, precision, skip_bad, calibration
+    )
     processes = join_processes(device)
     chosen = options.model_options(weights, num_classes, mean, std, input_size, small_images)
     subject = open_subject(model, data, data_root=data_root, model_options=chosen, skip_bad=skip_bad)

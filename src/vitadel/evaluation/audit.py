@@ -23,6 +23,7 @@ from vitadel.backbones.checks import looks_like_probabilities, modules_in_train_
 from vitadel.data.batches import batches
 from vitadel.data.checks import BadSample, left_out
 from vitadel.errors import Interrupted, Mistake
+from vitadel.evaluation.calibration import calibrated
 from vitadel.evaluation.ledger import FolderLedger, MemoryLedger
 from vitadel.evaluation.results import SCHEMA, Tally, samples_table
 from vitadel.evaluation.stages import PRECISIONS, Bench, attack_stage, clean_stage
@@ -32,7 +33,7 @@ from vitadel.runtime.draws import Draws
 from vitadel.runtime.environment import environment
 from vitadel.runtime.processes import Processes, join_processes
 from vitadel.runtime.rundir import RunFolder, open_run, write_atomically, write_json
-from vitadel.types import Attack, Source, Threat
+from vitadel.types import Attack, Calibrated, OwnRules, Source, Threat
 from vitadel.version import __version__
 
 __all__ = ["DEFAULT_ATTACKS", "DEFAULT_DATA", "DEFAULT_MODEL", "Order", "Outcome", "audit", "run_audit"]
@@ -60,6 +61,7 @@ class Order:
     independent: bool = False
     precision: str = "fp32"
     skip_bad: bool = False
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         twice = sorted({name for name in self.attacks if self.attacks.count(name) > 1})
@@ -114,6 +116,7 @@ def audit(
     independent: bool = False,
     precision: str = "fp32",
     skip_bad: bool = False,
+    calibration: str | None = None,
     device: str = "auto",
     data_root: str | Path | None = None,
     model_options: Mapping[str, Any] | None = None,
@@ -126,7 +129,7 @@ def audit(
     """
     names = tuple(split_attack_list(attacks) if isinstance(attacks, str) else attacks)
     budget = read_amount(eps, "eps")
-    order = Order(names, budget, norm, limit, batch_size, seed, independent, precision, skip_bad)
+    order = Order(names, budget, norm, limit, batch_size, seed, independent, precision, skip_bad, calibration)
     processes = join_processes(device)
     subject = open_subject(model, data, data_root=data_root, model_options=model_options, skip_bad=skip_bad)
     return run_audit(subject, order, processes, out=out, resume=resume).results
@@ -198,10 +201,15 @@ def _run(
         for number, (name, attack) in enumerate(crew):
             if run and main:
                 write_json(run.path / "results.json", results)
-            exposed = tally.index[tally.correct if order.independent else tally.standing]
-            pieces = attack_stage(bench, f"{number:02d} {name}", attack, order.threat, exposed)
+            if isinstance(attack, Calibrated):
+                attack = calibrated(attack, bench, subject, indices, order.calibration)
+                crew[number] = name, attack
+            own_rules = isinstance(attack, OwnRules)
+            alone = order.independent or own_rules
+            exposed = tally.index[tally.correct if alone else tally.standing]
+            legs = attack_stage(bench, f"{number:02d} {name}", attack, order.threat, exposed)
             told = {**settings_of(attack), "norm": order.norm, "eps": settings["eps"], "seed": order.seed}
-            tally.add(name, told, pieces, order.independent)
+            tally.add(name, told, legs, alone=alone, own_rules=own_rules)
             results = _results(subject, order, tally, settings, findings)
         results["complete"] = True
         if run and main:

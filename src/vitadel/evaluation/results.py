@@ -14,9 +14,11 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from vitadel.attacks.aas import PAPER_STYLE
 from vitadel.data.checks import BadSample
 from vitadel.evaluation.intervals import share
 from vitadel.evaluation.ledger import Piece
+from vitadel.evaluation.stages import NOTE, Leg
 
 __all__ = ["SCHEMA", "Tally", "samples_table"]
 
@@ -32,6 +34,7 @@ class Tally:
     prediction: Tensor
     bad: list[dict[str, Any]]
     held: dict[str, Tensor] = field(default_factory=dict)
+    outside: set[str] = field(default_factory=set)  # attacks by rules of their own
     entries: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -52,43 +55,88 @@ class Tally:
     def standing(self) -> Tensor:
         """Correct when clean and not broken by any attack so far."""
         standing = self.correct
-        for held in self.held.values():
-            standing = standing & held
+        for name, held in self.held.items():
+            if name not in self.outside:
+                standing = standing & held
         return standing
 
-    def add(self, name: str, settings: dict[str, object], pieces: Sequence[Piece], independent: bool) -> None:
-        """Take in an attack's verdicts. Samples it did not see keep the verdict that kept them from it."""
-        before = self.correct if independent else self.standing
-        held = before.clone()
-        seen = np.concatenate([piece["index"] for piece in pieces] or [np.empty(0, np.int64)])
+    def add(self, name: str, settings: dict[str, object], legs: Sequence[Leg], *, alone: bool, own_rules: bool) -> None:
+        """Take in an attack's verdicts. Samples it did not see keep the verdict that kept them from it.
+
+        `alone`: it was shown all correct samples, not only those still standing. With `own_rules` its budget is
+        another one than the audit's, so it is no part of the worst case.
+        """
+        before = self.correct if alone else self.standing
+        seen = np.concatenate([piece["index"] for piece in legs[0].pieces] or [np.empty(0, np.int64)])
         assert seen.tolist() == self.index[before].tolist(), "an attack must be told about every exposed sample"
-        for piece in pieces:
-            rows = torch.searchsorted(self.index, torch.from_numpy(piece["index"].astype(np.int64)))
-            held[rows] = torch.from_numpy(piece["held"])
+        held = torch.zeros_like(before)
+        held[torch.searchsorted(self.index, legs[-1].held)] = True
         self.held[name] = held
-        self.entries.append(
-            {
-                "name": name,
-                "settings": settings,
-                **share(int(held.sum()), len(held), "held", "robust_accuracy"),
-                "counts": "this attack alone" if independent else "after this and all earlier attacks",
-                "attacked": int(before.sum()),
-                "void": sum(int(piece["void"].sum()) for piece in pieces),
-                "gradient_calls": sum(int(piece["gradients"]) for piece in pieces),
-                "forward_calls": sum(int(piece["forwards"]) for piece in pieces),
-                "seconds": round(sum(float(piece["seconds"]) for piece in pieces), 3),
-                "judged_on": "deployed model",
-                "paper_style": None,
-            }
-        )
+        if own_rules:
+            self.outside.add(name)
+        pieces = [piece for leg in legs for piece in leg.pieces]
+        entry = {
+            "name": name,
+            "settings": settings,
+            **share(int(held.sum()), len(held), "held", "robust_accuracy"),
+            "counts": _counts(alone, own_rules),
+            "attacked": int(before.sum()),
+            **_costs(pieces),
+            "judged_on": "deployed model",
+            "paper_style": _paper_style(pieces),
+        }
+        if len(legs) > 1:
+            entry["members"] = [
+                {"name": leg.name, "attacked": _size(leg.pieces, "index"), "broken": _broken(leg), **_costs(leg.pieces)}
+                for leg in legs
+            ]
+        self.entries.append(entry)
 
     def summary(self) -> dict[str, Any]:
-        n = len(self.index)
+        n, by_the_rules = len(self.index), self.held.keys() - self.outside
+        worst = share(int(self.standing.sum()), n, "held", "robust_accuracy") if by_the_rules else None
         return {
             "clean": share(int(self.correct.sum()), n, "correct", "accuracy"),
             "attacks": self.entries,
-            "worst_case": share(int(self.standing.sum()), n, "held", "robust_accuracy") if self.held else None,
+            "worst_case": worst,
         }
+
+
+def _counts(alone: bool, own_rules: bool) -> str:
+    if own_rules:
+        return "this attack alone, by its own rules; no part of the worst case"
+    return "this attack alone" if alone else "after this and all earlier attacks"
+
+
+def _size(pieces: Sequence[Piece], name: str) -> int:
+    return sum(int(piece[name].size) for piece in pieces)
+
+
+def _broken(leg: Leg) -> int:
+    return _size(leg.pieces, "index") - len(leg.held)
+
+
+def _costs(pieces: Sequence[Piece]) -> dict[str, Any]:
+    return {
+        "void": sum(int(piece["void"].sum()) for piece in pieces),
+        "gradient_calls": sum(int(piece["gradients"]) for piece in pieces),
+        "forward_calls": sum(int(piece["forwards"]) for piece in pieces),
+        "seconds": round(sum(float(piece["seconds"]) for piece in pieces), 3),
+    }
+
+
+def _paper_style(pieces: Sequence[Piece]) -> dict[str, Any] | None:
+    """What the authors of an attack on a changed model would have reported: that model's accuracy under attack."""
+    name = f"{NOTE}{PAPER_STYLE}"
+    verdicts = [piece[name] for piece in pieces if name in piece]
+    if not verdicts:
+        return None
+    right = np.concatenate(verdicts)
+    return {
+        **share(int(right.sum()), len(right), "held", "robust_accuracy"),
+        "remark": "of the attacked samples, judged on the rescaled model instead of the deployed one: "
+        "not a robustness estimate",
+    }
 
 
 def samples_table(tally: Tally) -> bytes:

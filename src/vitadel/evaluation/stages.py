@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitadel.attacks.wrappers import MEMBER, WorstOf
 from vitadel.backbones.checks import check_logits
 from vitadel.data.batches import Batch, batches
 from vitadel.data.preprocess import Preprocess
@@ -27,9 +28,12 @@ from vitadel.evaluation.metering import metered
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
 from vitadel.runtime.progress import FOUND_AGAIN, progress
-from vitadel.types import Attack, Source, Threat
+from vitadel.types import Attack, Explaining, OwnRules, Source, Threat
 
-__all__ = ["PRECISIONS", "Bench", "attack_stage", "clean_stage"]
+__all__ = ["NOTE", "PRECISIONS", "Bench", "Leg", "attack_stage", "clean_stage"]
+
+NOTE = "note:"
+"""How the arrays of a piece are called that hold an attack's notes."""
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -119,8 +123,40 @@ def clean_stage(bench: Bench, indices: Tensor) -> list[Piece]:
     return _run_stage(bench, "clean", indices, work, lambda piece: "")
 
 
-def attack_stage(bench: Bench, stage: str, attack: Attack, threat: Threat, standing: Tensor) -> list[Piece]:
-    """Attack the standing samples; every success is judged on the untouched model."""
+@dataclass(frozen=True)
+class Leg:
+    """What one attack did, or one member of an ensemble: verdicts, notes and costs in pieces."""
+
+    name: str
+    pieces: list[Piece]
+
+    @property
+    def held(self) -> Tensor:
+        """The samples that it left standing, by their indices."""
+        kept = [piece["index"][piece["held"]].astype(np.int64) for piece in self.pieces]
+        return torch.from_numpy(np.concatenate(kept or [np.empty(0, np.int64)]))
+
+
+def attack_stage(bench: Bench, stage: str, attack: Attack, threat: Threat, standing: Tensor) -> list[Leg]:
+    """Attack the standing samples; of an ensemble, one member after the other, each on what all batches have left."""
+    if not isinstance(attack, WorstOf):
+        return [Leg("", _one_attack(bench, stage, attack, threat, standing, lambda draws: draws))]
+    legs: list[Leg] = []
+    for number, (name, member) in enumerate(attack.members()):
+        standing = legs[-1].held if legs else standing
+        pieces = _one_attack(bench, f"{stage} {name}", member, threat, standing, _member_stream(number))
+        legs.append(Leg(name, pieces))
+    return legs
+
+
+def _member_stream(number: int) -> Callable[[Draws], Draws]:
+    return lambda draws: draws.stream(MEMBER, number)
+
+
+def _one_attack(
+    bench: Bench, stage: str, attack: Attack, threat: Threat, standing: Tensor, stream: Callable[[Draws], Draws]
+) -> list[Piece]:
+    """Every success is judged on the untouched model."""
     broken = 0
 
     def work(batch: Batch) -> Piece:
@@ -130,16 +166,22 @@ def attack_stage(bench: Bench, stage: str, attack: Attack, threat: Threat, stand
                 f"{lost.name} could be read for the clean accuracy and cannot be read now: {lost.reason}. "
                 "Restore it and go on with --resume."
             )
-        draws = Draws.of_samples(bench.seed, batch.indices, bench.processes.device)
+        draws = stream(Draws.of_samples(bench.seed, batch.indices, bench.processes.device))
+        notes: dict[str, Tensor] = {}
         with bench.arithmetic(), metered(bench.model) as cost:
-            z = attack(bench.model, batch.x, batch.y, draws)
-            verdict = judge(bench.model, threat, batch.x, z, batch.y)
+            if isinstance(attack, Explaining):
+                z, notes = attack.explain(bench.model, batch.x, batch.y, draws)
+            else:
+                z = attack(bench.model, batch.x, batch.y, draws)
+            rules = attack.rules(bench.model, batch.x) if isinstance(attack, OwnRules) else threat
+            verdict = judge(bench.model, rules, batch.x, z, batch.y)
         return {
             "index": batch.indices.cpu().numpy(),
             "held": verdict.held.cpu().numpy(),
             "void": verdict.void.cpu().numpy(),
             "gradients": np.asarray(cost.gradients),
             "forwards": np.asarray(cost.forwards),
+            **{f"{NOTE}{name}": values.cpu().numpy() for name, values in notes.items()},
         }
 
     def tally(piece: Piece) -> str:

@@ -31,6 +31,8 @@ class Subject:
     model_spec: str
     source: Source
     data_spec: str
+    data_root: str | Path | None = None
+    given_as_object: bool = False  # the data set; then `data_spec` is no name to open anything by
 
     @cached_property
     def preprocess(self) -> Preprocess:
@@ -92,5 +94,6 @@ def open_subject(
         classifier = model if isinstance(model, Classifier) else wrap(model)
         model_spec = classifier.record.name
     if isinstance(data, str):
-        return Subject(classifier, model_spec, open_dataset(data, root=data_root, skip_bad=skip_bad), data)
-    return Subject(classifier, model_spec, data, repr(data))
+        source = open_dataset(data, root=data_root, skip_bad=skip_bad)
+        return Subject(classifier, model_spec, source, data, data_root)
+    return Subject(classifier, model_spec, data, repr(data), data_root, given_as_object=True)

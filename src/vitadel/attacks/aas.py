@@ -1,0 +1,258 @@
+"""Adaptive attention scaling: attack through softened attention (Jain & Dutta, CVPR 2024).
+
+Saturated softmax attention passes hardly any gradient. The paper scales the scores of every attention by factors that
+move the features as far as possible from the original model's, and attacks the model so changed. It seems to judge
+success on that changed model too, which says nothing about the one in use. Here proposals count on the deployed model
+only, joined with the plain attack, and the paper's way of counting is a note beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.goals import clearly_fooled, gradient
+from vitadel.attacks.losses import cross_entropy
+from vitadel.attacks.pgd import PGD
+from vitadel.attacks.surrogate import Changed, Surrogate, deployed, seen_through
+from vitadel.backbones.anatomy import attentions_of
+from vitadel.backbones.checks import check_pixels
+from vitadel.errors import Mistake
+from vitadel.instrument.attention import scaled_attention
+from vitadel.instrument.features import block_features
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.draws import Draws
+from vitadel.types import Attack, Threat
+
+__all__ = ["AAS", "DISTANCES", "PAPER_STYLE", "Rescaled", "eq3_distance", "lpips_distance"]
+
+PAPER_STYLE = "paper_style"
+"""The note of an attack on a changed model: whether that model still gives the label."""
+
+_SMALLEST, _LARGEST = 1e-7, 1.0
+_GRID = (0.1, 0.01, 0.001)  # the paper's manual scales that are worth trying beside the ascent's result
+_PROBE_STEPS = 10
+
+
+def lpips_distance(features: Sequence[Tensor], reference: Sequence[Tensor]) -> Tensor:
+    """How far features are from a reference, per sample, in the manner of LPIPS (Zhang et al. 2018).
+
+    Every token is normalised over channels and every layer divided by the root of its number of tokens, so that
+    neither layers with large features nor those with many tokens count more.
+    """
+    total: Tensor | float = 0.0
+    for ours, theirs in zip(features, reference, strict=True):
+        ours, theirs = _tokens(ours), _tokens(theirs)
+        difference = nn.functional.normalize(ours, dim=-1) - nn.functional.normalize(theirs, dim=-1)
+        total = total + difference.square().sum((1, 2)) / ours.shape[1]
+    # The root has no slope at zero, which is where an unscaled model stands.
+    return (torch.as_tensor(total) + 1e-24).sqrt()
+
+
+def eq3_distance(features: Sequence[Tensor], reference: Sequence[Tensor]) -> Tensor:
+    """The paper's equation 3, per sample: differences over the product of both lengths, summed over layers."""
+    total: Tensor | float = 0.0
+    for ours, theirs in zip(features, reference, strict=True):
+        ours, theirs = ours.flatten(1), theirs.flatten(1)
+        away = ((ours - theirs).square().sum(1) + 1e-24).sqrt()
+        total = total + away / (ours.norm(dim=1) * theirs.norm(dim=1)).clamp(min=1e-12)
+    return torch.as_tensor(total)
+
+
+def _tokens(features: Tensor) -> Tensor:
+    """(batch, tokens, channels), whatever the family calls its tokens."""
+    return features.flatten(1, -2) if features.ndim > 2 else features[:, None]
+
+
+Calibration = Iterable[tuple[Tensor, Tensor]]
+Distance = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+DISTANCES: dict[str, Distance] = {"lpips": lpips_distance, "eq3": eq3_distance}
+
+
+@dataclass(frozen=True)
+class Rescaled:
+    """An attack on the model with scaled attention, then the plain one on the samples that still stand.
+
+    `factors`: one number, or one per softmax attention. With `backward_only` the forward pass stays that of the
+    deployed model and only gradients pass through scaled attention. With `literal` the search, too, takes the scaled
+    model for the one to fool, as in the paper. The plain attack draws what it would draw alone, so the two together
+    are never weaker than it.
+    """
+
+    attack: Attack
+    factors: float | tuple[float, ...] = 0.01
+    backward_only: bool = False
+    literal: bool = False
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        return self.explain(model, x, y, draws)[0]
+
+    def explain(
+        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        check_pixels(x)
+        attentions_of(model)  # a model without attention is refused before anything is spent on it
+        draws = Draws.of_pixels(x) if draws is None else draws
+        # With scaled gradients only, the outputs are the deployed model's and need no second look.
+        same_verdicts = self.literal or self.backward_only
+        view = seen_through(model, self._changed) if same_verdicts else Surrogate(deployed(model), self._change)
+        z = self.attack(view, x, y, draws.stream("rescaled"))
+        with frozen(model), torch.no_grad():
+            with scaled_attention(model, self.factors):
+                notes = {PAPER_STYLE: deployed(model)(z).argmax(1) == y}
+            standing = (~clearly_fooled(deployed(model)(z), y)).nonzero().squeeze(1)
+        if len(standing):
+            z[standing] = self.attack(model, x[standing], y[standing], draws[standing])
+        return z, notes
+
+    def _change(self, model: nn.Module) -> AbstractContextManager[None]:
+        return scaled_attention(model, self.factors, backward_only=self.backward_only)
+
+    def _changed(self, model: nn.Module) -> nn.Module:
+        return Changed(model, self._change)
+
+    def passes(self) -> tuple[int, int]:
+        gradients, forwards = self.attack.passes()
+        # Every look at the scaled model may need one at the deployed model.
+        return 2 * gradients, 3 * forwards + gradients + 2
+
+
+@dataclass(frozen=True)
+class AAS:
+    """Find universal factors on calibration images, then attack through them.
+
+    The sound reading: ascent of the logarithm of the factors, steps of `pace` decades along the normalised gradient,
+    `steps` on each batch, from one random start; the reference is always the original model. With `select` the result
+    competes with uniform factors of 0.1, 0.01 and 0.001: the factors are taken whose 10-step PGD hurts the deployed
+    model most. `literal` is algorithm 1 as printed: additive normal noise on every batch, raw gradients of equation 3,
+    and a reference that drifts along.
+    """
+
+    attack: Attack
+    backward_only: bool = False
+    literal: bool = False
+    images: int = 1280
+    steps: int = 10
+    pace: float = 0.3
+    distance: str = "lpips"
+    select: bool = True
+
+    def __post_init__(self) -> None:
+        if self.distance not in DISTANCES:
+            raise Mistake(f"unknown distance {self.distance!r}; allowed: {', '.join(DISTANCES)}")
+        if min(self.images, self.steps) < 1:
+            raise Mistake(f"aas needs at least 1 calibration image and 1 step, got {self.images} and {self.steps}")
+
+    @property
+    def calibration_images(self) -> int:
+        return self.images
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        raise Mistake(
+            "aas must find its factors on calibration images first, which are not the attacked ones: call "
+            "attack.prepared(model, [(images, labels), ...]) and use what it returns; `vitadel audit` does so by itself"
+        )
+
+    def prepared(self, model: nn.Module, calibration: Calibration, seed: int = 0) -> Rescaled:
+        """The attack through the factors found; the labels only serve `select`."""
+        draws = Draws.of_samples(seed, [0]).stream("aas factors")
+        with frozen(model):
+            find = self._literal_ascent if self.literal else self._ascent
+            factors = find(model, calibration, draws)
+            if self.select and not self.literal:
+                factors = self._most_harmful(model, calibration, factors, seed)
+        return Rescaled(self.attack, factors, self.backward_only, self.literal)
+
+    def passes(self) -> tuple[int, int]:
+        return Rescaled(self.attack).passes()
+
+    def _ascent(self, model: nn.Module, calibration: Calibration, draws: Draws) -> tuple[float, ...]:
+        count = len(attentions_of(model))
+        low, high = math.log10(_SMALLEST), math.log10(_LARGEST)
+        decades = -2 * draws.uniform(count)[0].double()
+        for x, _ in calibration:
+            reference = _features(model, x, 1.0)
+            for _ in range(self.steps):
+                slope = self._slope(model, x, reference, decades, as_decades=True)
+                step = slope / slope.abs().max().clamp(min=1e-30)
+                decades = (decades + self.pace * step).clamp(low, high)
+        return tuple((10**decades).tolist())
+
+    def _literal_ascent(self, model: nn.Module, calibration: Calibration, draws: Draws) -> tuple[float, ...]:
+        factors = torch.ones(len(attentions_of(model)), dtype=torch.float64)
+        for turn, (x, _) in enumerate(calibration):
+            reference = _features(model, x, tuple(factors.tolist()))
+            delta = draws.stream("noise", turn).normal(len(factors))[0].double()
+            for _ in range(self.steps):
+                here = (factors + delta).clamp(_SMALLEST, _LARGEST)
+                delta = delta + self._slope(model, x, reference, here, as_decades=False)
+            factors = (factors + delta).clamp(_SMALLEST, _LARGEST)
+        return tuple(factors.tolist())
+
+    def _slope(
+        self, model: nn.Module, x: Tensor, reference: Sequence[Tensor], at: Tensor, *, as_decades: bool
+    ) -> Tensor:
+        """The gradient of the mean distance, with respect to factors or to their decimal logarithms."""
+        with torch.enable_grad():
+            free = at.detach().to(x.device).clone().requires_grad_()
+            factors = 10**free if as_decades else free
+            with scaled_attention(model, factors), block_features(model) as features:
+                model(x)
+            distance = eq3_distance if self.literal else DISTANCES[self.distance]
+            return gradient(distance(features, reference).mean(), free).detach().cpu()
+
+    def _most_harmful(
+        self, model: nn.Module, calibration: Calibration, found: tuple[float, ...], seed: int
+    ) -> tuple[float, ...]:
+        """By the loss of the deployed model after a short PGD through each candidate, on the first batch."""
+        x, y = next(iter(calibration))
+        candidates = [found, *((factor,) * len(found) for factor in _GRID)]
+        losses = [self._harm(model, x, y, candidate, seed) for candidate in candidates]
+        return candidates[losses.index(max(losses))]
+
+    def _harm(self, model: nn.Module, x: Tensor, y: Tensor, factors: tuple[float, ...], seed: int) -> float:
+        through = Rescaled(self.attack, factors, self.backward_only)
+        probe = PGD(_ball_of(self.attack), steps=_PROBE_STEPS, stop_when_fooled=False)
+        z = probe(Surrogate(model, through._change), x, y, Draws.of_samples(seed, range(len(x)), x.device))
+        with torch.no_grad():
+            return float(cross_entropy(model(z), y).double().mean())
+
+
+def _features(model: nn.Module, x: Tensor, factors: float | tuple[float, ...]) -> list[Tensor]:
+    with torch.no_grad(), scaled_attention(model, factors), block_features(model) as features:
+        model(x)
+        return [each.detach() for each in features]
+
+
+def _ball_of(attack: Attack) -> Threat:
+    """The threat of the innermost search."""
+    inner = getattr(attack, "attack", None) or next(iter(getattr(attack, "attacks", ())), None)
+    if inner is not None:
+        return _ball_of(inner)
+    threat: Threat = attack.threat  # type: ignore[attr-defined]
+    return threat
+
+
+def aas(
+    attack: Attack, images: int = 1280, steps: int = 10, pace: float = 0.3, distance: str = "lpips", select: bool = True
+) -> Attack:
+    return AAS(attack, False, False, images, steps, pace, distance, select)
+
+
+def aas_bpda(
+    attack: Attack, images: int = 1280, steps: int = 10, pace: float = 0.3, distance: str = "lpips", select: bool = True
+) -> Attack:
+    return AAS(attack, True, False, images, steps, pace, distance, select)
+
+
+def aas_paper(attack: Attack, images: int = 1280, steps: int = 10) -> Attack:
+    return AAS(attack, False, True, images, steps)
+
+
+def scale(attack: Attack, factor: float = 0.01) -> Attack:
+    return Rescaled(attack, factor)

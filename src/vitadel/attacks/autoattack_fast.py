@@ -1,0 +1,415 @@
+"""`autoattack-fast`: AutoAttack's worst case at a fraction of its passes, and signs of when not to believe it.
+
+What AutoAttack spends most on finds almost nothing on ordinary models: full-length runs towards nine targets, FAB and
+Square. Here short runs that differ in loss, direction and start come first, every fooled sample leaves at once, and
+the rest of the budget goes to samples whose linearised boundary is nearly within reach. FAB and Square remain as
+sentinels on a random tenth. The parts: APGD (Croce & Hein 2020); probability margins in two phases (Ma et al. 2023,
+Xie et al. 2025, arXiv:2411.15210); MALT's targets (Melamed et al. 2024); output-diversified starts (Tashiro et al.
+2020); restarts where they can still help (Liu et al. 2022).
+
+Whatever is decided about a sample depends on its own numbers only, never on how it compares with the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.apgd import APGD
+from vitadel.attacks.fab import FAB
+from vitadel.attacks.goals import fooled, gradient
+from vitadel.attacks.losses import cross_entropy, lead, margin, targeted_dlr
+from vitadel.attacks.malt import dual_order, nearest_targets
+from vitadel.attacks.pgd import PGD
+from vitadel.attacks.square import Square
+from vitadel.attacks.steppers import Scripted
+from vitadel.backbones.checks import check_pixels
+from vitadel.errors import Mistake
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.draws import Draws
+from vitadel.types import Aim, Attack, Threat
+
+__all__ = ["STAGES", "AutoAttackFast", "autoattack_fast", "probability_margin"]
+
+STAGES = (
+    "clean",
+    "cross-entropy",
+    "probability margin",
+    "targets",
+    "best targets",
+    "restarts",
+    "kept alive",
+    "sentinel",
+)
+"""What a sample may fall in; the note `fell_in` is a position in this list, or -1 for a sample that stands."""
+
+_DIVERSIFYING = 3  # steps of a restart that follow random logits
+_LARGE_GAP = 12.0  # of the two best logits: beyond it, probabilities lose their gradients to rounding
+_REACHES = ((0.3, 1), (0.15, 2), (0.06, 4))  # missing distance, in units of eps, and how many restarts it deserves
+_KEPT_ALIVE = 0.05  # share of the far samples that are given all restarts, to see what the rule above misses
+_SENTINEL = 0.1
+
+Value = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""(logits, labels, places in the batch, progress) -> what to maximise."""
+
+
+def probability_margin(logits: Tensor, y: Tensor, part: str = "margin") -> Tensor:
+    """Best wrong probability minus the label's, or one of these two alone (`rival`, `label`).
+
+    Where the two best logits are far apart, probabilities round to 0 and 1; there the logits are scaled first.
+    """
+    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    best = logits.detach().topk(2, dim=1).values
+    gap = best[:, 0] - best[:, 1]
+    scale = torch.where(gap > _LARGE_GAP, gap, torch.ones_like(gap))
+    probabilities = (logits / scale[:, None]).softmax(1)
+    if part == "label":
+        return -probabilities.gather(1, y[:, None]).squeeze(1)
+    if part == "rival":
+        return probabilities.scatter(1, y[:, None], -torch.inf).amax(1)
+    return margin(probabilities, y)
+
+
+@dataclass
+class _Memory:
+    """The best that was seen of each sample, over all runs: the largest logit margin, and where."""
+
+    margin: Tensor
+    point: Tensor
+    rival: Tensor
+    fallen: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, logits: Tensor, y: Tensor, wrong: Tensor) -> _Memory:
+        return cls(margin(logits, y).double(), x.clone(), _rival(logits, y), wrong.clone())
+
+    def note(self, place: Tensor, z: Tensor, logits: Tensor, y: Tensor, wrong: Tensor) -> None:
+        """A fallen sample keeps the point where it fell."""
+        new = margin(logits, y).double()
+        better = ((new > self.margin[place]) | wrong) & ~self.fallen[place]
+        where = place[better]
+        self.margin[where], self.point[where] = new[better], z[better]
+        self.rival[where] = _rival(logits[better], y[better])
+        self.fallen[place[wrong]] = True
+
+    def standing(self) -> Tensor:
+        return (~self.fallen).nonzero().squeeze(1)
+
+
+def _rival(logits: Tensor, y: Tensor) -> Tensor:
+    return logits.scatter(1, y[:, None], -torch.inf).argmax(1)
+
+
+@dataclass(frozen=True)
+class _WatchedAim:
+    model: nn.Module
+    y: Tensor
+    place: Tensor
+    memory: _Memory
+    value: Value
+
+    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        logits = self.model(z)
+        wrong = fooled(self.model, z, logits, self.y)
+        self.memory.note(self.place, z.detach(), logits.detach(), self.y, wrong)
+        return self.value(logits, self.y, self.place, progress), wrong
+
+    def keep(self, chosen: Tensor) -> Aim:
+        return replace(self, y=self.y[chosen], place=self.place[chosen])
+
+
+@dataclass(frozen=True, eq=False)
+class _Watched:
+    """A goal whose every look is remembered; `place` is where its batch lies in the memory."""
+
+    place: Tensor
+    memory: _Memory
+    value: Value
+
+    @property
+    def forwards(self) -> int:
+        return 0
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
+        return _WatchedAim(model, y, self.place, self.memory, self.value)
+
+
+@dataclass(frozen=True)
+class _Bout:
+    """One batch under attack."""
+
+    threat: Threat
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    draws: Draws
+    memory: _Memory
+
+    def climb(self, place: Tensor, steps: int, value: Value, stream: str, turn: int = 0) -> None:
+        """APGD from a random start."""
+        if len(place):
+            attack = APGD(self.threat, _Watched(place, self.memory, value), steps)
+            attack.search(self.model, self.x[place], self.y[place], self.draws[place].stream(stream, turn))
+
+    def walk(self, place: Tensor, lengths: tuple[float, ...], value: Value, stream: str, turn: int = 0) -> None:
+        """Steepest steps of given lengths from a random start, the last point looked at as well."""
+        if len(place) == 0:
+            return
+        goal = _Watched(place, self.memory, value)
+        attack = PGD(self.threat, goal, Scripted(lengths), len(lengths))
+        draws = self.draws[place].stream(stream, turn)
+        end = attack(self.model, self.x[place], self.y[place], draws)
+        rest = ~self.memory.fallen[place]
+        if bool(rest.any()):
+            with torch.no_grad():
+                goal(self.model, self.x[place], self.y[place]).keep(rest).look(end[rest], 1.0)
+
+
+@dataclass(frozen=True)
+class AutoAttackFast:
+    """The stages below with their numbers of steps; `targets` x `target_steps` short runs and `best_targets` x
+    `best_steps` long ones towards classes, up to seven restarts, sentinels of `sentinel_targets` x `sentinel_steps`
+    FAB and `sentinel_queries` Square steps.
+    """
+
+    threat: Threat
+    entropy_steps: int = 20
+    margin_steps: int = 40
+    targets: int = 9
+    target_steps: int = 15
+    best_targets: int = 2
+    best_steps: int = 50
+    candidates: int = 100
+    sentinel_targets: int = 3
+    sentinel_steps: int = 30
+    sentinel_queries: int = 1000
+    reaches: tuple[tuple[float, int], ...] = field(default=_REACHES)
+
+    def __post_init__(self) -> None:
+        small = {name: value for name, value in vars(self).items() if isinstance(value, int) and value < 1}
+        if small:
+            name, value = next(iter(small.items()))
+            raise Mistake(f"{name} of autoattack-fast must be at least 1, got {value}")
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        return self.explain(model, x, y, draws)[0]
+
+    def explain(
+        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The proposals, and in which stage each sample fell, whether it was kept alive or met the sentinels, and
+        whether the margin has a gradient at its clean image."""
+        check_pixels(x)
+        x = x.detach()
+        draws = Draws.of_pixels(x) if draws is None else draws
+        with frozen(model):
+            with torch.no_grad():
+                logits = model(x)
+                memory = _Memory.of(x, logits, y, fooled(model, x, logits, y))
+            bout = _Bout(self.threat, model, x, y, draws, memory)
+            notes = {"fell_in": torch.where(memory.fallen, 0, -1)}
+            if self.threat.eps > 0:
+                for number, stage in enumerate(self._stages(bout, logits, notes), start=1):
+                    before = memory.fallen.clone()
+                    stage()
+                    notes["fell_in"][memory.fallen & ~before] = number
+        return memory.point, notes
+
+    def _stages(self, bout: _Bout, logits: Tensor, notes: dict[str, Tensor]) -> list[Callable[[], None]]:
+        """In the order of `STAGES`, after the clean look."""
+        lots = bout.draws.stream("lots").uniform(2)
+        alive, sentinel = lots[:, 0] < _KEPT_ALIVE, lots[:, 1] < _SENTINEL
+        reached = torch.full((len(logits), min(self.targets, logits.shape[1] - 1)), -torch.inf, dtype=torch.float64)
+        runs = _Runs(self, bout, logits, reached.to(logits.device))
+
+        def restarts() -> None:
+            notes["restarts"] = runs.deserved()
+            runs.restarts(notes["restarts"])
+
+        def kept_alive() -> None:
+            far = notes["restarts"] < self._most_restarts
+            notes["kept_alive"] = alive & far & ~bout.memory.fallen
+            runs.restarts(torch.where(notes["kept_alive"], self._most_restarts, 0), notes["restarts"])
+
+        def sentinels() -> None:
+            notes["sentinel"] = sentinel & ~bout.memory.fallen
+            runs.sentinels(notes["sentinel"].nonzero().squeeze(1))
+
+        return [runs.entropy, runs.margins, runs.targets, runs.best_targets, restarts, kept_alive, sentinels]
+
+    @property
+    def _most_restarts(self) -> int:
+        return sum(count for _, count in self.reaches)
+
+    def passes(self) -> tuple[int, int]:
+        """With ten classes, for a sample that stands everything, gets all restarts and meets the sentinels."""
+        runs = [self.entropy_steps, self.margin_steps, self.margin_steps]
+        runs += [self.target_steps] * self.targets + [self.best_steps] * self.best_targets
+        runs += [_DIVERSIFYING + self.margin_steps] * self._most_restarts
+        fab = self.sentinel_targets * self.sentinel_steps
+        return sum(runs) + 1 + fab, 1 + len(runs) + fab + 1 + self.sentinel_queries + 1
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The stages at work on one batch; `reached` holds how near each target came in its short run."""
+
+    plan: AutoAttackFast
+    bout: _Bout
+    logits: Tensor
+    reached: Tensor
+    target_table: list[Tensor] = field(default_factory=list)
+
+    def entropy(self) -> None:
+        value: Value = lambda logits, y, place, progress: cross_entropy(logits, y)  # noqa: E731
+        self.bout.climb(self.bout.memory.standing(), self.plan.entropy_steps, value, "entropy")
+
+    def margins(self) -> None:
+        for turn, first in enumerate(("label", "rival")):
+            value, lengths = _two_phases(self.plan.margin_steps, first)
+            self.bout.walk(self.bout.memory.standing(), lengths, value, "margin", turn)
+
+    def targets(self) -> None:
+        """Short runs, the nearest class first."""
+        bout, place = self.bout, self.bout.memory.standing()
+        table = torch.zeros(len(self.logits), self.reached.shape[1], dtype=torch.int64, device=self.logits.device)
+        if len(place) == 0:
+            self.target_table.append(table)
+            return
+        table[place] = nearest_targets(
+            bout.model,
+            bout.x[place],
+            bout.y[place],
+            self.logits[place],
+            bout.threat,
+            self.plan.candidates,
+            table.shape[1],
+        )
+        self.target_table.append(table)
+        for column in range(table.shape[1]):
+            bout.climb(bout.memory.standing(), self.plan.target_steps, self._towards(column), "target", column)
+
+    def best_targets(self) -> None:
+        """Long runs towards the classes that came nearest, the second with the ratio as its loss."""
+        place = self.bout.memory.standing()
+        order = self.reached.argsort(dim=1, descending=True, stable=True)
+        for turn in range(min(self.plan.best_targets, order.shape[1])):
+            columns = order[:, turn]
+            ratio = turn % 2 == 1 and self.logits.shape[1] > 3
+            self.bout.climb(
+                self.bout.memory.standing(), self.plan.best_steps, self._towards(columns, ratio), "best", turn
+            )
+        del place
+
+    def _towards(self, column: int | Tensor, ratio: bool = False) -> Value:
+        table = self.target_table[0]
+        target = table[:, column] if isinstance(column, int) else table.gather(1, column[:, None]).squeeze(1)
+
+        def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
+            if ratio:
+                return targeted_dlr(logits, y, target[place])
+            gain = lead(logits, y, target[place])
+            if isinstance(column, int):
+                best = torch.maximum(self.reached[place, column], gain.detach().double())
+                self.reached[place, column] = best
+            return gain
+
+        return value
+
+    def deserved(self) -> Tensor:
+        """How many restarts each standing sample gets: by the distance that is still missing at its best point."""
+        bout, place = self.bout, self.bout.memory.standing()
+        count = torch.zeros(len(bout.x), dtype=torch.int64, device=bout.x.device)
+        if len(place) == 0:
+            return count
+        with torch.enable_grad():
+            z = bout.memory.point[place].clone().requires_grad_()
+            values = margin(bout.model(z), bout.y[place])
+            slope = gradient(values, z).flatten(1)
+        steepness = torch.linalg.vector_norm(slope, ord=dual_order(bout.threat), dim=1).clamp(min=1e-30)
+        missing = -values.detach() / (steepness * bout.threat.eps)
+        for reach, more in self.plan.reaches:
+            count[place] += more * (missing < reach)
+        return count
+
+    def restarts(self, wanted: Tensor, done: Tensor | None = None) -> None:
+        """Restart number k runs for whoever wants more than k and has not had it yet."""
+        done = torch.zeros_like(wanted) if done is None else done
+        for turn in range(int(wanted.max()) if len(wanted) else 0):
+            place = ((wanted > turn) & (done <= turn) & ~self.bout.memory.fallen).nonzero().squeeze(1)
+            value, lengths = self._diversified(turn)
+            self.bout.walk(place, lengths, value, "restart", turn)
+
+    def _diversified(self, turn: int) -> tuple[Value, tuple[float, ...]]:
+        """A few steps along random logits (away from the label, towards the rival, every other time), then margins."""
+        weights = self.bout.draws.stream("weights", turn).uniform(self.logits.shape[1]).to(self.logits.dtype) * 2 - 1
+        if turn % 2 == 0:
+            lot = self.bout.draws.stream("label weight", turn).uniform(1).to(weights.dtype)
+            weights = weights.scatter(1, self.bout.y[:, None], lot * 0.6 - 0.5)
+            weights = weights.scatter(1, self.bout.memory.rival[:, None], 0.8)
+        phases, lengths = _two_phases(self.plan.margin_steps, ("label", "rival")[turn % 2])
+        total = _DIVERSIFYING + len(lengths)
+
+        def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
+            step = round(progress * total)
+            if step < _DIVERSIFYING:
+                return (weights[place] * logits).sum(1)
+            return phases(logits, y, place, (step - _DIVERSIFYING) / len(lengths))
+
+        return value, (1.0,) * _DIVERSIFYING + lengths
+
+    def sentinels(self, place: Tensor) -> None:
+        """FAB and Square, of which nothing is expected: if they find something, the rest has not been enough."""
+        bout, plan = self.bout, self.plan
+        attacks: tuple[Attack, ...] = (
+            FAB(bout.threat, plan.sentinel_steps, plan.sentinel_targets),
+            Square(bout.threat, plan.sentinel_queries),
+        )
+        for turn, attack in enumerate(attacks):
+            place = place[~bout.memory.fallen[place]]
+            if len(place) == 0:
+                return
+            z = attack(bout.model, bout.x[place], bout.y[place], bout.draws[place].stream("sentinel", turn))
+            with torch.no_grad():
+                logits = bout.model(z)
+            wrong = fooled(bout.model, z, logits, bout.y[place])
+            bout.memory.note(place, z, logits, bout.y[place], wrong)
+
+
+def _two_phases(steps: int, first: str) -> tuple[Value, tuple[float, ...]]:
+    """One side of the margin alone for two fifths of the way, then both; each phase's steps fall from 2 eps to none."""
+    turn = max(1, round(0.4 * steps))
+
+    def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
+        return probability_margin(logits, y, first if round(progress * steps) < turn else "margin")
+
+    def falling(count: int) -> tuple[float, ...]:
+        return tuple(1 + math.cos(math.pi * step / count) for step in range(count))
+
+    return value, falling(turn) + falling(max(steps - turn, 0))
+
+
+def autoattack_fast(
+    threat: Threat,
+    entropy_steps: int = 20,
+    margin_steps: int = 40,
+    targets: int = 9,
+    target_steps: int = 15,
+    best_targets: int = 2,
+    best_steps: int = 50,
+    sentinel_queries: int = 1000,
+) -> Attack:
+    return AutoAttackFast(
+        threat,
+        entropy_steps,
+        margin_steps,
+        targets,
+        target_steps,
+        best_targets,
+        best_steps,
+        sentinel_queries=sentinel_queries,
+    )

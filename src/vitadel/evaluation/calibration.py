@@ -1,0 +1,99 @@
+"""Images for attacks that study a model before they attack it: training or held-out ones, never the audited ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vitadel.data import open_dataset
+from vitadel.data.batches import batches
+from vitadel.data.preprocess import Preprocess
+from vitadel.data.subset import balanced_subset
+from vitadel.errors import Mistake
+from vitadel.evaluation.stages import Bench
+from vitadel.evaluation.subject import Subject
+from vitadel.types import Attack, Calibrated, Source
+
+__all__ = ["BATCH", "CalibrationImages", "calibrated", "calibration_images"]
+
+BATCH = 64
+"""Images per calibration batch: fixed, so that what is found does not depend on the audit's batch size."""
+
+
+@dataclass(frozen=True)
+class CalibrationImages:
+    """Batches (pixels, labels) that can be gone through repeatedly without being held in memory."""
+
+    source: Source
+    indices: Tensor
+    preprocess: Preprocess
+    device: torch.device
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        chunks = [part.tolist() for part in self.indices.split(BATCH)]
+        for batch in batches(self.source, chunks, self.preprocess):
+            batch = batch.to(self.device)
+            yield batch.x, batch.y
+
+
+def calibrated(attack: Calibrated, bench: Bench, subject: Subject, audited: Tensor, spec: str | None) -> Attack:
+    """The attack, prepared by the main process for all of them."""
+    ready: Attack | Mistake | None = None
+    if bench.processes.is_main:
+        try:
+            source, indices = calibration_images(subject, audited, spec, attack.calibration_images, bench.seed)
+            images = CalibrationImages(source, indices, bench.preprocess, bench.processes.device)
+            ready = attack.prepared(bench.model, images, bench.seed)
+        except Mistake as mistake:
+            if bench.processes.count == 1:
+                raise
+            ready = mistake
+    ready = bench.processes.from_main(ready)
+    if isinstance(ready, Mistake):
+        raise ready
+    assert ready is not None
+    return ready
+
+
+def calibration_images(
+    subject: Subject, audited: Tensor, spec: str | None, wanted: int, seed: int
+) -> tuple[Source, Tensor]:
+    """From `spec` if given, else from the training split of the audited data, else from what the audit leaves out."""
+    if spec is not None:
+        return _some_of(open_dataset(spec, root=subject.data_root), wanted, seed)
+    training = _training_split(subject)
+    if training is not None:
+        return _some_of(training, wanted, seed)
+    labels = subject.source.labels()
+    rest = torch.ones(len(labels), dtype=torch.bool)
+    rest[audited] = False
+    classes = subject.model.record.num_classes or len(subject.source.classes)
+    rest &= (labels >= 0) & (labels < classes)
+    rows = rest.nonzero()[:, 0]
+    if len(rows) == 0:
+        raise Mistake(
+            f"this attack needs calibration images that are not audited, and {subject.data_spec} has no training split "
+            "and no image left over. Give some with --calibration SPEC, or leave some out with --limit."
+        )
+    return subject.source, balanced_subset(labels[rows], min(wanted, len(rows)), seed, rows)
+
+
+def _some_of(source: Source, wanted: int, seed: int) -> tuple[Source, Tensor]:
+    return source, balanced_subset(source.labels(), min(wanted, len(source)), seed)
+
+
+def _training_split(subject: Subject) -> Source | None:
+    """None if the data is not given by name, is a split already, or has no split to train on."""
+    spec = subject.data_spec
+    head, _, split = spec.rpartition("@")
+    name = head if split in ("test", "val") and head else spec
+    if split == "train" or subject.given_as_object or Path(spec).exists():
+        return None
+    try:
+        return open_dataset(f"{name}@train", root=subject.data_root)
+    except Mistake:
+        return None
