@@ -1,50 +1,95 @@
-"""One contract over everything that claims to be an attack."""
+"""One contract over everything that claims to be an attack, and over what goes around attacks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toys import Constant, TinyNet, images
 from vitadel.attacks import make
+from vitadel.attacks.names import read_attack_name
+from vitadel.attacks.prefixes import PREFIXES
 from vitadel.attacks.presets import CATALOGUE
 from vitadel.attacks.threats import NORMS, threat
 from vitadel.errors import Mistake
 from vitadel.evaluation.metering import metered
+from vitadel.evaluation.stages import rules_of
 from vitadel.runtime.draws import Draws
+from vitadel.types import Attack, Calibrated
+from vits import VITS, make_vit
 
 BUDGETS = {"linf": 8 / 255, "l2": 0.5, "l1": 3.0}
-SHORT = {"square": "square(queries=300)", "fgsm": "fgsm", "fgsm-rs": "fgsm-rs"}
+SHORT = {
+    "square": "square(queries=300)",
+    "fgsm": "fgsm",
+    "fgsm-rs": "fgsm-rs",
+    "autoattack": "autoattack(steps=6,targets=2,queries=50)",
+    "autoattack-plus": "autoattack-plus(steps=6,targets=2,queries=50,restarts=2)",
+    "autoattack-rand": "autoattack-rand(steps=6,times=2)",
+    "autoattack-fast": "autoattack-fast(entropy_steps=4,margin_steps=5,target_steps=3,best_steps=4,sentinel_queries=9)",
+    "patches-random": "patches-random(masks=3)",
+    "patches-learned": "patches-learned(masks=2,images=8)",
+}
+AROUND = {"aas": "aas(images=8,steps=2)", "aas-bpda": "aas-bpda(images=8,steps=2)", "aas-paper": "aas-paper(images=8)"}
+AROUND |= {"scale": "scale:0.1", "eot": "eot:2", "targeted": "targeted:next"}
 NAMES = [SHORT.get(name, f"{name}-6") for name in CATALOGUE]
-NAMES += ["pgd-6(restarts=3)", "eot:2+pgd-6", "targeted:next+pgd-6"]
+NAMES += ["pgd-6(restarts=3)", *(f"{AROUND[name]}+pgd-6" for name in PREFIXES)]
 EVERYTHING = [pytest.param(name, norm, id=f"{name} {norm}") for name in NAMES for norm in NORMS]
 CLASSES = 3
 
 
-@pytest.fixture
-def model() -> nn.Module:
-    return TinyNet(CLASSES).eval()
+def looks_inside(name: str) -> bool:
+    told = read_attack_name(name)
+    return CATALOGUE[told.base].needs_vit or any(PREFIXES[prefix].needs_vit for prefix, _ in told.prefixes)
+
+
+def model_for(name: str, classes: int = CLASSES, **settings: float) -> nn.Module:
+    return make_vit("vit", classes=classes, **settings) if looks_inside(name) else TinyNet(classes).eval()
+
+
+def images_for(name: str, count: int, seed: int = 0) -> Tensor:
+    return images(count, seed, VITS["vit"].size) if looks_inside(name) else images(count, seed)
 
 
 @pytest.fixture
-def precise(model: nn.Module, batch) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """In float64, where rounding does not decide between two nearly equal gradients: what must agree, agrees."""
-    x, y = batch
-    return model.double(), x.double(), y
+def model(name: str) -> nn.Module:
+    return model_for(name)
 
 
 @pytest.fixture
-def batch(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    x = images(7)
+def batch(name: str, model: nn.Module) -> tuple[Tensor, Tensor]:
+    x = images_for(name, 7)
     with torch.no_grad():
         y = model(x).argmax(1)
     y[0] = (y[0] + 1) % CLASSES  # one label is wrong from the start
     return x, y
 
 
+@pytest.fixture
+def precise(model: nn.Module, batch) -> tuple[nn.Module, Tensor, Tensor]:
+    """In float64, where rounding does not decide between two nearly equal gradients: what must agree, agrees."""
+    x, y = batch
+    return model.double(), x.double(), y
+
+
+def ready(name: str, norm: str, model: nn.Module, like: Tensor, eps: float | None = None) -> Attack:
+    attack = make(name, eps=BUDGETS[norm] if eps is None else eps, norm=norm)
+    if isinstance(attack, Calibrated):
+        x = images(8, seed=9, side=like.shape[-1]).to(like.dtype)
+        attack = attack.prepared(model, [(x, torch.arange(8) % 2)])
+    return attack
+
+
 def run(name, norm, model, x, y, eps=None, draws=None):
-    return make(name, eps=BUDGETS[norm] if eps is None else eps, norm=norm)(model, x, y, draws)
+    return ready(name, norm, model, x, eps)(model, x, y, draws)
+
+
+def excess(name: str, norm: str, model: nn.Module, z: Tensor, x: Tensor) -> float:
+    """By how much the worst proposal is over its budget, in the units of its own rules."""
+    own = rules_of(ready(name, norm, model, x))
+    rules = threat(norm, BUDGETS[norm]) if own is None else own(model, x)
+    return float(rules.size(z, x).max() - rules.eps)
 
 
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
@@ -57,14 +102,18 @@ def test_stays_in_shape_box_and_budget(name, norm, model, batch):
         assert not z.requires_grad
         assert z.min() >= -1e-6
         assert z.max() <= 1 + 1e-6
-        assert threat(norm, BUDGETS[norm]).size(z, x.to(dtype)).max() <= BUDGETS[norm] + 1e-6
+        assert excess(name, norm, model, z, x.to(dtype)) <= 1e-6
 
 
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
 def test_fools_more_than_noise_of_the_same_size(name, norm, model):
-    x = images(40, seed=5)
-    y = model(x).argmax(1)
-    ball = threat(norm, BUDGETS[norm])
+    x = images_for(name, 40, seed=5)
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    own = rules_of(ready(name, norm, model, x))
+    if own is not None and "random" in name:
+        pytest.skip("this one is noise")
+    ball = threat(norm, BUDGETS[norm]) if own is None else own(model, x)
     noise = ball.random(x, Draws.of_samples(1, range(40)))
     held = (model(run(name, norm, model, x, y)).argmax(1) == y).float().mean()
     assert held < (model(noise).argmax(1) == y).float().mean()
@@ -73,8 +122,8 @@ def test_fools_more_than_noise_of_the_same_size(name, norm, model):
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
 def test_leaves_no_trace(name, norm, batch):
     x, y = batch
-    model = TinyNet(CLASSES)
-    model.features[1].eval()  # mixed modes must survive
+    model = model_for(name, **({"drop_path_rate": 0.2, "proj_drop_rate": 0.2} if looks_inside(name) else {})).train()
+    list(model.modules())[-1].eval()  # mixed modes must survive
     parameters = [p.clone() for p in model.parameters()]
     next(model.parameters()).requires_grad_(False)
     flags = [p.requires_grad for p in model.parameters()]
@@ -124,7 +173,12 @@ def test_no_budget_means_no_change(name, norm, model, batch):
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
 def test_constant_logits_give_no_nan(name, norm, batch):
     x, y = batch
-    z = run(name, norm, Constant(), x, y)
+    model = Constant()
+    if looks_inside(name):
+        model = model_for(name)
+        nn.init.zeros_(model.head.weight)
+        nn.init.zeros_(model.head.bias)
+    z = run(name, norm, model, x, y)
     assert z.isfinite().all()
 
 
@@ -142,14 +196,15 @@ def test_works_under_autocast(name, norm, model, batch):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         z = run(name, norm, model, x, y)
     assert z.dtype == x.dtype
-    assert threat(norm, BUDGETS[norm]).size(z, x).max() <= BUDGETS[norm] + 1e-6
+    assert excess(name, norm, model, z, x) <= 1e-6
 
 
 @pytest.mark.parametrize("classes", [2, 3, 4])
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
 def test_few_classes_work(name, norm, classes):
-    model, x = TinyNet(classes).eval(), images(5)
-    y = model(x).argmax(1)
+    model, x = model_for(name, classes), images_for(name, 5)
+    with torch.no_grad():
+        y = model(x).argmax(1)
     assert run(name, norm, model, x, y).isfinite().all()
 
 
@@ -162,10 +217,30 @@ def test_pixels_outside_the_box_are_refused(name, norm, model, batch):
 
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
 def test_costs_no_more_than_it_says(name, norm):
-    model, x = TinyNet(10).eval(), images(6)
-    y = model(x).argmax(1)
-    attack = make(name, eps=1e-4, norm=norm)  # too small to fool anything: every sample goes all the way
+    model, x = model_for(name, 10), images_for(name, 6)
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    # Too small to fool anything: every sample goes all the way.
+    attack = ready(name, norm, model, x, eps=1e-4)
     gradients, forwards = attack.passes()
     with metered(model) as cost:
         attack(model, x, y)
-    assert (cost.gradients, cost.forwards) == (6 * gradients, 6 * forwards)
+    told = read_attack_name(name)
+    if CATALOGUE[told.base].adaptive or any(PREFIXES[prefix].needs_vit for prefix, _ in told.prefixes):
+        assert cost.gradients <= 6 * gradients  # what the hardest sample costs, and these are not hard
+        assert cost.forwards <= 6 * forwards
+    else:
+        assert (cost.gradients, cost.forwards) == (6 * gradients, 6 * forwards)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if looks_inside(name)])
+def test_a_model_without_attention_is_refused(name):
+    x = images(3)
+    with pytest.raises(Mistake, match=r"anatomy|attention|patch"):
+        run(name, "linf", TinyNet(CLASSES).eval(), x, torch.zeros(3, dtype=torch.int64))
+
+
+def test_what_needs_calibration_says_so():
+    model, x = make_vit("vit", classes=CLASSES), images(2, side=VITS["vit"].size)
+    with pytest.raises(Mistake, match="calibration"):
+        make("aas+pgd-6")(model, x, torch.zeros(2, dtype=torch.int64))

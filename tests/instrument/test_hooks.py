@@ -153,3 +153,13 @@ def test_sites_attached_before_one_that_fails_are_taken_off() -> None:
         pass
     assert not model._forward_hooks
     assert not model[0]._forward_hooks
+
+
+def test_an_edge_that_is_first_acts_before_hooks_that_were_there() -> None:
+    module, seen = nn.Linear(2, 2), []
+    module.register_forward_hook(lambda _module, _args, output: seen.append(output))
+    for first in (False, True):
+        with hooked(module, [Edge("module", module, lambda output: output * 0, first=first)]):
+            assert (module(torch.ones(1, 2)) == 0).all()
+    assert (seen[0] != 0).any()
+    assert (seen[1] == 0).all()

@@ -100,7 +100,9 @@ class Rescaled:
         draws = Draws.of_pixels(x) if draws is None else draws
         # With scaled gradients only, the outputs are the deployed model's and need no second look.
         same_verdicts = self.literal or self.backward_only
-        view = seen_through(model, self._changed) if same_verdicts else Surrogate(deployed(model), self._change)
+        view = seen_through(model, self._changed)
+        if not same_verdicts:
+            view = Surrogate(view, deployed(model))
         z = self.attack(view, x, y, draws.stream("rescaled"))
         with frozen(model), torch.no_grad():
             with scaled_attention(model, self.factors):
@@ -218,7 +220,7 @@ class AAS:
     def _harm(self, model: nn.Module, x: Tensor, y: Tensor, factors: tuple[float, ...], seed: int) -> float:
         through = Rescaled(self.attack, factors, self.backward_only)
         probe = PGD(_ball_of(self.attack), steps=_PROBE_STEPS, stop_when_fooled=False)
-        z = probe(Surrogate(model, through._change), x, y, Draws.of_samples(seed, range(len(x)), x.device))
+        z = probe(through._changed(model), x, y, Draws.of_samples(seed, range(len(x)), x.device))
         with torch.no_grad():
             return float(cross_entropy(model(z), y).double().mean())
 

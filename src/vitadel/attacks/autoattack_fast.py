@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,12 @@ from vitadel.attacks.malt import dual_order, nearest_targets
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.square import Square
 from vitadel.attacks.steppers import Scripted
+from vitadel.attacks.surrogate import Changed, seen_through
+from vitadel.attacks.threats import L1
+from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.checks import check_pixels
 from vitadel.errors import Mistake
+from vitadel.instrument.attention import scaled_attention
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
 from vitadel.types import Aim, Attack, Threat
@@ -48,6 +53,8 @@ STAGES = (
 """What a sample may fall in; the note `fell_in` is a position in this list, or -1 for a sample that stands."""
 
 _DIVERSIFYING = 3  # steps of a restart that follow random logits
+_SOFTENED = 2  # the restart whose gradients see attention scores multiplied by _SOFTER, in case they are saturated
+_SOFTER = 0.1
 _LARGE_GAP = 12.0  # of the two best logits: beyond it, probabilities lose their gradients to rounding
 _REACHES = ((0.3, 1), (0.15, 2), (0.06, 4))  # missing distance, in units of eps, and how many restarts it deserves
 _KEPT_ALIVE = 0.05  # share of the far samples that are given all restarts, to see what the rule above misses
@@ -78,17 +85,22 @@ def probability_margin(logits: Tensor, y: Tensor, part: str = "margin") -> Tenso
 class _Memory:
     """The best that was seen of each sample, over all runs: the largest logit margin, and where."""
 
+    threat: Threat
+    x: Tensor
     margin: Tensor
     point: Tensor
     rival: Tensor
     fallen: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, logits: Tensor, y: Tensor, wrong: Tensor) -> _Memory:
-        return cls(margin(logits, y).double(), x.clone(), _rival(logits, y), wrong.clone())
+    def of(cls, threat: Threat, x: Tensor, logits: Tensor, y: Tensor, wrong: Tensor) -> _Memory:
+        return cls(threat, x, margin(logits, y).double(), x.clone(), _rival(logits, y), wrong.clone())
 
     def note(self, place: Tensor, z: Tensor, logits: Tensor, y: Tensor, wrong: Tensor) -> None:
         """A fallen sample keeps the point where it fell."""
+        if isinstance(self.threat, L1):  # APGD begins in a larger ball there, and what it sees outside does not count
+            inside = self.threat.size(z, self.x[place]) <= self.threat.eps
+            place, z, logits, y, wrong = place[inside], z[inside], logits[inside], y[inside], wrong[inside]
         new = margin(logits, y).double()
         better = ((new > self.margin[place]) | wrong) & ~self.fallen[place]
         where = place[better]
@@ -116,7 +128,7 @@ class _WatchedAim:
         logits = self.model(z)
         wrong = fooled(self.model, z, logits, self.y)
         self.memory.note(self.place, z.detach(), logits.detach(), self.y, wrong)
-        return self.value(logits, self.y, self.place, progress), wrong
+        return self.value(logits, self.y, self.place, progress), self.memory.fallen[self.place]
 
     def keep(self, chosen: Tensor) -> Aim:
         return replace(self, y=self.y[chosen], place=self.place[chosen])
@@ -138,6 +150,15 @@ class _Watched:
         return _WatchedAim(model, y, self.place, self.memory, self.value)
 
 
+def _softened(model: nn.Module) -> nn.Module:
+    try:
+        attentions_of(model)
+    except Mistake:
+        return model
+    soften = partial(scaled_attention, factors=_SOFTER, backward_only=True)
+    return seen_through(model, lambda inner: Changed(inner, soften))
+
+
 @dataclass(frozen=True)
 class _Bout:
     """One batch under attack."""
@@ -155,14 +176,20 @@ class _Bout:
             attack = APGD(self.threat, _Watched(place, self.memory, value), steps)
             attack.search(self.model, self.x[place], self.y[place], self.draws[place].stream(stream, turn))
 
-    def walk(self, place: Tensor, lengths: tuple[float, ...], value: Value, stream: str, turn: int = 0) -> None:
-        """Steepest steps of given lengths from a random start, the last point looked at as well."""
+    def walk(
+        self, place: Tensor, lengths: tuple[float, ...], value: Value, stream: str, turn: int = 0, soften: bool = False
+    ) -> None:
+        """Steepest steps of given lengths from a random start, the last point looked at as well.
+
+        With `soften` gradients pass through softened attention, where the model is of a known family.
+        """
         if len(place) == 0:
             return
         goal = _Watched(place, self.memory, value)
         attack = PGD(self.threat, goal, Scripted(lengths), len(lengths))
         draws = self.draws[place].stream(stream, turn)
-        end = attack(self.model, self.x[place], self.y[place], draws)
+        model = _softened(self.model) if soften else self.model
+        end = attack(model, self.x[place], self.y[place], draws)
         rest = ~self.memory.fallen[place]
         if bool(rest.any()):
             with torch.no_grad():
@@ -201,15 +228,15 @@ class AutoAttackFast:
     def explain(
         self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The proposals, and in which stage each sample fell, whether it was kept alive or met the sentinels, and
-        whether the margin has a gradient at its clean image."""
+        """The proposals, and notes: in which stage each sample fell, the distance `missing` before the restarts and
+        how many of these it got, and whether it was kept alive or met the sentinels."""
         check_pixels(x)
         x = x.detach()
         draws = Draws.of_pixels(x) if draws is None else draws
         with frozen(model):
             with torch.no_grad():
                 logits = model(x)
-                memory = _Memory.of(x, logits, y, fooled(model, x, logits, y))
+                memory = _Memory.of(self.threat, x, logits, y, fooled(model, x, logits, y))
             bout = _Bout(self.threat, model, x, y, draws, memory)
             notes = {"fell_in": torch.where(memory.fallen, 0, -1)}
             if self.threat.eps > 0:
@@ -227,7 +254,11 @@ class AutoAttackFast:
         runs = _Runs(self, bout, logits, reached.to(logits.device))
 
         def restarts() -> None:
-            notes["restarts"] = runs.deserved()
+            notes["missing"] = runs.missing()
+            notes["restarts"] = sum(
+                (more * (notes["missing"] < reach) for reach, more in self.reaches),
+                start=torch.zeros_like(notes["fell_in"]),
+            )
             runs.restarts(notes["restarts"])
 
         def kept_alive() -> None:
@@ -265,7 +296,9 @@ class _Runs:
     target_table: list[Tensor] = field(default_factory=list)
 
     def entropy(self) -> None:
-        value: Value = lambda logits, y, place, progress: cross_entropy(logits, y)  # noqa: E731
+        def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
+            return cross_entropy(logits, y)
+
         self.bout.climb(self.bout.memory.standing(), self.plan.entropy_steps, value, "entropy")
 
     def margins(self) -> None:
@@ -295,15 +328,11 @@ class _Runs:
 
     def best_targets(self) -> None:
         """Long runs towards the classes that came nearest, the second with the ratio as its loss."""
-        place = self.bout.memory.standing()
         order = self.reached.argsort(dim=1, descending=True, stable=True)
         for turn in range(min(self.plan.best_targets, order.shape[1])):
             columns = order[:, turn]
-            ratio = turn % 2 == 1 and self.logits.shape[1] > 3
-            self.bout.climb(
-                self.bout.memory.standing(), self.plan.best_steps, self._towards(columns, ratio), "best", turn
-            )
-        del place
+            value = self._towards(columns, ratio=turn % 2 == 1 and self.logits.shape[1] > 3)
+            self.bout.climb(self.bout.memory.standing(), self.plan.best_steps, value, "best", turn)
 
     def _towards(self, column: int | Tensor, ratio: bool = False) -> Value:
         table = self.target_table[0]
@@ -320,21 +349,22 @@ class _Runs:
 
         return value
 
-    def deserved(self) -> Tensor:
-        """How many restarts each standing sample gets: by the distance that is still missing at its best point."""
+    def missing(self) -> Tensor:
+        """What the linear model at a sample's best point says is missing to its boundary, in units of eps.
+
+        Infinite where there is nothing to attack any more, or no slope to go by.
+        """
         bout, place = self.bout, self.bout.memory.standing()
-        count = torch.zeros(len(bout.x), dtype=torch.int64, device=bout.x.device)
+        missing = torch.full((len(bout.x),), torch.inf, dtype=torch.float64, device=bout.x.device)
         if len(place) == 0:
-            return count
+            return missing
         with torch.enable_grad():
             z = bout.memory.point[place].clone().requires_grad_()
             values = margin(bout.model(z), bout.y[place])
             slope = gradient(values, z).flatten(1)
-        steepness = torch.linalg.vector_norm(slope, ord=dual_order(bout.threat), dim=1).clamp(min=1e-30)
-        missing = -values.detach() / (steepness * bout.threat.eps)
-        for reach, more in self.plan.reaches:
-            count[place] += more * (missing < reach)
-        return count
+        steepness = torch.linalg.vector_norm(slope, ord=dual_order(bout.threat), dim=1).double()
+        missing[place] = -values.detach().double() / (steepness * bout.threat.eps)
+        return missing
 
     def restarts(self, wanted: Tensor, done: Tensor | None = None) -> None:
         """Restart number k runs for whoever wants more than k and has not had it yet."""
@@ -342,7 +372,7 @@ class _Runs:
         for turn in range(int(wanted.max()) if len(wanted) else 0):
             place = ((wanted > turn) & (done <= turn) & ~self.bout.memory.fallen).nonzero().squeeze(1)
             value, lengths = self._diversified(turn)
-            self.bout.walk(place, lengths, value, "restart", turn)
+            self.bout.walk(place, lengths, value, "restart", turn, soften=turn == _SOFTENED)
 
     def _diversified(self, turn: int) -> tuple[Value, tuple[float, ...]]:
         """A few steps along random logits (away from the label, towards the rival, every other time), then margins."""

@@ -11,10 +11,14 @@ from functools import partial
 from vitadel.attacks import losses
 from vitadel.attacks.apgd import apgd_ce, apgd_dlr, apgd_t
 from vitadel.attacks.autoattack import autoattack, autoattack_plus, autoattack_rand
+from vitadel.attacks.autoattack_fast import autoattack_fast
 from vitadel.attacks.fab import fab, fab_t
+from vitadel.attacks.features import features
 from vitadel.attacks.goals import Gama, OnLogits
 from vitadel.attacks.losses import margin
 from vitadel.attacks.pgd import PGD
+from vitadel.attacks.pna_patchout import pna_patchout
+from vitadel.attacks.self_ensemble import self_ensemble
 from vitadel.attacks.square import square
 from vitadel.attacks.steppers import Dropping, Fading, Momentum, Steepest, usual_length
 from vitadel.attacks.threats import L1
@@ -74,13 +78,15 @@ class Preset:
     """A builder from a threat and settings, with the line that `vitadel list attacks` shows.
 
     `exact`: on a linear model it reaches the boundary whenever the budget does, which `vitadel selftest` checks.
-    `needs_vit`: it looks inside and refuses a model whose attention or patches it does not know.
+    `needs_vit`: it looks inside and refuses a model whose attention or patches it does not know. `adaptive`: most
+    samples cost less than the most that `passes` tells.
     """
 
     build: Callable[..., Attack]
     about: str
     exact: bool = True
     needs_vit: bool = False
+    adaptive: bool = False
 
     @property
     def settings(self) -> dict[str, object]:
@@ -109,7 +115,25 @@ CATALOGUE: dict[str, Preset] = {
     "fab": Preset(fab, "along the decision boundary to its nearest point (Croce & Hein 2020)"),
     "fab-t": Preset(fab_t, "the same for one likely wrong class after the other, cheaper for many classes"),
     "square": Preset(square, "random search without gradients (Andriushchenko et al. 2020)", exact=False),
+    "features": Preset(
+        features, "features away from the clean ones, without labels (Pulfer et al. 2024)", exact=False, needs_vit=True
+    ),
+    "pna-patchout": Preset(
+        pna_patchout,
+        "for transfer: gradients past attention, random patches (Wei et al. 2022)",
+        exact=False,
+        needs_vit=True,
+    ),
+    "self-ensemble": Preset(
+        self_ensemble,
+        "for transfer: the summed loss of every block's logits (Naseer et al. 2022)",
+        exact=False,
+        needs_vit=True,
+    ),
     "autoattack": Preset(autoattack, "apgd-ce, apgd-t, fab-t and square, one after the other (Croce & Hein 2020)"),
     "autoattack-plus": Preset(autoattack_plus, "six attacks, five restarts of the untargeted ones"),
+    "autoattack-fast": Preset(
+        autoattack_fast, "AutoAttack's worst case at a seventh of its passes or less, with sentinels", adaptive=True
+    ),
     "autoattack-rand": Preset(autoattack_rand, "for models that answer at random: apgd over the mean of 20 passes"),
 }

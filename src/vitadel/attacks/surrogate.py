@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
-__all__ = ["Changed", "Surrogate", "deployed", "seen_through"]
-
+__all__ = ["Change", "Changed", "Surrogate", "deployed", "seen_through"]
 
 Change = Callable[[nn.Module], AbstractContextManager[object]]
 """A `with` block around each forward pass of a model."""
@@ -29,20 +28,18 @@ class Changed(nn.Module):
 
 
 class Surrogate(nn.Module):
-    """`deployed`, run inside `change`.
+    """Attacks climb what `shown` returns, but `goals.fooled` and the judge ask `deployed`.
 
-    Attacks climb what it returns, but `goals.fooled` and the judge ask the deployed model: an image that only fools
-    the changed one is no adversarial example.
+    An image that only fools the model that was shown is no adversarial example.
     """
 
-    def __init__(self, deployed: nn.Module, change: Change) -> None:
+    def __init__(self, shown: nn.Module, deployed: nn.Module) -> None:
         super().__init__()
+        self.shown = shown
         self.deployed = deployed
-        self.change = change
 
     def forward(self, x: Tensor) -> Tensor:
-        with self.change(self.deployed):
-            logits: Tensor = self.deployed(x)
+        logits: Tensor = self.shown(x)
         return logits
 
 
@@ -52,5 +49,5 @@ def deployed(model: nn.Module) -> nn.Module:
 
 
 def seen_through(model: nn.Module, view: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """`view(model)`; of a surrogate, a surrogate of the view, so that verdicts still come from the deployed model."""
-    return Surrogate(view(model.deployed), model.change) if isinstance(model, Surrogate) else view(model)
+    """`view(model)`; of a surrogate, a surrogate of the views, so that verdicts still come from the deployed model."""
+    return Surrogate(view(model.shown), view(model.deployed)) if isinstance(model, Surrogate) else view(model)

@@ -24,16 +24,17 @@ from vitadel.data.batches import batches
 from vitadel.data.checks import BadSample, left_out
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.calibration import calibrated
+from vitadel.evaluation.evidence import findings_about
 from vitadel.evaluation.ledger import FolderLedger, MemoryLedger
 from vitadel.evaluation.results import SCHEMA, Tally, samples_table
-from vitadel.evaluation.stages import PRECISIONS, Bench, attack_stage, clean_stage
+from vitadel.evaluation.stages import PRECISIONS, Bench, attack_stage, clean_stage, rules_of
 from vitadel.evaluation.subject import Subject, open_subject
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.environment import environment
 from vitadel.runtime.processes import Processes, join_processes
 from vitadel.runtime.rundir import RunFolder, open_run, write_atomically, write_json
-from vitadel.types import Attack, Calibrated, OwnRules, Source, Threat
+from vitadel.types import Attack, Source, Threat
 from vitadel.version import __version__
 
 __all__ = ["DEFAULT_ATTACKS", "DEFAULT_DATA", "DEFAULT_MODEL", "Order", "Outcome", "audit", "run_audit"]
@@ -201,15 +202,15 @@ def _run(
         for number, (name, attack) in enumerate(crew):
             if run and main:
                 write_json(run.path / "results.json", results)
-            if isinstance(attack, Calibrated):
-                attack = calibrated(attack, bench, subject, indices, order.calibration)
-                crew[number] = name, attack
-            own_rules = isinstance(attack, OwnRules)
+            attack = calibrated(attack, bench, subject, indices, order.calibration)
+            crew[number] = name, attack
+            own_rules = rules_of(attack) is not None
             alone = order.independent or own_rules
             exposed = tally.index[tally.correct if alone else tally.standing]
             legs = attack_stage(bench, f"{number:02d} {name}", attack, order.threat, exposed)
             told = {**settings_of(attack), "norm": order.norm, "eps": settings["eps"], "seed": order.seed}
             tally.add(name, told, legs, alone=alone, own_rules=own_rules)
+            findings += findings_about(name, legs, len(tally.index))
             results = _results(subject, order, tally, settings, findings)
         results["complete"] = True
         if run and main:
@@ -295,20 +296,33 @@ def _findings_about_mode(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _findings_about_outputs(bench: Bench, tally: Tally) -> list[dict[str, Any]]:
-    """Probabilities instead of logits saturate the cross-entropy and hide gradients."""
+    """Probabilities instead of logits saturate the cross-entropy; random answers make single verdicts worthless."""
     first = [tally.index[: min(8, bench.batch_size)].tolist()]
     (batch,) = batches(bench.source, first, bench.preprocess, skip_bad=bench.skip_bad)
     with torch.no_grad():
-        outputs = bench.model(batch.to(bench.processes.device).x)
+        outputs, again = (bench.model(batch.to(bench.processes.device).x) for _ in range(2))
+    findings = []
+    change = float((outputs - again).abs().max() / outputs.abs().max().clamp(min=1e-12))
+    if change > 1e-4:
+        findings.append(
+            {
+                "check": "same answer twice",
+                "verdict": "suspicious",
+                "evidence": f"the logits of the same {len(outputs)} images changed by {change:.1e} of their size",
+                "advice": "the model answers at random: attack it with autoattack-rand or the prefix eot:20+, and do "
+                "not trust a verdict from a single pass",
+            }
+        )
     if not looks_like_probabilities(outputs):
-        return []
+        return findings
     return [
+        *findings,
         {
             "check": "outputs are logits",
             "verdict": "suspicious",
             "evidence": f"all outputs of {len(outputs)} images lie in [0, 1] and add up to 1",
             "advice": "return logits instead of probabilities: a softmax before the loss hides gradients from attacks",
-        }
+        },
     ]
 
 

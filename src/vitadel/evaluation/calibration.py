@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,8 +40,18 @@ class CalibrationImages:
             yield batch.x, batch.y
 
 
-def calibrated(attack: Calibrated, bench: Bench, subject: Subject, audited: Tensor, spec: str | None) -> Attack:
-    """The attack, prepared by the main process for all of them."""
+def calibrated(attack: Attack, bench: Bench, subject: Subject, audited: Tensor, spec: str | None) -> Attack:
+    """The attack, where it or one that it wraps must be prepared: by the main process for all of them."""
+    if not isinstance(attack, Calibrated):
+        inner = getattr(attack, "attack", None)
+        if inner is None:
+            return attack
+        ready = calibrated(inner, bench, subject, audited, spec)
+        return attack if ready is inner else replace(attack, attack=ready)  # type: ignore[type-var]
+    return _prepared(attack, bench, subject, audited, spec)
+
+
+def _prepared(attack: Calibrated, bench: Bench, subject: Subject, audited: Tensor, spec: str | None) -> Attack:
     ready: Attack | Mistake | None = None
     if bench.processes.is_main:
         try:

@@ -25,7 +25,7 @@ def metered(model: nn.Module) -> Iterator[Cost]:
     cost = Cost()
 
     def count(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        samples = len(output)
+        samples = len(inputs[0]) if inputs else len(output)  # an instrumented model may return several rows for each
         cost.forwards += samples
         if output.requires_grad:
             seen = False  # several backwards may follow one forward, as in a Jacobian

@@ -30,7 +30,7 @@ from vitadel.runtime.processes import Processes
 from vitadel.runtime.progress import FOUND_AGAIN, progress
 from vitadel.types import Attack, Explaining, OwnRules, Source, Threat
 
-__all__ = ["NOTE", "PRECISIONS", "Bench", "Leg", "attack_stage", "clean_stage"]
+__all__ = ["NOTE", "PRECISIONS", "Bench", "Leg", "attack_stage", "clean_stage", "rules_of"]
 
 NOTE = "note:"
 """How the arrays of a piece are called that hold an attack's notes."""
@@ -149,6 +149,14 @@ def attack_stage(bench: Bench, stage: str, attack: Attack, threat: Threat, stand
     return legs
 
 
+def rules_of(attack: Attack) -> Callable[[nn.Module, Tensor], Threat] | None:
+    """How to get the rules of an attack that has its own, or wraps one that has."""
+    if isinstance(attack, OwnRules):
+        return attack.rules
+    inner = getattr(attack, "attack", None)
+    return None if inner is None else rules_of(inner)
+
+
 def _member_stream(number: int) -> Callable[[Draws], Draws]:
     return lambda draws: draws.stream(MEMBER, number)
 
@@ -157,7 +165,7 @@ def _one_attack(
     bench: Bench, stage: str, attack: Attack, threat: Threat, standing: Tensor, stream: Callable[[Draws], Draws]
 ) -> list[Piece]:
     """Every success is judged on the untouched model."""
-    broken = 0
+    broken, own_rules = 0, rules_of(attack)
 
     def work(batch: Batch) -> Piece:
         if batch.bad:
@@ -173,7 +181,7 @@ def _one_attack(
                 z, notes = attack.explain(bench.model, batch.x, batch.y, draws)
             else:
                 z = attack(bench.model, batch.x, batch.y, draws)
-            rules = attack.rules(bench.model, batch.x) if isinstance(attack, OwnRules) else threat
+            rules = own_rules(bench.model, batch.x) if own_rules else threat
             verdict = judge(bench.model, rules, batch.x, z, batch.y)
         return {
             "index": batch.indices.cpu().numpy(),

@@ -1,4 +1,4 @@
-"""Scale the scores of every softmax attention, see its maps, measure how saturated it is."""
+"""Scale the scores of every softmax attention, see its maps or hold them constant, measure how saturated it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vitadel.backbones.anatomy import SoftmaxAttention, attentions_of
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import Lens, Record, hooked
 
-__all__ = ["Factors", "attention_maps", "scaled_attention", "score_statistics"]
+__all__ = ["Factors", "attention_maps", "constant_attention", "scaled_attention", "score_statistics"]
 
 _Row = float | Tensor | Sequence[float | Tensor]
 Factors = float | Tensor | Sequence[_Row]
@@ -65,6 +65,18 @@ def attention_maps(model: nn.Module) -> Iterator[Record]:
 
     with hooked(model, [Lens(part, see=keep(place)) for place, part in enumerate(parts)]):
         yield maps
+
+
+@contextmanager
+def constant_attention(model: nn.Module) -> Iterator[None]:
+    """Gradients take every attention map for a constant and pass through the values only (PNA, Wei et al., AAAI 2022).
+
+    Outputs stay what they are, up to the rounding between fused attention, which is off inside the block, and the
+    manual one. Maps that `attention_maps` shows keep their graph. XCiT's maps over channels and CaiT's, before they are
+    mixed over heads, are held as well. Call backward inside the block if the model checkpoints its gradients.
+    """
+    with hooked(model, [Lens(part, hand_on=Tensor.detach) for part in attentions_of(model)]):
+        yield
 
 
 @contextmanager

@@ -34,12 +34,16 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Edge:
-    """`act` sees the first input of a module (`before`) or its output; what it returns, if anything, replaces it."""
+    """`act` sees the first input of a module (`before`) or its output; what it returns, if anything, replaces it.
+
+    With `first` it stands before the hooks that are on the module already, which then see what it returned.
+    """
 
     name: str
     module: nn.Module
     act: Callable[[Tensor], Tensor | None]
     before: bool = False
+    first: bool = False
 
     def attach(self, fired: Callable[[], object]) -> Callable[[], None]:
         """Set the hook; the result takes it off again."""
@@ -53,8 +57,8 @@ class Edge:
             return act(output)
 
         if self.before:
-            return self.module.register_forward_pre_hook(enter).remove
-        return self.module.register_forward_hook(leave).remove
+            return self.module.register_forward_pre_hook(enter, prepend=self.first).remove
+        return self.module.register_forward_hook(leave, prepend=self.first).remove
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +66,15 @@ class Lens:
     """What to do inside one attention module; several lenses on a module work together, whatever their order.
 
     `scale` multiplies scores at the module's seam; `see` is given (scores, probabilities) as the softmax takes and
-    returns them, after every scaling, and keeps the module off fused attention, which shows neither. `more_prefix` is
-    added to the module's `num_prefix_tokens`. With `backward_only` the scaling acts on gradients and not on values.
+    returns them, after every scaling; what `hand_on` makes of the probabilities is what the module goes on with. Both
+    keep the module off fused attention, which shows neither. `more_prefix` is added to the module's
+    `num_prefix_tokens`. With `backward_only` the scaling acts on gradients and not on values.
     """
 
     attention: SoftmaxAttention
     scale: Callable[[Tensor], Tensor] | None = None
     see: Callable[[Tensor, Tensor], None] | None = None
+    hand_on: Callable[[Tensor], Tensor] | None = None
     more_prefix: int = 0
     backward_only: bool = False
 
@@ -76,14 +82,20 @@ class Lens:
     def name(self) -> str:
         return self.attention.name
 
+    @property
+    def needs_softmax(self) -> bool:
+        """Whether it acts at the softmax, which fused attention hides."""
+        return self.see is not None or self.hand_on is not None
+
     def attach(self, fired: Callable[[], object]) -> Callable[[], None]:
         """Put the lens on; the result takes it off again."""
-        if self.scale is None and self.see is None:
+        if self.scale is None and not self.needs_softmax:
             fired()  # a longer prefix leaves nothing to witness
         lens = replace(
             self,
             scale=None if self.scale is None else _noting(fired, self.scale),
             see=None if self.see is None else _noting(fired, self.see),
+            hand_on=None if self.hand_on is None else _noting(fired, self.hand_on),
         )
         inside = _Inside.of(self.attention)
         inside.lenses.append(lens)
@@ -158,7 +170,7 @@ class _Inside:
             more = sum(lens.more_prefix for lens in lenses)
             if more:
                 stack.enter_context(_attribute(module, "num_prefix_tokens", cast(int, module.num_prefix_tokens) + more))
-            if any(lens.see for lens in lenses) and hasattr(module, "fused_attn"):
+            if any(lens.needs_softmax for lens in lenses) and hasattr(module, "fused_attn"):
                 stack.enter_context(_attribute(module, "fused_attn", False))
             stack.enter_context(_Calls(self.attention, lenses))
             return self.forward(*args, **kwargs)
@@ -205,6 +217,8 @@ class _Calls(TorchFunctionMode):
         for lens in self.lenses:
             if lens.see is not None:
                 lens.see(scores, probabilities)
+        for lens in self.lenses:
+            probabilities = probabilities if lens.hand_on is None else lens.hand_on(probabilities)
         return probabilities
 
 
