@@ -151,6 +151,7 @@ class _Watched:
 
 
 def _softened(model: nn.Module) -> nn.Module:
+    model = getattr(model, "_orig_mod", model)  # a compiled model does not run its own modules
     try:
         attentions_of(model)
     except Mistake:

@@ -13,7 +13,7 @@ from vitadel.attacks.threats import threat
 from vitadel.errors import Mistake, nearest_names
 from vitadel.types import Attack
 
-__all__ = ["AttackName", "make", "read_attack_name", "split_attack_list"]
+__all__ = ["AttackName", "looks_inside", "make", "read_attack_name", "split_attack_list"]
 
 Setting = float | int | bool | str
 
@@ -108,6 +108,12 @@ def _checked_setting(whose: str, key: str, text: str, default: object) -> Settin
         if not least_allowed:
             raise Mistake(f"setting {key!r} of {whose} must be positive, got {text!r}; it could not work")
     return value
+
+
+def looks_inside(text: str) -> bool:
+    """Whether the attack, or what goes around it, needs a model whose attention or patches are known."""
+    name = read_attack_name(text)
+    return CATALOGUE[name.base].needs_vit or any(PREFIXES[prefix].needs_vit for prefix, _ in name.prefixes)
 
 
 def make(text: str, *, eps: float | str = 8 / 255, norm: str = "linf") -> Attack:

@@ -27,6 +27,11 @@ class Prefix:
         """Names and defaults of what may stand in brackets."""
         return {p.name: p.default for p in list(inspect.signature(self.wrap).parameters.values())[1:]}
 
+    def describe(self) -> str:
+        """The line for a list, with the settings that may stand in brackets."""
+        names = ", ".join(name for name in self.settings if name != self.value)
+        return f"around an attack: {self.about}{f' [{names}]' if names else ''}"
+
     def title(self, name: str) -> str:
         """How it is written, e.g. 'eot:TIMES+'."""
         return f"{name}:{self.value.upper()}+" if self.value else f"{name}+"

@@ -40,6 +40,7 @@ def audit(
     skip_bad: options.SkipBad = False,
     device: options.Device = "auto",
     precision: options.Precision = "fp32",
+    compile_model: options.Compile = False,
     out: Annotated[Path | None, typer.Option(help="run folder; by default a new one below runs/")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with an unfinished run")] = False,
     as_json: options.Json = False,
@@ -54,7 +55,17 @@ def audit(
 
     names = tuple(split_attack_list(attacks))
     order = Order(
-        names, read_amount(eps, "eps"), norm, limit, batch_size, seed, independent, precision, skip_bad, calibration
+        names,
+        read_amount(eps, "eps"),
+        norm,
+        limit,
+        batch_size,
+        seed,
+        independent,
+        precision,
+        skip_bad,
+        calibration,
+        compile_model,
     )
     processes = join_processes(device)
     chosen = options.model_options(weights, num_classes, mean, std, input_size, small_images)

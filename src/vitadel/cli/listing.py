@@ -27,9 +27,11 @@ def listing(
 
 def _rows(kind: Kind, search: str) -> dict[str, str]:
     if kind is Kind.attacks:
+        from vitadel.attacks.prefixes import PREFIXES
         from vitadel.attacks.presets import CATALOGUE
 
-        return {f"{n}-K" if "steps" in p.settings else n: p.describe() for n, p in CATALOGUE.items()}
+        attacks = {f"{n}[-K]" if "steps" in p.settings else n: p.describe() for n, p in CATALOGUE.items()}
+        return attacks | {prefix.title(name): prefix.describe() for name, prefix in PREFIXES.items()}
     if kind is Kind.data:
         from vitadel.data import known_specs
 

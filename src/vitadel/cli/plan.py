@@ -27,6 +27,7 @@ def plan(
     data_root: options.DataRoot = None,
     skip_bad: options.SkipBad = False,
     device: options.Device = "auto",
+    compile_model: options.Compile = False,
     as_json: options.Json = False,
 ) -> None:
     """Passes, memory and time of an audit on this machine, measured by a short probe."""
@@ -49,6 +50,7 @@ def plan(
         samples=len(subject.selection(limit, seed, skip_bad)[0]),
         batch_size=order.batch_size,
         device=join_processes(device).device,
+        compile_model=compile_model,
     )
     if as_json:
         typer.echo(json.dumps(cost, indent=2))

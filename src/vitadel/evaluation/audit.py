@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.amounts import amount_text, read_amount
-from vitadel.attacks.names import make, split_attack_list
+from vitadel.attacks.names import looks_inside, make, split_attack_list
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import threat as make_threat
 from vitadel.backbones.checks import looks_like_probabilities, modules_in_train_mode
@@ -24,6 +24,7 @@ from vitadel.data.batches import batches
 from vitadel.data.checks import BadSample, left_out
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.calibration import calibrated
+from vitadel.evaluation.compiling import compiled
 from vitadel.evaluation.evidence import findings_about
 from vitadel.evaluation.ledger import FolderLedger, MemoryLedger
 from vitadel.evaluation.results import SCHEMA, Tally, samples_table
@@ -63,6 +64,7 @@ class Order:
     precision: str = "fp32"
     skip_bad: bool = False
     calibration: str | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
         twice = sorted({name for name in self.attacks if self.attacks.count(name) > 1})
@@ -118,6 +120,7 @@ def audit(
     precision: str = "fp32",
     skip_bad: bool = False,
     calibration: str | None = None,
+    compile: bool = False,
     device: str = "auto",
     data_root: str | Path | None = None,
     model_options: Mapping[str, Any] | None = None,
@@ -130,7 +133,7 @@ def audit(
     """
     names = tuple(split_attack_list(attacks) if isinstance(attacks, str) else attacks)
     budget = read_amount(eps, "eps")
-    order = Order(names, budget, norm, limit, batch_size, seed, independent, precision, skip_bad, calibration)
+    order = Order(names, budget, norm, limit, batch_size, seed, independent, precision, skip_bad, calibration, compile)
     processes = join_processes(device)
     subject = open_subject(model, data, data_root=data_root, model_options=model_options, skip_bad=skip_bad)
     return run_audit(subject, order, processes, out=out, resume=resume).results
@@ -170,6 +173,8 @@ def run_audit(
         skip_bad=order.skip_bad,
         shown=shown,
     )
+    if order.compile:
+        bench = _with_compiled(bench, shown)
     try:
         results = _run(bench, subject, order, indices, mislabelled, settings, run)
         return Outcome(results, run, processes.is_main)
@@ -177,6 +182,14 @@ def run_audit(
         if run is not None:
             raise Interrupted(run.path) from None
         raise
+
+
+def _with_compiled(bench: Bench, shown: bool) -> Bench:
+    x = torch.full((bench.batch_size, 3, *bench.preprocess.shape), 0.5, device=bench.processes.device)
+    model, verdict = compiled(bench.model, x)
+    if shown and bench.processes.is_main:
+        print(verdict.told(), file=sys.stderr)  # noqa: T201
+    return dataclasses.replace(bench, compiled=model) if verdict.pays else bench
 
 
 def _run(
@@ -207,7 +220,8 @@ def _run(
             own_rules = rules_of(attack) is not None
             alone = order.independent or own_rules
             exposed = tally.index[tally.correct if alone else tally.standing]
-            legs = attack_stage(bench, f"{number:02d} {name}", attack, order.threat, exposed)
+            title = f"{number:02d} {name}"
+            legs = attack_stage(bench, title, attack, order.threat, exposed, looks_inside(name))
             told = {**settings_of(attack), "norm": order.norm, "eps": settings["eps"], "seed": order.seed}
             tally.add(name, told, legs, alone=alone, own_rules=own_rules)
             findings += findings_about(name, legs, len(tally.index))

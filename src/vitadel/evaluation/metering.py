@@ -21,7 +21,8 @@ class Cost:
 
 
 @contextmanager
-def metered(model: nn.Module) -> Iterator[Cost]:
+def metered(*models: nn.Module | None) -> Iterator[Cost]:
+    """Count the passes of one model, or of several that stand for the same one."""
     cost = Cost()
 
     def count(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -38,8 +39,9 @@ def metered(model: nn.Module) -> Iterator[Cost]:
 
             output.register_hook(backward_ran)
 
-    handle = model.register_forward_hook(count)
+    handles = [model.register_forward_hook(count) for model in models if model is not None]
     try:
         yield cost
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vitadel.attacks.goals import OnLogits, gradient
 from vitadel.attacks.names import make
+from vitadel.evaluation.compiling import compiled, gradient_probe, seconds_of
 from vitadel.evaluation.subject import Subject
 from vitadel.instrument.hooks import frozen
 
 __all__ = ["plan"]
-
-_PROBES = 3
 
 
 def plan(
@@ -30,20 +27,17 @@ def plan(
     samples: int,
     batch_size: int,
     device: torch.device,
+    compile_model: bool = False,
 ) -> dict[str, Any]:
     """An upper estimate: every sample is taken to withstand every attack to its last step.
 
-    Fooled samples leave an attack early, so the real cost lies between that of the clean pass and this.
+    Fooled samples leave an attack early, so the real cost lies between that of the clean pass and this. With
+    `compile_model` it is also tried whether torch.compile pays, which takes a minute.
     """
     crew = [(name, make(name, eps=eps, norm=norm)) for name in attacks]
     batch = min(batch_size, samples)
     model = subject.model.to(device)
     x = torch.full((batch, 3, *subject.preprocess.shape), 0.5, device=device)
-    aim = OnLogits()(model, x, torch.zeros(batch, dtype=torch.int64, device=device))
-
-    def take_gradient() -> Tensor:
-        z = x.clone().requires_grad_()
-        return gradient(aim.look(z, 0.0)[0], z)
 
     def take_forward() -> Tensor:
         with torch.no_grad():
@@ -51,8 +45,11 @@ def plan(
         return logits
 
     with frozen(model):
-        forward_seconds = _seconds(take_forward, device) / batch
-        gradient_seconds = _seconds(take_gradient, device) / batch
+        forward_seconds = seconds_of(take_forward, device) / batch
+        gradient_seconds = seconds_of(gradient_probe(model, x), device) / batch
+    compilation = compiled(model, x)[1] if compile_model else None
+    if compilation is not None and compilation.pays:
+        forward_seconds, gradient_seconds = (t / compilation.speedup for t in (forward_seconds, gradient_seconds))
     rows: list[dict[str, Any]] = [{"name": "clean", "gradients": 0, "forwards": 1}]
     for name, attack in crew:
         gradients, forwards = attack.passes()
@@ -67,22 +64,10 @@ def plan(
         "forward_ms": 1e3 * forward_seconds,
         "gradient_ms": 1e3 * gradient_seconds,
         "memory_mb": _peak_memory_mb(device),
+        "compile": None if compilation is None else compilation.told(),
         "rows": rows,
         "seconds_at_most": sum(row["seconds"] for row in rows),
     }
-
-
-def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
-    """The fastest of a few calls after one to warm up: what else the machine does can only add."""
-    best = float("inf")
-    for turn in range(_PROBES + 1):
-        begun = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if turn:
-            best = min(best, time.perf_counter() - begun)
-    return best
 
 
 def _peak_memory_mb(device: torch.device) -> float:

@@ -80,6 +80,7 @@ class Tally:
             "settings": settings,
             **share(int(held.sum()), len(held), "held", "robust_accuracy"),
             "counts": _counts(alone, own_rules),
+            "own_rules": own_rules,
             "attacked": int(before.sum()),
             **_costs(pieces),
             "judged_on": "deployed model",

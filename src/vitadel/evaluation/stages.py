@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -53,6 +53,7 @@ class Bench:
     precision: str = "fp32"
     skip_bad: bool = False
     shown: bool = False
+    compiled: nn.Module | None = None  # the same model, faster, for attacks that do not look inside
 
     def chunks(self, indices: Tensor) -> list[list[int]]:
         return [part.tolist() for part in indices.split(self.batch_size)]
@@ -137,8 +138,12 @@ class Leg:
         return torch.from_numpy(np.concatenate(kept or [np.empty(0, np.int64)]))
 
 
-def attack_stage(bench: Bench, stage: str, attack: Attack, threat: Threat, standing: Tensor) -> list[Leg]:
+def attack_stage(
+    bench: Bench, stage: str, attack: Attack, threat: Threat, standing: Tensor, looks_inside: bool = False
+) -> list[Leg]:
     """Attack the standing samples; of an ensemble, one member after the other, each on what all batches have left."""
+    if looks_inside:
+        bench = replace(bench, compiled=None)
     if not isinstance(attack, WorstOf):
         return [Leg("", _one_attack(bench, stage, attack, threat, standing, lambda draws: draws))]
     legs: list[Leg] = []
@@ -176,11 +181,12 @@ def _one_attack(
             )
         draws = stream(Draws.of_samples(bench.seed, batch.indices, bench.processes.device))
         notes: dict[str, Tensor] = {}
-        with bench.arithmetic(), metered(bench.model) as cost:
+        model = bench.model if bench.compiled is None else bench.compiled
+        with bench.arithmetic(), metered(bench.model, bench.compiled) as cost:
             if isinstance(attack, Explaining):
-                z, notes = attack.explain(bench.model, batch.x, batch.y, draws)
+                z, notes = attack.explain(model, batch.x, batch.y, draws)
             else:
-                z = attack(bench.model, batch.x, batch.y, draws)
+                z = attack(model, batch.x, batch.y, draws)
             rules = own_rules(bench.model, batch.x) if own_rules else threat
             verdict = judge(bench.model, rules, batch.x, z, batch.y)
         return {

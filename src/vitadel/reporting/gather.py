@@ -84,10 +84,11 @@ class Run:
         return np.asarray(self.samples.column(name).to_numpy())
 
     def held(self) -> Array | None:
-        """Which samples hold against every attack; None if no attack is on record."""
+        """Which samples hold against every attack by the run's rules; None if no attack is on record."""
         if self.samples is None:
             return None
-        names = [name for name in self.samples.column_names if name.startswith("held:")]
+        outside = {f"held:{entry['name']}" for entry in self.attacks if entry.get("own_rules")}
+        names = [name for name in self.samples.column_names if name.startswith("held:") and name not in outside]
         if not names:
             return None
         return np.asarray(np.logical_and.reduce([self.column(name) for name in ("clean_correct", *names)]))

@@ -266,8 +266,7 @@ def attacks(run: Run) -> Section | None:
 
 
 def _about_judging(entry: Mapping[str, Any]) -> dict[str, Any]:
-    named = {"judged on": entry.get("judged_on"), "paper style": entry.get("paper_style")}
-    return {name: value for name, value in named.items() if value is not None}
+    return {"judged on": entry["judged_on"]} if entry.get("judged_on") else {}
 
 
 def classes(run: Run) -> Section | None:

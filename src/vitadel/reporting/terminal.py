@@ -25,6 +25,11 @@ def _bar(value: float, console: Console) -> str:
     return f"[{colour}]{full * filled}[/][dim]{empty * (_BAR - filled)}[/]"
 
 
+def _cost_texts(entry: Mapping[str, Any]) -> tuple[str, str]:
+    seen = max(entry["attacked"], 1)
+    return f"{entry['gradient_calls'] / seen:.1f}", f"{entry['forward_calls'] / seen:.1f}"
+
+
 def show_results(results: dict[str, Any]) -> None:
     """The table of an audit, and one sentence that says what it means."""
     console = Console()
@@ -45,16 +50,22 @@ def show_results(results: dict[str, Any]) -> None:
     clean, worst = results["clean"], results["worst_case"]
     add("clean", clean["accuracy"], clean["ci95"])
     for entry in results["attacks"]:
-        seen = max(entry["attacked"], 1)
-        cost = (f"{entry['gradient_calls'] / seen:.1f}", f"{entry['forward_calls'] / seen:.1f}")
-        add(entry["name"], entry["robust_accuracy"], entry["ci95"], cost)
+        add(entry["name"], entry["robust_accuracy"], entry["ci95"], _cost_texts(entry))
+        for member in entry.get("members", ()):
+            broke = f"broke {member['broken']} of {member['attacked']}"
+            table.add_row(f"[dim]  {escape(member['name'])}[/]", "", f"[dim]{broke}[/]", "", *_cost_texts(member))
     if worst is not None:
         table.add_section()
         add("worst case", worst["robust_accuracy"], worst["ci95"])
     console.print(table)
     if results["attacks"]:
-        counts = results["attacks"][-1]["counts"]
-        console.print(f"[dim]Robust accuracy counts {counts}; passes are per attacked sample.[/]")
+        counts = dict.fromkeys(entry["counts"] for entry in results["attacks"])
+        console.print(f"[dim]Robust accuracy counts {' or '.join(counts)}; passes are per attacked sample.[/]")
+    for entry in results["attacks"]:
+        if entry["paper_style"]:
+            style = entry["paper_style"]
+            told = f"{escape(entry['name'])}, counted as in its paper: {_percent(style['robust_accuracy'])}"
+            console.print(f"[dim]{told}, {escape(style['remark'])}.[/]")
     void = sum(entry["void"] for entry in results["attacks"])
     if void:
         console.print(f"[yellow]{void} proposals broke box or budget and were not counted as successes.[/]")
@@ -90,6 +101,8 @@ def show_plan(cost: dict[str, Any]) -> None:
         f"Measured here: {cost['forward_ms']:.2f} ms a forward, {cost['gradient_ms']:.2f} ms a gradient per sample; "
         f"peak memory {cost['memory_mb']:.0f} MB. Samples that fall early cost less."
     )
+    if cost["compile"]:
+        console.print(escape(cost["compile"]))
 
 
 def _time(seconds: float) -> str:
