@@ -16,6 +16,9 @@ from vitadel.attacks.fab import fab, fab_t
 from vitadel.attacks.features import features
 from vitadel.attacks.goals import Gama, OnLogits
 from vitadel.attacks.losses import margin
+from vitadel.attacks.patch_corruption import patches_learned
+from vitadel.attacks.patch_fool import patch_fool
+from vitadel.attacks.patches import patches_random
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.pna_patchout import pna_patchout
 from vitadel.attacks.self_ensemble import self_ensemble
@@ -129,6 +132,15 @@ CATALOGUE: dict[str, Preset] = {
         "for transfer: the summed loss of every block's logits (Naseer et al. 2022)",
         exact=False,
         needs_vit=True,
+    ),
+    "patch-fool": Preset(
+        patch_fool, "repaint the patches attended to most (Fu et al. 2022)", exact=False, needs_vit=True
+    ),
+    "patches-random": Preset(
+        patches_random, "noise in random patches, worst of several masks (AFAT)", exact=False, needs_vit=True
+    ),
+    "patches-learned": Preset(
+        patches_learned, "noise in patches chosen by a trained selector (AFAT)", exact=False, needs_vit=True
     ),
     "autoattack": Preset(autoattack, "apgd-ce, apgd-t, fab-t and square, one after the other (Croce & Hein 2020)"),
     "autoattack-plus": Preset(autoattack_plus, "six attacks, five restarts of the untargeted ones"),

@@ -15,6 +15,8 @@ def settings_of(attack: Attack) -> dict[str, object]:
     """Every setting of a built attack, flat, as results record it: nothing about a number stays implicit."""
     settings: dict[str, object] = {"restarts": 1}
     for part in dataclasses.fields(attack):  # type: ignore[arg-type]
+        if not part.repr:
+            continue  # what was learned, not set
         value = getattr(attack, part.name)
         if part.name == "attack":
             settings = {**settings_of(value), **settings}

@@ -1,0 +1,198 @@
+"""Adaptive attention scaling: factors, verdicts, and the number that the paper would have reported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from toys import TinyNet, images
+from vitadel.attacks import PGD, Linf, make
+from vitadel.attacks.aas import AAS, DISTANCES, PAPER_STYLE, Rescaled, eq3_distance, lpips_distance
+from vitadel.attacks.apgd import apgd_t
+from vitadel.attacks.wrappers import Restarts
+from vitadel.backbones.anatomy import attentions_of
+from vitadel.errors import Mistake
+from vitadel.evaluation.audit import audit
+from vitadel.instrument import block_features, scaled_attention
+from vitadel.runtime.draws import Draws
+from vits import VITS, make_vit, pixels
+
+BALL = Linf(8 / 255)
+
+
+def random_features(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_lpips_distance_by_hand():
+    ours, theirs = [random_features(s, 2, 5, 4) for s in (0, 1)], [random_features(s, 2, 5, 4) for s in (2, 3)]
+    expected = []
+    for sample in range(2):
+        layers = []
+        for a, b in zip(ours, theirs, strict=True):
+            unit = [t[sample] / t[sample].norm(dim=1, keepdim=True) for t in (a, b)]
+            layers.append(((unit[0] - unit[1]) / 5**0.5).flatten())
+        expected.append(float(torch.cat(layers).norm()))
+    assert lpips_distance(ours, theirs).tolist() == pytest.approx(expected)
+    assert float(lpips_distance([3 * t for t in ours], theirs)[0]) == pytest.approx(expected[0])  # blind to scale
+    assert lpips_distance(ours, ours).max() < 1e-9
+
+
+def test_equation_3_by_hand():
+    ours, theirs = [random_features(0, 1, 5, 4)], [random_features(2, 1, 5, 4)]
+    a, b = ours[0].flatten(), theirs[0].flatten()
+    assert float(eq3_distance(ours, theirs)) == pytest.approx(float((a - b).norm() / (a.norm() * b.norm())))
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_distances_take_every_shape_of_features(distance):
+    shapes = [(2, 5, 4), (2, 3, 3, 4), (2, 1, 4), (2, 4)]
+    ours, theirs = [random_features(0, *s) for s in shapes], [random_features(1, *s) for s in shapes]
+    assert DISTANCES[distance](ours, theirs).shape == (2,)
+
+
+def calibration(name: str, batches: int = 2) -> list[tuple[Tensor, Tensor]]:
+    return [(pixels(name, 4, seed=50 + k), torch.arange(4) % 3) for k in range(batches)]
+
+
+def mean_distance(model: nn.Module, x: Tensor, factors: Sequence[float]) -> float:
+    def features(scales: Sequence[float] | float) -> list[Tensor]:
+        with torch.no_grad(), scaled_attention(model, scales), block_features(model) as seen:
+            model(x)
+            return list(seen)
+
+    return float(lpips_distance(features(factors), features(1.0)).mean())
+
+
+@pytest.mark.parametrize("family", sorted(VITS))
+def test_works_on_every_family_and_ascends(family):
+    model = make_vit(family, classes=3)
+    batches = calibration(family, 1)
+    start = AAS(PGD(BALL), steps=1, pace=1e-9, select=False).prepared(model, batches).factors
+    found = AAS(PGD(BALL), steps=6, select=False).prepared(model, batches).factors
+    assert len(found) == len(attentions_of(model))
+    assert all(1e-7 <= factor <= 1 for factor in found)
+    assert mean_distance(model, batches[0][0], found) > mean_distance(model, batches[0][0], start)
+
+
+def test_preparation_repeats_and_leaves_no_trace():
+    model = make_vit("vit", classes=3).train()
+    before = torch.get_rng_state()
+    first, again = (AAS(PGD(BALL), steps=2).prepared(model, calibration("vit"), seed=4) for _ in range(2))
+    assert first == again
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert model.training
+    assert AAS(PGD(BALL), steps=2, select=False).prepared(model, calibration("vit"), seed=5) != first
+
+
+def test_selection_takes_what_hurts_the_deployed_model_most():
+    model = make_vit("vit", classes=3)
+    batches = calibration("vit", 1)
+    chosen = AAS(PGD(BALL), steps=2).prepared(model, batches).factors
+    harms = {}
+    aas = AAS(PGD(BALL), steps=2)
+    ascent = AAS(PGD(BALL), steps=2, select=False).prepared(model, batches).factors
+    for candidate in (ascent, *((factor,) * len(ascent) for factor in (0.1, 0.01, 0.001))):
+        harms[candidate] = aas._harm(model, *batches[0], candidate, 0)
+    assert chosen == max(harms, key=lambda factors: harms[factors])
+
+
+def test_the_literal_algorithm_is_a_walk_between_the_clamps():
+    """With gradients far smaller than the noise, factors are clamp(1 + noise), then clamp(that + noise), ..."""
+    model = make_vit("vit", classes=3)
+    found = AAS(PGD(BALL), literal=True, steps=1).prepared(model, calibration("vit", 2), seed=3).factors
+    draws = Draws.of_samples(3, [0]).stream("aas factors")
+    expected = torch.ones(len(found), dtype=torch.float64)
+    for turn in range(2):
+        noise = draws.stream("noise", turn).normal(len(found))[0].double()
+        expected = (expected + noise).clamp(1e-7, 1)
+    assert found == pytest.approx(expected.tolist(), abs=0.1)
+
+
+def labelled(model: nn.Module, count: int = 12) -> tuple[Tensor, Tensor]:
+    x = images(count, seed=3, side=VITS["vit"].size)
+    with torch.no_grad():
+        return x, model(x).argmax(1)
+
+
+@pytest.mark.parametrize("inner", [PGD(BALL, steps=5), Restarts(PGD(BALL, steps=3), 2), apgd_t(BALL, 4, 2)])
+@pytest.mark.parametrize("backward_only", [False, True])
+def test_factors_of_one_repeat_the_plain_attack_bit_by_bit(inner, backward_only):
+    model = make_vit("vit", classes=3)
+    x, y = labelled(model)
+    draws = Draws.of_samples(0, range(len(x)))
+    z, notes = Rescaled(inner, 1.0, backward_only).explain(model, x, y, draws)
+    scaled = inner(model, x, y, draws.stream("rescaled"))
+    fell = model(scaled).argmax(1) != y
+    assert torch.equal(z[fell], scaled[fell])
+    assert torch.equal(z[~fell], inner(model, x, y, draws)[~fell])
+    assert torch.equal(notes[PAPER_STYLE], ~fell)
+
+
+@pytest.mark.parametrize("factors", [0.3, (0.05, 0.5)])
+@pytest.mark.parametrize("mode", [{}, {"backward_only": True}, {"literal": True}])
+def test_never_weaker_than_the_plain_attack(factors, mode):
+    model = make_vit("vit", classes=3)
+    x, y = labelled(model, 30)
+    draws = Draws.of_samples(0, range(30))
+    plain = model(PGD(Linf(3 / 255), steps=4)(model, x, y, draws)).argmax(1) != y
+    both = model(Rescaled(PGD(Linf(3 / 255), steps=4), factors, **mode)(model, x, y, draws)).argmax(1) != y
+    assert 0 < int(plain.sum()) < 30
+    assert not (plain & ~both).any()
+
+
+def test_paper_style_is_the_accuracy_of_the_scaled_model():
+    model = make_vit("vit", classes=3)
+    x, y = labelled(model)
+    draws = Draws.of_samples(0, range(len(x)))
+    attack = Rescaled(PGD(BALL, steps=4), 0.01, literal=True)
+    _, notes = attack.explain(model, x, y, draws)
+    with scaled_attention(model, 0.01):
+        z = PGD(BALL, steps=4)(model, x, y, draws.stream("rescaled"))
+        expected = model(z).argmax(1) == y
+    assert torch.equal(notes[PAPER_STYLE], expected)
+
+
+def test_the_search_asks_the_deployed_model():
+    """An image that fools the scaled model from the start must not end the search."""
+    model = make_vit("vit", classes=3)
+    x, y = labelled(model, 30)
+    with torch.no_grad(), scaled_attention(model, 0.01):
+        wrong = model(x).argmax(1) != y
+    assert wrong.any()
+    z = Rescaled(PGD(Linf(1e-4), steps=3, random_start=False), 0.01)(model, x, y)
+    assert ((z - x)[wrong].flatten(1).abs().amax(1) > 5e-5).all()
+
+
+def test_names_build_what_they_say():
+    assert make("aas+pgd-7", eps=0.1) == AAS(make("pgd-7", eps=0.1))
+    assert make("aas-bpda(distance=eq3,select=false)+pgd-7", eps=0.1) == AAS(
+        make("pgd-7", eps=0.1), backward_only=True, distance="eq3", select=False
+    )
+    assert make("aas-paper+pgd-7", eps=0.1) == AAS(make("pgd-7", eps=0.1), literal=True)
+    assert make("scale:1e-3+pgd-7", eps=0.1) == Rescaled(make("pgd-7", eps=0.1), 1e-3)
+    with pytest.raises(Mistake, match="lpips, eq3"):
+        make("aas(distance=cosine)+pgd-7")
+
+
+def test_a_model_without_attention_is_refused():
+    with pytest.raises(Mistake, match="no anatomy known"):
+        make("scale:0.1+pgd-5")(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.int64))
+
+
+def test_an_audit_calibrates_on_other_images_and_reports_both_numbers():
+    names = ["pgd-5", "aas(images=20,steps=2)+pgd-5"]
+    results = audit("zoo:shapes-robust", attacks=names, limit=20, independent=True, eps="12/255")
+    plain, aas = results["attacks"]
+    assert plain["paper_style"] is None
+    assert aas["held"] <= plain["held"]
+    assert aas["judged_on"] == "deployed model"
+    assert aas["paper_style"]["n"] == aas["attacked"]
+    assert "not a robustness estimate" in aas["paper_style"]["remark"]
+    assert len(aas["settings"]["factors"]) == 6
+    other = audit("zoo:shapes-robust", attacks=names[1:], limit=20, eps="12/255", batch_size=7)
+    assert other["attacks"][0]["settings"]["factors"] == aas["settings"]["factors"]
