@@ -21,8 +21,7 @@ class Cost:
 
 
 @contextmanager
-def metered(*models: nn.Module | None) -> Iterator[Cost]:
-    """Count the passes of one model, or of several that stand for the same one."""
+def metered(model: nn.Module) -> Iterator[Cost]:
     cost = Cost()
 
     def count(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -39,9 +38,8 @@ def metered(*models: nn.Module | None) -> Iterator[Cost]:
 
             output.register_hook(backward_ran)
 
-    handles = [model.register_forward_hook(count) for model in models if model is not None]
+    handle = model.register_forward_hook(count)
     try:
         yield cost
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()

@@ -182,19 +182,20 @@ def _one_attack(
         draws = stream(Draws.of_samples(bench.seed, batch.indices, bench.processes.device))
         notes: dict[str, Tensor] = {}
         model = bench.model if bench.compiled is None else bench.compiled
-        with bench.arithmetic(), metered(bench.model, bench.compiled) as cost:
+        with bench.arithmetic(), metered(model) as search:
             if isinstance(attack, Explaining):
                 z, notes = attack.explain(model, batch.x, batch.y, draws)
             else:
                 z = attack(model, batch.x, batch.y, draws)
+        with bench.arithmetic(), metered(bench.model) as judging:
             rules = own_rules(bench.model, batch.x) if own_rules else threat
             verdict = judge(bench.model, rules, batch.x, z, batch.y)
         return {
             "index": batch.indices.cpu().numpy(),
             "held": verdict.held.cpu().numpy(),
             "void": verdict.void.cpu().numpy(),
-            "gradients": np.asarray(cost.gradients),
-            "forwards": np.asarray(cost.forwards),
+            "gradients": np.asarray(search.gradients),
+            "forwards": np.asarray(search.forwards + judging.forwards),
             **{f"{NOTE}{name}": values.cpu().numpy() for name, values in notes.items()},
         }
 

@@ -1,0 +1,62 @@
+"""What an attack's own course says about its number."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vitadel.attacks.autoattack_fast import STAGES
+from vitadel.evaluation.evidence import findings_about
+from vitadel.evaluation.stages import NOTE, Leg
+
+
+def leg(name: str, held: list[bool], **notes: list[float]) -> Leg:
+    piece = {"index": np.arange(len(held)), "held": np.asarray(held)}
+    return Leg(name, [piece | {f"{NOTE}{key}": np.asarray(values) for key, values in notes.items()}])
+
+
+def course(falls: dict[str, int], n: int = 1000, met: int = 60, alive: int = 30, flat: int = 0) -> list[Leg]:
+    fell = [STAGES.index(stage) for stage, count in falls.items() for _ in range(count)]
+    fell += [-1] * (n - len(fell))
+    place = np.arange(n)
+    missing = np.where(place >= n - flat, np.inf, 0.5)
+    notes = {"fell_in": fell, "sentinel": place >= n - met, "kept_alive": place >= n - alive, "missing": missing}
+    return [leg("", [value < 0 for value in fell], **notes)]
+
+
+def test_an_ordinary_course_is_ok_and_says_what_it_is_not():
+    (finding,) = findings_about("autoattack-fast", course({"cross-entropy": 300, "targets": 20}), 1000)
+    assert finding["verdict"] == "ok"
+    assert "680 samples stand" in finding["evidence"]
+    assert "not an AutoAttack number" in finding["advice"]
+
+
+@pytest.mark.parametrize(
+    ("falls", "more", "told"),
+    [
+        ({"sentinel": 2}, {}, "FAB or Square broke 2 of the 60"),
+        ({"kept alive": 1}, {}, "1 of 30 far samples fell"),
+        ({"restarts": 9}, {}, "restarts still broke 9"),
+        ({"cross-entropy": 300, "targets": 130}, {}, "130 samples withstood the cross-entropy"),
+        ({}, {"flat": 3}, "3 standing samples have no gradient"),
+    ],
+)
+def test_doubts_offer_the_full_ensemble(falls, more, told):
+    (finding,) = findings_about("autoattack-fast", course(falls, **more), 1000)
+    assert finding["verdict"] == "suspicious"
+    assert told in finding["evidence"]
+    assert "--attacks autoattack" in finding["advice"]
+
+
+def test_few_watched_samples_are_told():
+    (finding,) = findings_about("autoattack-fast", course({}, met=3), 1000)
+    assert "which is few" in finding["evidence"]
+
+
+def test_square_beating_gradients_is_suspicious():
+    strong, weak = leg("square", [False] * 5 + [True] * 95), leg("square", [False] + [True] * 499)
+    (finding,) = findings_about("autoattack", [leg("apgd-ce", [True] * 100), strong], 100)
+    assert finding["verdict"] == "suspicious"
+    assert "broke 5 samples" in finding["evidence"]
+    assert findings_about("autoattack", [leg("apgd-ce", [True] * 500), weak], 500) == []
+    assert findings_about("square", [strong], 100) == []
