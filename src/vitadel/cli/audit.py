@@ -24,12 +24,7 @@ def audit(
     independent: Annotated[
         bool, typer.Option("--independent", help="every attack sees all correct samples, not only those still standing")
     ] = False,
-    calibration: Annotated[
-        str | None,
-        typer.Option(
-            help="data that aas+ and patches-learned may study; else the training split or what --limit leaves out"
-        ),
-    ] = None,
+    calibration: options.Calibration = None,
     weights: options.Weights = None,
     num_classes: options.NumClasses = None,
     mean: options.Mean = None,

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import typer
 
-from vitadel.cli import audit, listing, plan, report, selftest
+from vitadel.cli import attack, audit, listing, plan, report, selftest
 from vitadel.errors import Interrupted, Mistake
 from vitadel.version import __version__
 
@@ -24,6 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("audit")(audit.audit)
+app.command("attack")(attack.attack)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("list")(listing.listing)

@@ -30,6 +30,12 @@ Seed = Annotated[int, typer.Option(help="random numbers are keyed by this and th
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")]
 Precision = Annotated[str, typer.Option(help="fp32, bf16 or fp16")]
 Compile = Annotated[bool, typer.Option("--compile", help="try torch.compile, and use it if it is faster here")]
+Calibration = Annotated[
+    str | None,
+    typer.Option(
+        help="data that aas+ and patches-learned may study; else the training split or what --limit leaves out"
+    ),
+]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="leave out unreadable samples and count them")]
 Json = Annotated[bool, typer.Option("--json", help="print the results as JSON on standard output")]
 

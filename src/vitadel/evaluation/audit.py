@@ -26,9 +26,10 @@ from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.calibration import calibrated
 from vitadel.evaluation.compiling import compiled
 from vitadel.evaluation.evidence import findings_about
+from vitadel.evaluation.keeping import IMAGES, PICTURES, PNG_HOLDS, Keeper
 from vitadel.evaluation.ledger import FolderLedger, MemoryLedger
 from vitadel.evaluation.results import SCHEMA, Tally, samples_table
-from vitadel.evaluation.stages import PRECISIONS, Bench, attack_stage, clean_stage, rules_of
+from vitadel.evaluation.stages import NOTE, PRECISIONS, Bench, Leg, attack_stage, clean_stage, rules_of
 from vitadel.evaluation.subject import Subject, open_subject
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
@@ -43,6 +44,7 @@ __all__ = ["DEFAULT_ATTACKS", "DEFAULT_DATA", "DEFAULT_MODEL", "Order", "Outcome
 DEFAULT_MODEL = "zoo:shapes-robust"
 DEFAULT_DATA = "shapes"
 DEFAULT_ATTACKS = ("fgsm", "pgd-20")
+KEEP = ("nothing", "images", "png")
 _PICTURES = 8  # samples kept with their perturbed versions, for the report
 
 
@@ -51,7 +53,8 @@ class Order:
     """What an audit is asked to do: everything, beside model and data, that decides its result.
 
     Each attack works on the samples that the earlier ones left standing, so the last number is the worst case; with
-    `independent` every attack sees all correctly classified samples.
+    `independent` every attack sees all correctly classified samples. `keep` says whether images that fool the model
+    are saved in the run folder, as floats or also as 8-bit pictures.
     """
 
     attacks: tuple[str, ...] = DEFAULT_ATTACKS
@@ -65,6 +68,7 @@ class Order:
     skip_bad: bool = False
     calibration: str | None = None
     compile: bool = False
+    keep: str = "nothing"
 
     def __post_init__(self) -> None:
         twice = sorted({name for name in self.attacks if self.attacks.count(name) > 1})
@@ -72,6 +76,8 @@ class Order:
             raise Mistake(f"attack {twice[0]!r} is listed twice; each name may stand once, settings make names differ")
         if self.batch_size < 1:
             raise Mistake(f"--batch-size must be at least 1, got {self.batch_size}")
+        if self.keep not in KEEP:
+            raise Mistake(f"unknown choice {self.keep!r} of what to keep; allowed: {', '.join(KEEP)}")
         if self.precision not in PRECISIONS:
             raise Mistake(f"unknown precision {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
         if self.norm == "linf" and self.eps == 1:
@@ -149,13 +155,14 @@ def run_audit(
     resume: bool = False,
     shown: bool = False,
     argv: Sequence[str] = (),
+    verb: str = "audit",
 ) -> Outcome:
     """Audit, in a run folder if `out` names one or `in_folder` asks for a new one below runs/."""
     indices, mislabelled = subject.selection(order.limit, order.seed, order.skip_bad)
     settings = order.settings(subject, indices)
     run = None
     if out is not None or in_folder:
-        run = _open_folder(processes, subject.model_spec, settings, out, resume, argv)
+        run = _open_folder(processes, verb, subject.model_spec, settings, out, resume, argv)
         if run.complete:
             return Outcome(json.loads((run.path / "results.json").read_text()), run, processes.is_main)
     elif processes.count > 1:
@@ -172,6 +179,7 @@ def run_audit(
         precision=order.precision,
         skip_bad=order.skip_bad,
         shown=shown,
+        keeper=Keeper(run.path, subject.model, order.keep == "png") if run and order.keep != "nothing" else None,
     )
     if order.compile:
         bench = _with_compiled(bench, shown)
@@ -212,6 +220,7 @@ def _run(
             raise Mistake("no sample could be read, so there is nothing to audit; see the reasons with --skip-bad off")
         findings += _findings_about_outputs(bench, tally)
         results = _results(subject, order, tally, settings, findings)
+        kept: list[Leg] = []
         for number, (name, attack) in enumerate(crew):
             if run and main:
                 write_json(run.path / "results.json", results)
@@ -225,7 +234,10 @@ def _run(
             told = {**settings_of(attack), "norm": order.norm, "eps": settings["eps"], "seed": order.seed}
             tally.add(name, told, legs, alone=alone, own_rules=own_rules)
             findings += findings_about(name, legs, len(tally.index))
+            kept = [*kept, *legs]
             results = _results(subject, order, tally, settings, findings)
+        if order.keep != "nothing":
+            results["kept"] = _kept(kept, order.keep == "png")
         results["complete"] = True
         if run and main:
             if crew:
@@ -272,6 +284,7 @@ def _results(
 
 def _open_folder(
     processes: Processes,
+    verb: str,
     subject: str,
     settings: dict[str, Any],
     out: str | Path | None,
@@ -283,7 +296,7 @@ def _open_folder(
     if processes.is_main:
         try:
             path = None if out is None else Path(out)
-            answer = open_run("audit", subject, settings, out=path, resume=resume, argv=list(argv or sys.argv))
+            answer = open_run(verb, subject, settings, out=path, resume=resume, argv=list(argv or sys.argv))
         except Mistake as mistake:
             if processes.count == 1:
                 raise
@@ -338,6 +351,14 @@ def _findings_about_outputs(bench: Bench, tally: Tally) -> list[dict[str, Any]]:
             "advice": "return logits instead of probabilities: a softmax before the loss hides gradients from attacks",
         },
     ]
+
+
+def _kept(legs: Sequence[Leg], png: bool) -> dict[str, Any]:
+    """How many images were saved, and of how many the 8-bit picture fools no more."""
+    pieces = [piece for leg in legs for piece in leg.pieces]
+    saved = sum(int((~piece["held"]).sum()) for piece in pieces)
+    lost = sum(int(piece[f"{NOTE}{PNG_HOLDS}"].sum()) for piece in pieces) if png else None
+    return {"images": saved, "folder": IMAGES, "pictures": PICTURES if png else None, "undone_by_8_bits": lost}
 
 
 def _keep_pictures(bench: Bench, run: RunFolder, tally: Tally, attack: Attack) -> None:

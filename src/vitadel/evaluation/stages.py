@@ -23,6 +23,7 @@ from vitadel.data.batches import Batch, batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import Mistake
 from vitadel.evaluation.judge import judge
+from vitadel.evaluation.keeping import Keeper
 from vitadel.evaluation.ledger import Ledger, Piece
 from vitadel.evaluation.metering import metered
 from vitadel.runtime.draws import Draws
@@ -53,6 +54,7 @@ class Bench:
     precision: str = "fp32"
     skip_bad: bool = False
     shown: bool = False
+    keeper: Keeper | None = None  # saves what fools the model
     compiled: nn.Module | None = None  # the same model, faster, for attacks that do not look inside
 
     def chunks(self, indices: Tensor) -> list[list[int]]:
@@ -66,7 +68,7 @@ class Bench:
 
 
 def _run_stage(
-    bench: Bench, stage: str, indices: Tensor, work: Callable[[Batch], Piece], tally: Callable[[Piece], str]
+    bench: Bench, stage: str, indices: Tensor, work: Callable[[int, Batch], Piece], tally: Callable[[Piece], str]
 ) -> list[Piece]:
     """Do this process's missing batches, wait for the others, and return all pieces in order."""
     chunks = bench.chunks(indices)
@@ -79,7 +81,7 @@ def _run_stage(
         stream = batches(bench.source, (chunks[k] for k in todo), bench.preprocess, skip_bad=bench.skip_bad)
         for k, batch in zip(todo, stream, strict=True):
             begun = time.perf_counter()
-            piece = work(batch.to(bench.processes.device))
+            piece = work(k, batch.to(bench.processes.device))
             piece["chunk"] = np.asarray(chunks[k], dtype=np.int64)
             piece["seconds"] = np.asarray(time.perf_counter() - begun)
             bench.ledger.save(stage, k, piece)
@@ -101,7 +103,7 @@ def _is_done(piece: Piece | None, chunk: list[int]) -> bool:
 def clean_stage(bench: Bench, indices: Tensor) -> list[Piece]:
     """Predictions on the images as they are."""
 
-    def work(batch: Batch) -> Piece:
+    def work(number: int, batch: Batch) -> Piece:
         bad = json.dumps([{"index": b.index, "name": b.name, "reason": b.reason} for b in batch.bad])
         prediction = torch.empty(0, dtype=torch.int64)
         if len(batch.y):
@@ -172,7 +174,7 @@ def _one_attack(
     """Every success is judged on the untouched model."""
     broken, own_rules = 0, rules_of(attack)
 
-    def work(batch: Batch) -> Piece:
+    def work(number: int, batch: Batch) -> Piece:
         if batch.bad:
             lost = batch.bad[0]
             raise Mistake(
@@ -190,6 +192,8 @@ def _one_attack(
         with bench.arithmetic(), metered(bench.model) as judging:
             rules = own_rules(bench.model, batch.x) if own_rules else threat
             verdict = judge(bench.model, rules, batch.x, z, batch.y)
+            if bench.keeper is not None:
+                notes |= bench.keeper.keep(stage, number, batch, z, verdict)
         return {
             "index": batch.indices.cpu().numpy(),
             "held": verdict.held.cpu().numpy(),

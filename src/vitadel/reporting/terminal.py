@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["show_names", "show_plan", "show_results", "tell_notes"]
+__all__ = ["show_kept", "show_names", "show_plan", "show_results", "tell_notes"]
 
 _BAR = 12
 
@@ -75,6 +75,15 @@ def show_results(results: dict[str, Any]) -> None:
     for finding in results["findings"]:
         text = f"{finding['check']}: {finding['evidence']}; {finding['advice']}"
         console.print(f"[yellow]{escape(finding['verdict'])}[/] {escape(text)}")
+
+
+def show_kept(kept: Mapping[str, Any]) -> None:
+    """Where adversarial images are, and what became of their pictures."""
+    console = Console()
+    console.print(f"{kept['images']} adversarial images saved in {kept['folder']}/ (safetensors, floats in [0, 1])")
+    if kept["pictures"]:
+        still = kept["images"] - kept["undone_by_8_bits"]
+        console.print(f"and as 8-bit pictures in {kept['pictures']}/: {still} of them still fool the model")
 
 
 def tell_notes(notes: Mapping[str, str]) -> None:
