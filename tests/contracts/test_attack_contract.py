@@ -239,6 +239,12 @@ def test_a_model_without_attention_is_refused(name):
         run(name, "linf", TinyNet(CLASSES).eval(), x, torch.zeros(3, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if not looks_inside(name)])
+def test_a_model_with_one_class_is_refused(name):
+    with pytest.raises(Mistake, match="at least 2 classes"):
+        run(name, "linf", TinyNet(1).eval(), images(3), torch.zeros(3, dtype=torch.int64))
+
+
 def test_what_needs_calibration_says_so():
     model, x = make_vit("vit", classes=CLASSES), images(2, side=VITS["vit"].size)
     with pytest.raises(Mistake, match="calibration"):

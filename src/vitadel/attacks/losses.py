@@ -6,9 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["cross_entropy", "dlr", "lead", "margin", "rescaled_cross_entropy", "targeted_dlr"]
+from vitadel.errors import Mistake
+
+__all__ = ["check_classes", "cross_entropy", "dlr", "lead", "margin", "rescaled_cross_entropy", "targeted_dlr"]
 
 _TINY = 1e-12
+
+
+def check_classes(logits: Tensor) -> None:
+    if logits.shape[1] < 2:
+        raise Mistake(f"a model needs at least 2 classes to be attacked, this one has {logits.shape[1]}")
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
@@ -18,6 +25,7 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 def margin(logits: Tensor, y: Tensor) -> Tensor:
     """Best wrong logit minus the label's: positive exactly when misclassified (Carlini & Wagner 2017)."""
+    check_classes(logits)
     true = logits.gather(1, y[:, None]).squeeze(1)
     return logits.scatter(1, y[:, None], -torch.inf).amax(1) - true
 
@@ -56,6 +64,7 @@ def rescaled_cross_entropy(logits: Tensor, y: Tensor, gap: float = 10.0) -> Tens
 
     A cross-entropy of large logits rounds to zero, and so does its gradient; the scale itself is not differentiated.
     """
+    check_classes(logits)
     best = logits.detach().topk(2, dim=1).values
     scale = gap / (best[:, 0] - best[:, 1]).clamp(min=1e-6)
     return F.cross_entropy(logits * scale[:, None], y, reduction="none")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from vitadel.attacks.losses import check_classes
 from vitadel.attacks.surrogate import deployed, seen_through
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
@@ -118,6 +119,7 @@ class Targeted:
     def _targets(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws) -> Tensor:
         with frozen(model), torch.no_grad():
             logits = deployed(model)(x)
+        check_classes(logits)
         if isinstance(self.target, str):
             order = logits.scatter(1, y[:, None], torch.inf).argsort(dim=1, descending=True, stable=True)
             return _RULES[self.target](order[:, 1:], draws)
