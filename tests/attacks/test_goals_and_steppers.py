@@ -10,6 +10,7 @@ from vitadel.attacks import Linf, make
 from vitadel.attacks.goals import Gama, OnLogits, clearly_fooled, gradient
 from vitadel.attacks.losses import cross_entropy, dlr, margin, rescaled_cross_entropy, targeted_dlr
 from vitadel.attacks.steppers import Dropping, Fading, Momentum
+from vitadel.errors import Mistake
 from vitadel.evaluation.metering import metered
 
 LOGITS = torch.tensor([[3.0, 1.0, 0.5, -2.0], [0.2, 0.9, 0.1, 0.8], [-1.0, -1.5, 4.0, 2.0]])
@@ -134,3 +135,18 @@ def test_losses_that_large_logits_do_not_blind(name):
         return int((model(make(attack, eps=0.05)(model, x, y)).argmax(1) == y).sum())
 
     assert held(name) < held("pgd-30(random_start=false)")
+
+
+def test_gama_can_be_guided_by_the_start_as_in_the_released_code():
+    model, x = TinyNet(4).eval(), images(3)
+    y = model(x).argmax(1)
+    aim = Gama(guide="init")(model, x, y)
+    start = (x + 0.05).clamp(0, 1)
+    first, _ = aim.look(start, 0.0)
+    probabilities = model(start).softmax(1)
+    assert torch.allclose(first, margin(probabilities, y))  # nothing to be pulled from yet
+    second, _ = aim.look(x, 0.1)
+    pulled = margin(model(x).softmax(1), y) + 50 * 0.6 * (model(x).softmax(1) - probabilities).square().sum(1)
+    assert torch.allclose(second, pulled)
+    with pytest.raises(Mistake, match="clean, init"):
+        Gama(guide="noise")

@@ -34,7 +34,7 @@ SHORT = {
 AROUND = {"aas": "aas(images=8,steps=2)", "aas-bpda": "aas-bpda(images=8,steps=2)", "aas-paper": "aas-paper(images=8)"}
 AROUND |= {"scale": "scale:0.1", "eot": "eot:2", "targeted": "targeted:next"}
 NAMES = [SHORT.get(name, f"{name}-6") for name in CATALOGUE]
-NAMES += ["pgd-6(restarts=3)", *(f"{AROUND[name]}+pgd-6" for name in PREFIXES)]
+NAMES += ["pgd-6(restarts=3)", "gama-6(guide=init)", *(f"{AROUND[name]}+pgd-6" for name in PREFIXES)]
 EVERYTHING = [pytest.param(name, norm, id=f"{name} {norm}") for name in NAMES for norm in NORMS]
 CLASSES = 3
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.surrogate import Surrogate
+from vitadel.errors import Mistake
 from vitadel.types import Aim, Loss
 
 __all__ = ["Gama", "OnLogits", "clearly_fooled", "fooled", "gradient"]
@@ -70,42 +71,51 @@ class OnLogits:
         return _LogitAim(model, y, self.loss)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _GamaAim:
     model: nn.Module
     y: Tensor
-    guide: Tensor
+    guide: Tensor | None  # None until the first look, which then is the guide
     weight: float
     until: float
 
     def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         logits = self.model(z)
         probabilities = logits.softmax(1)
+        if self.guide is None:
+            self.guide = probabilities.detach()
         pull = self.weight * max(0.0, 1 - progress / self.until)
         away = (probabilities - self.guide).square().sum(1)
         return margin(probabilities, self.y) + pull * away, fooled(self.model, z, logits, self.y)
 
     def keep(self, chosen: Tensor) -> Aim:
-        return replace(self, y=self.y[chosen], guide=self.guide[chosen])
+        return replace(self, y=self.y[chosen], guide=None if self.guide is None else self.guide[chosen])
 
 
 @dataclass(frozen=True)
 class Gama:
     """Guided adversarial margin attack (Sriramanan et al. 2020, arXiv:2011.14969): margin of the probabilities plus a
-    pull away from the clean ones, whose weight falls linearly to zero at `until` of the way.
+    pull away from the guide's, whose weight falls linearly to zero at `until` of the way.
 
-    The guide is the clean image, as in the paper; the released code uses the noisy start, where the pull has no
-    gradient at the first step.
+    The guide is the `clean` image, as in the paper, or the noisy start (`init`), as in the released code, where the
+    pull has no gradient at the first step.
     """
 
     weight: float = 50.0
     until: float = 0.25
+    guide: str = "clean"
+
+    def __post_init__(self) -> None:
+        if self.guide not in ("clean", "init"):
+            raise Mistake(f"unknown guide {self.guide!r} of GAMA; allowed: clean, init")
 
     @property
     def forwards(self) -> int:
-        return 1  # the guide
+        return int(self.guide == "clean")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
+        if self.guide == "init":
+            return _GamaAim(model, y, None, self.weight, self.until)
         with torch.no_grad():
             guide = model(x).softmax(1)
         return _GamaAim(model, y, guide, self.weight, self.until)

@@ -57,9 +57,16 @@ def dlr(threat: Threat, steps: int = 100, step: float | None = None, restarts: i
 
 
 def gama(
-    threat: Threat, steps: int = 100, weight: float = 50.0, until: float = 0.25, reach: float = 2.0, restarts: int = 1
+    threat: Threat,
+    steps: int = 100,
+    weight: float = 50.0,
+    until: float = 0.25,
+    reach: float = 2.0,
+    guide: str = "clean",
+    restarts: int = 1,
 ) -> Attack:
-    return repeated(PGD(threat, Gama(weight, until), Dropping(reach), steps, surface_start=True), restarts)
+    goal = Gama(weight, until, guide)
+    return repeated(PGD(threat, goal, Dropping(reach), steps, surface_start=True), restarts)
 
 
 def mifpe(threat: Threat, steps: int = 100, gap: float = 10.0, reach: float = 2.0, restarts: int = 1) -> Attack:
