@@ -1,0 +1,72 @@
+"""Which images an attack may study: never the audited ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vitadel.attacks import make
+from vitadel.attacks.aas import AAS, Rescaled
+from vitadel.attacks.views import Targeted
+from vitadel.data.shapes import Shapes
+from vitadel.errors import Mistake
+from vitadel.evaluation.audit import audit
+from vitadel.evaluation.calibration import BATCH, CalibrationImages, calibration_images
+from vitadel.evaluation.subject import open_subject
+
+
+def test_a_named_set_lends_its_training_split():
+    for name in ("shapes", "shapes@test", "shapes@val"):
+        subject = open_subject("zoo:shapes-robust", name)
+        source, rows = calibration_images(subject, torch.arange(10), None, 40, seed=0)
+        assert isinstance(source, Shapes)
+        assert source.split == "train"
+        assert len(rows) == 40
+        counts = source.labels()[rows].bincount()
+        assert counts.max() - counts.min() <= 1
+
+
+def test_other_data_can_be_named():
+    subject = open_subject("zoo:shapes-robust", "shapes")
+    source, _ = calibration_images(subject, torch.arange(10), "shapes@val", 40, seed=0)
+    assert source.split == "val"
+
+
+@pytest.mark.parametrize("data", [Shapes("test"), "shapes@train"])
+def test_without_a_training_split_it_is_what_the_audit_leaves_out(data):
+    subject = open_subject("zoo:shapes-robust", data)
+    audited = torch.arange(0, len(subject.source), 2)
+    source, rows = calibration_images(subject, audited, None, 50, seed=0)
+    assert source is subject.source
+    assert len(rows) == 50
+    assert not set(rows.tolist()) & set(audited.tolist())
+
+
+def test_nothing_left_is_told():
+    subject = open_subject("zoo:shapes-robust", Shapes("test"))
+    with pytest.raises(Mistake, match="--calibration SPEC"):
+        calibration_images(subject, torch.arange(len(subject.source)), None, 50, seed=0)
+
+
+def test_batches_can_be_gone_through_again():
+    subject = open_subject("zoo:shapes-robust", "shapes@val")
+    images = CalibrationImages(subject.source, torch.arange(BATCH + 6), subject.preprocess, torch.device("cpu"))
+    first, second = list(images), list(images)
+    assert [len(y) for _, y in first] == [BATCH, 6]
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(first, second, strict=True))
+
+
+def test_an_attack_is_prepared_also_inside_a_wrapper():
+    attack = make("targeted:next+aas(images=8,steps=1)+pgd-2")
+    assert isinstance(attack, Targeted)
+    assert isinstance(attack.attack, AAS)
+    results = audit(
+        "zoo:shapes-robust", attacks=["targeted:next+aas(images=8,steps=1)+pgd-2"], limit=6, calibration="shapes@val"
+    )
+    assert "factors" in results["attacks"][0]["settings"]
+    assert isinstance(attack.attack.prepared(*_model_and_images()), Rescaled)
+
+
+def _model_and_images():
+    subject = open_subject("zoo:shapes-robust", "shapes@val")
+    return subject.model, CalibrationImages(subject.source, torch.arange(4), subject.preprocess, torch.device("cpu"))
