@@ -10,13 +10,14 @@ from toys import TinyNet, images
 from vitadel.attacks.goals import gradient
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.pna_patchout import PatchOut, PnaPatchOut, patch_grid, pna_patchout
+from vitadel.attacks.pna_patchout import PatchOut, PnaPatchOut, pna_patchout
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.threats import Linf
 from vitadel.errors import Mistake
 from vitadel.evaluation.metering import metered
 from vitadel.instrument import extra_tokens
 from vitadel.instrument.attention import constant_attention
+from vitadel.instrument.grid import patch_grid
 from vitadel.runtime.draws import Draws
 from vits import VITS, make_vit, pixels, precise_vit
 
@@ -61,7 +62,7 @@ def test_extra_tokens_are_no_patches_and_wide_images_have_wide_grids() -> None:
 
 def test_tokens_that_form_no_grid_are_told() -> None:
     model = make_vit("vit", patch_size=(8, 4))
-    with pytest.raises(Mistake, match=r"32 patch tokens form no grid of squares on images of 32 x 32.*patchout=false"):
+    with pytest.raises(Mistake, match=r"32 patch tokens form no grid of squares on images of 32 x 32"):
         patch_grid(model, pixels("vit"))
 
 

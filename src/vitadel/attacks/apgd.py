@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.goals import OnLogits, fooled, gradient
 from vitadel.attacks.losses import dlr, lead, targeted_dlr
-from vitadel.attacks.threats import L1, Linf
+from vitadel.attacks.threats import L1, Linf, per_sample
 from vitadel.attacks.wrappers import repeated
 from vitadel.backbones.checks import check_pixels
 from vitadel.errors import Mistake
@@ -51,12 +51,8 @@ def _start(threat: Threat, x: Tensor, draws: Draws) -> Tensor:
     if isinstance(threat, Linf):
         noise = draws.uniform(*x.shape[1:]) * 2 - 1
         reach = threat.eps / noise.flatten(1).abs().amax(1).clamp(min=1e-12)
-        return threat.project(x + _wide(reach, x) * noise.to(x.dtype), x)
+        return threat.project(x + per_sample(reach, x) * noise.to(x.dtype), x)
     return threat.random(x, draws, surface=True)
-
-
-def _wide(values: Tensor, like: Tensor) -> Tensor:
-    return values.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ class _Halving:
         )
 
     def move(self, z: Tensor, grad: Tensor, x: Tensor, turn: int) -> Tensor:
-        ahead = self.threat.project(z + _wide(self.length, z) * self.threat.ascent(grad, z), x)
+        ahead = self.threat.project(z + per_sample(self.length, z) * self.threat.ascent(grad, z), x)
         share = 1.0 if turn == 0 else self.momentum
         moved = self.threat.project(z + share * (ahead - z) + (1 - share) * (z - self.previous), x)
         self.previous = z  # where the move came from, also when a review then sends the sample elsewhere
@@ -175,7 +171,7 @@ class _Thinning:
         # Pixels at the end of their room are pushed on, or the projection would take from them, but they are not among
         # the counted ones (in the paper they are: once they are all that a step moves, the search stands still).
         each = self.length / (step.abs() * ~stuck).sum(1).clamp(min=1)
-        return self.threat.project(z + _wide(each, z) * step.view_as(z), x)
+        return self.threat.project(z + per_sample(each, z) * step.view_as(z), x)
 
     def review(self, value: Tensor, best_value: Tensor, best: Tensor, standing: _Standing, turn: int) -> Tensor:
         if turn == 0 or turn % self.every:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.goals import fooled, gradient
-from vitadel.attacks.threats import L1, L2, Linf
+from vitadel.attacks.threats import L1, L2, Linf, per_sample
 from vitadel.backbones.checks import check_pixels
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
@@ -90,7 +90,7 @@ class FAB:
         shape = x.shape[1:]
         noise = (draws.uniform(*shape) * 2 - 1 if self._order == math.inf else draws.normal(*shape)).to(x.dtype)
         radius = size.clamp(max=self.threat.eps) / 2 / self.threat.size(noise, torch.zeros_like(noise))
-        return (x + noise * _like(radius, x)).clamp(0, 1)
+        return (x + noise * per_sample(radius, x)).clamp(0, 1)
 
     def _walk(
         self, model: nn.Module, x: Tensor, y: Tensor, z: Tensor, classes: Tensor, found: Tensor, size: Tensor
@@ -103,7 +103,7 @@ class FAB:
             length = self.threat.size(z, x)
             better = wrong & (length < size[place])
             found[place[better]], size[place[better]] = z[better], length[better]
-            z = torch.where(_like(wrong, z).bool(), x + self.beta * (z - x), z)
+            z = torch.where(per_sample(wrong, z).bool(), x + self.beta * (z - x), z)
             rest = size[place] > self.threat.eps
             if self.stop_when_fooled and not bool(rest.all()):
                 place, x, y, z, classes = place[rest], x[rest], y[rest], z[rest], classes[rest]
@@ -129,10 +129,6 @@ class FAB:
         runs = self.restarts * (self.targets or 1)
         gradients = 1 if self.targets else _USUAL_CLASSES - 1
         return runs * self.steps * gradients, runs * self.steps + 1
-
-
-def _like(values: Tensor, x: Tensor) -> Tensor:
-    return values.to(x.dtype).view(-1, *[1] * (x.ndim - 1))
 
 
 def _nearest_boundary(model: nn.Module, z: Tensor, y: Tensor, classes: Tensor, dual: float) -> tuple[Tensor, Tensor]:

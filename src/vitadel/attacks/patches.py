@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Never
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +12,12 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import fooled
 from vitadel.attacks.losses import margin
 from vitadel.attacks.threats import Linf
-from vitadel.backbones.anatomy import Part, blocks_of, prefix_tokens_of
+from vitadel.backbones.anatomy import prefix_tokens_of
 from vitadel.backbones.checks import check_pixels
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import Mistake, nearest_names
-from vitadel.instrument.hooks import Edge, frozen, hooked
+from vitadel.instrument.grid import patch_grid
+from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
 from vitadel.types import Attack, Threat
 
@@ -109,65 +109,23 @@ class PatchGrid:
         return self.prefix + self.patches
 
 
-class _Reached(Exception):
-    """Ends a forward pass at the first block: what follows would be computed for nothing."""
-
-    def __init__(self, shape: torch.Size) -> None:
-        super().__init__(str(shape))
-        self.shape = shape
-
-
 def patch_grid_of(model: nn.Module, x: Tensor) -> PatchGrid:
-    """The grid of patches on which the model's first block works, for images of the size of `x`.
-
-    Read off the tokens that enter the block, so it also holds for wrapped models and interpolated positions. The
-    forward pass (one image) ends there and is no query: it gives no logits.
-    """
-    shape = _shape_at(_first_block(model), model, x)
-    prefix, (height, width) = prefix_tokens_of(model), x.shape[-2:]
-    side = _side_of_tiles(shape, prefix, height, width)
-    if side is None:
-        raise Mistake(
-            f"the tokens in the first block, {tuple(shape[1:])} with {prefix} for class and registers, do not tile "
-            f"images of {height} x {width} pixels by square patches (the model's patches overlap, or extra tokens "
-            "stand among them). Patch attacks need such a grid; where the attack has the setting, give one: "
-            "patches-random(side=16)."
-        )
-    return PatchGrid(height // side, width // side, side, prefix)
-
-
-def _side_of_tiles(shape: torch.Size, prefix: int, height: int, width: int) -> int | None:
-    if len(shape) == 3:  # (batch, tokens, dim)
-        patches = shape[1] - prefix
-        side = math.isqrt(height * width // max(patches, 1))
-        return side if patches * side**2 == height * width and height % side == width % side == 0 else None
-    for rows, columns in (shape[1:3], shape[2:4]):  # on a grid already: Swin has dim last, convolutions have it first
-        side = height // rows
-        if (rows * side, columns * side) == (height, width):
-            return side
-    return None
-
-
-def _first_block(model: nn.Module) -> Part:
+    """The patches that the model's first block works on, where they tile images of the size of `x`."""
     try:
-        return blocks_of(model)[0]
+        rows, columns = patch_grid(model, x)
     except Mistake as unknown:
         raise Mistake(
             f"patch attacks repaint patches of the model's own grid, and no grid is known here: {unknown} "
             "Where the attack has the setting, a grid can be given: patches-random(side=16)."
         ) from None
-
-
-def _shape_at(block: Part, model: nn.Module, x: Tensor) -> torch.Size:
-    def stop(tokens: Tensor) -> Never:
-        raise _Reached(tokens.shape)
-
-    try:
-        with frozen(model), torch.no_grad(), hooked(model, [Edge(block.name, block.module, stop, before=True)]):
-            model(x[:1])
-    except _Reached as reached:
-        return reached.shape
-    raise AssertionError("a model that ran past its first block unseen is told so by `hooked`")
+    height, width = x.shape[-2:]
+    side = height // rows
+    if (rows * side, columns * side) != (height, width):
+        raise Mistake(
+            f"the {rows} x {columns} patches of the model do not tile images of {height} x {width} pixels. "
+            "Patch attacks need tiles; where the attack has the setting, give a grid: patches-random(side=16)."
+        )
+    return PatchGrid(rows, columns, side, prefix_tokens_of(model))
 
 
 def patch_side_of(model: nn.Module, x: Tensor) -> int:

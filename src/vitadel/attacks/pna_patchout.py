@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -14,55 +13,16 @@ from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.surrogate import deployed
-from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of, prefix_tokens_of
 from vitadel.backbones.checks import check_pixels
 from vitadel.errors import Mistake
 from vitadel.instrument.attention import constant_attention
-from vitadel.instrument.hooks import Edge, frozen, hooked
+from vitadel.instrument.grid import patch_grid
 from vitadel.runtime.draws import Draws
 from vitadel.types import Aim, Attack, Threat
 
-__all__ = ["PatchOut", "PnaPatchOut", "patch_grid", "pna_patchout"]
+__all__ = ["PatchOut", "PnaPatchOut", "pna_patchout"]
 
 _SHARE = 130 / 196  # 130 of the 14 x 14 patches of a ViT with patches of 16 pixels
-
-
-class _TokensSeen(Exception):
-    def __init__(self, shape: torch.Size) -> None:
-        self.shape = shape
-
-
-def patch_grid(model: nn.Module, x: Tensor) -> tuple[int, int]:
-    """Rows and columns of patches that `model` cuts images like `x` into, by the tokens that enter its first block.
-
-    Only the patch embedding runs, on one image: the pass is broken off there. Tokens of `extra_tokens` join later and
-    do not count.
-    """
-    row, backbone = anatomy_of(model), backbone_of(model)
-    name = row.tokens.enter if row.tokens else blocks_of(model)[0].name
-
-    def stop(tokens: Tensor) -> None:
-        raise _TokensSeen(tokens.shape)
-
-    try:
-        with (
-            frozen(model),
-            torch.no_grad(),
-            hooked(model, [Edge(name, backbone.get_submodule(name), stop, before=True)]),
-        ):
-            model(x[:1].detach())
-    except _TokensSeen as seen:
-        # LeViT's convolutional variant keeps (batch, channels, height, width); everything else has channels last.
-        tokens = seen.shape[2:] if getattr(backbone, "use_conv", False) else seen.shape[1:-1]
-    count, (height, width) = math.prod(tokens) - prefix_tokens_of(model), x.shape[-2:]
-    rows = round(math.sqrt(count * height / width))
-    if rows == 0 or count % rows or rows * width != count // rows * height:
-        raise Mistake(
-            f"PatchOut drops patches of a grid, but {count} patch tokens form no grid of squares on images of "
-            f"{height} x {width} pixels. Give images of the size that the model was built for, or switch it off: "
-            "patchout=false."
-        )
-    return rows, count // rows
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from vitadel.attacks.threats import Linf
+from vitadel.attacks.threats import Linf, per_sample
 from vitadel.types import Step, Threat
 
 __all__ = ["Dropping", "Fading", "Momentum", "Scripted", "Steepest", "usual_length"]
@@ -75,8 +75,8 @@ class _Gathering:
     memory: Tensor
 
     def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
-        size = grad.flatten(1).abs().mean(1).clamp(min=1e-12).view(-1, *[1] * (grad.ndim - 1))
-        self.memory = self.decay * self.memory + grad / size
+        size = grad.flatten(1).abs().mean(1).clamp(min=1e-12)
+        self.memory = self.decay * self.memory + grad / per_sample(size, grad)
         return z + self.length * self.threat.ascent(self.memory, z)
 
     def keep(self, chosen: Tensor) -> Step:

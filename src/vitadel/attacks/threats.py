@@ -17,14 +17,15 @@ from vitadel.errors import Mistake, nearest_names
 from vitadel.runtime.draws import Draws
 from vitadel.types import Threat
 
-__all__ = ["L1", "L2", "NORMS", "Linf", "threat"]
+__all__ = ["L1", "L2", "NORMS", "Linf", "per_sample", "threat"]
 
 _TINY = 1e-12
 _NEWTON_STEPS = 100  # some ten are used; see `_shift_to_budget`
 _WALL = 1e-5  # nearer to black or white than this counts as there: tightening moves pixels off the wall by less
 
 
-def _per_sample(values: Tensor, like: Tensor) -> Tensor:
+def per_sample(values: Tensor, like: Tensor) -> Tensor:
+    """One value per sample, shaped to be multiplied with `like`."""
     return values.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
 
@@ -32,7 +33,7 @@ def _tightened(z: Tensor, x: Tensor, eps: float, size: Callable[[Tensor, Tensor]
     """Undo what float rounding put beyond the budget, by shrinking towards `x` (which stays in the box)."""
     length = size(z, x)
     shrink = torch.where(length > eps, eps / length.clamp(min=_TINY) * (1 - 1e-6), torch.ones_like(length))
-    return torch.where(_per_sample(shrink, z) < 1, x + (z - x) * _per_sample(shrink, z), z)
+    return torch.where(per_sample(shrink, z) < 1, x + (z - x) * per_sample(shrink, z), z)
 
 
 def _rounded_towards(x: Tensor, z: Tensor, reach: Tensor) -> Tensor:
@@ -75,17 +76,17 @@ class L2:
         # Clipping to a box that contains x never increases the distance to x, so the order is ball, then box.
         delta = z - x
         length = torch.linalg.vector_norm(delta.flatten(1), dim=1).clamp(min=_TINY)
-        inside = x + delta * _per_sample((self.eps / length).clamp(max=1), x)
+        inside = x + delta * per_sample((self.eps / length).clamp(max=1), x)
         return _tightened(inside.clamp(0, 1), x, self.eps, self.size)
 
     def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
         direction = draws.stream("l2 start").normal(*x.shape[1:]).to(x.dtype)
         radius = self.eps * (1 if surface else draws.stream("l2 radius").uniform())
         length = torch.linalg.vector_norm(direction.flatten(1), dim=1).clamp(min=_TINY)
-        return self.project(x + direction * _per_sample(radius / length, x), x)
+        return self.project(x + direction * per_sample(radius / length, x), x)
 
     def ascent(self, grad: Tensor, z: Tensor) -> Tensor:
-        return grad / _per_sample(torch.linalg.vector_norm(grad.flatten(1), dim=1).clamp(min=_TINY), grad)
+        return grad / per_sample(torch.linalg.vector_norm(grad.flatten(1), dim=1).clamp(min=_TINY), grad)
 
     def size(self, z: Tensor, x: Tensor) -> Tensor:
         length: Tensor = torch.linalg.vector_norm((z.double() - x.double()).flatten(1), dim=1)
