@@ -26,10 +26,10 @@ from vitadel.runtime.rundir import write_atomically, write_json
 
 CASES = (
     "zoo:shapes-robust@8/255x500",
-    "zoo:shapes-robust@12/255x200",
+    "zoo:shapes-robust@12/255x100",
     "zoo:shapes-robust@4/255x60",
     "zoo:shapes-standard@1/255x300",
-    "zoo:shapes-standard@0.75/255x150",
+    "zoo:shapes-standard@0.75/255x60",
 )
 _CASE = re.compile(r"(?P<model>.+)@(?P<eps>[^@x]+)x(?P<limit>\d+)")
 
