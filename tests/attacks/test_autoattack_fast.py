@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from toys import Constant, TinyNet, images
 from vitadel.attacks.apgd import apgd_ce, apgd_t
-from vitadel.attacks.autoattack_fast import STAGES, AutoAttackFast, _two_phases, autoattack_fast, probability_margin
+from vitadel.attacks.autoattack_fast import STAGES, AutoAttackFast, _two_phases, autoattack_fast
+from vitadel.attacks.losses import probability_margin
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import WorstOf
 from vitadel.errors import Mistake

@@ -244,3 +244,17 @@ def test_a_damaged_piece_is_work_not_done(tmp_path):
     path.write_bytes(path.read_bytes()[:40])
     assert ledger.find("clean", 0) is None
     assert ledger.find("clean", 1) is None
+
+
+def test_an_attack_by_rules_of_its_own_sees_all_and_stays_out_of_the_worst_case(tmp_path):
+    names = ["fgsm", "patches-random(share=0.3,masks=2)"]
+    results = vitadel.audit("zoo:shapes-robust", attacks=names, limit=30, eps="8/255", out=tmp_path / "run")
+    ball, patches = results["attacks"]
+    assert patches["own_rules"]
+    assert patches["attacked"] == results["clean"]["correct"] > ball["held"]
+    assert "no part of the worst case" in patches["counts"]
+    assert results["worst_case"]["held"] == ball["held"]
+    assert patches["void"] == 0  # judged by the number of patches: in Linf it would all be void
+    assert patches["held"] < patches["attacked"]
+    alone = vitadel.audit("zoo:shapes-robust", attacks=names[1:], limit=30)
+    assert alone["worst_case"] is None

@@ -22,7 +22,7 @@ AUDIT = [
     "zoo:shapes-standard",
     "--limit=96",
     "--batch-size=8",
-    "--attacks=fgsm,pgd-4(restarts=2)",
+    "--attacks=fgsm,pgd-4(restarts=2),autoattack(steps=3,targets=2,queries=6)",
     "--eps=1/255",
     "--device=cpu",
 ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -23,22 +23,22 @@ from torch import Tensor, nn
 from vitadel.attacks.apgd import APGD
 from vitadel.attacks.fab import FAB
 from vitadel.attacks.goals import fooled, gradient
-from vitadel.attacks.losses import cross_entropy, lead, margin, targeted_dlr
+from vitadel.attacks.losses import cross_entropy, lead, margin, probability_margin, targeted_dlr
 from vitadel.attacks.malt import dual_order, nearest_targets
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.square import Square
 from vitadel.attacks.steppers import Scripted
 from vitadel.attacks.surrogate import Changed, seen_through
-from vitadel.attacks.threats import L1
+from vitadel.attacks.watching import Memory, Value, Watched
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.checks import check_pixels
 from vitadel.errors import Mistake
 from vitadel.instrument.attention import scaled_attention
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
-from vitadel.types import Aim, Attack, Threat
+from vitadel.types import Attack, Threat
 
-__all__ = ["STAGES", "AutoAttackFast", "autoattack_fast", "probability_margin"]
+__all__ = ["STAGES", "AutoAttackFast", "autoattack_fast"]
 
 STAGES = (
     "clean",
@@ -55,99 +55,9 @@ STAGES = (
 _DIVERSIFYING = 3  # steps of a restart that follow random logits
 _SOFTENED = 2  # the restart whose gradients see attention scores multiplied by _SOFTER, in case they are saturated
 _SOFTER = 0.1
-_LARGE_GAP = 12.0  # of the two best logits: beyond it, probabilities lose their gradients to rounding
 _REACHES = ((0.3, 1), (0.15, 2), (0.06, 4))  # missing distance, in units of eps, and how many restarts it deserves
 _KEPT_ALIVE = 0.05  # share of the far samples that are given all restarts, to see what the rule above misses
 _SENTINEL = 0.1
-
-Value = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""(logits, labels, places in the batch, progress) -> what to maximise."""
-
-
-def probability_margin(logits: Tensor, y: Tensor, part: str = "margin") -> Tensor:
-    """Best wrong probability minus the label's, or one of these two alone (`rival`, `label`).
-
-    Where the two best logits are far apart, probabilities round to 0 and 1; there the logits are scaled first.
-    """
-    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    best = logits.detach().topk(2, dim=1).values
-    gap = best[:, 0] - best[:, 1]
-    scale = torch.where(gap > _LARGE_GAP, gap, torch.ones_like(gap))
-    probabilities = (logits / scale[:, None]).softmax(1)
-    if part == "label":
-        return -probabilities.gather(1, y[:, None]).squeeze(1)
-    if part == "rival":
-        return probabilities.scatter(1, y[:, None], -torch.inf).amax(1)
-    return margin(probabilities, y)
-
-
-@dataclass
-class _Memory:
-    """The best that was seen of each sample, over all runs: the largest logit margin, and where."""
-
-    threat: Threat
-    x: Tensor
-    margin: Tensor
-    point: Tensor
-    rival: Tensor
-    fallen: Tensor
-
-    @classmethod
-    def of(cls, threat: Threat, x: Tensor, logits: Tensor, y: Tensor, wrong: Tensor) -> _Memory:
-        return cls(threat, x, margin(logits, y).double(), x.clone(), _rival(logits, y), wrong.clone())
-
-    def note(self, place: Tensor, z: Tensor, logits: Tensor, y: Tensor, wrong: Tensor) -> None:
-        """A fallen sample keeps the point where it fell."""
-        if isinstance(self.threat, L1):  # APGD begins in a larger ball there, and what it sees outside does not count
-            inside = self.threat.size(z, self.x[place]) <= self.threat.eps
-            place, z, logits, y, wrong = place[inside], z[inside], logits[inside], y[inside], wrong[inside]
-        new = margin(logits, y).double()
-        better = ((new > self.margin[place]) | wrong) & ~self.fallen[place]
-        where = place[better]
-        self.margin[where], self.point[where] = new[better], z[better]
-        self.rival[where] = _rival(logits[better], y[better])
-        self.fallen[place[wrong]] = True
-
-    def standing(self) -> Tensor:
-        return (~self.fallen).nonzero().squeeze(1)
-
-
-def _rival(logits: Tensor, y: Tensor) -> Tensor:
-    return logits.scatter(1, y[:, None], -torch.inf).argmax(1)
-
-
-@dataclass(frozen=True)
-class _WatchedAim:
-    model: nn.Module
-    y: Tensor
-    place: Tensor
-    memory: _Memory
-    value: Value
-
-    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
-        logits = self.model(z)
-        wrong = fooled(self.model, z, logits, self.y)
-        self.memory.note(self.place, z.detach(), logits.detach(), self.y, wrong)
-        return self.value(logits, self.y, self.place, progress), self.memory.fallen[self.place]
-
-    def keep(self, chosen: Tensor) -> Aim:
-        return replace(self, y=self.y[chosen], place=self.place[chosen])
-
-
-@dataclass(frozen=True, eq=False)
-class _Watched:
-    """A goal whose every look is remembered; `place` is where its batch lies in the memory."""
-
-    place: Tensor
-    memory: _Memory
-    value: Value
-
-    @property
-    def forwards(self) -> int:
-        return 0
-
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
-        return _WatchedAim(model, y, self.place, self.memory, self.value)
 
 
 def _softened(model: nn.Module) -> nn.Module:
@@ -169,12 +79,12 @@ class _Bout:
     x: Tensor
     y: Tensor
     draws: Draws
-    memory: _Memory
+    memory: Memory
 
     def climb(self, place: Tensor, steps: int, value: Value, stream: str, turn: int = 0) -> None:
         """APGD from a random start."""
         if len(place):
-            attack = APGD(self.threat, _Watched(place, self.memory, value), steps)
+            attack = APGD(self.threat, Watched(place, self.memory, value), steps)
             attack.search(self.model, self.x[place], self.y[place], self.draws[place].stream(stream, turn))
 
     def walk(
@@ -186,7 +96,7 @@ class _Bout:
         """
         if len(place) == 0:
             return
-        goal = _Watched(place, self.memory, value)
+        goal = Watched(place, self.memory, value)
         attack = PGD(self.threat, goal, Scripted(lengths), len(lengths))
         draws = self.draws[place].stream(stream, turn)
         model = _softened(self.model) if soften else self.model
@@ -237,7 +147,7 @@ class AutoAttackFast:
         with frozen(model):
             with torch.no_grad():
                 logits = model(x)
-                memory = _Memory.of(self.threat, x, logits, y, fooled(model, x, logits, y))
+                memory = Memory.of(self.threat, x, logits, y, fooled(model, x, logits, y))
             bout = _Bout(self.threat, model, x, y, draws, memory)
             notes = {"fell_in": torch.where(memory.fallen, 0, -1)}
             if self.threat.eps > 0:

@@ -8,9 +8,19 @@ from torch.nn import functional as F
 
 from vitadel.errors import Mistake
 
-__all__ = ["check_classes", "cross_entropy", "dlr", "lead", "margin", "rescaled_cross_entropy", "targeted_dlr"]
+__all__ = [
+    "check_classes",
+    "cross_entropy",
+    "dlr",
+    "lead",
+    "margin",
+    "probability_margin",
+    "rescaled_cross_entropy",
+    "targeted_dlr",
+]
 
 _TINY = 1e-12
+_LARGE_GAP = 12.0  # of the two best logits: beyond it, probabilities lose their gradients to rounding
 
 
 def check_classes(logits: Tensor) -> None:
@@ -68,3 +78,20 @@ def rescaled_cross_entropy(logits: Tensor, y: Tensor, gap: float = 10.0) -> Tens
     best = logits.detach().topk(2, dim=1).values
     scale = gap / (best[:, 0] - best[:, 1]).clamp(min=1e-6)
     return F.cross_entropy(logits * scale[:, None], y, reduction="none")
+
+
+def probability_margin(logits: Tensor, y: Tensor, part: str = "margin") -> Tensor:
+    """Best wrong probability minus the label's (Xie et al. 2025, arXiv:2411.15210), or one of the two alone (`part`).
+
+    Where the two best logits are far apart, probabilities round to 0 and 1; there the logits are scaled first.
+    """
+    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    best = logits.detach().topk(2, dim=1).values
+    gap = best[:, 0] - best[:, 1]
+    scale = torch.where(gap > _LARGE_GAP, gap, torch.ones_like(gap))
+    probabilities = (logits / scale[:, None]).softmax(1)
+    if part == "label":
+        return -probabilities.gather(1, y[:, None]).squeeze(1)
+    if part == "rival":
+        return probabilities.scatter(1, y[:, None], -torch.inf).amax(1)
+    return margin(probabilities, y)
