@@ -11,6 +11,7 @@ import numpy as np
 
 from vitadel.amounts import read_amount
 from vitadel.evaluation.results import SCHEMA, Tally, samples_table
+from vitadel.evaluation.stages import Leg
 from vitadel.version import __version__
 
 __all__ = ["write_run"]
@@ -106,7 +107,7 @@ def _tally(
             "forwards": np.asarray(22 * seen.sum()),
             "seconds": np.asarray(3.25),
         }
-        tally.add(name, dict(_SETTINGS), [piece], independent)
+        tally.add(name, dict(_SETTINGS), [Leg("", [piece])], alone=independent, own_rules=False)
     return tally
 
 

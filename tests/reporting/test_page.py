@@ -258,3 +258,19 @@ def test_mistakes_are_told_and_nothing_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(Mistake, match="is not a run folder"):
         write_report([run, tmp_path], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
+
+
+def test_members_and_the_papers_way_of_counting_are_told(tmp_path):
+    folder = made(tmp_path / "run")
+    results = json.loads((folder / "results.json").read_text())
+    entry = results["attacks"][0]
+    entry["members"] = [
+        {"name": "apgd-ce", "attacked": 90, "broken": 12},
+        {"name": "square", "attacked": 78, "broken": 0},
+    ]
+    entry["paper_style"] = {"held": 9, "n": 90, "robust_accuracy": 0.1, "ci95": [0.05, 0.18], "remark": "no <estimate>"}
+    (folder / "results.json").write_text(json.dumps(results))
+    told = " ".join(page_of(tmp_path, folder).split())
+    assert "apgd-ce broke 12 of 90, square broke 0 of 78." in told
+    assert "Counted as in the paper: 10.0 %" in told
+    assert "no &lt;estimate&gt;" in told

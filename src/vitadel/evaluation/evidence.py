@@ -64,6 +64,8 @@ def _about_fast(name: str, notes: dict[str, np.ndarray], n: int) -> list[Finding
     count = {stage: int((fell == number).sum()) for number, stage in enumerate(STAGES)}
     met, alive = (int(notes[key].sum()) if key in notes else 0 for key in ("sentinel", "kept_alive"))
     standing = int((fell < 0).sum())
+    if standing == 0:
+        return []  # nothing left that could be doubted
     restarted = count["restarts"] + count["kept alive"]
     flat = int((np.isinf(notes["missing"]) & (fell < 0)).sum()) if "missing" in notes else 0
     doubts = []

@@ -255,6 +255,8 @@ def attacks(run: Run) -> Section | None:
     """What each attack did, and what it cost per sample that it attacked."""
     rows = [
         {
+            "members": [],
+            "paper_style": None,
             **entry,
             "gradients": entry["gradient_calls"] / max(entry["attacked"], 1),
             "forwards": entry["forward_calls"] / max(entry["attacked"], 1),
