@@ -23,6 +23,7 @@ __all__ = [
     "Step",
     "Stepper",
     "Threat",
+    "explained",
 ]
 
 Loss = Callable[["Tensor", "Tensor"], "Tensor"]
@@ -69,6 +70,15 @@ class Explaining(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What `__call__` returns, and notes: one value per sample under each name."""
         ...
+
+
+def explained(
+    attack: Attack, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """An attack's proposals with its notes, if it has any to make."""
+    if isinstance(attack, Explaining):
+        return attack.explain(model, x, y, draws)
+    return attack(model, x, y, draws), {}
 
 
 @runtime_checkable

@@ -117,7 +117,7 @@ def test_who_is_watched_is_drawn_before_anything_is_known():
 def test_a_model_without_slope_is_noticed():
     x, y = images(5), torch.zeros(5, dtype=torch.int64)
     _, notes = AutoAttackFast(Linf(0.1)).explain(Constant(), x, y, Draws.of_samples(0, range(5)))
-    assert notes["missing"].isnan().any() or notes["missing"].isinf().all()
+    assert notes["missing"].isinf().all()
 
 
 class Rounded(nn.Module):

@@ -51,7 +51,7 @@ def test_lists_split_outside_brackets():
         ("pgd-20(random_start=3)", "true or false"),
         ("pgd-20(step=big)", "a number"),
         ("pgd-20(step)", "no setting 'step'|write them like"),
-        ("pgd-20(restarts=2", "unknown attack"),
+        ("pgd-20(restarts=2", "not readable"),
         ("pgd-20(step=0)", "must be positive"),
         ("pgd-20(step=-1/255)", "must be positive"),
         ("gama-10(until=0)", "must be positive"),

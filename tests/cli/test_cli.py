@@ -80,7 +80,7 @@ def test_plan_bounds_what_an_audit_takes():
 
 
 def test_lists():
-    assert "pgd-K" in vitadel("list", "attacks").stdout
+    assert "pgd[-K]" in vitadel("list", "attacks").stdout
     assert "parquet:" in vitadel("list", "data").stdout
     models = vitadel("list", "models").stdout
     assert "zoo:shapes-robust" in models

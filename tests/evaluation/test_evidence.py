@@ -20,7 +20,9 @@ def course(falls: dict[str, int], n: int = 1000, met: int = 60, alive: int = 30,
     fell += [-1] * (n - len(fell))
     place = np.arange(n)
     missing = np.where(place >= n - flat, np.inf, 0.5)
+    restarts = np.where(place < 10, 7, 0)
     notes = {"fell_in": fell, "sentinel": place >= n - met, "kept_alive": place >= n - alive, "missing": missing}
+    notes["restarts"] = restarts
     return [leg("", [value < 0 for value in fell], **notes)]
 
 
@@ -35,7 +37,8 @@ def test_an_ordinary_course_is_ok_and_says_what_it_is_not():
     ("falls", "more", "told"),
     [
         ({"sentinel": 2}, {}, "FAB or Square broke 2 of the 60"),
-        ({"kept alive": 1}, {}, "1 of 30 far samples fell"),
+        ({"kept alive": 2}, {}, "2 of 30 far samples fell when given all restarts, so about 64 more"),
+        ({}, {"met": 0}, "no standing sample met the sentinels"),
         ({"restarts": 9}, {}, "restarts still broke 9"),
         ({"cross-entropy": 300, "targets": 130}, {}, "130 samples withstood the cross-entropy"),
         ({}, {"flat": 3}, "3 standing samples have no gradient"),

@@ -38,13 +38,15 @@ def test_images_on_disk_are_what_was_judged(tmp_path):
     assert found == fell
     assert results["kept"]["images"] == len(found) > 0
     undone = 0
+    assert len(list((out / "png").iterdir())) == len(found)
     for file in files:
         assert (file["images"] - file["clean"]).abs().max() <= 16 / 255 + 1e-6
         with torch.no_grad():
             assert torch.equal(model(file["images"]).argmax(1), file["prediction"])
         assert (file["prediction"] != file["label"]).all()
         for row, index in enumerate(file["index"].tolist()):
-            picture = np.asarray(Image.open(out / "png" / f"{index:06d}.png"))
+            (path,) = (out / "png").glob(f"{index:06d}-*.png")
+            picture = np.asarray(Image.open(path))
             pixels = torch.from_numpy(picture.copy()).permute(2, 0, 1)[None] / 255
             assert (pixels - file["clean"][row]).abs().max() <= 16 / 255 + 1e-6
             with torch.no_grad():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import clearly_fooled, gradient
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.surrogate import Changed, Surrogate, deployed, seen_through
+from vitadel.attacks.surrogate import Surrogate, changed, deployed, seen_through
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.checks import check_pixels
 from vitadel.errors import Mistake
@@ -116,7 +116,7 @@ class Rescaled:
         return scaled_attention(model, self.factors, backward_only=self.backward_only)
 
     def _changed(self, model: nn.Module) -> nn.Module:
-        return Changed(model, self._change)
+        return changed(model, self._change)
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()
@@ -212,7 +212,12 @@ class AAS:
         self, model: nn.Module, calibration: Calibration, found: tuple[float, ...], seed: int
     ) -> tuple[float, ...]:
         """By the loss of the deployed model after a short PGD through each candidate, on the first batch."""
-        x, y = next(iter(calibration))
+        x, y = next(iter(calibration), (None, None))
+        if x is None or y is None:
+            raise Mistake(
+                "aas needs calibration images that can be gone through twice: give a list of (images, labels), not an "
+                "empty one or an iterator"
+            )
         candidates = [found, *((factor,) * len(found) for factor in _GRID)]
         losses = [self._harm(model, x, y, candidate, seed) for candidate in candidates]
         return candidates[losses.index(max(losses))]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.goals import OnLogits, fooled, gradient
-from vitadel.attacks.losses import dlr, lead, targeted_dlr
+from vitadel.attacks.losses import dlr, lead, likeliest_wrong, targeted_dlr
 from vitadel.attacks.threats import L1, Linf, per_sample
 from vitadel.attacks.wrappers import repeated
 from vitadel.backbones.checks import check_pixels
@@ -380,16 +380,10 @@ class TowardsRank:
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         with torch.no_grad():
-            wrong = _likeliest_wrong(model(x), y)
+            wrong = likeliest_wrong(model(x), y)
         if not 2 <= self.rank <= wrong.shape[1] + 1:
             raise Mistake(f"rank must lie between 2 and the number of classes, {wrong.shape[1] + 1}, got {self.rank}")
         return _TargetedAim(model, y, wrong[:, self.rank - 2])
-
-
-def _likeliest_wrong(logits: Tensor, y: Tensor) -> Tensor:
-    """All classes but the label, the likeliest first."""
-    ranked = logits.scatter(1, y[:, None], -torch.inf).argsort(dim=1, descending=True, stable=True)
-    return ranked[:, :-1]
 
 
 @dataclass(frozen=True)
@@ -415,7 +409,7 @@ class OverTargets:
         with frozen(model), torch.no_grad():
             clean = model(found)
             (place,) = torch.where(~fooled(model, found, clean, y))
-        for turn, target in enumerate(_likeliest_wrong(clean, y).unbind(1)[: self.targets]):
+        for turn, target in enumerate(likeliest_wrong(clean, y).unbind(1)[: self.targets]):
             if len(place) == 0:
                 break
             attack = replace(self.attack, goal=TowardsClass(target[place]))
@@ -429,16 +423,23 @@ class OverTargets:
         return gradients * self.targets, own * self.targets + 1
 
 
-def apgd_ce(threat: Threat, steps: int = 100, restarts: int = 1) -> Attack:
+def apgd_ce(threat: Threat, steps: int = 100, restarts: int = 1, rho: float = 0.75, momentum: float = 0.75) -> Attack:
     """APGD on the cross-entropy."""
-    return repeated(APGD(threat, steps=steps), restarts)
+    return repeated(APGD(threat, steps=steps, rho=rho, momentum=momentum), restarts)
 
 
-def apgd_dlr(threat: Threat, steps: int = 100, restarts: int = 1) -> Attack:
+def apgd_dlr(threat: Threat, steps: int = 100, restarts: int = 1, rho: float = 0.75, momentum: float = 0.75) -> Attack:
     """APGD on the difference of logits ratio."""
-    return repeated(APGD(threat, OnLogits(dlr), steps), restarts)
+    return repeated(APGD(threat, OnLogits(dlr), steps, rho=rho, momentum=momentum), restarts)
 
 
-def apgd_t(threat: Threat, steps: int = 100, targets: int = 9, restarts: int = 1) -> Attack:
+def apgd_t(
+    threat: Threat,
+    steps: int = 100,
+    targets: int = 9,
+    restarts: int = 1,
+    rho: float = 0.75,
+    momentum: float = 0.75,
+) -> Attack:
     """APGD on the targeted difference of logits ratio, over the likeliest wrong classes."""
-    return repeated(OverTargets(APGD(threat, TowardsRank(), steps), targets), restarts)
+    return repeated(OverTargets(APGD(threat, TowardsRank(), steps, rho=rho, momentum=momentum), targets), restarts)

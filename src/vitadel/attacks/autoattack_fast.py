@@ -28,7 +28,7 @@ from vitadel.attacks.malt import dual_order, nearest_targets
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.square import Square
 from vitadel.attacks.steppers import Scripted
-from vitadel.attacks.surrogate import Changed, seen_through
+from vitadel.attacks.surrogate import changed, seen_through
 from vitadel.attacks.watching import Memory, Value, Watched
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.checks import check_pixels
@@ -61,13 +61,14 @@ _SENTINEL = 0.1
 
 
 def _softened(model: nn.Module) -> nn.Module:
-    model = getattr(model, "_orig_mod", model)  # a compiled model does not run its own modules
+    if hasattr(model, "_orig_mod"):
+        return model  # a compiled model does not run its own modules, so nothing inside can be softened
     try:
         attentions_of(model)
     except Mistake:
         return model
     soften = partial(scaled_attention, factors=_SOFTER, backward_only=True)
-    return seen_through(model, lambda inner: Changed(inner, soften))
+    return seen_through(model, lambda inner: changed(inner, soften))
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,8 @@ class _Runs:
             values = margin(bout.model(z), bout.y[place])
             slope = gradient(values, z).flatten(1)
         steepness = torch.linalg.vector_norm(slope, ord=dual_order(bout.threat), dim=1).double()
-        missing[place] = -values.detach().double() / (steepness * bout.threat.eps)
+        gap = -values.detach().double()
+        missing[place] = torch.where(steepness > 0, gap / (steepness * bout.threat.eps), torch.inf)
         return missing
 
     def restarts(self, wanted: Tensor, done: Tensor | None = None) -> None:
@@ -342,6 +344,9 @@ def autoattack_fast(
     target_steps: int = 15,
     best_targets: int = 2,
     best_steps: int = 50,
+    candidates: int = 100,
+    sentinel_targets: int = 3,
+    sentinel_steps: int = 30,
     sentinel_queries: int = 1000,
 ) -> Attack:
     return AutoAttackFast(
@@ -352,5 +357,8 @@ def autoattack_fast(
         target_steps,
         best_targets,
         best_steps,
-        sentinel_queries=sentinel_queries,
+        candidates,
+        sentinel_targets,
+        sentinel_steps,
+        sentinel_queries,
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.goals import fooled, gradient
+from vitadel.attacks.losses import likeliest_wrong
 from vitadel.attacks.threats import L1, L2, Linf, per_sample
 from vitadel.backbones.checks import check_pixels
 from vitadel.errors import Mistake
@@ -70,7 +71,7 @@ class FAB:
         with frozen(model), torch.no_grad():
             logits = model(x)
             wrong = fooled(model, x, logits, y)
-            rivals = logits.scatter(1, y[:, None], -torch.inf).argsort(dim=1, descending=True, stable=True)[:, :-1]
+            rivals = likeliest_wrong(logits, y)
             rounds = [rivals] if self.targets is None else list(rivals[:, : self.targets].split(1, dim=1))
             found, size = x.clone(), torch.where(wrong, 0.0, torch.inf).double()
             for restart in range(self.restarts):
@@ -84,7 +85,7 @@ class FAB:
                     found[place], size[place] = self._walk(
                         model, part, y[place], z, classes[place], found[place], size[place]
                     )
-        return torch.where((size <= self.threat.eps).view(-1, *[1] * (x.ndim - 1)), found, x)
+        return torch.where(per_sample(size <= self.threat.eps, x).bool(), found, x)
 
     def _random(self, x: Tensor, size: Tensor, draws: Draws) -> Tensor:
         shape = x.shape[1:]
@@ -203,9 +204,24 @@ def _greedy(weight: Tensor, room: Tensor, need: Tensor) -> Tensor:
     return torch.zeros_like(room).scatter(-1, order, move)
 
 
-def fab(threat: Threat, steps: int = 100, restarts: int = 1) -> Attack:
-    return FAB(threat, steps=steps, restarts=restarts)
+def fab(
+    threat: Threat,
+    steps: int = 100,
+    restarts: int = 1,
+    alpha_max: float = 0.1,
+    eta: float = 1.05,
+    beta: float = 0.9,
+) -> Attack:
+    return FAB(threat, steps, None, restarts, alpha_max, eta, beta)
 
 
-def fab_t(threat: Threat, steps: int = 100, targets: int = 9, restarts: int = 1) -> Attack:
-    return FAB(threat, steps=steps, targets=targets, restarts=restarts)
+def fab_t(
+    threat: Threat,
+    steps: int = 100,
+    targets: int = 9,
+    restarts: int = 1,
+    alpha_max: float = 0.1,
+    eta: float = 1.05,
+    beta: float = 0.9,
+) -> Attack:
+    return FAB(threat, steps, targets, restarts, alpha_max, eta, beta)

@@ -21,7 +21,8 @@ _ROUNDING = 1e-5
 
 def clearly_fooled(logits: Tensor, y: Tensor) -> Tensor:
     """Misclassified by more than what the order of additions can change."""
-    return margin(logits, y) > _ROUNDING * logits.abs().amax(1)
+    rounding = max(_ROUNDING, torch.finfo(logits.dtype).eps)
+    return margin(logits, y) > rounding * logits.abs().amax(1)
 
 
 def fooled(model: nn.Module, z: Tensor, logits: Tensor, y: Tensor) -> Tensor:

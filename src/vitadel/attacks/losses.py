@@ -13,6 +13,7 @@ __all__ = [
     "cross_entropy",
     "dlr",
     "lead",
+    "likeliest_wrong",
     "margin",
     "probability_margin",
     "rescaled_cross_entropy",
@@ -62,6 +63,11 @@ def targeted_dlr(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
     ranked = logits.sort(dim=1, descending=True).values
     low = ranked[:, 2] if classes == 3 else (ranked[:, 2] + ranked[:, 3]) / 2
     return lead(logits, y, target) / (ranked[:, 0] - low + _TINY)
+
+
+def likeliest_wrong(logits: Tensor, y: Tensor) -> Tensor:
+    """All classes but the label, the likeliest first, (samples, classes - 1)."""
+    return logits.scatter(1, y[:, None], -torch.inf).argsort(dim=1, descending=True, stable=True)[:, :-1]
 
 
 def lead(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:

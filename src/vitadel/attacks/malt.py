@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.goals import gradient
+from vitadel.attacks.losses import likeliest_wrong
 from vitadel.attacks.threats import L1, L2
 from vitadel.types import Threat
 
@@ -50,8 +51,7 @@ def nearest_targets(
 
     `logits` are the clean ones. Where all candidates are wanted anyway, their order by logit costs nothing and does.
     """
-    ranked = logits.scatter(1, y[:, None], -torch.inf).argsort(dim=1, descending=True, stable=True)[:, :-1]
-    ranked = ranked[:, :candidates]
+    ranked = likeliest_wrong(logits, y)[:, :candidates]
     if ranked.shape[1] <= wanted:
         return ranked
     distances = linear_distances(model, x, y, ranked, dual_order(threat))

@@ -47,6 +47,8 @@ def read_attack_name(text: str) -> AttackName:
     if match is None or base not in CATALOGUE:
         known = ", ".join(f"{n}-K" if "steps" in p.settings else n for n, p in CATALOGUE.items())
         near = nearest_names(base, CATALOGUE) or "."
+        if attack.count("(") != attack.count(")") or re.search(r"\s", attack):
+            raise Mistake(f"attack {attack!r} is not readable; write it like pgd-20(restarts=5), without blanks")
         raise Mistake(f"unknown attack {attack!r}{near} Known: {known} (K = number of steps).")
     allowed = CATALOGUE[base].settings
     settings = _read_settings(f"attack {base!r}", base, match["settings"], allowed)
@@ -98,10 +100,11 @@ def _checked_setting(whose: str, key: str, text: str, default: object) -> Settin
         int: isinstance(value, int) and not isinstance(value, bool),
         float: isinstance(value, (int, float)) and not isinstance(value, bool),
         type(None): isinstance(value, (int, float)) and not isinstance(value, bool),
-        str: isinstance(value, str) or key == "target",
+        str: isinstance(value, str) or (key == "target" and isinstance(value, int) and not isinstance(value, bool)),
     }
     if not fits.get(type(default), True):
-        wanted = {bool: "true or false", int: "a whole number", str: "a name"}.get(type(default), "a number")
+        names = "a name or the number of a class" if key == "target" else "a name"
+        wanted = {bool: "true or false", int: "a whole number", str: names}.get(type(default), "a number")
         raise Mistake(f"setting {key!r} of {whose} must be {wanted}, got {text!r}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         least_allowed = value >= 0 if key in _MAY_BE_ZERO else value > 0

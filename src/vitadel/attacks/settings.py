@@ -6,6 +6,7 @@ import dataclasses
 from functools import partial
 
 from vitadel.amounts import amount_text
+from vitadel.attacks.wrappers import Restarts
 from vitadel.types import Attack
 
 __all__ = ["settings_of"]
@@ -13,14 +14,14 @@ __all__ = ["settings_of"]
 
 def settings_of(attack: Attack) -> dict[str, object]:
     """Every setting of a built attack, flat, as results record it: nothing about a number stays implicit."""
-    settings: dict[str, object] = {"restarts": 1}
+    settings: dict[str, object] = {} if hasattr(attack, "attack") else {"restarts": 1}
     for part in dataclasses.fields(attack):  # type: ignore[arg-type]
         if not part.repr:
             continue  # what was learned, not set
         value = getattr(attack, part.name)
         if part.name == "attack":
             settings = {**settings_of(value), **settings}
-        elif part.name == "times":
+        elif isinstance(attack, Restarts) and part.name == "times":
             settings["restarts"] = value
         elif part.name == "attacks":
             settings["attacks"] = [{"attack": type(member).__name__, **settings_of(member)} for member in value]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from vitadel.attacks.goals import fooled
 from vitadel.attacks.losses import margin
-from vitadel.attacks.threats import L1, L2, Linf
+from vitadel.attacks.threats import L1, L2, Linf, per_sample
 from vitadel.attacks.wrappers import repeated
 from vitadel.backbones.checks import check_pixels
 from vitadel.errors import Mistake
@@ -91,7 +91,7 @@ class Square:
             trial = propose(z, x, lots[:, query % _BLOCK])
             logits = model(trial)
             value, wrong = margin(logits, y).to(best.dtype), fooled(model, trial, logits, y)
-            z, best = torch.where(_per_sample((value > best) | wrong), trial, z), torch.maximum(value, best)
+            z, best = torch.where(per_sample((value > best) | wrong, z).bool(), trial, z), torch.maximum(value, best)
             if bool(wrong.any()):
                 found[place[wrong]] = z[wrong]
                 rest = ~wrong
@@ -114,10 +114,6 @@ class Square:
 
     def passes(self) -> tuple[int, int]:
         return 0, self.queries + 1
-
-
-def _per_sample(values: Tensor) -> Tensor:
-    return values.view(-1, 1, 1, 1)
 
 
 def _signs(lots: Tensor, like: Tensor) -> Tensor:
@@ -250,5 +246,7 @@ def _hill(height: int, width: int, steepness: int) -> Tensor:
     return layers.flip(0).cumsum(0).flip(0)[ring]
 
 
-def square(threat: Threat, queries: int = 5000, restarts: int = 1) -> Attack:
-    return repeated(Square(threat, queries=queries), restarts)
+def square(
+    threat: Threat, queries: int = 5000, restarts: int = 1, p_init: float = 0.8, rescale_schedule: bool = False
+) -> Attack:
+    return repeated(Square(threat, queries, p_init, rescale_schedule), restarts)

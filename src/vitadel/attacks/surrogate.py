@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-__all__ = ["Change", "Changed", "Surrogate", "deployed", "seen_through"]
+__all__ = ["Change", "Changed", "Surrogate", "View", "changed", "deployed", "seen_through"]
 
 Change = Callable[[nn.Module], AbstractContextManager[object]]
 """A `with` block around each forward pass of a model."""
@@ -25,6 +26,20 @@ class Changed(nn.Module):
         with self.change(self.model):
             logits: Tensor = self.model(x)
         return logits
+
+
+@runtime_checkable
+class View(Protocol):
+    """A module that shows another one in its own way, and can show a third one in the same way."""
+
+    model: nn.Module
+
+    def around(self, model: nn.Module) -> nn.Module: ...
+
+
+def changed(model: nn.Module, change: Change) -> nn.Module:
+    """`model` run inside `change`; of a view, the view of what is changed, since a view may run its model again."""
+    return model.around(changed(model.model, change)) if isinstance(model, View) else Changed(model, change)
 
 
 class Surrogate(nn.Module):

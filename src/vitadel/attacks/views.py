@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from vitadel.attacks.losses import check_classes
+from vitadel.attacks.losses import check_classes, likeliest_wrong
 from vitadel.attacks.surrogate import deployed, seen_through
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
-from vitadel.types import Attack
+from vitadel.types import Attack, explained
 
 __all__ = ["Averaged", "Targeted"]
 
@@ -27,6 +27,9 @@ class _Mean(nn.Module):
         super().__init__()
         self.model = model
         self.times = times
+
+    def around(self, model: nn.Module) -> nn.Module:
+        return _Mean(model, self.times)
 
     def forward(self, x: Tensor) -> Tensor:
         with set_checkpoint_early_stop(False):
@@ -45,7 +48,8 @@ class _Mean(nn.Module):
 class Averaged:
     """Expectation over transformation (Athalye et al. 2018, arXiv:1707.07397): for models that answer at random.
 
-    Whatever the attack looks at, losses, gradients or verdicts, comes from the mean logits of `times` passes.
+    Losses, gradients and verdicts come from the mean logits of `times` passes. What an attack sees inside the model,
+    features or attention maps, is that of the last pass.
     """
 
     attack: Attack
@@ -56,7 +60,12 @@ class Averaged:
             raise Mistake(f"eot needs at least 1 pass to average, got {self.times}")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        return self.attack(seen_through(model, lambda inner: _Mean(inner, self.times)), x, y, draws)
+        return self.explain(model, x, y, draws)[0]
+
+    def explain(
+        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return explained(self.attack, seen_through(model, lambda inner: _Mean(inner, self.times)), x, y, draws)
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()
@@ -71,6 +80,9 @@ class _OneAgainstTheRest(nn.Module):
         super().__init__()
         self.model = model
         self.target = target
+
+    def around(self, model: nn.Module) -> nn.Module:
+        return _OneAgainstTheRest(model, self.target)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.model(x)
@@ -107,22 +119,30 @@ class Targeted:
             raise Mistake(f"unknown target {self.target!r}; give the number of a class, or {', '.join(_RULES)}")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        return self.explain(model, x, y, draws)[0]
+
+    def explain(
+        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         draws = Draws.of_pixels(x) if draws is None else draws
         target = self._targets(model, x.detach(), y, draws)
         found = x.detach().clone()
+        notes: dict[str, Tensor] = {}
         for each in target.unique().tolist():
             (place,) = torch.where(target == each)
             view = seen_through(model, partial(_OneAgainstTheRest, target=each))
-            found[place] = self.attack(view, x[place], torch.zeros_like(y[place]), draws[place])
-        return found
+            rest = torch.zeros_like(y[place])
+            found[place], told = explained(self.attack, view, x[place], rest, draws[place])
+            for name, values in told.items():
+                notes.setdefault(name, values.new_zeros(len(x)))[place] = values
+        return found, notes
 
     def _targets(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws) -> Tensor:
         with frozen(model), torch.no_grad():
             logits = deployed(model)(x)
         check_classes(logits)
         if isinstance(self.target, str):
-            order = logits.scatter(1, y[:, None], torch.inf).argsort(dim=1, descending=True, stable=True)
-            return _RULES[self.target](order[:, 1:], draws)
+            return _RULES[self.target](likeliest_wrong(logits, y), draws)
         if not 0 <= self.target < logits.shape[1]:
             raise Mistake(f"target {self.target} is no class: the model has {logits.shape[1]}, numbered from 0")
         if bool((y == self.target).any()):

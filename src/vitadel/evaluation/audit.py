@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from vitadel.amounts import amount_text, read_amount
 from vitadel.attacks.names import looks_inside, make, split_attack_list
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import threat as make_threat
+from vitadel.attacks.views import Targeted
 from vitadel.backbones.checks import looks_like_probabilities, modules_in_train_mode
 from vitadel.data.batches import batches
 from vitadel.data.checks import BadSample, left_out
@@ -159,6 +161,7 @@ def run_audit(
 ) -> Outcome:
     """Audit, in a run folder if `out` names one or `in_folder` asks for a new one below runs/."""
     indices, mislabelled = subject.selection(order.limit, order.seed, order.skip_bad)
+    _check_sense(subject, order, indices)
     settings = order.settings(subject, indices)
     run = None
     if out is not None or in_folder:
@@ -192,12 +195,33 @@ def run_audit(
         raise
 
 
+def _check_sense(subject: Subject, order: Order, indices: Tensor) -> None:
+    """What only the data can tell: a budget that reaches everything, a target that is a label."""
+    pixels = 3 * math.prod(subject.preprocess.shape)
+    widest = {"linf": 1.0, "l2": math.sqrt(pixels), "l1": float(pixels)}[order.norm]
+    if order.eps >= widest:
+        raise Mistake(
+            f"eps {order.eps:g} in {order.norm} lets every pixel become anything: pixels are in [0, 1], and the box of "
+            f"these images is {widest:g} wide. Did you mean {order.eps:g}/255?"
+        )
+    labels = subject.source.labels()[indices]
+    for name, attack in order.crew():
+        if isinstance(attack, Targeted) and isinstance(attack.target, int):
+            of_target = int((labels == attack.target).sum())
+            if of_target:
+                raise Mistake(
+                    f"{name}: class {attack.target} is the label of {of_target} of the {len(labels)} samples, so there "
+                    "is nothing to reach for them; choose targets by a rule: targeted:next+, :least+ or :random+"
+                )
+
+
 def _with_compiled(bench: Bench, shown: bool) -> Bench:
     x = torch.full((bench.batch_size, 3, *bench.preprocess.shape), 0.5, device=bench.processes.device)
     model, verdict = compiled(bench.model, x)
+    pays = bench.processes.from_main(verdict.pays)  # one answer for all, or processes would round differently
     if shown and bench.processes.is_main:
         print(verdict.told(), file=sys.stderr)  # noqa: T201
-    return dataclasses.replace(bench, compiled=model) if verdict.pays else bench
+    return dataclasses.replace(bench, compiled=model) if pays and not verdict.reason else bench
 
 
 def _run(
@@ -241,7 +265,7 @@ def _run(
         results["complete"] = True
         if run and main:
             if crew:
-                _keep_pictures(bench, run, tally, crew[-1][1])
+                _keep_pictures(bench, run, tally, min((attack for _, attack in crew), key=_weight))
             write_atomically(run.path / "samples.parquet", samples_table(tally))
             write_json(run.path / "results.json", results)
             run.finish()
@@ -361,8 +385,13 @@ def _kept(legs: Sequence[Leg], png: bool) -> dict[str, Any]:
     return {"images": saved, "folder": IMAGES, "pictures": PICTURES if png else None, "undone_by_8_bits": lost}
 
 
+def _weight(attack: Attack) -> int:
+    gradients, forwards = attack.passes()
+    return 2 * gradients + forwards
+
+
 def _keep_pictures(bench: Bench, run: RunFolder, tally: Tally, attack: Attack) -> None:
-    """A few samples, clean and as the last attack leaves them, for the report."""
+    """A few samples, clean and as an attack leaves them, for the report: the cheapest, for it runs once more."""
     rows = tally.index[tally.correct][:_PICTURES].tolist()
     if not rows:
         return

@@ -32,23 +32,23 @@ class CalibrationImages:
     indices: Tensor
     preprocess: Preprocess
     device: torch.device
+    skip_bad: bool = False
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         chunks = [part.tolist() for part in self.indices.split(BATCH)]
-        for batch in batches(self.source, chunks, self.preprocess):
-            batch = batch.to(self.device)
-            yield batch.x, batch.y
+        for batch in batches(self.source, chunks, self.preprocess, skip_bad=self.skip_bad):
+            if len(batch.y):
+                batch = batch.to(self.device)
+                yield batch.x, batch.y
 
 
 def calibrated(attack: Attack, bench: Bench, subject: Subject, audited: Tensor, spec: str | None) -> Attack:
     """The attack, where it or one that it wraps must be prepared: by the main process for all of them."""
-    if not isinstance(attack, Calibrated):
-        inner = getattr(attack, "attack", None)
-        if inner is None:
-            return attack
+    inner = getattr(attack, "attack", None)
+    if inner is not None:
         ready = calibrated(inner, bench, subject, audited, spec)
-        return attack if ready is inner else replace(attack, attack=ready)  # type: ignore[type-var]
-    return _prepared(attack, bench, subject, audited, spec)
+        attack = attack if ready is inner else replace(attack, attack=ready)  # type: ignore[type-var]
+    return _prepared(attack, bench, subject, audited, spec) if isinstance(attack, Calibrated) else attack
 
 
 def _prepared(attack: Calibrated, bench: Bench, subject: Subject, audited: Tensor, spec: str | None) -> Attack:
@@ -56,7 +56,7 @@ def _prepared(attack: Calibrated, bench: Bench, subject: Subject, audited: Tenso
     if bench.processes.is_main:
         try:
             source, indices = calibration_images(subject, audited, spec, attack.calibration_images, bench.seed)
-            images = CalibrationImages(source, indices, bench.preprocess, bench.processes.device)
+            images = CalibrationImages(source, indices, bench.preprocess, bench.processes.device, bench.skip_bad)
             ready = attack.prepared(bench.model, images, bench.seed)
         except Mistake as mistake:
             if bench.processes.count == 1:
@@ -73,27 +73,23 @@ def calibration_images(
     subject: Subject, audited: Tensor, spec: str | None, wanted: int, seed: int
 ) -> tuple[Source, Tensor]:
     """From `spec` if given, else from the training split of the audited data, else from what the audit leaves out."""
-    if spec is not None:
-        return _some_of(open_dataset(spec, root=subject.data_root), wanted, seed)
-    training = _training_split(subject)
-    if training is not None:
-        return _some_of(training, wanted, seed)
-    labels = subject.source.labels()
-    rest = torch.ones(len(labels), dtype=torch.bool)
-    rest[audited] = False
+    source = _training_split(subject) if spec is None else open_dataset(spec, root=subject.data_root, skip_bad=True)
+    left_over = source is None
+    source = subject.source if source is None else source
+    labels = source.labels()
     classes = subject.model.record.num_classes or len(subject.source.classes)
-    rest &= (labels >= 0) & (labels < classes)
-    rows = rest.nonzero()[:, 0]
+    usable = (labels >= 0) & (labels < classes)
+    if left_over:
+        usable[audited] = False
+    rows = usable.nonzero()[:, 0]
+    if len(rows) == 0 and not left_over:
+        raise Mistake(f"no image of the calibration data has one of the model's {classes} classes; give other data")
     if len(rows) == 0:
         raise Mistake(
             f"this attack needs calibration images that are not audited, and {subject.data_spec} has no training split "
             "and no image left over. Give some with --calibration SPEC, or leave some out with --limit."
         )
-    return subject.source, balanced_subset(labels[rows], min(wanted, len(rows)), seed, rows)
-
-
-def _some_of(source: Source, wanted: int, seed: int) -> tuple[Source, Tensor]:
-    return source, balanced_subset(source.labels(), min(wanted, len(source)), seed)
+    return source, balanced_subset(labels[rows], min(wanted, len(rows)), seed, rows)
 
 
 def _training_split(subject: Subject) -> Source | None:
@@ -104,6 +100,6 @@ def _training_split(subject: Subject) -> Source | None:
     if split == "train" or subject.given_as_object or Path(spec).exists():
         return None
     try:
-        return open_dataset(f"{name}@train", root=subject.data_root)
+        return open_dataset(f"{name}@train", root=subject.data_root, skip_bad=True)
     except Mistake:
         return None

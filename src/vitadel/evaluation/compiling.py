@@ -45,15 +45,32 @@ def compiled(model: nn.Module, x: Tensor) -> tuple[nn.Module, Compilation]:
     with frozen(model):
         try:
             begun = time.perf_counter()
+            _keep_buffers()
             fast: nn.Module = torch.compile(model, dynamic=True)  # type: ignore[assignment]
             for part in (x, x[: max(1, len(x) // 2)]):  # a second size, so that none is compiled for later
                 gradient_probe(fast, part)()
+            _two_gradients_of_one_pass(fast, x)
             spent = time.perf_counter() - begun
             speedup = seconds_of(gradient_probe(model, x), x.device) / seconds_of(gradient_probe(fast, x), x.device)
         except Exception as problem:  # whatever a compiler may raise: without it everything still works
             return model, Compilation(0.0, 0.0, type(problem).__name__)
     verdict = Compilation(speedup, spent)
     return (fast if verdict.pays else model), verdict
+
+
+def _keep_buffers() -> None:
+    """A compiled backward pass may otherwise use up what a second one, as FAB and MALT take it, would need."""
+    settings = getattr(getattr(torch, "_functorch", None), "config", None)
+    if hasattr(settings, "donated_buffer"):
+        settings.donated_buffer = False  # type: ignore[union-attr]
+
+
+def _two_gradients_of_one_pass(model: nn.Module, x: Tensor) -> None:
+    with torch.enable_grad():
+        z = x.clone().requires_grad_()
+        logits = model(z)
+        gradient(logits[:, 0], z, again=True)
+        gradient(logits[:, -1], z)
 
 
 def gradient_probe(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:

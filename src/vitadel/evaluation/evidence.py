@@ -72,12 +72,15 @@ def _about_fast(name: str, notes: dict[str, np.ndarray], n: int) -> list[Finding
     if count["sentinel"]:
         doubts.append(f"FAB or Square broke {count['sentinel']} of the {met} samples they were shown")
     if count["kept alive"]:
+        unseen = int((notes["restarts"] < notes["restarts"].max()).sum()) - alive
         doubts.append(
             f"{count['kept alive']} of {alive} far samples fell when given all restarts, so about "
-            f"{round(count['kept alive'] * (standing + count['kept alive']) / max(alive, 1))} more may be missing"
+            f"{round(count['kept alive'] * max(unseen, 0) / max(alive, 1))} more may be missing"
         )
     if restarted > max(1, _CONVERGED * (standing + restarted)):
         doubts.append(f"the last restarts still broke {restarted} samples")
+    if met == 0:
+        doubts.append("no standing sample met the sentinels: too few images to check the number by itself")
     if flat:
         doubts.append(f"{flat} standing samples have no gradient at all")
     if count["cross-entropy"] + 0.12 * n < sum(count.values()) - count["clean"]:

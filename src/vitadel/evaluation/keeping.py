@@ -41,6 +41,7 @@ class Keeper:
     def keep(self, stage: str, number: int, batch: Batch, z: Tensor, verdict: Verdict) -> dict[str, Tensor]:
         """Save the batch's successes; with pictures, a note for every sample says whose picture fools no more."""
         fooled = ~verdict.held
+        name = re.sub(r"[^a-zA-Z0-9.-]+", "-", stage).strip("-")
         if bool(fooled.any()):
             tensors = {
                 "images": z[fooled],
@@ -49,7 +50,6 @@ class Keeper:
                 "label": batch.y[fooled],
                 "prediction": verdict.prediction[fooled],
             }
-            name = re.sub(r"[^a-zA-Z0-9.-]+", "-", stage).strip("-")
             content = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
             write_atomically(self.folder / IMAGES / f"{name}-{number:05d}.safetensors", content)
         if not self.png:
@@ -60,5 +60,5 @@ class Keeper:
         for row in fooled.nonzero()[:, 0].tolist():
             buffer = io.BytesIO()
             Image.fromarray(pictures[row].permute(1, 2, 0).cpu().numpy()).save(buffer, format="PNG")
-            write_atomically(self.folder / PICTURES / f"{int(batch.indices[row]):06d}.png", buffer.getvalue())
+            write_atomically(self.folder / PICTURES / f"{int(batch.indices[row]):06d}-{name}.png", buffer.getvalue())
         return {PNG_HOLDS: right & fooled}

@@ -1,0 +1,115 @@
+"""What goes around attacks, around each other."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from toys import images
+from vitadel.attacks import make
+from vitadel.attacks.aas import PAPER_STYLE
+from vitadel.attacks.prefixes import PREFIXES
+from vitadel.attacks.settings import settings_of
+from vitadel.errors import Mistake
+from vitadel.evaluation.audit import audit
+from vitadel.types import Calibrated, Explaining
+from vits import VITS, make_vit
+
+AROUND = {"aas": "aas(images=4,steps=1)", "aas-bpda": "aas-bpda(images=4,steps=1)", "aas-paper": "aas-paper(images=4)"}
+AROUND |= {"scale": "scale:0.1", "eot": "eot:2", "targeted": "targeted:least"}
+
+
+def prepared(attack, model, x):
+    from dataclasses import replace
+
+    inner = getattr(attack, "attack", None)
+    if inner is not None:
+        attack = replace(attack, attack=prepared(inner, model, x))
+    return attack.prepared(model, [(x, torch.arange(len(x)) % 2)]) if isinstance(attack, Calibrated) else attack
+
+
+@pytest.mark.parametrize(("outer", "inner"), list(product(PREFIXES, PREFIXES)))
+@pytest.mark.parametrize("core", ["pgd-2", "apgd-t(steps=3,targets=2)", "square(queries=4)"])
+def test_every_pair_runs_and_keeps_the_budget(outer, inner, core):
+    model, x = make_vit("vit", classes=4), images(4, side=VITS["vit"].size)
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    attack = prepared(make(f"{AROUND[outer]}+{AROUND[inner]}+{core}"), model, x)
+    z = attack(model, x, y)
+    assert (z - x).abs().max() <= 8 / 255 + 1e-6
+    assert z.min() >= 0
+    assert z.max() <= 1
+
+
+def test_averaging_reaches_the_softened_restart():
+    from vitadel.attacks.autoattack_fast import AutoAttackFast
+    from vitadel.attacks.threats import Linf
+    from vitadel.attacks.views import Averaged
+
+    model, x = make_vit("vit", classes=4), images(3, side=VITS["vit"].size)
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    fast = AutoAttackFast(Linf(1e-5), 2, 3, 2, 2, 1, 2, reaches=((float("inf"), 3),), sentinel_queries=2)
+    _, notes = Averaged(fast, 2).explain(model, x, y)
+    assert (notes["restarts"] == 3).all()
+
+
+def test_notes_pass_through_views():
+    model, x = make_vit("vit", classes=4), images(5, side=VITS["vit"].size)
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    for name in ("targeted:least+scale:0.1+pgd-2", "eot:2+scale:0.1+pgd-2"):
+        attack = make(name)
+        assert isinstance(attack, Explaining)
+        assert attack.explain(model, x, y)[1][PAPER_STYLE].shape == (5,)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("pgd-10", {"restarts": 1}),
+        ("eot:7+pgd-10", {"restarts": 1, "times": 7}),
+        ("scale:0.1+pgd-2(restarts=3)", {"restarts": 3, "factors": 0.1}),
+        ("targeted:next+eot:3+pgd-2(restarts=4)", {"restarts": 4, "times": 3, "target": "next"}),
+    ],
+)
+def test_settings_tell_every_layer(name, expected):
+    told = settings_of(make(name))
+    assert {key: told[key] for key in expected} == expected
+
+
+def test_calibrated_layers_are_prepared_from_the_inside_out():
+    name = "aas(images=4,steps=1)+aas(images=4,steps=1)+pgd-2"
+    assert audit("zoo:shapes-robust", attacks=[name], limit=4)["complete"]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("targeted:2.5+pgd-2", "a name or the number of a class"),
+        ("targeted:true+pgd-2", "a name or the number of a class"),
+        ("eot:0+pgd-2", "must be positive"),
+        ("scale+scale+", "unknown attack"),
+        ("ass+pgd-2", "did you mean aas"),
+        ("scale:0.1(factor=2)+pgd-2", r"scale:FACTOR\+"),
+        ("aas:3+pgd-2", r"write aas\+"),
+        ("pgd-20(restarts=5", "write it like"),
+        ("pgd-20 (restarts=5)", "without blanks"),
+    ],
+)
+def test_wrong_names_are_told(name, told):
+    with pytest.raises(Mistake, match=told):
+        make(name)
+
+
+def test_a_target_that_is_a_label_is_told_before_anything_runs():
+    with pytest.raises(Mistake, match="class 3 is the label of 2 of the 20 samples"):
+        audit("zoo:shapes-robust", attacks=["targeted:3+pgd-2"], limit=20)
+
+
+@pytest.mark.parametrize(("norm", "eps"), [("l2", 56.0), ("l1", 4000.0)])
+def test_a_budget_that_reaches_everything_is_told(norm, eps):
+    with pytest.raises(Mistake, match="lets every pixel become anything"):
+        audit("zoo:shapes-robust", attacks=["pgd-2"], limit=4, norm=norm, eps=eps)
