@@ -121,3 +121,18 @@ def test_l2_radius_is_spread():
 def test_senseless_budgets_are_told(norm, eps, said):
     with pytest.raises(Mistake, match=said):
         threat(norm, eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("norm", "eps"), [("linf", 8 / 255), ("l2", 0.5), ("l1", 3.0)])
+def test_coarse_types_stay_in_the_ball(dtype, norm, eps):
+    x = images(20).to(dtype)
+    ball = threat(norm, eps)
+    draws = Draws.of_samples(0, range(20))
+    far = (x + draws.stream("far").normal(*x.shape[1:]).to(dtype)).to(dtype)
+    for z in (ball.project(far, x), ball.random(x, draws), ball.random(x, draws, surface=True)):
+        assert z.dtype == dtype
+        assert ball.size(z, x).max() <= eps + 1e-6
+        assert z.min() >= 0
+        assert z.max() <= 1
+    assert ball.size(ball.project(far, x), x).min() > 0.8 * eps  # not by giving the budget away

@@ -20,6 +20,7 @@ from vitadel.types import Threat
 __all__ = ["L1", "L2", "NORMS", "Linf", "per_sample", "threat"]
 
 _TINY = 1e-12
+_HALF = (torch.float16, torch.bfloat16)  # so coarse that rounding alone can leave a ball
 _NEWTON_STEPS = 100  # some ten are used; see `_shift_to_budget`
 _WALL = 1e-5  # nearer to black or white than this counts as there: tightening moves pixels off the wall by less
 
@@ -52,12 +53,16 @@ class Linf:
     eps: float
 
     def project(self, z: Tensor, x: Tensor) -> Tensor:
+        if x.dtype in _HALF:
+            start = x.double()
+            inside = z.double().clamp(start - self.eps, start + self.eps).clamp(0, 1)
+            return _rounded_towards(x, inside, torch.full_like(start, self.eps))
         return z.clamp(x - self.eps, x + self.eps).clamp(0, 1)
 
     def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
         start = draws.stream("linf start")
         noise = start.signs(*x.shape[1:]) if surface else start.uniform(*x.shape[1:]) * 2 - 1
-        return (x + self.eps * noise.to(x.dtype)).clamp(0, 1)
+        return self.project(x + self.eps * noise.to(x.dtype), x)
 
     def ascent(self, grad: Tensor, z: Tensor) -> Tensor:
         return grad.sign()
@@ -76,6 +81,12 @@ class L2:
         # Clipping to a box that contains x never increases the distance to x, so the order is ball, then box.
         delta = z - x
         length = torch.linalg.vector_norm(delta.flatten(1), dim=1).clamp(min=_TINY)
+        if x.dtype in _HALF:
+            shrink = (self.eps / torch.linalg.vector_norm(delta.double().flatten(1), dim=1).clamp(min=_TINY)).clamp(
+                max=1
+            )
+            kept = delta.double() * per_sample(shrink, delta.double())
+            return _rounded_towards(x, (x.double() + kept).clamp(0, 1), kept.abs())
         inside = x + delta * per_sample((self.eps / length).clamp(max=1), x)
         return _tightened(inside.clamp(0, 1), x, self.eps, self.size)
 
