@@ -71,8 +71,8 @@ def mean_distance(model: nn.Module, x: Tensor, factors: Sequence[float]) -> floa
 def test_works_on_every_family_and_ascends(family):
     model = make_vit(family, classes=3)
     batches = calibration(family, 1)
-    start = AAS(PGD(BALL), steps=1, pace=1e-9, select=False).prepared(model, batches).factors
-    found = AAS(PGD(BALL), steps=6, select=False).prepared(model, batches).factors
+    start = AAS(PGD(BALL), ascent_steps=1, pace=1e-9, select=False).prepared(model, batches).factors
+    found = AAS(PGD(BALL), ascent_steps=6, select=False).prepared(model, batches).factors
     assert len(found) == len(attentions_of(model))
     assert all(1e-7 <= factor <= 1 for factor in found)
     assert mean_distance(model, batches[0][0], found) > mean_distance(model, batches[0][0], start)
@@ -81,21 +81,21 @@ def test_works_on_every_family_and_ascends(family):
 def test_preparation_repeats_and_leaves_no_trace():
     model = make_vit("vit", classes=3).train()
     before = torch.get_rng_state()
-    first, again = (AAS(PGD(BALL), steps=2).prepared(model, calibration("vit"), seed=4) for _ in range(2))
+    first, again = (AAS(PGD(BALL), ascent_steps=2).prepared(model, calibration("vit"), seed=4) for _ in range(2))
     assert first == again
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
     assert model.training
-    assert AAS(PGD(BALL), steps=2, select=False).prepared(model, calibration("vit"), seed=5) != first
+    assert AAS(PGD(BALL), ascent_steps=2, select=False).prepared(model, calibration("vit"), seed=5) != first
 
 
 def test_selection_takes_what_hurts_the_deployed_model_most():
     model = make_vit("vit", classes=3)
     batches = calibration("vit", 1)
-    chosen = AAS(PGD(BALL), steps=2).prepared(model, batches).factors
+    chosen = AAS(PGD(BALL), ascent_steps=2).prepared(model, batches).factors
     harms = {}
-    aas = AAS(PGD(BALL), steps=2)
-    ascent = AAS(PGD(BALL), steps=2, select=False).prepared(model, batches).factors
+    aas = AAS(PGD(BALL), ascent_steps=2)
+    ascent = AAS(PGD(BALL), ascent_steps=2, select=False).prepared(model, batches).factors
     for candidate in (ascent, *((factor,) * len(ascent) for factor in (0.1, 0.01, 0.001))):
         harms[candidate] = aas._harm(model, *batches[0], candidate, 0)
     assert chosen == max(harms, key=lambda factors: harms[factors])
@@ -104,7 +104,7 @@ def test_selection_takes_what_hurts_the_deployed_model_most():
 def test_the_literal_algorithm_is_a_walk_between_the_clamps():
     """With gradients far smaller than the noise, factors are clamp(1 + noise), then clamp(that + noise), ..."""
     model = make_vit("vit", classes=3)
-    found = AAS(PGD(BALL), literal=True, steps=1).prepared(model, calibration("vit", 2), seed=3).factors
+    found = AAS(PGD(BALL), literal=True, ascent_steps=1).prepared(model, calibration("vit", 2), seed=3).factors
     draws = Draws.of_samples(3, [0]).stream("aas factors")
     expected = torch.ones(len(found), dtype=torch.float64)
     for turn in range(2):
@@ -194,5 +194,7 @@ def test_an_audit_calibrates_on_other_images_and_reports_both_numbers():
     assert aas["paper_style"]["n"] == aas["attacked"]
     assert "not a robustness estimate" in aas["paper_style"]["remark"]
     assert len(aas["settings"]["factors"]) == 6
+    asked = {"images": 20, "ascent_steps": 2, "pace": 0.3, "distance": "lpips", "select": True, "steps": 5}
+    assert {key: aas["settings"][key] for key in asked} == asked
     other = audit("zoo:shapes-robust", attacks=names[1:], limit=20, eps="12/255", batch_size=7)
     assert other["attacks"][0]["settings"]["factors"] == aas["settings"]["factors"]

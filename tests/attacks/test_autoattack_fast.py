@@ -95,6 +95,8 @@ def test_notes_say_when_each_sample_fell():
     assert torch.equal(notes["restarts"] > 0, notes["missing"] < 0.3)
     assert torch.equal(notes["restarts"] == 7, notes["missing"] < 0.06)
     assert notes["missing"][held].min() > -1e-6  # what stands has not crossed the boundary
+    before = (fell < 0) | (fell > STAGES.index("restarts"))
+    assert torch.equal(notes["far"], before & (notes["restarts"] < 7))
     assert not (notes["sentinel"] & (fell >= 0) & (fell < STAGES.index("sentinel"))).any()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from toys import Constant, TinyNet, images
+from toys import Constant, TinyNet, images, trained_toy
 from vitadel.attacks.fab import FAB, fab, fab_t, to_hyperplane
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.errors import Mistake
@@ -359,23 +359,6 @@ def test_mistakes_are_told():
             FAB(Linf(0.1), **settings)
     with pytest.raises(Mistake, match="Linf, L2 and L1"):
         FAB(object())
-
-
-def trained_toy() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """Four noisy patterns and a small network that has learnt them."""
-    pattern = Draws.of_samples(5, range(4)).signs(3, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
-    y = torch.arange(600) % 4
-    x = (0.5 + 0.07 * pattern[y] + 0.2 * Draws.of_samples(6, range(600)).normal(3, 8, 8)).clamp(0, 1)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 24), nn.Tanh(), nn.Linear(24, 4))
-    for number, weight in enumerate(model.parameters()):
-        scale = 0.1 if weight.ndim == 2 else 0.0
-        weight.data = scale * Draws.of_samples(number, range(len(weight))).normal(*weight.shape[1:])
-    optimiser = torch.optim.Adam(model.parameters(), 0.005)
-    for _ in range(60):
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(model(x[:400]), y[:400]).backward()
-        optimiser.step()
-    return model.eval(), x[400:], y[400:]
 
 
 @pytest.mark.parametrize("ball", [Linf, L2], ids=["Linf", "L2"])

@@ -105,8 +105,9 @@ def test_wrong_names_are_told(name, told):
 
 
 def test_a_target_that_is_a_label_is_told_before_anything_runs():
-    with pytest.raises(Mistake, match="class 3 is the label of 2 of the 20 samples"):
-        audit("zoo:shapes-robust", attacks=["targeted:3+pgd-2"], limit=20)
+    for name in ("targeted:3+pgd-2", "scale:0.1+targeted:3+pgd-2"):
+        with pytest.raises(Mistake, match="class 3 is the label of 2 of the 20 samples"):
+            audit("zoo:shapes-robust", attacks=[name], limit=20)
 
 
 @pytest.mark.parametrize(("norm", "eps"), [("l2", 56.0), ("l1", 4000.0)])

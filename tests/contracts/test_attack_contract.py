@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,7 @@ NAMES += ["pgd-6(restarts=3)", "gama-6(guide=init)", *(f"{AROUND[name]}+pgd-6" f
 EVERYTHING = [pytest.param(name, norm, id=f"{name} {norm}") for name in NAMES for norm in NORMS]
 NOISE = "patches-random"  # is noise itself
 CLASSES = 3
+COPIES = 12  # of a batch, at once, besides what the model itself needs
 
 
 def model_for(name: str, classes: int = CLASSES, **settings: float) -> nn.Module:
@@ -248,3 +251,36 @@ def test_what_needs_calibration_says_so():
     model, x = make_vit("vit", classes=CLASSES), images(2, side=VITS["vit"].size)
     with pytest.raises(Mistake, match="calibration"):
         make("aas+pgd-6")(model, x, torch.zeros(2, dtype=torch.int64))
+
+
+def images_in_memory(like: Tensor) -> int:
+    """How many tensors of at least the batch's size are alive, each block of memory counted once."""
+    gc.collect()
+    sizes = {}
+    for each in gc.get_objects():
+        if type(each) is Tensor and each.shape[:1] == like.shape[:1] and each.numel() >= like.numel():
+            sizes[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return round(sum(sizes.values()) / like.untyped_storage().nbytes())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_holds_no_more_than_a_few_copies_of_a_batch(name):
+    """Looked at from inside the model, in the middle of the search."""
+    model, x = model_for(name), images_for(name, 5)
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    attack = ready(name, "linf", model, x, eps=1e-4)
+    seen: list[int] = []
+    calls = 0
+
+    def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in (1, 2, 4, 9) and len(inputs[0]) == len(x):
+            seen.append(images_in_memory(x))
+
+    handle = model.register_forward_pre_hook(look)
+    attack(model, x, y)
+    handle.remove()
+    assert seen
+    assert max(seen) <= COPIES

@@ -20,9 +20,8 @@ def course(falls: dict[str, int], n: int = 1000, met: int = 60, alive: int = 30,
     fell += [-1] * (n - len(fell))
     place = np.arange(n)
     missing = np.where(place >= n - flat, np.inf, 0.5)
-    restarts = np.where(place < 10, 7, 0)
     notes = {"fell_in": fell, "sentinel": place >= n - met, "kept_alive": place >= n - alive, "missing": missing}
-    notes["restarts"] = restarts
+    notes["far"] = place >= 10
     return [leg("", [value < 0 for value in fell], **notes)]
 
 

@@ -129,17 +129,17 @@ class AAS:
     """Find universal factors on calibration images, then attack through them.
 
     The sound reading: ascent of the logarithm of the factors, steps of `pace` decades along the normalised gradient,
-    `steps` on each batch, from one random start; the reference is always the original model. With `select` the result
-    competes with uniform factors of 0.1, 0.01 and 0.001: the factors are taken whose 10-step PGD hurts the deployed
-    model most. `literal` is algorithm 1 as printed: additive normal noise on every batch, raw gradients of equation 3,
-    and a reference that drifts along.
+    `ascent_steps` on each batch, from one random start; the reference is always the original model. With `select` the
+    result competes with uniform factors of 0.1, 0.01 and 0.001: the factors are taken whose 10-step PGD hurts the
+    deployed model most. `literal` is algorithm 1 as printed: additive normal noise on every batch, raw gradients of
+    equation 3, and a reference that drifts along.
     """
 
     attack: Attack
     backward_only: bool = False
     literal: bool = False
     images: int = 1280
-    steps: int = 10
+    ascent_steps: int = 10
     pace: float = 0.3
     distance: str = "lpips"
     select: bool = True
@@ -147,8 +147,10 @@ class AAS:
     def __post_init__(self) -> None:
         if self.distance not in DISTANCES:
             raise Mistake(f"unknown distance {self.distance!r}; allowed: {', '.join(DISTANCES)}")
-        if min(self.images, self.steps) < 1:
-            raise Mistake(f"aas needs at least 1 calibration image and 1 step, got {self.images} and {self.steps}")
+        if min(self.images, self.ascent_steps) < 1:
+            raise Mistake(
+                f"aas needs at least 1 calibration image and 1 step, got {self.images} and {self.ascent_steps}"
+            )
 
     @property
     def calibration_images(self) -> int:
@@ -179,7 +181,7 @@ class AAS:
         decades = -2 * draws.uniform(count)[0].double()
         for x, _ in calibration:
             reference = _features(model, x, 1.0)
-            for _ in range(self.steps):
+            for _ in range(self.ascent_steps):
                 slope = self._slope(model, x, reference, decades, as_decades=True)
                 step = slope / slope.abs().max().clamp(min=1e-30)
                 decades = (decades + self.pace * step).clamp(low, high)
@@ -190,7 +192,7 @@ class AAS:
         for turn, (x, _) in enumerate(calibration):
             reference = _features(model, x, tuple(factors.tolist()))
             delta = draws.stream("noise", turn).normal(len(factors))[0].double()
-            for _ in range(self.steps):
+            for _ in range(self.ascent_steps):
                 here = (factors + delta).clamp(_SMALLEST, _LARGEST)
                 delta = delta + self._slope(model, x, reference, here, as_decades=False)
             factors = (factors + delta).clamp(_SMALLEST, _LARGEST)

@@ -162,8 +162,7 @@ class AutoAttackFast:
         """In the order of `STAGES`, after the clean look."""
         lots = bout.draws.stream("lots").uniform(2)
         alive, sentinel = lots[:, 0] < _KEPT_ALIVE, lots[:, 1] < _SENTINEL
-        reached = torch.full((len(logits), min(self.targets, logits.shape[1] - 1)), -torch.inf, dtype=torch.float64)
-        runs = _Runs(self, bout, logits, reached.to(logits.device))
+        runs = _Runs(self, bout, logits)
 
         def restarts() -> None:
             notes["missing"] = runs.missing()
@@ -174,8 +173,8 @@ class AutoAttackFast:
             runs.restarts(notes["restarts"])
 
         def kept_alive() -> None:
-            far = notes["restarts"] < self._most_restarts
-            notes["kept_alive"] = alive & far & ~bout.memory.fallen
+            notes["far"] = (notes["restarts"] < self._most_restarts) & ~bout.memory.fallen
+            notes["kept_alive"] = alive & notes["far"]
             runs.restarts(torch.where(notes["kept_alive"], self._most_restarts, 0), notes["restarts"])
 
         def sentinels() -> None:
@@ -197,15 +196,15 @@ class AutoAttackFast:
         return sum(runs) + 1 + fab, 1 + len(runs) + fab + 1 + self.sentinel_queries + 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Runs:
-    """The stages at work on one batch; `reached` holds how near each target came in its short run."""
+    """The stages at work on one batch: `table` holds each sample's targets, `reached` how near each of them came."""
 
     plan: AutoAttackFast
     bout: _Bout
     logits: Tensor
-    reached: Tensor
-    target_table: list[Tensor] = field(default_factory=list)
+    table: Tensor = field(init=False)
+    reached: Tensor = field(init=False)
 
     def entropy(self) -> None:
         def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
@@ -220,23 +219,16 @@ class _Runs:
 
     def targets(self) -> None:
         """Short runs, the nearest class first."""
-        bout, place = self.bout, self.bout.memory.standing()
-        table = torch.zeros(len(self.logits), self.reached.shape[1], dtype=torch.int64, device=self.logits.device)
+        bout, plan, place = self.bout, self.plan, self.bout.memory.standing()
+        shape = len(self.logits), min(plan.targets, self.logits.shape[1] - 1)
+        self.table = bout.y.new_zeros(shape)
+        self.reached = torch.full(shape, -torch.inf, dtype=torch.float64, device=bout.x.device)
         if len(place) == 0:
-            self.target_table.append(table)
             return
-        table[place] = nearest_targets(
-            bout.model,
-            bout.x[place],
-            bout.y[place],
-            self.logits[place],
-            bout.threat,
-            self.plan.candidates,
-            table.shape[1],
-        )
-        self.target_table.append(table)
-        for column in range(table.shape[1]):
-            bout.climb(bout.memory.standing(), self.plan.target_steps, self._towards(column), "target", column)
+        clean = (bout.x[place], bout.y[place], self.logits[place])
+        self.table[place] = nearest_targets(bout.model, *clean, bout.threat, plan.candidates, shape[1])
+        for column in range(shape[1]):
+            bout.climb(bout.memory.standing(), plan.target_steps, self._towards(column), "target", column)
 
     def best_targets(self) -> None:
         """Long runs towards the classes that came nearest, the second with the ratio as its loss."""
@@ -247,8 +239,10 @@ class _Runs:
             self.bout.climb(self.bout.memory.standing(), self.plan.best_steps, value, "best", turn)
 
     def _towards(self, column: int | Tensor, ratio: bool = False) -> Value:
-        table = self.target_table[0]
-        target = table[:, column] if isinstance(column, int) else table.gather(1, column[:, None]).squeeze(1)
+        if isinstance(column, int):
+            target = self.table[:, column]
+        else:
+            target = self.table.gather(1, column[:, None]).squeeze(1)
 
         def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
             if ratio:

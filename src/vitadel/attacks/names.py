@@ -13,7 +13,7 @@ from vitadel.attacks.threats import threat
 from vitadel.errors import Mistake, nearest_names
 from vitadel.types import Attack
 
-__all__ = ["AttackName", "looks_inside", "make", "read_attack_name", "split_attack_list"]
+__all__ = ["AttackName", "is_adaptive", "looks_inside", "make", "read_attack_name", "split_attack_list", "targets_in"]
 
 Setting = float | int | bool | str
 
@@ -117,6 +117,17 @@ def looks_inside(text: str) -> bool:
     """Whether the attack, or what goes around it, needs a model whose attention or patches are known."""
     name = read_attack_name(text)
     return CATALOGUE[name.base].needs_vit or any(PREFIXES[prefix].needs_vit for prefix, _ in name.prefixes)
+
+
+def is_adaptive(text: str) -> bool:
+    """Whether most samples cost less than the most that the attack's `passes` tells."""
+    return CATALOGUE[read_attack_name(text).base].adaptive
+
+
+def targets_in(text: str) -> list[int]:
+    """The classes that a name gives as targets by their numbers."""
+    given = [settings.get("target") for _, settings in read_attack_name(text).prefixes]
+    return [target for target in given if isinstance(target, int)]
 
 
 def make(text: str, *, eps: float | str = 8 / 255, norm: str = "linf") -> Attack:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vitadel.cli import options
+from vitadel.cli import options, running
 
 
 def attack(
@@ -36,44 +33,39 @@ def attack(
     device: options.Device = "auto",
     precision: options.Precision = "fp32",
     compile_model: options.Compile = False,
-    out: Annotated[Path | None, typer.Option(help="run folder; by default a new one below runs/")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with an unfinished run")] = False,
+    out: options.Out = None,
+    resume: options.Resume = False,
     as_json: options.Json = False,
 ) -> None:
     """Craft adversarial images for MODEL, judge them, and save those that fool it as safetensors (floats in [0, 1])."""
     from vitadel.amounts import read_amount
     from vitadel.attacks.names import split_attack_list
-    from vitadel.evaluation.audit import Order, run_audit
-    from vitadel.evaluation.subject import open_subject
+    from vitadel.evaluation.audit import Order
     from vitadel.reporting import terminal
-    from vitadel.runtime.processes import join_processes
 
     order = Order(
-        tuple(split_attack_list(attacks)),
-        read_amount(eps, "eps"),
-        norm,
-        limit,
-        batch_size,
-        seed,
+        attacks=tuple(split_attack_list(attacks)),
+        eps=read_amount(eps, "eps"),
+        norm=norm,
+        limit=limit,
+        batch_size=batch_size,
+        seed=seed,
         precision=precision,
         skip_bad=skip_bad,
         calibration=calibration,
         compile=compile_model,
         keep="png" if png else "images",
     )
-    processes = join_processes(device)
     chosen = options.model_options(weights, num_classes, mean, std, input_size, small_images)
-    subject = open_subject(model, data, data_root=data_root, model_options=chosen, skip_bad=skip_bad)
-    outcome = run_audit(
-        subject, order, processes, out=out, in_folder=True, resume=resume, shown=True, argv=sys.argv[1:], verb="attack"
+    done = running.run(
+        "attack", order, model, data, data_root=data_root, model_options=chosen, device=device, out=out, resume=resume
     )
-    if not outcome.is_main or outcome.folder is None:
+    if done is None:
         return
-    folder = outcome.folder.path
+    results, folder = done
     if as_json:
-        typer.echo(json.dumps(outcome.results, indent=2))
-        typer.echo(str(folder), err=True)
+        running.tell_json(results, folder)
         return
-    terminal.show_results(outcome.results)
-    terminal.show_kept(outcome.results["kept"])
+    terminal.show_results(results)
+    terminal.show_kept(results["kept"])
     typer.echo(str(folder))

@@ -36,6 +36,8 @@ Calibration = Annotated[
         help="data that aas+ and patches-learned may study; else the training split or what --limit leaves out"
     ),
 ]
+Out = Annotated[Path | None, typer.Option(help="run folder; by default a new one below runs/")]
+Resume = Annotated[bool, typer.Option("--resume", help="go on with an unfinished run")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="leave out unreadable samples and count them")]
 Json = Annotated[bool, typer.Option("--json", help="print the results as JSON on standard output")]
 

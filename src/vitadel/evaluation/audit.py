@@ -17,16 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.amounts import amount_text, read_amount
-from vitadel.attacks.names import looks_inside, make, split_attack_list
+from vitadel.attacks.names import looks_inside, make, split_attack_list, targets_in
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import threat as make_threat
-from vitadel.attacks.views import Targeted
 from vitadel.backbones.checks import looks_like_probabilities, modules_in_train_mode
 from vitadel.data.batches import batches
 from vitadel.data.checks import BadSample, left_out
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.calibration import calibrated
-from vitadel.evaluation.compiling import compiled
+from vitadel.evaluation.compiling import Compilation, compiled
 from vitadel.evaluation.evidence import findings_about
 from vitadel.evaluation.keeping import IMAGES, PICTURES, PNG_HOLDS, Keeper
 from vitadel.evaluation.ledger import FolderLedger, MemoryLedger
@@ -141,7 +140,19 @@ def audit(
     """
     names = tuple(split_attack_list(attacks) if isinstance(attacks, str) else attacks)
     budget = read_amount(eps, "eps")
-    order = Order(names, budget, norm, limit, batch_size, seed, independent, precision, skip_bad, calibration, compile)
+    order = Order(
+        attacks=names,
+        eps=budget,
+        norm=norm,
+        limit=limit,
+        batch_size=batch_size,
+        seed=seed,
+        independent=independent,
+        precision=precision,
+        skip_bad=skip_bad,
+        calibration=calibration,
+        compile=compile,
+    )
     processes = join_processes(device)
     subject = open_subject(model, data, data_root=data_root, model_options=model_options, skip_bad=skip_bad)
     return run_audit(subject, order, processes, out=out, resume=resume).results
@@ -165,7 +176,10 @@ def run_audit(
     settings = order.settings(subject, indices)
     run = None
     if out is not None or in_folder:
-        run = _open_folder(processes, verb, subject.model_spec, settings, out, resume, argv)
+        path, words = None if out is None else Path(out), list(argv or sys.argv)
+        run = processes.on_main(  # only one process touches the disk
+            lambda: open_run(verb, subject.model_spec, settings, out=path, resume=resume, argv=words)
+        )
         if run.complete:
             return Outcome(json.loads((run.path / "results.json").read_text()), run, processes.is_main)
     elif processes.count > 1:
@@ -184,10 +198,11 @@ def run_audit(
         shown=shown,
         keeper=Keeper(run.path, subject.model, order.keep == "png") if run and order.keep != "nothing" else None,
     )
+    compilation = None
     if order.compile:
-        bench = _with_compiled(bench, shown)
+        bench, compilation = _with_compiled(bench)
     try:
-        results = _run(bench, subject, order, indices, mislabelled, settings, run)
+        results = _run(bench, subject, order, indices, mislabelled, settings, run, compilation)
         return Outcome(results, run, processes.is_main)
     except KeyboardInterrupt:
         if run is not None:
@@ -198,30 +213,27 @@ def run_audit(
 def _check_sense(subject: Subject, order: Order, indices: Tensor) -> None:
     """What only the data can tell: a budget that reaches everything, a target that is a label."""
     pixels = 3 * math.prod(subject.preprocess.shape)
-    widest = {"linf": 1.0, "l2": math.sqrt(pixels), "l1": float(pixels)}[order.norm]
+    widest = {"l2": math.sqrt(pixels), "l1": float(pixels)}.get(order.norm, math.inf)
     if order.eps >= widest:
         raise Mistake(
             f"eps {order.eps:g} in {order.norm} lets every pixel become anything: pixels are in [0, 1], and the box of "
             f"these images is {widest:g} wide. Did you mean {order.eps:g}/255?"
         )
     labels = subject.source.labels()[indices]
-    for name, attack in order.crew():
-        if isinstance(attack, Targeted) and isinstance(attack.target, int):
-            of_target = int((labels == attack.target).sum())
+    for name in order.attacks:
+        for target in targets_in(name):
+            of_target = int((labels == target).sum())
             if of_target:
                 raise Mistake(
-                    f"{name}: class {attack.target} is the label of {of_target} of the {len(labels)} samples, so there "
-                    "is nothing to reach for them; choose targets by a rule: targeted:next+, :least+ or :random+"
+                    f"{name}: class {target} is the label of {of_target} of the {len(labels)} samples, so there is "
+                    "nothing to reach for them; choose targets by a rule: targeted:next+, :least+ or :random+"
                 )
 
 
-def _with_compiled(bench: Bench, shown: bool) -> Bench:
+def _with_compiled(bench: Bench) -> tuple[Bench, Compilation]:
     x = torch.full((bench.batch_size, 3, *bench.preprocess.shape), 0.5, device=bench.processes.device)
-    model, verdict = compiled(bench.model, x)
-    pays = bench.processes.from_main(verdict.pays)  # one answer for all, or processes would round differently
-    if shown and bench.processes.is_main:
-        print(verdict.told(), file=sys.stderr)  # noqa: T201
-    return dataclasses.replace(bench, compiled=model) if pays and not verdict.reason else bench
+    model, verdict = compiled(bench.model, x, bench.processes.from_main)
+    return dataclasses.replace(bench, compiled=None if model is bench.model else model), verdict
 
 
 def _run(
@@ -232,6 +244,7 @@ def _run(
     mislabelled: Sequence[BadSample],
     settings: dict[str, Any],
     run: RunFolder | None,
+    compilation: Compilation | None,
 ) -> dict[str, Any]:
     crew = order.crew()
     findings = _findings_about_mode(bench.model)
@@ -248,18 +261,21 @@ def _run(
         for number, (name, attack) in enumerate(crew):
             if run and main:
                 write_json(run.path / "results.json", results)
-            attack = calibrated(attack, bench, subject, indices, order.calibration)
+            asked, attack = attack, calibrated(attack, bench, subject, indices, order.calibration)
             crew[number] = name, attack
             own_rules = rules_of(attack) is not None
             alone = order.independent or own_rules
             exposed = tally.index[tally.correct if alone else tally.standing]
             title = f"{number:02d} {name}"
             legs = attack_stage(bench, title, attack, order.threat, exposed, looks_inside(name))
-            told = {**settings_of(attack), "norm": order.norm, "eps": settings["eps"], "seed": order.seed}
+            told = {**settings_of(asked), **settings_of(attack)}  # how it was prepared, and what came of it
+            told |= {"norm": order.norm, "eps": settings["eps"], "seed": order.seed}
             tally.add(name, told, legs, alone=alone, own_rules=own_rules)
             findings += findings_about(name, legs, len(tally.index))
-            kept = [*kept, *legs]
+            kept += legs
             results = _results(subject, order, tally, settings, findings)
+        if compilation is not None:
+            results["compile"] = compilation.told()
         if order.keep != "nothing":
             results["kept"] = _kept(kept, order.keep == "png")
         results["complete"] = True
@@ -304,32 +320,6 @@ def _results(
         **tally.summary(),
         "findings": findings,
     }
-
-
-def _open_folder(
-    processes: Processes,
-    verb: str,
-    subject: str,
-    settings: dict[str, Any],
-    out: str | Path | None,
-    resume: bool,
-    argv: Sequence[str],
-) -> RunFolder:
-    """Only the main process touches the disk; a mistake it finds is told in all of them."""
-    answer: RunFolder | Mistake | None = None
-    if processes.is_main:
-        try:
-            path = None if out is None else Path(out)
-            answer = open_run(verb, subject, settings, out=path, resume=resume, argv=list(argv or sys.argv))
-        except Mistake as mistake:
-            if processes.count == 1:
-                raise
-            answer = mistake
-    answer = processes.from_main(answer)
-    if isinstance(answer, Mistake):
-        raise answer
-    assert answer is not None
-    return answer
 
 
 def _findings_about_mode(model: nn.Module) -> list[dict[str, Any]]:

@@ -52,21 +52,12 @@ def calibrated(attack: Attack, bench: Bench, subject: Subject, audited: Tensor, 
 
 
 def _prepared(attack: Calibrated, bench: Bench, subject: Subject, audited: Tensor, spec: str | None) -> Attack:
-    ready: Attack | Mistake | None = None
-    if bench.processes.is_main:
-        try:
-            source, indices = calibration_images(subject, audited, spec, attack.calibration_images, bench.seed)
-            images = CalibrationImages(source, indices, bench.preprocess, bench.processes.device, bench.skip_bad)
-            ready = attack.prepared(bench.model, images, bench.seed)
-        except Mistake as mistake:
-            if bench.processes.count == 1:
-                raise
-            ready = mistake
-    ready = bench.processes.from_main(ready)
-    if isinstance(ready, Mistake):
-        raise ready
-    assert ready is not None
-    return ready
+    def prepare() -> Attack:
+        source, indices = calibration_images(subject, audited, spec, attack.calibration_images, bench.seed)
+        images = CalibrationImages(source, indices, bench.preprocess, bench.processes.device, bench.skip_bad)
+        return attack.prepared(bench.model, images, bench.seed)
+
+    return bench.processes.on_main(prepare)
 
 
 def calibration_images(

@@ -40,8 +40,13 @@ class Compilation:
         return f"torch.compile {does}: {self.speedup:.2f} times as fast after {self.seconds:.0f} s of compiling{use}"
 
 
-def compiled(model: nn.Module, x: Tensor) -> tuple[nn.Module, Compilation]:
-    """The model to take gradients of: compiled for any batch size where that is faster on `x`, else as it is."""
+def compiled(
+    model: nn.Module, x: Tensor, agree: Callable[[bool], bool] = lambda pays: pays
+) -> tuple[nn.Module, Compilation]:
+    """The model to take gradients of: compiled for any batch size where that is faster on `x`, else as it is.
+
+    `agree` makes one answer of several processes', which would otherwise round differently.
+    """
     with frozen(model):
         try:
             begun = time.perf_counter()
@@ -53,9 +58,10 @@ def compiled(model: nn.Module, x: Tensor) -> tuple[nn.Module, Compilation]:
             spent = time.perf_counter() - begun
             speedup = seconds_of(gradient_probe(model, x), x.device) / seconds_of(gradient_probe(fast, x), x.device)
         except Exception as problem:  # whatever a compiler may raise: without it everything still works
+            agree(False)
             return model, Compilation(0.0, 0.0, type(problem).__name__)
     verdict = Compilation(speedup, spent)
-    return (fast if verdict.pays else model), verdict
+    return (fast if agree(verdict.pays) else model), verdict
 
 
 def _keep_buffers() -> None:

@@ -15,6 +15,7 @@ __all__ = ["findings_about"]
 _FULL = "run the full ensemble: --attacks autoattack"
 _SURPRISE = 0.002  # share of all samples that Square may break after the gradients before it tells of masking
 _CONVERGED = 0.003  # share of the survivors that the last restarts may still break
+_MISLED = 0.12  # share of all samples that may withstand the cross-entropy and fall to other losses
 _FEW = 20
 
 Finding = dict[str, Any]
@@ -72,10 +73,10 @@ def _about_fast(name: str, notes: dict[str, np.ndarray], n: int) -> list[Finding
     if count["sentinel"]:
         doubts.append(f"FAB or Square broke {count['sentinel']} of the {met} samples they were shown")
     if count["kept alive"]:
-        unseen = int((notes["restarts"] < notes["restarts"].max()).sum()) - alive
+        unseen = int(notes["far"].sum()) - alive
         doubts.append(
             f"{count['kept alive']} of {alive} far samples fell when given all restarts, so about "
-            f"{round(count['kept alive'] * max(unseen, 0) / max(alive, 1))} more may be missing"
+            f"{round(count['kept alive'] * unseen / alive)} more may be missing"
         )
     if restarted > max(1, _CONVERGED * (standing + restarted)):
         doubts.append(f"the last restarts still broke {restarted} samples")
@@ -83,8 +84,8 @@ def _about_fast(name: str, notes: dict[str, np.ndarray], n: int) -> list[Finding
         doubts.append("no standing sample met the sentinels: too few images to check the number by itself")
     if flat:
         doubts.append(f"{flat} standing samples have no gradient at all")
-    if count["cross-entropy"] + 0.12 * n < sum(count.values()) - count["clean"]:
-        late = sum(count.values()) - count["clean"] - count["cross-entropy"]
+    late = sum(count.values()) - count["clean"] - count["cross-entropy"]
+    if late > _MISLED * n:
         doubts.append(f"{late} samples withstood the cross-entropy and fell to other losses: its gradients mislead")
     told = f"{standing} samples stand; sentinels met {met} of them, {alive} far ones were kept alive"
     if met < _FEW:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitadel.attacks.names import make
+from vitadel.attacks.names import is_adaptive, make
 from vitadel.evaluation.compiling import compiled, gradient_probe, seconds_of
 from vitadel.evaluation.subject import Subject
 from vitadel.instrument.hooks import frozen
@@ -53,7 +53,9 @@ def plan(
     rows: list[dict[str, Any]] = [{"name": "clean", "gradients": 0, "forwards": 1}]
     for name, attack in crew:
         gradients, forwards = attack.passes()
-        rows.append({"name": name, "gradients": gradients, "forwards": forwards + 1})  # one forward is the judge's
+        adaptive = is_adaptive(name)
+        # One forward is the judge's.
+        rows.append({"name": name, "gradients": gradients, "forwards": forwards + 1, "adaptive": adaptive})
     for row in rows:
         row["seconds"] = samples * (row["gradients"] * gradient_seconds + row["forwards"] * forward_seconds)
     return {

@@ -29,7 +29,7 @@ from vitadel.evaluation.metering import metered
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
 from vitadel.runtime.progress import FOUND_AGAIN, progress
-from vitadel.types import Attack, Explaining, OwnRules, Source, Threat
+from vitadel.types import Attack, OwnRules, Source, Threat, explained
 
 __all__ = ["NOTE", "PRECISIONS", "Bench", "Leg", "attack_stage", "clean_stage", "rules_of"]
 
@@ -182,13 +182,9 @@ def _one_attack(
                 "Restore it and go on with --resume."
             )
         draws = stream(Draws.of_samples(bench.seed, batch.indices, bench.processes.device))
-        notes: dict[str, Tensor] = {}
         model = bench.model if bench.compiled is None else bench.compiled
         with bench.arithmetic(), metered(model) as search:
-            if isinstance(attack, Explaining):
-                z, notes = attack.explain(model, batch.x, batch.y, draws)
-            else:
-                z = attack(model, batch.x, batch.y, draws)
+            z, notes = explained(attack, model, batch.x, batch.y, draws)
         with bench.arithmetic(), metered(bench.model) as judging:
             rules = own_rules(bench.model, batch.x) if own_rules else threat
             verdict = judge(bench.model, rules, batch.x, z, batch.y)

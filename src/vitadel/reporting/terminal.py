@@ -69,6 +69,8 @@ def show_results(results: dict[str, Any]) -> None:
     void = sum(entry["void"] for entry in results["attacks"])
     if void:
         console.print(f"[yellow]{void} proposals broke box or budget and were not counted as successes.[/]")
+    if results.get("compile"):
+        console.print(f"[dim]{escape(results['compile'])}[/]")
     if data["left_out"]:
         names = ", ".join(map(escape, data["left_out_names"][:3]))
         console.print(f"[yellow]{data['left_out']} samples could not be read and were left out: {names}[/]")
@@ -110,6 +112,9 @@ def show_plan(cost: dict[str, Any]) -> None:
         f"Measured here: {cost['forward_ms']:.2f} ms a forward, {cost['gradient_ms']:.2f} ms a gradient per sample; "
         f"peak memory {cost['memory_mb']:.0f} MB. Samples that fall early cost less."
     )
+    adaptive = [row["name"] for row in cost["rows"] if row.get("adaptive")]
+    if adaptive:
+        console.print(f"{escape(', '.join(adaptive))}: told for the hardest samples; the others get fewer restarts.")
     if cost["compile"]:
         console.print(escape(cost["compile"]))
 

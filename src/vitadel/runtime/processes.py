@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from accelerate import PartialState
@@ -38,6 +39,21 @@ class Processes:
         box = [value]
         broadcast_object_list(box, from_process=0)
         return box[0]
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Let the main process do the work, and give its result, or the mistake that it found, to all."""
+        answer: T | Mistake | None = None
+        if self.is_main:
+            try:
+                answer = work()
+            except Mistake as mistake:
+                if self.count == 1:
+                    raise
+                answer = mistake
+        answer = self.from_main(answer)
+        if isinstance(answer, Mistake):
+            raise answer
+        return cast(T, answer)
 
 
 def join_processes(device: str = "auto") -> Processes:
