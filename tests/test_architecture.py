@@ -13,7 +13,7 @@ import vitadel
 
 SOURCE = Path(vitadel.__file__).parent
 # A folder may import what stands before it. `reporting` reads run folders only, so it sees neither models nor data.
-ORDER = ["", "runtime", "data", "backbones", "instrument", "attacks", "evaluation", "cli"]
+ORDER = ["", "runtime", "data", "backbones", "instrument", "attacks", "evaluation", "defenses", "cli"]
 FOR_REPORTING = {"", "runtime", "reporting", "evaluation"}
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.checks import check_logits, check_pixels, looks_like_probabilities, modules_in_train_mode
 from vitadel.backbones.record import ModelRecord, three_numbers
+from vitadel.backbones.scaling import scaled_scores
 from vitadel.errors import Mistake
 
 __all__ = [
@@ -28,33 +31,74 @@ class Classifier(nn.Module):
 
     `mean` and `std` stay in float32 whatever precision the backbone is moved to; images are cast to the precision of
     the backbone after normalising. Half-precision logits come back as float32, float64 ones as they are.
+    `attention_factors`, if the model has any, are a part of its state: pre-softmax scores are multiplied with them.
     """
 
     mean: Tensor
     std: Tensor
+    attention_factors: Tensor | None
 
     def __init__(self, backbone: nn.Module, record: ModelRecord) -> None:
         super().__init__()
         self.backbone = backbone
-        self.record = record
+        self._record = record
         self.training = backbone.training  # .train() would also reset the modes that the backbone's parts have
         self.register_buffer("mean", torch.tensor(record.mean).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(record.std).view(1, 3, 1, 1), persistent=False)
+        self.register_buffer("attention_factors", None)
+        if record.attention_factors is not None:
+            self.set_attention_factors(record.attention_factors)
+
+    @property
+    def record(self) -> ModelRecord:
+        """How to build this model again, with the attention factors that it has now."""
+        factors = self.attention_factors
+        return self._record if factors is None else replace(self._record, attention_factors=tuple(factors.tolist()))
+
+    def set_attention_factors(self, factors: Sequence[float]) -> None:
+        """Multiply the pre-softmax scores from now on, one factor per softmax attention as `attentions_of` lists them.
+
+        In place if the model has factors already, so that whoever holds the tensor sees the new ones.
+        """
+        count = len(attentions_of(self.backbone))
+        values = torch.as_tensor(factors, dtype=torch.float32)
+        if values.shape != (count,) or not bool(values.isfinite().all()):
+            raise Mistake(
+                f"attention factors must be {count} finite numbers, one per softmax attention of the model, "
+                f"got {values.tolist()}."
+            )
+        if self.attention_factors is None:
+            self.attention_factors = values.clone().to(self.mean.device)
+        else:
+            self.attention_factors.copy_(values)
 
     def forward(self, x: Tensor) -> Tensor:
-        z = (x - self.mean) / self.std if self.record.normalises else x
+        z = (x - self.mean) / self.std if self._record.normalises else x
         precision = next((p.dtype for p in self.backbone.parameters() if p.is_floating_point()), z.dtype)
-        logits = logits_of(self.backbone(z.to(precision)))
+        z, factors = z.to(precision), self.attention_factors
+        logits = logits_of(self.backbone(z) if factors is None else _run_scaled(self.backbone, z, factors))
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Classifier:
         """Moves as any module does, but never rounds the normalisation: .bfloat16() would shift every pixel."""
         move: Any = super()._apply  # untyped in torch
+        factors = self.attention_factors
         move(fn, recurse)
-        for name, numbers in (("mean", self.record.mean), ("std", self.record.std)):
+        for name, numbers in (("mean", self._record.mean), ("std", self._record.std)):
             moved: Tensor = getattr(self, name)
             setattr(self, name, torch.tensor(numbers, device=moved.device).view(1, 3, 1, 1))
+        if factors is not None:
+            self.attention_factors = factors.to(self.mean.device)
         return self
+
+
+def _scaled(backbone: nn.Module, z: Tensor, factors: Tensor) -> object:
+    with scaled_scores(backbone, factors):
+        return backbone(z)
+
+
+# Never compiled: lenses meet torch's calls as they are made.
+_run_scaled: Callable[[nn.Module, Tensor, Tensor], object] = torch.compiler.disable(_scaled)
 
 
 def logits_of(output: object) -> Tensor:

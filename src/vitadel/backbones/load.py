@@ -223,7 +223,7 @@ def _load_plain(module: nn.Module, record: ModelRecord, path: Path, checkpoint: 
     record = replace(record, notes=record.notes | ({"weights": notes} if notes else {}))
     own = read_record(path)
     if own is not None:
-        return replace(record, mean=own.mean, std=own.std)
+        return replace(record, mean=own.mean, std=own.std, attention_factors=own.attention_factors)
     if fitted.normaliser is not None:
         mean, std = fitted.normaliser
         return replace(record, mean=three_numbers(mean, "mean"), std=three_numbers(std, "std"))

@@ -54,6 +54,7 @@ class ModelRecord:
 
     `name` is a timm name, or the spec of a model that cannot be built by name ('wrapped', 'python:...', 'hf:...').
     `kwargs` go to `timm.create_model`. `small_images` is the patch size that the model was adapted to, if it was.
+    `attention_factors`, one per softmax attention, multiply pre-softmax scores, if the model was trained with any.
     `input_size` is (height, width); images are resized to `input_size / crop_pct` and cropped by whoever reads them.
     """
 
@@ -67,6 +68,7 @@ class ModelRecord:
     interpolation: str = "bicubic"
     crop_mode: str = "center"
     small_images: int | None = None
+    attention_factors: tuple[float, ...] | None = None
     notes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -79,6 +81,8 @@ class ModelRecord:
         object.__setattr__(self, "std", three_numbers(self.std, "std"))
         if self.input_size is not None:
             object.__setattr__(self, "input_size", tuple(self.input_size))
+        if self.attention_factors is not None:
+            object.__setattr__(self, "attention_factors", tuple(self.attention_factors))
 
     @property
     def normalises(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import SoftmaxAttention, attentions_of
+from vitadel.backbones.scaling import multiplied_by
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import Lens, Record, hooked
 
@@ -41,7 +42,7 @@ def scaled_attention(model: nn.Module, factors: Factors, *, backward_only: bool 
     parts = attentions_of(model)
     scales = _one_per_module(factors, parts)
     lenses = [
-        Lens(part, _times(scale), backward_only=backward_only)
+        Lens(part, multiplied_by(scale), backward_only=backward_only)
         for part, scale in zip(parts, scales, strict=True)
         if scale
     ]
@@ -143,18 +144,3 @@ def _reader(factors: Sequence[_Row], place: int, part: SoftmaxAttention) -> _Sca
 def _constant(factor: Real) -> _Scale | None:
     number = float(factor)
     return None if number == 1 else lambda: number
-
-
-def _times(scale: _Scale) -> Callable[[Tensor], Tensor]:
-    """Scores (or queries) are (batch, heads, ..., ...)."""
-
-    def times(scores: Tensor) -> Tensor:
-        factor = scale()
-        if not isinstance(factor, Tensor):
-            # As a tensor, so that gradient checkpointing notices (and refuses) a second run without the factor.
-            factor = torch.tensor(factor, dtype=torch.promote_types(scores.dtype, torch.float32))
-        if factor.dim():
-            factor = factor.to(scores).view(-1, 1, 1)  # the same type: half precision must not be promoted
-        return scores * factor
-
-    return times
