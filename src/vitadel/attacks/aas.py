@@ -29,7 +29,7 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
 from vitadel.types import Attack, Threat
 
-__all__ = ["AAS", "DISTANCES", "PAPER_STYLE", "Rescaled", "eq3_distance", "lpips_distance"]
+__all__ = ["AAS", "DISTANCES", "PAPER_STYLE", "Rescaled", "ascended_factors", "eq3_distance", "lpips_distance"]
 
 PAPER_STYLE = "paper_style"
 """The note of an attack on a changed model: whether that model still gives the label."""
@@ -166,26 +166,16 @@ class AAS:
         """The attack through the factors found; the labels only serve `select`."""
         draws = Draws.of_samples(seed, [0]).stream("aas factors")
         with frozen(model):
-            find = self._literal_ascent if self.literal else self._ascent
-            factors = find(model, calibration, draws)
+            if self.literal:
+                factors = self._literal_ascent(model, calibration, draws)
+            else:
+                factors = ascended_factors(model, calibration, draws, self.ascent_steps, self.pace, self.distance)
             if self.select and not self.literal:
                 factors = self._most_harmful(model, calibration, factors, seed)
         return Rescaled(self.attack, factors, self.backward_only, self.literal)
 
     def passes(self) -> tuple[int, int]:
         return Rescaled(self.attack).passes()
-
-    def _ascent(self, model: nn.Module, calibration: Calibration, draws: Draws) -> tuple[float, ...]:
-        count = len(attentions_of(model))
-        low, high = math.log10(_SMALLEST), math.log10(_LARGEST)
-        decades = -2 * draws.uniform(count)[0].double()
-        for x, _ in calibration:
-            reference = _features(model, x, 1.0)
-            for _ in range(self.ascent_steps):
-                slope = self._slope(model, x, reference, decades, as_decades=True)
-                step = slope / slope.abs().max().clamp(min=1e-30)
-                decades = (decades + self.pace * step).clamp(low, high)
-        return tuple((10**decades).tolist())
 
     def _literal_ascent(self, model: nn.Module, calibration: Calibration, draws: Draws) -> tuple[float, ...]:
         factors = torch.ones(len(attentions_of(model)), dtype=torch.float64)
@@ -194,21 +184,9 @@ class AAS:
             delta = draws.stream("noise", turn).normal(len(factors))[0].double()
             for _ in range(self.ascent_steps):
                 here = (factors + delta).clamp(_SMALLEST, _LARGEST)
-                delta = delta + self._slope(model, x, reference, here, as_decades=False)
+                delta = delta + _slope(model, x, reference, here, eq3_distance, as_decades=False)
             factors = (factors + delta).clamp(_SMALLEST, _LARGEST)
         return tuple(factors.tolist())
-
-    def _slope(
-        self, model: nn.Module, x: Tensor, reference: Sequence[Tensor], at: Tensor, *, as_decades: bool
-    ) -> Tensor:
-        """The gradient of the mean distance, with respect to factors or to their decimal logarithms."""
-        with torch.enable_grad():
-            free = at.detach().to(x.device).clone().requires_grad_()
-            factors = 10**free if as_decades else free
-            with scaled_attention(model, factors), block_features(model) as features:
-                model(x)
-            distance = eq3_distance if self.literal else DISTANCES[self.distance]
-            return gradient(distance(features, reference).mean(), free).detach().cpu()
 
     def _most_harmful(
         self, model: nn.Module, calibration: Calibration, found: tuple[float, ...], seed: int
@@ -232,7 +210,43 @@ class AAS:
             return float(cross_entropy(model(z), y).double().mean())
 
 
-def _features(model: nn.Module, x: Tensor, factors: float | tuple[float, ...]) -> list[Tensor]:
+def ascended_factors(
+    model: nn.Module,
+    calibration: Calibration,
+    draws: Draws,
+    steps: int = 10,
+    pace: float = 0.3,
+    distance: str = "lpips",
+    reference: float | Sequence[float] = 1.0,
+) -> tuple[float, ...]:
+    """Factors of a model's attentions that move its features far from what they are with the `reference` factors.
+
+    Ascent of decimal logarithms from one random start, `steps` on each batch, each of `pace` decades along the
+    normalised gradient. The model should be frozen. Labels are not used.
+    """
+    low, high = math.log10(_SMALLEST), math.log10(_LARGEST)
+    decades = -2 * draws.uniform(len(attentions_of(model)))[0].double()
+    for x, _ in calibration:
+        original = _features(model, x, reference)
+        for _ in range(steps):
+            slope = _slope(model, x, original, decades, DISTANCES[distance], as_decades=True)
+            decades = (decades + pace * slope / slope.abs().max().clamp(min=1e-30)).clamp(low, high)
+    return tuple((10**decades).tolist())
+
+
+def _slope(
+    model: nn.Module, x: Tensor, reference: Sequence[Tensor], at: Tensor, distance: Distance, *, as_decades: bool
+) -> Tensor:
+    """The gradient of the mean distance, with respect to factors or to their decimal logarithms."""
+    with torch.enable_grad():
+        free = at.detach().to(x.device).clone().requires_grad_()
+        factors = 10**free if as_decades else free
+        with scaled_attention(model, factors), block_features(model) as features:
+            model(x)
+        return gradient(distance(features, reference).mean(), free).detach().cpu()
+
+
+def _features(model: nn.Module, x: Tensor, factors: float | Sequence[float]) -> list[Tensor]:
     with torch.no_grad(), scaled_attention(model, factors), block_features(model) as features:
         model(x)
         return [each.detach() for each in features]

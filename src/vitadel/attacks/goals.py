@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.losses import cross_entropy, margin
+from vitadel.attacks.losses import cross_entropy, kl_divergence, margin
 from vitadel.attacks.surrogate import Surrogate
 from vitadel.errors import Mistake
 from vitadel.types import Aim, Loss
 
-__all__ = ["Gama", "OnLogits", "clearly_fooled", "fooled", "gradient"]
+__all__ = ["FromClean", "Gama", "OnLogits", "clearly_fooled", "fooled", "gradient"]
 
 # A sample counts as fooled during a search only beyond float rounding, so that the judge, who sees it in another
 # batch, comes to the same verdict.
@@ -20,7 +20,7 @@ _ROUNDING = 1e-5
 
 
 def clearly_fooled(logits: Tensor, y: Tensor) -> Tensor:
-    """Misclassified by more than what the order of additions can change."""
+    """Misclassified by more than the order of additions can change; a mixed label counts as its likeliest class."""
     rounding = max(_ROUNDING, torch.finfo(logits.dtype).eps)
     return margin(logits, y) > rounding * logits.abs().amax(1)
 
@@ -70,6 +70,36 @@ class OnLogits:
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         return _LogitAim(model, y, self.loss)
+
+
+@dataclass(frozen=True)
+class _FromCleanAim:
+    model: nn.Module
+    y: Tensor
+    clean: Tensor  # logits
+
+    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        logits = self.model(z)
+        return kl_divergence(self.clean, logits), fooled(self.model, z, logits, self.y)
+
+    def keep(self, chosen: Tensor) -> Aim:
+        return replace(self, y=self.y[chosen], clean=self.clean[chosen])
+
+
+@dataclass(frozen=True)
+class FromClean:
+    """Maximise KL(p(x) || p(z)), as inside TRADES (Zhang et al. 2019, arXiv:1901.08573).
+
+    p(x) is computed once. At z = x the divergence is at its minimum, without a slope: start elsewhere.
+    """
+
+    @property
+    def forwards(self) -> int:
+        return 1
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
+        with torch.no_grad():
+            return _FromCleanAim(model, y, model(x))
 
 
 @dataclass

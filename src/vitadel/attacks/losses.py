@@ -1,4 +1,8 @@
-"""Per-sample losses on logits, with one sign: larger is worse for the model."""
+"""Per-sample losses on logits, with one sign: larger is worse for the model.
+
+Labels are whole numbers, or one probability per class where images are mixed; what needs a single class takes the
+likeliest.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,12 @@ __all__ = [
     "check_classes",
     "cross_entropy",
     "dlr",
+    "hard_labels",
+    "kl_divergence",
     "lead",
     "likeliest_wrong",
     "margin",
+    "precise",
     "probability_margin",
     "rescaled_cross_entropy",
     "targeted_dlr",
@@ -29,16 +36,32 @@ def check_classes(logits: Tensor) -> None:
         raise Mistake(f"a model needs at least 2 classes to be attacked, this one has {logits.shape[1]}")
 
 
+def hard_labels(y: Tensor) -> Tensor:
+    """The class of each label: itself, or where it holds probabilities the likeliest (of equal ones the first)."""
+    return y.argmax(1) if y.is_floating_point() else y
+
+
+def precise(logits: Tensor) -> Tensor:
+    """In float32 at least: differences of probabilities and logarithms near 1 are lost in half precision."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """Cross-entropy of the label; `y` may also hold one probability per class."""
     return F.cross_entropy(logits, y, reduction="none")
 
 
+def kl_divergence(clean_logits: Tensor, logits: Tensor) -> Tensor:
+    """KL(p(clean) || p), in float32 at least; from logarithms of both, so that no probability rounds to zero first."""
+    clean, ours = precise(clean_logits).log_softmax(1), precise(logits).log_softmax(1)
+    return F.kl_div(ours, clean, reduction="none", log_target=True).sum(1)
+
+
 def margin(logits: Tensor, y: Tensor) -> Tensor:
     """Best wrong logit minus the label's: positive exactly when misclassified (Carlini & Wagner 2017)."""
     check_classes(logits)
-    true = logits.gather(1, y[:, None]).squeeze(1)
-    return logits.scatter(1, y[:, None], -torch.inf).amax(1) - true
+    label = hard_labels(y)[:, None]
+    return logits.scatter(1, label, -torch.inf).amax(1) - logits.gather(1, label).squeeze(1)
 
 
 def dlr(logits: Tensor, y: Tensor) -> Tensor:
@@ -67,12 +90,13 @@ def targeted_dlr(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
 
 def likeliest_wrong(logits: Tensor, y: Tensor) -> Tensor:
     """All classes but the label, the likeliest first, (samples, classes - 1)."""
-    return logits.scatter(1, y[:, None], -torch.inf).argsort(dim=1, descending=True, stable=True)[:, :-1]
+    wrong = logits.scatter(1, hard_labels(y)[:, None], -torch.inf)
+    return wrong.argsort(dim=1, descending=True, stable=True)[:, :-1]
 
 
 def lead(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
     """How far the target's logit is above the label's."""
-    return (logits.gather(1, target[:, None]) - logits.gather(1, y[:, None])).squeeze(1)
+    return (logits.gather(1, target[:, None]) - logits.gather(1, hard_labels(y)[:, None])).squeeze(1)
 
 
 def rescaled_cross_entropy(logits: Tensor, y: Tensor, gap: float = 10.0) -> Tensor:
@@ -83,7 +107,7 @@ def rescaled_cross_entropy(logits: Tensor, y: Tensor, gap: float = 10.0) -> Tens
     check_classes(logits)
     best = logits.detach().topk(2, dim=1).values
     scale = gap / (best[:, 0] - best[:, 1]).clamp(min=1e-6)
-    return F.cross_entropy(logits * scale[:, None], y, reduction="none")
+    return cross_entropy(logits * scale[:, None], y)
 
 
 def probability_margin(logits: Tensor, y: Tensor, part: str = "margin") -> Tensor:
@@ -91,7 +115,7 @@ def probability_margin(logits: Tensor, y: Tensor, part: str = "margin") -> Tenso
 
     Where the two best logits are far apart, probabilities round to 0 and 1; there the logits are scaled first.
     """
-    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    logits, y = precise(logits), hard_labels(y)
     best = logits.detach().topk(2, dim=1).values
     gap = best[:, 0] - best[:, 1]
     scale = torch.where(gap > _LARGE_GAP, gap, torch.ones_like(gap))

@@ -22,6 +22,9 @@ __all__ = ["PGD"]
 class PGD:
     """Climb the goal inside the threat's ball.
 
+    The search starts at a random point of the ball (`random_start`), on its surface (`surface_start`), or at the clean
+    image plus normal noise of the size `start_noise`, cut to ball and box.
+
     With `stop_when_fooled` a sample leaves the search at its first adversarial iterate, so a later step cannot lose
     it again and no pass is spent on it; training attacks switch this off.
     """
@@ -33,10 +36,13 @@ class PGD:
     random_start: bool = True
     surface_start: bool = False
     stop_when_fooled: bool = True
+    start_noise: float | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise Mistake(f"an attack needs at least 1 step, got {self.steps}")
+        if self.start_noise is not None and self.start_noise <= 0:
+            raise Mistake(f"start_noise must be positive, got {self.start_noise:g}; without noise leave it out")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
         check_pixels(x)
@@ -46,7 +52,7 @@ class PGD:
 
     def _search(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws) -> Tensor:
         aim, step = self.goal(model, x, y), self.stepper.start(self.threat, self.steps, x)
-        z = self.threat.random(x, draws.stream("start"), self.surface_start) if self.random_start else x.clone()
+        z = self._start(x, draws.stream("start"))
         found = z.clone()
         place = torch.arange(len(x), device=x.device)  # where the samples still searched for stand in the batch
         for turn in range(self.steps):
@@ -66,6 +72,13 @@ class PGD:
             z = self.threat.project(step.move(z, grad, turn), x)
         found[place] = z
         return found
+
+    def _start(self, x: Tensor, draws: Draws) -> Tensor:
+        if not self.random_start:
+            return x.clone()
+        if self.start_noise is None:
+            return self.threat.random(x, draws, self.surface_start)
+        return self.threat.project(x + self.start_noise * draws.normal(*x.shape[1:]).to(x.dtype), x)
 
     def passes(self) -> tuple[int, int]:
         return self.steps, self.goal.forwards

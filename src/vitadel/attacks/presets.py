@@ -14,7 +14,7 @@ from vitadel.attacks.autoattack import autoattack, autoattack_plus, autoattack_r
 from vitadel.attacks.autoattack_fast import autoattack_fast
 from vitadel.attacks.fab import fab, fab_t
 from vitadel.attacks.features import features
-from vitadel.attacks.goals import Gama, OnLogits
+from vitadel.attacks.goals import FromClean, Gama, OnLogits
 from vitadel.attacks.losses import margin
 from vitadel.attacks.patch_corruption import patches_learned
 from vitadel.attacks.patch_fool import patch_fool
@@ -26,7 +26,7 @@ from vitadel.attacks.square import square
 from vitadel.attacks.steppers import Dropping, Fading, Momentum, Steepest, usual_length
 from vitadel.attacks.threats import L1
 from vitadel.attacks.wrappers import repeated
-from vitadel.types import Attack, Threat
+from vitadel.types import Attack, Goal, Threat
 
 __all__ = ["CATALOGUE", "Preset"]
 
@@ -78,9 +78,16 @@ def mi_fgsm(threat: Threat, steps: int = 10, decay: float = 1.0, step: float | N
     return PGD(threat, stepper=Momentum(decay, step), steps=steps, random_start=False)
 
 
-def _climbing(goal: OnLogits, threat: Threat, steps: int, step: float | None, restarts: int) -> Attack:
+def kl(threat: Threat, steps: int = 10, step: float | None = None, noise: float = 0.001, restarts: int = 1) -> Attack:
+    # At the clean image itself the divergence has no slope; without noise the start is anywhere in the ball.
+    return _climbing(FromClean(), threat, steps, step, restarts, noise or None)
+
+
+def _climbing(
+    goal: Goal, threat: Threat, steps: int, step: float | None, restarts: int, start_noise: float | None = None
+) -> Attack:
     length = usual_length(threat, max(steps, 1)) if step is None else step
-    return repeated(PGD(threat, goal, Steepest(length), steps), restarts)
+    return repeated(PGD(threat, goal, Steepest(length), steps, start_noise=start_noise), restarts)
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,7 @@ CATALOGUE: dict[str, Preset] = {
     "dlr": Preset(dlr, "PGD on the difference of logits ratio (Croce & Hein 2020)"),
     "gama": Preset(gama, "PGD on the probability margin and a pull from the clean one (Sriramanan et al. 2020)"),
     "mifpe": Preset(mifpe, "PGD on the cross-entropy of rescaled logits (Yu & Xu 2023)"),
+    "kl": Preset(kl, "PGD away from the clean probabilities, as inside TRADES (Zhang et al. 2019)", exact=False),
     "mi-fgsm": Preset(mi_fgsm, "ascent along gathered gradients, for transfer (Dong et al. 2018)"),
     "apgd-ce": Preset(apgd_ce, "PGD that chooses its step sizes, on the cross-entropy (Croce & Hein 2020)"),
     "apgd-dlr": Preset(apgd_dlr, "the same on the difference of logits ratio"),

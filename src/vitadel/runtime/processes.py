@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, reduce
 
 from vitadel.errors import Mistake
 
@@ -39,6 +39,13 @@ class Processes:
         box = [value]
         broadcast_object_list(box, from_process=0)
         return box[0]
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The mean over all processes, in every process; all must call it, with tensors of one shape."""
+        if self.count == 1:
+            return tensor
+        # On our device: what carries messages between GPUs takes no tensors of the CPU.
+        return cast(torch.Tensor, reduce(tensor.to(self.device), reduction="mean")).to(tensor.device)
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Let the main process do the work, and give its result, or the mistake that it found, to all."""
