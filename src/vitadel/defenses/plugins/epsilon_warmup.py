@@ -1,0 +1,55 @@
+"""Epsilon warm-up: the budget grows over the first epochs (Debenedetti et al. 2022, arXiv:2209.07399)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from vitadel.defenses.attacking import at_eps
+from vitadel.defenses.shapes import Training
+from vitadel.errors import Mistake
+from vitadel.types import Attack
+
+__all__ = ["EpsilonWarmup"]
+
+_SHAPES = ("linear", "sine")
+
+
+@dataclass
+class EpsilonWarmup:
+    """From clean images in the first `zero_epochs` + 1 epochs to the full budget from epoch `epochs` on (from 0).
+
+    eps changes once per epoch, in proportion ('linear') or as half a wave ('sine'). The paper's code divides by
+    `epochs` instead of `epochs - zero_epochs`, which leaves a jump at the end unless `zero_epochs` is 0. Only the
+    budget grows: an attack whose step is given keeps it, and its early perturbations lie in the corners of the ball.
+    """
+
+    epochs: int
+    zero_epochs: int = 0
+    shape: str = "linear"
+
+    def __post_init__(self) -> None:
+        if self.shape not in _SHAPES:
+            raise Mistake(f"unknown shape {self.shape!r} of the epsilon warm-up; allowed: {', '.join(_SHAPES)}")
+        if not 0 <= self.zero_epochs < self.epochs:
+            raise Mistake(
+                "an epsilon warm-up needs at least 1 epoch and fewer zero_epochs than epochs, got "
+                f"epochs={self.epochs}, zero_epochs={self.zero_epochs}"
+            )
+
+    def eps_at(self, epoch: int, full: float) -> float:
+        """The budget of an epoch; `full` itself, not a rounded neighbour, once the warm-up is over."""
+        if epoch >= self.epochs:
+            return full
+        share = max(0.0, (epoch - self.zero_epochs) / (self.epochs - self.zero_epochs))
+        if self.shape == "sine":
+            share = (1 - math.cos(math.pi * share)) / 2
+        return full * share
+
+    def change_attack(self, run: Training, attack: Attack) -> Attack | None:
+        full = run.threat.eps
+        eps = self.eps_at(run.epoch, full)
+        run.log({"eps": eps})
+        if eps == full:
+            return attack
+        return at_eps(attack, eps) if eps > 0 else None

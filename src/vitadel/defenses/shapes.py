@@ -1,0 +1,159 @@
+"""The shapes that a training is composed of: objectives, plug-ins, and what a plug-in may ask of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from vitadel.backbones.classifier import Classifier
+from vitadel.runtime.processes import Processes
+from vitadel.types import Attack, Threat
+
+__all__ = [
+    "AfterEpoch",
+    "AfterStep",
+    "AroundStep",
+    "BeforeEpoch",
+    "ChangesAttack",
+    "ChangesEvaluation",
+    "Losses",
+    "Objective",
+    "Plugin",
+    "Prepares",
+    "Remembering",
+    "Training",
+]
+
+Losses = Callable[[], Iterable[Tensor]]
+"""The loss of every part of the step's batch, computed anew on the bare model, in train mode and with gradients."""
+
+
+class Objective(Protocol):
+    """What training minimises: a frozen dataclass whose fields are its settings.
+
+    The loop makes `z` once per step with `attack`, on the bare model; without an attack `z` is `x`. Labels are whole
+    numbers, or one probability per class where images are mixed.
+    """
+
+    @property
+    def attack(self) -> Attack | None: ...
+
+    def __call__(self, model: nn.Module, x: Tensor, z: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """`loss`, a mean over the batch with its graph, and further numbers to log, without graphs."""
+        ...
+
+
+class Training(Protocol):
+    """A training under way, as plug-ins see it."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The bare classifier, never wrapped for several processes."""
+        ...
+
+    @property
+    def threat(self) -> Threat:
+        """At full eps."""
+        ...
+
+    @property
+    def processes(self) -> Processes: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def epochs(self) -> int: ...
+
+    @property
+    def epoch(self) -> int:
+        """The one being trained, from 0."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps taken so far."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def training_images(self, count: int) -> Iterable[tuple[Tensor, Tensor]]:
+        """Batches (pixels, labels) of training images without augmentation, the same in every process and epoch."""
+        ...
+
+    def held_out_images(self, count: int) -> Iterable[tuple[Tensor, Tensor]]:
+        """The same of the images that are held out for validation."""
+        ...
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Numbers for this step's line of metrics.jsonl and the trackers."""
+        ...
+
+    def tell(self, message: str) -> None:
+        """One line for the person who watches."""
+        ...
+
+    def stop(self, reason: str) -> None:
+        """End the training after this epoch, as if it had been its last."""
+        ...
+
+
+Plugin = object
+"""A dataclass that has one or two of the shapes below; its fields are its settings, its state starts with an
+underscore and is no argument."""
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    def prepare(self, model: Classifier) -> None:
+        """Before anything else: what the model must have from the start, such as further buffers."""
+        ...
+
+
+@runtime_checkable
+class BeforeEpoch(Protocol):
+    def before_epoch(self, run: Training) -> None: ...
+
+
+@runtime_checkable
+class AfterEpoch(Protocol):
+    def after_epoch(self, run: Training) -> None: ...
+
+
+@runtime_checkable
+class ChangesAttack(Protocol):
+    def change_attack(self, run: Training, attack: Attack) -> Attack | None:
+        """The attack for this step; None if this step trains on clean images."""
+        ...
+
+
+@runtime_checkable
+class AroundStep(Protocol):
+    def around_step(self, run: Training, losses: Losses) -> AbstractContextManager[None]:
+        """A block around forward, backward, clipping and the optimiser's step."""
+        ...
+
+
+@runtime_checkable
+class AfterStep(Protocol):
+    def after_step(self, run: Training) -> None: ...
+
+
+@runtime_checkable
+class ChangesEvaluation(Protocol):
+    def evaluated(self, run: Training) -> AbstractContextManager[None]:
+        """A block in which the model is what would be deployed: validated and saved inside it."""
+        ...
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    def state(self) -> dict[str, Tensor]:
+        """What a resumed training needs to go on exactly as before."""
+        ...
+
+    def load(self, state: Mapping[str, Tensor]) -> None: ...

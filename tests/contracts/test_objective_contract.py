@@ -1,0 +1,170 @@
+"""One contract over every objective that lies in the objectives folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from toys import TinyNet, images
+from vitadel.attacks import PGD, Linf
+from vitadel.defenses import objectives
+from vitadel.defenses.shapes import Objective
+from vitadel.runtime.draws import Draws
+from vits import VITS, make_vit
+
+CLASSES = 5
+
+
+def found() -> dict[str, type]:
+    """The first public name of every module, where that is a class: what a recipe's `use` names."""
+    firsts = {}
+    for each in pkgutil.iter_modules(objectives.__path__):
+        module = importlib.import_module(f"{objectives.__name__}.{each.name}")
+        firsts[each.name] = getattr(module, module.__all__[0])
+    return {name: first for name, first in firsts.items() if isinstance(first, type)}
+
+
+OBJECTIVES = found()
+
+
+@pytest.fixture(params=OBJECTIVES)
+def objective(request) -> Objective:
+    kind = OBJECTIVES[request.param]
+    needs_attack = any(field.name == "attack" for field in dataclasses.fields(kind))
+    return kind(attack=PGD(Linf(0.02), steps=2)) if needs_attack else kind()
+
+
+def batch(count: int, classes: int = CLASSES, side: int = VITS["vit"].size) -> tuple[Tensor, Tensor, Tensor]:
+    x = images(count, side=side)
+    return x, Linf(0.1).random(x, Draws.of_samples(1, range(count))), torch.arange(count) % classes
+
+
+def soft(y: Tensor, classes: int = CLASSES) -> Tensor:
+    """Mixed with the class behind it, as MixUp does."""
+    one, other = (nn.functional.one_hot(each, classes).float() for each in (y, (y + 1) % classes))
+    return 0.7 * one + 0.3 * other
+
+
+def test_all_objectives_are_met():
+    assert set(OBJECTIVES) >= {"standard", "adversarial", "trades", "mart"}
+
+
+def test_has_the_shape_of_an_objective(objective):
+    assert dataclasses.is_dataclass(objective)
+    assert type(objective).__dataclass_params__.frozen
+    assert objective.attack is None or callable(objective.attack)
+    assert type(objective).__doc__
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_finite_and_reaches_every_parameter(objective, mixed):
+    model = make_vit("vit").train()
+    x, z, y = batch(6)
+    losses = objective(model, x, z, soft(y) if mixed else y)
+    assert losses["loss"].shape == ()
+    assert losses["loss"].isfinite()
+    losses["loss"].backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_further_numbers_have_no_graph(objective):
+    x, z, y = batch(4)
+    losses = objective(make_vit("vit"), x, z, y)
+    assert len(losses) > 1
+    for name, value in losses.items():
+        assert value.shape == ()
+        assert value.requires_grad == (name == "loss")
+        if name.endswith("accuracy"):
+            assert 0 <= value <= 1
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_loss_is_the_mean_over_samples(objective, mixed):
+    model = make_vit("vit").double()
+    x, z, y = batch(5)
+    x, z, y = x.double(), z.double(), soft(y).double() if mixed else y
+    whole = objective(model, x, z, y)
+    twice = objective(model, *(torch.cat([part, part]) for part in (x, z, y)))
+    each = [objective(model, x[i : i + 1], z[i : i + 1], y[i : i + 1]) for i in range(5)]
+    assert set(twice) == set(whole) == set(each[0])
+    for name, value in whole.items():
+        assert twice[name].item() == pytest.approx(value.item(), rel=1e-6), name
+        assert sum(one[name].item() for one in each) / 5 == pytest.approx(value.item(), rel=1e-6), name
+
+
+def test_one_sided_soft_labels_are_hard_labels(objective):
+    model = make_vit("vit").double()
+    x, z, y = batch(5)
+    one_hot = nn.functional.one_hot(y, CLASSES).double()
+    hard, same = objective(model, x.double(), z.double(), y), objective(model, x.double(), z.double(), one_hot)
+    assert {name: value.item() for name, value in same.items()} == pytest.approx(
+        {name: value.item() for name, value in hard.items()}
+    )
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_two_classes_and_one_sample_work(objective, mixed):
+    model = make_vit("vit", classes=2).train()
+    x, z, y = batch(1, 2)
+    loss = objective(model, x, z, soft(y, 2) if mixed else y)["loss"]
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_half_precision_loses_little(objective, mixed):
+    model = make_vit("vit").train()
+    x, z, y = batch(6)
+    y = soft(y) if mixed else y
+    exact = objective(model, x, z, y)["loss"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+        losses = objective(model, x, z, y)
+    assert all(value.dtype == torch.float32 for value in losses.values())
+    assert losses["loss"].item() == pytest.approx(exact.item(), rel=0.05)
+    losses["loss"].backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+class Loud(nn.Module):
+    """So sure of itself that its probabilities round to 0 and 1, in places wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = TinyNet(CLASSES).eval()
+        self.volume = nn.Parameter(torch.tensor(1e4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x) * self.volume
+
+
+def test_certainty_gives_no_nan(objective):
+    model, (x, z, y) = Loud(), batch(20, side=8)
+    with torch.no_grad():
+        probabilities = model(x).softmax(1)
+    assert (probabilities == 0).any()
+    loss = objective(model, x, z, y)["loss"]
+    loss.backward()
+    assert loss.isfinite()
+    assert model.volume.grad.isfinite()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_inputs_and_modes_stay_as_they_are(objective):
+    model = make_vit("vit").train()
+    x, z, y = batch(3)
+    before = [part.clone() for part in (x, z, y)]
+    model.blocks[0].eval()
+    modes = [module.training for module in model.modules()]
+    objective(model, x, z, y)["loss"].backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, (x, z, y), strict=True))
+    assert [module.training for module in model.modules()] == modes
