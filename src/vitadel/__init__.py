@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vitadel import attacks
     from vitadel.backbones import Classifier, load_model, wrap
     from vitadel.data import open_dataset
+    from vitadel.defenses.harden import harden
     from vitadel.evaluation.audit import audit
     from vitadel.instrument import attention_maps, block_features, extra_tokens, scaled_attention, score_statistics
 
@@ -27,6 +28,7 @@ __all__ = [
     "audit",
     "block_features",
     "extra_tokens",
+    "harden",
     "load_model",
     "open_dataset",
     "scaled_attention",
@@ -40,6 +42,7 @@ _HOMES = {
     "audit": "vitadel.evaluation.audit",
     "block_features": "vitadel.instrument",
     "extra_tokens": "vitadel.instrument",
+    "harden": "vitadel.defenses.harden",
     "load_model": "vitadel.backbones",
     "open_dataset": "vitadel.data",
     "scaled_attention": "vitadel.instrument",

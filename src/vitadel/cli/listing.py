@@ -12,13 +12,14 @@ class Kind(enum.StrEnum):
     models = enum.auto()
     attacks = enum.auto()
     data = enum.auto()
+    recipes = enum.auto()
 
 
 def listing(
     kind: Annotated[Kind, typer.Argument(help="what to list")],
     search: Annotated[str, typer.Argument(help="only names that contain this; searches timm too")] = "",
 ) -> None:
-    """What there is: models, attacks or data."""
+    """What there is: models, attacks, data or recipes."""
     from vitadel.reporting.terminal import show_names
 
     rows = _rows(kind, search)
@@ -36,6 +37,11 @@ def _rows(kind: Kind, search: str) -> dict[str, str]:
         from vitadel.data import known_specs
 
         return dict(known_specs())
+    if kind is Kind.recipes:
+        from vitadel.defenses.recipes import rows, shipped_recipes, texts
+
+        counts = {name: len(rows(name)) for name in shipped_recipes()}
+        return {name: texts(name)["about"] + (f" [{count} rows]" if count else "") for name, count in counts.items()}
     import timm
 
     from vitadel.backbones.load import model_names

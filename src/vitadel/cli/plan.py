@@ -1,16 +1,23 @@
-"""`vitadel plan`: what an audit will cost, before it runs."""
+"""`vitadel plan`: what an audit or a training will cost, before it runs."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from vitadel.cli import options
+from vitadel.errors import Mistake
 
 
 def plan(
-    model: options.Model = "zoo:shapes-robust",
+    model: Annotated[str, typer.Argument(help="a MODEL as for audit, or a recipe as for harden")] = "zoo:shapes-robust",
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="for a recipe, e.g. train.epochs=3")
+    ] = None,
+    row: Annotated[str | None, typer.Option(help="for a recipe that is a whole table")] = None,
     data: options.Data = "shapes",
     attacks: options.Attacks = "fgsm,pgd-20",
     eps: options.Eps = "8/255",
@@ -30,7 +37,14 @@ def plan(
     compile_model: options.Compile = False,
     as_json: options.Json = False,
 ) -> None:
-    """Passes, memory and time of an audit on this machine, measured by a short probe."""
+    """Passes, memory and time of an audit, or of a training by a recipe, on this machine, measured by a short probe."""
+    from vitadel.defenses.recipes import shipped_recipes
+
+    if model in shipped_recipes() or model.endswith((".yaml", ".yml")):
+        _plan_training(model, row, overrides or [], data_root, device, as_json)
+        return
+    if overrides or row:
+        raise Mistake(f"KEY=VALUE and --row belong to a recipe, and '{model}' is none; see 'vitadel list recipes'")
     from vitadel.amounts import read_amount
     from vitadel.attacks.names import split_attack_list
     from vitadel.evaluation.audit import Order
@@ -56,3 +70,23 @@ def plan(
         typer.echo(json.dumps(cost, indent=2))
     else:
         show_plan(cost)
+
+
+def _plan_training(
+    name: str, row: str | None, overrides: list[str], data_root: Path | None, device: str, as_json: bool
+) -> None:
+    from vitadel.defenses.building import build_recipe
+    from vitadel.defenses.harden import open_workshop, title_of
+    from vitadel.defenses.planning import plan_training
+    from vitadel.defenses.recipes import compose
+    from vitadel.reporting.terminal import show_training_plan
+    from vitadel.runtime.processes import join_processes
+
+    title = title_of(name, row)
+    processes = join_processes(device)
+    shop = open_workshop(build_recipe(compose(name, row, overrides), title), processes, data_root)
+    cost = plan_training(shop, processes)
+    if as_json:
+        typer.echo(json.dumps(cost, indent=2))
+    else:
+        show_training_plan(title, cost)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["show_kept", "show_names", "show_plan", "show_results", "tell_notes"]
+__all__ = ["show_kept", "show_names", "show_plan", "show_results", "show_training", "show_training_plan", "tell_notes"]
 
 _BAR = 12
 
@@ -79,6 +79,26 @@ def show_results(results: dict[str, Any]) -> None:
         console.print(f"[yellow]{escape(finding['verdict'])}[/] {escape(text)}")
 
 
+def show_training(results: dict[str, Any]) -> None:
+    """What became of a training: where it ended, and the audit of its best epoch."""
+    console = Console()
+    training = results["training"]
+    if training["stopped"]:
+        console.print(f"[yellow]stopped early:[/] {escape(training['stopped'])}")
+    held_out = training["held_out"]
+    if held_out is not None:
+        robust = "" if held_out["robust"] is None else f", robust {_percent(held_out['robust'])}"
+        console.print(
+            f"{escape(training['recipe'])}: {training['steps']} steps of {training['images_per_step']} images; "
+            f"best was epoch {training['best_epoch'] + 1} of {training['epochs']} "
+            f"(held-out images, n = {held_out['n']}: clean {_percent(held_out['clean'])}{robust})"
+        )
+    if "clean" in results:
+        show_results(results)
+    else:
+        console.print("[dim]The recipe names no test data, so nothing was audited.[/]")
+
+
 def show_kept(kept: Mapping[str, Any]) -> None:
     """Where adversarial images are, and what became of their pictures."""
     console = Console()
@@ -117,6 +137,26 @@ def show_plan(cost: dict[str, Any]) -> None:
         console.print(f"{escape(', '.join(adaptive))}: told for the hardest samples; the others get fewer restarts.")
     if cost["compile"]:
         console.print(escape(cost["compile"]))
+
+
+def show_training_plan(title: str, cost: dict[str, Any]) -> None:
+    """What a training will take, part by part."""
+    console = Console()
+    table = Table(
+        "",
+        title=f"{escape(title)}: {cost['epochs']} epochs, {cost['steps']} steps of {cost['batch_size']} images, "
+        f"{cost['parameters']:,} parameters; {cost['processes']} x {cost['device']}, {cost['threads']} threads",
+        title_justify="left",
+    )
+    for heading in ("images", "about"):
+        table.add_column(heading, justify="right")
+    for row in cost["rows"]:
+        table.add_row(escape(row["name"]), f"{row['images']:,.0f}", _time(row["seconds"]))
+    table.add_section()
+    table.add_row("all", "", _time(cost["seconds"]))
+    console.print(table)
+    if cost["plugins_not_timed"]:
+        console.print(f"[dim]What plug-ins add is not counted: {escape(', '.join(cost['plugins_not_timed']))}.[/]")
 
 
 def _time(seconds: float) -> str:

@@ -1,0 +1,201 @@
+"""What one step of adversarial training costs here and elsewhere, as a multiple of the bare passes that it needs.
+
+    python benchmarks/training.py                          # PGD-AT and TRADES on the tiny ViT of the zoo
+    python benchmarks/training.py --batch 32 --steps 3 --rounds 9 --out runs/benchmark-training
+
+The floor is `steps` gradients with respect to the images of a frozen model, one forward and backward pass of the loss,
+and the optimiser's step; for TRADES also one forward pass for the clean answers, and a loss over twice the images.
+Contenders take turns, in an order that rotates, and each is compared with the floor of its round. All of them get the
+same images, attack steps, loss and optimiser; reading and augmenting images is not part of it.
+
+MAIR (Harry24k/MAIR) is on no package index. It trains with the attacks that became torchattacks, so its way is
+measured as that: torchattacks' PGD or TPGD, then loss, backward and step. timm has no adversarial training; its way is
+an attack written by hand inside timm's training step, with parameters left requiring gradients and timm's own scaler,
+clipping and meters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+import torchattacks
+from rich.console import Console
+from rich.table import Table
+from timm.utils import AverageMeter, dispatch_clip_grad
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.load import load_model
+from vitadel.defenses.board import Board
+from vitadel.defenses.building import build_recipe
+from vitadel.defenses.harden import _accelerator, make_optimiser, open_workshop
+from vitadel.defenses.loop import Run, _Learner
+from vitadel.defenses.metrics import Metrics
+from vitadel.defenses.recipes import compose
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.environment import environment
+from vitadel.runtime.processes import join_processes
+from vitadel.runtime.rundir import write_json
+
+EPS, LENGTH, BETA, CLIP = 8 / 255, 2 / 255, 6.0, 1.0
+Step = Callable[[], None]
+
+
+def fresh(model: str) -> tuple[Classifier, torch.optim.Optimizer]:
+    classifier = load_model(model).train()
+    return classifier, torch.optim.AdamW(classifier.parameters(), lr=1e-6)
+
+
+def loss_of(model: torch.nn.Module, x: Tensor, z: Tensor, y: Tensor, trades: bool) -> Tensor:
+    if not trades:
+        return F.cross_entropy(model(z), y)
+    clean, perturbed = model(torch.cat([x, z])).chunk(2)
+    kl = F.kl_div(perturbed.log_softmax(1), clean.log_softmax(1), reduction="batchmean", log_target=True)
+    return F.cross_entropy(clean, y) + BETA * kl
+
+
+def floor(name: str, x: Tensor, y: Tensor, steps: int, trades: bool) -> Step:
+    model, optimiser = fresh(name)
+
+    def step() -> None:
+        with frozen(model):
+            if trades:
+                with torch.no_grad():
+                    model(x)
+            z = x.clone()
+            for _ in range(steps):
+                z.requires_grad_()
+                torch.autograd.grad(F.cross_entropy(model(z), y, reduction="sum"), z)
+                z = z.detach()
+        loss_of(model, x, z, y, trades).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimiser.step()
+        optimiser.zero_grad()
+
+    return step
+
+
+def ours(name: str, x: Tensor, y: Tensor, steps: int, trades: bool) -> Step:
+    attack = f"kl-{steps}(step={LENGTH})" if trades else f"pgd-{steps}(step={LENGTH})"
+    objective = {"use": "trades" if trades else "adversarial", "attack": attack}
+    document = compose("shapes/pgd-at", None, {"train.tracker": "none", "train.batch_size": len(y), "plugins": None})
+    recipe = build_recipe({**document, "objective": objective, "optimiser": {"rate": 1e-6, "clip": CLIP}}, "benchmark")
+    processes = join_processes("cpu")
+    shop = open_workshop(recipe, processes)
+    model, folder = load_model(name), Path(tempfile.mkdtemp())
+    accelerator = _accelerator(recipe, processes, folder)
+    prepared, optimiser = accelerator.prepare(model, make_optimiser(recipe.optimiser, model))
+    run = Run(recipe, model, shop.stream, shop.held_out, processes, folder, Board(10**6, 1, shown=False), Metrics(None))
+    learner = _Learner(run, prepared, optimiser, accelerator)
+    (part,) = next(shop.stream.steps(0, 1))
+    part = type(part)(part.names, x, y)
+    return lambda: learner.take([part])
+
+
+def mairs_way(name: str, x: Tensor, y: Tensor, steps: int, trades: bool) -> Step:
+    model, optimiser = fresh(name)
+    kind = torchattacks.TPGD if trades else torchattacks.PGD
+    attack = kind(model, eps=EPS, alpha=LENGTH, steps=steps)
+
+    def step() -> None:
+        z = attack(x, y)
+        if trades:
+            clean, perturbed = model(x), model(z)
+            kl = F.kl_div(perturbed.log_softmax(1), clean.softmax(1), reduction="batchmean")
+            loss = F.cross_entropy(clean, y) + BETA * kl
+        else:
+            loss = F.cross_entropy(model(z), y)
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimiser.step()
+        loss.item()
+
+    return step
+
+
+def timms_way(name: str, x: Tensor, y: Tensor, steps: int, trades: bool) -> Step:
+    model, optimiser = fresh(name)
+    meter = AverageMeter()
+
+    def step() -> None:
+        model.eval()
+        z = x + 0.001 * torch.randn_like(x)
+        for _ in range(steps):
+            z.requires_grad_()
+            if trades:
+                with torch.no_grad():
+                    clean = model(x).softmax(1)
+                value = F.kl_div(model(z).log_softmax(1), clean, reduction="sum")
+            else:
+                value = F.cross_entropy(model(z), y)
+            (grad,) = torch.autograd.grad(value, z)
+            z = torch.min(torch.max(z.detach() + LENGTH * grad.sign(), x - EPS), x + EPS).clamp(0, 1)
+        model.train()
+        loss = loss_of(model, x, z, y, trades)
+        optimiser.zero_grad()
+        loss.backward()
+        dispatch_clip_grad(model.parameters(), CLIP)
+        optimiser.step()
+        meter.update(loss.item(), len(y))
+
+    return step
+
+
+CONTENDERS = {"vitadel": ours, "torchattacks (MAIR's way)": mairs_way, "by hand in timm's step": timms_way}
+
+
+def measure(name: str, x: Tensor, y: Tensor, steps: int, trades: bool, rounds: int) -> dict[str, list[float]]:
+    """The ratios of every round."""
+    bare = floor(name, x, y, steps, trades)
+    crew = {who: build(name, x, y, steps, trades) for who, build in CONTENDERS.items()}
+    for step in (bare, *crew.values()):
+        step()  # to warm up
+    ratios: dict[str, list[float]] = {who: [] for who in crew}
+    names = list(crew)
+    for turn in range(rounds):
+        order = [None, *names[turn % len(names) :], *names[: turn % len(names)]]
+        seconds = {}
+        for who in order:
+            begun = time.perf_counter()
+            (bare if who is None else crew[who])()
+            seconds[who] = time.perf_counter() - begun
+        for who in names:
+            ratios[who].append(seconds[who] / seconds[None])
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="zoo:shapes-standard")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="also write the ratios there as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    x, y = torch.rand(options.batch, 3, 32, 32), torch.randint(0, 10, (options.batch,))
+    table = Table("", "PGD-AT", "TRADES", title=f"one step, {options.steps} attack steps, floor = 1 (median of rounds)")
+    results = {
+        job: measure(options.model, x, y, options.steps, job == "TRADES", options.rounds)
+        for job in ("PGD-AT", "TRADES")
+    }
+    for who in CONTENDERS:
+        table.add_row(who, *(f"{median(results[job][who]):.3f}" for job in results))
+    Console().print(table)
+    if options.out:
+        told = {key: str(value) for key, value in vars(options).items()}
+        machine = environment(torch.device("cpu"), 1)
+        write_json(options.out / "training.json", {"options": told, "environment": machine, "ratios": results})
+
+
+if __name__ == "__main__":
+    main()

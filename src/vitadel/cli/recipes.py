@@ -1,0 +1,69 @@
+"""`vitadel recipes`: print a recipe, copy it for editing, check that it would run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vitadel.errors import Mistake
+
+app = typer.Typer(help="Show, copy and check recipes.", no_args_is_help=True)
+
+Names = Annotated[list[str] | None, typer.Argument(help="recipes or .yaml files; all shipped ones by default")]
+Name = Annotated[str, typer.Argument(help="a recipe's name, e.g. shapes/trades, or a .yaml file of your own")]
+
+
+@app.command()
+def show(
+    name: Name,
+    row: Annotated[str | None, typer.Option(help="a row of its sweep, composed with all that it extends")] = None,
+    composed: Annotated[bool, typer.Option("--composed", help="with all that it extends")] = False,
+) -> None:
+    """Print a recipe: its file with its comments, or all of one row."""
+    from vitadel.defenses.recipes import compose, recipe_text, rows, source
+
+    if row is not None or composed:
+        typer.echo(recipe_text(compose(name, row)), nl=False)
+        return
+    typer.echo(source(name), nl=False)
+    if rows(name):
+        typer.echo(f"\n# rows: {', '.join(rows(name))}")
+
+
+@app.command()
+def copy(name: Name, target: Annotated[Path, typer.Argument(help="the .yaml file to write")]) -> None:
+    """Copy a recipe, with its comments, for editing."""
+    from vitadel.defenses.recipes import source
+
+    if target.suffix not in (".yaml", ".yml"):
+        raise Mistake(f"'{target}' does not end in .yaml, by which files of your own are known; try {target}.yaml")
+    text = source(name)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise Mistake(f"'{target}' exists already and is left as it is; choose another name") from None
+    except OSError as error:
+        raise Mistake(f"'{target}' cannot be written: {error}") from error
+    typer.echo(str(target))
+
+
+@app.command()
+def check(names: Names = None) -> None:
+    """Build every row of every recipe, without training, and tell all that is wrong."""
+    from vitadel.defenses.building import check_recipe
+    from vitadel.defenses.recipes import rows, shipped_recipes
+
+    faults = []
+    for name in names or shipped_recipes():
+        fault = check_recipe(name)
+        if fault is not None:
+            faults.append(fault)
+            continue
+        count = len(rows(name))
+        typer.echo(f"{name}: good{f', {count} rows' if count else ''}")
+    if faults:
+        raise Mistake("\n".join(faults))

@@ -1,0 +1,113 @@
+"""What a person sees of a training: a table that grows by a row per epoch, above a bar; plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["Board", "board"]
+
+_ROWS = 15  # epochs in view
+_SECONDS_BETWEEN_LINES = 30.0
+_RECENT = 50  # steps that the time left is estimated from
+
+
+def _span(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+@dataclass
+class Board:
+    steps: int
+    epochs: int
+    shown: bool = True
+    live: Live | None = None
+    step: int = 0
+    row: Mapping[str, float] = field(default_factory=dict)
+    seen: list[Mapping[str, float]] = field(default_factory=list)  # this epoch's steps
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    epochs_over: deque[tuple[str, ...]] = field(default_factory=lambda: deque(maxlen=_ROWS))
+    last_line: float = field(default_factory=time.monotonic)
+
+    def stepped(self, step: int, row: Mapping[str, float], seconds: float) -> None:
+        self.step, self.row = step, row
+        self.seen.append(row)
+        self.seconds.append(seconds)
+        if self.live is not None:
+            self.live.update(self._picture())
+        elif self.shown and time.monotonic() - self.last_line > _SECONDS_BETWEEN_LINES:
+            self._line(f"step {step}/{self.steps}, {self._now()}, {self._left()} left")
+
+    def epoch_over(self, epoch: int, row: Mapping[str, float], best: bool) -> None:
+        clean, robust = row.get("validation_clean"), row.get("validation_robust")
+        mark = "best" if best else ""
+        loss = self._mean("loss")
+        told = "" if loss is None else f"{loss:.3f}"
+        self.epochs_over.append((f"{epoch + 1}/{self.epochs}", told, _share(clean), _share(robust), mark))
+        if self.live is not None:
+            self.live.update(self._picture())
+        elif self.shown:
+            held_out = f", held out: clean {_share(clean)}" if clean is not None else ""
+            held_out += f", robust {_share(robust)}" if robust is not None else ""
+            self._line(f"epoch {epoch + 1}/{self.epochs}: {self._now()}{held_out}{f' ({mark})' if mark else ''}")
+        self.seen.clear()
+
+    def note(self, message: str) -> None:
+        if self.live is not None:
+            self.live.console.print(message, markup=False, highlight=False)
+        elif self.shown:
+            self._line(message)
+
+    def _mean(self, name: str) -> float | None:
+        """Over the steps of this epoch that this life of the run took."""
+        values = [row[name] for row in self.seen if name in row]
+        return sum(values) / len(values) if values else None
+
+    def _now(self) -> str:
+        eps, loss, accuracy = self.row.get("eps", 0.0), self._mean("loss"), self._mean("accuracy")
+        seen = "no loss yet" if loss is None else f"loss {loss:.3f}"
+        seen += "" if accuracy is None else f", accuracy in training {_share(accuracy)}"
+        return seen + (f", eps {255 * eps:.3g}/255" if eps else "")
+
+    def _left(self) -> str:
+        each = sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
+        return _span((self.steps - self.step) * each)
+
+    def _line(self, text: str) -> None:
+        self.last_line = time.monotonic()
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+    def _picture(self) -> RenderableType:
+        table = Table("epoch", "loss", "clean, held out", "robust, held out", "", box=None, pad_edge=False)
+        for over in self.epochs_over:
+            table.add_row(*over)
+        bar = ProgressBar(total=self.steps, completed=self.step, width=40)
+        return Group(table, bar, Text(f"step {self.step}/{self.steps}, {self._now()}, {self._left()} left"))
+
+
+@contextmanager
+def board(steps: int, epochs: int, shown: bool) -> Iterator[Board]:
+    """For one process to show; on a terminal it draws itself anew four times a second."""
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield Board(steps, epochs, shown)
+        return
+    with Live(console=console, refresh_per_second=4) as live:
+        yield Board(steps, epochs, shown, live)

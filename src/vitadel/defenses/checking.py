@@ -1,0 +1,125 @@
+"""Whether the names in a recipe mean something: models, data, optimisers; each says so before anything is opened."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import timm
+import timm.optim
+import torch
+from timm.data import rand_augment_transform
+
+from vitadel.backbones.load import load_model, zoo_names
+from vitadel.backbones.record import near_models
+from vitadel.data.spec import DATA_KINDS, Request, parse_spec
+from vitadel.defenses.sections import ModelSection
+from vitadel.errors import Mistake, nearest_names
+
+__all__ = [
+    "check_model_name",
+    "check_optimiser",
+    "check_rand_augment",
+    "class_count",
+    "model_fault",
+    "read_data_spec",
+]
+
+_FILES = (".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt")
+_CLASSES = {
+    "shapes": 10,
+    "cifar10": 10,
+    "cifar100": 100,
+    "mnist": 10,
+    "fashion-mnist": 10,
+    "svhn": 10,
+    "stl10": 10,
+    "flowers102": 102,
+    "oxford-pets": 37,
+    "food101": 101,
+    "dtd": 47,
+    "fgvc-aircraft": 100,
+    "gtsrb": 43,
+    "cifar10-c": 10,
+    "cifar100-c": 100,
+    "imagenet": 1000,
+}
+
+
+def check_model_name(name: str) -> None:
+    """A timm name, a zoo model that is there, or something that only opening can tell about."""
+    kind, colon, _ = name.partition(":")
+    if colon and kind == "zoo" and name not in zoo_names():
+        there = ", ".join(zoo_names()) or "none in this installation"
+        raise Mistake(f"unknown zoo model '{name}'; there is {there}{nearest_names(name, zoo_names())}")
+    if colon and kind in ("zoo", "hf", "python"):
+        return
+    looks_like_a_path = "/" in name or name.startswith((".", "~")) or name.endswith(_FILES) or Path(name).exists()
+    if not timm.is_model(name.partition(".")[0]) and not looks_like_a_path:
+        raise Mistake(f"unknown model '{name}'{near_models(name.partition('.')[0], zoo_names())}")
+
+
+def check_optimiser(name: str) -> None:
+    known = timm.optim.list_optimizers()
+    if name not in known:
+        raise Mistake(f"timm has no optimiser '{name}'{nearest_names(name, known) or '; usual are adamw and momentum'}")
+
+
+def check_rand_augment(text: str) -> None:
+    try:
+        rand_augment_transform(text, {})
+    except Exception as error:  # timm checks with assertions and lookups of many kinds
+        raise Mistake(f"timm cannot read '{text}' ({error!r}); write it like rand-m9-mstd0.5-inc1") from error
+
+
+def read_data_spec(spec: str, root: str | None) -> Request:
+    """A data spec taken apart, if its kind is known and has the path that it needs; the data is not opened."""
+    request = parse_spec(spec, root=Path(root or "data"), split=None, skip_bad=False)
+    kind = DATA_KINDS.get(request.kind)
+    if kind is None:
+        near = nearest_names(request.kind, DATA_KINDS) or "."
+        raise Mistake(f"unknown data '{spec}'{near} Known: {', '.join(DATA_KINDS)}")
+    if ":" in kind.form and not request.argument:
+        raise Mistake(f"'{spec}' names no path; write {kind.form}")
+    if ":" in spec and ":" not in kind.form:
+        raise Mistake(f"'{spec}': {request.kind} takes no path; write {kind.form}, and data.root if need be")
+    return request
+
+
+def class_count(spec: str) -> int | None:
+    """The number of classes, where the kind of data tells it without being opened."""
+    return _CLASSES.get(read_data_spec(spec, None).kind)
+
+
+@lru_cache(maxsize=64)
+def model_fault(section: str) -> str | None:
+    """Why the model of a section, given as JSON because rows of a table mostly share theirs, cannot be built.
+
+    Weights are fresh and take no memory; a zoo model is loaded. Files and code of the user's are left for later.
+    """
+    model = ModelSection(**json.loads(section))
+    from_zoo = model.name.startswith("zoo:")
+    if not from_zoo and not timm.is_model(model.name.partition(".")[0]):
+        return None
+    device = "cpu" if from_zoo else "meta"
+    try:
+        with torch.device(device), torch.no_grad():
+            classifier = load_model(
+                model.name,
+                weights=None if from_zoo else "random",
+                num_classes=model.num_classes,
+                mean=model.mean,
+                std=model.std,
+                input_size=model.input_size,
+                small_images=model.small_images or False,
+                new_head=from_zoo,
+                kwargs=model.kwargs | ({"drop_path_rate": model.drop_path} if model.drop_path else {}),
+                device=device,
+            )
+            height, width = classifier.record.input_size or (224, 224)
+            logits = classifier(torch.zeros(2, 3, height, width))
+    except (Mistake, RuntimeError) as error:
+        return str(error).splitlines()[0]
+    expected = (2, model.num_classes)
+    return None if logits.shape == expected else f"gives logits of shape {tuple(logits.shape)}, expected {expected}"

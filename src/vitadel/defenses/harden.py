@@ -1,0 +1,338 @@
+"""From a recipe to a hardened model: open, train, and audit what came out."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+from accelerate.utils import LoggerType
+from timm.optim import create_optimizer_v2
+from torch import Tensor
+
+from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.load import load_model
+from vitadel.backbones.record import load_classifier
+from vitadel.data import open_dataset
+from vitadel.data.preprocess import Preprocess
+from vitadel.data.subset import balanced_subset
+from vitadel.defenses.augmentation import augment, seed_everything
+from vitadel.defenses.board import board
+from vitadel.defenses.building import Recipe, build_recipe
+from vitadel.defenses.loop import Run, train
+from vitadel.defenses.metrics import Metrics
+from vitadel.defenses.normalisation import whose_statistics
+from vitadel.defenses.recipes import compose, recipe_text
+from vitadel.defenses.sections import DataSection, ModelSection, Optimiser
+from vitadel.defenses.shapes import Prepares
+from vitadel.defenses.stream import Stream
+from vitadel.defenses.validation import HeldOut
+from vitadel.errors import Interrupted, Mistake, nearest_names
+from vitadel.evaluation.audit import Order, run_audit
+from vitadel.evaluation.subject import Subject
+from vitadel.runtime.environment import environment
+from vitadel.runtime.processes import Processes, join_processes
+from vitadel.runtime.rundir import RunFolder, open_run, write_atomically, write_json
+from vitadel.types import Source
+
+__all__ = ["Workshop", "harden", "make_optimiser", "open_workshop", "run_harden", "title_of"]
+
+_PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A recipe with its model and data at hand."""
+
+    recipe: Recipe
+    model: Classifier
+    stream: Stream
+    held_out: HeldOut
+
+
+def harden(
+    recipe: str | Path,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    *,
+    row: str | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    device: str = "auto",
+    data_root: str | Path | None = None,
+) -> dict[str, Any]:
+    """Train by a recipe from Python: `harden("shapes/trades", {"train.epochs": 3})`; returns what results.json holds.
+
+    Weights, metrics and the audit are in the run folder, below runs/ unless `out` names one.
+    """
+    built = build_recipe(compose(recipe, row, overrides), title_of(recipe, row))
+    name = title_of(recipe, row)
+    results, _ = run_harden(built, name, join_processes(device), out=out, resume=resume, data_root=data_root)
+    return results
+
+
+def title_of(recipe: str | Path, row: str | None) -> str:
+    return f"{recipe}:{row}" if row else str(recipe)
+
+
+def open_workshop(recipe: Recipe, processes: Processes, data_root: str | Path | None = None) -> Workshop:
+    """Open the data and build the model, with fresh weights drawn from the recipe's seed."""
+    section = recipe.data
+    root = section.root if data_root is None else data_root
+    source = open_dataset(section.train, root=root)
+    rows, held_out_rows = _held_out(source, section, recipe.train.seed)
+    with _global_generators_kept():
+        seed_everything(recipe.train.seed)
+        model = _model(recipe.model, len(source.classes), section.train)
+    if "about" in recipe.about:
+        notes = {**model.record.notes, "about": recipe.about["about"]}
+        model = Classifier(model.backbone, replace(model.record, notes=notes))
+    record = model.record
+    size = record.input_size or _first_size(source, section.train)
+    preprocess = Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
+    validation_source = source
+    if section.validation is not None:
+        validation_source = open_dataset(section.validation, root=root)
+        labels = validation_source.labels()
+        held_out_rows = balanced_subset(labels, None, recipe.train.seed)
+    if recipe.validation.limit is not None:
+        labels = validation_source.labels()[held_out_rows]
+        held_out_rows = balanced_subset(labels, recipe.validation.limit, recipe.train.seed, held_out_rows)
+    extra = None if section.extra is None else open_dataset(section.extra, root=root)
+    if extra is not None and len(extra.classes) != len(source.classes):
+        raise Mistake(
+            f"data.extra has {len(extra.classes)} classes and data.train {len(source.classes)}; they must be the same"
+        )
+    stream = Stream(
+        source,
+        rows,
+        preprocess,
+        augment(recipe.augmentation, preprocess),
+        recipe.train.batch_size,
+        recipe.train.seed,
+        recipe.augmentation.repeats,
+        extra,
+        None if extra is None else _usable(extra, len(source.classes)),
+        section.extra_share,
+        recipe.train.accumulation,
+        processes.rank,
+        processes.count,
+        section.workers,
+    )
+    return Workshop(recipe, model, stream, HeldOut(validation_source, held_out_rows, preprocess))
+
+
+def _usable(source: Source, classes: int) -> Tensor:
+    labels = source.labels()
+    return ((labels >= 0) & (labels < classes)).nonzero()[:, 0]
+
+
+def _held_out(source: Source, section: DataSection, seed: int) -> tuple[Tensor, Tensor]:
+    """The rows to train on, and those kept aside, which do not depend on `limit`."""
+    rows = _usable(source, len(source.classes))
+    labels = source.labels()
+    aside = torch.empty(0, dtype=torch.int64)
+    if section.validation is None:
+        if section.held_out >= len(rows):
+            raise Mistake(
+                f"data.held_out keeps {section.held_out} images aside, but data.train has only {len(rows)}; keep fewer"
+            )
+        aside = balanced_subset(labels[rows], section.held_out, seed + 1, rows)
+        kept = torch.ones(len(labels), dtype=torch.bool)
+        kept[aside] = False
+        rows = rows[kept[rows]]
+    return balanced_subset(labels[rows], section.limit, seed, rows), aside
+
+
+def _first_size(source: Source, spec: str) -> tuple[int, int]:
+    image = source.read([0])[0]
+    if isinstance(image, Exception):
+        raise Mistake(f"the first image of {spec} cannot be read ({image}), and the model names no input size")
+    return image.height, image.width
+
+
+def _model(section: ModelSection, classes: int, data: str) -> Classifier:
+    if section.num_classes is not None and section.num_classes != classes:
+        raise Mistake(
+            f"model.num_classes is {section.num_classes}, but {data} has {classes} classes; drop it or take other data"
+        )
+    kwargs = dict(section.kwargs)
+    if section.drop_path:
+        kwargs["drop_path_rate"] = section.drop_path
+    named = ":" not in section.name and "/" not in section.name
+    options: dict[str, Any] = {
+        "weights": section.weights or ("random" if named else None),
+        "mean": section.mean,
+        "std": section.std,
+        "input_size": section.input_size,
+        "small_images": section.small_images or False,
+        "kwargs": kwargs,
+    }
+    if options["weights"] == "random":
+        return load_model(section.name, num_classes=classes, **options)
+    model = load_model(section.name, **options)
+    if model.record.num_classes != classes:
+        model = load_model(section.name, num_classes=classes, new_head=True, **options)
+    return model
+
+
+@contextmanager
+def _global_generators_kept() -> Iterator[None]:
+    """The caller's random numbers go on as if nothing had been drawn here."""
+    state, array_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            np.random.set_state(array_state)
+
+
+def run_harden(
+    recipe: Recipe,
+    name: str,
+    processes: Processes,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    shown: bool = False,
+    data_root: str | Path | None = None,
+    argv: Sequence[str] = (),
+) -> tuple[dict[str, Any], RunFolder]:
+    """Train in a run folder, then audit; a run that is complete is only read."""
+    shop = open_workshop(recipe, processes, data_root)
+    settings = {"recipe": recipe.document, "data_root": None if data_root is None else str(data_root)}
+    path, words = None if out is None else Path(out), list(argv or sys.argv)
+    folder = processes.on_main(lambda: open_run("harden", name, settings, out=path, resume=resume, argv=words))
+    if folder.complete:
+        return json.loads((folder.path / "results.json").read_text()), folder
+    if processes.is_main:
+        write_atomically(folder.path / "recipe.yaml", recipe_text(recipe.document).encode())
+        write_json(folder.path / "environment.json", environment(processes.device, processes.count))
+    try:
+        run = _train(shop, processes, folder, resume, shown)
+        results = _audit(run, name, processes, folder, shown, data_root)
+    except KeyboardInterrupt:
+        raise Interrupted(folder.path) from None
+    return results, folder
+
+
+def _train(shop: Workshop, processes: Processes, folder: RunFolder, resume: bool, shown: bool) -> Run:
+    recipe, main = shop.recipe, processes.is_main
+    for _, plugin in recipe.plugins:
+        if isinstance(plugin, Prepares):
+            plugin.prepare(shop.model)
+    model = shop.model.to(processes.device)
+    accelerator = _accelerator(recipe, processes, folder.path)
+    optimiser = make_optimiser(recipe.optimiser, model)
+    epochs = recipe.train.epochs + recipe.schedule.cool_down
+    steps = shop.stream.steps_per_epoch * epochs
+    with _global_generators_kept(), board(steps, epochs, shown and main) as seen:
+        metrics = Metrics(folder.path / "metrics.jsonl" if main else None)
+        run = Run(recipe, model, shop.stream, shop.held_out, processes, folder.path, seen, metrics)
+        if note := whose_statistics(model, processes, recipe.train.attack_mode):
+            run.tell(note)
+        train(run, accelerator, optimiser, resume)
+        for tracker in accelerator.trackers:  # `end_training` would send the other processes away before the audit
+            tracker.finish()
+    return run
+
+
+def make_optimiser(section: Optimiser, model: Classifier) -> torch.optim.Optimizer:
+    """timm's factory, which knows what not to decay; the rate is set anew at every step."""
+    options: dict[str, Any] = {"eps": section.eps, "betas": section.betas}
+    try:
+        optimiser: torch.optim.Optimizer = create_optimizer_v2(
+            model.backbone,
+            opt=section.name,
+            lr=section.rate,
+            weight_decay=section.weight_decay,
+            momentum=section.momentum,
+            **{key: value for key, value in options.items() if value is not None},
+        )
+    except (ValueError, AssertionError, TypeError) as error:
+        from timm.optim import list_optimizers
+
+        near = nearest_names(section.name, list_optimizers())
+        raise Mistake(f"optimiser '{section.name}' cannot be made: {error}{near}") from error
+    return optimiser
+
+
+def _accelerator(recipe: Recipe, processes: Processes, folder: Path) -> Accelerator:
+    precision, tracker = recipe.train.precision, recipe.train.tracker
+    if precision == "fp16" and processes.device.type == "cpu":
+        raise Mistake("train.precision fp16 needs a GPU; use bf16 or fp32 on a processor")
+    trackers = [kind.value for kind in LoggerType]
+    if tracker not in ("none", *trackers):
+        raise Mistake(
+            f"unknown train.tracker '{tracker}'{nearest_names(tracker, trackers)}; known: none, {', '.join(trackers)}"
+        )
+    AcceleratorState._reset_state()  # else a second training in this process could not have another precision
+    accelerator = Accelerator(
+        cpu=processes.device.type == "cpu",
+        mixed_precision=_PRECISIONS[precision],
+        log_with=None if tracker == "none" else tracker,
+        project_dir=folder,
+        # Statistics of BatchNorm belong to each process; sent around at every forward pass they would be changed
+        # between the two passes of one loss, which autograd refuses.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    try:
+        if tracker != "none":
+            accelerator.init_trackers("tracker")
+    except (ImportError, ValueError) as error:
+        raise Mistake(
+            f"train.tracker '{tracker}' cannot be used: {error}. Install it, or set train.tracker=none."
+        ) from error
+    return accelerator
+
+
+def _audit(
+    run: Run, name: str, processes: Processes, folder: RunFolder, shown: bool, data_root: str | Path | None
+) -> dict[str, Any]:
+    """The best epoch's weights on the test set, by the recipe's light suite; its folder lies in the run's."""
+    recipe = run.recipe
+    processes.wait()
+    training = {
+        "recipe": name,
+        "epochs": run.epochs,
+        "steps": run.step,
+        "images_per_step": recipe.train.batch_size,
+        "stopped": run.stopped or None,
+        "best_epoch": run.best_epoch,
+        "held_out": None if run.best is None else {"clean": run.best.clean, "robust": run.best.robust, "n": run.best.n},
+    }
+    results: dict[str, Any] = {"complete": True, "seed": recipe.train.seed}
+    if recipe.data.test is not None:
+        root = recipe.data.root if data_root is None else data_root
+        model = load_classifier(folder.path / "weights" / "best.safetensors")
+        source = open_dataset(recipe.data.test, root=root)
+        subject = Subject(model, str(folder.path), source, recipe.data.test, root)
+        order = Order(
+            attacks=recipe.audit.attacks,
+            eps=recipe.threat.eps,
+            norm=recipe.threat.norm,
+            limit=recipe.audit.limit,
+            batch_size=recipe.audit.batch_size,
+            seed=recipe.train.seed,
+        )
+        outcome = run_audit(subject, order, processes, out=folder.path / "audit", resume=True, shown=shown)
+        results = dict(outcome.results)
+    results["training"] = training
+    if processes.is_main:
+        for file in ("samples.parquet", "examples.npz"):
+            if (folder.path / "audit" / file).exists():
+                shutil.copyfile(folder.path / "audit" / file, folder.path / file)
+        write_json(folder.path / "results.json", results)
+        folder.finish()
+    processes.wait()
+    return results

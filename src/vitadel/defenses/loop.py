@@ -1,0 +1,373 @@
+"""The one training loop, on accelerate: attack the bare model, then learn from what the attack made.
+
+A step is a pure function of the state before it and of (seed, step): which images, how they are varied, where attacks
+start, which paths are dropped. So a training that was killed and resumed ends with the same weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from vitadel.attacks.names import make
+from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.record import save_classifier
+from vitadel.defenses.attacking import craft, training_form
+from vitadel.defenses.augmentation import mixing, seed_everything
+from vitadel.defenses.board import Board
+from vitadel.defenses.building import Recipe
+from vitadel.defenses.checkpoints import read_state, write_state
+from vitadel.defenses.metrics import Metrics
+from vitadel.defenses.normalisation import average_statistics
+from vitadel.defenses.schedules import rate_at, scaling_of
+from vitadel.defenses.shapes import (
+    AfterEpoch,
+    AfterStep,
+    AroundStep,
+    BeforeEpoch,
+    ChangesAttack,
+    ChangesEvaluation,
+    Remembering,
+)
+from vitadel.defenses.stream import Part, Stream, whole_key
+from vitadel.defenses.validation import HeldOut, Score
+from vitadel.errors import Interrupted, Mistake
+from vitadel.evaluation.calibration import CalibrationImages
+from vitadel.runtime.draws import Draws
+from vitadel.runtime.processes import Processes
+from vitadel.types import Attack, Threat
+
+__all__ = ["Run", "train"]
+
+
+@dataclass
+class Run:
+    """A training under way: what plug-ins see of it, and what a checkpoint holds."""
+
+    recipe: Recipe
+    model: Classifier
+    stream: Stream
+    held_out: HeldOut
+    processes: Processes
+    folder: Path
+    board: Board
+    metrics: Metrics
+    epoch: int = 0
+    step: int = 0
+    best: Score | None = None
+    best_epoch: int = -1
+    stopped: str = ""
+    told: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def threat(self) -> Threat:
+        return self.recipe.threat.threat()
+
+    @property
+    def seed(self) -> int:
+        return self.recipe.train.seed
+
+    @property
+    def epochs(self) -> int:
+        return self.recipe.train.epochs + self.recipe.schedule.cool_down
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.stream.steps_per_epoch
+
+    @property
+    def plugins(self) -> list[object]:
+        return [plugin for _, plugin in self.recipe.plugins]
+
+    def training_images(self, count: int) -> Iterable[tuple[Tensor, Tensor]]:
+        rows = self.stream.rows
+        order = Draws.of_samples(self.seed, rows).stream("studied").bits().argsort(stable=True)
+        return CalibrationImages(self.stream.source, rows[order[:count]], self.stream.preprocess, self.processes.device)
+
+    def held_out_images(self, count: int) -> Iterable[tuple[Tensor, Tensor]]:
+        held_out = self.held_out
+        return CalibrationImages(held_out.source, held_out.rows[:count], held_out.preprocess, self.processes.device)
+
+    def log(self, values: Mapping[str, float]) -> None:
+        self.told.update(values)
+
+    def tell(self, message: str) -> None:
+        self.board.note(message)
+
+    def stop(self, reason: str) -> None:
+        self.stopped = reason
+
+
+def train(run: Run, accelerator: Accelerator, optimiser: torch.optim.Optimizer, resume: bool) -> None:
+    """From the last checkpoint, if there is one, to the end; leaves weights/best and weights/last in the folder."""
+    with warnings.catch_warnings():
+        # accelerate has no other name yet for what newer torch calls forward_sync_buffers.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        model, prepared = accelerator.prepare(run.model, optimiser)
+    if resume and (state := read_state(run.folder, run.processes.device)) is not None:
+        _restore(run, prepared, accelerator, state)
+    run.metrics.go_on(run.step)
+    learner = _Learner(run, model, prepared, accelerator)
+    last = run.epochs * run.steps_per_epoch
+    begun = run.step
+    with _asked_to_stop() as asked:
+        for parts in run.stream.steps(run.step, last) if not run.stopped else ():
+            run.epoch = run.step // run.steps_per_epoch
+            if run.step % run.steps_per_epoch == 0:
+                for plugin in run.plugins:
+                    if isinstance(plugin, BeforeEpoch):
+                        plugin.before_epoch(run)
+            learner.take(parts)
+            over = run.step % run.steps_per_epoch == 0
+            if over:
+                _close_epoch(run, prepared, accelerator)
+            if over or run.stopped or run.step % run.recipe.train.checkpoint_every == 0 or asked():
+                _save(run, prepared, accelerator)
+            if run.stopped:
+                break
+            if asked():
+                raise Interrupted(run.folder)
+    assert run.step > begun or run.stopped or begun == last
+    _write_weights(run, "last")
+
+
+@dataclass
+class _Learner:
+    """One optimiser step after another."""
+
+    run: Run
+    model: nn.Module  # what accelerate made of the bare model
+    optimiser: Any
+    accelerator: Accelerator
+
+    def __post_init__(self) -> None:
+        recipe = self.run.recipe
+        self.mix = mixing(recipe.augmentation, self.run.model.record.num_classes or 0)
+        attack = recipe.objective.attack
+        self.attack = None if attack is None else training_form(attack)
+        self.scaling = scaling_of(recipe.optimiser, recipe.train.batch_size)
+
+    def take(self, parts: Sequence[Part]) -> None:
+        run, recipe = self.run, self.run.recipe
+        begun = time.monotonic()
+        seed_everything(whole_key(run.seed, "step", run.step, run.processes.rank))
+        rate = self._set_rate()
+        attack = self._attack_now()
+        batch = [self._attacked(part.to(run.processes.device), attack) for part in parts]
+
+        def losses() -> Iterator[Tensor]:
+            for x, z, y in batch:
+                with self.accelerator.autocast():
+                    yield recipe.objective(run.model, x, z, y)["loss"]
+
+        run.model.train()
+        with ExitStack() as around:
+            for plugin in run.plugins:
+                if isinstance(plugin, AroundStep):
+                    around.enter_context(plugin.around_step(run, losses))
+            numbers = self._backward(batch)
+            if recipe.optimiser.clip is not None:
+                norm = self.accelerator.clip_grad_norm_(self.model.parameters(), recipe.optimiser.clip)
+                numbers["gradient_norm"] = norm if isinstance(norm, Tensor) else torch.tensor(float(norm))
+            told = self._checked(numbers)
+            self.optimiser.step()
+            self.optimiser.zero_grad()
+        run.step += 1
+        for plugin in run.plugins:
+            if isinstance(plugin, AfterStep):
+                plugin.after_step(run)
+        eps = 0.0 if attack is None else _eps_of(attack)
+        row = {"rate": rate, "eps": eps, **told, **run.told}
+        run.told.clear()
+        run.metrics.add(run.step, row)
+        self.accelerator.log(row, step=run.step)
+        run.board.stepped(run.step, row, time.monotonic() - begun)
+
+    def _set_rate(self) -> float:
+        run = self.run
+        schedule, optimiser = run.recipe.schedule, run.recipe.optimiser
+        progress = run.step / run.steps_per_epoch
+        rate = rate_at(schedule, optimiser.rate, run.recipe.train.epochs, progress) * self.scaling
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _attack_now(self) -> Attack | None:
+        attack = self.attack
+        for plugin in self.run.plugins:
+            if attack is not None and isinstance(plugin, ChangesAttack):
+                attack = plugin.change_attack(self.run, attack)
+        return attack
+
+    def _attacked(self, part: Part, attack: Attack | None) -> tuple[Tensor, Tensor, Tensor]:
+        run = self.run
+        x, y = (part.x, part.y) if self.mix is None else self.mix(part.x, part.y)
+        if attack is None:
+            return x, x, y
+        draws = Draws.of_samples(run.seed, part.names, x.device).stream("attack", run.step)
+        with _full_precision(run.model) if run.recipe.train.precision == "fp16" else nullcontext():
+            return x, craft(attack, run.model, x, y, draws, run.recipe.train.attack_mode), y
+
+    def _backward(self, batch: Sequence[tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
+        """Gradients of the mean over all parts; processes exchange theirs once, at the last part."""
+        sums: dict[str, Tensor] = {}
+        for number, (x, z, y) in enumerate(batch):
+            later = number + 1 < len(batch)
+            with self.accelerator.no_sync(self.model) if later else nullcontext():
+                with self.accelerator.autocast():
+                    result = self.run.recipe.objective(self.model, x, z, y)
+                self.accelerator.backward(result["loss"] / len(batch))
+            for name, value in result.items():
+                sums[name] = sums.get(name, torch.zeros((), device=x.device)) + value.detach().float() / len(batch)
+        return sums
+
+    def _checked(self, numbers: Mapping[str, Tensor]) -> dict[str, float]:
+        """As plain numbers, means over all processes; a training whose loss is not a number ends here."""
+        run = self.run
+        means = run.processes.mean(torch.stack([value.detach().float().cpu() for value in numbers.values()]))
+        told = dict(zip(numbers, means.tolist(), strict=True))
+        scaled = run.recipe.train.precision == "fp16"  # whose scaler meets infinite gradients and leaves steps out
+        wrong = [name for name, value in told.items() if not math.isfinite(value) and not (scaled and "norm" in name)]
+        if wrong:
+            given = ", ".join(f"{name} = {told[name]}" for name in wrong)
+            kept = (
+                f"the checkpoint of step {run.metrics.saved} is kept" if run.metrics.saved else "nothing was saved yet"
+            )
+            raise Mistake(
+                f"{given} at step {run.step + 1} (epoch {run.epoch}), so the training was stopped; {kept} in "
+                f"{run.folder}. Lower optimiser.rate, set optimiser.clip, or train in fp32, in a new run."
+            )
+        return told
+
+
+def _eps_of(attack: Attack) -> float:
+    inner = getattr(attack, "threat", None)
+    if inner is not None:
+        return float(inner.eps)
+    inner = getattr(attack, "attack", None) or next(iter(getattr(attack, "attacks", ())), None)
+    return math.nan if inner is None else _eps_of(inner)
+
+
+@contextmanager
+def _full_precision(model: nn.Module) -> Iterator[None]:
+    """Without the half precision that accelerate put around the model's forward, for small gradients round to zero."""
+    wrapped, original = model.__dict__.get("forward"), getattr(model, "_original_forward", None)
+    if wrapped is None or original is None:
+        yield
+        return
+    model.forward = original
+    try:
+        yield
+    finally:
+        model.forward = wrapped
+
+
+@contextmanager
+def _deployed(run: Run) -> Iterator[None]:
+    with ExitStack() as stack:
+        for plugin in run.plugins:
+            if isinstance(plugin, ChangesEvaluation):
+                stack.enter_context(plugin.evaluated(run))
+        yield
+
+
+def _close_epoch(run: Run, optimiser: Any, accelerator: Accelerator) -> None:
+    """Validate, keep the best weights, let plug-ins look at the epoch."""
+    epoch = run.epoch
+    average_statistics(run.model, run.processes)
+    for plugin in run.plugins:
+        if isinstance(plugin, AfterEpoch):
+            plugin.after_epoch(run)
+    validation = run.recipe.validation
+    row: dict[str, float] = dict(run.told)
+    if (epoch + 1) % validation.every == 0 or epoch + 1 == run.epochs or run.stopped:
+        with _deployed(run):
+            score = run.held_out.score(run.model, _validation_attack(run), run.threat, run.processes, run.seed)
+            if run.best is None or score.decisive > run.best.decisive:
+                run.best, run.best_epoch = score, epoch
+                _write_weights(run, "best", already_deployed=True)
+        row |= {"validation_clean": score.clean}
+        if score.robust is not None:
+            row |= {"validation_robust": score.robust}
+    run.told.clear()
+    run.metrics.add(run.step, {"epoch": epoch, **row})
+    accelerator.log(row, step=run.step)
+    run.board.epoch_over(epoch, row, best=run.best_epoch == epoch)
+
+
+def _validation_attack(run: Run) -> Attack | None:
+    name, threat = run.recipe.validation.attack, run.recipe.threat
+    return None if name is None else make(name, eps=threat.eps, norm=threat.norm)
+
+
+def _write_weights(run: Run, name: str, already_deployed: bool = False) -> None:
+    with nullcontext() if already_deployed else _deployed(run):
+        if run.processes.is_main:
+            save_classifier(run.model, run.folder / "weights" / f"{name}.safetensors")
+
+
+def _save(run: Run, optimiser: Any, accelerator: Accelerator) -> None:
+    if run.processes.is_main:
+        plugins = {name: plugin.state() for name, plugin in run.recipe.plugins if isinstance(plugin, Remembering)}
+        best = run.best
+        state = {
+            "step": run.step,
+            "model": run.model.state_dict(),
+            "optimiser": optimiser.state_dict(),
+            "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else {},
+            "plugins": plugins,
+            "best": None if best is None else [best.clean, best.robust, best.n],
+            "best_epoch": run.best_epoch,
+            "stopped": run.stopped,
+        }
+        write_state(run.folder, state)
+    run.metrics.save(run.step)
+    run.processes.wait()
+
+
+def _restore(run: Run, optimiser: Any, accelerator: Accelerator, state: Mapping[str, Any]) -> None:
+    run.model.load_state_dict(state["model"])
+    optimiser.load_state_dict(state["optimiser"])
+    if accelerator.scaler is not None and state["scaler"]:
+        accelerator.scaler.load_state_dict(state["scaler"])
+    for name, plugin in run.recipe.plugins:
+        if isinstance(plugin, Remembering):
+            plugin.load(state["plugins"][name])
+    run.step = state["step"]
+    run.best = None if state["best"] is None else Score(*state["best"])
+    run.best_epoch, run.stopped = state["best_epoch"], state["stopped"]
+    run.board.note(f"going on after step {run.step}")
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C lets the step finish and the state be saved; a second one does not wait."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    asked = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,41 @@
+"""metrics.jsonl: one line per step and per epoch, never ahead of the checkpoint and never twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vitadel.runtime.rundir import write_atomically
+
+__all__ = ["Metrics"]
+
+
+@dataclass
+class Metrics:
+    """Lines wait in memory until the checkpoint that they belong to is safe; `path` None keeps them from the disk."""
+
+    path: Path | None
+    saved: int = 0  # the step of the last checkpoint
+    waiting: list[str] = field(default_factory=list)
+
+    def go_on(self, step: int) -> None:
+        """Forget what an earlier life wrote after the checkpoint that this one starts from."""
+        self.saved = step
+        if self.path is None or not self.path.exists():
+            return
+        lines = self.path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        if len(kept) != len(lines):
+            write_atomically(self.path, "".join(kept).encode())
+
+    def add(self, step: int, row: Mapping[str, float]) -> None:
+        self.waiting.append(json.dumps({"step": step, **row}) + "\n")
+
+    def save(self, step: int) -> None:
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.writelines(self.waiting)
+        self.waiting.clear()
+        self.saved = step

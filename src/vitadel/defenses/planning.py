@@ -1,0 +1,81 @@
+"""What a training will cost before it runs: its parts timed on a few images, on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitadel.attacks.names import make
+from vitadel.defenses.attacking import craft, training_form
+from vitadel.defenses.harden import Workshop
+from vitadel.evaluation.compiling import gradient_probe, seconds_of
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.processes import Processes
+
+__all__ = ["plan_training"]
+
+_IMAGES = 32
+
+
+def plan_training(shop: Workshop, processes: Processes) -> dict[str, Any]:
+    """Seconds for each part of the work, on this number of processes; plug-ins that add passes are not timed."""
+    recipe, model, device = shop.recipe, shop.model.to(processes.device), processes.device
+    begun = time.perf_counter()
+    part = next(shop.stream.steps(0, 1))[0].to(device)
+    reading = (time.perf_counter() - begun) / len(part.y)
+    x, y = part.x[:_IMAGES], part.y[:_IMAGES]
+
+    def learn() -> Tensor:
+        loss = recipe.objective(model.train(), x, x, y)["loss"]
+        loss.backward()
+        return loss
+
+    def measured(work: Callable[[], Tensor]) -> float:
+        return seconds_of(work, device) / len(y)
+
+    learning = measured(learn)
+    model.zero_grad(set_to_none=True)
+    attack = recipe.objective.attack
+    attacking = 0.0
+    if attack is not None:
+        at_work = training_form(attack)
+        attacking = measured(lambda: craft(at_work, model, x, y, mode=recipe.train.attack_mode))
+    with frozen(model):
+        gradient = measured(gradient_probe(model, x))
+        with torch.no_grad():
+            forward = measured(lambda: model(x))
+    threat = recipe.threat
+
+    def at_most(name: str) -> float:
+        gradients, forwards = make(name, eps=threat.eps, norm=threat.norm).passes()
+        return gradients * gradient + (forwards + 1) * forward
+
+    epochs = recipe.train.epochs + recipe.schedule.cool_down
+    steps = shop.stream.steps_per_epoch * epochs
+    images = steps * recipe.train.batch_size / processes.count
+    validated = len(shop.held_out.rows) * (-(-epochs // recipe.validation.every)) / processes.count
+    audited = 0 if recipe.data.test is None else (recipe.audit.limit or 0) / processes.count
+    validating = forward + (at_most(recipe.validation.attack) if recipe.validation.attack else 0.0)
+    parts: list[tuple[str, float, float]] = [  # what, images, seconds an image
+        ("reading and augmentation", images, reading),
+        ("attacks", images, attacking),
+        ("loss and update", images, learning),
+        ("validation, at most", validated, validating),
+        ("audit at the end, at most", audited, forward + sum(map(at_most, recipe.audit.attacks))),
+    ]
+    return {
+        "epochs": epochs,
+        "steps": steps,
+        "batch_size": recipe.train.batch_size,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "processes": processes.count,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "plugins_not_timed": [name for name, _ in recipe.plugins],
+        "rows": [{"name": name, "images": count, "seconds": count * each} for name, count, each in parts],
+        "seconds": sum(count * each for _, count, each in parts),
+    }

@@ -1,0 +1,373 @@
+"""Recipes are YAML documents: find one, merge in what it extends, pick a row of its sweep, apply key=value."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache, reduce
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+import yaml
+
+from vitadel.amounts import read_amount
+from vitadel.errors import Mistake, nearest_names
+
+__all__ = [
+    "SECTIONS",
+    "TEXTS",
+    "compose",
+    "merge",
+    "recipe_text",
+    "rows",
+    "section_types",
+    "shipped_recipes",
+    "source",
+    "texts",
+]
+
+Document = dict[str, Any]
+
+TEXTS = ("about", "paper", "expected", "hardware")
+"""What a recipe says to people; `expected` is what the paper reports, `hardware` on what and in how many hours."""
+
+SECTIONS = (
+    "model",
+    "data",
+    "augmentation",
+    "threat",
+    "objective",
+    "plugins",
+    "optimiser",
+    "schedule",
+    "train",
+    "validation",
+    "audit",
+)
+"""What a recipe says to the machine."""
+
+_ORDER = TEXTS + SECTIONS
+_FILE = (".yaml", ".yml")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?(/(\d+\.?\d*|\.\d+))?", re.IGNORECASE)
+
+
+def section_types() -> dict[str, type]:
+    """The dataclasses behind the sections; the fields of the objective and of plug-ins depend on which they are."""
+    # Composing is for lists and help too, which should not wait for torch.
+    from vitadel.defenses import sections
+
+    return {
+        "model": sections.ModelSection,
+        "data": sections.DataSection,
+        "augmentation": sections.Augmentation,
+        "threat": sections.ThreatSection,
+        "optimiser": sections.Optimiser,
+        "schedule": sections.Schedule,
+        "train": sections.TrainSection,
+        "validation": sections.Validation,
+        "audit": sections.AuditSection,
+    }
+
+
+def shipped_recipes() -> list[str]:
+    """The recipes that come with the package, as 'paper/job'."""
+    folders = [folder for folder in _shelf().iterdir() if folder.is_dir()]
+    files = [f"{folder.name}/{file.name}" for folder in folders for file in folder.iterdir()]
+    return sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
+
+
+def source(name: str) -> str:
+    """A recipe as it stands in its file, with its comments."""
+    return _text(_find(name), name)
+
+
+def texts(name: str) -> dict[str, str]:
+    """What a recipe says to people, whichever its row."""
+    document = _unfolded(name)
+    return {key: str(document[key]).strip() for key in TEXTS if document.get(key)}
+
+
+def rows(name: str) -> list[str]:
+    """The rows of its sweep, in order; none for a recipe of a single training."""
+    return list(_sweep(_unfolded(name), name))
+
+
+def compose(name: str | Path, row: str | None = None, overrides: Sequence[str] | Mapping[str, object] = ()) -> Document:
+    """The whole recipe as one plain document, without `extends` and `sweep`.
+
+    `name` is that of a shipped recipe or a path to a .yaml file. `overrides` are texts 'train.epochs=3' or a mapping
+    {'train.epochs': 3}; values are read as YAML, fractions as numbers. A null takes a key away.
+    """
+    document = _with_row(_unfolded(str(name)), str(name), row)
+    faults = []
+    for key, value in _pairs(overrides):
+        path = _path(key, document)
+        fault = _unknown_key(path)
+        if fault:
+            faults.append(fault)
+        else:
+            document = merge(document, _nested(path, value))
+    if faults:
+        raise Mistake("; ".join(faults))
+    return _without_nulls(document)
+
+
+def recipe_text(document: Mapping[str, Any]) -> str:
+    """A document as YAML: texts first, fractions as fractions; reads back as the same document."""
+    said = "".join(_text_entry(key, document[key]) for key in TEXTS if key in document)
+    rest = {key: _written(value) for key, value in document.items() if key not in TEXTS}
+    return said + yaml.safe_dump(rest, sort_keys=False, allow_unicode=True, width=118)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Document:
+    """`over` wins, key by key and mapping by mapping; lists are replaced.
+
+    A mapping that names another `use` replaces the old one whole: settings of one objective say nothing about another.
+    """
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        deep = (
+            isinstance(old, Mapping)
+            and isinstance(value, Mapping)
+            and value.get("use", old.get("use")) == old.get("use")
+        )
+        merged[key] = merge(old, value) if deep and isinstance(old, Mapping) else value
+    return merged
+
+
+# Finding and reading files
+
+
+def _shelf() -> Traversable:
+    return resources.files("vitadel") / "recipes"
+
+
+def _find(name: str, beside: Traversable | None = None) -> Traversable:
+    """The file of a recipe; a path is taken from the folder of the file that names it, or else the working folder."""
+    if name.endswith(_FILE):
+        path = Path(name).expanduser()
+        if isinstance(beside, Path):
+            path = beside.parent / path
+        if not path.is_file():
+            raise Mistake(f"there is no recipe file '{path}'; make one with `vitadel recipes copy NAME {name}`")
+        return path
+    known = shipped_recipes()
+    if name not in known:
+        raise Mistake(
+            f"unknown recipe '{name}'{nearest_names(name, known) or '.'} See `vitadel list recipes`; "
+            "a file of your own is given by its path, ending in .yaml"
+        )
+    return _shelf() / f"{name}.yaml"
+
+
+def _text(file: Traversable, name: str) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Mistake(f"recipe '{name}' cannot be read: {error}") from error
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str, name: str) -> Mapping[str, Any]:
+    """Cached, as a list of all recipes reads those that others extend again and again; not to be changed in place."""
+    try:
+        for key, line in _repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader)):
+            raise Mistake(f"recipe '{name}' has '{key}' twice in one place, again in line {line}; keep one of them")
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise Mistake(f"recipe '{name}' is not readable as YAML: {error}") from error
+    if not isinstance(document, dict):
+        raise Mistake(f"recipe '{name}' is not a document of keys and values; see `vitadel recipes show shapes/pgd-at`")
+    return {str(key): value if key in TEXTS else _with_numbers(value) for key, value in document.items()}
+
+
+def _repeated_keys(node: yaml.Node | None) -> Iterator[tuple[str, int]]:
+    """YAML's reader keeps the last of two equal keys without a word."""
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, value in node.value:
+            if key.value in seen:
+                yield key.value, key.start_mark.line + 1
+            seen.add(key.value)
+            yield from _repeated_keys(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _repeated_keys(value)
+
+
+def _with_numbers(value: Any) -> Any:
+    """Fractions as numbers, and 1e-3, which YAML takes for a text."""
+    if isinstance(value, Mapping):
+        return {str(key): _with_numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(entry) for entry in value]
+    if isinstance(value, str) and _NUMBER.fullmatch(value) and ("/" in value or "e" in value.lower()):
+        return read_amount(value)
+    return value
+
+
+# Extending and sweeping
+
+
+def _unfolded(name: str, beside: Traversable | None = None, path: tuple[str, ...] = ()) -> Document:
+    """The document with what it extends merged in; `sweep` still in it."""
+    name, _, row = (name, "", "") if name.endswith(_FILE) else name.partition("#")
+    file = _find(name, beside)
+    if str(file) in path:
+        circle = (*path[path.index(str(file)) :], str(file))
+        chain = " extends ".join("/".join(Path(place).with_suffix("").parts[-2:]) for place in circle)
+        raise Mistake(f"recipe '{name}' extends itself in the end ({chain}); break the circle")
+    document = dict(_parsed(_text(file, name), name))
+    parent = document.pop("extends", None)
+    if parent is not None:
+        if not isinstance(parent, str):
+            raise Mistake(f"recipe '{name}': extends takes the name of one recipe, or name#row; got {parent!r}")
+        document = merge(_unfolded(parent, file, (*path, str(file))), document)
+    return _with_row(document, name, row) if row else document
+
+
+def _sweep(document: Mapping[str, Any], where: str) -> dict[str, list[Mapping[str, Any]]]:
+    """Row name -> the overrides that make it, one per axis."""
+    axes = document.get("sweep")
+    if axes is None:
+        return {}
+    good = isinstance(axes, list) and axes and all(isinstance(axis, Mapping) and axis for axis in axes)
+    if not good or not all(value is None or isinstance(value, Mapping) for axis in axes for value in axis.values()):
+        raise Mistake(
+            f"recipe '{where}': sweep is a list of axes, each a mapping from a part of the row's name to the keys that "
+            "it overrides, e.g. [{pgd-at: {}, trades: {objective.beta: 6}}]"
+        )
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for parts in itertools.product(*(axis.items() for axis in axes)):
+        row = "".join(part for part, _ in parts)
+        if not row or row in found:
+            raise Mistake(f"recipe '{where}': two rows of its sweep, or one without a name, are called '{row}'")
+        found[row] = [overrides or {} for _, overrides in parts]
+    return found
+
+
+def _with_row(document: Document, where: str, row: str | None) -> Document:
+    found = _sweep(document, where)
+    plain = {key: value for key, value in document.items() if key != "sweep"}
+    if not found and row is None:
+        return plain
+    there = ", ".join(found)
+    if not found:
+        raise Mistake(f"recipe '{where}' is a single training and has no row '{row}'; leave the row out")
+    if row is None:
+        raise Mistake(f"recipe '{where}' is a table; choose one of its rows with --row: {there}")
+    if row not in found:
+        raise Mistake(f"recipe '{where}' has no row '{row}'; it has: {there}{nearest_names(row, found)}")
+    return reduce(_with_dotted, found[row], plain)
+
+
+def _with_dotted(document: Document, overrides: Mapping[str, Any]) -> Document:
+    for key, value in overrides.items():
+        document = merge(document, _nested(_path(key, document), value))
+    return document
+
+
+# Overrides
+
+
+def _pairs(overrides: Sequence[str] | Mapping[str, object]) -> list[tuple[str, Any]]:
+    if isinstance(overrides, Mapping):
+        return [(key, _with_numbers(value)) for key, value in overrides.items()]
+    pairs = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise Mistake(f"'{text}' is no override; write key=value, e.g. train.epochs=3 or threat.eps=4/255")
+        try:
+            pairs.append((key.strip(), _with_numbers(yaml.safe_load(value))))
+        except yaml.YAMLError as error:
+            raise Mistake(f"the value of '{text}' is not readable as YAML: {error}") from error
+    return pairs
+
+
+def _path(key: str, document: Mapping[str, Any]) -> list[str]:
+    """'plugins.awp.gamma' taken apart; keys with dots of their own, such as a user's class, are found whole."""
+    parts, path = key.split("."), []
+    here: Any = document
+    while parts:
+        known = [n for n in range(len(parts), 0, -1) if isinstance(here, Mapping) and ".".join(parts[:n]) in here]
+        length = known[0] if known else 1
+        path.append(".".join(parts[:length]))
+        here = here.get(path[-1]) if isinstance(here, Mapping) else None
+        parts = parts[length:]
+    return path
+
+
+def _nested(path: Sequence[str], value: Any) -> Document:
+    for key in reversed(path):
+        value = {key: value}
+    return dict(value)
+
+
+def _unknown_key(path: Sequence[str]) -> str | None:
+    types = section_types()
+    if path[0] not in SECTIONS and path[0] not in TEXTS:
+        homes = [f"{section}.{path[0]}" for section, cls in types.items() if path[0] in get_type_hints(cls)]
+        near = f"; did you mean {', '.join(homes)}?" if homes else nearest_names(path[0], SECTIONS)
+        return f"a recipe has no '{path[0]}'; it has {', '.join(SECTIONS)}{near}"
+    if len(path) > 1 and path[0] in types and path[1] not in get_type_hints(types[path[0]]):
+        known = list(get_type_hints(types[path[0]]))
+        return f"{path[0]} has no '{path[1]}'; it takes {', '.join(known)}{nearest_names(path[1], known)}"
+    return None
+
+
+def _without_nulls(document: Mapping[str, Any]) -> Document:
+    """A null takes a key away, but is a value where a section says so: `audit.limit: null` means all images.
+
+    Sections come in their usual order, whichever document had them first.
+    """
+    settled: Document = {}
+    for key in sorted(document, key=lambda key: _ORDER.index(key) if key in _ORDER else len(_ORDER)):
+        value = document[key]
+        if value is None:
+            continue
+        if isinstance(value, Mapping):
+            kept = {inner: entry for inner, entry in value.items() if entry is not None or _takes_null(key, inner)}
+            value = {inner: _pruned(entry) for inner, entry in kept.items()}
+        settled[key] = value.strip() if key in TEXTS and isinstance(value, str) else value
+    return settled
+
+
+def _pruned(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _pruned(entry) for key, entry in value.items() if entry is not None}
+
+
+def _takes_null(section: str, key: str) -> bool:
+    cls = section_types().get(section)
+    return cls is not None and NoneType in get_args(get_type_hints(cls).get(key))
+
+
+# Writing
+
+
+def _text_entry(key: str, text: object) -> str:
+    lines = str(text).strip().splitlines()
+    if len(lines) < 2:
+        return yaml.safe_dump({key: str(text).strip()}, allow_unicode=True, width=118)
+    return f"{key}: |-\n" + "".join(f"  {line}\n" for line in lines)
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _written(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_written(entry) for entry in value]
+    if isinstance(value, float) and len(repr(value)) > 12:  # not 0.2, which is 51/255 as well
+        near, levels = Fraction(value).limit_denominator(12), round(value * 255, 6)
+        if float(near) == value:
+            return str(near)
+        return f"{levels:g}/255" if levels / 255 == value else value
+    return value

@@ -1,0 +1,63 @@
+"""Clean and robust accuracy on held-out training images, at full eps: what models are selected by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.data.batches import batches
+from vitadel.data.preprocess import Preprocess
+from vitadel.evaluation.judge import judge
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.draws import Draws
+from vitadel.runtime.processes import Processes
+from vitadel.types import Attack, Source, Threat
+
+__all__ = ["HeldOut", "Score"]
+
+_BATCH = 128
+
+
+@dataclass(frozen=True)
+class Score:
+    """Shares of `n` held-out images; `robust` is None where no attack was made."""
+
+    clean: float
+    robust: float | None
+    n: int
+
+    @property
+    def decisive(self) -> float:
+        """What epochs are compared by."""
+        return self.clean if self.robust is None else self.robust
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Images that are not trained on."""
+
+    source: Source
+    rows: Tensor
+    preprocess: Preprocess
+
+    def score(self, model: nn.Module, attack: Attack | None, threat: Threat, processes: Processes, seed: int) -> Score:
+        """Judged as an audit judges; every process takes its share of the images."""
+        clean = robust = 0
+        chunks = [part.tolist() for part in self.rows[processes.rank :: processes.count].split(_BATCH)]
+        with frozen(model):
+            for batch in batches(self.source, chunks, self.preprocess, threads=1):
+                batch = batch.to(processes.device)
+                with torch.no_grad():
+                    correct = model(batch.x).argmax(1) == batch.y
+                clean += int(correct.sum())
+                if attack is None or not bool(correct.any()):
+                    continue
+                x, y = batch.x[correct], batch.y[correct]
+                draws = Draws.of_samples(seed, batch.indices[correct.cpu()], x.device).stream("validation")
+                robust += int(judge(model, threat, x, attack(model, x, y, draws), y).held.sum())
+        counts = processes.mean(torch.tensor([clean, robust], dtype=torch.float64, device=processes.device))
+        clean_all, robust_all = (counts * processes.count).round().tolist()
+        n = len(self.rows)
+        return Score(clean_all / n, None if attack is None else robust_all / n, n)

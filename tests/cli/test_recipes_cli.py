@@ -1,0 +1,87 @@
+"""`vitadel recipes` and `vitadel list recipes` as a person meets them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from vitadel.cli.main import app
+from vitadel.defenses.recipes import compose, rows, shipped_recipes, source
+from vitadel.errors import Mistake
+
+SHIPPED = "shapes/trades"
+FAULTY = "extends: shapes/trades\ntrain: {epoch: 3}\nobjective: {betta: 1}\n"
+
+
+def vitadel(*words: str) -> str:
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_show_prints_the_file_with_its_comments():
+    assert vitadel("recipes", "show", SHIPPED) == source(SHIPPED)
+    shown = vitadel("recipes", "show", "aas/table4")
+    assert shown.startswith(source("aas/table4"))
+    assert shown.rstrip().endswith(f"# rows: {', '.join(rows('aas/table4'))}")
+
+
+def test_show_prints_a_row_with_all_that_it_extends():
+    shown = vitadel("recipes", "show", "aas/table4", "--row", "trades+aas")
+    assert "eps: 8/255" in shown
+    assert "AutoAttack at 8/255" in shown
+    document = yaml.safe_load(shown)
+    assert document["objective"]["use"] == "trades"
+    assert document["train"] == compose("aas/table4", "trades+aas")["train"]
+    composed = yaml.safe_load(vitadel("recipes", "show", SHIPPED, "--composed"))
+    assert composed["train"] == compose(SHIPPED)["train"]
+
+
+def test_copy_writes_a_recipe_that_runs_on_and_never_overwrites(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert vitadel("recipes", "copy", SHIPPED, "new/mine.yaml").strip() == "new/mine.yaml"
+    assert Path("new/mine.yaml").read_text() == source(SHIPPED)
+    assert compose("new/mine.yaml") == compose(SHIPPED)
+    Path("new/mine.yaml").write_text("my own work")
+    with pytest.raises(Mistake, match="exists already"):
+        vitadel("recipes", "copy", SHIPPED, "new/mine.yaml")
+    assert Path("new/mine.yaml").read_text() == "my own work"
+    with pytest.raises(Mistake, match=r"does not end in \.yaml"):
+        vitadel("recipes", "copy", SHIPPED, "mine.txt")
+    with pytest.raises(Mistake, match="unknown recipe 'shapes/tradez'"):
+        vitadel("recipes", "copy", "shapes/tradez", "other.yaml")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine.yaml", "new"]
+
+
+def test_check_tells_what_is_good_and_every_fault_of_the_rest(tmp_path):
+    for name in ("one.yaml", "two.yaml"):
+        (tmp_path / name).write_text(FAULTY)
+    assert vitadel("recipes", "check", SHIPPED, "aas/table4") == f"{SHIPPED}: good\naas/table4: good, 4 rows\n"
+    with pytest.raises(Mistake) as caught:
+        vitadel("recipes", "check", str(tmp_path / "one.yaml"), SHIPPED, str(tmp_path / "two.yaml"))
+    assert str(caught.value).count("has 2 problems:") == 2
+    assert str(caught.value).count("did you mean epochs?") == 2
+    assert str(caught.value).count("did you mean beta") == 2
+
+
+def test_faults_end_with_exit_code_two_and_no_traceback(tmp_path):
+    (tmp_path / "mine.yaml").write_text(FAULTY)
+    words = [sys.executable, "-m", "vitadel", "recipes", "check", "mine.yaml"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("vitadel: recipe mine.yaml has 2 problems:\n  - train: has no 'epoch'")
+    assert "Traceback" not in done.stderr
+
+
+def test_list_tells_every_recipe_with_its_rows(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+    listed = vitadel("list", "recipes")
+    for name in shipped_recipes():
+        line = next(line for line in listed.splitlines() if line.split()[:1] == [name])
+        assert (f"[{len(rows(name))} rows]" in line) == bool(rows(name))
+    assert "shapes/trades" not in vitadel("list", "recipes", "table5")

@@ -1,0 +1,267 @@
+"""The loop: the same weights whatever the number of parts, processes or lives; nothing lost when something breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from small_recipes import TRADES, document, recipe
+
+import vitadel
+from vitadel.defenses import loop
+from vitadel.defenses.harden import run_harden
+from vitadel.errors import Interrupted, Mistake
+from vitadel.runtime.processes import join_processes
+
+CPU = join_processes("cpu")
+EVERYTHING = {"awp": {"gamma": 0.01}, "epsilon_warmup": {"epochs": 1}, "weight_average": {"decay": 0.9}}
+
+
+def weights(folder, name="last"):
+    return load_file(Path(folder) / "weights" / f"{name}.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def close(a, b, tolerance):
+    return a.keys() == b.keys() and all(torch.allclose(a[key], b[key], atol=tolerance) for key in a)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A training with every kind of plug-in that keeps state, run in one go."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    torch.manual_seed(5)
+    results, _ = run_harden(recipe(plugins=EVERYTHING), "small", CPU, out=folder)
+    assert torch.initial_seed() == 5  # the caller's generator is left alone
+    return folder, results
+
+
+def test_a_run_leaves_what_it_should(finished):
+    folder, results = finished
+    assert results["complete"]
+    assert results["training"]["steps"] == 6
+    assert 0 <= results["worst_case"]["robust_accuracy"] <= results["clean"]["accuracy"] <= 1
+    assert json.loads((folder / "results.json").read_text()) == results
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["train"]["epochs"] == 2
+    assert {file.name for file in folder.iterdir()} >= {"environment.json", "metrics.jsonl", "samples.parquet"}
+    model = vitadel.load_model(str(folder))
+    assert model.record.num_classes == 10
+
+
+def test_metrics_tell_of_every_step_and_epoch(finished):
+    folder, _ = finished
+    rows = lines(folder)
+    steps = [row for row in rows if "epoch" not in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert [row["eps"] for row in steps] == pytest.approx([0, 0, 0, *[8 / 255] * 3])
+    epochs = [row for row in rows if "epoch" in row]
+    assert [row["epoch"] for row in epochs] == [0, 1]
+    assert all({"validation_clean", "validation_robust"} <= row.keys() for row in epochs)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5])
+def test_a_training_that_broke_off_ends_with_the_same_bits(finished, tmp_path, monkeypatch, cut):
+    """Broken off in the middle of a step, with a checkpoint every second step and at the end of an epoch."""
+    taken = 0
+    real = loop._Learner.take
+
+    def fragile(self, parts):
+        nonlocal taken
+        if taken == cut:
+            real(self, parts)  # work that no checkpoint knows of
+            raise RuntimeError("power cut")
+        taken += 1
+        real(self, parts)
+
+    monkeypatch.setattr(loop._Learner, "take", fragile)
+    with pytest.raises(RuntimeError, match="power cut"):
+        run_harden(recipe(plugins=EVERYTHING), "small", CPU, out=tmp_path / "run")
+    monkeypatch.undo()
+    run_harden(recipe(plugins=EVERYTHING), "small", CPU, out=tmp_path / "run", resume=True)
+    folder, _ = finished
+    assert same(weights(tmp_path / "run"), weights(folder))
+    assert same(weights(tmp_path / "run", "best"), weights(folder, "best"))
+    assert lines(tmp_path / "run") == lines(folder)
+
+
+def test_killed_for_good_and_resumed_it_ends_with_the_same_bits(finished, tmp_path):
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(document(plugins=EVERYTHING)))
+    command = [sys.executable, "-m", "vitadel", "harden", str(file), "--out", str(tmp_path / "run"), "--resume"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for wait_for in (0, 2, 4):
+        process = subprocess.Popen([*command, "--device", "cpu"], env=environment, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        checkpoint = tmp_path / "run" / "checkpoint.pt"
+        while process.poll() is None and time.monotonic() < deadline:
+            if checkpoint.exists() and torch.load(checkpoint, weights_only=True)["step"] > wait_for:
+                break
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    done = subprocess.run([*command, "--device", "cpu"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    folder, _ = finished
+    assert same(weights(tmp_path / "run"), weights(folder))
+
+
+@pytest.mark.parametrize(
+    "objective", [{"use": "adversarial", "attack": "pgd-2(step=5/255)"}, TRADES], ids=["at", "trades"]
+)
+def test_parts_of_a_batch_add_up_to_the_batch(tmp_path, objective):
+    for parts in (1, 4):
+        built = recipe(objective=objective, train={"accumulation": parts, "epochs": 1}, plugins={"awp": {}})
+        run_harden(built, "small", CPU, out=tmp_path / str(parts))
+    assert close(weights(tmp_path / "1"), weights(tmp_path / "4"), 2e-4)
+    untrained = recipe(train={"epochs": 1}, optimiser={"rate": 0.0})
+    run_harden(untrained, "small", CPU, out=tmp_path / "0")
+    assert not close(weights(tmp_path / "1"), weights(tmp_path / "0"), 2e-3)  # so that the comparison means something
+
+
+def test_another_seed_gives_other_weights(finished, tmp_path):
+    run_harden(recipe(plugins=EVERYTHING, train={"seed": 1}), "small", CPU, out=tmp_path / "run")
+    assert not same(weights(tmp_path / "run"), weights(finished[0]))
+
+
+def test_a_finished_run_is_only_read(finished):
+    folder, results = finished
+    before = (folder / "weights" / "best.safetensors").stat().st_mtime_ns
+    again, _ = run_harden(recipe(plugins=EVERYTHING), "small", CPU, out=folder, resume=True)
+    assert again == results
+    assert (folder / "weights" / "best.safetensors").stat().st_mtime_ns == before
+
+
+def test_another_recipe_cannot_go_on_with_a_run(finished):
+    with pytest.raises(Mistake, match="other settings"):
+        run_harden(recipe(plugins={}), "small", CPU, out=finished[0], resume=True)
+
+
+def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_checkpoint(tmp_path, monkeypatch):
+    real = loop._Learner._backward
+
+    def poisoned(self, batch):
+        numbers = real(self, batch)
+        return {**numbers, "robust": torch.tensor(float("nan"))} if self.run.step == 4 else numbers
+
+    monkeypatch.setattr(loop._Learner, "_backward", poisoned)
+    with pytest.raises(Mistake, match=r"robust = nan at step 5 \(epoch 1\).*checkpoint of step 4 is kept"):
+        run_harden(recipe(), "small", CPU, out=tmp_path / "run")
+    assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 4
+    monkeypatch.undo()
+    run_harden(recipe(), "small", CPU, out=tmp_path / "run", resume=True)
+
+
+def test_a_real_overflow_is_told(tmp_path):
+    with pytest.raises(Mistake, match="so the training was stopped"):
+        run_harden(recipe(optimiser={"rate": 1e30, "clip": None, "name": "sgd"}), "small", CPU, out=tmp_path / "run")
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    real = loop.write_state
+    states = []
+
+    def full(folder, state):
+        states.append(state["step"])
+        if len(states) == 2:
+            monkeypatch.setattr(os, "fsync", no_room)
+        real(folder, state)
+
+    def no_room(_file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop, "write_state", full)
+    with pytest.raises(Mistake, match="no space left"):
+        run_harden(recipe(), "small", CPU, out=tmp_path / "run")
+    assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 2
+    monkeypatch.undo()
+    results, _ = run_harden(recipe(), "small", CPU, out=tmp_path / "run", resume=True)
+    assert results["complete"]
+
+
+def test_ctrl_c_finishes_the_step_and_saves(tmp_path, monkeypatch):
+    real = loop._Learner.take
+
+    def interrupted(self, parts):
+        if self.run.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        real(self, parts)
+
+    monkeypatch.setattr(loop._Learner, "take", interrupted)
+    with pytest.raises(Interrupted):
+        run_harden(recipe(), "small", CPU, out=tmp_path / "run")
+    assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 3
+
+
+def test_attacks_leave_no_trace_on_a_training(tmp_path, monkeypatch):
+    """No gradient reaches a parameter while an attack runs, and every module has its own mode before and after."""
+    real = loop.craft
+    seen = []
+
+    def watched(attack, model, x, y, draws, mode):
+        model.backbone.blocks[0].eval()  # frozen by someone
+        before = [module.training for module in model.modules()]
+        z = real(attack, model, x, y, draws, mode)
+        seen.append([module.training for module in model.modules()] == before)
+        seen.append(all(p.grad is None and p.requires_grad for p in model.parameters()))
+        model.train()
+        return z
+
+    monkeypatch.setattr(loop, "craft", watched)
+    for mode in ("eval", "train"):
+        run_harden(recipe(train={"epochs": 1, "attack_mode": mode}), "small", CPU, out=tmp_path / mode)
+    assert len(seen) == 12
+    assert all(seen)
+
+
+def test_half_precision_trains(tmp_path):
+    results, _ = run_harden(recipe(train={"precision": "bf16", "epochs": 1}), "small", CPU, out=tmp_path / "run")
+    assert results["complete"]
+    assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path / "run").values())
+    with pytest.raises(Mistake, match="fp16 needs a GPU"):
+        run_harden(recipe(train={"precision": "fp16"}), "small", CPU, out=tmp_path / "no")
+
+
+def test_mixed_labels_reach_every_objective(tmp_path):
+    for name, objective in {
+        "standard": {"use": "standard"},
+        "at": {"use": "adversarial", "attack": "pgd-1"},
+        "trades": TRADES,
+        "mart": {"use": "mart", "attack": "pgd-1"},
+        "apgd": {"use": "adversarial", "attack": "apgd-ce(steps=2)"},
+    }.items():
+        built = recipe(objective=objective, augmentation={"mixup": 0.8, "cutmix": 1.0}, train={"epochs": 1})
+        assert run_harden(built, "small", CPU, out=tmp_path / name)[0]["complete"]
+
+
+def test_a_batch_norm_backbone_trains_and_says_whose_statistics_it_uses(tmp_path, capsys):
+    xcit = {
+        "name": "xcit_nano_12_p16_224",
+        "small_images": 4,
+        "input_size": 16,
+        "kwargs": {"embed_dim": 16, "depth": 1, "num_heads": 2},
+    }
+    base = document(objective=TRADES, train={"epochs": 1}, data={"train": "shapes(size=16)@train"})
+    base["model"] = xcit
+    from vitadel.defenses.building import build_recipe
+
+    results, folder = run_harden(build_recipe(base, "small"), "small", CPU, out=tmp_path / "run", shown=True)
+    assert results["complete"]
+    assert "BatchNorm layers gather the statistics of the images of the loss" in capsys.readouterr().err
+    moved = weights(folder.path)
+    assert any(key.endswith("num_batches_tracked") and int(value) == 6 for key, value in moved.items())

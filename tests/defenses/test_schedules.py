@@ -1,0 +1,51 @@
+"""The learning rate at known moments."""
+
+from __future__ import annotations
+
+import pytest
+
+from vitadel.defenses.schedules import rate_at, scaling_of
+from vitadel.defenses.sections import Optimiser, Schedule
+
+
+@pytest.mark.parametrize(
+    ("progress", "rate"),
+    [(0, 0.1), (2.5, 0.55), (5, 1.0 * 0.5 * (1 + 0.7071067811865476)), (10, 0.5), (20, 0.0), (23, 0.0)],
+)
+def test_a_cosine_with_warm_up_and_cool_down(progress, rate):
+    schedule = Schedule("cosine", warm_up=5, warm_up_rate=0.1, cool_down=3)
+    assert rate_at(schedule, 1.0, 20, progress) == pytest.approx(rate, abs=1e-12)
+
+
+def test_a_cosine_ends_at_its_final_rate():
+    schedule = Schedule("cosine", final_rate=0.2)
+    assert [rate_at(schedule, 1.0, 10, p) for p in (0, 5, 10)] == pytest.approx([1.0, 0.6, 0.2])
+
+
+def test_a_cycle_rises_and_falls():
+    schedule = Schedule("cyclic", peak=0.4)
+    assert [rate_at(schedule, 0.2, 15, p) for p in (0, 3, 6, 10.5, 15)] == pytest.approx([0, 0.1, 0.2, 0.1, 0])
+
+
+def test_steps_multiply():
+    schedule = Schedule("steps", milestones=(35, 38), factor=0.1)
+    assert [rate_at(schedule, 0.1, 40, p) for p in (34.9, 35, 37.9, 38, 40)] == pytest.approx(
+        [0.1, 0.01, 0.01, 0.001, 0.001]
+    )
+
+
+def test_a_constant_rate_may_warm_up():
+    schedule = Schedule("constant", warm_up=2)
+    assert [rate_at(schedule, 1.0, 10, p) for p in (0, 1, 2, 10)] == [0, 0.5, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("optimiser", "batch", "factor"),
+    [
+        (Optimiser(rate_batch=512), 128, 0.25),
+        (Optimiser(rate_batch=512, rate_scaling="sqrt"), 128, 0.5),
+        (Optimiser(), 128, 1.0),
+    ],
+)
+def test_rates_are_scaled_to_the_batch(optimiser, batch, factor):
+    assert scaling_of(optimiser, batch) == factor

@@ -1,0 +1,85 @@
+"""Two processes with half the batch each take the same optimiser steps as one, up to the order of additions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from small_recipes import TRADES, document
+
+TRAINING = {"train": {"epochs": 2}, "schedule": {"warm_up": 0.0}, "optimiser": {"name": "sgd", "rate": 0.5}}
+XCIT = {
+    "name": "xcit_nano_12_p16_224",
+    "mean": None,
+    "std": None,
+    "small_images": 4,
+    "input_size": 16,
+    "kwargs": {"img_size": None, "patch_size": None, "mlp_ratio": None, "embed_dim": 16, "depth": 1, "num_heads": 2},
+}
+
+
+def trained(recipe, folder, processes):
+    file = folder / "recipe.yaml"
+    folder.mkdir()
+    file.write_text(yaml.safe_dump(recipe))
+    launcher = ["torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", "-m"] if processes > 1 else []
+    command = [sys.executable, "-m", *launcher, "vitadel", "harden", str(file), "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--out", str(folder / "run")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "run", done.stderr
+
+
+def weights(folder):
+    return load_file(folder / "weights" / "last.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("objective", "plugins"),
+    [
+        ({"use": "adversarial", "attack": "pgd-2(step=5/255)"}, {}),
+        (TRADES, {"awp": {"gamma": 0.01}, "attention_scaling": {"gap": 1, "images": 32, "steps": 2}}),
+    ],
+    ids=["adversarial", "trades+awp+aas"],
+)
+def test_two_processes_take_the_steps_of_one(tmp_path, objective, plugins):
+    recipe = document(objective=objective, plugins=plugins, **TRAINING)
+    (one, _), (two, _) = (trained(recipe, tmp_path / str(count), count) for count in (1, 2))
+    first, second = weights(one), weights(two)
+    moved = max(float(value.abs().max()) for value in first.values())
+    assert moved > 0.1
+    for key, value in first.items():
+        assert torch.allclose(value, second[key], atol=1e-4), key
+    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (one, two)]
+    assert len(rows[0]) == len(rows[1]) == 8
+    for a, b in zip(*rows, strict=True):
+        assert a == pytest.approx(b, abs=1e-3, rel=1e-3)
+    if plugins:
+        factors = [json.loads(_record(run))["attention_factors"] for run in (one, two)]
+        assert factors[0] == pytest.approx(factors[1], rel=1e-3)
+        assert any(factor != 1 for factor in factors[0])
+
+
+def _record(run: Path) -> str:
+    from safetensors import safe_open
+
+    with safe_open(run / "weights" / "last.safetensors", "pt") as file:
+        return file.metadata()["vitadel"]
+
+
+def test_batch_norm_in_two_processes_trains_and_says_whose_statistics_it_has(tmp_path):
+    recipe = document(objective=TRADES, model=XCIT, train={"epochs": 1})
+    _, told = trained(recipe, tmp_path / "two", 2)
+    assert "in each of 2 processes its own, averaged after every epoch" in told
