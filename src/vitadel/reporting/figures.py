@@ -35,10 +35,12 @@ __all__ = [
     "COLOURS",
     "Picture",
     "accuracy_figure",
+    "blank",
     "draw_accuracies",
     "draw_classes",
     "draw_examples",
     "extreme_classes",
+    "our_style",
 ]
 
 COLOURS = {
@@ -67,7 +69,7 @@ _STYLE: dict[str, Any] = {
 
 
 @contextmanager
-def _our_style() -> Iterator[None]:
+def our_style() -> Iterator[None]:
     """The same picture whatever the user's matplotlibrc says; glyphs the font lacks are no reason to complain."""
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -84,14 +86,14 @@ class Picture:
 
     def png(self) -> bytes:
         buffer = io.BytesIO()
-        with _our_style():
+        with our_style():
             self.figure.savefig(buffer, format="png", dpi=180, facecolor="white", metadata={"Software": None})
         return buffer.getvalue()
 
     def svg(self, prefix: str) -> str:
         """Markup to stand inside HTML; `prefix` keeps its ids apart from those of other figures on the page."""
         buffer = io.BytesIO()
-        with _our_style():
+        with our_style():
             nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
             self.figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
         return _for_page(ElementTree.fromstring(buffer.getvalue()), prefix)
@@ -138,7 +140,7 @@ def _shorten(text: str, most: int) -> str:
     return f"{text[: (most - 1) // 2]}…{text[-(most // 2) :]}"
 
 
-def _blank(height: float) -> Any:
+def blank(height: float) -> Any:
     figure = Figure(figsize=(_WIDTH / 72, height / 72))
     FigureCanvasAgg(figure)
     return figure
@@ -240,8 +242,8 @@ def draw_accuracies(runs: Sequence[Run]) -> Picture | None:
     left = min(max(70, 6.2 * max(len(_shorten(bar.label, 34)) for bar in bars) + 12), 230)
     head, gap = 40, 16
     inner = sum(head + _ROW * len(group.bars) for group in groups) + gap * (len(groups) - 1) + 6
-    with _our_style():
-        figure = _blank(inner + 34)
+    with our_style():
+        figure = blank(inner + 34)
         axes = _percent_axes(figure, left, right=150, top=4, bottom=30)
         y: float = 0
         for group in groups:
@@ -294,8 +296,8 @@ def draw_classes(run: Run) -> Picture | None:
     attacked = shown[0].held is not None
     left = min(max(70, 6.2 * max(len(_shorten(score.name, 30)) for score in shown) + 48), 230)
     inner = 26 + _ROW * (len(shown) + bool(rest)) + 4
-    with _our_style():
-        figure = _blank(inner + 34)
+    with our_style():
+        figure = blank(inner + 34)
         axes = _percent_axes(figure, left, right=120, top=4, bottom=30)
         _legend(axes, [("clean", "clean"), ("worst", "worst case, with 95 % interval")] if attacked else [])
         y: float = 26
@@ -352,7 +354,7 @@ def draw_examples(run: Run) -> Picture | None:
     factor = _grey_factor(z - x)
     rows = {"clean": x, f"perturbation\n× {factor:g}\naround grey": 0.5 + factor * (z - x), "perturbed": z}
     captions = [(run.class_name(int(a)), run.class_name(int(b)), a == b) for a, b in _pairs(shown)]
-    with _our_style():
+    with our_style():
         figure = _grid(rows, captions, columns)
     spoken = "; ".join(f"{label} {'stays' if held else 'becomes'} {seen}" for label, seen, held in captions)
     alt = f"Example images: clean, perturbation enlarged {factor:g} times around grey, perturbed. {spoken}."
@@ -379,7 +381,7 @@ def _grid(rows: Mapping[str, Any], captions: Sequence[tuple[str, str, bool]], co
     tall, wide = next(iter(rows.values())).shape[1:3]
     cell = side * tall / wide
     height = head + len(rows) * (cell + gap) + foot
-    figure = _blank(height)
+    figure = blank(height)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, _WIDTH), ylim=(height, 0), autoscale_on=False)
     axes.set_axis_off()
     style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 9, "parse_math": False}

@@ -51,6 +51,7 @@ class Run:
     environment: dict[str, Any]
     samples: Table | None
     examples: dict[str, Array] | None
+    metrics: tuple[dict[str, float], ...] = ()  # of a training, one row per step and per epoch
 
     @property
     def complete(self) -> bool:
@@ -107,6 +108,7 @@ def read_run(path: Path) -> Run:
         environment=_read_json(path / "environment.json", required=False),
         samples=_read_samples(path / "samples.parquet"),
         examples=_read_examples(path / "examples.npz"),
+        metrics=_read_metrics(path / "metrics.jsonl"),
     )
 
 
@@ -164,6 +166,16 @@ def _read_examples(path: Path) -> dict[str, Array] | None:
     if arrays["x"].ndim != 4 or arrays["x"].shape != arrays["z"].shape:
         raise _damaged(path, f"x and z should be images (n, 3, h, w), got {arrays['x'].shape} and {arrays['z'].shape}")
     return arrays
+
+
+def _read_metrics(path: Path) -> tuple[dict[str, float], ...]:
+    if not path.exists():
+        return ()
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        return tuple({str(name): float(value) for name, value in row.items()} for row in rows)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise _damaged(path, error) from error
 
 
 def _check_names(path: Path, wanted: Sequence[str], present: Sequence[str]) -> None:

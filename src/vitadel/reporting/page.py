@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from vitadel.errors import Mistake
 from vitadel.evaluation.intervals import wilson
+from vitadel.reporting.curves import draw_training
 from vitadel.reporting.figures import Picture, draw_accuracies, draw_classes, draw_examples
 from vitadel.reporting.gather import (
     ClassScore,
@@ -60,7 +61,8 @@ def write_report(runs: Sequence[Path], out: Path) -> None:
     gathered = [read_run(path) for path in once.values()]
     for run in gathered:
         if out.resolve().is_relative_to(run.path.resolve()):
-            for picture in filter(None, (draw_accuracies([run]), draw_classes(run), draw_examples(run))):
+            drawn = (draw_accuracies([run]), draw_classes(run), draw_examples(run), draw_training(run))
+            for picture in filter(None, drawn):
                 write_atomically(run.path / "figures" / f"{picture.name}.png", picture.png())
     write_atomically(out, render(gathered).encode("utf-8", errors="replace"))
 
@@ -294,6 +296,19 @@ def examples(run: Run) -> Section | None:
     return Section("figure", "Examples", {"picture": picture, "caption": caption})
 
 
+def training(run: Run) -> Section | None:
+    """How a training went: the loss of every step, and what held-out images said after an epoch."""
+    picture = draw_training(run)
+    if picture is None:
+        return None
+    told = run.results.get("training") or {}
+    caption = "Above, the loss of every step and its mean over the epoch. Below, accuracy on held-out training images, "
+    caption += "clean and attacked at full eps: the epoch that is best by it is the one kept and audited."
+    if told.get("stopped"):
+        caption += f" Stopped early: {told['stopped']}."
+    return Section("figure", "Training", {"picture": picture, "caption": caption})
+
+
 def left_out(run: Run) -> Section | None:
     """Samples that no number on the page counts."""
     data = run.results.get("data", {})
@@ -333,5 +348,13 @@ def provenance(run: Run) -> Section | None:
 OVERVIEW: tuple[Callable[[Sequence[Run]], Section | None], ...] = (comparison, accuracies, pairs)
 """Sections about all runs together."""
 
-OF_A_RUN: tuple[Callable[[Run], Section | None], ...] = (findings, attacks, classes, examples, left_out, provenance)
+OF_A_RUN: tuple[Callable[[Run], Section | None], ...] = (
+    findings,
+    attacks,
+    classes,
+    examples,
+    training,
+    left_out,
+    provenance,
+)
 """Sections about one run."""

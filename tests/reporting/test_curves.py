@@ -1,0 +1,53 @@
+"""Training curves: there for a training, absent elsewhere, and spoken of in words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from run_folders import write_run
+from vitadel.errors import Mistake
+from vitadel.reporting.curves import draw_training
+from vitadel.reporting.gather import read_run
+from vitadel.reporting.page import render
+
+ROWS = [
+    {"step": 1, "loss": 2.0},
+    {"step": 2, "loss": 1.0},
+    {"step": 2, "epoch": 0, "validation_clean": 0.5, "validation_robust": 0.25},
+    {"step": 3, "loss": 0.5},
+]
+
+
+def test_an_audit_has_no_curves(tmp_path):
+    assert draw_training(read_run(write_run(tmp_path / "audit", correct=[True, False], attacks={}))) is None
+
+
+def test_curves_show_every_step_and_the_means_of_epochs(tmp_path):
+    folder = write_run(tmp_path / "training", correct=[True, False], attacks={})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    run = read_run(folder)
+    picture = draw_training(run)
+    loss, accuracy = picture.figure.axes
+    assert loss.lines[0].get_ydata().tolist() == [2.0, 1.0, 0.5]
+    assert loss.lines[1].get_ydata().tolist() == [1.5]
+    assert [line.get_ydata().tolist() for line in accuracy.lines] == [[50.0], [25.0]]
+    assert "from 2.000 to 0.500" in picture.alt
+    assert "clean 50.0 %, under attack 25.0 %" in picture.alt
+    assert "Curves of a training of 3 steps" in render([run])
+
+
+def test_a_training_without_an_epoch_yet_is_drawn(tmp_path):
+    run = replace(
+        read_run(write_run(tmp_path / "run", correct=[True, False], attacks={})), metrics=({"step": 1, "loss": 2.0},)
+    )
+    assert "1 steps" in draw_training(run).alt
+
+
+def test_damaged_metrics_are_told(tmp_path):
+    folder = write_run(tmp_path / "run", correct=[True, False], attacks={})
+    (folder / "metrics.jsonl").write_text("{torn")
+    with pytest.raises(Mistake, match=r"metrics.jsonl cannot be read"):
+        read_run(folder)
