@@ -60,3 +60,8 @@ def test_lengths_that_make_no_sense(settings):
 def test_unknown_shape():
     with pytest.raises(Mistake, match=r"'square'.*linear, sine"):
         EpsilonWarmup(3, shape="square")
+
+
+def test_a_warm_up_may_start_above_zero():
+    warm_up = EpsilonWarmup(epochs=4, first=2 / 255)
+    assert [255 * warm_up.eps_at(epoch, 10 / 255) for epoch in range(6)] == pytest.approx([2, 4, 6, 8, 10, 10])

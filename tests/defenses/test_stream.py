@@ -138,3 +138,14 @@ def test_mistakes_are_told():
         list(broken.steps(0, 6))
     with pytest.raises(Mistake, match=r"number 7.*torn"):
         list(replace(broken, workers=1).steps(0, 6))
+
+
+def test_the_first_epochs_may_see_easier_images_under_the_same_names():
+    """Broken images stand for easier ones: an epoch that reads them fails."""
+    ours = replace(stream(), easier=Numbered(100, broken=7), easier_epochs=1)
+    plain = stream()
+    with pytest.raises(Mistake, match="number 7"):
+        list(ours.steps(0, 6))
+    for (a,), (b,) in zip(ours.steps(6, 12), plain.steps(6, 12), strict=True):
+        assert torch.equal(a.names, b.names)
+        assert torch.equal(a.x, b.x)

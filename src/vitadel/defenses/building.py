@@ -318,7 +318,7 @@ def _check_values(parts: Mapping[str, Any], threat: ThreatSection, faults: _Faul
 
 
 def _specs(data: DataSection) -> dict[str, str]:
-    specs = {name: getattr(data, name) for name in ("train", "test", "validation", "extra")}
+    specs = {name: getattr(data, name) for name in ("train", "test", "validation", "extra", "easier")}
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 

@@ -113,22 +113,33 @@ def open_workshop(recipe: Recipe, processes: Processes, data_root: str | Path | 
             f"data.extra has {len(extra.classes)} classes and data.train {len(source.classes)}; they must be the same"
         )
     stream = Stream(
-        source,
-        rows,
-        preprocess,
-        augment(recipe.augmentation, preprocess),
-        recipe.train.batch_size,
-        recipe.train.seed,
-        recipe.augmentation.repeats,
-        extra,
-        None if extra is None else _usable(extra, len(source.classes)),
-        section.extra_share,
-        recipe.train.accumulation,
-        processes.rank,
-        processes.count,
-        section.workers,
+        source=source,
+        rows=rows,
+        preprocess=preprocess,
+        augment=augment(recipe.augmentation, preprocess),
+        batch_size=recipe.train.batch_size,
+        seed=recipe.train.seed,
+        repeats=recipe.augmentation.repeats,
+        extra=extra,
+        extra_rows=None if extra is None else _usable(extra, len(source.classes)),
+        extra_share=section.extra_share,
+        easier=_easier(section, source, root),
+        easier_epochs=section.easier_epochs,
+        parts=recipe.train.accumulation,
+        rank=processes.rank,
+        processes=processes.count,
+        workers=section.workers,
     )
     return Workshop(recipe, model, stream, HeldOut(validation_source, held_out_rows, preprocess))
+
+
+def _easier(section: DataSection, source: Source, root: str | Path | None) -> Source | None:
+    if section.easier is None:
+        return None
+    easier = open_dataset(section.easier, root=root)
+    if not torch.equal(easier.labels(), source.labels()):
+        raise Mistake(f"data.easier ({section.easier}) must have the samples of data.train in the same order")
+    return easier
 
 
 def _usable(source: Source, classes: int) -> Tensor:

@@ -48,7 +48,8 @@ class DataSection:
 
     Models are selected on `validation`, another spec, or on `held_out` class-balanced images taken from the training
     data. `limit` uses a class-balanced part of the training data. `extra` is a second source of training images, for
-    example generated ones; `extra_share` of every batch comes from it, and an epoch is one pass over `train`.
+    example generated ones; `extra_share` of every batch comes from it, and an epoch is one pass over `train`. In the
+    first `easier_epochs` the images come from `easier`, a variant of `train` with the same samples in the same order.
     """
 
     train: str
@@ -58,12 +59,16 @@ class DataSection:
     limit: int | None = None
     extra: str | None = None
     extra_share: float = 0.5
+    easier: str | None = None
+    easier_epochs: int = 0
     root: str | None = None
     workers: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.extra_share < 1:
             raise Mistake(f"extra_share must lie between 0 and 1, got {self.extra_share:g}")
+        if (self.easier is None) != (self.easier_epochs == 0):
+            raise Mistake("easier and easier_epochs belong together: a data spec, and for how many epochs it is used")
         if self.validation is None and self.held_out < 1:
             raise Mistake(
                 "there is nothing to select models on: give validation, a data spec, or held_out, a number of training "

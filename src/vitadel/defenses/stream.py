@@ -66,7 +66,8 @@ class Stream:
     """Training images in batches of `batch_size` over all processes, `parts` per process and step.
 
     An epoch is one pass over the first source, less what does not fill a batch. `extra_share` of each batch comes from
-    the second source, if there is one. With `repeats` an epoch holds so many versions of as many fewer images.
+    the second source, if there is one. With `repeats` an epoch holds so many versions of as many fewer images. In the
+    first `easier_epochs` the first source's images are read from `easier`, under the same names.
     """
 
     source: Source
@@ -79,6 +80,8 @@ class Stream:
     extra: Source | None = None
     extra_rows: Tensor | None = None
     extra_share: float = 0.5
+    easier: Source | None = None
+    easier_epochs: int = 0
     parts: int = 1
     rank: int = 0
     processes: int = 1
@@ -180,13 +183,14 @@ class _Tickets:
             return mistake
 
     def _read(self, tickets: Sequence[tuple[int, int]]) -> Part:
-        stream = self.stream
+        stream, epoch = self.stream, tickets[0][1]
+        own = stream.easier if stream.easier is not None and epoch < stream.easier_epochs else stream.source
         names = torch.tensor([name for name, _ in tickets])
         rows, extra = names % _EXTRA, names // _EXTRA % (_COPY // _EXTRA) == 1
-        keys = Draws.of_samples(stream.seed, names).stream("augment", tickets[0][1]).bits().tolist()
+        keys = Draws.of_samples(stream.seed, names).stream("augment", epoch).bits().tolist()
         x = torch.empty(len(names), 3, *stream.preprocess.shape)
         y = torch.empty(len(names), dtype=torch.int64)
-        for source, labels, chosen in zip((stream.source, stream.extra), self.labels, (~extra, extra), strict=True):
+        for source, labels, chosen in zip((own, stream.extra), self.labels, (~extra, extra), strict=True):
             places = chosen.nonzero()[:, 0].tolist()
             if not places or source is None or labels is None:
                 continue

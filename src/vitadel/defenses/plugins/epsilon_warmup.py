@@ -22,11 +22,13 @@ class EpsilonWarmup:
     eps changes once per epoch, in proportion ('linear') or as half a wave ('sine'). The paper's code divides by
     `epochs` instead of `epochs - zero_epochs`, which leaves a jump at the end unless `zero_epochs` is 0. Only the
     budget grows: an attack whose step is given keeps it, and its early perturbations lie in the corners of the ball.
+    With `first` the warm-up starts at that budget instead of 0, for data whose fragile cues should never be learnt.
     """
 
     epochs: int
     zero_epochs: int = 0
     shape: str = "linear"
+    first: float = 0.0
 
     def __post_init__(self) -> None:
         if self.shape not in _SHAPES:
@@ -44,10 +46,12 @@ class EpsilonWarmup:
         share = max(0.0, (epoch - self.zero_epochs) / (self.epochs - self.zero_epochs))
         if self.shape == "sine":
             share = (1 - math.cos(math.pi * share)) / 2
-        return full * share
+        return self.first + (full - self.first) * share
 
     def change_attack(self, run: Training, attack: Attack) -> Attack | None:
         full = run.threat.eps
+        if not 0 <= self.first <= full:
+            raise Mistake(f"an epsilon warm-up to {full:g} cannot start at {self.first:g}")
         eps = self.eps_at(run.epoch, full)
         run.log({"eps": eps})
         if eps == full:
