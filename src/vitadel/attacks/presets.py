@@ -42,10 +42,16 @@ def fgsm_rs(threat: Threat, reach: float = 1.25, restarts: int = 1) -> Attack:
 
 
 def pgd(
-    threat: Threat, steps: int = 20, step: float | None = None, restarts: int = 1, random_start: bool = True
+    threat: Threat,
+    steps: int = 20,
+    step: float | None = None,
+    restarts: int = 1,
+    random_start: bool = True,
+    noise: float | None = None,
 ) -> Attack:
     length = usual_length(threat, max(steps, 1)) if step is None else step
-    return repeated(PGD(threat, stepper=Steepest(length), steps=steps, random_start=random_start), restarts)
+    search = PGD(threat, stepper=Steepest(length), steps=steps, random_start=random_start, start_noise=noise or None)
+    return repeated(search, restarts)
 
 
 def cw(threat: Threat, steps: int = 100, step: float | None = None, restarts: int = 1) -> Attack:

@@ -1,0 +1,90 @@
+"""`vitadel harden` as it is typed: one clear message for a mistake, exit code 2, nothing lost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vitadel.cli.main import main
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "defenses"))
+from small_recipes import document
+
+
+@pytest.fixture
+def vitadel(monkeypatch, capsys):
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["vitadel", *map(str, words)])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+@pytest.fixture
+def mine(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(document(train={"epochs": 1})))
+    return file
+
+
+def test_a_training_ends_with_accuracies_intervals_and_its_folder(vitadel, mine, tmp_path):
+    code, out, err = vitadel("harden", mine, "train.seed=1", "--out", tmp_path / "run", "--device", "cpu")
+    assert code == 0, err
+    assert out.splitlines()[-1] == str(tmp_path / "run")
+    assert "clean" in out
+    assert "95 % interval" in out
+    assert "epoch 1/1" in err
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Curves of a training of 3 steps" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["shapes/tradess"], "did you mean shapes/trades"),
+        (["aas/table5"], "trades+aas"),
+        (["aas/table5", "--row", "trades+ass"], "trades+aas"),
+        (["shapes/trades", "train.epoch=3"], "did you mean"),
+        (["shapes/trades", "train.epochs"], "key=value"),
+        (["shapes/trades", "train.epochs=many"], "many"),
+        (["shapes/trades", "train.batch_size=100000"], "only"),
+        (["shapes/trades", "data.held_out=60000"], "keep fewer"),
+        (["shapes/trades", "data.held_out=0"], "nothing to select models on"),
+        (["shapes/trades", "objective.attack=pgdd-3"], "did you mean pgd"),
+        (["missing.yaml"], "missing.yaml"),
+    ],
+)
+def test_mistakes_end_with_one_message(vitadel, tmp_path, words, told):
+    code, out, err = vitadel("harden", *words, "--out", tmp_path / "run", "--device", "cpu")
+    assert code == 2
+    assert told in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_another_run_is_left_as_it_is(vitadel, mine, tmp_path):
+    assert vitadel("harden", mine, "--out", tmp_path / "run", "--device", "cpu")[0] == 0
+    before = sorted((file, file.stat().st_mtime_ns) for file in (tmp_path / "run").rglob("*"))
+    code, _, err = vitadel("harden", mine, "--out", tmp_path / "run", "--device", "cpu")
+    assert (code, "already holds a finished run" in err) == (2, True)
+    code, _, err = vitadel("harden", mine, "train.seed=5", "--out", tmp_path / "run", "--resume", "--device", "cpu")
+    assert (code, "begun with other settings" in err) == (2, True)
+    assert sorted((file, file.stat().st_mtime_ns) for file in (tmp_path / "run").rglob("*")) == before
+
+
+def test_a_plan_for_a_recipe_and_a_mistake_about_it(vitadel, mine):
+    code, out, err = vitadel("plan", mine, "train.epochs=2", "--device", "cpu")
+    assert code == 0, err
+    assert "2 epochs, 6 steps of 16 images" in " ".join(out.split())
+    code, _, err = vitadel("plan", "zoo:shapes-robust", "train.epochs=2")
+    assert (code, "belong to a recipe" in err) == (2, True)

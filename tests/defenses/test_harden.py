@@ -1,0 +1,187 @@
+"""From a recipe to a run: what is held out, what is decayed, what is tracked, what comes out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from small_recipes import document, recipe
+
+import vitadel
+from vitadel.backbones.load import load_model
+from vitadel.defenses import loop
+from vitadel.defenses.harden import make_optimiser, open_workshop, run_harden
+from vitadel.defenses.planning import plan_training
+from vitadel.defenses.sections import Optimiser
+from vitadel.defenses.validation import HeldOut, Score
+from vitadel.errors import Mistake
+from vitadel.runtime.processes import join_processes
+
+CPU = join_processes("cpu")
+
+
+def test_held_out_images_are_balanced_and_never_trained_on():
+    shop = open_workshop(recipe(data={"held_out": 40, "limit": 100}, validation={"limit": None}), CPU)
+    aside = shop.held_out.rows
+    assert len(aside) == 40
+    assert shop.held_out.source.labels()[aside].bincount().tolist() == [4] * 10
+    assert not set(aside.tolist()) & set(shop.stream.rows.tolist())
+    assert len(shop.stream.rows) == 100
+    fewer = open_workshop(recipe(data={"held_out": 40, "limit": 50}, validation={"limit": None}), CPU)
+    assert torch.equal(
+        fewer.held_out.rows, aside
+    )  # so that trainings of different size are selected on the same images
+
+
+def test_a_validation_set_of_its_own_leaves_all_training_images():
+    data = {"held_out": 0, "limit": None, "validation": "shapes(size=16)@val"}
+    shop = open_workshop(recipe(data=data), CPU)
+    assert shop.held_out.source.split == "val"
+    assert len(shop.stream.rows) == 50_000
+
+
+def test_the_test_set_is_not_opened_before_the_audit(tmp_path):
+    results, folder = run_harden(recipe(data={"test": None}, train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
+    assert results["complete"]
+    assert "clean" not in results
+    assert not (folder.path / "audit").exists()
+
+
+def test_the_best_epoch_by_robust_accuracy_is_kept(tmp_path, monkeypatch):
+    scores = iter([Score(0.9, 0.1, 20), Score(0.2, 0.3, 20), Score(0.95, 0.2, 20), Score(0.9, 0.3, 20)])
+    at_each = []
+
+    def score(self, model, *_):
+        at_each.append({name: tensor.clone() for name, tensor in model.backbone.state_dict().items()})
+        return next(scores)
+
+    monkeypatch.setattr(HeldOut, "score", score)
+    results, folder = run_harden(recipe(train={"epochs": 4}), "small", CPU, out=tmp_path / "run")
+    assert results["training"]["best_epoch"] == 1
+    kept = load_file(folder.path / "weights" / "best.safetensors")
+    assert all(torch.equal(kept[name], tensor) for name, tensor in at_each[1].items())
+
+
+def test_validation_is_at_full_eps_while_training_warms_up(tmp_path, monkeypatch):
+    seen = []
+    real = HeldOut.score
+
+    def score(self, model, attack, threat, *rest):
+        seen.append((attack.threat.eps, threat.eps))
+        return real(self, model, attack, threat, *rest)
+
+    monkeypatch.setattr(HeldOut, "score", score)
+    run_harden(recipe(plugins={"epsilon_warmup": {"epochs": 2}}), "small", CPU, out=tmp_path / "run")
+    assert seen == [(8 / 255, 8 / 255)] * 2
+
+
+def test_averaged_weights_are_validated_and_saved_in_place_of_the_live_ones(tmp_path):
+    plain = recipe(train={"epochs": 1})
+    averaged = recipe(train={"epochs": 1}, plugins={"weight_average": {"decay": 0.5}})
+    files = []
+    for name, built in {"plain": plain, "averaged": averaged}.items():
+        _, folder = run_harden(built, "small", CPU, out=tmp_path / name)
+        files.append(load_file(folder.path / "weights" / "last.safetensors"))
+        state = torch.load(folder.path / "checkpoint.pt", weights_only=True)
+        live = state["model"]["backbone.head.weight"]
+        assert torch.equal(files[-1]["head.weight"], live) == (name == "plain")
+    assert not torch.equal(files[0]["head.weight"], files[1]["head.weight"])
+
+
+def test_biases_norms_and_positions_are_not_decayed():
+    model = load_model("vit_tiny_patch16_224", weights="random", kwargs={"depth": 1, "embed_dim": 12})
+    optimiser = make_optimiser(Optimiser(weight_decay=0.3), model)
+    names = {id(parameter): name for name, parameter in model.backbone.named_parameters()}
+    decayed = {
+        names[id(parameter)]: group["weight_decay"] for group in optimiser.param_groups for parameter in group["params"]
+    }
+    assert decayed.keys() == set(names.values())
+    spared = {name for name, decay in decayed.items() if decay == 0}
+    assert {name for name in names.values() if name.endswith("bias") or "norm" in name} <= spared
+    assert {"pos_embed", "cls_token"} <= spared
+    assert decayed["blocks.0.attn.qkv.weight"] == decayed["head.weight"] == 0.3
+
+
+def test_an_unknown_optimiser_is_told():
+    with pytest.raises(Mistake, match="adamw"):
+        make_optimiser(Optimiser(name="adamww"), load_model("zoo:shapes-standard"))
+
+
+def test_tensorboard_gets_every_step(tmp_path):
+    run_harden(recipe(train={"epochs": 1, "tracker": "tensorboard"}), "small", CPU, out=tmp_path / "run")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run" / "tracker"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
+    assert [event.step for event in events.Scalars("validation_robust")] == [3]
+
+
+def test_a_tracker_that_does_not_exist_is_told(tmp_path):
+    with pytest.raises(Mistake, match="did you mean tensorboard"):
+        run_harden(recipe(train={"tracker": "tensorbord"}), "small", CPU, out=tmp_path / "run")
+
+
+def test_a_second_source_is_mixed_in(tmp_path):
+    data = {"extra": "shapes(size=16,texture=0)@val", "extra_share": 0.5}
+    results, _ = run_harden(recipe(data=data, train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
+    assert results["training"]["steps"] == 48 // 8
+
+
+def test_an_easier_source_must_have_the_same_samples():
+    with pytest.raises(Mistake, match="same order"):
+        open_workshop(recipe(data={"easier": "shapes(size=16)@val", "easier_epochs": 1}), CPU)
+
+
+def test_fine_tuning_keeps_the_weights_and_gives_other_classes_a_new_head(tmp_path):
+    _, folder = run_harden(recipe(train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
+    changed = document()
+    changed["model"] = {"name": str(folder.path)}
+    from vitadel.defenses.building import build_recipe
+
+    shop = open_workshop(build_recipe(changed, "small"), CPU)
+    kept = load_file(folder.path / "weights" / "best.safetensors")
+    assert torch.equal(shop.model.backbone.head.weight, kept["head.weight"])
+
+
+def test_the_seed_draws_the_first_weights_and_the_callers_generator_is_left_alone():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    one, two, other = (open_workshop(recipe(train={"seed": seed}), CPU).model for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(one.backbone.head.weight, two.backbone.head.weight)
+    assert not torch.equal(one.backbone.head.weight, other.backbone.head.weight)
+
+
+def test_from_python_by_name_with_overrides(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(document()))
+    results = vitadel.harden(str(file), {"train.epochs": 1, "threat.eps": "4/255"}, out=tmp_path / "run", device="cpu")
+    assert results["training"]["epochs"] == 1
+    assert results["threat"]["eps_text"] == "4/255"
+    assert json.loads((tmp_path / "run" / "command.json").read_text())["verb"] == "harden"
+
+
+def test_a_plan_counts_every_part():
+    cost = plan_training(open_workshop(recipe(), CPU), CPU)
+    assert (cost["epochs"], cost["steps"]) == (2, 6)
+    assert [row["images"] for row in cost["rows"]] == [96, 96, 96, 40, 20]
+    assert all(row["seconds"] > 0 for row in cost["rows"])
+    assert cost["seconds"] == pytest.approx(sum(row["seconds"] for row in cost["rows"]))
+    clean = recipe(objective={"use": "standard"})
+    assert plan_training(open_workshop(clean, CPU), CPU)["rows"][1]["seconds"] == 0
+
+
+def test_a_guard_may_end_a_training(tmp_path, monkeypatch):
+    from vitadel.defenses.plugins import overfitting_guard as guard
+
+    monkeypatch.setattr(guard.OverfittingGuard, "after_epoch", lambda self, run: run.stop("it overfits"))
+    built = recipe(plugins={"overfitting_guard": {"action": "stop"}})
+    results, folder = run_harden(built, "small", CPU, out=tmp_path / "run")
+    assert results["training"]["stopped"] == "it overfits"
+    assert results["training"]["steps"] == 3
+    assert (folder.path / "weights" / "last.safetensors").exists()
+    assert loop.read_state(folder.path, CPU.device)["stopped"] == "it overfits"
