@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,11 +94,10 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
     save_classifier(build_classifier(RECORD), path)
     before = path.read_bytes()
 
-    def breaks(_weights: object, target: Path, **_more: object) -> None:
-        Path(target).write_bytes(b"half")
+    def breaks(_file: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(safetensors.torch, "save_file", breaks)
+    monkeypatch.setattr(os, "fsync", breaks)
     with pytest.raises(KeyboardInterrupt):
         save_classifier(build_classifier(RECORD), path)
     assert path.read_bytes() == before

@@ -7,12 +7,16 @@ import json
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 from small_recipes import document, recipe
 
 import vitadel
 from vitadel.backbones.load import load_model
+from vitadel.data.shapes import Shapes
+from vitadel.defenses import harden as harden_module
 from vitadel.defenses import loop
+from vitadel.defenses.building import build_recipe
 from vitadel.defenses.harden import make_optimiser, open_workshop, run_harden
 from vitadel.defenses.planning import plan_training
 from vitadel.defenses.sections import Optimiser
@@ -43,7 +47,16 @@ def test_a_validation_set_of_its_own_leaves_all_training_images():
     assert len(shop.stream.rows) == 50_000
 
 
-def test_the_test_set_is_not_opened_before_the_audit(tmp_path):
+def test_no_test_image_is_read_before_the_audit(tmp_path, monkeypatch):
+    read = []
+    real = Shapes.read
+    monkeypatch.setattr(Shapes, "read", lambda self, rows: (read.append(self.split), real(self, rows))[1])
+    monkeypatch.setattr(harden_module, "_audit", lambda *_: {"read before": set(read)})
+    results, _ = run_harden(recipe(train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
+    assert results["read before"] == {"train"}
+
+
+def test_without_a_test_set_nothing_is_audited(tmp_path):
     results, folder = run_harden(recipe(data={"test": None}, train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
     assert results["complete"]
     assert "clean" not in results
@@ -140,11 +153,41 @@ def test_fine_tuning_keeps_the_weights_and_gives_other_classes_a_new_head(tmp_pa
     _, folder = run_harden(recipe(train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
     changed = document()
     changed["model"] = {"name": str(folder.path)}
-    from vitadel.defenses.building import build_recipe
-
     shop = open_workshop(build_recipe(changed, "small"), CPU)
     kept = load_file(folder.path / "weights" / "best.safetensors")
     assert torch.equal(shop.model.backbone.head.weight, kept["head.weight"])
+    for split in ("train", "test"):
+        for kind in ("cat", "dog"):
+            (tmp_path / "pets" / split / kind).mkdir(parents=True)
+            for number in range(30):
+                Image.new("RGB", (16, 16), (number, 0, 0)).save(tmp_path / "pets" / split / kind / f"{number}.png")
+    pets = f"folder:{tmp_path / 'pets'}"
+    changed["data"] = {"train": f"{pets}@train", "test": f"{pets}@test", "held_out": 10}
+    other = open_workshop(build_recipe(changed, "small"), CPU).model.backbone
+    assert other.head.weight.shape[0] == 2
+    assert torch.equal(other.blocks[0].attn.qkv.weight, kept["blocks.0.attn.qkv.weight"])
+
+
+def test_labels_must_mean_the_same_everywhere(tmp_path):
+    for split, kinds in {"train": ("a", "b"), "val": ("b", "c")}.items():
+        for kind in kinds:
+            (tmp_path / "set" / split / kind).mkdir(parents=True)
+            for number in range(20):
+                Image.new("RGB", (16, 16)).save(tmp_path / "set" / split / kind / f"{number}.png")
+    data = {"train": f"folder:{tmp_path / 'set'}@train", "validation": f"folder:{tmp_path / 'set'}@val", "test": None}
+    with pytest.raises(Mistake, match=r"its class 0 is 'b', that of data.train is 'a'"):
+        open_workshop(recipe(data=data), CPU)
+
+
+def test_an_average_cannot_be_rolled_back(tmp_path):
+    plugins = {"overfitting_guard": {"action": "rollback"}, "weight_average": {}}
+    with pytest.raises(Mistake, match="use action: stop"):
+        run_harden(recipe(plugins=plugins), "small", CPU, out=tmp_path / "run")
+
+
+def test_a_tracker_that_is_not_installed_is_told(tmp_path):
+    with pytest.raises(Mistake, match="not installed"):
+        run_harden(recipe(train={"tracker": "wandb"}), "small", CPU, out=tmp_path / "run")
 
 
 def test_the_seed_draws_the_first_weights_and_the_callers_generator_is_left_alone():
@@ -184,4 +227,4 @@ def test_a_guard_may_end_a_training(tmp_path, monkeypatch):
     assert results["training"]["stopped"] == "it overfits"
     assert results["training"]["steps"] == 3
     assert (folder.path / "weights" / "last.safetensors").exists()
-    assert loop.read_state(folder.path, CPU.device)["stopped"] == "it overfits"
+    assert loop.read_state(folder.path)["stopped"] == "it overfits"

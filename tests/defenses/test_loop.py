@@ -19,6 +19,8 @@ from small_recipes import TRADES, document, recipe
 import vitadel
 from vitadel.defenses import loop
 from vitadel.defenses.harden import run_harden
+from vitadel.defenses.metrics import Metrics
+from vitadel.defenses.validation import HeldOut
 from vitadel.errors import Interrupted, Mistake
 from vitadel.runtime.processes import join_processes
 
@@ -194,6 +196,60 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     assert results["complete"]
 
 
+def test_a_gradient_that_is_no_number_never_reaches_the_checkpoint(tmp_path, monkeypatch):
+    """With a finite loss and no clipping, too."""
+    real = loop._Learner._backward
+
+    def poisoned(self, batch):
+        numbers = real(self, batch)
+        if self.run.step == 3:
+            next(self.run.model.parameters()).grad.view(-1)[0] = float("nan")
+        return numbers
+
+    monkeypatch.setattr(loop._Learner, "_backward", poisoned)
+    with pytest.raises(Mistake, match=r"gradient_norm = nan at step 4"):
+        run_harden(recipe(optimiser={"clip": None}), "small", CPU, out=tmp_path / "run")
+    state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert all(tensor.isfinite().all() for tensor in state["model"].values())
+
+
+def test_a_kill_between_metrics_and_checkpoint_leaves_no_hole(finished, tmp_path, monkeypatch):
+    real = loop.write_state
+    written = 0
+
+    def torn(folder, state):
+        nonlocal written
+        written += 1
+        if written == 2:
+            raise RuntimeError("power cut")
+        real(folder, state)
+
+    monkeypatch.setattr(loop, "write_state", torn)
+    with pytest.raises(RuntimeError, match="power cut"):
+        run_harden(recipe(plugins=EVERYTHING), "small", CPU, out=tmp_path / "run")
+    assert lines(tmp_path / "run")[-1]["step"] == 3  # ahead of the checkpoint
+    monkeypatch.undo()
+    run_harden(recipe(plugins=EVERYTHING), "small", CPU, out=tmp_path / "run", resume=True)
+    assert lines(tmp_path / "run") == lines(finished[0])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_told_for_metrics_and_weights_too(tmp_path):
+    (tmp_path / "full").symlink_to("/dev/full")
+    metrics = Metrics(tmp_path / "full")
+    metrics.add(1, {"loss": 1.0})
+    with pytest.raises(Mistake, match="no space left"):
+        metrics.save(1)
+
+
+def test_a_plug_in_that_stops_lets_the_epoch_end(tmp_path):
+    built = recipe(plugins={"stopping.Stops": {"at_step": 1}})
+    results, folder = run_harden(built, "small", CPU, out=tmp_path / "run")
+    assert results["training"]["steps"] == 3
+    assert results["training"]["stopped"] == "enough"
+    assert (folder.path / "weights" / "best.safetensors").exists()
+
+
 def test_ctrl_c_finishes_the_step_and_saves(tmp_path, monkeypatch):
     real = loop._Learner.take
 
@@ -229,10 +285,20 @@ def test_attacks_leave_no_trace_on_a_training(tmp_path, monkeypatch):
     assert all(seen)
 
 
-def test_half_precision_trains(tmp_path):
+def test_half_precision_trains_and_is_validated_in_full(tmp_path, monkeypatch):
+    seen = []
+    real = HeldOut.score
+
+    def watched(self, model, *rest):
+        hook = model.backbone.blocks[0].register_forward_hook(lambda _module, _args, out: seen.append(out.dtype))
+        with hook:
+            return real(self, model, *rest)
+
+    monkeypatch.setattr(HeldOut, "score", watched)
     results, _ = run_harden(recipe(train={"precision": "bf16", "epochs": 1}), "small", CPU, out=tmp_path / "run")
     assert results["complete"]
     assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path / "run").values())
+    assert set(seen) == {torch.float32}
     with pytest.raises(Mistake, match="fp16 needs a GPU"):
         run_harden(recipe(train={"precision": "fp16"}), "small", CPU, out=tmp_path / "no")
 

@@ -25,20 +25,21 @@ XCIT = {
 }
 
 
-def trained(recipe, folder, processes):
+def trained(recipe, folder, processes, *words, ends_well=True, **environment):
     file = folder / "recipe.yaml"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     file.write_text(yaml.safe_dump(recipe))
     launcher = ["torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", "-m"] if processes > 1 else []
     command = [sys.executable, "-m", *launcher, "vitadel", "harden", str(file), "--device", "cpu"]
     done = subprocess.run(
-        [*command, "--out", str(folder / "run")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [*command, "--out", str(folder / "run"), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent), **environment},
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode == 0) == ends_well, done.stderr
     return folder / "run", done.stderr
 
 
@@ -58,8 +59,8 @@ def test_two_processes_take_the_steps_of_one(tmp_path, objective, plugins):
     recipe = document(objective=objective, plugins=plugins, **TRAINING)
     (one, _), (two, _) = (trained(recipe, tmp_path / str(count), count) for count in (1, 2))
     first, second = weights(one), weights(two)
-    moved = max(float(value.abs().max()) for value in first.values())
-    assert moved > 0.1
+    untrained, _ = trained({**recipe, "optimiser": {**recipe["optimiser"], "rate": 1e-12}}, tmp_path / "0", 1)
+    assert any(not torch.allclose(value, weights(untrained)[key], atol=1e-2) for key, value in first.items())
     for key, value in first.items():
         assert torch.allclose(value, second[key], atol=1e-4), key
     rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (one, two)]
@@ -79,7 +80,15 @@ def _record(run: Path) -> str:
         return file.metadata()["vitadel"]
 
 
-def test_batch_norm_in_two_processes_trains_and_says_whose_statistics_it_has(tmp_path):
-    recipe = document(objective=TRADES, model=XCIT, train={"epochs": 1})
-    _, told = trained(recipe, tmp_path / "two", 2)
+def test_batch_norm_in_two_processes_and_control_c_in_one_of_them(tmp_path):
+    """Both end at the same step, and go on with their own statistics to the same bits."""
+    plugins = {"stopping.ControlC": {"at_step": 2, "rank": 1}}
+    recipe = document(objective=TRADES, model=XCIT, train={"epochs": 1}, plugins=plugins)
+    whole, told = trained(recipe, tmp_path / "whole", 2)
     assert "in each of 2 processes its own, averaged after every epoch" in told
+    cut, told = trained(recipe, tmp_path / "cut", 2, ends_well=False, CONTROL_C="1")
+    assert "interrupted; what is done is saved" in told
+    assert torch.load(cut / "checkpoint.pt", weights_only=True)["step"] == 3
+    trained(recipe, tmp_path / "cut", 2, "--resume")
+    first, second = weights(whole), weights(cut)
+    assert all(torch.equal(first[key], second[key]) for key in first)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import nn
 from vitadel.backbones.checkpoints import load_strict, read_checkpoint, read_metadata
 from vitadel.backbones.small_images import adapt_to_small_images
 from vitadel.errors import Mistake, nearest_names
+from vitadel.runtime.rundir import write_atomically
 
 if TYPE_CHECKING:
     from vitadel.backbones.classifier import Classifier
@@ -170,20 +170,12 @@ def save_classifier(classifier: Classifier, path: str | Path) -> None:
 
     Keys are those of the backbone, so timm reads the file too.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     # Copies, because safetensors refuses tensors that share memory, as tied weights do.
     weights = {
         key: value.detach().cpu().clone().contiguous() for key, value in classifier.backbone.state_dict().items()
     }
     metadata = {_METADATA_KEY: classifier.record.to_json()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        safetensors.torch.save_file(weights, temporary, metadata=metadata)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_atomically(Path(path), safetensors.torch.save(weights, metadata=metadata))
 
 
 def load_classifier(path: str | Path) -> Classifier:

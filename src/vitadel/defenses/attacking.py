@@ -18,7 +18,7 @@ from vitadel.errors import Mistake
 from vitadel.runtime.draws import Draws
 from vitadel.types import Attack, Threat
 
-__all__ = ["at_eps", "craft", "training_form"]
+__all__ = ["at_eps", "craft", "threats_in", "training_form"]
 
 
 def training_form(attack: Attack) -> Attack:
@@ -41,7 +41,7 @@ def at_eps(attack: Attack, eps: float) -> Attack:
     """
     if eps < 0:
         raise Mistake(f"eps must not be negative, got {eps:g}")
-    if not _threats_in(attack):
+    if not threats_in(attack):
         raise Mistake(
             f"the eps of {type(attack).__name__} cannot be changed: none of its fields holds a threat "
             f"({', '.join(NORMS)}). Make it a dataclass with a field `threat`."
@@ -64,7 +64,7 @@ def craft(
 
     Mixed labels reach PGD as they are, also when it is repeated or averaged; other attacks get the likeliest class.
     """
-    threats = _threats_in(attack)
+    threats = threats_in(attack)
     if threats and all(threat.eps == 0 for threat in threats):
         return x.detach()
     seen = _InItsOwnModes(model) if mode == "train" else model
@@ -98,7 +98,8 @@ def _is_threat(part: object) -> bool:
     return type(part) in NORMS.values()
 
 
-def _threats_in(attack: Attack) -> list[Threat]:
+def threats_in(attack: Attack) -> list[Threat]:
+    """Every threat that the attack and what it is made of obey."""
     return [cast(Threat, part) for part in _parts(attack) if _is_threat(part)]
 
 

@@ -25,13 +25,13 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     write_atomically(state_file(folder), buffer.getvalue())
 
 
-def read_state(folder: Path, device: torch.device) -> dict[str, Any] | None:
-    """None if the training has not saved anything yet."""
+def read_state(folder: Path) -> dict[str, Any] | None:
+    """On the CPU, from where everything finds its own device; None if the training has not saved anything yet."""
     path = state_file(folder)
     if not path.exists():
         return None
     try:
-        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a file that is not its own
         raise Mistake(
             f"{path} cannot be read ({str(error).splitlines()[0]}). Take it away to start this training anew."

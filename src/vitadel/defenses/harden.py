@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import timm
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, list_optimizers
 from torch import Tensor
 
 from vitadel.backbones.classifier import Classifier
@@ -32,9 +34,10 @@ from vitadel.defenses.building import Recipe, build_recipe
 from vitadel.defenses.loop import Run, train
 from vitadel.defenses.metrics import Metrics
 from vitadel.defenses.normalisation import whose_statistics
+from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
 from vitadel.defenses.recipes import compose, recipe_text
 from vitadel.defenses.sections import DataSection, ModelSection, Optimiser
-from vitadel.defenses.shapes import Prepares
+from vitadel.defenses.shapes import ChangesEvaluation, Prepares
 from vitadel.defenses.stream import Stream
 from vitadel.defenses.validation import HeldOut
 from vitadel.errors import Interrupted, Mistake, nearest_names
@@ -52,12 +55,13 @@ _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 @dataclass(frozen=True)
 class Workshop:
-    """A recipe with its model and data at hand."""
+    """A recipe with its model and data at hand; the test set is open, but nothing of it is read before the audit."""
 
     recipe: Recipe
     model: Classifier
     stream: Stream
     held_out: HeldOut
+    test: Source | None
 
 
 def harden(
@@ -89,6 +93,10 @@ def open_workshop(recipe: Recipe, processes: Processes, data_root: str | Path | 
     section = recipe.data
     root = section.root if data_root is None else data_root
     source = open_dataset(section.train, root=root)
+    others = {
+        name: None if spec is None else _same_classes(open_dataset(spec, root=root), source, f"data.{name} ({spec})")
+        for name, spec in (("validation", section.validation), ("extra", section.extra), ("test", section.test))
+    }
     rows, held_out_rows = _held_out(source, section, recipe.train.seed)
     with _global_generators_kept():
         seed_everything(recipe.train.seed)
@@ -99,19 +107,13 @@ def open_workshop(recipe: Recipe, processes: Processes, data_root: str | Path | 
     record = model.record
     size = record.input_size or _first_size(source, section.train)
     preprocess = Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
-    validation_source = source
-    if section.validation is not None:
-        validation_source = open_dataset(section.validation, root=root)
-        labels = validation_source.labels()
-        held_out_rows = balanced_subset(labels, None, recipe.train.seed)
+    validation_source = others["validation"] or source
+    if validation_source is not source:
+        held_out_rows = _usable(validation_source, len(source.classes))
     if recipe.validation.limit is not None:
         labels = validation_source.labels()[held_out_rows]
         held_out_rows = balanced_subset(labels, recipe.validation.limit, recipe.train.seed, held_out_rows)
-    extra = None if section.extra is None else open_dataset(section.extra, root=root)
-    if extra is not None and len(extra.classes) != len(source.classes):
-        raise Mistake(
-            f"data.extra has {len(extra.classes)} classes and data.train {len(source.classes)}; they must be the same"
-        )
+    extra = others["extra"]
     stream = Stream(
         source=source,
         rows=rows,
@@ -130,7 +132,23 @@ def open_workshop(recipe: Recipe, processes: Processes, data_root: str | Path | 
         processes=processes.count,
         workers=section.workers,
     )
-    return Workshop(recipe, model, stream, HeldOut(validation_source, held_out_rows, preprocess))
+    return Workshop(recipe, model, stream, HeldOut(validation_source, held_out_rows, preprocess), others["test"])
+
+
+def _same_classes(source: Source, training: Source, what: str) -> Source:
+    """A label must mean the same everywhere; sets that only number their classes are taken at their word."""
+    theirs, ours = list(source.classes), list(training.classes)
+    numbered = [str(number) for number in range(max(len(theirs), len(ours)))]
+    if len(theirs) != len(ours):
+        raise Mistake(f"{what} has {len(theirs)} classes and data.train {len(ours)}; they must be the same")
+    named = numbered[: len(ours)] not in (theirs, ours)
+    different = next(((n, a, b) for n, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b), None)
+    if named and different is not None:
+        number, there, here = different
+        raise Mistake(
+            f"{what}: its class {number} is '{there}', that of data.train is '{here}'; labels would be mixed up"
+        )
+    return source
 
 
 def _easier(section: DataSection, source: Source, root: str | Path | None) -> Source | None:
@@ -179,7 +197,7 @@ def _model(section: ModelSection, classes: int, data: str) -> Classifier:
     kwargs = dict(section.kwargs)
     if section.drop_path:
         kwargs["drop_path_rate"] = section.drop_path
-    named = ":" not in section.name and "/" not in section.name
+    named = timm.is_model(section.name.partition(".")[0])
     options: dict[str, Any] = {
         "weights": section.weights or ("random" if named else None),
         "mean": section.mean,
@@ -220,8 +238,9 @@ def run_harden(
     argv: Sequence[str] = (),
 ) -> tuple[dict[str, Any], RunFolder]:
     """Train in a run folder, then audit; a run that is complete is only read."""
+    _refuse_rollback_of_averages(recipe)
     shop = open_workshop(recipe, processes, data_root)
-    settings = {"recipe": recipe.document, "data_root": None if data_root is None else str(data_root)}
+    settings = {**_dotted(recipe.document), "--data-root": None if data_root is None else str(data_root)}
     path, words = None if out is None else Path(out), list(argv or sys.argv)
     folder = processes.on_main(lambda: open_run("harden", name, settings, out=path, resume=resume, argv=words))
     if folder.complete:
@@ -231,10 +250,29 @@ def run_harden(
         write_json(folder.path / "environment.json", environment(processes.device, processes.count))
     try:
         run = _train(shop, processes, folder, resume, shown)
-        results = _audit(run, name, processes, folder, shown, data_root)
+        results = _audit(run, shop, name, processes, folder, shown, data_root)
     except KeyboardInterrupt:
         raise Interrupted(folder.path) from None
     return results, folder
+
+
+def _refuse_rollback_of_averages(recipe: Recipe) -> None:
+    plugins = [plugin for _, plugin in recipe.plugins]
+    rolls_back = any(isinstance(plugin, OverfittingGuard) and plugin.action == "rollback" for plugin in plugins)
+    if rolls_back and any(isinstance(plugin, ChangesEvaluation) for plugin in plugins):
+        raise Mistake(
+            "overfitting_guard can roll back weights, but not an average that already holds the overfitted epoch; with "
+            "weight_average use action: stop, after which weights/best is still there"
+        )
+
+
+def _dotted(document: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """One key per value, so that a run that cannot go on can be told by the keys that differ."""
+    flat: dict[str, Any] = {}
+    for key, value in document.items():
+        inner = isinstance(value, Mapping) and value
+        flat |= _dotted(value, f"{path}{key}.") if inner else {f"{path}{key}": value}
+    return flat
 
 
 def _train(shop: Workshop, processes: Processes, folder: RunFolder, resume: bool, shown: bool) -> Run:
@@ -260,6 +298,8 @@ def _train(shop: Workshop, processes: Processes, folder: RunFolder, resume: bool
 
 def make_optimiser(section: Optimiser, model: Classifier) -> torch.optim.Optimizer:
     """timm's factory, which knows what not to decay; the rate is set anew at every step."""
+    if section.name not in (known := list_optimizers()):
+        raise Mistake(f"unknown optimiser '{section.name}'{nearest_names(section.name, known)}; timm has {len(known)}")
     options: dict[str, Any] = {"eps": section.eps, "betas": section.betas}
     try:
         optimiser: torch.optim.Optimizer = create_optimizer_v2(
@@ -271,10 +311,7 @@ def make_optimiser(section: Optimiser, model: Classifier) -> torch.optim.Optimiz
             **{key: value for key, value in options.items() if value is not None},
         )
     except (ValueError, AssertionError, TypeError) as error:
-        from timm.optim import list_optimizers
-
-        near = nearest_names(section.name, list_optimizers())
-        raise Mistake(f"optimiser '{section.name}' cannot be made: {error}{near}") from error
+        raise Mistake(f"optimiser '{section.name}' cannot be made with these settings: {error}") from error
     return optimiser
 
 
@@ -287,10 +324,13 @@ def _accelerator(recipe: Recipe, processes: Processes, folder: Path) -> Accelera
         raise Mistake(
             f"unknown train.tracker '{tracker}'{nearest_names(tracker, trackers)}; known: none, {', '.join(trackers)}"
         )
+    if tracker != "none" and tracker not in {kind.value for kind in get_available_trackers()}:
+        raise Mistake(f"train.tracker '{tracker}' is not installed: pip install {tracker}, or set train.tracker=none")
     AcceleratorState._reset_state()  # else a second training in this process could not have another precision
     accelerator = Accelerator(
         cpu=processes.device.type == "cpu",
         mixed_precision=_PRECISIONS[precision],
+        device_placement=False,  # the model is where it belongs, which may be another GPU than the first
         log_with=None if tracker == "none" else tracker,
         project_dir=folder,
         # Statistics of BatchNorm belong to each process; sent around at every forward pass they would be changed
@@ -308,7 +348,13 @@ def _accelerator(recipe: Recipe, processes: Processes, folder: Path) -> Accelera
 
 
 def _audit(
-    run: Run, name: str, processes: Processes, folder: RunFolder, shown: bool, data_root: str | Path | None
+    run: Run,
+    shop: Workshop,
+    name: str,
+    processes: Processes,
+    folder: RunFolder,
+    shown: bool,
+    data_root: str | Path | None,
 ) -> dict[str, Any]:
     """The best epoch's weights on the test set, by the recipe's light suite; its folder lies in the run's."""
     recipe = run.recipe
@@ -323,11 +369,10 @@ def _audit(
         "held_out": None if run.best is None else {"clean": run.best.clean, "robust": run.best.robust, "n": run.best.n},
     }
     results: dict[str, Any] = {"complete": True, "seed": recipe.train.seed}
-    if recipe.data.test is not None:
+    if shop.test is not None and recipe.data.test is not None:
         root = recipe.data.root if data_root is None else data_root
         model = load_classifier(folder.path / "weights" / "best.safetensors")
-        source = open_dataset(recipe.data.test, root=root)
-        subject = Subject(model, str(folder.path), source, recipe.data.test, root)
+        subject = Subject(model, str(folder.path), shop.test, recipe.data.test, root)
         order = Order(
             attacks=recipe.audit.attacks,
             eps=recipe.threat.eps,

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from vitadel.attacks.names import make
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import save_classifier
-from vitadel.defenses.attacking import craft, training_form
+from vitadel.defenses.attacking import craft, threats_in, training_form
 from vitadel.defenses.augmentation import mixing, seed_everything
 from vitadel.defenses.board import Board
 from vitadel.defenses.building import Recipe
 from vitadel.defenses.checkpoints import read_state, write_state
 from vitadel.defenses.metrics import Metrics
-from vitadel.defenses.normalisation import average_statistics
+from vitadel.defenses.normalisation import average_statistics, restore_statistics, statistics_of_all
 from vitadel.defenses.schedules import rate_at, scaling_of
 from vitadel.defenses.shapes import (
     AfterEpoch,
@@ -48,7 +48,7 @@ from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.calibration import CalibrationImages
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
-from vitadel.types import Attack, Threat
+from vitadel.types import Attack, Source, Threat
 
 __all__ = ["Run", "train"]
 
@@ -93,13 +93,15 @@ class Run:
         return [plugin for _, plugin in self.recipe.plugins]
 
     def training_images(self, count: int) -> Iterable[tuple[Tensor, Tensor]]:
-        rows = self.stream.rows
-        order = Draws.of_samples(self.seed, rows).stream("studied").bits().argsort(stable=True)
-        return CalibrationImages(self.stream.source, rows[order[:count]], self.stream.preprocess, self.processes.device)
+        return self._some(self.stream.source, self.stream.rows, count)
 
     def held_out_images(self, count: int) -> Iterable[tuple[Tensor, Tensor]]:
-        held_out = self.held_out
-        return CalibrationImages(held_out.source, held_out.rows[:count], held_out.preprocess, self.processes.device)
+        return self._some(self.held_out.source, self.held_out.rows, count)
+
+    def _some(self, source: Source, rows: Tensor, count: int) -> CalibrationImages:
+        """Drawn without regard to their order, in which classes may follow each other."""
+        order = Draws.of_samples(self.seed, rows).stream("studied").bits().argsort(stable=True)
+        return CalibrationImages(source, rows[order[:count]], self.stream.preprocess, self.processes.device)
 
     def log(self, values: Mapping[str, float]) -> None:
         self.told.update(values)
@@ -117,31 +119,40 @@ def train(run: Run, accelerator: Accelerator, optimiser: torch.optim.Optimizer, 
         # accelerate has no other name yet for what newer torch calls forward_sync_buffers.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         model, prepared = accelerator.prepare(run.model, optimiser)
-    if resume and (state := read_state(run.folder, run.processes.device)) is not None:
+    if resume and (state := _found_by_all(run)) is not None:
         _restore(run, prepared, accelerator, state)
     run.metrics.go_on(run.step)
-    learner = _Learner(run, model, prepared, accelerator)
     last = run.epochs * run.steps_per_epoch
-    begun = run.step
+    ended = bool(run.stopped) and run.step % run.steps_per_epoch == 0
     with _asked_to_stop() as asked:
-        for parts in run.stream.steps(run.step, last) if not run.stopped else ():
+        learner = _Learner(run, model, prepared, accelerator, asked)
+        for parts in run.stream.steps(run.step, last) if not ended else ():
             run.epoch = run.step // run.steps_per_epoch
             if run.step % run.steps_per_epoch == 0:
-                for plugin in run.plugins:
-                    if isinstance(plugin, BeforeEpoch):
-                        plugin.before_epoch(run)
+                _open_epoch(run)
             learner.take(parts)
             over = run.step % run.steps_per_epoch == 0
             if over:
-                _close_epoch(run, prepared, accelerator)
-            if over or run.stopped or run.step % run.recipe.train.checkpoint_every == 0 or asked():
+                _close_epoch(run, accelerator)
+            if over or learner.interrupted or run.step % run.recipe.train.checkpoint_every == 0:
                 _save(run, prepared, accelerator)
-            if run.stopped:
+            if over and run.stopped:
                 break
-            if asked():
+            if learner.interrupted:
                 raise Interrupted(run.folder)
-    assert run.step > begun or run.stopped or begun == last
     _write_weights(run, "last")
+
+
+def _found_by_all(run: Run) -> dict[str, Any] | None:
+    state = read_state(run.folder)
+    step = -1 if state is None else int(state["step"])
+    of_main = run.processes.from_main(step)
+    if step != of_main:
+        raise Mistake(
+            f"process {run.processes.rank} does not see the checkpoint of the main process in {run.folder}; "
+            "with several machines, --out must lie on a disk that they share"
+        )
+    return state
 
 
 @dataclass
@@ -152,6 +163,8 @@ class _Learner:
     model: nn.Module  # what accelerate made of the bare model
     optimiser: Any
     accelerator: Accelerator
+    asked: Callable[[], bool]  # whether this process was asked to stop
+    interrupted: bool = False  # whether any process was
 
     def __post_init__(self) -> None:
         recipe = self.run.recipe
@@ -171,7 +184,8 @@ class _Learner:
         def losses() -> Iterator[Tensor]:
             for x, z, y in batch:
                 with self.accelerator.autocast():
-                    yield recipe.objective(run.model, x, z, y)["loss"]
+                    loss = recipe.objective(run.model, x, z, y)["loss"]
+                yield loss
 
         run.model.train()
         with ExitStack() as around:
@@ -179,9 +193,9 @@ class _Learner:
                 if isinstance(plugin, AroundStep):
                     around.enter_context(plugin.around_step(run, losses))
             numbers = self._backward(batch)
-            if recipe.optimiser.clip is not None:
-                norm = self.accelerator.clip_grad_norm_(self.model.parameters(), recipe.optimiser.clip)
-                numbers["gradient_norm"] = norm if isinstance(norm, Tensor) else torch.tensor(float(norm))
+            clip = math.inf if recipe.optimiser.clip is None else recipe.optimiser.clip
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
+            numbers["gradient_norm"] = norm if isinstance(norm, Tensor) else torch.tensor(float(norm))
             told = self._checked(numbers)
             self.optimiser.step()
             self.optimiser.zero_grad()
@@ -189,8 +203,7 @@ class _Learner:
         for plugin in run.plugins:
             if isinstance(plugin, AfterStep):
                 plugin.after_step(run)
-        eps = 0.0 if attack is None else _eps_of(attack)
-        row = {"rate": rate, "eps": eps, **told, **run.told}
+        row = {"rate": rate, **_eps_in(attack), **told, **run.told}
         run.told.clear()
         run.metrics.add(run.step, row)
         self.accelerator.log(row, step=run.step)
@@ -237,8 +250,10 @@ class _Learner:
     def _checked(self, numbers: Mapping[str, Tensor]) -> dict[str, float]:
         """As plain numbers, means over all processes; a training whose loss is not a number ends here."""
         run = self.run
-        means = run.processes.mean(torch.stack([value.detach().float().cpu() for value in numbers.values()]))
-        told = dict(zip(numbers, means.tolist(), strict=True))
+        known = [value.detach().float().cpu() for value in numbers.values()]
+        *means, asked = run.processes.mean(torch.stack([*known, torch.tensor(float(self.asked()))])).tolist()
+        self.interrupted = asked > 0  # by any process: all must end at the same step
+        told = dict(zip(numbers, means, strict=True))
         scaled = run.recipe.train.precision == "fp16"  # whose scaler meets infinite gradients and leaves steps out
         wrong = [name for name, value in told.items() if not math.isfinite(value) and not (scaled and "norm" in name)]
         if wrong:
@@ -253,12 +268,12 @@ class _Learner:
         return told
 
 
-def _eps_of(attack: Attack) -> float:
-    inner = getattr(attack, "threat", None)
-    if inner is not None:
-        return float(inner.eps)
-    inner = getattr(attack, "attack", None) or next(iter(getattr(attack, "attacks", ())), None)
-    return math.nan if inner is None else _eps_of(inner)
+def _eps_in(attack: Attack | None) -> dict[str, float]:
+    """The budget of this step, for the log; nothing for an attack that has none."""
+    if attack is None:
+        return {"eps": 0.0}
+    budgets = [threat.eps for threat in threats_in(attack)]
+    return {"eps": max(budgets)} if budgets else {}
 
 
 @contextmanager
@@ -277,20 +292,33 @@ def _full_precision(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _deployed(run: Run) -> Iterator[None]:
+    """The model as it would be used: in full precision, with averaged weights if there are any."""
     with ExitStack() as stack:
+        stack.enter_context(_full_precision(run.model))
         for plugin in run.plugins:
             if isinstance(plugin, ChangesEvaluation):
                 stack.enter_context(plugin.evaluated(run))
         yield
 
 
-def _close_epoch(run: Run, optimiser: Any, accelerator: Accelerator) -> None:
-    """Validate, keep the best weights, let plug-ins look at the epoch."""
+def _open_epoch(run: Run) -> None:
+    with _full_precision(run.model):
+        for plugin in run.plugins:
+            if isinstance(plugin, BeforeEpoch):
+                plugin.before_epoch(run)
+
+
+def _close_epoch(run: Run, accelerator: Accelerator) -> None:
+    """Let plug-ins look at the epoch, validate, keep the best weights."""
     epoch = run.epoch
     average_statistics(run.model, run.processes)
-    for plugin in run.plugins:
-        if isinstance(plugin, AfterEpoch):
-            plugin.after_epoch(run)
+    with _full_precision(run.model):
+        for plugin in run.plugins:
+            if isinstance(plugin, AfterEpoch):
+                plugin.after_epoch(run)
+    asked = float(run.processes.mean(torch.tensor(float(bool(run.stopped)))))  # a plug-in may have, in one process only
+    if asked > 0 and not run.stopped:
+        run.stopped = "another process asked for it"
     validation = run.recipe.validation
     row: dict[str, float] = dict(run.told)
     if (epoch + 1) % validation.every == 0 or epoch + 1 == run.epochs or run.stopped:
@@ -320,6 +348,8 @@ def _write_weights(run: Run, name: str, already_deployed: bool = False) -> None:
 
 
 def _save(run: Run, optimiser: Any, accelerator: Accelerator) -> None:
+    statistics = statistics_of_all(run.model, run.processes)
+    run.metrics.save(run.step)
     if run.processes.is_main:
         plugins = {name: plugin.state() for name, plugin in run.recipe.plugins if isinstance(plugin, Remembering)}
         best = run.best
@@ -329,17 +359,18 @@ def _save(run: Run, optimiser: Any, accelerator: Accelerator) -> None:
             "optimiser": optimiser.state_dict(),
             "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else {},
             "plugins": plugins,
+            "statistics": statistics,
             "best": None if best is None else [best.clean, best.robust, best.n],
             "best_epoch": run.best_epoch,
             "stopped": run.stopped,
         }
         write_state(run.folder, state)
-    run.metrics.save(run.step)
     run.processes.wait()
 
 
 def _restore(run: Run, optimiser: Any, accelerator: Accelerator, state: Mapping[str, Any]) -> None:
     run.model.load_state_dict(state["model"])
+    restore_statistics(run.model, run.processes, state["statistics"])
     optimiser.load_state_dict(state["optimiser"])
     if accelerator.scaler is not None and state["scaler"]:
         accelerator.scaler.load_state_dict(state["scaler"])

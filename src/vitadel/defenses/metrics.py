@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line per step and per epoch, never ahead of the checkpoint and never twice."""
+"""metrics.jsonl: one line per step and per epoch, none missing and none twice, however often a training is killed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vitadel.runtime.rundir import write_atomically
+from vitadel.runtime.rundir import append, write_atomically
 
 __all__ = ["Metrics"]
 
 
 @dataclass
 class Metrics:
-    """Lines wait in memory until the checkpoint that they belong to is safe; `path` None keeps them from the disk."""
+    """Lines wait in memory for the checkpoint that they belong to; `path` None keeps them from the disk."""
 
     path: Path | None
     saved: int = 0  # the step of the last checkpoint
@@ -34,8 +34,8 @@ class Metrics:
         self.waiting.append(json.dumps({"step": step, **row}) + "\n")
 
     def save(self, step: int) -> None:
+        """To be called before the checkpoint is written: a line too many can be taken back, one too few not."""
         if self.path is not None:
-            with self.path.open("a") as file:
-                file.writelines(self.waiting)
+            append(self.path, "".join(self.waiting))
         self.waiting.clear()
         self.saved = step

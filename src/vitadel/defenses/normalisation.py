@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+
+from accelerate.utils import gather_object
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitadel.runtime.processes import Processes
 
-__all__ = ["average_statistics", "whose_statistics"]
+__all__ = ["average_statistics", "restore_statistics", "statistics_of_all", "whose_statistics"]
 
 
 def _batch_norms(model: nn.Module) -> list[_BatchNorm]:
@@ -22,6 +25,20 @@ def average_statistics(model: nn.Module, processes: Processes) -> None:
         for running in (norm.running_mean, norm.running_var):
             if running is not None:
                 running.copy_(processes.mean(running))
+
+
+def statistics_of_all(model: nn.Module, processes: Processes) -> list[list[Tensor]]:
+    """Every process's own, for a checkpoint in the middle of an epoch."""
+    own = [buffer.detach().cpu().clone() for norm in _batch_norms(model) for buffer in norm.buffers()]
+    everyone: list[list[Tensor]] = gather_object([own]) if processes.count > 1 else [own]
+    return everyone
+
+
+def restore_statistics(model: nn.Module, processes: Processes, everyone: Sequence[Sequence[Tensor]]) -> None:
+    """Each process takes its own again; with another number of processes those of the first."""
+    own = everyone[processes.rank if len(everyone) == processes.count else 0]
+    for buffer, value in zip((b for norm in _batch_norms(model) for b in norm.buffers()), own, strict=True):
+        buffer.copy_(value)
 
 
 def whose_statistics(model: nn.Module, processes: Processes, attack_mode: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from vitadel.errors import Mistake
 from vitadel.version import __version__
 
-__all__ = ["RunFolder", "open_run", "write_atomically", "write_json"]
+__all__ = ["RunFolder", "append", "open_run", "write_atomically", "write_json"]
 
 _COMMAND = "command.json"
 _PARTIAL = "partial"
@@ -39,6 +39,15 @@ def write_atomically(path: Path, content: bytes) -> None:
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
+    except OSError as error:
+        raise _disk_trouble(path, error) from error
+
+
+def append(path: Path, text: str) -> None:
+    """Add to a file; what a kill leaves half written is for the reader to recognise."""
+    try:
+        with path.open("a") as file:
+            file.write(text)
     except OSError as error:
         raise _disk_trouble(path, error) from error
 
