@@ -97,8 +97,8 @@ def card(name: str, entry: Entry, results: dict[str, Any], training: dict[str, A
         robust = "" if held_out["robust"] is None else f", robust {100 * held_out['robust']:.1f} %"
         course = (
             f"\n- {training['steps']} steps of {training['images_per_step']} images; the best of "
-            f"{training['epochs']} epochs was number {training['best_epoch'] + 1}, by {held_out['n']} held-out training images "
-            f"(clean {100 * held_out['clean']:.1f} %{robust})."
+            f"{training['epochs']} epochs was number {training['best_epoch'] + 1}, by {held_out['n']} held-out "
+            f"training images (clean {100 * held_out['clean']:.1f} %{robust})."
         )
     return f"""# zoo:{name}
 
