@@ -78,6 +78,16 @@ def test_faults_end_with_exit_code_two_and_no_traceback(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("place", ["objective: {use: subprocess.Popen, %s}", "plugins: {subprocess.Popen: {%s}}"])
+def test_a_check_runs_no_command_that_a_recipe_names(tmp_path, place):
+    (tmp_path / "mine.yaml").write_text("extends: shapes/trades\n" + place % "args: [touch, done]" + "\n")
+    words = [sys.executable, "-m", "vitadel", "recipes", "check", "mine.yaml"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "'subprocess.Popen' is not a dataclass" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+
+
 def test_list_tells_every_recipe_with_its_rows(monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
     listed = vitadel("list", "recipes")

@@ -153,6 +153,16 @@ def test_settings_and_models_it_cannot_take():
         AttentionScaling().prepare(wrap(TinyNet()))
     with pytest.raises(Mistake, match=r"got VisionTransformer; use vitadel.wrap"):
         AttentionScaling().prepare(make_vit("vit"))
+    with pytest.raises(Mistake, match="pace=inf"):
+        AttentionScaling(pace=float("inf"))
+    for refuse in (AttentionScaling().check_model, AttentionScaling().prepare):
+        with pytest.raises(Mistake, match="VisionTransformer has no softmax attention to scale"):
+            refuse(wrap(make_vit("vit", depth=0)))
+    with pytest.raises(Mistake, match="no anatomy known"):
+        AttentionScaling().check_model(wrap(TinyNet()))
+    fine = wrap(make_vit("vit"))
+    AttentionScaling().check_model(fine)
+    assert fine.attention_factors is None
     plugin, run, _ = scaled_run()
     run.batches.clear()
     run.epoch = 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -62,6 +64,20 @@ def test_a_seed_decides_everything_and_pixels_have_the_models_size(section):
     assert (first.dtype, first.shape) == (torch.uint8, (3, 8, 8))
     assert torch.equal(first, varied(RAMP, 5))
     assert any(not torch.equal(first, varied(RAMP, seed)) for seed in range(6, 12))
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        Augmentation(crop="resized", colour_jitter=0.4, flip=0.5, rotation=2, erasing=0.5),
+        Augmentation(crop="pad", rand_augment="rand-m9-mstd0.5-inc1", erasing=0.25),
+    ],
+)
+def test_worker_processes_get_the_same_by_pickle(section):
+    varied = augment(section, Preprocess(8))
+    sent = pickle.loads(pickle.dumps(varied))
+    for seed in range(8):
+        assert torch.equal(sent(RAMP, seed), varied(RAMP, seed))
 
 
 def test_mixing_makes_probabilities_of_labels():

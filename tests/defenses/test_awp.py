@@ -142,5 +142,8 @@ def test_it_waits_for_its_epoch():
 
 
 def test_gamma_must_be_positive():
-    with pytest.raises(Mistake, match="must be positive, got 0"):
-        AWP(gamma=0)
+    for gamma in (0, -0.01, float("inf"), float("nan")):
+        with pytest.raises(Mistake, match=f"must be positive and finite, got {gamma:g}"):
+            AWP(gamma=gamma)
+    with pytest.raises(Mistake, match="at least 0, got -1"):
+        AWP(from_epoch=-1)

@@ -10,8 +10,10 @@ import timm
 import torch
 
 from vitadel.attacks import PGD
+from vitadel.backbones.record import create_backbone
+from vitadel.defenses import checking
 from vitadel.defenses.building import Faulty, Recipe, build_check, build_recipe, check_recipe
-from vitadel.defenses.checking import model_fault
+from vitadel.defenses.checking import check_tracker, sketched_model
 from vitadel.defenses.components import component_names
 from vitadel.defenses.recipes import compose, merge, recipe_text, shipped_recipes
 from vitadel.errors import Mistake
@@ -113,7 +115,7 @@ def test_sections_speak_for_themselves():
         ({"data": {"extra": "npz"}}, r"data.extra: 'npz' names no path; write npz:FILE"),
         ({"data": {"test": "cifar10:files"}}, r"data.test: 'cifar10:files': cifar10 takes no path"),
         ({"data": {"train": "cifar10", "test": None}}, r"data.train: 'cifar10' means the test .*write cifar10@train"),
-        ({"data": {"test": "shapes@train"}}, r"data.test: 'shapes@train' is what the model is trained on"),
+        ({"data": {"test": "shapes@train"}}, r"data.train: 'shapes@train' are the images of data.test.*trained on"),
         ({"augmentation": {"rand_augment": "strong"}}, r"augmentation.rand_augment: timm cannot read 'strong'"),
         ({"threat": {"norm": "l7"}}, r"threat: "),
         ({"objective": {"use": "tradez"}}, r"objective: there is no objective 'tradez'.*did you mean trades"),
@@ -125,12 +127,27 @@ def test_sections_speak_for_themselves():
         ({"objective": {"attack": "aas+pgd-10"}}, r"objective.attack: .*the plug-in attention_scaling"),
         ({"objective": {"use": "no.such.Thing"}}, r"objective: 'no.such.Thing': importing 'no.such' failed"),
         ({"objective": {"use": "collections.Orderly"}}, r"objective: .*has no class 'Orderly'"),
-        ({"plugins": {"collections.OrderedDict": {}}}, r"plugins.collections.OrderedDict: .*does not tell"),
-        ({"plugins": {"fractions.Fraction": {}}}, r"plugins.fractions.Fraction: is not a plug-in"),
+        ({"plugins": {"collections.OrderedDict": {}}}, r"plugins: 'collections.OrderedDict' is not a dataclass"),
+        ({"plugins": {"vitadel.runtime.processes.Processes": {}}}, r"plugins: 'vitadel.*Processes' is not a plug-in: "),
+        ({"objective": {"use": "vitadel.runtime.draws.Draws"}}, r"objective: .*no __call__ and no attack; it needs"),
+        ({"objective": {"use": "vitadel.attacks.pgd.PGD"}}, r"objective: .*is not an objective: it has no attack; it"),
+        ({"plugins": {"weight-average": {}, "weight_average": {}}}, r"plugins.weight_average: is the same .*'weight-"),
         ({"plugins": {"awp": {"gamma": -1}}}, r"plugins.awp: gamma"),
         ({"plugins": {"awp": 0.01}}, r"plugins.awp: should be keys with values, got 0.01"),
         ({"optimiser": {"name": "adamww"}}, r"optimiser.name: timm has no optimiser 'adamww'.*did you mean adamw"),
         ({"validation": {"attack": "pdg-10"}}, r"validation.attack: unknown attack 'pdg-10'"),
+        ({"validation": {"attack": "aas+pgd-10"}}, r"validation.attack: 'aas\+pgd-10' first studies the model"),
+        ({"train": {"tracker": "tensorbord"}}, r"train.tracker: there is no tracker.*did you mean tensorboard"),
+        ({"plugins": {"epsilon-warmup": {"first": 5 / 255}}}, r"plugins.epsilon_warmup: .*start at 5/255"),
+        ({"plugins": {"random_dropping": {}}, "objective": {"attack": "apgd-ce"}}, r"plugins.random_dropping: .*PGD"),
+        ({"augmentation": {"mixup": 0.8}, "train": {"batch_size": 10, "accumulation": 2}},
+         r"train.batch_size: mixup and cutmix mix images in pairs.*gives 5"),
+        ({"augmentation": {"cutmix": 1.0}, "train": {"batch_size": 3}}, r"train.batch_size: mixup and cutmix.*gives 3"),
+        ({"train": {"batch_size": 10, "accumulation": 3}}, r"train.batch_size: a batch of 10 .* into 3 equal parts"),
+        ({"data": {"extra": "npz:x.npz", "extra_share": 0.01}, "train": {"batch_size": 16}},
+         r"data.extra_share: .*no image would come from data.extra"),
+        ({"data": {"extra": "npz:x.npz", "extra_share": 0.99}, "train": {"batch_size": 16}},
+         r"data.extra_share: .*every image would come from data.extra"),
         ({"train": {"epochs": True}}, r"train.epochs: should be a valid integer, got True"),
     ],
     ids=str,
@@ -180,6 +197,239 @@ def test_classes_of_the_users_own_by_dotted_path(tmp_path, monkeypatch):
     assert fault == "objective: has no 'wait'; it takes attack, weight; did you mean weight?"
 
 
+DANGEROUS = """
+from dataclasses import dataclass
+from pathlib import Path
+
+class Plain:
+    def __init__(self, **settings):
+        Path("done").touch()
+    attack = None
+    def __call__(self, model, x, z, y): ...
+    def after_step(self, run): ...
+
+@dataclass
+class Shapeless:
+    setting: int = 1
+    def __post_init__(self):
+        Path("done").touch()
+
+@dataclass
+class Failing:
+    thing: Path | None = None
+    other: "no type at all" = None
+    attack: object = None
+    def __post_init__(self):
+        raise ZeroDivisionError("not today")
+    def __call__(self, model, x, z, y): ...
+    def check_objective(self, objective, threat): ...
+    def after_step(self, run): ...
+
+@dataclass
+class FailingLater:
+    function: object = 1
+    path: int = 1
+    def check_objective(self, objective, threat):
+        raise KeyError("what")
+    def after_step(self, run): ...
+
+@dataclass
+class FailingLast:
+    def check_model(self, model):
+        raise OSError("no model for me")
+    def after_step(self, run): ...
+
+class Odd: ...
+
+@dataclass
+class Odder:
+    odd: Odd | None = None
+    def after_step(self, run): ...
+"""
+
+
+@pytest.fixture
+def dangerous(tmp_path, monkeypatch):
+    (tmp_path / "dangerous_parts.py").write_text(DANGEROUS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_nothing_is_called_that_is_no_objective_and_no_plugin(dangerous):
+    command = {"args": ["touch", "done"]}
+    for name, settings in (
+        ("subprocess.Popen", command),
+        ("dangerous_parts.Plain", {}),
+        ("dangerous_parts.Shapeless", {}),
+    ):
+        (objective,) = faults(objective={"use": name, **settings})
+        (plugin,) = faults(plugins={name: settings})
+        assert re.search(r"is not (a dataclass|an objective)", objective)
+        assert re.search(r"is not a (dataclass|plug-in)", plugin)
+    assert not (dangerous / "done").exists()
+
+
+def test_whatever_the_users_classes_raise_is_a_fault_among_others(dangerous):
+    found = faults(
+        objective={"use": "dangerous_parts.Failing"}, plugins={"dangerous_parts.Failing": {}, "awp": {"gamma": -1}}
+    )
+    failed = "it failed with ZeroDivisionError: not today"
+    assert found[0] == f"objective: {failed}"
+    assert found[1].startswith("plugins.awp: gamma")
+    assert found[2] == f"plugins.dangerous_parts.Failing: {failed}"
+    (fault,) = faults(plugins={"dangerous_parts.FailingLater": {"function": 2, "path": 3}})
+    assert fault == "plugins.dangerous_parts.FailingLater: it failed with KeyError: 'what'"
+
+
+def test_a_users_check_of_the_model_is_heard(dangerous):
+    (fault,) = check_faults(plugins={"dangerous_parts.FailingLast": {}})
+    assert fault == "plugins.dangerous_parts.FailingLast: it failed with OSError: no model for me"
+
+
+def test_settings_of_types_that_nobody_knows_are_handed_on(dangerous):
+    recipe = built(plugins={"dangerous_parts.Odder": {"odd": {"a": 1}}})
+    assert recipe.plugins[-1][1].odd == {"a": 1}  # type: ignore[attr-defined]
+
+
+def test_a_module_that_ends_the_program_is_a_fault(tmp_path, monkeypatch):
+    (tmp_path / "ending_script.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    (fault,) = faults(objective={"use": "ending_script.Thing"})
+    assert "importing 'ending_script' failed: SystemExit: 3" in fault
+
+
+def test_trackers(monkeypatch):
+    for good in ("none", "all", "tensorboard"):
+        check_tracker(good)
+    monkeypatch.setattr(checking, "get_available_trackers", list)
+    with pytest.raises(Mistake, match="'wandb' is not installed; install it, or take one of none"):
+        check_tracker("wandb")
+    check_tracker("none")
+
+
+NAN, INF = float("nan"), float("inf")
+OUTSIDE = {
+    "model": {"drop_path": [-0.1, 1.0, NAN], "input_size": [0], "small_images": [0]},
+    "data": {"workers": [-1], "easier_epochs": [-1], "extra_share": [0, 1, NAN], "held_out": [-1], "limit": [0]},
+    "augmentation": {
+        "mixup": [-1, INF, NAN], "cutmix": [-1, INF], "colour_jitter": [-0.1, NAN], "padding": [-1], "rotation": [-1],
+        "scale": [[0, 1], [-1, 1], [0.5, INF], [0.5, 0.4]], "ratio": [[0, 1], [1, NAN], [2, 1]], "flip": [1.1, NAN],
+        "erasing": [-0.1], "mix_probability": [2], "mix_switch": [-1], "repeats": [0],
+    },
+    "threat": {"eps": [NAN, INF, -0.1, 2]},
+    "optimiser": {
+        "rate": [0, -1, INF, NAN], "rate_batch": [0, -1], "weight_decay": [-0.1, INF], "clip": [0, -1, INF, NAN],
+        "betas": [[0.9, 1], [-0.1, 0.9], [NAN, 0.9]], "eps": [0, -1, INF], "momentum": [-0.1, 1, NAN],
+    },
+    "schedule": {
+        "warm_up": [-1, INF], "warm_up_rate": [-1, NAN], "final_rate": [-1], "cool_down": [-1], "peak": [0, 1, NAN],
+        "milestones": [[0, 1], [3, 2], [2, 2], [NAN], [5]], "factor": [0, INF],
+    },
+    "train": {
+        "epochs": [0], "batch_size": [0], "accumulation": [0], "checkpoint_every": [0], "seed": [-1, 2**62 + 1],
+    },
+    "validation": {"every": [0], "limit": [0, -5]},
+    "audit": {"limit": [0], "batch_size": [0]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [(section, key, value) for section, keys in OUTSIDE.items() for key, values in keys.items() for value in values],
+)
+def test_numbers_outside_of_their_range_are_told(section, key, value):
+    shape = {"shape": "steps"} if key == "milestones" and value != [5] else {}
+    found = [fault for fault in faults(**{section: {key: value, **shape}}) if fault.startswith(f"{section}: ")]
+    assert len(found) == 1
+    assert key in found[0]
+
+
+def test_numbers_at_the_edge_of_their_range_are_good():
+    recipe = built(
+        model={"drop_path": 0.99},
+        augmentation={"scale": [1, 1], "padding": 0},
+        optimiser={"betas": [0, 0.999], "momentum": 0, "weight_decay": 0, "clip": 1e-9},
+        schedule={"shape": "steps", "milestones": [1, 2.5]},
+        train={"seed": 2**62, "batch_size": 1},
+        validation={"every": 1, "limit": None},
+        audit={"limit": None},
+    )
+    assert recipe.train.seed == 2**62
+
+
+def test_all_numbers_of_a_section_are_told_together():
+    (fault,) = faults(optimiser={"rate": 0, "clip": -1.5, "betas": [0.9, 1.0]})
+    assert fault == (
+        "optimiser: rate must be a finite number above 0, got 0.0; "
+        "betas must be at least 0 and below 1, got [0.9, 1.0]; clip must be a finite number above 0, got -1.5"
+    )
+
+
+def test_a_cycle_takes_no_warm_up():
+    (fault,) = faults(schedule={"shape": "cyclic", "warm_up": 2})
+    assert fault.startswith("schedule: 'cyclic' rises by itself and would ignore warm_up, got 2")
+    built(schedule={"shape": "cyclic", "warm_up": 0})
+
+
+def test_mixing_of_pairs_is_good():
+    built(augmentation={"mixup": 0.8}, train={"batch_size": 12, "accumulation": 3})
+    built(train={"batch_size": 15, "accumulation": 3})  # odd, but nothing is mixed
+    built(data={"extra": "npz:x.npz", "extra_share": 0.04}, train={"batch_size": 16})
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"validation": "shapes(size=16)@test", "test": "shapes(size=16)"}, "data.validation: .*selected on them"),
+        ({"extra": "shapes(size=16)@test", "test": "shapes(size=16)"}, "data.extra: .*trained on them"),
+        ({"easier": "shapes ( size = 16.0 ) @test", "easier_epochs": 1, "test": "shapes(size=16)"}, "data.easier: "),
+        ({"validation": "shapes(texture=8/255,size=32)", "test": "shapes(size=32,texture=8/255)@test"}, "data.valid"),
+        ({"validation": "shapes(size=32)", "test": "shapes@test"}, "data.validation: "),
+        ({"validation": "CIFAR10", "test": "cifar10@test"}, "data.validation: "),
+        ({"validation": "dtd@validation", "test": "dtd@val"}, "data.validation: "),
+        ({"extra": "npz:./a/../x.npz", "test": "npz:x.npz@test"}, "data.extra: "),
+        ({"validation": "imagenet:dir@val", "test": "imagenet:dir"}, "data.validation: "),
+        ({"train": "folder:dir", "test": "folder:dir@test"}, "data.train: "),
+        ({"train": "shapes(colour=red)@train"}, "data.train: shapes has no setting 'colour'"),
+    ],
+    ids=str,
+)
+def test_test_images_are_for_testing_however_they_are_written(data, said):
+    found = faults(data=data)
+    assert len(found) == 1
+    assert re.match(said, found[0]), found
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"validation": "shapes(size=16)@test", "test": "shapes(size=24)"},
+        {"validation": "shapes(seed=1)@test", "test": "shapes@test"},
+        {"validation": "flowers102@val", "train": "flowers102@train", "test": "flowers102"},
+        {"extra": "npz:x.npz", "test": "npz:y.npz"},
+        {"extra": "svhn@extra", "train": "svhn@train", "test": "svhn"},
+        {"train": "imagenet:dir@train", "test": "imagenet:dir"},
+    ],
+    ids=str,
+)
+def test_other_images_are_not_test_images(data):
+    built(data=data)
+
+
+def test_folders_are_the_same_if_their_images_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "val"):
+        (tmp_path / "set" / split / "cat").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("set")
+    apart = {"train": "folder:set@train", "test": "folder:set@val"}
+    built(data=apart)
+    for validation in ("folder:set", "folder:set/val", "folder:./set@validation", "folder:link@val"):
+        (fault,) = faults(data={**apart, "validation": validation})
+        assert fault.startswith("data.validation: ")
+    (tmp_path / "set" / "test" / "cat").mkdir(parents=True)
+    built(data={**apart, "validation": "folder:set"})  # which now means another split
+
+
 def test_names_are_found_by_walking():
     assert {"adversarial", "mart", "standard", "trades"} <= set(component_names("objectives"))
     assert "terms" not in component_names("objectives")
@@ -201,6 +451,32 @@ def test_models_that_cannot_be_built_are_told():
     assert "cannot be cut" in fault
 
 
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"num_heads": 0}, {"depth": -1}, {"embed_dim": 7}, {"patch_size": 0}, {"img_size": "2020-01-01"}, {"depth": 2.5}],
+    ids=str,
+)
+def test_arguments_that_make_no_sense_to_timm_are_told(kwargs):
+    (fault,) = check_faults(model={"kwargs": kwargs})
+    assert fault.startswith("model: 'vit_tiny_patch16_224' cannot be ")
+    assert "\n" not in fault
+
+
+@pytest.mark.parametrize("kwargs", [{"num_heads": 0}, {"depth": -1}])
+def test_such_arguments_are_mistakes_when_the_model_is_made_too(kwargs):
+    with pytest.raises(Mistake, match="cannot be built with"):
+        create_backbone("vit_tiny_patch16_224", 10, kwargs)
+
+
+def test_plugins_that_do_not_go_with_the_model_are_told_together():
+    document = GOOD | {"model": {"name": "resnet18"}, "plugins": {"attention_scaling": {}, "random_dropping": {}}}
+    with pytest.raises(Faulty) as caught:
+        build_check(build_recipe(document, "toy"), "toy")
+    scaling, dropping = caught.value.faults
+    assert scaling.startswith("plugins.attention_scaling: no anatomy known")
+    assert dropping.startswith("plugins.random_dropping: no anatomy known")
+
+
 def test_numbers_of_classes_must_agree():
     (fault,) = check_faults(data={"train": "cifar10@train", "test": "cifar100@test"})
     assert fault == "data: the numbers of classes do not agree: train 10, test 100"
@@ -209,7 +485,7 @@ def test_numbers_of_classes_must_agree():
 
 
 def test_a_zoo_model_with_another_head_is_good():
-    assert model_fault('{"name": "zoo:shapes-standard", "num_classes": 100}') is None
+    assert sketched_model('{"name": "zoo:shapes-standard", "num_classes": 100}').record.num_classes == 100
 
 
 TABLE = """

@@ -11,9 +11,19 @@ from training_toys import FakeTraining
 from vitadel.attacks import PGD, Linf
 from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.wrappers import Restarts
+from vitadel.defenses.objectives.adversarial import Adversarial
+from vitadel.defenses.objectives.standard import Standard
 from vitadel.defenses.plugins.epsilon_warmup import EpsilonWarmup
 from vitadel.defenses.shapes import ChangesAttack
 from vitadel.errors import Mistake
+
+
+class Budgetless:
+    def __call__(self, model, x, y, draws=None):
+        return x
+
+    def passes(self):
+        return 0, 0
 
 
 @pytest.mark.parametrize(
@@ -60,6 +70,28 @@ def test_lengths_that_make_no_sense(settings):
 def test_unknown_shape():
     with pytest.raises(Mistake, match=r"'square'.*linear, sine"):
         EpsilonWarmup(3, shape="square")
+
+
+@pytest.mark.parametrize("first", [-1 / 255, float("inf"), float("nan")])
+def test_a_first_budget_that_makes_no_sense(first):
+    with pytest.raises(Mistake, match="must be at least 0"):
+        EpsilonWarmup(3, first=first)
+
+
+def test_a_first_budget_above_the_full_one_is_told_before_and_in_training():
+    attack = PGD(Linf(4 / 255), steps=1)
+    warm_up = EpsilonWarmup(3, first=5 / 255)
+    with pytest.raises(Mistake, match=r"to 4/255 cannot start at 5/255"):
+        warm_up.check_objective(Adversarial(attack), Linf(4 / 255))
+    with pytest.raises(Mistake, match=r"to 4/255 cannot start at 5/255"):
+        warm_up.change_attack(FakeTraining(nn.Identity(), threat=Linf(4 / 255)), attack)
+    warm_up.check_objective(Adversarial(attack), Linf(5 / 255))
+    warm_up.check_objective(Standard(), Linf(5 / 255))
+
+
+def test_an_attack_without_a_budget_is_told():
+    with pytest.raises(Mistake, match="eps of Budgetless cannot be changed"):
+        EpsilonWarmup(3).check_objective(Adversarial(Budgetless()), Linf(4 / 255))
 
 
 def test_a_warm_up_may_start_above_zero():

@@ -16,7 +16,10 @@ from vitadel.attacks.goals import FromClean
 from vitadel.attacks.steppers import Momentum, Steepest
 from vitadel.attacks.threats import L2
 from vitadel.attacks.wrappers import Restarts
+from vitadel.backbones.classifier import wrap
 from vitadel.defenses.attacking import at_eps, craft
+from vitadel.defenses.objectives.adversarial import Adversarial
+from vitadel.defenses.objectives.standard import Standard
 from vitadel.defenses.plugins.random_dropping import (
     RandomDropping,
     _Dropping,
@@ -229,5 +232,18 @@ def test_what_it_cannot_change():
     parallel = make_vit("vit", block_fn=timm.models.vision_transformer.ParallelScalingBlock)
     with pytest.raises(Mistake, match="ParallelScalingBlock computes attention and MLP at once"):
         changed(0.5, parallel)(parallel, *batch())
-    with pytest.raises(Mistake, match="positive number of epochs"):
-        RandomDropping(epochs=0)
+    for epochs in (0, float("inf"), float("nan")):
+        with pytest.raises(Mistake, match="positive number of epochs"):
+            RandomDropping(epochs=epochs)
+
+
+def test_what_it_cannot_change_is_told_before_training():
+    with pytest.raises(Mistake, match="training attack is Restarts"):
+        RandomDropping().check_objective(Adversarial(Restarts(ATTACK, 2)), ATTACK.threat)
+    RandomDropping().check_objective(Adversarial(ATTACK), ATTACK.threat)
+    RandomDropping().check_objective(Standard(), ATTACK.threat)
+    parallel = wrap(make_vit("vit", block_fn=timm.models.vision_transformer.ParallelScalingBlock))
+    with pytest.raises(Mistake, match="ParallelScalingBlock computes attention and MLP at once"):
+        RandomDropping().check_model(parallel)
+    RandomDropping(attention=False).check_model(parallel)
+    RandomDropping().check_model(wrap(make_vit("vit")))

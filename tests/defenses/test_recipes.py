@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 import vitadel
-from vitadel.defenses.recipes import TEXTS, compose, merge, recipe_text, rows, shipped_recipes, source, texts
+from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, merge, recipe_text, rows, shipped_recipes, source, texts
 from vitadel.errors import Mistake
 
 SHELF = Path(vitadel.__file__).parent / "recipes"
@@ -198,6 +199,8 @@ def test_settings_of_a_users_own_class_can_be_overridden(write):
         ("epochs=3", r"did you mean train\.epochs"),
         ("train.epochs", "write key=value"),
         ("train.epochs=[3", "not readable as YAML"),
+        ("audit.attacks=&x [*x]", "contains itself"),
+        ("model.kwargs={depth: 1, depth: 2}", "'depth' twice"),
     ],
 )
 def test_overrides_that_make_no_sense_are_told(write, override, said):
@@ -215,6 +218,13 @@ def test_all_unknown_overrides_are_told_together(write):
     [
         ("train: {epochs: 3\n", "not readable as YAML"),
         ("train: {epochs: 3, epochs: 4}\n", "'epochs' twice"),
+        ("train: {? [a, b] : 3}\n", "not readable as YAML.*unhashable key"),
+        ("? {a: b}\n: 3\n", "not readable as YAML.*unhashable key"),
+        ("about: x\na: &x [*x]\n", "recipe 'mine.yaml' has something that contains itself in line 2"),
+        ("a: &x {b: [*x]}\n", "contains itself"),
+        ("a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("train: {epochs: 2020-99-99}\n", "not readable as YAML"),
+        ("train: {epochs: !!bool perhaps}\n", "not readable as YAML"),
         ("- 1\n- 2\n", "not a document of keys"),
         ("", "not a document of keys"),
         ("extends: [base.yaml]\n", "extends takes the name of one recipe"),
@@ -223,8 +233,12 @@ def test_all_unknown_overrides_are_told_together(write):
     ],
 )
 def test_files_that_make_no_sense_are_told(write, text, said):
-    with pytest.raises(Mistake, match=said):
+    with pytest.raises(Mistake, match=re.compile(said, re.DOTALL)):
         compose(write(text))
+
+
+def test_what_is_named_twice_without_containing_itself_is_good(write):
+    assert compose(write("model: {kwargs: &x {depth: 2}}\ntrain: *x\n"))["train"] == {"depth": 2}
 
 
 def test_what_is_written_reads_back_as_the_same(write):
@@ -267,6 +281,30 @@ def test_the_tables_of_the_papers_have_their_rows():
     assert len(rows("light/augmentation")) == 2 * 8
     assert len(rows("light/weight-decay")) == 2 * 7
     assert rows("light/epsilon-warmup") == ["0", "5", "10", "20", "30"]
+    assert rows("light/components") == ["deit-s", "xcit-s12", "+warm-up", "+augmentation", "+weight-decay"]
+
+
+def test_the_parts_of_the_light_recipe_add_up_to_it():
+    whole, parts = compose("light/imagenet", "s12-4"), compose("light/components", "+weight-decay")
+    for section in set(SECTIONS) - {"augmentation"}:
+        assert parts.get(section) == whole.get(section), section
+    off = {"rand_augment": None, "mixup": 0, "cutmix": 0, "erasing": 0}
+    assert parts["augmentation"] == whole["augmentation"] | off
+    before = compose("light/components", "+augmentation")
+    assert before["optimiser"] == whole["optimiser"] | {"weight_decay": 0.05}
+    assert "plugins" not in compose("light/components", "xcit-s12")
+
+
+def test_numbers_of_the_papers():
+    scratch = compose("light/cifar10-scratch", "real")
+    assert scratch["train"]["epochs"] + scratch["schedule"]["cool_down"] == 300
+    for row in ("caltech101", "flowers102"):
+        document = compose("light/finetune", row)
+        assert document["train"]["batch_size"] == 64
+        assert document["optimiser"]["rate_batch"] == 512
+    assert compose("light/finetune", "cifar10")["train"]["batch_size"] == 512
+    for folder, step in (("shapes", 8), ("cifar10-tiny", 5), ("imagenette-tiny", 5)):
+        assert compose(f"{folder}/mart")["objective"]["attack"] == f"pgd-2(step={step}/255,noise=0.001)"
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

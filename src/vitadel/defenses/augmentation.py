@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -66,16 +67,22 @@ def augment(section: Augmentation, preprocess: Preprocess) -> Augment:
     steps.append(_as_pixels)
     if section.erasing:
         steps.append(v2.RandomErasing(section.erasing, value=list(colour)))
+    return _Varied(tuple(steps))
 
-    def varied(image: Image.Image, seed: int) -> Tensor:
+
+@dataclass(frozen=True)
+class _Varied:
+    """One step after the other. A class, as worker processes that are spawned get theirs pickled."""
+
+    steps: tuple[Callable[..., object], ...]
+
+    def __call__(self, image: Image.Image, seed: int) -> Tensor:
         seed_everything(seed)
         result: object = image
-        for step in steps:
+        for step in self.steps:
             result = step(result)
         assert isinstance(result, Tensor)
         return result
-
-    return varied
 
 
 def _as_picture(image: Image.Image | Tensor) -> Image.Image:

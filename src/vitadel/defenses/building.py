@@ -5,24 +5,28 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol, TypeVar, cast, get_args, get_type_hints, runtime_checkable
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from vitadel.attacks.names import make, split_attack_list
+from vitadel.backbones.classifier import Classifier
 from vitadel.data.spec import DATA_KINDS
-from vitadel.defenses import shapes
 from vitadel.defenses.checking import (
+    check_extra_share,
     check_model_name,
     check_optimiser,
+    check_parts,
     check_rand_augment,
+    check_tracker,
     class_count,
-    model_fault,
     read_data_spec,
+    sketched_model,
 )
 from vitadel.defenses.components import component_names, find_component
 from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, rows, section_types
+from vitadel.defenses.same_images import same_images
 from vitadel.defenses.sections import (
     AuditSection,
     Augmentation,
@@ -36,22 +40,29 @@ from vitadel.defenses.sections import (
 )
 from vitadel.defenses.shapes import Objective, Plugin
 from vitadel.errors import Mistake, nearest_names
-from vitadel.types import Attack, Calibrated
+from vitadel.types import Attack, Calibrated, Threat
 
-__all__ = ["Faulty", "Recipe", "build_check", "build_recipe", "check_recipe"]
+__all__ = ["ChecksModel", "ChecksObjective", "Faulty", "Recipe", "build_check", "build_recipe", "check_recipe"]
 
 Made = TypeVar("Made")
 
 _NEEDED = ("model", "data", "objective", "train")
-_PLUGIN_SHAPES = (
-    shapes.BeforeEpoch,
-    shapes.AfterEpoch,
-    shapes.ChangesAttack,
-    shapes.AroundStep,
-    shapes.AfterStep,
-    shapes.ChangesEvaluation,
-    shapes.Prepares,
-)
+
+
+@runtime_checkable
+class ChecksObjective(Protocol):
+    """A plug-in that can tell from the recipe alone that it does not go with the rest of it."""
+
+    def check_objective(self, objective: Objective, threat: Threat) -> None:
+        """A `Mistake` if it cannot work with this objective and its attack, or this budget."""
+        ...
+
+
+@runtime_checkable
+class ChecksModel(Protocol):
+    def check_model(self, model: Classifier) -> None:
+        """A `Mistake` if it cannot work with this model, which has no weights and is not to be changed."""
+        ...
 
 
 class Faulty(Mistake):
@@ -96,13 +107,27 @@ class _Faults:
     def all(self) -> list[str]:
         return [*self.unknown, *self.missing, *self.wrong]
 
-    def attempt(self, path: str, function: Callable[..., Made], *arguments: object, **named: object) -> Made | None:
+    def attempt(self, path: str, function: Callable[..., Made], /, *arguments: object, **named: object) -> Made | None:
         """What the call gives, or its mistake noted under `path`."""
         try:
             return function(*arguments, **named)
         except Mistake as mistake:
             self.wrong.append(f"{path}: {mistake}")
             return None
+
+
+def _guarded(function: Callable[..., Made]) -> Callable[..., Made]:
+    """For classes that may be the user's: whatever they raise is a mistake to be told with the others."""
+
+    def guarded(*arguments: object, **named: object) -> Made:
+        try:
+            return function(*arguments, **named)
+        except Mistake:
+            raise
+        except Exception as error:
+            raise Mistake(f"it failed with {type(error).__name__}: {error}") from error
+
+    return guarded
 
 
 def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
@@ -132,6 +157,11 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     objective = _objective(document.get("objective"), threat, faults)
     plugins = _plugins(_mapping("plugins", document.get("plugins"), faults), threat, faults)
     _check_values(parts, threat, faults)
+    _check_together(parts, faults)
+    if objective is not None and isinstance(parts["threat"], ThreatSection):
+        for name, plugin in plugins:
+            if isinstance(plugin, ChecksObjective):
+                faults.attempt(f"plugins.{name}", _guarded(plugin.check_objective), objective, threat.threat())
     if faults.all():
         raise Faulty(where, faults.all())
     assert objective is not None
@@ -142,21 +172,23 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
 
 def build_check(recipe: Recipe, where: str) -> None:
     """Build the model as well, without memory for its weights, and send an image through it; nothing is trained."""
-    faults = []
+    faults = _Faults()
     counts = {name: class_count(spec) for name, spec in _specs(recipe.data).items()}
     known = {name: count for name, count in counts.items() if count is not None}
     if recipe.model.num_classes is not None:
         known["model.num_classes"] = recipe.model.num_classes
     if len(set(known.values())) > 1:
         told = ", ".join(f"{name} {count}" for name, count in known.items())
-        faults.append(f"data: the numbers of classes do not agree: {told}")
+        faults.wrong.append(f"data: the numbers of classes do not agree: {told}")
     else:
-        classes = next(iter(known.values()), 10)
-        fault = model_fault(json.dumps(asdict(replace(recipe.model, num_classes=classes))))
-        if fault:
-            faults.append(f"model: {fault}")
-    if faults:
-        raise Faulty(where, faults)
+        section = replace(recipe.model, num_classes=next(iter(known.values()), 10))
+        # As a text: what YAML reads as a date is no argument of any model, and is told as such.
+        model = faults.attempt("model", sketched_model, json.dumps(asdict(section), default=str))
+        for name, plugin in recipe.plugins if model is not None else ():
+            if isinstance(plugin, ChecksModel):
+                faults.attempt(f"plugins.{name}", _guarded(plugin.check_model), model)
+    if faults.all():
+        raise Faulty(where, faults.all())
 
 
 def check_recipe(name: str) -> str | None:
@@ -197,11 +229,7 @@ def _settled(
 ) -> Made | None:
     """`cls` called with the settings; None if any of them is a fault."""
     before = len(faults.all())
-    try:
-        parameters = inspect.signature(cls).parameters
-    except ValueError:  # only of classes that are not written in Python
-        faults.wrong.append(f"{path}: {cls} does not tell its settings; make it a dataclass")
-        return None
+    parameters = inspect.signature(cls).parameters
     hints = _hints(cls)
     for key in given:
         if key not in parameters:
@@ -214,14 +242,14 @@ def _settled(
     for key, value in given.items():
         if key in parameters:
             values[key] = _value(f"{path}.{key}", key, hints.get(key), value, faults, threat)
-    return faults.attempt(path, cls, **values) if len(faults.all()) == before else None
+    return faults.attempt(path, _guarded(cls), **values) if len(faults.all()) == before else None
 
 
 def _hints(cls: Any) -> dict[str, Any]:
     """Types of the settings; a class of the user's may have some that only exist for type checkers."""
     try:
-        return get_type_hints(cls if is_dataclass(cls) else cls.__init__)
-    except (NameError, AttributeError, TypeError):
+        return get_type_hints(cls)
+    except Exception:  # they are code, evaluated here
         return {}
 
 
@@ -235,6 +263,8 @@ def _value(path: str, key: str, hint: Any, value: Any, faults: _Faults, threat: 
     try:
         # Pydantic turns texts into numbers, which is welcome, and true into 1, which is not.
         return TypeAdapter(hint).validate_python(value, strict=isinstance(value, bool))
+    except PydanticUserError:  # a type that it knows nothing about, such as a class of the user's
+        return value
     except ValidationError as error:
         for fault in error.errors():
             place = "".join(f"[{part}]" for part in fault["loc"] if isinstance(part, int))
@@ -252,6 +282,7 @@ def _training_attack(path: str, name: object, threat: ThreatSection, faults: _Fa
             f"{path}: '{name}' first studies the model on other images, which an attack inside training cannot; "
             "training against scaled attention is the plug-in attention_scaling"
         )
+        return None
     return attack
 
 
@@ -274,26 +305,25 @@ def _objective(section: object, threat: ThreatSection, faults: _Faults) -> Objec
         faults.missing.append(f"objective: needs 'use', one of {', '.join(component_names('objectives'))}")
         return None
     cls = faults.attempt("objective", find_component, "objectives", name)
-    made = cls and _settled("objective", cls, given, faults, threat)
-    if made is not None and not (callable(made) and hasattr(made, "attack")):
-        faults.wrong.append(f"objective: '{name}' is not one: it cannot be called, or has no `attack`")
-    return cast(Objective | None, made)
+    return cast(Objective | None, cls and _settled("objective", cls, given, faults, threat))
 
 
 def _plugins(section: Mapping[str, Any], threat: ThreatSection, faults: _Faults) -> tuple[tuple[str, Plugin], ...]:
-    plugins: list[tuple[str, Plugin]] = []
+    plugins: dict[str, Plugin] = {}
+    spelled: dict[str, str] = {}
     for name, settings in section.items():
         path = f"plugins.{name}"
         given = _mapping(path, settings, faults)
+        plain = name.replace("-", "_")
+        if plain in spelled:
+            faults.wrong.append(f"{path}: is the same plug-in as '{spelled[plain]}'; keep one of them")
+            continue
+        spelled[plain] = name
         cls = faults.attempt("plugins", find_component, "plugins", name)
         made = cls and _settled(path, cls, given, faults, threat)
-        if made is None:
-            continue
-        if not isinstance(made, _PLUGIN_SHAPES):
-            hooks = "before_epoch, after_epoch, change_attack, around_step, after_step, evaluated, prepare"
-            faults.wrong.append(f"{path}: is not a plug-in: it has none of {hooks}")
-        plugins.append((name.replace("-", "_"), made))
-    return tuple(plugins)
+        if made is not None:
+            plugins[plain] = made
+    return tuple(plugins.items())
 
 
 # Values that only mean something elsewhere
@@ -301,8 +331,8 @@ def _plugins(section: Mapping[str, Any], threat: ThreatSection, faults: _Faults)
 
 def _check_values(parts: Mapping[str, Any], threat: ThreatSection, faults: _Faults) -> None:
     """Of the sections that could be built: whether what they name exists."""
-    model, data, audit = parts.get("model"), parts.get("data"), parts.get("audit")
-    augmentation, optimiser, validation = parts.get("augmentation"), parts.get("optimiser"), parts.get("validation")
+    model, data, train, audit = (parts.get(name) for name in ("model", "data", "train", "audit"))
+    augmentation, optimiser, validation = (parts.get(name) for name in ("augmentation", "optimiser", "validation"))
     if model is not None:
         faults.attempt("model.name", check_model_name, model.name)
     if data is not None:
@@ -311,10 +341,26 @@ def _check_values(parts: Mapping[str, Any], threat: ThreatSection, faults: _Faul
         faults.attempt("augmentation.rand_augment", check_rand_augment, augmentation.rand_augment)
     if optimiser is not None:
         faults.attempt("optimiser.name", check_optimiser, optimiser.name)
+    if train is not None:
+        faults.attempt("train.tracker", check_tracker, train.tracker)
     if validation is not None and validation.attack is not None:
-        _attack("validation.attack", validation.attack, threat, faults)
+        made: object = _attack("validation.attack", validation.attack, threat, faults)
+        if isinstance(made, Calibrated):
+            faults.wrong.append(
+                f"validation.attack: '{validation.attack}' first studies the model on other images, which validation "
+                "has no time for; it belongs into audit.attacks"
+            )
     for name in audit.attacks if audit is not None else ():
         _attack("audit.attacks", name, threat, faults)
+
+
+def _check_together(parts: Mapping[str, Any], faults: _Faults) -> None:
+    """Whether sections agree, of those that could be built."""
+    data, train, augmentation = parts.get("data"), parts.get("train"), parts.get("augmentation")
+    if train is not None and augmentation is not None:
+        faults.attempt("train.batch_size", check_parts, train, augmentation)
+    if train is not None and data is not None:
+        faults.attempt("data.extra_share", check_extra_share, data, train)
 
 
 def _specs(data: DataSection) -> dict[str, str]:
@@ -326,8 +372,15 @@ def _check_data(data: DataSection, faults: _Faults) -> None:
     requests = {
         name: faults.attempt(f"data.{name}", read_data_spec, spec, data.root) for name, spec in _specs(data).items()
     }
-    train = requests["train"]
+    train, test = requests["train"], requests.pop("test", None)
     if train is not None and train.split is None and ":" not in DATA_KINDS[train.kind].form:
         faults.wrong.append(f"data.train: '{train.spec}' means the test images; write {train.spec}@train")
-    elif data.train == data.test:
-        faults.wrong.append(f"data.test: '{data.test}' is what the model is trained on; choose another split")
+        del requests["train"]
+    for name, request in requests.items():
+        if request is None or test is None or not faults.attempt(f"data.{name}", same_images, request, test):
+            continue
+        use = "selected on" if name == "validation" else "trained on"
+        faults.wrong.append(
+            f"data.{name}: '{request.spec}' are the images of data.test, '{test.spec}': a model {use} them is not "
+            "tested by them; choose another split"
+        )

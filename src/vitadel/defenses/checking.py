@@ -9,21 +9,27 @@ from pathlib import Path
 import timm
 import timm.optim
 import torch
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType
 from timm.data import rand_augment_transform
 
+from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model, zoo_names
 from vitadel.backbones.record import near_models
 from vitadel.data.spec import DATA_KINDS, Request, parse_spec
-from vitadel.defenses.sections import ModelSection
+from vitadel.defenses.sections import Augmentation, DataSection, ModelSection, TrainSection
 from vitadel.errors import Mistake, nearest_names
 
 __all__ = [
+    "check_extra_share",
     "check_model_name",
     "check_optimiser",
+    "check_parts",
     "check_rand_augment",
+    "check_tracker",
     "class_count",
-    "model_fault",
     "read_data_spec",
+    "sketched_model",
 ]
 
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt")
@@ -73,6 +79,39 @@ def check_rand_augment(text: str) -> None:
         raise Mistake(f"timm cannot read '{text}' ({error!r}); write it like rand-m9-mstd0.5-inc1") from error
 
 
+def check_tracker(name: str) -> None:
+    known = [kind.value for kind in LoggerType]
+    if name not in ("none", *known):
+        raise Mistake(f"there is no tracker '{name}'; there is none, {', '.join(known)}{nearest_names(name, known)}")
+    installed = [kind.value for kind in get_available_trackers()]
+    if name not in ("none", "all", *installed):
+        raise Mistake(
+            f"'{name}' is not installed; install it, or take one of none{''.join(f', {other}' for other in installed)}"
+        )
+
+
+def check_parts(train: TrainSection, augmentation: Augmentation) -> None:
+    """Whether the batch can be cut as the recipe says; with several processes each part is cut further."""
+    size, over = divmod(train.batch_size, train.accumulation)
+    if over:
+        raise Mistake(f"a batch of {train.batch_size} images cannot be cut into {train.accumulation} equal parts")
+    if size % 2 and (augmentation.mixup or augmentation.cutmix):
+        raise Mistake(
+            f"mixup and cutmix mix images in pairs, so each part of a batch needs an even number of them; batch_size "
+            f"{train.batch_size} in {train.accumulation} of them (accumulation) gives {size}"
+        )
+
+
+def check_extra_share(data: DataSection, train: TrainSection) -> None:
+    extra = round(data.extra_share * train.batch_size)
+    if data.extra is not None and extra in (0, train.batch_size):
+        what = "no image" if extra == 0 else "every image"
+        raise Mistake(
+            f"with {data.extra_share:g} of a batch of {train.batch_size}, {what} would come from data.extra; choose "
+            "another share or a larger train.batch_size"
+        )
+
+
 def read_data_spec(spec: str, root: str | None) -> Request:
     """A data spec taken apart, if its kind is known and has the path that it needs; the data is not opened."""
     request = parse_spec(spec, root=Path(root or "data"), split=None, skip_bad=False)
@@ -93,10 +132,11 @@ def class_count(spec: str) -> int | None:
 
 
 @lru_cache(maxsize=64)
-def model_fault(section: str) -> str | None:
-    """Why the model of a section, given as JSON because rows of a table mostly share theirs, cannot be built.
+def sketched_model(section: str) -> Classifier | None:
+    """The model of a section, given as JSON because rows of a table mostly share theirs; a `Mistake` if there is none.
 
-    Weights are fresh and take no memory; a zoo model is loaded. Files and code of the user's are left for later.
+    Weights are fresh and take no memory; a zoo model is loaded. An image was sent through it. Not to be changed. None
+    for files and code of the user's, which are left for later.
     """
     model = ModelSection(**json.loads(section))
     from_zoo = model.name.startswith("zoo:")
@@ -119,7 +159,12 @@ def model_fault(section: str) -> str | None:
             )
             height, width = classifier.record.input_size or (224, 224)
             logits = classifier(torch.zeros(2, 3, height, width))
-    except (Mistake, RuntimeError) as error:
-        return str(error).splitlines()[0]
+    except Mistake as mistake:
+        raise Mistake(str(mistake).splitlines()[0]) from mistake
+    except Exception as error:  # arguments that make no sense fail inside timm's models in every way there is
+        reason = (str(error).splitlines() or [""])[0]
+        raise Mistake(f"'{model.name}' cannot be used as it is: {type(error).__name__}: {reason}") from error
     expected = (2, model.num_classes)
-    return None if logits.shape == expected else f"gives logits of shape {tuple(logits.shape)}, expected {expected}"
+    if logits.shape != expected:
+        raise Mistake(f"gives logits of shape {tuple(logits.shape)}, expected {expected}")
+    return classifier

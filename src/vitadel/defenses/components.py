@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pkgutil
 import sys
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from types import ModuleType
 
@@ -13,6 +14,7 @@ from vitadel.errors import Mistake, nearest_names
 __all__ = ["component_names", "find_component"]
 
 _WHAT = {"objectives": "objective", "plugins": "plug-in"}
+_HOOKS = ("before_epoch", "after_epoch", "change_attack", "around_step", "after_step", "evaluated", "prepare")
 
 
 def component_names(package: str) -> list[str]:
@@ -23,9 +25,15 @@ def component_names(package: str) -> list[str]:
 
 
 def find_component(package: str, name: str) -> type:
-    """The class of a name of ours, with dashes or underscores, or of a dotted path to one of the user's."""
+    """The class of a name of ours, with dashes or underscores, or of a dotted path to one of the user's.
+
+    A dotted path imports the module that it names. The class is looked at and not called: any class of any library
+    can be named so, and some do things when they are made.
+    """
     if "." in name:
-        return _users_class(name)
+        found = _users_class(name)
+        _check_shape(package, name, found)
+        return found
     known = component_names(package)
     module = name.replace("-", "_")
     if module not in known:
@@ -33,9 +41,9 @@ def find_component(package: str, name: str) -> type:
             f"there is no {_WHAT[package]} '{name}'; there is {', '.join(known)}{nearest_names(module, known) or '.'} "
             "One of your own is given as package.module.Class"
         )
-    found = _first_class(import_module(f"vitadel.defenses.{package}.{module}"))
-    assert found is not None
-    return found
+    ours = _first_class(import_module(f"vitadel.defenses.{package}.{module}"))
+    assert ours is not None
+    return ours
 
 
 def _first_class(module: ModuleType) -> type | None:
@@ -49,13 +57,26 @@ def _users_class(name: str) -> type:
     sys.path.insert(0, here)  # a console script, unlike `python -m`, does not look in the working folder
     try:
         module = import_module(module_name)
-    except Exception as error:  # the user's code may raise anything
+        found = getattr(module, class_name, None)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, and scripts end themselves
         raise Mistake(f"'{name}': importing '{module_name}' failed: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(here)
-    found = getattr(module, class_name, None)
     if not isinstance(found, type):
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
         near = nearest_names(class_name, classes)
         raise Mistake(f"'{name}': module '{module_name}' has no class '{class_name}'{near}")
     return found
+
+
+def _check_shape(package: str, name: str, cls: type) -> None:
+    if not is_dataclass(cls):
+        raise Mistake(f"'{name}' is not a dataclass, as every {_WHAT[package]} is: its fields are the settings")
+    has = {key for base in cls.__mro__ for key in vars(base)} | {field.name for field in fields(cls)}
+    if package == "objectives":
+        missing = [key for key in ("__call__", "attack") if key not in has]
+        if missing:
+            needs = "`__call__(model, x, z, y)` and `attack`, a field or property"
+            raise Mistake(f"'{name}' is not an objective: it has no {' and no '.join(missing)}; it needs {needs}")
+    elif not has.intersection(_HOOKS):
+        raise Mistake(f"'{name}' is not a plug-in: it has none of {', '.join(_HOOKS)}")

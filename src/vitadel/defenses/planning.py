@@ -58,7 +58,7 @@ def plan_training(shop: Workshop, processes: Processes) -> dict[str, Any]:
     steps = shop.stream.steps_per_epoch * epochs
     images = steps * recipe.train.batch_size / processes.count
     validated = len(shop.held_out.rows) * (-(-epochs // recipe.validation.every)) / processes.count
-    audited = 0 if recipe.data.test is None else (recipe.audit.limit or 0) / processes.count
+    audited = _audited(shop) / processes.count
     validating = forward + (at_most(recipe.validation.attack) if recipe.validation.attack else 0.0)
     parts: list[tuple[str, float, float]] = [  # what, images, seconds an image
         ("reading and augmentation", images, reading),
@@ -79,3 +79,11 @@ def plan_training(shop: Workshop, processes: Processes) -> dict[str, Any]:
         "rows": [{"name": name, "images": count, "seconds": count * each} for name, count, each in parts],
         "seconds": sum(count * each for _, count, each in parts),
     }
+
+
+def _audited(shop: Workshop) -> int:
+    """How many test images the audit at the end will see."""
+    if shop.test is None:
+        return 0
+    limit = shop.recipe.audit.limit
+    return len(shop.test) if limit is None else min(limit, len(shop.test))

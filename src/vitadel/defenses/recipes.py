@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, reduce
 from importlib import resources
@@ -176,29 +176,42 @@ def _text(file: Traversable, name: str) -> str:
 @lru_cache(maxsize=256)
 def _parsed(text: str, name: str) -> Mapping[str, Any]:
     """Cached, as a list of all recipes reads those that others extend again and again; not to be changed in place."""
-    try:
-        for key, line in _repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader)):
-            raise Mistake(f"recipe '{name}' has '{key}' twice in one place, again in line {line}; keep one of them")
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise Mistake(f"recipe '{name}' is not readable as YAML: {error}") from error
+    document = _read_yaml(text, f"recipe '{name}'")
     if not isinstance(document, dict):
         raise Mistake(f"recipe '{name}' is not a document of keys and values; see `vitadel recipes show shapes/pgd-at`")
     return {str(key): value if key in TEXTS else _with_numbers(value) for key, value in document.items()}
 
 
-def _repeated_keys(node: yaml.Node | None) -> Iterator[tuple[str, int]]:
-    """YAML's reader keeps the last of two equal keys without a word."""
+def _read_yaml(text: str, what: str) -> Any:
+    try:
+        _check_node(yaml.compose(text, Loader=yaml.SafeLoader), what)
+        return yaml.safe_load(text)
+    except Mistake:
+        raise
+    except RecursionError:
+        raise Mistake(f"{what} is nested too deeply to be read") from None
+    except Exception as error:  # values such as !!int x or 2020-99-99 raise whatever Python raises for them
+        raise Mistake(f"{what} is not readable as YAML: {error}") from error
+
+
+def _check_node(node: yaml.Node | None, what: str, around: tuple[yaml.Node, ...] = ()) -> None:
+    """Of two equal keys YAML's reader keeps the last without a word; lists that hold themselves it makes gladly."""
+    if any(node is outer for outer in around):
+        raise Mistake(f"{what} has something that contains itself in line {around[-1].start_mark.line + 1}")
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:
-            if key.value in seen:
-                yield key.value, key.start_mark.line + 1
-            seen.add(key.value)
-            yield from _repeated_keys(value)
+            if isinstance(key, yaml.ScalarNode):  # others are refused when the document is made
+                if key.value in seen:
+                    line = key.start_mark.line + 1
+                    raise Mistake(
+                        f"{what} has '{key.value}' twice in one place, again in line {line}; keep one of them"
+                    )
+                seen.add(key.value)
+            _check_node(value, what, (*around, node))
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            yield from _repeated_keys(value)
+            _check_node(value, what, (*around, node))
 
 
 def _with_numbers(value: Any) -> Any:
@@ -284,10 +297,7 @@ def _pairs(overrides: Sequence[str] | Mapping[str, object]) -> list[tuple[str, A
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise Mistake(f"'{text}' is no override; write key=value, e.g. train.epochs=3 or threat.eps=4/255")
-        try:
-            pairs.append((key.strip(), _with_numbers(yaml.safe_load(value))))
-        except yaml.YAMLError as error:
-            raise Mistake(f"the value of '{text}' is not readable as YAML: {error}") from error
+        pairs.append((key.strip(), _with_numbers(_read_yaml(value, f"the value of '{text}'"))))
     return pairs
 
 

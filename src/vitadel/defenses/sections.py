@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vitadel.attacks.threats import threat as make_threat
+from vitadel.defenses.ranges import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    BETWEEN,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Range,
+    check_ranges,
+)
 from vitadel.errors import Mistake
 from vitadel.types import Threat
 
@@ -20,6 +31,8 @@ __all__ = [
     "TrainSection",
     "Validation",
 ]
+
+_SEED = Range("a whole number from 0 to 2**62", lambda value: 0 <= value <= 2**62)
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,9 @@ class ModelSection:
     small_images: int | None = None
     drop_path: float = 0.0
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_ranges(self, drop_path=BELOW_ONE, input_size=AT_LEAST_ONE, small_images=AT_LEAST_ONE)
 
 
 @dataclass(frozen=True)
@@ -65,8 +81,14 @@ class DataSection:
     workers: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.extra_share < 1:
-            raise Mistake(f"extra_share must lie between 0 and 1, got {self.extra_share:g}")
+        check_ranges(
+            self,
+            extra_share=BETWEEN,
+            held_out=NOT_NEGATIVE,
+            limit=AT_LEAST_ONE,
+            easier_epochs=NOT_NEGATIVE,
+            workers=NOT_NEGATIVE,
+        )
         if (self.easier is None) != (self.easier_epochs == 0):
             raise Mistake("easier and easier_epochs belong together: a data spec, and for how many epochs it is used")
         if self.validation is None and self.held_out < 1:
@@ -74,8 +96,6 @@ class DataSection:
                 "there is nothing to select models on: give validation, a data spec, or held_out, a number of training "
                 "images to keep aside. The test set is never used for it."
             )
-        if self.validation is not None and self.validation == self.test:
-            raise Mistake(f"validation and test are both '{self.test}': a model selected on the test set is not tested")
 
 
 @dataclass(frozen=True)
@@ -103,11 +123,17 @@ class Augmentation:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("flip", "erasing", "mix_probability", "mix_switch"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise Mistake(f"{name} is a probability in [0, 1], got {getattr(self, name):g}")
-        if self.repeats < 1:
-            raise Mistake(f"repeats must be at least 1, got {self.repeats}")
+        check_ranges(
+            self,
+            **dict.fromkeys(("flip", "erasing", "mix_probability", "mix_switch"), SHARE),
+            **dict.fromkeys(("padding", "rotation", "colour_jitter", "mixup", "cutmix"), NOT_NEGATIVE),
+            **dict.fromkeys(("scale", "ratio"), POSITIVE),
+            repeats=AT_LEAST_ONE,
+        )
+        for name in ("scale", "ratio"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise Mistake(f"{name} must be two numbers, the smaller one first, got [{low:g}, {high:g}]")
 
 
 @dataclass(frozen=True)
@@ -118,6 +144,8 @@ class ThreatSection:
     norm: str = "linf"
 
     def __post_init__(self) -> None:
+        if not math.isfinite(self.eps):
+            raise Mistake(f"eps must be a finite number, got {self.eps}")
         self.threat()
 
     def threat(self) -> Threat:
@@ -127,8 +155,9 @@ class ThreatSection:
 @dataclass(frozen=True)
 class Optimiser:
     """`name` is one of timm's. `rate` is meant for batches of `rate_batch` images and scaled to the actual size, in
-    proportion ('linear') or with its root ('sqrt'); without `rate_batch` it is taken as it is. Biases, norms and what
-    the model names (positions, class token) are not decayed."""
+    proportion ('linear') or with its root ('sqrt'); without `rate_batch` it is taken as it is. schedule.warm_up_rate
+    and schedule.final_rate are meant for the same batches and scaled with it. Biases, norms and what the model names
+    (positions, class token) are not decayed."""
 
     name: str = "adamw"
     rate: float = 1e-3
@@ -140,12 +169,24 @@ class Optimiser:
     eps: float | None = None
     clip: float | None = None
 
+    def __post_init__(self) -> None:
+        check_ranges(
+            self,
+            rate=POSITIVE,
+            rate_batch=AT_LEAST_ONE,
+            weight_decay=NOT_NEGATIVE,
+            momentum=BELOW_ONE,
+            betas=BELOW_ONE,
+            eps=POSITIVE,
+            clip=POSITIVE,
+        )
+
 
 @dataclass(frozen=True)
 class Schedule:
     """How the rate changes, in epochs: up from `warm_up_rate` over `warm_up`, by `shape` down to `final_rate`, then
     `cool_down` epochs at it (on top of train.epochs). 'cyclic' rises from 0 to the rate at `peak` of the way and falls
-    to 0 again; 'steps' multiplies by `factor` at each of `milestones`."""
+    to 0 again, without a warm-up; 'steps' multiplies by `factor` at each of `milestones`."""
 
     shape: Literal["cosine", "cyclic", "steps", "constant"] = "cosine"
     warm_up: float = 0.0
@@ -155,6 +196,26 @@ class Schedule:
     peak: float = 0.5
     milestones: tuple[float, ...] = ()
     factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            self,
+            **dict.fromkeys(("warm_up", "warm_up_rate", "final_rate", "cool_down"), NOT_NEGATIVE),
+            peak=BETWEEN,
+            milestones=POSITIVE,
+            factor=POSITIVE,
+        )
+        if self.shape == "cyclic" and self.warm_up:
+            raise Mistake(
+                f"'cyclic' rises by itself and would ignore warm_up, got {self.warm_up:g}; set warm_up to 0, and peak "
+                "to where the rate is highest"
+            )
+        if (self.shape == "steps") != bool(self.milestones):
+            raise Mistake(
+                f"the shape 'steps' and milestones belong together, got '{self.shape}' and {list(self.milestones)}"
+            )
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise Mistake(f"milestones must be epochs in ascending order, got {list(self.milestones)}")
 
 
 @dataclass(frozen=True)
@@ -173,9 +234,8 @@ class TrainSection:
     tracker: str = "tensorboard"
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulation", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise Mistake(f"{name} must be at least 1, got {getattr(self, name)}")
+        counts = dict.fromkeys(("epochs", "batch_size", "accumulation", "checkpoint_every"), AT_LEAST_ONE)
+        check_ranges(self, **counts, seed=_SEED)
 
 
 @dataclass(frozen=True)
@@ -187,6 +247,9 @@ class Validation:
     every: int = 1
     limit: int | None = 500
 
+    def __post_init__(self) -> None:
+        check_ranges(self, every=AT_LEAST_ONE, limit=AT_LEAST_ONE)
+
 
 @dataclass(frozen=True)
 class AuditSection:
@@ -195,3 +258,6 @@ class AuditSection:
     attacks: tuple[str, ...] = ("pgd-20", "apgd-ce")
     limit: int | None = 500
     batch_size: int = 128
+
+    def __post_init__(self) -> None:
+        check_ranges(self, limit=AT_LEAST_ONE, batch_size=AT_LEAST_ONE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -39,15 +40,23 @@ class AttentionScaling:
     def __post_init__(self) -> None:
         if self.distance not in DISTANCES:
             raise Mistake(f"unknown distance {self.distance!r}; allowed: {', '.join(DISTANCES)}")
-        if min(self.gap, self.images, self.steps) < 1 or self.pace <= 0:
+        if min(self.gap, self.images, self.steps) < 1 or not 0 < self.pace < math.inf:
             raise Mistake(
                 "attention scaling needs gap, images and steps of at least 1 and a positive pace, got "
                 f"gap={self.gap}, images={self.images}, steps={self.steps}, pace={self.pace:g}"
             )
 
+    def check_model(self, model: Classifier) -> None:
+        if not attentions_of(model):
+            raise Mistake(
+                f"{type(model.backbone).__name__} has no softmax attention to scale; train another model, or without "
+                "attention_scaling"
+            )
+
     def prepare(self, model: nn.Module) -> None:
         """Give the model its factors, all 1 unless it has some: before optimisers, averages and processes see it."""
         classifier = _classifier(model)
+        self.check_model(classifier)
         if classifier.attention_factors is None:
             classifier.set_attention_factors([1.0] * len(attentions_of(classifier)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +28,12 @@ class AWP:
     from_epoch: int = 0
 
     def __post_init__(self) -> None:
-        if self.gamma <= 0:
-            raise Mistake(f"gamma, how far AWP moves each weight tensor, must be positive, got {self.gamma:g}")
+        if not 0 < self.gamma < math.inf:
+            raise Mistake(
+                f"gamma, how far AWP moves each weight tensor, must be positive and finite, got {self.gamma:g}"
+            )
+        if self.from_epoch < 0:
+            raise Mistake(f"from_epoch, the first epoch of AWP, must be at least 0, got {self.from_epoch}")
 
     @contextmanager
     def around_step(self, run: Training, losses: Losses) -> Iterator[None]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from vitadel.amounts import amount_text
 from vitadel.defenses.attacking import at_eps
-from vitadel.defenses.shapes import Training
+from vitadel.defenses.shapes import Objective, Training
 from vitadel.errors import Mistake
-from vitadel.types import Attack
+from vitadel.types import Attack, Threat
 
 __all__ = ["EpsilonWarmup"]
 
@@ -38,6 +39,19 @@ class EpsilonWarmup:
                 "an epsilon warm-up needs at least 1 epoch and fewer zero_epochs than epochs, got "
                 f"epochs={self.epochs}, zero_epochs={self.zero_epochs}"
             )
+        if not 0 <= self.first < math.inf:
+            raise Mistake(f"first, the budget that the warm-up starts at, must be at least 0, got {self.first:g}")
+
+    def check_objective(self, objective: Objective, threat: Threat) -> None:
+        self._check_budget(threat.eps)
+        if objective.attack is not None:
+            at_eps(objective.attack, threat.eps)  # tells if there is no budget in it that could grow
+
+    def _check_budget(self, full: float) -> None:
+        if self.first > full:
+            raise Mistake(
+                f"a warm-up to {amount_text(full)} cannot start at {amount_text(self.first)}; choose a smaller `first`"
+            )
 
     def eps_at(self, epoch: int, full: float) -> float:
         """The budget of an epoch; `full` itself, not a rounded neighbour, once the warm-up is over."""
@@ -50,8 +64,7 @@ class EpsilonWarmup:
 
     def change_attack(self, run: Training, attack: Attack) -> Attack | None:
         full = run.threat.eps
-        if not 0 <= self.first <= full:
-            raise Mistake(f"an epsilon warm-up to {full:g} cannot start at {self.first:g}")
+        self._check_budget(full)
         eps = self.eps_at(run.epoch, full)
         run.log({"eps": eps})
         if eps == full:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from vitadel.attacks.pgd import PGD
 from vitadel.backbones.anatomy import attentions_of, blocks_of
-from vitadel.defenses.shapes import Training
+from vitadel.backbones.classifier import Classifier
+from vitadel.defenses.shapes import Objective, Training
 from vitadel.errors import Mistake
 from vitadel.instrument.grid import patch_grid
 from vitadel.instrument.hooks import Edge, hooked
@@ -40,17 +42,21 @@ class RandomDropping:
     _grid: tuple[int, int] | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.epochs <= 0:
+        if not 0 < self.epochs < math.inf:
             raise Mistake(f"random dropping needs a positive number of epochs, got {self.epochs:g}")
+
+    def check_objective(self, objective: Objective, threat: Threat) -> None:
+        if objective.attack is not None:
+            _as_pgd(objective.attack)
+
+    def check_model(self, model: Classifier) -> None:
+        if self.attention:
+            _branches(model)
 
     def change_attack(self, run: Training, attack: Attack) -> Attack:
         keep = min(run.step / run.steps_per_epoch / self.epochs, 1.0)
         run.log({"kept": keep})
-        if not isinstance(attack, PGD):
-            raise Mistake(
-                f"random dropping changes the steps of PGD, and the training attack is {type(attack).__name__}; "
-                "give the objective an attack such as pgd-10, without prefixes and restarts"
-            )
+        attack = _as_pgd(attack)
         if keep == 1:
             return attack
         dropping = _Dropping(Draws.of_samples(run.seed, [run.step]).stream("random dropping"), keep, attack.steps)
@@ -67,6 +73,15 @@ class RandomDropping:
             x, _ = next(iter(run.training_images(1)))
             self._grid = patch_grid(run.model, x)
         return self._grid
+
+
+def _as_pgd(attack: Attack) -> PGD:
+    if not isinstance(attack, PGD):
+        raise Mistake(
+            f"random dropping changes the steps of PGD, and the training attack is {type(attack).__name__}; "
+            "give the objective an attack such as pgd-10, without prefixes and restarts"
+        )
+    return attack
 
 
 @dataclass(frozen=True)
