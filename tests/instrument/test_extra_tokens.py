@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vitadel.errors import Mistake
 from vitadel.instrument import attention_maps, block_features, extra_tokens, scaled_attention
+from vitadel.instrument.tokens import own_tokens, token_width
 from vits import VITS, make_vit, pixels, precise_vit
 
 ABLE = [name for name, tiny in VITS.items() if tiny.family in ("vit", "eva")]
@@ -135,7 +136,110 @@ def test_families_without_a_place_for_them_say_why(name: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("shape", [(24,), (1, 23), (2, 1, 24), (1, 1, 1, 24)])
+@pytest.mark.parametrize("name", ABSOLUTE)
+@fused_or_not
+def test_appended_tokens_do_the_same_at_the_other_end(name: str, fused: bool) -> None:
+    model, x = make_vit(name, fused), pixels(name)
+    tokens = some_tokens().float()
+    net: Any = model
+    seen: list[Tensor] = []
+    with torch.no_grad(), extra_tokens(model, tokens):
+        logits, features = model(x), net.forward_features(x)
+    with (
+        torch.no_grad(),
+        extra_tokens(model, tokens, placement="append"),
+        net.blocks[0].register_forward_pre_hook(lambda _module, args: seen.append(args[0])),
+    ):
+        torch.testing.assert_close(model(x), logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(net.forward_features(x), features, rtol=0, atol=1e-5)
+    assert torch.equal(seen[0][:, -3:], tokens.expand(2, -1, -1))
+
+
+@pytest.mark.parametrize("name", ["eva02", "dinov3"])
+def test_rotating_models_refuse_appended_tokens(name: str) -> None:
+    message = r"cannot be appended to Eva: it rotates .* Use placement 'prefix'"
+    with pytest.raises(Mistake, match=message), extra_tokens(make_vit(name), torch.ones(1, 24), placement="append"):
+        pass
+
+
+def test_without_rotation_that_family_takes_them_at_the_end_too() -> None:
+    model, x = precise_vit("eva02", use_rot_pos_emb=False)
+    with extra_tokens(model, some_tokens()):
+        expected = model(x)
+    with extra_tokens(model, some_tokens(), placement="append"):
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-11)
+
+
+def test_an_unknown_place() -> None:
+    with (
+        pytest.raises(Mistake, match=r"'prefx'; did you mean prefix\? Known: prefix, append"),
+        extra_tokens(make_vit("vit"), torch.ones(1, 24), placement="prefx"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["vit", "eva02"])
+def test_one_set_of_tokens_per_image(name: str) -> None:
+    model, x = precise_vit(name)
+    sets = some_tokens(6).view(2, 3, 24)
+    expected = []
+    for tokens, image in zip(sets, x, strict=True):
+        with extra_tokens(model, tokens):
+            expected.append(model(image[None]))
+    with extra_tokens(model, sets):
+        torch.testing.assert_close(model(x), torch.cat(expected), rtol=0, atol=1e-11)
+    with (
+        pytest.raises(Mistake, match="2 sets of tokens given for 3 images"),
+        extra_tokens(model, sets),
+    ):
+        model(x[[0, 1, 0]])
+
+
+def test_no_image_at_all() -> None:
+    model, x = make_vit("vit"), pixels("vit")
+    for tokens in (torch.ones(3, 24), torch.ones(0, 3, 24)):
+        with extra_tokens(model, tokens):
+            assert model(x[:0]).shape == (0, 5)
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2_registers", "siglip"])
+def test_own_tokens_are_what_is_left_without_the_extra_ones(name: str) -> None:
+    """Checked by the tokens' places: each block's input is what the last one returned."""
+    model, x = precise_vit(name)
+    first = VITS[name].prefix
+    with block_features(model) as features, attention_maps(model) as maps, own_tokens(model) as own:
+        model(x)
+        assert torch.equal(own(features[0]), features[0])
+        assert own.extra == 0
+        count = features[0].shape[1]
+        with extra_tokens(model, some_tokens(2), placement="append"), extra_tokens(model, some_tokens(3)):
+            model(x)
+        places = [*range(first), *range(first + 3, count + 3)]
+        assert own.extra == 5
+        for each in features:
+            assert each.shape[1] == count + 5
+            assert torch.equal(own(each), each[:, places])
+        whole = maps[0]  # of the first block, not of a pooling attention
+        assert torch.equal(own(own(whole, 2), 3), whole[:, :, places][:, :, :, places])
+        model(x)  # the blocks have ended
+        assert torch.equal(own(features[0]), features[0])
+
+
+def test_own_tokens_of_families_without_extra_ones() -> None:
+    model, x = make_vit("swin"), pixels("swin")
+    with block_features(model) as features, own_tokens(model) as own:
+        model(x)
+    assert all(torch.equal(own(each), each) for each in features)
+
+
+def test_the_width_of_tokens() -> None:
+    assert token_width(make_vit("vit")) == 24
+    assert token_width(make_vit("eva02", embed_dim=36)) == 36
+    with pytest.raises(Mistake, match="no meaning for family 'swin'"):
+        token_width(make_vit("swin"))
+
+
+@pytest.mark.parametrize("shape", [(24,), (1, 23), (2, 1, 23), (1, 1, 1, 24)])
 def test_wrong_shapes(shape: tuple[int, ...]) -> None:
     with (
         pytest.raises(Mistake, match=r"takes \(R, 24\) or \(1, R, 24\)"),

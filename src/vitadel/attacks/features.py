@@ -19,16 +19,55 @@ from vitadel.backbones.anatomy import backbone_of, prefix_tokens_of
 from vitadel.backbones.checks import check_pixels
 from vitadel.errors import Mistake, nearest_names
 from vitadel.instrument.features import block_features
+from vitadel.instrument.tokens import own_tokens
 from vitadel.runtime.draws import Draws
 from vitadel.types import Aim, Attack, Threat
 
-__all__ = ["AXES", "AwayFromFeatures", "FeatureAttack", "features"]
+__all__ = ["AXES", "AwayFromFeatures", "FeatureAttack", "feature_cosine", "features", "final_features"]
 
-AXES = {"token": 2, "channel": 1}
-"""What a cosine runs along in (batch, tokens, channels): `token` compares tokens, `channel` compares channels."""
+AXES = ("token", "channel", "flat")
+"""What a cosine compares in (batch, tokens, channels): each token, each channel over all tokens, or all at once."""
 
 _IMAGENET_STD = (0.229, 0.224, 0.225)
 _ROUNDING = 1e-4  # in grey levels: a whole number of them, in float32, may lie this far below
+
+
+def feature_cosine(features: Tensor, reference: Tensor, axis: str = "token") -> Tensor:
+    """The mean cosine of two sets of features, one per image: (batch, tokens, channels), or (batch, channels) pooled.
+
+    `axis` "token" compares each token with its other self, the natural reading of the paper's Eq. 1; "channel" each
+    channel over all tokens, which is what the released code computes; "flat" all numbers of an image at once.
+    """
+    _check_axis(axis)
+    if features.shape != reference.shape:
+        raise Mistake(
+            f"features of shapes {tuple(features.shape)} and {tuple(reference.shape)} cannot be compared: take both "
+            "from models of one width, on images of one size."
+        )
+    here, there = (each[:, None] if each.dim() == 2 else each for each in (features, reference))
+    if axis == "channel" and here.shape[1] == 1:
+        raise Mistake(
+            "axis 'channel' compares channels over tokens, but these features are one token per image: the class "
+            "token alone (class attention), or pooled. Use axis=token, or choose earlier blocks."
+        )
+    if axis == "flat":
+        here, there = (each.flatten(1)[:, None] for each in (here, there))
+    return F.cosine_similarity(here, there, dim=1 if axis == "channel" else 2).mean(1)
+
+
+def final_features(model: nn.Module, x: Tensor) -> Tensor:
+    """Class and patch tokens after the final norm, (batch, tokens, channels), with their graph.
+
+    Registers and the tokens of `extra_tokens` are left out. Models that pool the mean of their tokens norm it
+    afterwards: their features are those of the last block.
+    """
+    (last,) = AwayFromFeatures(normed=True).features(model, x)[1]
+    return last
+
+
+def _check_axis(axis: str) -> None:
+    if axis not in AXES:
+        raise Mistake(f"unknown axis {axis!r}{nearest_names(axis, AXES) or '.'} Known: {', '.join(AXES)}.")
 
 
 @dataclass(frozen=True)
@@ -41,10 +80,7 @@ class _FeatureAim:
 
     def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         logits, features = self.goal.features(self.model, z)
-        dim = AXES[self.goal.axis]
-        alike = [
-            F.cosine_similarity(here, there, dim=dim).mean(1) for here, there in zip(features, self.clean, strict=True)
-        ]
+        alike = [feature_cosine(here, there, self.goal.axis) for here, there in zip(features, self.clean, strict=True)]
         change = (z - self.x).square().flatten(1).mean(1)
         # An empty sum, exactly zero: who counts gradients at the model's output would not see this one otherwise.
         nothing = logits[:, :0].sum(1)
@@ -66,11 +102,10 @@ class AwayFromFeatures:
     """Minimise the cosine to the clean features plus `weight` times the mean squared change of the pixels (Eq. 4; its
     printed minus is a slip: text and released code agree on plus).
 
-    Features are class and patch tokens, registers aside, of the blocks numbered by `blocks`; with `normed`, after the
-    model's final norm, as in the paper. `axis` "token" takes the cosine of each token with its clean self, "channel"
-    that of each channel over all tokens, which is what the released code computes; then the mean. At the clean image
-    the cosine is 1 and has no gradient, so a search must not start there. Where `judged_as` makes another image of
-    (z, x), that one is asked for verdicts, in a pass of its own.
+    Features are class and patch tokens, registers and extra tokens aside, of the blocks numbered by `blocks`; with
+    `normed`, after the model's final norm, as in the paper. `axis` is that of `feature_cosine`. At the clean image the
+    cosine is 1 and has no gradient, so a search must not start there. Where `judged_as` makes another image of (z, x),
+    that one is asked for verdicts, in a pass of its own.
     """
 
     axis: str = "token"
@@ -80,10 +115,7 @@ class AwayFromFeatures:
     judged_as: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if self.axis not in AXES:
-            raise Mistake(
-                f"unknown axis {self.axis!r}{nearest_names(self.axis, AXES) or '.'} Known: {', '.join(AXES)}."
-            )
+        _check_axis(self.axis)
         if not self.blocks:
             raise Mistake("features need at least one block to look at; give block numbers such as (-1,)")
 
@@ -94,18 +126,14 @@ class AwayFromFeatures:
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         with torch.no_grad():
             _, clean = self.features(model, x)
-        if self.axis == "channel" and any(each.shape[1] == 1 for each in clean):
-            raise Mistake(
-                "axis 'channel' compares channels over tokens, but a chosen block returns the class token alone "
-                "(class attention). Use axis=token, or choose earlier blocks."
-            )
         return _FeatureAim(model, x, y, tuple(clean), self)
 
     def features(self, model: nn.Module, z: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Logits, and the chosen blocks' features as (batch, tokens, channels), from one pass."""
-        with block_features(model, self.blocks) as seen:
+        with block_features(model, self.blocks) as seen, own_tokens(model) as own:
             logits: Tensor = model(z)
-            return logits, [_tokens(model, _after_norm(model, each) if self.normed else each) for each in seen]
+        streams = [own(each) for each in seen]
+        return logits, [_tokens(model, _after_norm(model, each) if self.normed else each) for each in streams]
 
 
 def _after_norm(model: nn.Module, features: Tensor) -> Tensor:
@@ -117,7 +145,7 @@ def _after_norm(model: nn.Module, features: Tensor) -> Tensor:
             f"{f'one of width {width[-1]}' if isinstance(norm, nn.Module) else 'none'}. Use the last blocks only, or "
             "normed=false."
         )
-    out: Tensor = norm(features)
+    out: Tensor = norm.forward(features)  # without its hooks: a block of `extra_tokens` would drop tokens once more
     return out
 
 

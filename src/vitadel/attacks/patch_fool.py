@@ -22,6 +22,7 @@ from vitadel.attacks.threats import L2, Linf
 from vitadel.errors import Mistake, nearest_names
 from vitadel.instrument.attention import attention_maps
 from vitadel.instrument.hooks import frozen
+from vitadel.instrument.tokens import OwnTokens, own_tokens
 from vitadel.runtime.draws import Draws
 from vitadel.types import Attack, Step, Threat
 
@@ -32,9 +33,13 @@ _MILD: dict[str, type[Linf] | type[L2]] = {"linf": Linf, "l2": L2}
 _NOTHING = 1e-300  # below every squared length of a gradient that is not zero
 
 
-def token_maps(maps: Sequence[Tensor], tokens: int, batch: int) -> list[Tensor]:
-    """Of all attention maps those between the tokens of the first block: (batch, heads, tokens, tokens)."""
-    fitting = [each for each in maps if (len(each), *each.shape[2:]) == (batch, tokens, tokens)]
+def token_maps(maps: Sequence[Tensor], tokens: int, batch: int, own: OwnTokens) -> list[Tensor]:
+    """Of all attention maps those between the tokens of the first block: (batch, heads, queries, tokens).
+
+    Extra tokens attend like all others, and are no place to look at.
+    """
+    all_tokens = tokens + own.extra
+    fitting = [own(each, 3) for each in maps if (len(each), *each.shape[2:]) == (batch, all_tokens, all_tokens)]
     if not fitting:
         raise Mistake(
             "Patch-Fool follows the attention between patches, and this model has none: none of its "
@@ -177,9 +182,9 @@ class PatchFool:
                 leaf = x.clone().requires_grad_()
                 scores = cut(gradient(cross_entropy(model(leaf), y), leaf).abs(), grid.side).sum(2)
         else:
-            with torch.no_grad(), attention_maps(model) as maps:
+            with torch.no_grad(), attention_maps(model) as maps, own_tokens(model) as own:
                 model(x)
-                fitting = token_maps(maps, grid.tokens, len(x))
+                fitting = token_maps(maps, grid.tokens, len(x), own)
             scores = fitting[min(self.layer, len(fitting) - 1)].float().mean((1, 2))[:, grid.prefix :]
         return scores.argsort(dim=1, descending=True, stable=True)[:, : self.patches]
 
@@ -210,9 +215,9 @@ class PatchFool:
         """(who is fooled and leaves, where to go): one forward pass, one whole backward pass and one for each layer."""
         leaf = z.detach().clone().requires_grad_()
         # Backward inside the block: a model that recomputes its forward pass there must do so as it ran first.
-        with torch.enable_grad(), attention_maps(model) as maps:
+        with torch.enable_grad(), attention_maps(model) as maps, own_tokens(model) as own:
             logits = model(leaf)
-            terms = self._attention_terms(maps, scene)
+            terms = self._attention_terms(maps, scene, own)
             # After the terms: asking the deployed model behind a surrogate replaces the maps.
             wrong = fooled(model, leaf.detach(), logits, scene.y)
             if self.paper:
@@ -224,8 +229,8 @@ class PatchFool:
         drawn = [without_conflict(grad * scene.area, main, squared=not self.paper) for grad in sideways]
         return wrong, main + self.alpha * sum(drawn, torch.zeros_like(main))
 
-    def _attention_terms(self, maps: Sequence[Tensor], scene: _Scene) -> list[Tensor]:
-        fitting = token_maps(maps, scene.grid.tokens, len(scene.x))
+    def _attention_terms(self, maps: Sequence[Tensor], scene: _Scene, own: OwnTokens) -> list[Tensor]:
+        fitting = token_maps(maps, scene.grid.tokens, len(scene.x), own)
         # For 12 layers 1 to 5, counted from 0; a model of two or three layers has its second one take part.
         layers = fitting[1 : max(len(fitting) // 2, 2)]
         targets = scene.grid.prefix + (scene.picked[:, :1] if self.paper else scene.picked)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vitadel.backbones.anatomy import family_of
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.load import load_model
+from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
 from vitadel.data.checks import BadSample, check_labels
 from vitadel.data.preprocess import Preprocess
@@ -91,7 +92,9 @@ def open_subject(
     if isinstance(model, str):
         classifier, model_spec = load_model(model, **(model_options or {})), model
     else:
-        classifier = model if isinstance(model, Classifier) else wrap(model)
+        # What has a record takes pixels already, as a classifier with robustness tokens does.
+        recorded = isinstance(getattr(model, "record", None), ModelRecord)
+        classifier = cast(Classifier, model) if recorded else wrap(model)
         model_spec = classifier.record.name
     if isinstance(data, str):
         source = open_dataset(data, root=data_root, skip_bad=skip_bad)

@@ -1,9 +1,11 @@
-"""Run a model with extra prefix tokens, as robustness tokens do (Pulfer et al., ECCV 2024)."""
+"""Run a model with tokens beside its own, as robustness tokens do (Pulfer et al., ECCV 2024)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,45 +16,124 @@ from vitadel.backbones.anatomy import (
     anatomy_of,
     attentions_of,
     backbone_of,
+    blocks_of,
     family_of,
     prefix_tokens_of,
 )
-from vitadel.errors import Mistake
+from vitadel.errors import Mistake, nearest_names
 from vitadel.instrument.hooks import Edge, Lens, hooked
 
-__all__ = ["extra_tokens"]
+__all__ = ["PLACEMENTS", "OwnTokens", "check_placement", "extra_tokens", "own_tokens", "token_width"]
+
+PLACEMENTS = ("prefix", "append")
+"""After the class and register tokens, or at the end of the sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Span:
+    """How many tokens one `extra_tokens` block put behind the prefix, and how many at the end."""
+
+    before: int
+    behind: int
+
+
+_PRESENT: WeakKeyDictionary[nn.Module, list[_Span]] = WeakKeyDictionary()  # by backbone, while the blocks last
 
 
 @contextmanager
-def extra_tokens(model: nn.Module, tokens: Tensor) -> Iterator[None]:
-    """Insert `tokens`, (R, dim) or (1, R, dim), before the first block and drop them after the last.
+def extra_tokens(model: nn.Module, tokens: Tensor, *, placement: str = "prefix") -> Iterator[None]:
+    """Insert tokens before the first block and drop them after the last: (R, dim), or (batch, R, dim) for one set per
+    image.
 
     They stand after the class and register tokens and get no position: they join after position embedding and
     `norm_pre`, and with RoPE they stay unrotated while every patch keeps its own rotation. They are dropped before the
     final norm, so pooling and head see what they always see. Tokens may require gradients. No tokens change no bit.
+
+    With `placement` "append" they stand at the end, as in the released code. Attention is blind to order, so this
+    changes nothing but rounding; models that rotate by place cannot have it.
     """
-    seam = _seam(model)
-    backbone = backbone_of(model)
-    extra = _checked(tokens, int(getattr(backbone, seam.width)))
+    seam, backbone = _seam(model), backbone_of(model)
+    check_placement(model, placement)
+    extra = _checked(tokens, token_width(model))
     count, first = extra.shape[1], prefix_tokens_of(model)
     if count == 0:
         yield
         return
+    span = _Span(count, 0) if placement == "prefix" else _Span(0, count)
 
     def insert(x: Tensor) -> Tensor:
-        return torch.cat([x[:, :first], extra.to(x).expand(len(x), -1, -1), x[:, first:]], dim=1)
+        parts = [x, _for_each(extra, x)] if span.behind else [x[:, :first], _for_each(extra, x), x[:, first:]]
+        return torch.cat(parts, dim=1)
 
     def drop(x: Tensor) -> Tensor:
-        return torch.cat([x[:, :first], x[:, first + count :]], dim=1)
+        return _without(x, 1, first, span)
 
     rotating = [part for part in attentions_of(model) if hasattr(part.module, "num_prefix_tokens")]
     sites: list[Edge | Lens] = [
         Edge(seam.enter, backbone.get_submodule(seam.enter), insert),
         Edge(seam.leave, backbone.get_submodule(seam.leave), drop, before=True),
-        *(Lens(part, more_prefix=count) for part in rotating),
+        *(Lens(part, more_prefix=span.before) for part in rotating),
     ]
+    present = _PRESENT.setdefault(backbone, [])
     with hooked(model, sites):
-        yield
+        present.append(span)
+        try:
+            yield
+        finally:
+            present.remove(span)
+
+
+class OwnTokens:
+    """Takes out of what a block made, in the last run, the tokens that `extra_tokens` had put in."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._last = _Span(0, 0)
+
+    def note(self, spans: list[_Span]) -> None:
+        self._last = _Span(sum(span.before for span in spans), sum(span.behind for span in spans))
+
+    @property
+    def extra(self) -> int:
+        """How many tokens that were."""
+        return self._last.before + self._last.behind
+
+    def __call__(self, values: Tensor, dim: int = 1) -> Tensor:
+        """`values` hold one entry per token along `dim`; attention maps have tokens along two of theirs."""
+        return _without(values, dim, self._first, self._last)
+
+
+@contextmanager
+def own_tokens(model: nn.Module) -> Iterator[OwnTokens]:
+    """After `model(x)`, `own(features)` are a block's features without extra tokens, wherever these came from.
+
+    They may come from a block of `extra_tokens` around this one, or from a module inside the model that uses it.
+    """
+    own, backbone, first = OwnTokens(prefix_tokens_of(model)), backbone_of(model), blocks_of(model)[0]
+
+    def look(_output: Tensor) -> None:
+        own.note(_PRESENT.get(backbone, []))
+
+    with hooked(model, [Edge(first.name, first.module, look)]):
+        yield own
+
+
+def token_width(model: nn.Module) -> int:
+    """How wide extra tokens must be; a `Mistake` where they have no meaning."""
+    return int(getattr(backbone_of(model), _seam(model).width))
+
+
+def check_placement(model: nn.Module, placement: str) -> None:
+    """Refuse a place that is unknown, or that this model would take for patches."""
+    if placement not in PLACEMENTS:
+        near = nearest_names(placement, PLACEMENTS) or "."
+        raise Mistake(f"unknown placement of tokens {placement!r}{near} Known: {', '.join(PLACEMENTS)}.")
+    if placement == "append" and getattr(backbone_of(model), "rope", None) is not None:
+        raise Mistake(
+            f"extra tokens cannot be appended to {type(backbone_of(model)).__name__}: it rotates what follows its "
+            "class and register tokens by place (RoPE), so patches would get each other's rotation. Use placement "
+            "'prefix', which is the same for models without rotation."
+        )
 
 
 def _seam(model: nn.Module) -> TokenSeam:
@@ -67,11 +148,28 @@ def _seam(model: nn.Module) -> TokenSeam:
 
 
 def _checked(tokens: Tensor, width: int) -> Tensor:
-    """As (1, R, width)."""
+    """As (1 or batch, R, width)."""
     whole = tokens[None] if tokens.dim() == 2 else tokens
-    if whole.dim() != 3 or whole.shape[0] != 1 or whole.shape[2] != width:
+    if whole.dim() != 3 or whole.shape[2] != width:
         raise Mistake(
             f"extra_tokens: tokens of shape {tuple(tokens.shape)} given; the model takes (R, {width}) or "
-            f"(1, R, {width}), the same tokens for every image."
+            f"(1, R, {width}), the same tokens for every image, or (batch, R, {width})."
         )
     return whole
+
+
+def _for_each(extra: Tensor, x: Tensor) -> Tensor:
+    """One set of tokens per image, in the stream's own type."""
+    if len(extra) not in (1, len(x)):
+        raise Mistake(
+            f"extra_tokens: {len(extra)} sets of tokens given for {len(x)} images; give one set for all, or one each."
+        )
+    return extra.to(x).expand(len(x), -1, -1)
+
+
+def _without(values: Tensor, dim: int, first: int, span: _Span) -> Tensor:
+    rest = values.narrow(dim, 0, values.shape[dim] - span.behind) if span.behind else values
+    if not span.before:
+        return rest
+    start = first + span.before
+    return torch.cat([rest.narrow(dim, 0, first), rest.narrow(dim, start, rest.shape[dim] - start)], dim=dim)

@@ -24,8 +24,11 @@ _COMMAND = "command.json"
 _PARTIAL = "partial"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Either the old file or the whole new one is there, whatever happens: temporary file, fsync, rename."""
+def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Either the old file or the whole new one is there, whatever happens: temporary file, fsync, rename.
+
+    Until it has its `mode`, only its owner can read it.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -34,7 +37,7 @@ def write_atomically(path: Path, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
+            os.chmod(temporary, mode)
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)

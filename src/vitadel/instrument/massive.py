@@ -1,0 +1,105 @@
+"""Massive activations: the few huge values in the residual stream (Sun et al., COLM 2024), layer by layer.
+
+As in the analysis of Robustness Tokens (Pulfer et al., ECCV 2024, section 4.8), but per image, with the place of each
+maximum, and with registers and extra tokens left out by index instead of by counting from the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.backbones.anatomy import backbone_of, blocks_of, prefix_tokens_of
+from vitadel.errors import Mistake
+from vitadel.instrument.hooks import Edge, frozen, hooked
+from vitadel.instrument.tokens import OwnTokens, own_tokens
+
+__all__ = ["MassiveActivations", "massive_activations", "quartiles"]
+
+
+_Largest = tuple[Tensor, Tensor, Tensor]  # values, tokens, channels, one of each per image
+
+
+@dataclass(frozen=True, eq=False)
+class MassiveActivations:
+    """One row per layer, the first block's input and then each block's output; one column per image.
+
+    `tokens` are numbered as the blocks see them: class and register tokens, patches, and extra tokens where
+    they were put.
+    """
+
+    layers: tuple[str, ...]
+    values: Tensor
+    tokens: Tensor
+    channels: Tensor
+
+
+def massive_activations(model: nn.Module, x: Tensor, excluded: Sequence[int] | None = None) -> MassiveActivations:
+    """The largest |value| over tokens and channels, per layer and image, and where it is.
+
+    `excluded` are the numbers of tokens that do not count; None leaves out registers and those of `extra_tokens`.
+    The model runs in eval mode and without gradients, once.
+    """
+    blocks = blocks_of(model)
+    names = [f"input of {blocks[0].name}", *(block.name for block in blocks)]
+    entering: list[Tensor] = []
+    found: dict[int, _Largest] = {}
+    with frozen(model), torch.no_grad(), own_tokens(model) as own:
+
+        def look(place: int, output: Tensor) -> None:
+            stream = _as_sequence(model, output)
+            out = _not_the_images(model, own, stream.shape[1]) if excluded is None else excluded
+            found[place] = _largest(stream, out, names[place])
+
+        def keep(place: int) -> Callable[[Tensor], None]:
+            return lambda output: look(place, output)
+
+        sites = [Edge(names[0], blocks[0].module, entering.append, before=True)]
+        sites += [Edge(block.name, block.module, keep(place)) for place, block in enumerate(blocks, start=1)]
+        with hooked(model, sites):
+            model(x)
+        look(0, entering[-1])  # now that it is known which extra tokens this run had
+    values, tokens, channels = (torch.stack([found[place][part] for place in range(len(names))]) for part in range(3))
+    return MassiveActivations(tuple(names), values, tokens, channels)
+
+
+def quartiles(values: Tensor) -> Tensor:
+    """Lower quartile, median and upper quartile along the last axis, stacked in front: (..., n) -> (3, ...)."""
+    if values.shape[-1] == 0:
+        raise Mistake("quartiles of no values were asked for; give at least one image.")
+    return values.double().quantile(values.new_tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=-1)
+
+
+def _not_the_images(model: nn.Module, own: OwnTokens, count: int) -> list[int]:
+    """The numbers of registers, which are the last before the patches, and of extra tokens, among `count` tokens."""
+    registers, prefix = getattr(backbone_of(model), "reg_token", None), prefix_tokens_of(model)
+    of_model = own(torch.arange(count), dim=0).tolist()
+    if isinstance(registers, Tensor):
+        del of_model[prefix - registers.shape[1] : prefix]
+    return sorted(set(range(count)) - set(of_model))
+
+
+def _as_sequence(model: nn.Module, output: Tensor) -> Tensor:
+    """(batch, tokens, channels): Swin keeps a grid, channels last; LeViT's convolutional variant has them first."""
+    if output.dim() == 4:
+        return output.flatten(2).mT if getattr(backbone_of(model), "use_conv", False) else output.flatten(1, 2)
+    return output
+
+
+def _largest(stream: Tensor, excluded: Sequence[int], layer: str) -> _Largest:
+    count, width = stream.shape[1:]
+    wrong = [index for index in excluded if not 0 <= index < count]
+    if wrong:
+        raise Mistake(
+            f"massive_activations: no token {', '.join(map(str, wrong))} at '{layer}', which has {count} tokens. "
+            f"Exclude numbers from 0 to {count - 1}."
+        )
+    if len(set(excluded)) == count:
+        raise Mistake(f"massive_activations: all {count} tokens at '{layer}' are excluded. Leave at least one.")
+    size = stream.to(torch.promote_types(stream.dtype, torch.float32)).abs()
+    size[:, list(excluded)] = -1.0
+    value, place = size.flatten(1).max(dim=1)
+    return value, place // width, place % width
