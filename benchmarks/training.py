@@ -102,7 +102,9 @@ def ours(name: str, x: Tensor, y: Tensor, steps: int, trades: bool, factor: floa
         model.set_attention_factors([factor] * len(attentions_of(model)))
     accelerator = Accelerator(cpu=True)
     prepared, optimiser = accelerator.prepare(model, make_optimiser(recipe.optimiser, model))
-    run = Run(recipe, model, shop.stream, shop.held_out, processes, folder, Board(10**6, 1, shown=False), Metrics(None))
+    run = Run(
+        recipe, model, 10, shop.stream, shop.held_out, processes, folder, Board(10**6, 1, shown=False), Metrics(None)
+    )
     learner = _Learner(run, prepared, optimiser, accelerator, asked=lambda: False)
     (part,) = next(shop.stream.steps(0, 1))
     part = type(part)(part.names, x, y)

@@ -178,11 +178,11 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     real = loop.write_state
     states = []
 
-    def full(folder, state):
+    def full(folder, state, secret):
         states.append(state["step"])
         if len(states) == 2:
             monkeypatch.setattr(os, "fsync", no_room)
-        real(folder, state)
+        real(folder, state, secret)
 
     def no_room(_file):
         raise OSError(28, "No space left on device")
@@ -217,12 +217,12 @@ def test_a_kill_between_metrics_and_checkpoint_leaves_no_hole(finished, tmp_path
     real = loop.write_state
     written = 0
 
-    def torn(folder, state):
+    def torn(folder, state, secret):
         nonlocal written
         written += 1
         if written == 2:
             raise RuntimeError("power cut")
-        real(folder, state)
+        real(folder, state, secret)
 
     monkeypatch.setattr(loop, "write_state", torn)
     with pytest.raises(RuntimeError, match="power cut"):

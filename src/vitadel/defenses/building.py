@@ -38,7 +38,7 @@ from vitadel.defenses.sections import (
     TrainSection,
     Validation,
 )
-from vitadel.defenses.shapes import Objective, Plugin
+from vitadel.defenses.shapes import Adapter, Objective, Plugin
 from vitadel.errors import Mistake, nearest_names
 from vitadel.types import Attack, Calibrated, Threat
 
@@ -88,6 +88,7 @@ class Recipe:
     threat: ThreatSection
     objective: Objective
     plugins: tuple[tuple[str, Plugin], ...]
+    adapter: Adapter
     optimiser: Optimiser
     schedule: Schedule
     train: TrainSection
@@ -156,6 +157,7 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     threat = parts["threat"] if isinstance(parts["threat"], ThreatSection) else ThreatSection()
     objective = _objective(document.get("objective"), threat, faults)
     plugins = _plugins(_mapping("plugins", document.get("plugins"), faults), threat, faults)
+    adapter = _adapter(document.get("adapter"), faults)
     _check_values(parts, threat, faults)
     _check_together(parts, faults)
     if objective is not None and isinstance(parts["threat"], ThreatSection):
@@ -165,9 +167,11 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     if faults.all():
         raise Faulty(where, faults.all())
     assert objective is not None
+    assert adapter is not None
     about = {key: document[key] for key in TEXTS if key in document}
     sections = cast(dict[str, Any], parts)
-    return Recipe(about=about, objective=objective, plugins=plugins, document=dict(document), **sections)
+    whole = dict(document)
+    return Recipe(about=about, objective=objective, plugins=plugins, adapter=adapter, document=whole, **sections)
 
 
 def build_check(recipe: Recipe, where: str) -> None:
@@ -306,6 +310,17 @@ def _objective(section: object, threat: ThreatSection, faults: _Faults) -> Objec
         return None
     cls = faults.attempt("objective", find_component, "objectives", name)
     return cast(Objective | None, cls and _settled("objective", cls, given, faults, threat))
+
+
+def _adapter(section: object, faults: _Faults) -> Adapter | None:
+    """The whole model, unless the recipe says otherwise."""
+    given = {"use": "whole_model", **_mapping("adapter", section, faults)}
+    name = given.pop("use")
+    if not isinstance(name, str):
+        faults.wrong.append(f"adapter: 'use' should be one of {', '.join(component_names('adapters'))}, got {name!r}")
+        return None
+    cls = faults.attempt("adapter", find_component, "adapters", name)
+    return cast(Adapter | None, cls and _settled("adapter", cls, given, faults))
 
 
 def _plugins(section: Mapping[str, Any], threat: ThreatSection, faults: _Faults) -> tuple[tuple[str, Plugin], ...]:

@@ -11,6 +11,7 @@ import torch
 
 from vitadel.errors import Mistake
 from vitadel.runtime.rundir import write_atomically
+from vitadel.runtime.secrets import write_secret
 
 __all__ = ["read_state", "state_file", "write_state"]
 
@@ -19,10 +20,12 @@ def state_file(folder: Path) -> Path:
     return folder / "checkpoint.pt"
 
 
-def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+def write_state(folder: Path, state: Mapping[str, Any], secret: bool = False) -> None:
+    """With `secret`, for the owner's eyes only."""
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
-    write_atomically(state_file(folder), buffer.getvalue())
+    write = write_secret if secret else write_atomically
+    write(state_file(folder), buffer.getvalue())
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:

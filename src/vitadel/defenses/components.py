@@ -13,15 +13,18 @@ from vitadel.errors import Mistake, nearest_names
 
 __all__ = ["component_names", "find_component"]
 
-_WHAT = {"objectives": "objective", "plugins": "plug-in"}
+_WHAT = {"objectives": "objective", "plugins": "plug-in", "adapters": "adapter"}
+_ADAPTER = ("attach", "shown", "state", "load_state", "save", "deployed")
 _HOOKS = ("before_epoch", "after_epoch", "change_attack", "around_step", "after_step", "evaluated", "prepare")
 
 
 def component_names(package: str) -> list[str]:
-    """The 'objectives' or 'plugins' that there are: modules whose first public name is a class."""
+    """The 'objectives', 'plugins' or 'adapters' that there are: modules whose first public name is a class."""
     path = import_module(f"vitadel.defenses.{package}").__path__
     modules = [import_module(f"vitadel.defenses.{package}.{found.name}") for found in pkgutil.iter_modules(path)]
-    return [module.__name__.rpartition(".")[2] for module in modules if _first_class(module) is not None]
+    firsts = {module.__name__.rpartition(".")[2]: _first_class(module) for module in modules}
+    # What adapters are made of lies beside them.
+    return [name for name, cls in firsts.items() if cls and (package != "adapters" or hasattr(cls, "attach"))]
 
 
 def find_component(package: str, name: str) -> type:
@@ -78,5 +81,9 @@ def _check_shape(package: str, name: str, cls: type) -> None:
         if missing:
             needs = "`__call__(model, x, z, y)` and `attack`, a field or property"
             raise Mistake(f"'{name}' is not an objective: it has no {' and no '.join(missing)}; it needs {needs}")
+    elif package == "adapters":
+        missing = [key for key in _ADAPTER if key not in has]
+        if missing:
+            raise Mistake(f"'{name}' is not an adapter: it has no {' and no '.join(missing)}")
     elif not has.intersection(_HOOKS):
         raise Mistake(f"'{name}' is not a plug-in: it has none of {', '.join(_HOOKS)}")

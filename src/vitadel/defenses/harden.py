@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import timm
@@ -20,11 +20,10 @@ from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 from timm.optim import create_optimizer_v2, list_optimizers
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
-from vitadel.backbones.record import load_classifier
 from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
@@ -280,14 +279,24 @@ def _train(shop: Workshop, processes: Processes, folder: RunFolder, resume: bool
     for _, plugin in recipe.plugins:
         if isinstance(plugin, Prepares):
             plugin.prepare(shop.model)
-    model = shop.model.to(processes.device)
+    model = recipe.adapter.attach(shop.model.to(processes.device)).to(processes.device)
     accelerator = _accelerator(recipe, processes, folder.path)
     optimiser = make_optimiser(recipe.optimiser, model)
     epochs = recipe.train.epochs + recipe.schedule.cool_down
     steps = shop.stream.steps_per_epoch * epochs
     with _global_generators_kept(), board(steps, epochs, shown and main) as seen:
         metrics = Metrics(folder.path / "metrics.jsonl" if main else None)
-        run = Run(recipe, model, shop.stream, shop.held_out, processes, folder.path, seen, metrics)
+        run = Run(
+            recipe,
+            model,
+            len(shop.stream.source.classes),
+            shop.stream,
+            shop.held_out,
+            processes,
+            folder.path,
+            seen,
+            metrics,
+        )
         if note := whose_statistics(model, processes, recipe.train.attack_mode):
             run.tell(note)
         train(run, accelerator, optimiser, resume)
@@ -296,14 +305,14 @@ def _train(shop: Workshop, processes: Processes, folder: RunFolder, resume: bool
     return run
 
 
-def make_optimiser(section: Optimiser, model: Classifier) -> torch.optim.Optimizer:
-    """timm's factory, which knows what not to decay; the rate is set anew at every step."""
+def make_optimiser(section: Optimiser, model: nn.Module) -> torch.optim.Optimizer:
+    """timm's factory, which knows what not to decay, for what is not frozen; the rate is set anew at every step."""
     if section.name not in (known := list_optimizers()):
         raise Mistake(f"unknown optimiser '{section.name}'{nearest_names(section.name, known)}; timm has {len(known)}")
     options: dict[str, Any] = {"eps": section.eps, "betas": section.betas}
     try:
         optimiser: torch.optim.Optimizer = create_optimizer_v2(
-            model.backbone,
+            model.backbone if isinstance(model, Classifier) else model,  # whose names timm knows
             opt=section.name,
             lr=section.rate,
             weight_decay=section.weight_decay,
@@ -371,8 +380,8 @@ def _audit(
     results: dict[str, Any] = {"complete": True, "seed": recipe.train.seed}
     if shop.test is not None and recipe.data.test is not None:
         root = recipe.data.root if data_root is None else data_root
-        model = load_classifier(folder.path / "weights" / "best.safetensors")
-        subject = Subject(model, str(folder.path), shop.test, recipe.data.test, root)
+        model = recipe.adapter.deployed(folder.path / "weights" / "best.safetensors", run.model)
+        subject = Subject(cast(Classifier, model), str(folder.path), shop.test, recipe.data.test, root)
         order = Order(
             attacks=recipe.audit.attacks,
             eps=recipe.threat.eps,

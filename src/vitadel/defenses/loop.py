@@ -23,8 +23,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from vitadel.attacks.names import make
-from vitadel.backbones.classifier import Classifier
-from vitadel.backbones.record import save_classifier
 from vitadel.defenses.attacking import craft, threats_in, training_form
 from vitadel.defenses.augmentation import mixing, seed_everything
 from vitadel.defenses.board import Board
@@ -40,6 +38,7 @@ from vitadel.defenses.shapes import (
     BeforeEpoch,
     ChangesAttack,
     ChangesEvaluation,
+    Measures,
     Remembering,
 )
 from vitadel.defenses.stream import Part, Stream, whole_key
@@ -58,7 +57,8 @@ class Run:
     """A training under way: what plug-ins see of it, and what a checkpoint holds."""
 
     recipe: Recipe
-    model: Classifier
+    model: nn.Module  # bare: never wrapped for several processes
+    num_classes: int
     stream: Stream
     held_out: HeldOut
     processes: Processes
@@ -168,7 +168,7 @@ class _Learner:
 
     def __post_init__(self) -> None:
         recipe = self.run.recipe
-        self.mix = mixing(recipe.augmentation, self.run.model.record.num_classes or 0)
+        self.mix = mixing(recipe.augmentation, self.run.num_classes)
         attack = recipe.objective.attack
         self.attack = None if attack is None else training_form(attack)
         self.scaling = scaling_of(recipe.optimiser, recipe.train.batch_size)
@@ -232,7 +232,8 @@ class _Learner:
             return x, x, y
         draws = Draws.of_samples(run.seed, part.names, x.device).stream("attack", run.step)
         with _full_precision(run.model) if run.recipe.train.precision == "fp16" else nullcontext():
-            return x, craft(attack, run.model, x, y, draws, run.recipe.train.attack_mode), y
+            shown = run.recipe.adapter.shown(run.model)
+            return x, craft(attack, shown, x, y, draws, run.recipe.train.attack_mode), y
 
     def _backward(self, batch: Sequence[tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
         """Gradients of the mean over all parts; processes exchange theirs once, at the last part."""
@@ -323,7 +324,7 @@ def _close_epoch(run: Run, accelerator: Accelerator) -> None:
     row: dict[str, float] = dict(run.told)
     if (epoch + 1) % validation.every == 0 or epoch + 1 == run.epochs or run.stopped:
         with _deployed(run):
-            score = run.held_out.score(run.model, _validation_attack(run), run.threat, run.processes, run.seed)
+            score = _score(run)
             if run.best is None or score.decisive > run.best.decisive:
                 run.best, run.best_epoch = score, epoch
                 _write_weights(run, "best", already_deployed=True)
@@ -336,15 +337,21 @@ def _close_epoch(run: Run, accelerator: Accelerator) -> None:
     run.board.epoch_over(epoch, row, best=run.best_epoch == epoch)
 
 
-def _validation_attack(run: Run) -> Attack | None:
-    name, threat = run.recipe.validation.attack, run.recipe.threat
-    return None if name is None else make(name, eps=threat.eps, norm=threat.norm)
+def _score(run: Run) -> Score:
+    """By the objective's own measure and attack if it has one, else by accuracy under the recipe's attack."""
+    recipe, name, threat = run.recipe, run.recipe.validation.attack, run.recipe.threat
+    objective = recipe.objective
+    if isinstance(objective, Measures) and objective.attack is not None:
+        shown = recipe.adapter.shown(run.model)
+        return run.held_out.measured(run.model, shown, objective.attack, objective.measure, run.processes, run.seed)
+    attack = None if name is None else make(name, eps=threat.eps, norm=threat.norm)
+    return run.held_out.score(run.model, attack, run.threat, run.processes, run.seed)
 
 
 def _write_weights(run: Run, name: str, already_deployed: bool = False) -> None:
     with nullcontext() if already_deployed else _deployed(run):
         if run.processes.is_main:
-            save_classifier(run.model, run.folder / "weights" / f"{name}.safetensors")
+            run.recipe.adapter.save(run.model, run.folder / "weights" / f"{name}.safetensors")
 
 
 def _save(run: Run, optimiser: Any, accelerator: Accelerator) -> None:
@@ -355,7 +362,7 @@ def _save(run: Run, optimiser: Any, accelerator: Accelerator) -> None:
         best = run.best
         state = {
             "step": run.step,
-            "model": run.model.state_dict(),
+            "model": run.recipe.adapter.state(run.model),
             "optimiser": optimiser.state_dict(),
             "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else {},
             "plugins": plugins,
@@ -364,12 +371,12 @@ def _save(run: Run, optimiser: Any, accelerator: Accelerator) -> None:
             "best_epoch": run.best_epoch,
             "stopped": run.stopped,
         }
-        write_state(run.folder, state)
+        write_state(run.folder, state, secret=run.recipe.adapter.secret)
     run.processes.wait()
 
 
 def _restore(run: Run, optimiser: Any, accelerator: Accelerator, state: Mapping[str, Any]) -> None:
-    run.model.load_state_dict(state["model"])
+    run.recipe.adapter.load_state(run.model, state["model"])
     restore_statistics(run.model, run.processes, state["statistics"])
     optimiser.load_state_dict(state["optimiser"])
     if accelerator.scaler is not None and state["scaler"]:

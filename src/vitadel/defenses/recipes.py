@@ -43,6 +43,7 @@ SECTIONS = (
     "threat",
     "objective",
     "plugins",
+    "adapter",
     "optimiser",
     "schedule",
     "train",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from vitadel.runtime.processes import Processes
 from vitadel.types import Attack, Threat
 
 __all__ = [
+    "Adapter",
     "AfterEpoch",
     "AfterStep",
     "AroundStep",
@@ -20,6 +22,7 @@ __all__ = [
     "ChangesAttack",
     "ChangesEvaluation",
     "Losses",
+    "Measures",
     "Objective",
     "Plugin",
     "Prepares",
@@ -43,6 +46,46 @@ class Objective(Protocol):
 
     def __call__(self, model: nn.Module, x: Tensor, z: Tensor, y: Tensor) -> dict[str, Tensor]:
         """`loss`, a mean over the batch with its graph, and further numbers to log, without graphs."""
+        ...
+
+
+@runtime_checkable
+class Measures(Protocol):
+    """An objective whose success is not a share of right answers."""
+
+    def measure(self, model: nn.Module, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """(on clean images, by which epochs are compared), a number for each image, at most 1."""
+        ...
+
+
+class Adapter(Protocol):
+    """What is trained and kept: the whole classifier, or something small on top of a frozen one."""
+
+    @property
+    def secret(self) -> bool:
+        """Whether what is trained is for its owner's eyes only, in every file."""
+        ...
+
+    def attach(self, model: Classifier) -> nn.Module:
+        """The module to train; it learns by those of its parameters that require gradients."""
+        ...
+
+    def shown(self, adapted: nn.Module) -> nn.Module:
+        """What attacks in training see of it."""
+        ...
+
+    def state(self, adapted: nn.Module) -> dict[str, Tensor]:
+        """What a checkpoint holds of it."""
+        ...
+
+    def load_state(self, adapted: nn.Module, state: Mapping[str, Tensor]) -> None: ...
+
+    def save(self, adapted: nn.Module, path: Path) -> None:
+        """Without what it was attached to."""
+        ...
+
+    def deployed(self, path: Path, adapted: nn.Module) -> nn.Module:
+        """What `save` wrote, ready to be audited; `adapted` has the frozen part, if there is one."""
         ...
 
 

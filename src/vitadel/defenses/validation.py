@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ _BATCH = 128
 
 @dataclass(frozen=True)
 class Score:
-    """Shares of `n` held-out images; `robust` is None where no attack was made."""
+    """Shares (or an objective's own measure) of `n` held-out images; `robust` is None where no attack was made."""
 
     clean: float
     robust: float | None
@@ -41,6 +42,28 @@ class HeldOut:
     source: Source
     rows: Tensor
     preprocess: Preprocess
+
+    def measured(
+        self,
+        model: nn.Module,
+        shown: nn.Module,
+        attack: Attack,
+        measure: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]],
+        processes: Processes,
+        seed: int,
+    ) -> Score:
+        """Means of an objective's own measure; the attack sees what is `shown` of the model."""
+        sums = torch.zeros(2, dtype=torch.float64, device=processes.device)
+        chunks = [part.tolist() for part in self.rows[processes.rank :: processes.count].split(_BATCH)]
+        with frozen(model):
+            for batch in batches(self.source, chunks, self.preprocess, threads=1):
+                batch = batch.to(processes.device)
+                draws = Draws.of_samples(seed, batch.indices, batch.x.device).stream("validation")
+                z = attack(shown, batch.x, batch.y, draws)
+                with torch.no_grad():
+                    sums += torch.stack([values.double().sum() for values in measure(model, batch.x, z)])
+        clean, decisive = (processes.mean(sums) * processes.count / len(self.rows)).tolist()
+        return Score(clean, decisive, len(self.rows))
 
     def score(self, model: nn.Module, attack: Attack | None, threat: Threat, processes: Processes, seed: int) -> Score:
         """Judged as an audit judges; every process takes its share of the images."""

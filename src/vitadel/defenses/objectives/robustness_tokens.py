@@ -1,0 +1,60 @@
+"""Robustness Tokens (Pulfer et al., ECCV 2024): with the tokens, clean and attacked images look as they did without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.features import AXES, feature_cosine, final_features
+from vitadel.defenses.adapters.robustness_tokens import Tokened
+from vitadel.errors import Mistake, nearest_names
+from vitadel.types import Attack
+
+__all__ = ["RobustnessTokens"]
+
+
+@dataclass(frozen=True)
+class RobustnessTokens:
+    """Two minus the cosines of f(tokens, x) and of f(tokens, z) with f(x), each a mean over the batch; no labels.
+
+    The released code runs `features-30(axis=channel)`, which sees the backbone without tokens, and takes the cosine of
+    each channel over tokens (`axis: channel`); per token over channels is the natural reading and our default.
+    """
+
+    attack: Attack
+    axis: str = "token"
+    invariance: float = 1.0
+    recovery: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.axis not in AXES:
+            raise Mistake(
+                f"unknown axis {self.axis!r}{nearest_names(self.axis, AXES) or '.'} Known: {', '.join(AXES)}."
+            )
+
+    def __call__(self, model: nn.Module, x: Tensor, z: Tensor, y: Tensor) -> dict[str, Tensor]:
+        kept, regained = self.cosines(model, x, z)
+        loss = self.invariance * (1 - kept.mean()) + self.recovery * (1 - regained.mean())
+        return {"loss": loss, "invariance": kept.mean().detach(), "recovery": regained.mean().detach()}
+
+    def cosines(self, model: nn.Module, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """How like the token-free clean features those with tokens are, clean and attacked; one of each per image."""
+        with torch.no_grad():
+            target = final_features(_tokened(model).classifier, x)
+        clean, attacked = final_features(model, torch.cat([x, z])).chunk(2)
+        return feature_cosine(clean, target, self.axis), feature_cosine(attacked, target, self.axis)
+
+    def measure(self, model: nn.Module, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """What held-out images are judged by: clean cosine, and the mean of both, by which epochs are compared."""
+        kept, regained = self.cosines(model, x, z)
+        return kept, (kept + regained) / 2
+
+
+def _tokened(model: nn.Module) -> Tokened:
+    """Inside what several processes wrap around it."""
+    found = next((module for module in model.modules() if isinstance(module, Tokened)), None)
+    if found is None:
+        raise Mistake("the objective robustness_tokens trains tokens: give the recipe `adapter: {use: tokens}`")
+    return found
