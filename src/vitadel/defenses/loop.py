@@ -342,10 +342,10 @@ def _score(run: Run) -> Score:
     recipe, name, threat = run.recipe, run.recipe.validation.attack, run.recipe.threat
     objective = recipe.objective
     if isinstance(objective, Measures) and objective.attack is not None:
-        shown = recipe.adapter.shown(run.model)
-        return run.held_out.measured(run.model, shown, objective.attack, objective.measure, run.processes, run.seed)
-    attack = None if name is None else make(name, eps=threat.eps, norm=threat.norm)
-    return run.held_out.score(run.model, attack, run.threat, run.processes, run.seed)
+        shown, attack = recipe.adapter.shown(run.model), training_form(objective.attack)
+        return run.held_out.measured(run.model, shown, attack, objective.measure, run.processes, run.seed)
+    judging = None if name is None else make(name, eps=threat.eps, norm=threat.norm)
+    return run.held_out.score(run.model, judging, run.threat, run.processes, run.seed)
 
 
 def _write_weights(run: Run, name: str, already_deployed: bool = False) -> None:

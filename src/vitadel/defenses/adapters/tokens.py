@@ -58,4 +58,4 @@ class Tokens:
         save_tokens(cast(Tokened, adapted), path, asdict(self))
 
     def deployed(self, path: Path, adapted: nn.Module) -> nn.Module:
-        return load_tokens(path, cast(Tokened, adapted).classifier)
+        return load_tokens(path, cast(Tokened, adapted).classifier).eval()
