@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf
 from vitadel.defenses import objectives
-from vitadel.defenses.shapes import Objective
+from vitadel.defenses.protocols import Objective
 from vitadel.runtime.draws import Draws
 from vits import VITS, make_vit
 

@@ -14,7 +14,7 @@ from toys import TinyNet
 from vitadel.attacks.aas import ascended_factors, lpips_distance
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.defenses.plugins.attention_scaling import AttentionScaling
-from vitadel.defenses.shapes import BeforeEpoch
+from vitadel.defenses.protocols import BeforeEpoch
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws

@@ -11,7 +11,7 @@ from training_toys import FakeTraining
 
 from toys import TinyNet, images
 from vitadel.defenses.plugins.awp import AWP
-from vitadel.defenses.shapes import AroundStep
+from vitadel.defenses.protocols import AroundStep
 from vitadel.errors import Mistake
 from vits import make_vit, pixels
 

@@ -372,9 +372,10 @@ def test_a_cycle_takes_no_warm_up():
 
 
 def test_mixing_of_pairs_is_good():
-    built(augmentation={"mixup": 0.8}, train={"batch_size": 12, "accumulation": 3})
-    built(train={"batch_size": 15, "accumulation": 3})  # odd, but nothing is mixed
-    built(data={"extra": "npz:x.npz", "extra_share": 0.04}, train={"batch_size": 16})
+    mixed = built(augmentation={"mixup": 0.8}, train={"batch_size": 12, "accumulation": 3})
+    assert (mixed.augmentation.mixup, mixed.train.batch_size) == (0.8, 12)
+    assert built(train={"batch_size": 15, "accumulation": 3}).train.batch_size == 15  # odd, but nothing is mixed
+    assert built(data={"extra": "npz:x.npz", "extra_share": 0.04}, train={"batch_size": 16}).data.extra_share == 0.04
 
 
 @pytest.mark.parametrize(
@@ -413,7 +414,8 @@ def test_test_images_are_for_testing_however_they_are_written(data, said):
     ids=str,
 )
 def test_other_images_are_not_test_images(data):
-    built(data=data)
+    section = built(data=data).data
+    assert {name: getattr(section, name) for name in data} == data
 
 
 def test_folders_are_the_same_if_their_images_are(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from vitadel.attacks.wrappers import Restarts
 from vitadel.defenses.objectives.adversarial import Adversarial
 from vitadel.defenses.objectives.standard import Standard
 from vitadel.defenses.plugins.epsilon_warmup import EpsilonWarmup
-from vitadel.defenses.shapes import ChangesAttack
+from vitadel.defenses.protocols import ChangesAttack
 from vitadel.errors import Mistake
 
 

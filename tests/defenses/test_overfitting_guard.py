@@ -11,7 +11,7 @@ from training_toys import FakeTraining
 
 from vitadel.attacks import Linf
 from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
-from vitadel.defenses.shapes import AfterEpoch, Remembering
+from vitadel.defenses.protocols import AfterEpoch, Remembering
 from vitadel.errors import Mistake
 
 EPS = 8 / 255

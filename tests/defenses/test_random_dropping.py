@@ -23,12 +23,12 @@ from vitadel.defenses.objectives.standard import Standard
 from vitadel.defenses.plugins.random_dropping import (
     RandomDropping,
     _Dropping,
-    _FromReset,
+    _from_reset,
     _Reset,
     _StepsFromReset,
-    _ThroughFewer,
+    _through_fewer,
 )
-from vitadel.defenses.shapes import ChangesAttack
+from vitadel.defenses.protocols import ChangesAttack
 from vitadel.errors import Mistake
 from vitadel.runtime.draws import Draws
 from vits import make_vit, pixels
@@ -78,7 +78,7 @@ def test_keeping_all_is_plain_pgd_to_the_last_bit(attack):
     reset = _Reset(dropping, (4, 4))
     made = replace(
         attack,
-        goal=_FromReset(_ThroughFewer(attack.goal, dropping), reset),
+        goal=_from_reset(_through_fewer(attack.goal, dropping), reset),
         stepper=_StepsFromReset(attack.stepper, reset),
     )
     assert torch.equal(made(model, x, y, DRAWS), attack(model, x, y, DRAWS))
@@ -220,7 +220,7 @@ def test_stays_inside_the_budget_and_takes_mixed_labels_and_another_eps():
 def test_gradients_always_find_a_way_where_there_is_no_class_token_among_the_patches(family):
     model = make_vit(family)
     x, y = batch(family)
-    aim = _ThroughFewer(ATTACK.goal, _Dropping(DRAWS[torch.tensor([0])], 0.0, 4))(model, x, y)
+    aim = _through_fewer(ATTACK.goal, _Dropping(DRAWS[torch.tensor([0])], 0.0, 4))(model, x, y)
     z = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad(aim.look(z, 0.0)[0].sum(), z)
     assert bool((grad.flatten(1).abs().amax(1) > 0).all())

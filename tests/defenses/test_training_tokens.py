@@ -70,6 +70,8 @@ def test_labels_play_no_part():
 def test_training_brings_features_back(trained):
     _, folder = trained
     rows = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    assert not any("validation_robust" in row for row in rows)  # a cosine is no accuracy
+    assert 0 < rows[-1]["validation_cosine_robust"] <= rows[-1]["validation_cosine_clean"] <= 1
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < losses[0]
 

@@ -8,7 +8,7 @@ from torch import nn
 from training_toys import FakeTraining
 
 from vitadel.defenses.plugins.weight_average import WeightAverage
-from vitadel.defenses.shapes import AfterEpoch, AfterStep, ChangesEvaluation, Remembering
+from vitadel.defenses.protocols import AfterEpoch, AfterStep, ChangesEvaluation, Remembering
 from vitadel.errors import Mistake
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from vitadel.backbones.record import ModelRecord, three_numbers
 from vitadel.errors import Mistake, nearest_names
 
-__all__ = ["call_factory", "load_hugging_face", "processor_normalisation"]
+__all__ = ["call_factory", "load_hugging_face", "processor_normalisation", "working_folder_importable"]
 
 Triple = tuple[float, float, float]
 
@@ -24,7 +24,8 @@ _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box"
 
 
 @contextmanager
-def _working_folder_importable() -> Iterator[None]:
+def working_folder_importable() -> Iterator[None]:
+    """A console script, unlike `python -m`, does not look in the working folder for the user's modules."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     importlib.invalidate_caches()
@@ -46,7 +47,7 @@ def call_factory(spec: str) -> nn.Module:
     module_name, _, function_name = spec.rpartition(":")
     if not module_name or not function_name:
         raise Mistake(f"'python:{spec}' names no function. Write python:package.module:function.")
-    with _working_folder_importable():
+    with working_folder_importable():
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:

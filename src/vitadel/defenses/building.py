@@ -25,7 +25,8 @@ from vitadel.defenses.checking import (
     sketched_model,
 )
 from vitadel.defenses.components import component_names, find_component
-from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, rows, section_types
+from vitadel.defenses.protocols import Adapter, Objective, Plugin
+from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, is_probe, rows, section_types
 from vitadel.defenses.same_images import same_images
 from vitadel.defenses.sections import (
     AuditSection,
@@ -38,7 +39,6 @@ from vitadel.defenses.sections import (
     TrainSection,
     Validation,
 )
-from vitadel.defenses.shapes import Adapter, Objective, Plugin
 from vitadel.errors import Mistake, nearest_names
 from vitadel.types import Attack, Calibrated, Threat
 
@@ -137,6 +137,8 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     Raises one `Faulty` with all faults: keys that do not exist, then those that are missing, then values that are no
     good. Attacks are made with the recipe's own threat.
     """
+    if is_probe(document):
+        raise Mistake(f"recipe {where} trains a head on frozen features, not a model: use `vitadel probe {where}`")
     faults = _Faults()
     known = [*TEXTS, *SECTIONS]
     for key in document:
@@ -205,13 +207,23 @@ def check_recipe(name: str) -> str | None:
     for row in every:
         where = name if row is None else f"{name} (row {row})"
         try:
-            build_check(build_recipe(compose(name, row), where), where)
+            _check_document(compose(name, row), where)
         except Mistake as mistake:
             for fault in mistake.faults if isinstance(mistake, Faulty) else (str(mistake),):
                 found.setdefault(fault, []).append(row or "")
     if not found:
         return None
     return str(Faulty(name, (f"{fault}{_in_rows(places, len(every))}" for fault, places in found.items())))
+
+
+def _check_document(document: Mapping[str, Any], where: str) -> None:
+    # Recipes for heads are built with what is in this file.
+    from vitadel.defenses.probing_recipes import build_probe, build_probe_check
+
+    if is_probe(document):
+        build_probe_check(build_probe(document, where), where)
+    else:
+        build_check(build_recipe(document, where), where)
 
 
 def _in_rows(places: list[str], total: int) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import pkgutil
-import sys
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from types import ModuleType
 
+from vitadel.backbones.foreign import working_folder_importable
 from vitadel.errors import Mistake, nearest_names
 
 __all__ = ["component_names", "find_component"]
@@ -56,15 +55,12 @@ def _first_class(module: ModuleType) -> type | None:
 
 def _users_class(name: str) -> type:
     module_name, _, class_name = name.rpartition(".")
-    here = os.getcwd()
-    sys.path.insert(0, here)  # a console script, unlike `python -m`, does not look in the working folder
     try:
-        module = import_module(module_name)
+        with working_folder_importable():
+            module = import_module(module_name)
         found = getattr(module, class_name, None)
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and scripts end themselves
         raise Mistake(f"'{name}': importing '{module_name}' failed: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(here)
     if not isinstance(found, type):
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
         near = nearest_names(class_name, classes)

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,15 +28,15 @@ from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
 from vitadel.defenses.augmentation import augment, seed_everything
+from vitadel.defenses.batch_statistics import whose_statistics
 from vitadel.defenses.board import board
 from vitadel.defenses.building import Recipe, build_recipe
 from vitadel.defenses.loop import Run, train
 from vitadel.defenses.metrics import Metrics
-from vitadel.defenses.normalisation import whose_statistics
 from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
+from vitadel.defenses.protocols import ChangesEvaluation, Prepares
 from vitadel.defenses.recipes import compose, recipe_text
 from vitadel.defenses.sections import DataSection, ModelSection, Optimiser
-from vitadel.defenses.shapes import ChangesEvaluation, Prepares
 from vitadel.defenses.stream import Stream
 from vitadel.defenses.validation import HeldOut
 from vitadel.errors import Interrupted, Mistake, nearest_names
@@ -375,7 +375,7 @@ def _audit(
         "images_per_step": recipe.train.batch_size,
         "stopped": run.stopped or None,
         "best_epoch": run.best_epoch,
-        "held_out": None if run.best is None else {"clean": run.best.clean, "robust": run.best.robust, "n": run.best.n},
+        "held_out": None if run.best is None else asdict(run.best),
     }
     results: dict[str, Any] = {"complete": True, "seed": recipe.train.seed}
     if shop.test is not None and recipe.data.test is not None:

@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from vitadel.attacks.names import make
 from vitadel.defenses.attacking import craft, threats_in, training_form
 from vitadel.defenses.augmentation import mixing, seed_everything
+from vitadel.defenses.batch_statistics import average_statistics, restore_statistics, statistics_of_all
 from vitadel.defenses.board import Board
 from vitadel.defenses.building import Recipe
 from vitadel.defenses.checkpoints import read_state, write_state
 from vitadel.defenses.metrics import Metrics
-from vitadel.defenses.normalisation import average_statistics, restore_statistics, statistics_of_all
-from vitadel.defenses.schedules import rate_at, scaling_of
-from vitadel.defenses.shapes import (
+from vitadel.defenses.protocols import (
     AfterEpoch,
     AfterStep,
     AroundStep,
@@ -41,6 +40,7 @@ from vitadel.defenses.shapes import (
     Measures,
     Remembering,
 )
+from vitadel.defenses.schedules import rate_at, scaling_of
 from vitadel.defenses.stream import Part, Stream, whole_key
 from vitadel.defenses.validation import HeldOut, Score
 from vitadel.errors import Interrupted, Mistake
@@ -328,13 +328,18 @@ def _close_epoch(run: Run, accelerator: Accelerator) -> None:
             if run.best is None or score.decisive > run.best.decisive:
                 run.best, run.best_epoch = score, epoch
                 _write_weights(run, "best", already_deployed=True)
-        row |= {"validation_clean": score.clean}
-        if score.robust is not None:
-            row |= {"validation_robust": score.robust}
+        row |= _told_as(score)
     run.told.clear()
     run.metrics.add(run.step, {"epoch": epoch, **row})
     accelerator.log(row, step=run.step)
     run.board.epoch_over(epoch, row, best=run.best_epoch == epoch)
+
+
+def _told_as(score: Score) -> dict[str, float]:
+    """Under names that say what it is."""
+    prefix = "validation_" if score.measure == "accuracy" else f"validation_{score.measure}_"
+    told = {f"{prefix}clean": score.clean}
+    return told if score.robust is None else {**told, f"{prefix}robust": score.robust}
 
 
 def _score(run: Run) -> Score:
@@ -343,7 +348,8 @@ def _score(run: Run) -> Score:
     objective = recipe.objective
     if isinstance(objective, Measures) and objective.attack is not None:
         shown, attack = recipe.adapter.shown(run.model), training_form(objective.attack)
-        return run.held_out.measured(run.model, shown, attack, objective.measure, run.processes, run.seed)
+        measure = objective.measure, objective.measured_as
+        return run.held_out.measured(run.model, shown, attack, *measure, run.processes, run.seed)
     judging = None if name is None else make(name, eps=threat.eps, norm=threat.norm)
     return run.held_out.score(run.model, judging, run.threat, run.processes, run.seed)
 
@@ -367,7 +373,7 @@ def _save(run: Run, optimiser: Any, accelerator: Accelerator) -> None:
             "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else {},
             "plugins": plugins,
             "statistics": statistics,
-            "best": None if best is None else [best.clean, best.robust, best.n],
+            "best": None if best is None else [best.clean, best.robust, best.n, best.measure],
             "best_epoch": run.best_epoch,
             "stopped": run.stopped,
         }

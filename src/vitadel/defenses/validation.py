@@ -23,11 +23,12 @@ _BATCH = 128
 
 @dataclass(frozen=True)
 class Score:
-    """Shares (or an objective's own measure) of `n` held-out images; `robust` is None where no attack was made."""
+    """Shares of `n` held-out images, or means of another `measure`; `robust` is None where no attack was made."""
 
     clean: float
     robust: float | None
     n: int
+    measure: str = "accuracy"
 
     @property
     def decisive(self) -> float:
@@ -49,6 +50,7 @@ class HeldOut:
         shown: nn.Module,
         attack: Attack,
         measure: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]],
+        name: str,
         processes: Processes,
         seed: int,
     ) -> Score:
@@ -63,7 +65,7 @@ class HeldOut:
                 with torch.no_grad():
                     sums += torch.stack([values.double().sum() for values in measure(model, batch.x, z)])
         clean, decisive = (processes.mean(sums) * processes.count / len(self.rows)).tolist()
-        return Score(clean, decisive, len(self.rows))
+        return Score(clean, decisive, len(self.rows), name)
 
     def score(self, model: nn.Module, attack: Attack | None, threat: Threat, processes: Processes, seed: int) -> Score:
         """Judged as an audit judges; every process takes its share of the images."""

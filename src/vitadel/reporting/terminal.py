@@ -66,6 +66,7 @@ def show_results(results: dict[str, Any]) -> None:
             style = entry["paper_style"]
             told = f"{escape(entry['name'])}, counted as in its paper: {_percent(style['robust_accuracy'])}"
             console.print(f"[dim]{told}, {escape(style['remark'])}.[/]")
+        _tell_effective_eps(entry["name"], entry["settings"], console)
     void = sum(entry["void"] for entry in results["attacks"])
     if void:
         console.print(f"[yellow]{void} proposals broke box or budget and were not counted as successes.[/]")
@@ -79,6 +80,12 @@ def show_results(results: dict[str, Any]) -> None:
         console.print(f"[yellow]{escape(finding['verdict'])}[/] {escape(text)}")
 
 
+def _tell_effective_eps(name: str, settings: Mapping[str, Any], console: Console) -> None:
+    """Budgets in other units than pixels look larger than they are."""
+    if settings.get("effective_eps"):
+        console.print(f"[yellow]{escape(name)}: eps {escape(settings['effective_eps'])}[/]")
+
+
 def show_training(results: dict[str, Any]) -> None:
     """What became of a training: where it ended, and the audit of its best epoch."""
     console = Console()
@@ -87,12 +94,14 @@ def show_training(results: dict[str, Any]) -> None:
         console.print(f"[yellow]stopped early:[/] {escape(training['stopped'])}")
     held_out = training["held_out"]
     if held_out is not None:
-        robust = "" if held_out["robust"] is None else f", robust {_percent(held_out['robust'])}"
+        of = _percent if held_out["measure"] == "accuracy" else "{:.3f}".format
+        robust = "" if held_out["robust"] is None else f", robust {of(held_out['robust'])}"
         console.print(
             f"{escape(training['recipe'])}: {training['steps']} steps of {training['images_per_step']} images; "
             f"best was epoch {training['best_epoch'] + 1} of {training['epochs']} "
-            f"(held-out images, n = {held_out['n']}: clean {_percent(held_out['clean'])}{robust})"
+            f"({held_out['measure']} of held-out images, n = {held_out['n']}: clean {of(held_out['clean'])}{robust})"
         )
+    _tell_effective_eps("attack in training", training.get("attack") or {}, console)
     if "clean" in results:
         show_results(results)
     else:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.features import AXES, feature_cosine, final_features
+from vitadel.attacks.features import check_kind, feature_cosine, final_features
 from vitadel.defenses.adapters.robustness_tokens import Tokened
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import Mistake
 from vitadel.types import Attack
 
 __all__ = ["RobustnessTokens"]
@@ -19,20 +20,21 @@ __all__ = ["RobustnessTokens"]
 class RobustnessTokens:
     """Two minus the cosines of f(tokens, x) and of f(tokens, z) with f(x), each a mean over the batch; no labels.
 
-    The released code runs `features-30(axis=channel)`, which sees the backbone without tokens, and takes the cosine of
-    each channel over tokens (`axis: channel`); per token over channels is the natural reading and our default.
+    The released code runs `features-30(paper=true)`, which sees the backbone without tokens, and takes the cosine of
+    each channel over tokens (`axis: channel`); per token over channels is the natural reading and our default. For
+    OpenCLIP it compares projected embeddings instead (`features: pooled`), by their ordinary cosine (`axis: token`).
     """
+
+    measured_as: ClassVar[str] = "cosine"
 
     attack: Attack
     axis: str = "token"
+    features: str = "tokens"
     invariance: float = 1.0
     recovery: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.axis not in AXES:
-            raise Mistake(
-                f"unknown axis {self.axis!r}{nearest_names(self.axis, AXES) or '.'} Known: {', '.join(AXES)}."
-            )
+        check_kind(self.features, self.axis)
 
     def __call__(self, model: nn.Module, x: Tensor, z: Tensor, y: Tensor) -> dict[str, Tensor]:
         kept, regained = self.cosines(model, x, z)
@@ -42,8 +44,8 @@ class RobustnessTokens:
     def cosines(self, model: nn.Module, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """How like the token-free clean features those with tokens are, clean and attacked; one of each per image."""
         with torch.no_grad():
-            target = final_features(_tokened(model).classifier, x)
-        clean, attacked = final_features(model, torch.cat([x, z])).chunk(2)
+            target = final_features(_tokened(model).classifier, x, self.features)
+        clean, attacked = final_features(model, torch.cat([x, z]), self.features).chunk(2)
         return feature_cosine(clean, target, self.axis), feature_cosine(attacked, target, self.axis)
 
     def measure(self, model: nn.Module, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from vitadel.attacks.aas import DISTANCES, ascended_factors
 from vitadel.attacks.losses import cross_entropy
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import Classifier
-from vitadel.defenses.shapes import Training
+from vitadel.defenses.protocols import Training
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitadel.defenses.shapes import Losses, Training
+from vitadel.defenses.protocols import Losses, Training
 from vitadel.errors import Mistake
 
 __all__ = ["AWP"]

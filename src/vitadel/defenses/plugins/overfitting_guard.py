@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest
-from vitadel.defenses.shapes import Training
+from vitadel.defenses.protocols import Training
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws

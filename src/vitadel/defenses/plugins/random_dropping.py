@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from vitadel.attacks.pgd import PGD
 from vitadel.backbones.anatomy import attentions_of, blocks_of
 from vitadel.backbones.classifier import Classifier
-from vitadel.defenses.shapes import Objective, Training
+from vitadel.defenses.protocols import Objective, Training
 from vitadel.errors import Mistake
 from vitadel.instrument.grid import patch_grid
 from vitadel.instrument.hooks import Edge, hooked
@@ -60,11 +61,11 @@ class RandomDropping:
         if keep == 1:
             return attack
         dropping = _Dropping(Draws.of_samples(run.seed, [run.step]).stream("random dropping"), keep, attack.steps)
-        goal = _ThroughFewer(attack.goal, dropping) if self.attention else attack.goal
+        goal = _through_fewer(attack.goal, dropping) if self.attention else attack.goal
         if not self.patches:
             return replace(attack, goal=goal)
         reset = _Reset(dropping, self._patches_of(run))
-        goal, stepper = _FromReset(goal, reset), _StepsFromReset(attack.stepper, reset)
+        goal, stepper = _from_reset(goal, reset), _StepsFromReset(attack.stepper, reset)
         # What fools the model after a reset need not fool it before: the search goes on to its end.
         return replace(attack, goal=goal, stepper=stepper, stop_when_fooled=False)
 
@@ -105,22 +106,32 @@ class _Dropping:
 
 
 @dataclass(frozen=True)
-class _ThroughFewer:
-    """A goal whose gradients pass through some of the attention branches only."""
+class _Seen:
+    """A goal whose aim is seen in another way, told by the model and the clean images."""
 
     goal: Goal
-    dropping: _Dropping
+    another_way: Callable[[Aim, nn.Module, Tensor], Aim]
 
     @property
     def forwards(self) -> int:
         return self.goal.forwards
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
-        return _FewerAim(self.goal(model, x, y), model, self.dropping)
+        return self.another_way(self.goal(model, x, y), model, x)
+
+
+def _through_fewer(goal: Goal, dropping: _Dropping) -> Goal:
+    return _Seen(goal, lambda aim, model, _x: _FewerAim(aim, model, dropping))
+
+
+def _from_reset(goal: Goal, reset: _Reset) -> Goal:
+    return _Seen(goal, lambda aim, _model, x: _ResetAim(aim, x, reset))
 
 
 @dataclass(frozen=True)
 class _FewerAim:
+    """Gradients pass through some of the attention branches only."""
+
     aim: Aim
     model: nn.Module
     dropping: _Dropping
@@ -178,22 +189,9 @@ class _Reset:
 
 
 @dataclass(frozen=True)
-class _FromReset:
-    """A goal that is looked at after the reset."""
-
-    goal: Goal
-    reset: _Reset
-
-    @property
-    def forwards(self) -> int:
-        return self.goal.forwards
-
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
-        return _ResetAim(self.goal(model, x, y), x, self.reset)
-
-
-@dataclass(frozen=True)
 class _ResetAim:
+    """Looked at after the reset."""
+
     aim: Aim
     x: Tensor
     reset: _Reset

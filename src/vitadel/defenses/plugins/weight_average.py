@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from vitadel.defenses.shapes import Training
+from vitadel.defenses.protocols import Training
 from vitadel.errors import Mistake
 
 __all__ = ["WeightAverage"]

@@ -53,6 +53,11 @@ class Objective(Protocol):
 class Measures(Protocol):
     """An objective whose success is not a share of right answers."""
 
+    @property
+    def measured_as(self) -> str:
+        """What the numbers are, e.g. 'cosine'."""
+        ...
+
     def measure(self, model: nn.Module, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """(on clean images, by which epochs are compared), a number for each image, at most 1."""
         ...
