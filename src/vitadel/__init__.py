@@ -13,9 +13,11 @@ from vitadel.version import __version__
 
 if TYPE_CHECKING:
     from vitadel import attacks
+    from vitadel.adapters.opening import open_model
     from vitadel.backbones import Classifier, load_model, wrap
     from vitadel.data import open_dataset
     from vitadel.defenses.harden import harden
+    from vitadel.defenses.heads.probing import probe
     from vitadel.evaluation.audit import audit
     from vitadel.instrument import attention_maps, block_features, extra_tokens, scaled_attention, score_statistics
 
@@ -31,6 +33,8 @@ __all__ = [
     "harden",
     "load_model",
     "open_dataset",
+    "open_model",
+    "probe",
     "scaled_attention",
     "score_statistics",
     "wrap",
@@ -45,6 +49,8 @@ _HOMES = {
     "harden": "vitadel.defenses.harden",
     "load_model": "vitadel.backbones",
     "open_dataset": "vitadel.data",
+    "open_model": "vitadel.adapters.opening",
+    "probe": "vitadel.defenses.heads.probing",
     "scaled_attention": "vitadel.instrument",
     "score_statistics": "vitadel.instrument",
     "wrap": "vitadel.backbones",

@@ -30,6 +30,7 @@ SHORT = {
     "autoattack-plus": "autoattack-plus(steps=6,targets=2,queries=50,restarts=2)",
     "autoattack-rand": "autoattack-rand(steps=6,times=2)",
     "autoattack-fast": "autoattack-fast(entropy_steps=4,margin_steps=5,target_steps=3,best_steps=4,sentinel_queries=9)",
+    "noise": "noise",
     "patches-random": "patches-random(masks=3)",
     "patches-learned": "patches-learned(masks=2,images=8)",
 }
@@ -38,7 +39,8 @@ AROUND |= {"scale": "scale:0.1", "eot": "eot:2", "targeted": "targeted:next"}
 NAMES = [SHORT.get(name, f"{name}-6") for name in CATALOGUE]
 NAMES += ["pgd-6(restarts=3)", "gama-6(guide=init)", *(f"{AROUND[name]}+pgd-6" for name in PREFIXES)]
 EVERYTHING = [pytest.param(name, norm, id=f"{name} {norm}") for name in NAMES for norm in NORMS]
-NOISE = "patches-random"  # is noise itself
+ASKING = [name for name in NAMES if name != "noise"]  # which never asks the model
+NOISE = ("noise", "patches-random")  # are noise themselves
 CLASSES = 3
 COPIES = 12  # of a batch, at once, besides what the model itself needs
 
@@ -241,7 +243,7 @@ def test_a_model_without_attention_is_refused(name):
         run(name, "linf", TinyNet(CLASSES).eval(), x, torch.zeros(3, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not looks_inside(name)])
+@pytest.mark.parametrize("name", [name for name in ASKING if not looks_inside(name)])
 def test_a_model_with_one_class_is_refused(name):
     with pytest.raises(Mistake, match="at least 2 classes"):
         run(name, "linf", TinyNet(1).eval(), images(3), torch.zeros(3, dtype=torch.int64))
@@ -263,7 +265,7 @@ def images_in_memory(like: Tensor) -> int:
     return round(sum(sizes.values()) / like.untyped_storage().nbytes())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ASKING)
 def test_holds_no_more_than_a_few_copies_of_a_batch(name):
     """Looked at from inside the model, in the middle of the search."""
     model, x = model_for(name), images_for(name, 5)

@@ -311,7 +311,8 @@ def test_numbers_of_the_papers():
 def test_a_shipped_recipe_opens_with_what_one_wants_to_know(name):
     lines = source(name).splitlines()
     head = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
-    assert any(line.startswith(f"# run: vitadel harden {name}") for line in head)
+    verb = "probe" if name.startswith(("probes/", "segmentation/")) else "harden"
+    assert any(line.startswith(f"# run: vitadel {verb} {name}") for line in head)
     assert any(line.startswith("# expected: ") and "ours: " in line for line in head)
     assert any(line.startswith("# time: ") for line in head)
     assert set(texts(name)) == set(TEXTS)
@@ -324,7 +325,15 @@ def test_a_shipped_recipe_opens_with_what_one_wants_to_know(name):
 def test_a_shipped_recipe_says_its_own_things_only(name):
     document = yaml.safe_load(source(name))
     base = "extends" not in document
-    assert base == (name in ("light/imagenet", "aas/table5", "shapes/pgd-at", "tokens/deit-tiny"))
+    bases = (
+        "light/imagenet",
+        "aas/table5",
+        "shapes/pgd-at",
+        "tokens/deit-tiny",
+        "probes/shapes",
+        "segmentation/shapes",
+    )
+    assert base == (name in bases)
     assert document["about"] not in [
         yaml.safe_load(source(other))["about"] for other in shipped_recipes() if other != name
     ]

@@ -10,12 +10,12 @@ import torch
 from small_recipes import document
 
 from toys import images
+from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.token_files import load_tokens, read_tokens
 from vitadel.attacks.features import feature_cosine, final_features
 from vitadel.attacks.names import make
 from vitadel.backbones.load import load_model
 from vitadel.defenses import loop
-from vitadel.defenses.adapters.robustness_tokens import Tokened, fresh_tokens
-from vitadel.defenses.adapters.token_files import load_tokens, read_tokens
 from vitadel.defenses.building import build_recipe
 from vitadel.defenses.harden import run_harden
 from vitadel.defenses.objectives.robustness_tokens import RobustnessTokens

@@ -12,7 +12,7 @@ from vitadel.backbones.anatomy import blocks_of
 from vitadel.errors import Mistake
 from vitadel.instrument import block_features, extra_tokens, hooked
 from vitadel.instrument.hooks import Edge
-from vitadel.instrument.massive import massive_activations, quartiles
+from vitadel.instrument.massive import CLASS, EXTRA, REGISTER, massive_activations, quartiles
 from vits import VITS, make_vit, pixels
 
 HUGE = {0: (1000.0, 9, 3), 1: (-2000.0, 12, 20)}
@@ -150,3 +150,33 @@ def test_quartiles() -> None:
     assert quartiles(torch.tensor([1.0, 2.0])).tolist() == [1.25, 1.5, 1.75]
     with pytest.raises(Mistake, match="no values"):
         quartiles(torch.empty(3, 0))
+
+
+def test_tokens_by_what_they_are() -> None:
+    model, x = make_vit("dinov2_registers"), pixels("dinov2_registers")
+    last, tokens = blocks_of(model)[1], torch.randn(2, 24)
+    for placement, token, expected in [
+        ("prefix", 0, CLASS),
+        ("prefix", 1, REGISTER),
+        ("prefix", 4, REGISTER),
+        ("prefix", 5, EXTRA),
+        ("prefix", 6, EXTRA),
+        ("prefix", 7, 0),
+        ("prefix", 22, 15),
+        ("append", 5, 0),
+        ("append", 20, 15),
+        ("append", 21, EXTRA),
+    ]:
+        plant = Edge(last.name, last.module, planting({0: (900.0, token, 2)}))
+        with extra_tokens(model, tokens, placement=placement), hooked(model, [plant]):
+            found = massive_activations(model, x, excluded=())
+        assert (int(found.tokens[2, 0]), int(found.patches[2, 0])) == (token, expected), (placement, token)
+
+
+@pytest.mark.parametrize(("name", "count"), [("cait", 1), ("xcit", 17)])
+def test_class_attention_puts_its_token_first(name: str, count: int) -> None:
+    model, x = make_vit(name), pixels(name)
+    last = blocks_of(model)[-1]
+    for token in {0, count - 1}:
+        with hooked(model, [Edge(last.name, last.module, planting({0: (900.0, token, 2)}))]):
+            assert int(massive_activations(model, x).patches[-1, 0]) == (CLASS if token == 0 else token - 1)

@@ -4,29 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitadel.amounts import amount_text
 from vitadel.attacks.goals import clearly_fooled, fooled
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest, usual_length
 from vitadel.attacks.surrogate import deployed
 from vitadel.attacks.threats import Linf
 from vitadel.attacks.wrappers import repeated
-from vitadel.backbones.anatomy import backbone_of, prefix_tokens_of
+from vitadel.backbones.anatomy import anatomy_of, backbone_of, prefix_tokens_of
 from vitadel.backbones.checks import check_pixels
+from vitadel.backbones.projection import projected
 from vitadel.errors import Mistake, nearest_names
 from vitadel.instrument.features import block_features
+from vitadel.instrument.hooks import Edge, hooked
 from vitadel.instrument.tokens import own_tokens
 from vitadel.runtime.draws import Draws
 from vitadel.types import Aim, Attack, Threat
 
-__all__ = ["AXES", "AwayFromFeatures", "FeatureAttack", "feature_cosine", "features", "final_features"]
+__all__ = [
+    "AXES",
+    "KINDS",
+    "AwayFromFeatures",
+    "FeatureAttack",
+    "check_kind",
+    "effective_eps",
+    "feature_cosine",
+    "features",
+    "final_features",
+]
 
 AXES = ("token", "channel", "flat")
 """What a cosine compares in (batch, tokens, channels): each token, each channel over all tokens, or all at once."""
+
+KINDS = ("tokens", "pooled")
+"""Class and patch tokens, or one vector per image: what enters the classifier, and for CLIP its projection."""
 
 _IMAGENET_STD = (0.229, 0.224, 0.225)
 _ROUNDING = 1e-4  # in grey levels: a whole number of them, in float32, may lie this far below
@@ -55,14 +72,27 @@ def feature_cosine(features: Tensor, reference: Tensor, axis: str = "token") -> 
     return F.cosine_similarity(here, there, dim=1 if axis == "channel" else 2).mean(1)
 
 
-def final_features(model: nn.Module, x: Tensor) -> Tensor:
+def final_features(model: nn.Module, x: Tensor, kind: str = "tokens") -> Tensor:
     """Class and patch tokens after the final norm, (batch, tokens, channels), with their graph.
 
     Registers and the tokens of `extra_tokens` are left out. Models that pool the mean of their tokens norm it
-    afterwards: their features are those of the last block.
+    afterwards: their features are those of the last block. Kind "pooled" is what enters the classifier instead,
+    (batch, channels), and for a CLIP image tower its projection, which the released code of Robustness Tokens takes.
     """
-    (last,) = AwayFromFeatures(normed=True).features(model, x)[1]
+    (last,) = AwayFromFeatures(normed=True, kind=kind).features(model, x)[1]
     return last
+
+
+def check_kind(kind: str, axis: str) -> None:
+    """Refuse features that are unknown, and a cosine over tokens where there are none."""
+    if kind not in KINDS:
+        raise Mistake(f"unknown features {kind!r}{nearest_names(kind, KINDS) or '.'} Known: {', '.join(KINDS)}.")
+    _check_axis(axis)
+    if kind == "pooled" and axis == "channel":
+        raise Mistake(
+            "axis 'channel' compares channels over tokens, but pooled features are one vector per image. Use "
+            "axis=token, the axis of the embedding, or features=tokens."
+        )
 
 
 def _check_axis(axis: str) -> None:
@@ -103,21 +133,25 @@ class AwayFromFeatures:
     printed minus is a slip: text and released code agree on plus).
 
     Features are class and patch tokens, registers and extra tokens aside, of the blocks numbered by `blocks`; with
-    `normed`, after the model's final norm, as in the paper. `axis` is that of `feature_cosine`. At the clean image the
-    cosine is 1 and has no gradient, so a search must not start there. Where `judged_as` makes another image of (z, x),
-    that one is asked for verdicts, in a pass of its own.
+    `normed`, after the model's final norm, as in the paper. With `kind` "pooled" they are one vector per image, as
+    `final_features` says. `axis` is that of `feature_cosine`. At the clean image the cosine is 1 and has no gradient,
+    so a search must not start there. Where `judged_as` makes another image of (z, x), that one is asked for verdicts,
+    in a pass of its own.
     """
 
     axis: str = "token"
     weight: float = 1.0
     blocks: tuple[int, ...] = (-1,)
     normed: bool = False
+    kind: str = "tokens"
     judged_as: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        _check_axis(self.axis)
+        check_kind(self.kind, self.axis)
         if not self.blocks:
             raise Mistake("features need at least one block to look at; give block numbers such as (-1,)")
+        if self.kind == "pooled" and self.blocks != (-1,):
+            raise Mistake("features=pooled are those of the whole model; leave blocks out, or use features=tokens")
 
     @property
     def forwards(self) -> int:
@@ -130,10 +164,42 @@ class AwayFromFeatures:
 
     def features(self, model: nn.Module, z: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Logits, and the chosen blocks' features as (batch, tokens, channels), from one pass."""
+        if self.kind == "pooled":
+            logits, vector = _pooled(model, z)
+            return logits, [vector]
+        row = anatomy_of(model)
+        if self.normed and self.blocks == (-1,) and row.tokens is not None:
+            logits, last = _leaving(model, row.tokens.leave, z)
+            return logits, [_tokens(model, last)]
         with block_features(model, self.blocks) as seen, own_tokens(model) as own:
-            logits: Tensor = model(z)
+            logits = model(z)
         streams = [own(each) for each in seen]
         return logits, [_tokens(model, _after_norm(model, each) if self.normed else each) for each in streams]
+
+
+def _pooled(model: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits, and what the classifier was given, in float32 at least; distilled models have two, whose mean counts."""
+    backbone: Any = backbone_of(model)
+    found = backbone.get_classifier()
+    heads = found if isinstance(found, tuple) else (found,)
+    given: list[Tensor] = []
+    with hooked(model, [Edge("head", head, given.append, before=True) for head in heads]):
+        logits: Tensor = model(z)
+    vector = projected(backbone, torch.stack(given[-len(heads) :]).mean(0))
+    if vector.dim() != 2:
+        raise Mistake(
+            f"features=pooled need one vector per image, but the head of {type(backbone).__name__} is given "
+            f"{tuple(vector.shape)}: the model was built without pooling. Use features=tokens."
+        )
+    return logits, vector.to(torch.promote_types(vector.dtype, torch.float32))
+
+
+def _leaving(model: nn.Module, name: str, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits, and what leaves the final norm: the model has computed it, and extra tokens are gone by then."""
+    norm, found = backbone_of(model).get_submodule(name), list[Tensor]()
+    with hooked(model, [Edge(name, norm, found.append)]):
+        logits: Tensor = model(z)
+    return logits, found[-1]
 
 
 def _after_norm(model: nn.Module, features: Tensor) -> Tensor:
@@ -205,6 +271,12 @@ class _Region:
         return torch.tensor(self.units, dtype=like.dtype, device=like.device).view(-1, 1, 1)
 
 
+def effective_eps(eps: float) -> str:
+    """A budget of `paper=true`, in normalised units, as what it is in pixels, for red, green and blue."""
+    levels = ", ".join(f"{255 * eps * unit:.2f}" for unit in _IMAGENET_STD)
+    return f"{amount_text(eps)} in normalised units = {levels} /255 in pixels"
+
+
 @dataclass(frozen=True)
 class FeatureAttack:
     """Projected ascent on `AwayFromFeatures` from x + length * N(0, 1), projected; without `length`, the usual one.
@@ -231,12 +303,15 @@ class FeatureAttack:
     quantize: bool = False
     paper: bool = False
     stop_when_fooled: bool = True
+    effective_eps: str | None = field(default=None, init=False)  # told wherever settings are, so nobody reads 8/255
 
     def __post_init__(self) -> None:
         if self.psnr < 0:
             raise Mistake(f"psnr is in decibels, 0 switches it off; got {self.psnr:g}, try 40")
         if self.paper and not isinstance(self.threat, Linf):
             raise Mistake(f"paper=true is an attack in Linf, got a threat in {type(self.threat).__name__}")
+        if self.paper:
+            object.__setattr__(self, "effective_eps", effective_eps(self.threat.eps))
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
         check_pixels(x)
@@ -272,13 +347,18 @@ def features(
     weight: float = 1.0,
     blocks: int = 1,
     normed: bool = False,
+    features: str = "tokens",
     psnr: float = 0.0,
     quantize: bool = False,
     paper: bool = False,
     stop_when_fooled: bool = True,
     restarts: int = 1,
 ) -> Attack:
-    """`blocks` is how many of the last blocks count; `paper` leaves only steps, stopping and restarts to be set."""
+    """`blocks` is how many of the last blocks count; `features` is tokens or pooled, as in `final_features`.
+
+    `paper` leaves only steps, features, stopping and restarts to be set. Its cosine is over tokens, channel by
+    channel, and for pooled features, as in its code for OpenCLIP, over the embedding.
+    """
     if paper:
         own = (step, axis, weight, blocks, normed, psnr, quantize)
         if own != (None, "token", 1.0, 1, False, 0.0, False):
@@ -286,7 +366,7 @@ def features(
                 "paper=true sets step, axis, weight, blocks, normed, psnr and quantize itself; leave them out, or "
                 "leave paper out and set them one by one"
             )
-        step, axis, normed = 0.01, "channel", True
-    goal = AwayFromFeatures(axis, weight, tuple(range(-blocks, 0)), normed)
+        step, axis, normed = 0.01, "token" if features == "pooled" else "channel", True
+    goal = AwayFromFeatures(axis, weight, tuple(range(-blocks, 0)), normed, features)
     attack = FeatureAttack(threat, goal, steps, step, psnr, quantize, paper, stop_when_fooled)
     return repeated(attack, restarts)

@@ -19,7 +19,7 @@ Setting = float | int | bool | str
 
 _NAME = re.compile(r"^(?P<base>[a-z][a-z-]*?)(?:-(?P<steps>\d+))?(?:\((?P<settings>.*)\))?$")
 _PREFIX = re.compile(r"^(?P<name>[a-z][a-z-]*)(?::(?P<value>[^()]+))?(?:\((?P<settings>.*)\))?$")
-_MAY_BE_ZERO = ("decay", "weight", "target", "psnr", "side", "alpha", "layer", "noise")
+_MAY_BE_ZERO = ("decay", "weight", "target", "psnr", "side", "alpha", "layer", "noise", "probability", "tokens")
 
 
 @dataclass(frozen=True)

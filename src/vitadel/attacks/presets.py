@@ -12,10 +12,12 @@ from vitadel.attacks import losses
 from vitadel.attacks.apgd import apgd_ce, apgd_dlr, apgd_t
 from vitadel.attacks.autoattack import autoattack, autoattack_plus, autoattack_rand
 from vitadel.attacks.autoattack_fast import autoattack_fast
+from vitadel.attacks.diverse import diverse
 from vitadel.attacks.fab import fab, fab_t
 from vitadel.attacks.features import features
 from vitadel.attacks.goals import FromClean, Gama, OnLogits
 from vitadel.attacks.losses import margin
+from vitadel.attacks.noise import noise
 from vitadel.attacks.patch_corruption import patches_learned
 from vitadel.attacks.patch_fool import patch_fool
 from vitadel.attacks.patches import patches_random
@@ -139,6 +141,8 @@ CATALOGUE: dict[str, Preset] = {
     "fab": Preset(fab, "along the decision boundary to its nearest point (Croce & Hein 2020)"),
     "fab-t": Preset(fab_t, "the same for one likely wrong class after the other, cheaper for many classes"),
     "square": Preset(square, "random search without gradients (Andriushchenko et al. 2020)", exact=False),
+    "noise": Preset(noise, "random noise, no attack at all: what an attack must beat", exact=False),
+    "diverse": Preset(diverse, "for transfer: momentum over shrunk and shifted images (Xie et al. 2019)", exact=False),
     "features": Preset(
         features, "features away from the clean ones, without labels (Pulfer et al. 2024)", exact=False, needs_vit=True
     ),

@@ -14,7 +14,7 @@ and scores are seen. Position biases and masks are added between the two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
@@ -219,12 +219,19 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 
 def blocks_of(model: nn.Module) -> list[Part]:
     """Every transformer block, class-attention blocks included, in the order in which they run."""
-    row = anatomy_of(model)
-    return [
-        Part(name, module)
-        for name, module in backbone_of(model).named_modules()
-        if any(kind.__name__ in row.blocks for kind in type(module).__mro__)
-    ]
+    return list(_blocks_in(backbone_of(model), "", frozenset(anatomy_of(model).blocks), set()))
+
+
+def _blocks_in(module: nn.Module, path: str, kinds: frozenset[str], seen: set[int]) -> Iterator[Part]:
+    """Not looked for inside each other: instruments ask before every pass, and most modules are inside a block."""
+    for name, child in module.named_children():
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        if any(kind.__name__ in kinds for kind in type(child).__mro__):
+            yield Part(f"{path}{name}", child)
+        else:
+            yield from _blocks_in(child, f"{path}{name}.", kinds, seen)
 
 
 def attentions_of(model: nn.Module) -> list[SoftmaxAttention]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.checks import check_logits, check_pixels, looks_like_probabilities, modules_in_train_mode
+from vitadel.backbones.image_size import check_image_size
 from vitadel.backbones.record import ModelRecord, three_numbers
 from vitadel.backbones.scaling import scaled_scores
 from vitadel.errors import Mistake
@@ -73,6 +74,8 @@ class Classifier(nn.Module):
             self.attention_factors.copy_(values)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 4:
+            check_image_size(self.backbone, (x.shape[2], x.shape[3]), self._record.name)
         z = (x - self.mean) / self.std if self._record.normalises else x
         precision = next((p.dtype for p in self.backbone.parameters() if p.is_floating_point()), z.dtype)
         z, factors = z.to(precision), self.attention_factors

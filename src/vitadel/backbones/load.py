@@ -12,6 +12,7 @@ from typing import Any
 import timm
 import torch
 from timm.data import resolve_model_data_config
+from timm.layers import PatchEmbed
 from timm.models.xcit import Xcit
 from torch import nn
 
@@ -19,7 +20,9 @@ from vitadel.backbones.checkpoints import Checkpoint, fit_to, load_strict, read_
 from vitadel.backbones.checks import modules_in_train_mode
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.foreign import call_factory, load_hugging_face
+from vitadel.backbones.image_size import not_a_multiple
 from vitadel.backbones.mismatch import class_count, find_mismatch
+from vitadel.backbones.projection import keep_projection
 from vitadel.backbones.record import (
     ModelRecord,
     create_backbone,
@@ -31,7 +34,7 @@ from vitadel.backbones.record import (
 from vitadel.backbones.small_images import adapt_to_small_images
 from vitadel.errors import Mistake, nearest_names
 
-__all__ = ["load_model", "model_names", "zoo_names"]
+__all__ = ["has_no_head", "load_model", "model_names", "zoo_names"]
 
 _PREFIXES = ("zoo", "hf", "python")
 _FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt")
@@ -98,6 +101,12 @@ def load_model(
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise Mistake(f"the model cannot be put on device '{device}': {reason}. Try --device cpu.") from error
+
+
+def has_no_head(spec: str) -> bool:
+    """Whether it is a timm name of a backbone that was released without a classifier, as DINOv2's."""
+    config = timm.get_pretrained_cfg(spec) if timm.is_model(spec.partition(".")[0]) else None
+    return config is not None and config.num_classes == 0
 
 
 def _open(spec: str, wishes: _Wishes) -> tuple[nn.Module, ModelRecord]:
@@ -268,6 +277,9 @@ def _timm_record(name: str, backbone: nn.Module, wishes: _Wishes) -> ModelRecord
             f"'{name}' has no classification head (num_classes=0). Give weights that have one and --num-classes."
         )
     size = wishes.kwargs.get("img_size", config["input_size"][1:])
+    embed: Any = getattr(backbone, "patch_embed", None)
+    if "img_size" in wishes.kwargs and isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
+        _check_multiple(embed.img_size, embed.patch_size, name)  # timm would not look at what is left over
     return ModelRecord(
         name=name,
         num_classes=classes or wishes.num_classes,
@@ -309,6 +321,7 @@ def _as_wished(backbone: nn.Module, record: ModelRecord, wishes: _Wishes, spec: 
             raise Mistake(
                 f"'{spec}' has no `reset_classifier`, so its head cannot be replaced. Do that in your own code."
             )
+        keep_projection(backbone)
         reset(wishes.num_classes)
         record = replace(record, num_classes=wishes.num_classes)
     elif wishes.num_classes is not None and wishes.num_classes != (record.num_classes or wishes.num_classes):
@@ -339,13 +352,17 @@ def _reshaped(backbone: nn.Module, record: ModelRecord, wishes: _Wishes) -> Mode
     return _resized(backbone, record, size)
 
 
+def _check_multiple(size: tuple[int, int], patch: tuple[int, int], name: str) -> None:
+    if size[0] % patch[0] or size[1] % patch[1]:
+        raise not_a_multiple(size, patch, name)
+
+
 def _resized(backbone: nn.Module, record: ModelRecord, size: int) -> ModelRecord:
     patch: Any = getattr(getattr(backbone, "patch_embed", None), "patch_size", 1)
-    sides = patch if isinstance(patch, tuple) else (patch,)
-    if size < 1 or any(size % side for side in sides):
-        raise Mistake(
-            f"images of {size} pixels cannot be cut into patches of {sides[0]}. Choose a multiple of {sides[0]}."
-        )
+    tall, wide = patch if isinstance(patch, tuple) else (patch, patch)
+    if size < 1:
+        raise Mistake(f"images need at least 1 pixel, input size {size} was given for '{record.name}'.")
+    _check_multiple((size, size), (tall, wide), record.name)
     resize = getattr(backbone, "set_input_size", None)
     told: Any = getattr(backbone, "pretrained_cfg", None)
     fixed = isinstance(told, Mapping) and told.get("fixed_input_size") and not isinstance(backbone, Xcit)

@@ -28,6 +28,8 @@ def attack(
     std: options.Std = None,
     input_size: options.InputSize = None,
     small_images: options.SmallImages = False,
+    tokens: options.Tokens = None,
+    allow_readable: options.AllowReadable = False,
     data_root: options.DataRoot = None,
     skip_bad: options.SkipBad = False,
     device: options.Device = "auto",
@@ -58,7 +60,17 @@ def attack(
     )
     chosen = options.model_options(weights, num_classes, mean, std, input_size, small_images)
     done = running.run(
-        "attack", order, model, data, data_root=data_root, model_options=chosen, device=device, out=out, resume=resume
+        "attack",
+        order,
+        model,
+        data,
+        data_root=data_root,
+        model_options=chosen,
+        device=device,
+        out=out,
+        resume=resume,
+        tokens=tokens,
+        allow_readable=allow_readable,
     )
     if done is None:
         return

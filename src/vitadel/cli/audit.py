@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli import options, running
+from vitadel.cli import ladder, options, running
 
 
 def audit(
+    ctx: typer.Context,
     model: options.Model = "zoo:shapes-robust",
     data: options.Data = "shapes",
     attacks: options.Attacks = "fgsm,pgd-20",
@@ -28,6 +29,8 @@ def audit(
     std: options.Std = None,
     input_size: options.InputSize = None,
     small_images: options.SmallImages = False,
+    tokens: options.Tokens = None,
+    allow_readable: options.AllowReadable = False,
     data_root: options.DataRoot = None,
     skip_bad: options.SkipBad = False,
     device: options.Device = "auto",
@@ -36,6 +39,21 @@ def audit(
     out: options.Out = None,
     resume: options.Resume = False,
     as_json: options.Json = False,
+    suite: Annotated[
+        str | None, typer.Option(help="another benchmark instead of --attacks: ladder, for secret tokens")
+    ] = None,
+    levels: ladder.Levels = None,
+    steps: ladder.Steps = 30,
+    queries: ladder.Queries = 5000,
+    white_box: ladder.WhiteBox = "apgd-ce,apgd-t",
+    surrogates: ladder.Surrogates = "2",
+    bank: ladder.Bank = "2",
+    recipe: ladder.Recipe = None,
+    attacker_data: ladder.AttackerData = None,
+    head: ladder.HeadFile = None,
+    attacker_head: ladder.AttackerHead = None,
+    other: ladder.Other = None,
+    other_weights: ladder.OtherWeights = None,
 ) -> None:
     """How accurate is MODEL, and how much of that survives an attack? Writes a run folder and a report."""
     from vitadel.amounts import read_amount
@@ -43,6 +61,40 @@ def audit(
     from vitadel.evaluation.audit import Order
     from vitadel.reporting import page, terminal
 
+    chosen = options.model_options(weights, num_classes, mean, std, input_size, small_images)
+    if suite is not None:
+        given = ctx.get_parameter_source("eps")  # the ladder has budgets of its own unless told otherwise
+        ladder.climb(
+            suite,
+            model,
+            data,
+            chosen,
+            tokens=tokens,
+            allow_readable=allow_readable,
+            eps=eps if given is not None and given.name == "COMMANDLINE" else None,
+            levels=levels,
+            steps=steps,
+            queries=queries,
+            white_box=white_box,
+            surrogates=surrogates,
+            bank=bank,
+            recipe=recipe,
+            attacker_data=attacker_data,
+            head=head,
+            attacker_head=attacker_head,
+            other=other,
+            other_weights=other_weights,
+            limit=limit,
+            batch_size=batch_size,
+            seed=seed,
+            data_root=data_root,
+            skip_bad=skip_bad,
+            device=device,
+            out=out,
+            resume=resume,
+            as_json=as_json,
+        )
+        return
     order = Order(
         attacks=tuple(split_attack_list(attacks)),
         eps=read_amount(eps, "eps"),
@@ -56,9 +108,18 @@ def audit(
         calibration=calibration,
         compile=compile_model,
     )
-    chosen = options.model_options(weights, num_classes, mean, std, input_size, small_images)
     done = running.run(
-        "audit", order, model, data, data_root=data_root, model_options=chosen, device=device, out=out, resume=resume
+        "audit",
+        order,
+        model,
+        data,
+        data_root=data_root,
+        model_options=chosen,
+        device=device,
+        out=out,
+        resume=resume,
+        tokens=tokens,
+        allow_readable=allow_readable,
     )
     if done is None:
         return

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import typer
 
-from vitadel.cli import attack, audit, harden, listing, plan, recipes, report, selftest
+from vitadel.cli import attack, audit, harden, inspect, listing, plan, probe, recipes, report, selftest
 from vitadel.errors import Interrupted, Mistake
 from vitadel.version import __version__
 
@@ -26,6 +26,8 @@ app = typer.Typer(
 app.command("audit")(audit.audit)
 app.command("attack")(attack.attack)
 app.command("harden")(harden.harden)
+app.command("probe")(probe.probe)
+app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("list")(listing.listing)

@@ -21,6 +21,10 @@ Mean = Annotated[str | None, typer.Option(help="normalisation mean, e.g. 0.5 or 
 Std = Annotated[str | None, typer.Option(help="normalisation standard deviation, likewise")]
 InputSize = Annotated[int | None, typer.Option(help="image size in pixels, where it differs from the model's own")]
 SmallImages = Annotated[bool, typer.Option("--small-images", help="adapt a patch-16 ViT or XCiT to 32 px images")]
+Tokens = Annotated[str | None, typer.Option(help="file of robustness tokens for the model (see 'vitadel harden')")]
+AllowReadable = Annotated[
+    bool, typer.Option("--allow-readable", help="take a token file that others than its owner can read")
+]
 Attacks = Annotated[str, typer.Option(help="comma-separated, e.g. fgsm,pgd-20(restarts=5); see 'vitadel list attacks'")]
 Norm = Annotated[str, typer.Option(help="linf, l2 or l1")]
 Eps = Annotated[str, typer.Option(help="budget in pixels of [0, 1], e.g. 8/255")]

@@ -31,6 +31,8 @@ def plan(
     std: options.Std = None,
     input_size: options.InputSize = None,
     small_images: options.SmallImages = False,
+    tokens: options.Tokens = None,
+    allow_readable: options.AllowReadable = False,
     data_root: options.DataRoot = None,
     skip_bad: options.SkipBad = False,
     device: options.Device = "auto",
@@ -55,7 +57,15 @@ def plan(
 
     order = Order(tuple(split_attack_list(attacks)), read_amount(eps, "eps"), norm, limit, batch_size, seed)
     chosen = options.model_options(weights, num_classes, mean, std, input_size, small_images)
-    subject = open_subject(model, data, data_root=data_root, model_options=chosen, skip_bad=skip_bad)
+    subject = open_subject(
+        model,
+        data,
+        data_root=data_root,
+        model_options=chosen,
+        skip_bad=skip_bad,
+        tokens=tokens,
+        allow_readable=allow_readable,
+    )
     cost = estimate(
         subject,
         attacks=order.attacks,

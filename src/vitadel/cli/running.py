@@ -27,6 +27,8 @@ def run(
     device: str,
     out: Path | None,
     resume: bool,
+    tokens: str | None = None,
+    allow_readable: bool = False,
 ) -> tuple[dict[str, Any], Path] | None:
     """The results and their folder; None in a process of the run that is not the one to tell."""
     from vitadel.evaluation.audit import run_audit
@@ -35,7 +37,15 @@ def run(
     from vitadel.runtime.processes import join_processes
 
     processes = join_processes(device)
-    subject = open_subject(model, data, data_root=data_root, model_options=model_options, skip_bad=order.skip_bad)
+    subject = open_subject(
+        model,
+        data,
+        data_root=data_root,
+        model_options=model_options,
+        skip_bad=order.skip_bad,
+        tokens=tokens,
+        allow_readable=allow_readable,
+    )
     if processes.is_main:
         terminal.tell_notes(subject.model.record.notes)
     outcome = run_audit(

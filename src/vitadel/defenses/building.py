@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol, TypeVar, cast, get_args, get_type_hints, runtime_checkable
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol, cast, runtime_checkable
 
-from pydantic import PydanticUserError, TypeAdapter, ValidationError
-
-from vitadel.attacks.names import make, split_attack_list
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.spec import DATA_KINDS
 from vitadel.defenses.checking import (
@@ -25,6 +21,7 @@ from vitadel.defenses.checking import (
     sketched_model,
 )
 from vitadel.defenses.components import component_names, find_component
+from vitadel.defenses.heads.building import build_probe, build_probe_check
 from vitadel.defenses.protocols import Adapter, Objective, Plugin
 from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, is_probe, rows, section_types
 from vitadel.defenses.same_images import same_images
@@ -39,12 +36,11 @@ from vitadel.defenses.sections import (
     TrainSection,
     Validation,
 )
+from vitadel.defenses.settling import Faults, Faulty, as_mapping, guarded, named_attack, settled
 from vitadel.errors import Mistake, nearest_names
-from vitadel.types import Attack, Calibrated, Threat
+from vitadel.types import Calibrated, Threat
 
-__all__ = ["ChecksModel", "ChecksObjective", "Faulty", "Recipe", "build_check", "build_recipe", "check_recipe"]
-
-Made = TypeVar("Made")
+__all__ = ["ChecksModel", "ChecksObjective", "Recipe", "build_check", "build_recipe", "check_recipe"]
 
 _NEEDED = ("model", "data", "objective", "train")
 
@@ -63,15 +59,6 @@ class ChecksModel(Protocol):
     def check_model(self, model: Classifier) -> None:
         """A `Mistake` if it cannot work with this model, which has no weights and is not to be changed."""
         ...
-
-
-class Faulty(Mistake):
-    """All that is wrong with one recipe, or one row of it."""
-
-    def __init__(self, where: str, faults: Iterable[str]) -> None:
-        self.faults = tuple(faults)
-        problems = "1 problem" if len(self.faults) == 1 else f"{len(self.faults)} problems"
-        super().__init__("\n  - ".join([f"recipe {where} has {problems}:", *self.faults]))
 
 
 @dataclass(frozen=True)
@@ -97,40 +84,6 @@ class Recipe:
     document: dict[str, Any]
 
 
-@dataclass
-class _Faults:
-    """Found so far, in the order in which they are told."""
-
-    unknown: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-
-    def all(self) -> list[str]:
-        return [*self.unknown, *self.missing, *self.wrong]
-
-    def attempt(self, path: str, function: Callable[..., Made], /, *arguments: object, **named: object) -> Made | None:
-        """What the call gives, or its mistake noted under `path`."""
-        try:
-            return function(*arguments, **named)
-        except Mistake as mistake:
-            self.wrong.append(f"{path}: {mistake}")
-            return None
-
-
-def _guarded(function: Callable[..., Made]) -> Callable[..., Made]:
-    """For classes that may be the user's: whatever they raise is a mistake to be told with the others."""
-
-    def guarded(*arguments: object, **named: object) -> Made:
-        try:
-            return function(*arguments, **named)
-        except Mistake:
-            raise
-        except Exception as error:
-            raise Mistake(f"it failed with {type(error).__name__}: {error}") from error
-
-    return guarded
-
-
 def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     """Build every part but the model and the data; `where` names the recipe in messages.
 
@@ -138,8 +91,8 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     good. Attacks are made with the recipe's own threat.
     """
     if is_probe(document):
-        raise Mistake(f"recipe {where} trains a head on frozen features, not a model: use `vitadel probe {where}`")
-    faults = _Faults()
+        raise Mistake(f"recipe {where} trains a head on frozen features, not a model: run it with `vitadel probe`")
+    faults = Faults()
     known = [*TEXTS, *SECTIONS]
     for key in document:
         if key not in known:
@@ -151,21 +104,21 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
         if key in document and not isinstance(document[key], str):
             faults.wrong.append(f"{key}: should be a text, got {document[key]!r}")
     parts = {
-        name: _settled(name, cls, _mapping(name, document.get(name), faults), faults)
+        name: settled(name, cls, as_mapping(name, document.get(name), faults), faults)
         for name, cls in section_types().items()
         if name in document or name not in _NEEDED
     }
     # With a threat that is no good the names of attacks are still worth checking.
     threat = parts["threat"] if isinstance(parts["threat"], ThreatSection) else ThreatSection()
     objective = _objective(document.get("objective"), threat, faults)
-    plugins = _plugins(_mapping("plugins", document.get("plugins"), faults), threat, faults)
+    plugins = _plugins(as_mapping("plugins", document.get("plugins"), faults), threat, faults)
     adapter = _adapter(document.get("adapter"), faults)
     _check_values(parts, threat, faults)
     _check_together(parts, faults)
     if objective is not None and isinstance(parts["threat"], ThreatSection):
         for name, plugin in plugins:
             if isinstance(plugin, ChecksObjective):
-                faults.attempt(f"plugins.{name}", _guarded(plugin.check_objective), objective, threat.threat())
+                faults.attempt(f"plugins.{name}", guarded(plugin.check_objective), objective, threat.threat())
     if faults.all():
         raise Faulty(where, faults.all())
     assert objective is not None
@@ -178,7 +131,7 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
 
 def build_check(recipe: Recipe, where: str) -> None:
     """Build the model as well, without memory for its weights, and send an image through it; nothing is trained."""
-    faults = _Faults()
+    faults = Faults()
     counts = {name: class_count(spec) for name, spec in _specs(recipe.data).items()}
     known = {name: count for name, count in counts.items() if count is not None}
     if recipe.model.num_classes is not None:
@@ -192,7 +145,7 @@ def build_check(recipe: Recipe, where: str) -> None:
         model = faults.attempt("model", sketched_model, json.dumps(asdict(section), default=str))
         for name, plugin in recipe.plugins if model is not None else ():
             if isinstance(plugin, ChecksModel):
-                faults.attempt(f"plugins.{name}", _guarded(plugin.check_model), model)
+                faults.attempt(f"plugins.{name}", guarded(plugin.check_model), model)
     if faults.all():
         raise Faulty(where, faults.all())
 
@@ -217,9 +170,6 @@ def check_recipe(name: str) -> str | None:
 
 
 def _check_document(document: Mapping[str, Any], where: str) -> None:
-    # Recipes for heads are built with what is in this file.
-    from vitadel.defenses.probing_recipes import build_probe, build_probe_check
-
     if is_probe(document):
         build_probe_check(build_probe(document, where), where)
     else:
@@ -230,124 +180,45 @@ def _in_rows(places: list[str], total: int) -> str:
     return "" if len(places) == total else f" (row{'s' if len(places) > 1 else ''} {', '.join(places)})"
 
 
-# Dataclasses from mappings
-
-
-def _mapping(path: str, value: object, faults: _Faults) -> Mapping[str, Any]:
-    if value is None or isinstance(value, Mapping):
-        return value or {}
-    faults.wrong.append(f"{path}: should be keys with values, got {value!r}")
-    return {}
-
-
-def _settled(
-    path: str, cls: Callable[..., Made], given: Mapping[str, Any], faults: _Faults, threat: ThreatSection | None = None
-) -> Made | None:
-    """`cls` called with the settings; None if any of them is a fault."""
-    before = len(faults.all())
-    parameters = inspect.signature(cls).parameters
-    hints = _hints(cls)
-    for key in given:
-        if key not in parameters:
-            takes = f"it takes {', '.join(parameters)}" if parameters else "it takes nothing"
-            faults.unknown.append(f"{path}: has no '{key}'; {takes}{nearest_names(key, parameters)}")
-    for key, parameter in parameters.items():
-        if parameter.default is parameter.empty and key not in given:
-            faults.missing.append(f"{path}: needs '{key}'")
-    values = {}
-    for key, value in given.items():
-        if key in parameters:
-            values[key] = _value(f"{path}.{key}", key, hints.get(key), value, faults, threat)
-    return faults.attempt(path, _guarded(cls), **values) if len(faults.all()) == before else None
-
-
-def _hints(cls: Any) -> dict[str, Any]:
-    """Types of the settings; a class of the user's may have some that only exist for type checkers."""
-    try:
-        return get_type_hints(cls)
-    except Exception:  # they are code, evaluated here
-        return {}
-
-
-def _value(path: str, key: str, hint: Any, value: Any, faults: _Faults, threat: ThreatSection | None) -> Any:
-    if threat is not None and (Attack in (hint, *get_args(hint)) or (hint is None and key == "attack")):
-        return _training_attack(path, value, threat, faults)
-    if path == "audit.attacks" and isinstance(value, str):
-        return tuple(faults.attempt(path, split_attack_list, value) or ())
-    if hint is None:
-        return value
-    try:
-        # Pydantic turns texts into numbers, which is welcome, and true into 1, which is not.
-        return TypeAdapter(hint).validate_python(value, strict=isinstance(value, bool))
-    except PydanticUserError:  # a type that it knows nothing about, such as a class of the user's
-        return value
-    except ValidationError as error:
-        for fault in error.errors():
-            place = "".join(f"[{part}]" for part in fault["loc"] if isinstance(part, int))
-            faults.wrong.append(f"{path}{place}: {fault['msg'].removeprefix('Input ')}, got {fault['input']!r}")
-        return None
-
-
-def _training_attack(path: str, name: object, threat: ThreatSection, faults: _Faults) -> Attack | None:
-    if name is None:
-        return None
-    attack = _attack(path, name, threat, faults)
-    made: object = attack
-    if isinstance(made, Calibrated):
-        faults.wrong.append(
-            f"{path}: '{name}' first studies the model on other images, which an attack inside training cannot; "
-            "training against scaled attention is the plug-in attention_scaling"
-        )
-        return None
-    return attack
-
-
-def _attack(path: str, name: object, threat: ThreatSection, faults: _Faults) -> Attack | None:
-    if not isinstance(name, str):
-        faults.wrong.append(f"{path}: should be the name of an attack, e.g. pgd-10(step=2/255), got {name!r}")
-        return None
-    return faults.attempt(path, make, name, eps=threat.eps, norm=threat.norm)
-
-
 # Objectives and plug-ins
 
 
-def _objective(section: object, threat: ThreatSection, faults: _Faults) -> Objective | None:
+def _objective(section: object, threat: ThreatSection, faults: Faults) -> Objective | None:
     if section is None:
         return None  # told as a missing section
-    given = dict(_mapping("objective", section, faults))
+    given = dict(as_mapping("objective", section, faults))
     name = given.pop("use", None)
     if not isinstance(name, str):
         faults.missing.append(f"objective: needs 'use', one of {', '.join(component_names('objectives'))}")
         return None
     cls = faults.attempt("objective", find_component, "objectives", name)
-    return cast(Objective | None, cls and _settled("objective", cls, given, faults, threat))
+    return cast(Objective | None, cls and settled("objective", cls, given, faults, threat))
 
 
-def _adapter(section: object, faults: _Faults) -> Adapter | None:
+def _adapter(section: object, faults: Faults) -> Adapter | None:
     """The whole model, unless the recipe says otherwise."""
-    given = {"use": "whole_model", **_mapping("adapter", section, faults)}
+    given = {"use": "whole_model", **as_mapping("adapter", section, faults)}
     name = given.pop("use")
     if not isinstance(name, str):
         faults.wrong.append(f"adapter: 'use' should be one of {', '.join(component_names('adapters'))}, got {name!r}")
         return None
     cls = faults.attempt("adapter", find_component, "adapters", name)
-    return cast(Adapter | None, cls and _settled("adapter", cls, given, faults))
+    return cast(Adapter | None, cls and settled("adapter", cls, given, faults))
 
 
-def _plugins(section: Mapping[str, Any], threat: ThreatSection, faults: _Faults) -> tuple[tuple[str, Plugin], ...]:
+def _plugins(section: Mapping[str, Any], threat: ThreatSection, faults: Faults) -> tuple[tuple[str, Plugin], ...]:
     plugins: dict[str, Plugin] = {}
     spelled: dict[str, str] = {}
     for name, settings in section.items():
         path = f"plugins.{name}"
-        given = _mapping(path, settings, faults)
+        given = as_mapping(path, settings, faults)
         plain = name.replace("-", "_")
         if plain in spelled:
             faults.wrong.append(f"{path}: is the same plug-in as '{spelled[plain]}'; keep one of them")
             continue
         spelled[plain] = name
         cls = faults.attempt("plugins", find_component, "plugins", name)
-        made = cls and _settled(path, cls, given, faults, threat)
+        made = cls and settled(path, cls, given, faults, threat)
         if made is not None:
             plugins[plain] = made
     return tuple(plugins.items())
@@ -356,7 +227,7 @@ def _plugins(section: Mapping[str, Any], threat: ThreatSection, faults: _Faults)
 # Values that only mean something elsewhere
 
 
-def _check_values(parts: Mapping[str, Any], threat: ThreatSection, faults: _Faults) -> None:
+def _check_values(parts: Mapping[str, Any], threat: ThreatSection, faults: Faults) -> None:
     """Of the sections that could be built: whether what they name exists."""
     model, data, train, audit = (parts.get(name) for name in ("model", "data", "train", "audit"))
     augmentation, optimiser, validation = (parts.get(name) for name in ("augmentation", "optimiser", "validation"))
@@ -371,17 +242,17 @@ def _check_values(parts: Mapping[str, Any], threat: ThreatSection, faults: _Faul
     if train is not None:
         faults.attempt("train.tracker", check_tracker, train.tracker)
     if validation is not None and validation.attack is not None:
-        made: object = _attack("validation.attack", validation.attack, threat, faults)
+        made: object = named_attack("validation.attack", validation.attack, threat, faults)
         if isinstance(made, Calibrated):
             faults.wrong.append(
                 f"validation.attack: '{validation.attack}' first studies the model on other images, which validation "
                 "has no time for; it belongs into audit.attacks"
             )
     for name in audit.attacks if audit is not None else ():
-        _attack("audit.attacks", name, threat, faults)
+        named_attack("audit.attacks", name, threat, faults)
 
 
-def _check_together(parts: Mapping[str, Any], faults: _Faults) -> None:
+def _check_together(parts: Mapping[str, Any], faults: Faults) -> None:
     """Whether sections agree, of those that could be built."""
     data, train, augmentation = parts.get("data"), parts.get("train"), parts.get("augmentation")
     if train is not None and augmentation is not None:
@@ -395,7 +266,7 @@ def _specs(data: DataSection) -> dict[str, str]:
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 
-def _check_data(data: DataSection, faults: _Faults) -> None:
+def _check_data(data: DataSection, faults: Faults) -> None:
     requests = {
         name: faults.attempt(f"data.{name}", read_data_spec, spec, data.root) for name, spec in _specs(data).items()
     }

@@ -22,7 +22,9 @@ from accelerate.utils import LoggerType
 from timm.optim import create_optimizer_v2, list_optimizers
 from torch import Tensor, nn
 
+from vitadel.attacks.settings import settings_of
 from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.image_size import check_images_fit
 from vitadel.backbones.load import load_model
 from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
@@ -87,8 +89,10 @@ def title_of(recipe: str | Path, row: str | None) -> str:
     return f"{recipe}:{row}" if row else str(recipe)
 
 
-def open_workshop(recipe: Recipe, processes: Processes, data_root: str | Path | None = None) -> Workshop:
-    """Open the data and build the model, with fresh weights drawn from the recipe's seed."""
+def open_workshop(
+    recipe: Recipe, processes: Processes, data_root: str | Path | None = None, model: Classifier | None = None
+) -> Workshop:
+    """Open the data and build the model, with fresh weights drawn from the recipe's seed, unless it is given."""
     section = recipe.data
     root = section.root if data_root is None else data_root
     source = open_dataset(section.train, root=root)
@@ -99,12 +103,13 @@ def open_workshop(recipe: Recipe, processes: Processes, data_root: str | Path | 
     rows, held_out_rows = _held_out(source, section, recipe.train.seed)
     with _global_generators_kept():
         seed_everything(recipe.train.seed)
-        model = _model(recipe.model, len(source.classes), section.train)
+        model = _model(recipe.model, len(source.classes), section.train) if model is None else model
     if "about" in recipe.about:
         notes = {**model.record.notes, "about": recipe.about["about"]}
         model = Classifier(model.backbone, replace(model.record, notes=notes))
     record = model.record
     size = record.input_size or _first_size(source, section.train)
+    check_images_fit(model, size, recipe.model.name)
     preprocess = Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
     validation_source = others["validation"] or source
     if validation_source is not source:
@@ -235,10 +240,11 @@ def run_harden(
     shown: bool = False,
     data_root: str | Path | None = None,
     argv: Sequence[str] = (),
+    model: Classifier | None = None,
 ) -> tuple[dict[str, Any], RunFolder]:
-    """Train in a run folder, then audit; a run that is complete is only read."""
+    """Train in a run folder, then audit; a run that is complete is only read. A `model` is used as it is."""
     _refuse_rollback_of_averages(recipe)
-    shop = open_workshop(recipe, processes, data_root)
+    shop = open_workshop(recipe, processes, data_root, model)
     settings = {**_dotted(recipe.document), "--data-root": None if data_root is None else str(data_root)}
     path, words = None if out is None else Path(out), list(argv or sys.argv)
     folder = processes.on_main(lambda: open_run("harden", name, settings, out=path, resume=resume, argv=words))
@@ -376,6 +382,7 @@ def _audit(
         "stopped": run.stopped or None,
         "best_epoch": run.best_epoch,
         "held_out": None if run.best is None else asdict(run.best),
+        "attack": None if recipe.objective.attack is None else settings_of(recipe.objective.attack),
     }
     results: dict[str, Any] = {"complete": True, "seed": recipe.train.seed}
     if shop.test is not None and recipe.data.test is not None:

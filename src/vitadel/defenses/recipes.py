@@ -19,9 +19,11 @@ from vitadel.amounts import read_amount
 from vitadel.errors import Mistake, nearest_names
 
 __all__ = [
+    "PROBE_SECTIONS",
     "SECTIONS",
     "TEXTS",
     "compose",
+    "is_probe",
     "merge",
     "recipe_text",
     "rows",
@@ -52,16 +54,31 @@ SECTIONS = (
 )
 """What a recipe says to the machine."""
 
-_ORDER = TEXTS + SECTIONS
+PROBE_SECTIONS = ("model", "tokens", "data", "head", "train", "audit")
+"""What a recipe for a head on frozen features says to the machine; `tokens` is a file, the others are sections."""
+
+_ORDER = TEXTS + PROBE_SECTIONS[:-2] + tuple(name for name in SECTIONS if name not in PROBE_SECTIONS[:-2])
 _FILE = (".yaml", ".yml")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?(/(\d+\.?\d*|\.\d+))?", re.IGNORECASE)
 
 
-def section_types() -> dict[str, type]:
-    """The dataclasses behind the sections; the fields of the objective and of plug-ins depend on which they are."""
+def is_probe(document: Mapping[str, Any]) -> bool:
+    """Whether a recipe trains a head on frozen features (`vitadel probe`) or a model (`vitadel harden`)."""
+    return "head" in document
+
+
+def section_types(document: Mapping[str, Any] | None = None) -> dict[str, type]:
+    """The dataclasses behind the sections; the fields of the objective and of plug-ins depend on which they are.
+
+    Of a recipe for a head they are those of its kind of head.
+    """
     # Composing is for lists and help too, which should not wait for torch.
     from vitadel.defenses import sections
 
+    if document is not None and is_probe(document):
+        from vitadel.defenses.heads.sections import probe_types
+
+        return probe_types(document["head"])
     return {
         "model": sections.ModelSection,
         "data": sections.DataSection,
@@ -108,7 +125,7 @@ def compose(name: str | Path, row: str | None = None, overrides: Sequence[str] |
     faults = []
     for key, value in _pairs(overrides):
         path = _path(key, document)
-        fault = _unknown_key(path)
+        fault = _unknown_key(path, document)
         if fault:
             faults.append(fault)
         else:
@@ -321,13 +338,15 @@ def _nested(path: Sequence[str], value: Any) -> Document:
     return dict(value)
 
 
-def _unknown_key(path: Sequence[str]) -> str | None:
-    types = section_types()
-    if path[0] not in SECTIONS and path[0] not in TEXTS:
+def _unknown_key(path: Sequence[str], document: Mapping[str, Any]) -> str | None:
+    types, sections = section_types(document), PROBE_SECTIONS if is_probe(document) else SECTIONS
+    if path[0] not in sections and path[0] not in TEXTS:
         homes = [f"{section}.{path[0]}" for section, cls in types.items() if path[0] in get_type_hints(cls)]
-        near = f"; did you mean {', '.join(homes)}?" if homes else nearest_names(path[0], SECTIONS)
-        return f"a recipe has no '{path[0]}'; it has {', '.join(SECTIONS)}{near}"
+        near = f"; did you mean {', '.join(homes)}?" if homes else nearest_names(path[0], sections)
+        return f"a recipe has no '{path[0]}'; it has {', '.join(sections)}{near}"
     if len(path) > 1 and path[0] in types and path[1] not in get_type_hints(types[path[0]]):
+        if path == ["head", "use"]:
+            return None  # says which dataclass it is
         known = list(get_type_hints(types[path[0]]))
         return f"{path[0]} has no '{path[1]}'; it takes {', '.join(known)}{nearest_names(path[1], known)}"
     return None
@@ -339,13 +358,14 @@ def _without_nulls(document: Mapping[str, Any]) -> Document:
     Sections come in their usual order, whichever document had them first.
     """
     settled: Document = {}
+    types = section_types(document)
     for key in sorted(document, key=lambda key: _ORDER.index(key) if key in _ORDER else len(_ORDER)):
         value = document[key]
         if value is None:
             continue
         if isinstance(value, Mapping):
-            kept = {inner: entry for inner, entry in value.items() if entry is not None or _takes_null(key, inner)}
-            value = {inner: _pruned(entry) for inner, entry in kept.items()}
+            stay = [inner for inner, entry in value.items() if entry is not None or _takes_null(types, key, inner)]
+            value = {inner: _pruned(value[inner]) for inner in stay}
         settled[key] = value.strip() if key in TEXTS and isinstance(value, str) else value
     return settled
 
@@ -356,8 +376,8 @@ def _pruned(value: Any) -> Any:
     return {key: _pruned(entry) for key, entry in value.items() if entry is not None}
 
 
-def _takes_null(section: str, key: str) -> bool:
-    cls = section_types().get(section)
+def _takes_null(types: Mapping[str, type], section: str, key: str) -> bool:
+    cls = types.get(section)
     return cls is not None and NoneType in get_args(get_type_hints(cls).get(key))
 
 

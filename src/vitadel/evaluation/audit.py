@@ -22,14 +22,14 @@ from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import threat as make_threat
 from vitadel.backbones.checks import looks_like_probabilities, modules_in_train_mode
 from vitadel.data.batches import batches
-from vitadel.data.checks import BadSample, left_out
+from vitadel.data.checks import BadSample
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.calibration import calibrated
 from vitadel.evaluation.compiling import Compilation, compiled
 from vitadel.evaluation.evidence import findings_about
 from vitadel.evaluation.keeping import IMAGES, PICTURES, PNG_HOLDS, Keeper
 from vitadel.evaluation.ledger import FolderLedger, MemoryLedger
-from vitadel.evaluation.results import SCHEMA, Tally, samples_table
+from vitadel.evaluation.results import SCHEMA, Tally, described, samples_table
 from vitadel.evaluation.stages import NOTE, PRECISIONS, Bench, Leg, attack_stage, clean_stage, rules_of
 from vitadel.evaluation.subject import Subject, open_subject
 from vitadel.instrument.hooks import frozen
@@ -131,12 +131,15 @@ def audit(
     device: str = "auto",
     data_root: str | Path | None = None,
     model_options: Mapping[str, Any] | None = None,
+    tokens: str | Path | None = None,
+    allow_readable: bool = False,
     out: str | Path | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
     """Audit a model from Python; returns what `results.json` holds. A run folder is written if `out` names one.
 
-    The settings are those of `Order`; `model_options` go to `load_model`.
+    The settings are those of `Order`; `model_options` go to `load_model`. `tokens` is a file of robustness tokens for
+    the model, which only its owner may read unless `allow_readable`.
     """
     names = tuple(split_attack_list(attacks) if isinstance(attacks, str) else attacks)
     budget = read_amount(eps, "eps")
@@ -154,7 +157,15 @@ def audit(
         compile=compile,
     )
     processes = join_processes(device)
-    subject = open_subject(model, data, data_root=data_root, model_options=model_options, skip_bad=skip_bad)
+    subject = open_subject(
+        model,
+        data,
+        data_root=data_root,
+        model_options=model_options,
+        skip_bad=skip_bad,
+        tokens=tokens,
+        allow_readable=allow_readable,
+    )
     return run_audit(subject, order, processes, out=out, resume=resume).results
 
 
@@ -292,28 +303,12 @@ def _run(
 def _results(
     subject: Subject, order: Order, tally: Tally, settings: dict[str, Any], findings: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    outside = left_out(subject.source)
     return {
         "schema": SCHEMA,
         "version": __version__,
         "complete": False,
         "seed": order.seed,
-        "model": {
-            "spec": subject.model_spec,
-            "parameters": sum(p.numel() for p in subject.model.parameters()),
-            "family": subject.family,
-            "fingerprint": settings["model_fingerprint"],
-            "notes": {key: note for key, note in subject.model.record.notes.items() if key != "about"},
-        },
-        "data": {
-            "spec": subject.data_spec,
-            "n": len(tally.index),
-            "classes": len(subject.source.classes),
-            "class_names": list(subject.source.classes),
-            "left_out": len(tally.bad),
-            "left_out_names": [entry["name"] for entry in tally.bad[:20]],
-            "not_opened": list(outside),
-        },
+        **described(subject, tally, settings["model_fingerprint"]),
         "threat": {"norm": order.norm, "eps": order.eps, "eps_text": settings["eps"]},
         "batch_size": order.batch_size,
         "precision": order.precision,

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitadel.backbones.checkpoints import read_checkpoint
+from vitadel.backbones.checkpoints import read_checkpoint, read_metadata
 from vitadel.backbones.record import ModelRecord
 from vitadel.data.batches import batches
 from vitadel.data.preprocess import Preprocess
@@ -26,6 +27,7 @@ from vitadel.errors import Mistake
 from vitadel.evaluation.frozen_features import Tokens, feature_width, token_features
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
+from vitadel.runtime.progress import progress
 from vitadel.runtime.rundir import write_atomically
 from vitadel.types import Source
 
@@ -38,6 +40,7 @@ __all__ = [
     "Probe",
     "ProbeReport",
     "cached_features",
+    "head_about",
     "load_head",
     "save_head",
     "train_heads",
@@ -115,8 +118,8 @@ class Heads:
 class Probe(nn.Module):
     """Pixels in [0, 1] to logits: a model as it is, and a linear head on its frozen features.
 
-    Any attack takes it, and `vitadel.wrap` makes it a classifier for an audit. Gradients reach the pixels through the
-    model; its mode and parameters stay the caller's.
+    Any attack takes it. An audit takes it as it is if the model is a classifier, else `vitadel.wrap` makes it one.
+    Gradients reach the pixels through the model; its mode and parameters stay the caller's.
     """
 
     def __init__(
@@ -137,6 +140,15 @@ class Probe(nn.Module):
         self.classes = tuple(classes)
         self.num_classes = head.out_features
         self.training = model.training
+
+    @property
+    def record(self) -> ModelRecord | None:
+        """The model's, with the classes of the head; None if the model has none."""
+        record = _record_of(self.model)
+        if record is None:
+            return None
+        inputs = f"{self.blocks} class tokens{' and the mean patch token' if self.average else ''}"
+        return replace(record, num_classes=self.num_classes, notes=record.notes | {"head": f"linear, on {inputs}"})
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = _stacked(token_features(self.model, x, self.blocks))
@@ -159,19 +171,23 @@ def train_probe(
     seed: int = 0,
     device: torch.device | str = "cpu",
     half: bool = False,
+    shown: bool = False,
 ) -> tuple[Probe, ProbeReport]:
     """A head for every combination of `blocks`, `average` and `rates`, trained on `rows`, chosen on `held_out_rows`.
 
     Features are computed once per image, without augmentation, and kept in main memory: images * (n + 1) * dim * 4
     bytes (2 with `half`) for n = max(blocks); 50,000 images on a ViT-B with n = 4 take 0.77 GB. Ties in accuracy go to
-    the lower held-out loss. Defaults follow Robustness Tokens' runs. The model must be on `device` already.
+    the lower held-out loss. Defaults follow Robustness Tokens' runs. The model must be on `device` already. With
+    `shown`, progress is told on standard error.
     """
     settings = _checked_settings(blocks, average, rates, steps, batch_size)
     train_on, hold_out = _checked_rows(source, rows, held_out_rows)
-    read = (preprocess, max(blocks), batch_size, device, half)
+    read = (preprocess, max(blocks), batch_size, device, half, shown)
     train, held_out = cached_features(model, source, train_on, *read), cached_features(model, source, hold_out, *read)
     classes = len(source.classes)
-    trained = train_heads(train, classes, settings, rates, steps=steps, batch_size=batch_size, seed=seed, device=device)
+    trained = train_heads(
+        train, classes, settings, rates, steps=steps, batch_size=batch_size, seed=seed, device=device, shown=shown
+    )
     results = [result for heads in trained for result in _judged(heads, held_out, batch_size)]
     best = min(range(len(results)), key=lambda place: (-results[place].correct, results[place].loss))
     heads, number = trained[best // len(rates)], best % len(rates)
@@ -190,17 +206,19 @@ def cached_features(
     batch_size: int = 128,
     device: torch.device | str = "cpu",
     half: bool = False,
+    shown: bool = False,
 ) -> Features:
     """Features of the images at `rows`, in main memory; the model runs in eval mode and is left as it was."""
     dtype = torch.float16 if half else torch.float32
     tokens = torch.empty(len(rows), blocks + 1, feature_width(model), dtype=dtype)
     labels, first = torch.empty(len(rows), dtype=torch.int64), 0
-    with frozen(model), torch.no_grad():
+    with frozen(model), torch.no_grad(), progress("features", len(rows), shown) as meter:
         for batch in batches(source, [part.tolist() for part in rows.split(batch_size)], preprocess):
             there = slice(first, first + len(batch.y))
             tokens[there] = _stacked(token_features(model, batch.x.to(device), blocks)).cpu().to(dtype)
             labels[there] = batch.y
             first = there.stop
+            meter.advance(len(batch.y))
     if not bool(tokens.isfinite().all()):
         advice = "Keep them with half=False." if half else "Check the model's weights and precision."
         raise Mistake(f"some features are NaN or infinite. {advice}")
@@ -217,6 +235,7 @@ def train_heads(
     batch_size: int,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    shown: bool = False,
 ) -> list[Heads]:
     """One `Heads` per setting (blocks, average), trained by SGD with momentum 0.9, no decay and a cosine to 0.
 
@@ -231,19 +250,22 @@ def train_heads(
         trained.append(Heads(blocks, average, tuple(rates), weight, weight.new_zeros(len(rates), classes)))
     speeds = [(torch.zeros_like(heads.weight), torch.zeros_like(heads.bias)) for heads in trained]
     rate = torch.tensor(rates, device=device) * (batch_size / _RATE_BATCH)
-    for step, chosen in enumerate(_order(len(features), steps * batch_size, seed).split(batch_size)):
-        tokens, labels = features.tokens[chosen].to(device).float(), features.labels[chosen].to(device)
-        now = rate * (0.5 * (1 + math.cos(math.pi * step / steps)))
-        for heads, (speed, bias_speed) in zip(trained, speeds, strict=True):
-            grad, bias_grad = _gradient(heads, tokens, labels)
-            heads.weight.sub_(now[:, None, None] * speed.mul_(_MOMENTUM).add_(grad))
-            heads.bias.sub_(now[:, None] * bias_speed.mul_(_MOMENTUM).add_(bias_grad))
+    with progress("heads", steps, shown) as meter:
+        for step, chosen in enumerate(_order(len(features), steps * batch_size, seed).split(batch_size)):
+            tokens, labels = features.tokens[chosen].to(device).float(), features.labels[chosen].to(device)
+            now = rate * (0.5 * (1 + math.cos(math.pi * step / steps)))
+            for heads, (speed, bias_speed) in zip(trained, speeds, strict=True):
+                grad, bias_grad = _gradient(heads, tokens, labels)
+                heads.weight.sub_(now[:, None, None] * speed.mul_(_MOMENTUM).add_(grad))
+                heads.bias.sub_(now[:, None] * bias_speed.mul_(_MOMENTUM).add_(bias_grad))
+            meter.advance(1)
     return trained
 
 
-def save_head(probe: Probe, path: str | Path) -> None:
-    """The head alone as safetensors, with what it sits on in the metadata; the model is not written."""
+def save_head(probe: Probe, path: str | Path, more: Mapping[str, Any] | None = None) -> None:
+    """The head alone as safetensors, with what it sits on, and `more`, in the metadata; the model is not written."""
     about = {
+        **(more or {}),
         "schema": _SCHEMA,
         "model": _record_name(probe.model),
         "blocks": probe.blocks,
@@ -254,17 +276,25 @@ def save_head(probe: Probe, path: str | Path) -> None:
     write_atomically(Path(path), safetensors.torch.save(weights, metadata={_METADATA_KEY: json.dumps(about)}))
 
 
+def head_about(path: str | Path) -> dict[str, Any]:
+    """What `save_head` wrote beside the weights."""
+    text = read_metadata(path).get(_METADATA_KEY)
+    if text is None:
+        raise Mistake(f"'{path}' is no probe's head: it was not written by save_head. Train one with train_probe.")
+    try:
+        about = json.loads(text)
+    except ValueError as error:
+        raise Mistake(f"'{path}' is a damaged probe's head ({error!r}). Train and save it again.") from error
+    return about if isinstance(about, dict) else {}
+
+
 def load_head(path: str | Path, model: nn.Module) -> Probe:
     """The head of `save_head` on `model` and on its device; refused if the model has another name or width.
 
     The same model with and without extra tokens has one name: an attacker may be given the defender's head.
     """
-    checkpoint = read_checkpoint(path)
-    text = checkpoint.metadata.get(_METADATA_KEY)
-    if text is None:
-        raise Mistake(f"'{path}' is no probe's head: it was not written by save_head. Train one with train_probe.")
+    checkpoint, about = read_checkpoint(path), head_about(path)
     try:
-        about = json.loads(text)
         schema, sits_on, blocks, average = about["schema"], about["model"], int(about["blocks"]), bool(about["average"])
         head = _linear(checkpoint.weights["weight"], checkpoint.weights["bias"])
         classes = [str(name) for name in about["classes"]]
@@ -327,10 +357,15 @@ def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
     return head
 
 
-def _record_name(model: nn.Module) -> str | None:
-    """What the classifier inside calls itself, if there is one."""
+def _record_of(model: nn.Module) -> ModelRecord | None:
+    """That of the classifier inside, if there is one."""
     records = (getattr(module, "record", None) for module in model.modules())
-    return next((record.name for record in records if isinstance(record, ModelRecord)), None)
+    return next((record for record in records if isinstance(record, ModelRecord)), None)
+
+
+def _record_name(model: nn.Module) -> str | None:
+    record = _record_of(model)
+    return None if record is None else record.name
 
 
 def _checked_settings(

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from vitadel.attacks.aas import PAPER_STYLE
-from vitadel.data.checks import BadSample
+from vitadel.data.checks import BadSample, left_out
 from vitadel.evaluation.intervals import share
 from vitadel.evaluation.ledger import Piece
 from vitadel.evaluation.stages import NOTE, Leg
+from vitadel.evaluation.subject import Subject
 
-__all__ = ["SCHEMA", "Tally", "samples_table"]
+__all__ = ["SCHEMA", "Tally", "described", "samples_table"]
 
 SCHEMA = 1
 
@@ -101,6 +102,28 @@ class Tally:
             "attacks": self.entries,
             "worst_case": worst,
         }
+
+
+def described(subject: Subject, tally: Tally, fingerprint: str) -> dict[str, Any]:
+    """What was judged: the fields `model` and `data`."""
+    return {
+        "model": {
+            "spec": subject.model_spec,
+            "parameters": sum(p.numel() for p in subject.model.parameters()),
+            "family": subject.family,
+            "fingerprint": fingerprint,
+            "notes": {key: note for key, note in subject.model.record.notes.items() if key != "about"},
+        },
+        "data": {
+            "spec": subject.data_spec,
+            "n": len(tally.index),
+            "classes": len(subject.source.classes),
+            "class_names": list(subject.source.classes),
+            "left_out": len(tally.bad),
+            "left_out_names": [entry["name"] for entry in tally.bad[:20]],
+            "not_opened": list(left_out(subject.source)),
+        },
+    }
 
 
 def _counts(alone: bool, own_rules: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,23 @@ from vitadel.evaluation.frozen_features import feature_width, token_features
 from vitadel.instrument.grid import patch_grid
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
+from vitadel.types import Aim
 
-__all__ = ["IGNORED", "Confusion", "SegmentationHead", "Segmenter", "rate_at", "train_segmentation"]
+__all__ = [
+    "IGNORED",
+    "Confusion",
+    "OnPixels",
+    "SegmentationHead",
+    "Segmenter",
+    "rate_at",
+    "train_patch_head",
+    "train_segmentation",
+]
 
 IGNORED = 255
 """The label of pixels that count neither in the loss nor in any score."""
+
+_ROUNDS_AT_ONCE = 256  # of the bootstrap
 
 
 class SegmentationHead(nn.Module):
@@ -87,28 +99,76 @@ def train_segmentation(
     It is gone through again and again until `steps` are done: give a list, an object that can be iterated repeatedly,
     or an endless iterator. `warm_up` is a share of the steps: 1500 of 40,000. The model must be on `device` already.
     """
+    head = SegmentationHead(feature_width(model), classes, seed).to(device)
+    segmenter = Segmenter(model, head)
+
+    def maps() -> Iterator[tuple[Tensor, Tensor]]:
+        for pixels, masks in _endless(batches):
+            _check_masks(pixels, masks, classes)
+            with torch.no_grad():
+                yield segmenter.patch_map(pixels.to(device)), masks
+
+    with frozen(model):
+        train_patch_head(head, maps(), steps=steps, rate=rate, decay=decay, warm_up=warm_up)
+    segmenter.training = model.training
+    return segmenter
+
+
+def train_patch_head(
+    head: SegmentationHead,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    steps: int,
+    rate: float,
+    decay: float,
+    warm_up: float,
+) -> None:
+    """Train a head in place by AdamW, on batches of patch maps and masks, as `train_segmentation` does with images."""
     if steps < 1 or not 0 <= warm_up < 1:
         raise Mistake(
             f"train_segmentation: steps={steps} and warm_up={warm_up:g}; give 1 or more, and a share below 1."
         )
-    head = SegmentationHead(feature_width(model), classes, seed).to(device).train()
-    segmenter = Segmenter(model, head)
-    optimiser = torch.optim.AdamW(head.parameters(), lr=rate, weight_decay=decay)
+    head.train()
+    device, optimiser = head.conv.weight.device, torch.optim.AdamW(head.parameters(), lr=rate, weight_decay=decay)
     rising, source = int(warm_up * steps), _endless(batches)
-    with frozen(model):
-        for step in range(steps):
-            pixels, masks = (part.to(device) for part in next(source))
-            _check_masks(pixels, masks, classes)
-            with torch.no_grad():
-                patch_map = segmenter.patch_map(pixels)
-            for group in optimiser.param_groups:
-                group["lr"] = rate * rate_at(step, steps, rising)
-            optimiser.zero_grad()
-            _loss(head(patch_map, _size(pixels)), masks.long()).backward()
-            optimiser.step()
+    for step in range(steps):
+        patch_map, masks = (part.to(device) for part in next(source))
+        for group in optimiser.param_groups:
+            group["lr"] = rate * rate_at(step, steps, rising)
+        optimiser.zero_grad()
+        with torch.enable_grad():
+            _loss(head(patch_map, _size(masks)), masks.long()).backward()
+        optimiser.step()
     head.eval().zero_grad()
-    segmenter.training = model.training
-    return segmenter
+
+
+@dataclass(frozen=True)
+class _PixelAim:
+    model: nn.Module
+    masks: Tensor
+
+    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        each = F.cross_entropy(self.model(z), self.masks, ignore_index=IGNORED, reduction="none")
+        counted = (self.masks != IGNORED).sum((1, 2)).clamp(min=1)
+        return each.sum((1, 2)) / counted, torch.zeros(len(z), dtype=torch.bool, device=z.device)
+
+    def keep(self, chosen: Tensor) -> Aim:
+        return replace(self, masks=self.masks[chosen])
+
+
+@dataclass(frozen=True)
+class OnPixels:
+    """A goal for PGD on a segmenter: the mean cross-entropy of each image's pixels that count.
+
+    Labels are masks. No image is ever called fooled: how much of it is lost is a matter of degree.
+    """
+
+    @property
+    def forwards(self) -> int:
+        return 0
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
+        return _PixelAim(model, y)
 
 
 @dataclass
@@ -116,13 +176,18 @@ class Confusion:
     """Counts pixels by true and predicted class, over all images and image by image."""
 
     classes: int
-    matrix: Tensor = field(init=False)  # (true, predicted)
-    images: int = field(default=0, init=False)
-    _sum_of_images: float = field(default=0.0, init=False)
+    matrix: Tensor = field(init=False)  # (true, predicted), of all images
+    counts: Tensor = field(init=False)  # (images, 3, classes): pixels of the class hit, true and predicted
 
     def __post_init__(self) -> None:
         _check_classes(self.classes)
         self.matrix = torch.zeros(self.classes, self.classes, dtype=torch.int64)
+        self.counts = torch.zeros(0, 3, self.classes, dtype=torch.int64)
+
+    @property
+    def images(self) -> int:
+        """How many had a pixel that counts."""
+        return len(self.counts)
 
     def add(self, predictions: Tensor, masks: Tensor) -> None:
         """Class numbers (n, height, width) of both; pixels of `IGNORED` truth do not count, whatever was predicted."""
@@ -138,15 +203,19 @@ class Confusion:
         image = torch.arange(len(truth)).view(-1, 1, 1).expand_as(truth)
         cell = ((image * self.classes + truth) * self.classes + guess)[counts]
         each = cell.bincount(minlength=len(truth) * self.classes**2).view(-1, self.classes, self.classes)
-        self.matrix += each.sum(0)
         each = each[each.sum((1, 2)) > 0]  # an image that is all ignored has no score
-        self.images += len(each)
-        self._sum_of_images += float(_iou(each).nanmean(1).sum())
+        hits = each.diagonal(dim1=1, dim2=2)
+        self.take_in(each.sum(0), torch.stack([hits, each.sum(2), each.sum(1)], dim=1))
+
+    def take_in(self, matrix: Tensor, counts: Tensor) -> None:
+        """What was counted elsewhere, of other images."""
+        self.matrix = self.matrix + matrix
+        self.counts = torch.cat([self.counts, counts])
 
     def iou(self) -> Tensor:
         """Intersection over union per class, over all pixels of the data set; NaN where a class is absent from both."""
         self._refuse_nothing()
-        return _iou(self.matrix)
+        return _iou(self.counts.sum(0))
 
     def mean_iou(self) -> float:
         """The data set's mIoU: the mean over the classes that occur in truth or prediction."""
@@ -158,12 +227,29 @@ class Confusion:
         Not comparable with the data set's: a rare class counts only in the images that have it.
         """
         self._refuse_nothing()
-        return self._sum_of_images / self.images
+        return float(_iou(self.counts).nanmean(1).mean())
 
     def accuracy(self) -> float:
         """The share of pixels that got their class."""
         self._refuse_nothing()
         return float(self.matrix.diagonal().sum() / self.matrix.sum())
+
+    def intervals(self, seed: int = 0, rounds: int = 2000) -> tuple[tuple[float, float], tuple[float, float]]:
+        """95 % intervals of `mean_iou` and `mean_iou_per_image`: percentiles of a bootstrap over images (Efron 1979).
+
+        Pixels of an image are no independent samples; images are taken to be.
+        """
+        self._refuse_nothing()
+        drawn = Draws.of_samples(seed, range(rounds)).stream("bootstrap").integers(self.images, self.images)
+        own = _iou(self.counts).nanmean(1)
+        data_set = torch.empty(rounds, dtype=torch.float64)
+        for first in range(0, rounds, _ROUNDS_AT_ONCE):
+            chosen = drawn[first : first + _ROUNDS_AT_ONCE]
+            weights = torch.zeros(chosen.shape, dtype=torch.float64)
+            weights.scatter_add_(1, chosen, torch.ones_like(weights))
+            sums = (weights @ self.counts.double().flatten(1)).view(-1, 3, self.classes)
+            data_set[first : first + _ROUNDS_AT_ONCE] = _iou(sums).nanmean(1)
+        return _percentiles(data_set), _percentiles(own[drawn].mean(1))
 
     def _refuse_nothing(self) -> None:
         if self.images == 0:
@@ -172,11 +258,15 @@ class Confusion:
             )
 
 
-def _iou(matrix: Tensor) -> Tensor:
-    """Along the last two axes, in float64; 0 / 0 is NaN."""
-    matrix = matrix.double()
-    hit = matrix.diagonal(dim1=-2, dim2=-1)
-    return hit / (matrix.sum(-1) + matrix.sum(-2) - hit)
+def _iou(counts: Tensor) -> Tensor:
+    """From pixels hit, true and predicted, (..., 3, classes), in float64; 0 / 0 is NaN."""
+    hit, true, predicted = counts.double().unbind(-2)
+    return hit / (true + predicted - hit)
+
+
+def _percentiles(values: Tensor) -> tuple[float, float]:
+    low, high = values.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
 
 
 def _size(x: Tensor) -> tuple[int, int]:

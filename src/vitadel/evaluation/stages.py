@@ -31,7 +31,7 @@ from vitadel.runtime.processes import Processes
 from vitadel.runtime.progress import FOUND_AGAIN, progress
 from vitadel.types import Attack, OwnRules, Source, Threat, explained
 
-__all__ = ["NOTE", "PRECISIONS", "Bench", "Leg", "attack_stage", "clean_stage", "rules_of"]
+__all__ = ["NOTE", "PRECISIONS", "Bench", "Leg", "attack_stage", "clean_stage", "rules_of", "run_stage"]
 
 NOTE = "note:"
 """How the arrays of a piece are called that hold an attack's notes."""
@@ -67,7 +67,7 @@ class Bench:
             yield
 
 
-def _run_stage(
+def run_stage(
     bench: Bench, stage: str, indices: Tensor, work: Callable[[int, Batch], Piece], tally: Callable[[Piece], str]
 ) -> list[Piece]:
     """Do this process's missing batches, wait for the others, and return all pieces in order."""
@@ -100,7 +100,7 @@ def _is_done(piece: Piece | None, chunk: list[int]) -> bool:
     return piece is not None and "chunk" in piece and piece["chunk"].tolist() == chunk
 
 
-def clean_stage(bench: Bench, indices: Tensor) -> list[Piece]:
+def clean_stage(bench: Bench, indices: Tensor, stage: str = "clean") -> list[Piece]:
     """Predictions on the images as they are."""
 
     def work(number: int, batch: Batch) -> Piece:
@@ -123,7 +123,7 @@ def clean_stage(bench: Bench, indices: Tensor) -> list[Piece]:
             "bad": np.asarray(bad),
         }
 
-    return _run_stage(bench, "clean", indices, work, lambda piece: "")
+    return run_stage(bench, stage, indices, work, lambda piece: "")
 
 
 @dataclass(frozen=True)
@@ -204,4 +204,4 @@ def _one_attack(
         broken += int((~piece["held"]).sum())
         return f"{broken} broken"
 
-    return _run_stage(bench, stage, standing, work, tally)
+    return run_stage(bench, stage, standing, work, tally)

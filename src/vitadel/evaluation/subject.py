@@ -12,9 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from vitadel.adapters.opening import open_model
 from vitadel.backbones.anatomy import family_of
 from vitadel.backbones.classifier import Classifier, wrap
-from vitadel.backbones.load import load_model
+from vitadel.backbones.image_size import check_images_fit
 from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
 from vitadel.data.checks import BadSample, check_labels
@@ -46,6 +47,7 @@ class Subject:
             if first is None:
                 raise Mistake(f"no image of {self.data_spec} can be read, and the model names no input size")
             size = (first.height, first.width)
+        check_images_fit(self.model, size, self.model_spec)
         return Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
 
     @property
@@ -87,10 +89,13 @@ def open_subject(
     data_root: str | Path | None = None,
     model_options: Mapping[str, Any] | None = None,
     skip_bad: bool = False,
+    tokens: str | Path | None = None,
+    allow_readable: bool = False,
 ) -> Subject:
-    """Load what is given by name, and take what is given as an object."""
+    """Load what is given by name, with its robustness tokens if there are any, and take what is given as an object."""
     if isinstance(model, str):
-        classifier, model_spec = load_model(model, **(model_options or {})), model
+        opened = open_model(model, model_options, tokens=tokens, allow_readable=allow_readable)
+        classifier, model_spec = cast(Classifier, opened), model
     else:
         # What has a record takes pixels already, as a classifier with robustness tokens does.
         recorded = isinstance(getattr(model, "record", None), ModelRecord)

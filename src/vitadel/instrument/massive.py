@@ -17,10 +17,12 @@ from vitadel.errors import Mistake
 from vitadel.instrument.hooks import Edge, frozen, hooked
 from vitadel.instrument.tokens import OwnTokens, own_tokens
 
-__all__ = ["MassiveActivations", "massive_activations", "quartiles"]
+__all__ = ["CLASS", "EXTRA", "REGISTER", "MassiveActivations", "massive_activations", "quartiles"]
 
+CLASS, REGISTER, EXTRA = -1, -2, -3
+"""Tokens that are no patches, where patches have their numbers."""
 
-_Largest = tuple[Tensor, Tensor, Tensor]  # values, tokens, channels, one of each per image
+_Largest = tuple[Tensor, Tensor, Tensor, Tensor]  # values, tokens, channels, patches; one of each per image
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,13 +30,15 @@ class MassiveActivations:
     """One row per layer, the first block's input and then each block's output; one column per image.
 
     `tokens` are numbered as the blocks see them: class and register tokens, patches, and extra tokens where
-    they were put.
+    they were put. `patches` are the same tokens by what they are: the patch's number, row by row, which is the same
+    with and without extra tokens, or `CLASS`, `REGISTER` or `EXTRA`.
     """
 
     layers: tuple[str, ...]
     values: Tensor
     tokens: Tensor
     channels: Tensor
+    patches: Tensor
 
 
 def massive_activations(model: nn.Module, x: Tensor, excluded: Sequence[int] | None = None) -> MassiveActivations:
@@ -51,8 +55,11 @@ def massive_activations(model: nn.Module, x: Tensor, excluded: Sequence[int] | N
 
         def look(place: int, output: Tensor) -> None:
             stream = _as_sequence(model, output)
-            out = _not_the_images(model, own, stream.shape[1]) if excluded is None else excluded
-            found[place] = _largest(stream, out, names[place])
+            late = place > 0 and "Class" in type(blocks[place - 1].module).__name__
+            roles = _roles(model, own, stream.shape[1], late).to(stream.device)
+            out = ((roles == REGISTER) | (roles == EXTRA)).nonzero()[:, 0].tolist() if excluded is None else excluded
+            value, token, channel = _largest(stream, out, names[place])
+            found[place] = value, token, channel, roles[token]
 
         def keep(place: int) -> Callable[[Tensor], None]:
             return lambda output: look(place, output)
@@ -62,8 +69,10 @@ def massive_activations(model: nn.Module, x: Tensor, excluded: Sequence[int] | N
         with hooked(model, sites):
             model(x)
         look(0, entering[-1])  # now that it is known which extra tokens this run had
-    values, tokens, channels = (torch.stack([found[place][part] for place in range(len(names))]) for part in range(3))
-    return MassiveActivations(tuple(names), values, tokens, channels)
+    values, tokens, channels, patches = (
+        torch.stack([found[place][part] for place in range(len(names))]) for part in range(4)
+    )
+    return MassiveActivations(tuple(names), values, tokens, channels, patches)
 
 
 def quartiles(values: Tensor) -> Tensor:
@@ -73,13 +82,18 @@ def quartiles(values: Tensor) -> Tensor:
     return values.double().quantile(values.new_tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=-1)
 
 
-def _not_the_images(model: nn.Module, own: OwnTokens, count: int) -> list[int]:
-    """The numbers of registers, which are the last before the patches, and of extra tokens, among `count` tokens."""
-    registers, prefix = getattr(backbone_of(model), "reg_token", None), prefix_tokens_of(model)
-    of_model = own(torch.arange(count), dim=0).tolist()
-    if isinstance(registers, Tensor):
-        del of_model[prefix - registers.shape[1] : prefix]
-    return sorted(set(range(count)) - set(of_model))
+def _roles(model: nn.Module, own: OwnTokens, count: int, late_class: bool) -> Tensor:
+    """What each of `count` tokens is. Registers are the last before the patches; class attention puts its token first.
+
+    Extra tokens are what `own` leaves out.
+    """
+    registers, prefix = getattr(backbone_of(model), "reg_token", None), prefix_tokens_of(model) or int(late_class)
+    last = registers.shape[1] if isinstance(registers, Tensor) else 0
+    of_model = own(torch.arange(count), dim=0)
+    patches = range(len(of_model) - prefix)
+    roles = torch.full((count,), EXTRA)
+    roles[of_model] = torch.tensor([*[CLASS] * (prefix - last), *[REGISTER] * last, *patches])
+    return roles
 
 
 def _as_sequence(model: nn.Module, output: Tensor) -> Tensor:
@@ -89,7 +103,7 @@ def _as_sequence(model: nn.Module, output: Tensor) -> Tensor:
     return output
 
 
-def _largest(stream: Tensor, excluded: Sequence[int], layer: str) -> _Largest:
+def _largest(stream: Tensor, excluded: Sequence[int], layer: str) -> tuple[Tensor, Tensor, Tensor]:
     count, width = stream.shape[1:]
     wrong = [index for index in excluded if not 0 <= index < count]
     if wrong:

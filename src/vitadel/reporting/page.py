@@ -19,7 +19,8 @@ from markupsafe import Markup
 
 from vitadel.errors import Mistake
 from vitadel.evaluation.intervals import wilson
-from vitadel.reporting.curves import draw_training
+from vitadel.reporting.activations import activations_sentence, draw_activations, where_rows
+from vitadel.reporting.curves import draw_training, draw_trainings, training_rows
 from vitadel.reporting.figures import Picture, draw_accuracies, draw_classes, draw_examples
 from vitadel.reporting.gather import (
     ClassScore,
@@ -34,6 +35,7 @@ from vitadel.reporting.gather import (
     run_labels,
     threat_text,
 )
+from vitadel.reporting.ladder import control_rows, draw_ladder, ladder_rows, ladder_sentence
 from vitadel.runtime.rundir import write_atomically
 from vitadel.version import __version__
 
@@ -61,8 +63,9 @@ def write_report(runs: Sequence[Path], out: Path) -> None:
     gathered = [read_run(path) for path in once.values()]
     for run in gathered:
         if out.resolve().is_relative_to(run.path.resolve()):
-            drawn = (draw_accuracies([run]), draw_classes(run), draw_examples(run), draw_training(run))
-            for picture in filter(None, drawn):
+            alone = (draw_examples, draw_training, draw_activations, draw_ladder)
+            drawn = (draw_accuracies([run]), draw_classes(run)) if _one_budget(run) else ()
+            for picture in filter(None, (*drawn, *(draw(run) for draw in alone))):
                 write_atomically(run.path / "figures" / f"{picture.name}.png", picture.png())
     write_atomically(out, render(gathered).encode("utf-8", errors="replace"))
 
@@ -133,8 +136,12 @@ def _plain(value: object) -> str:
 def verdict(run: Run) -> str:
     """One sentence in plain words; a number under attack never stands without what it was measured with."""
     clean, worst = run.results.get("clean"), run.results.get("worst_case")
+    if not clean and run.results.get("activations"):
+        return activations_sentence(run.results["activations"])
     if not clean:
         return "There are no results yet."
+    if run.results.get("suite") == "ladder":
+        return ladder_sentence(run.results)
     sentence = "" if run.complete else "So far: "
     sentence += f"{percent(clean['accuracy'])} of {clean['n']:,} images are classified correctly "
     sentence += f"(95 % interval {interval_text(clean['ci95'])}); "
@@ -220,8 +227,13 @@ def comparison(runs: Sequence[Run]) -> Section | None:
     return Section("comparison", "Side by side", {"rows": rows, "differing": differing_aspects(runs)})
 
 
+def _one_budget(run: Run) -> bool:
+    """Whether all attacks of a run had one budget; those of a ladder are told in a section of their own."""
+    return run.results.get("suite") != "ladder"
+
+
 def accuracies(runs: Sequence[Run]) -> Section | None:
-    picture = draw_accuracies(runs)
+    picture = draw_accuracies([run for run in runs if _one_budget(run)])
     if picture is None:
         return None
     return Section("figure", "Accuracy, clean and under attack", {"picture": picture, "caption": _ACCURACIES})
@@ -244,6 +256,14 @@ def pairs(runs: Sequence[Run]) -> Section | None:
     return Section("pairs", "The same images, one by one", {"pairs": found}) if found else None
 
 
+def trainings(runs: Sequence[Run]) -> Section | None:
+    """How several trainings went, such as the rows of one recipe."""
+    rows = training_rows(runs)
+    if len(rows) < 2:
+        return None
+    return Section("trainings", "Trainings side by side", {"rows": rows, "picture": draw_trainings(runs)})
+
+
 def _same(run: Run, other: Run, aspect: str) -> bool:
     return aspects(run)[aspect] == aspects(other)[aspect]
 
@@ -264,7 +284,7 @@ def attacks(run: Run) -> Section | None:
             "forwards": entry["forward_calls"] / max(entry["attacked"], 1),
             "details": {**entry.get("settings", {}), **_about_judging(entry)},
         }
-        for entry in run.attacks
+        for entry in (run.attacks if _one_budget(run) else ())
     ]
     return Section("attacks", "Attacks", {"rows": rows, "threat": threat_text(run)}) if rows else None
 
@@ -274,7 +294,7 @@ def _about_judging(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def classes(run: Run) -> Section | None:
-    picture = draw_classes(run)
+    picture = draw_classes(run) if _one_budget(run) else None
     if picture is None:
         return None
     scores = sorted(class_scores(run), key=lambda score: score.name)
@@ -302,11 +322,58 @@ def training(run: Run) -> Section | None:
     if picture is None:
         return None
     told = run.results.get("training") or {}
-    caption = "Above, the loss of every step and its mean over the epoch. Below, accuracy on held-out training images, "
-    caption += "clean and attacked at full eps: the epoch that is best by it is the one kept and audited."
+    cosines = (told.get("held_out") or {}).get("measure") == "cosine"
+    caption = "Above, the loss of every step and its mean over the epoch. Below, "
+    if cosines:
+        caption += (
+            "the cosine of features with the token-free clean ones, on held-out training images, clean and as the "
+        )
+        caption += "mean with attacked ones: the epoch that is best by it is the one kept and audited."
+    else:
+        caption += "accuracy on held-out training images, clean and attacked at full eps: the epoch that is best by it "
+        caption += "is the one kept and audited."
     if told.get("stopped"):
         caption += f" Stopped early: {told['stopped']}."
     return Section("figure", "Training", {"picture": picture, "caption": caption})
+
+
+def activations(run: Run) -> Section | None:
+    """The largest activations layer by layer, and where they are."""
+    picture = draw_activations(run)
+    if picture is None:
+        return None
+    told = run.results["activations"]
+    content = {
+        "picture": picture,
+        "caption": _ACTIVATIONS,
+        "conditions": [entry["name"] for entry in told["conditions"]],
+        "rows": where_rows(told),
+        "warning": told["warning"],
+    }
+    return Section("activations", "Massive activations", content)
+
+
+_ACTIVATIONS = (
+    "Lines are medians over images, bands reach from the lower to the upper quartile. Attacks are crafted on the model "
+    "without tokens, as in the paper, unless they go through the tokens. Registers and robustness tokens do not count."
+)
+
+
+def ladder(run: Run) -> Section | None:
+    """What secret tokens are worth against attackers who know more and more."""
+    picture = draw_ladder(run)
+    if picture is None:
+        return None
+    told = run.results["ladder"]
+    content = {
+        "picture": picture,
+        "budgets": [entry["eps_text"] for entry in told["worst_case"]],
+        "rows": ladder_rows(told),
+        "controls": control_rows(told),
+        "extraction": told["extraction"],
+        "left_out": told["left_out"],
+    }
+    return Section("ladder", "Threat ladder", content)
 
 
 def left_out(run: Run) -> Section | None:
@@ -345,7 +412,7 @@ def provenance(run: Run) -> Section | None:
     return Section("provenance", "Provenance", {"rows": kept})
 
 
-OVERVIEW: tuple[Callable[[Sequence[Run]], Section | None], ...] = (comparison, accuracies, pairs)
+OVERVIEW: tuple[Callable[[Sequence[Run]], Section | None], ...] = (comparison, accuracies, pairs, trainings)
 """Sections about all runs together."""
 
 OF_A_RUN: tuple[Callable[[Run], Section | None], ...] = (
@@ -354,6 +421,8 @@ OF_A_RUN: tuple[Callable[[Run], Section | None], ...] = (
     classes,
     examples,
     training,
+    activations,
+    ladder,
     left_out,
     provenance,
 )

@@ -9,7 +9,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["show_kept", "show_names", "show_plan", "show_results", "show_training", "show_training_plan", "tell_notes"]
+from vitadel.reporting.activations import where_rows
+
+__all__ = [
+    "show_activations",
+    "show_findings",
+    "show_kept",
+    "show_names",
+    "show_plan",
+    "show_results",
+    "show_training",
+    "show_training_plan",
+    "tell_notes",
+]
 
 _BAR = 12
 
@@ -75,7 +87,13 @@ def show_results(results: dict[str, Any]) -> None:
     if data["left_out"]:
         names = ", ".join(map(escape, data["left_out_names"][:3]))
         console.print(f"[yellow]{data['left_out']} samples could not be read and were left out: {names}[/]")
-    for finding in results["findings"]:
+    show_findings(results["findings"])
+
+
+def show_findings(findings: Sequence[Mapping[str, Any]]) -> None:
+    """What makes a number less trustworthy than it looks."""
+    console = Console()
+    for finding in findings:
         text = f"{finding['check']}: {finding['evidence']}; {finding['advice']}"
         console.print(f"[yellow]{escape(finding['verdict'])}[/] {escape(text)}")
 
@@ -106,6 +124,29 @@ def show_training(results: dict[str, Any]) -> None:
         show_results(results)
     else:
         console.print("[dim]The recipe names no test data, so nothing was audited.[/]")
+
+
+def show_activations(results: dict[str, Any]) -> None:
+    """The largest activations of every layer, and where they are."""
+    console = Console()
+    told = results["activations"]
+    table = Table(
+        "layer",
+        title=f"{escape(results['model']['spec'])} on {escape(results['data']['spec'])}: largest |activation|, median "
+        f"(quartiles), n = {told['n']}; {escape(told['attack']['name'])}, {results['threat']['norm']}, eps "
+        f"{results['threat']['eps_text']}",
+        title_justify="left",
+    )
+    for entry in told["conditions"]:
+        table.add_column(escape(entry["name"]))
+    places = Table("layer", "where most maxima of clean images sit (share of images)")
+    for row in where_rows(told):
+        table.add_row(escape(row["layer"]), *(cell["size"] for cell in row["cells"]))
+        places.add_row(escape(row["layer"]), row["cells"][0]["place"])
+    console.print(table, places, sep="\n")
+    _tell_effective_eps(told["attack"]["name"], told["attack"]["settings"], console)
+    if told["warning"]:
+        console.print(f"[yellow]{escape(told['warning'])}[/]")
 
 
 def show_kept(kept: Mapping[str, Any]) -> None:

@@ -11,9 +11,9 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.token_files import load_tokens, save_tokens
 from vitadel.backbones.classifier import Classifier
-from vitadel.defenses.adapters.robustness_tokens import Tokened, fresh_tokens
-from vitadel.defenses.adapters.token_files import load_tokens, save_tokens
 from vitadel.instrument.tokens import token_width
 
 __all__ = ["Tokens"]

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from vitadel.adapters.robustness_tokens import Tokened
 from vitadel.attacks.features import check_kind, feature_cosine, final_features
-from vitadel.defenses.adapters.robustness_tokens import Tokened
 from vitadel.errors import Mistake
 from vitadel.types import Attack
 

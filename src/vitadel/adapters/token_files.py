@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from vitadel.adapters.robustness_tokens import TokenBank, Tokened, token_bytes
 from vitadel.backbones.classifier import Classifier
-from vitadel.defenses.adapters.robustness_tokens import TokenBank, Tokened, token_bytes
 from vitadel.errors import Mistake
 from vitadel.instrument.tokens import token_width
 from vitadel.runtime.secrets import fingerprint, read_secret, write_secret

@@ -14,16 +14,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from vitadel.backbones.classifier import Classifier
-from vitadel.backbones.record import ModelRecord
-from vitadel.defenses.adapters.robustness_tokens import TokenBank, Tokened, fresh_tokens
-from vitadel.defenses.adapters.token_files import (
+from vitadel.adapters.robustness_tokens import TokenBank, Tokened, fresh_tokens
+from vitadel.adapters.token_files import (
     backbone_fingerprint,
     fingerprint_of,
     load_tokens,
     read_tokens,
     save_tokens,
 )
+from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.record import ModelRecord
 from vitadel.errors import Mistake
 from vitadel.runtime.secrets import write_secret
 from vits import make_vit, pixels

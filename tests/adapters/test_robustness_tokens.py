@@ -12,6 +12,7 @@ import timm.models.eva
 import torch
 from torch import Tensor, nn
 
+from vitadel.adapters.robustness_tokens import TokenBank, Tokened, fresh_tokens
 from vitadel.attacks.features import feature_cosine, features, final_features
 from vitadel.attacks.names import make
 from vitadel.attacks.surrogate import Surrogate
@@ -21,7 +22,6 @@ from vitadel.backbones.anatomy import backbone_of, family_of
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
-from vitadel.defenses.adapters.robustness_tokens import TokenBank, Tokened, fresh_tokens
 from vitadel.errors import Mistake
 from vitadel.evaluation.audit import Order, run_audit
 from vitadel.evaluation.subject import Subject, open_subject

@@ -1,0 +1,1 @@
+"""Heads on frozen features by recipe: linear probes and linear segmentation, with or without robustness tokens."""

@@ -1,0 +1,77 @@
+"""Models by name, with what was added to them: tokens from a file, or from the run folder of their training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import yaml
+
+import vitadel
+from toys import images
+from vitadel.adapters.opening import open_model, options_for_features, token_run
+from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.token_files import save_tokens
+from vitadel.backbones.load import load_model
+from vitadel.errors import Mistake
+from vitadel.evaluation.subject import open_subject
+
+ZOO = "zoo:shapes-standard"
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """What a training of tokens leaves behind, as far as opening needs it."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"model": {"name": ZOO}, "adapter": {"use": "tokens"}}))
+    save_tokens(Tokened(load_model(ZOO), fresh_tokens(96, 3, seed=4)), folder / "weights" / "best.safetensors", {})
+    return folder
+
+
+def answers(model):
+    with torch.no_grad():
+        return model(images(3, side=32))
+
+
+def test_a_run_folder_is_its_backbone_with_its_tokens(run_folder):
+    expected = answers(Tokened(load_model(ZOO), fresh_tokens(96, 3, seed=4)))
+    opened = open_model(str(run_folder))
+    assert isinstance(opened, Tokened)
+    assert not opened.training
+    assert torch.equal(answers(opened), expected)
+    assert torch.equal(answers(vitadel.open_model(ZOO, tokens=run_folder / "weights" / "best.safetensors")), expected)
+    subject = open_subject(str(run_folder), "shapes")
+    assert torch.equal(answers(subject.model), expected)
+    assert subject.model_spec == str(run_folder)
+    assert "fingerprint" in subject.model.record.notes["tokens"]
+
+
+def test_other_names_open_as_they_always_did(tmp_path):
+    assert torch.equal(answers(open_model(ZOO)), answers(load_model(ZOO)))
+    assert token_run(ZOO) is None
+    (tmp_path / "recipe.yaml").write_text("model: {name: x}\n")
+    assert token_run(str(tmp_path)) is None
+    (tmp_path / "recipe.yaml").write_text("[broken")
+    assert token_run(str(tmp_path)) is None
+
+
+def test_tokens_given_twice_are_refused(run_folder):
+    with pytest.raises(Mistake, match="is a training of tokens and has its own"):
+        open_model(str(run_folder), tokens="other.safetensors")
+
+
+def test_tokens_that_others_can_read_are_refused_unless_told(run_folder):
+    file = run_folder / "weights" / "best.safetensors"
+    file.chmod(0o644)
+    with pytest.raises(Mistake, match="--allow-readable"):
+        open_model(str(run_folder))
+    assert isinstance(open_model(str(run_folder), allow_readable=True), Tokened)
+
+
+def test_features_need_no_head():
+    dino = "vit_small_patch14_dinov2.lvd142m"
+    assert options_for_features(ZOO, {"num_classes": None}) == {"num_classes": None}
+    assert options_for_features(dino, {})["new_head"]
+    kwargs = {"img_size": 28, "embed_dim": 24, "depth": 1, "num_heads": 3}
+    model = open_model(dino, {**options_for_features(dino, {}), "weights": "random", "kwargs": kwargs})
+    assert model.record.num_classes == 2

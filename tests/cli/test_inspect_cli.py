@@ -1,0 +1,99 @@
+"""`vitadel inspect` as a person meets it: a table, a run folder with a report, and one message per mistake."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.token_files import save_tokens
+from vitadel.backbones.load import load_model
+from vitadel.cli import main
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokens") / "tokens.safetensors"
+    classifier = load_model("zoo:shapes-standard")
+    width = int(classifier.backbone.get_parameter("cls_token").shape[-1])
+    save_tokens(Tokened(classifier, fresh_tokens(width, 3)), path, {})
+    return path
+
+
+def vitadel(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["vitadel", *words])
+    monkeypatch.setenv("COLUMNS", "250")
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    return int(end.value.code or 0)
+
+
+def test_a_folder_with_a_figure_and_a_report(
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    words = ["inspect", "zoo:shapes-standard", "--tokens", str(tokens), "--limit=4", f"--out={out}", "--device=cpu"]
+    assert vitadel(monkeypatch, *words, "--attack=features-2(paper=true)") == 0
+    said = capsys.readouterr().out
+    assert said.strip().splitlines()[-1] == str(out)
+    assert "attacked through the tokens" in said
+    assert "n = 4 is too few" in said
+    assert "8/255 in normalised units = 1.83, 1.79, 1.80 /255 in pixels" in said
+    assert json.loads((out / "command.json").read_text())["verb"] == "inspect"
+    told = json.loads((out / "results.json").read_text())["activations"]
+    assert len(told["conditions"]) == 5
+    assert all(len(entry["median"]) == len(told["layers"]) for entry in told["conditions"])
+    assert (out / "figures" / "activations.png").read_bytes()[:4] == b"\x89PNG"
+    page = (out / "report.html").read_text()
+    assert "Massive activations" in page
+    assert "Over 4 images the largest activations are in" in page
+    assert "attacked through the tokens" in page
+
+
+def test_a_backbone_without_a_head_needs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["inspect", "vit_small_patch14_dinov2.lvd142m", "--weights=random", "--input-size=28", "--limit=2"]
+    words += ["--attack=features-1", "--json", f"--out={tmp_path / 'run'}", "--device=cpu"]
+    assert vitadel(monkeypatch, *words) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["data"]["n"] == 2
+    assert len(told["activations"]["layers"]) == 13
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tokens=/nowhere/at/all"], "/nowhere/at/all"),
+        (["--attack=featres-3"], "did you mean features"),
+        (["--attack=aas+pgd-3"], "first studies the model"),
+        (["--limit=0"], "limit must be at least 1"),
+    ],
+)
+def test_mistakes_end_with_two(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert vitadel(monkeypatch, "inspect", "--device=cpu", *words) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_token_file_that_others_can_read(
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "open.safetensors"
+    path.write_bytes(tokens.read_bytes())
+    path.chmod(0o644)
+    words = ["inspect", "zoo:shapes-standard", f"--tokens={path}", "--limit=2", "--attack=features-1", "--device=cpu"]
+    words.append(f"--out={tmp_path / 'run'}")
+    assert vitadel(monkeypatch, *words) == 2
+    assert "chmod 600" in capsys.readouterr().err
+    assert vitadel(monkeypatch, *words, "--allow-readable") == 0

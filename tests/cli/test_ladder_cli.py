@@ -1,0 +1,79 @@
+"""`vitadel audit --suite ladder` and `--tokens`, as a person would call them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.token_files import save_tokens
+from vitadel.backbones.load import load_model
+from vitadel.cli.main import app
+from vitadel.errors import Mistake
+
+SHORT = ["--limit", "10", "--eps", "1/255,4/255", "--steps", "2", "--white-box", "", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    file = tmp_path_factory.mktemp("tokens") / "tokens.safetensors"
+    save_tokens(Tokened(load_model("zoo:shapes-standard"), fresh_tokens(96, 3, seed=4)), file, {})
+    return file
+
+
+def called(*words):
+    return CliRunner().invoke(app, ["audit", "zoo:shapes-standard", *map(str, words)])
+
+
+def test_a_short_climb_ends_with_table_report_and_folder(tokens, tmp_path):
+    out = tmp_path / "run"
+    done = called("--tokens", tokens, "--suite", "ladder", "--levels", "T0,T6", *SHORT, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[-1] == str(out)
+    for words in ("T6 white box", "worst case", "at most", "an image"):
+        assert words in done.output
+    results = json.loads((out / "results.json").read_text())
+    assert [entry["eps_text"] for entry in results["ladder"]["worst_case"]] == ["1/255", "4/255"]
+    page = (out / "report.html").read_text()
+    assert "Threat ladder" in page
+    assert "everything, the secret tokens too" in page
+    assert (out / "figures" / "ladder.png").stat().st_size > 1000
+    again = called("--tokens", tokens, "--suite", "ladder", "--levels", "T0,T6", *SHORT, "--out", out, "--resume")
+    assert again.exit_code == 0
+
+
+def test_an_audit_through_the_tokens_names_them_by_fingerprint(tokens, tmp_path):
+    out = tmp_path / "run"
+    done = called("--tokens", tokens, "--attacks", "pgd-2", "--limit", "10", "--out", out, "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    notes = json.loads((out / "results.json").read_text())["model"]["notes"]
+    assert notes["tokens"].startswith("3 robustness tokens (prefix), fingerprint ")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--suite", "lader"], "unknown suite 'lader'; did you mean ladder?"),
+        (["--suite", "ladder"], "judges secret tokens, and 'zoo:shapes-standard' has none"),
+        (["--suite", "ladder", "--levels", "T2,T9"], "unknown level 'T9'"),
+        (["--tokens", "nowhere.safetensors"], "secret file 'nowhere.safetensors' does not exist"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+)
+def test_mistakes_are_told(words, told, tmp_path):
+    done = called(*words, "--limit", "10", "--out", tmp_path / "run")
+    assert isinstance(done.exception, Mistake | SystemExit)
+    assert told in (str(done.exception) if isinstance(done.exception, Mistake) else done.output)
+
+
+def test_token_files_that_others_can_read(tokens, tmp_path):
+    file = tmp_path / "open.safetensors"
+    file.write_bytes(Path(tokens).read_bytes())
+    file.chmod(0o644)
+    words = ("--tokens", file, "--attacks", "fgsm", "--limit", "10", "--out", tmp_path / "run", "--device", "cpu")
+    refused = called(*words)
+    assert "--allow-readable" in str(refused.exception)
+    assert called(*words, "--allow-readable").exit_code == 0

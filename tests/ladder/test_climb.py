@@ -1,0 +1,257 @@
+"""A whole climb on a tiny victim: the same verdicts as by hand, killed or not, and numbers that fit together."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.token_files import save_tokens
+from vitadel.attacks.pgd import PGD
+from vitadel.attacks.steppers import Steepest
+from vitadel.attacks.threats import Linf
+from vitadel.backbones.load import load_model
+from vitadel.data.batches import batches
+from vitadel.errors import Mistake
+from vitadel.evaluation.judge import judge
+from vitadel.evaluation.probes import Probe
+from vitadel.evaluation.subject import open_subject
+from vitadel.ladder import climb
+from vitadel.ladder.climb import run_ladder
+from vitadel.ladder.levels import LEVELS, Arms, rungs
+from vitadel.ladder.order import LadderOrder
+from vitadel.runtime.draws import Draws
+from vitadel.runtime.processes import join_processes
+
+CPU = join_processes("cpu")
+EPS = (1 / 255, 4 / 255)
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    return load_model("zoo:shapes-standard")
+
+
+@pytest.fixture(scope="module")
+def subject(classifier):
+    return open_subject(Tokened(classifier, fresh_tokens(96, 4, seed=11)).eval(), "shapes")
+
+
+@pytest.fixture(scope="module")
+def sets(classifier, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sets")
+    files = []
+    for seed in (1, 2, 3):
+        files.append(str(folder / f"{seed}.safetensors"))
+        save_tokens(Tokened(classifier, fresh_tokens(96, 4, seed=seed)), files[-1], {})
+    return files
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """Two steps on a handful of images: how tokens are trained is not what is tested here."""
+    file = tmp_path_factory.mktemp("recipe") / "short.yaml"
+    file.write_text(
+        "extends: tokens/shapes\ndata: {limit: 8, held_out: 10}\ntrain: {batch_size: 4}\n"
+        "objective: {attack: features-1}\nvalidation: {limit: 10}\n"
+    )
+    return str(file)
+
+
+def order_of(sets, recipe, **changes):
+    settings = {
+        "eps": EPS,
+        "steps": 3,
+        "queries": 10,
+        "white_box": ("apgd-ce(steps=5)",),
+        "surrogates": tuple(sets[:2]),
+        "bank": (sets[2],),
+        "recipe": recipe,
+        "extraction": (16, 3),
+        "limit": 20,
+        "batch_size": 8,
+    }
+    return LadderOrder(**{**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished(subject, sets, recipe, classifier, tmp_path_factory):
+    out = tmp_path_factory.mktemp("climb") / "run"
+    other = load_model("zoo:shapes-robust")
+    return run_ladder(subject, order_of(sets, recipe), CPU, out=out, other=other).results, out
+
+
+def test_every_level_was_climbed_at_every_budget(finished):
+    results, _ = finished
+    ladder = results["ladder"]
+    assert results["complete"]
+    assert ladder["left_out"] == []
+    climbed = {(entry["level"], entry["eps"]) for entry in ladder["levels"]}
+    assert climbed == {(code, eps) for code in LEVELS for eps in EPS}
+    assert {entry["control"] for entry in ladder["controls"]} == {
+        "no tokens",
+        "untrained tokens",
+        "zero tokens",
+        "tiny resize",
+        "tiny weight noise",
+        "tokens trained on noise",
+        "tokens trained to change nothing",
+    }
+
+
+def test_numbers_fit_together(finished):
+    results, out = finished
+    ladder, n = results["ladder"], results["data"]["n"]
+    rows = {(row["level"], row["attack"], row["eps"]): row for row in ladder["rows"]}
+    samples = pq.read_table(out / "samples.parquet").to_pandas()
+    assert len(samples) == n == 20
+    for (level, attack, eps), row in rows.items():
+        column = samples[
+            f"held:{level} {attack} at {'1/255' if eps == EPS[0] else '4/255' if eps == EPS[1] else '8/255'}"
+        ]
+        assert row["held"] == column.sum()
+        assert row["n"] == n
+        assert row["ci95"][0] <= row["robust_accuracy"] <= row["ci95"][1]
+    for worst in ladder["worst_case"]:
+        same = [
+            row for row in ladder["rows"] if row["eps"] == worst["eps"] and row["in_pixels"] and row["level"] != "T8"
+        ]
+        assert worst["held"] <= min(row["held"] for row in same)
+    by_level = {(entry["level"], entry["eps"]): entry["held"] for entry in ladder["levels"]}
+    assert all(by_level["T6", eps] <= by_level["T2", eps] for eps in EPS)
+    assert all(by_level[code, EPS[1]] <= by_level[code, EPS[0]] for code in ("T5", "T6"))
+    assert results["worst_case"]["held"] == ladder["worst_case"][-1]["held"]
+
+
+def test_a_transfer_level_is_what_one_gets_by_hand(finished, subject, sets, classifier):
+    """T2 with the victim's head: crafted on the bare backbone, judged on the victim."""
+    _, out = finished
+    eps = EPS[1]
+    indices, _ = subject.selection(20, 0, False)
+    held = {}
+    for batch in batches(subject.source, [part.tolist() for part in indices.split(8)], subject.preprocess):
+        attack = PGD(Linf(eps), stepper=Steepest(2.5 * eps / 3), steps=3, stop_when_fooled=False)
+        draws = Draws.of_samples(0, batch.indices).stream("T2 pgd-3, victim's head")
+        z = attack(classifier, batch.x, batch.y, draws)
+        clean = subject.model(batch.x).argmax(1) == batch.y
+        verdict = judge(subject.model, Linf(eps), batch.x, z, batch.y)
+        held |= dict(zip(batch.indices.tolist(), (clean & verdict.held).tolist(), strict=True))
+    samples = pq.read_table(out / "samples.parquet").to_pandas()
+    told = dict(zip(samples["index"], samples["held:T2 pgd-3, victim's head at 4/255"], strict=True))
+    assert told == held
+
+
+def test_a_bank_counts_images_that_every_set_gets_right(finished):
+    results, _ = finished
+    rows = [row for row in results["ladder"]["rows"] if row["level"] == "T8"]
+    assert len(rows) == len(EPS)
+    for row in rows:
+        assert row["expected_accuracy"] >= row["robust_accuracy"] - 1e-12
+        assert row["judged_on"] == "every set of the bank"
+    assert len(results["ladder"]["bank"]) == 2
+
+
+def test_cosines_are_told_both_ways(finished):
+    results, _ = finished
+    (row, *_) = [row for row in results["ladder"]["rows"] if row["level"] == "T2" and row["attack"] == "features-3"]
+    names = {f"{what}, {axis}" for what in ("to bare", "to own", "no tokens") for axis in ("token", "channel")}
+    assert set(row["cosines"]) == names
+    assert all(-1 <= value <= 1 for value in row["cosines"].values())
+    assert row["cosines"]["no tokens, token"] < 0.9999
+
+
+def test_no_token_and_no_salt_is_written(finished, subject):
+    _, out = finished
+    secret = subject.model.tokens.detach().numpy().astype(np.float32)
+    for file in out.rglob("*"):
+        if file.is_file() and file.suffix in (".json", ".parquet", ".html"):
+            content = file.read_bytes()
+            assert secret.tobytes()[:64] not in content
+            assert subject.model.salt.hex().encode() not in content
+    for file in (out / "sets").rglob("*.safetensors"):
+        assert file.stat().st_mode & 0o077 == 0
+
+
+def test_broken_off_and_resumed_it_tells_the_same(finished, subject, sets, recipe, tmp_path, monkeypatch):
+    real, calls = climb.judge, 0
+
+    def fragile(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls == 40:
+            raise RuntimeError("power cut")
+        return real(*arguments)
+
+    monkeypatch.setattr(climb, "judge", fragile)
+    order, other = order_of(sets, recipe), load_model("zoo:shapes-robust")
+    with pytest.raises(RuntimeError, match="power cut"):
+        run_ladder(subject, order, CPU, out=tmp_path / "run", other=other)
+    assert not json.loads((tmp_path / "run" / "results.json").read_text())["complete"]
+    monkeypatch.undo()
+    again = run_ladder(subject, order, CPU, out=tmp_path / "run", other=other, resume=True).results
+    results, _ = finished
+
+    def plain(told):
+        rows = [{key: value for key, value in row.items() if key != "seconds"} for row in told["ladder"]["rows"]]
+        return rows, told["ladder"]["controls"], told["ladder"]["worst_case"], told["clean"]
+
+    # Token sets that the ladder trains are named by salted fingerprints, which differ; what they do does not.
+    assert plain(again) == plain(results)
+
+
+def test_heads_of_victim_and_attacker_are_put_on_the_frozen_features(subject, sets, recipe, tmp_path):
+    torch.manual_seed(1)
+    theirs, ours = torch.nn.Linear(96, 10), torch.nn.Linear(96, 10)
+    order = order_of(sets, recipe, levels=("T0", "T5"), eps=EPS[:1])
+    results = run_ladder(
+        subject,
+        order,
+        CPU,
+        out=tmp_path / "run",
+        head=lambda model: Probe(model, ours, 1, False),
+        own_head=lambda model: Probe(model, theirs, 1, False),
+    ).results
+    indices, _ = subject.selection(20, 0, False)
+    (batch,) = batches(subject.source, [indices.tolist()], subject.preprocess)
+    with torch.no_grad():
+        right = Probe(subject.model, ours, 1, False)(batch.x).argmax(1) == batch.y
+    assert results["clean"]["correct"] == int(right.sum()) < 15
+    arms = Arms(subject.model, own_head=lambda model: Probe(model, theirs, 1, False))
+    (own,) = [rung for rung in rungs(("T2",), arms, 3, 10, ()) if "own head" in rung.name]
+    assert own.source.head is theirs
+    assert own.source.model is subject.model.classifier
+
+
+def test_a_model_without_tokens_is_told(tmp_path):
+    plain = open_subject("zoo:shapes-standard", "shapes")
+    with pytest.raises(Mistake, match=r"judges secret tokens, and 'zoo:shapes-standard' has none.*--tokens FILE"):
+        run_ladder(plain, LadderOrder(limit=10), CPU, out=tmp_path / "run")
+
+
+def test_another_model_must_have_the_same_classes(subject, sets, recipe, tmp_path):
+    torch.manual_seed(0)
+    kwargs = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
+    other = load_model("vit_tiny_patch16_224", weights="random", num_classes=7, kwargs=kwargs)
+    with pytest.raises(Mistake, match="has 7 classes, the victim 10"):
+        run_ladder(subject, order_of(sets, recipe, levels=("T1",)), CPU, out=tmp_path / "run", other=other)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"eps": ()}, "at least one level, and budgets"),
+        ({"eps": (2.0,)}, "at least one level, and budgets"),
+        ({"levels": ("T99",)}, "unknown level"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"surrogates": -1}, "surrogates is a number"),
+        ({"white_box": ("pgt-3",)}, "unknown attack 'pgt-3'"),
+    ],
+    ids=lambda each: str(each)[:20],
+)
+def test_orders_that_make_no_sense_are_refused(wrong, words):
+    with pytest.raises(Mistake, match=words):
+        LadderOrder(**wrong)
