@@ -57,7 +57,10 @@ def test_an_audit_through_the_tokens_names_them_by_fingerprint(tokens, tmp_path)
     ("words", "told"),
     [
         (["--suite", "lader"], "unknown suite 'lader'; did you mean ladder?"),
-        (["--suite", "ladder"], "judges secret tokens, and 'zoo:shapes-standard' has none"),
+        (["--suite", "ladder"], "Say with --recipe how the tokens were trained"),
+        (["--suite", "ladder", "--levels", "T6"], "judges secret tokens, and 'zoo:shapes-standard' has none"),
+        (["--suite", "ladder", "--norm", "l2", "--compile"], "--norm, --compile do not go with --suite ladder"),
+        (["--levels", "T6"], "--levels need --suite ladder"),
         (["--suite", "ladder", "--levels", "T2,T9"], "unknown level 'T9'"),
         (["--tokens", "nowhere.safetensors"], "secret file 'nowhere.safetensors' does not exist"),
     ],

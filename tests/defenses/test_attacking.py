@@ -12,10 +12,11 @@ from toys import TinyNet, images
 from vitadel.attacks import L1, L2, PGD, Linf, Restarts, WorstOf, make
 from vitadel.attacks.aas import AAS, Rescaled
 from vitadel.attacks.apgd import APGD, OverTargets
+from vitadel.attacks.forms import at_eps, training_form
 from vitadel.attacks.losses import cross_entropy, rescaled_cross_entropy
 from vitadel.attacks.presets import CATALOGUE
 from vitadel.attacks.steppers import Steepest
-from vitadel.defenses.attacking import at_eps, craft, training_form
+from vitadel.defenses.attacking import craft
 from vitadel.errors import Mistake
 from vitadel.evaluation.metering import metered
 from vitadel.runtime.draws import Draws

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from training_toys import FakeTraining
 
 from vitadel.attacks import PGD, Linf
+from vitadel.attacks.forms import at_eps
 from vitadel.attacks.goals import FromClean
 from vitadel.attacks.steppers import Momentum, Steepest
 from vitadel.attacks.threats import L2
 from vitadel.attacks.wrappers import Restarts
 from vitadel.backbones.classifier import wrap
-from vitadel.defenses.attacking import at_eps, craft
+from vitadel.defenses.attacking import craft
 from vitadel.defenses.objectives.adversarial import Adversarial
 from vitadel.defenses.objectives.standard import Standard
 from vitadel.defenses.plugins.random_dropping import (

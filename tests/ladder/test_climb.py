@@ -10,25 +10,28 @@ import pytest
 import torch
 
 from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
-from vitadel.adapters.token_files import save_tokens
+from vitadel.adapters.token_files import load_tokens, save_tokens
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.load import load_model
 from vitadel.data.batches import batches
-from vitadel.errors import Mistake
+from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.judge import judge
 from vitadel.evaluation.probes import Probe
+from vitadel.evaluation.results import Tally
 from vitadel.evaluation.subject import open_subject
-from vitadel.ladder import climb
+from vitadel.ladder import climb, training
 from vitadel.ladder.climb import run_ladder
 from vitadel.ladder.levels import LEVELS, Arms, rungs
 from vitadel.ladder.order import LadderOrder
+from vitadel.ladder.table import LadderTable
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import join_processes
 
 CPU = join_processes("cpu")
 EPS = (1 / 255, 4 / 255)
+TEXTS = {EPS[0]: "1/255", EPS[1]: "4/255", 8 / 255: "8/255 normalised"}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +92,7 @@ def test_every_level_was_climbed_at_every_budget(finished):
     results, _ = finished
     ladder = results["ladder"]
     assert results["complete"]
-    assert ladder["left_out"] == []
+    assert ladder["left_out"] == ["T2 with the attacker's own head (--attacker-head)"]
     climbed = {(entry["level"], entry["eps"]) for entry in ladder["levels"]}
     assert climbed == {(code, eps) for code in LEVELS for eps in EPS}
     assert {entry["control"] for entry in ladder["controls"]} == {
@@ -110,9 +113,7 @@ def test_numbers_fit_together(finished):
     samples = pq.read_table(out / "samples.parquet").to_pandas()
     assert len(samples) == n == 20
     for (level, attack, eps), row in rows.items():
-        column = samples[
-            f"held:{level} {attack} at {'1/255' if eps == EPS[0] else '4/255' if eps == EPS[1] else '8/255'}"
-        ]
+        column = samples[f"held:{level} {attack} at {TEXTS[eps]}"]
         assert row["held"] == column.sum()
         assert row["n"] == n
         assert row["ci95"][0] <= row["robust_accuracy"] <= row["ci95"][1]
@@ -145,8 +146,13 @@ def test_a_transfer_level_is_what_one_gets_by_hand(finished, subject, sets, clas
     assert told == held
 
 
-def test_a_bank_counts_images_that_every_set_gets_right(finished):
+def test_a_bank_counts_images_that_every_set_gets_right(finished, subject, sets, classifier):
     results, _ = finished
+    indices, _ = subject.selection(20, 0, False)
+    (batch,) = batches(subject.source, [indices.tolist()], subject.preprocess)
+    with torch.no_grad():
+        each = [model(batch.x).argmax(1) == batch.y for model in (subject.model, load_tokens(sets[2], classifier))]
+    assert results["ladder"]["bank_clean_accuracy"] == pytest.approx(float(torch.stack(each).double().mean()))
     rows = [row for row in results["ladder"]["rows"] if row["level"] == "T8"]
     assert len(rows) == len(EPS)
     for row in rows:
@@ -229,7 +235,7 @@ def test_heads_of_victim_and_attacker_are_put_on_the_frozen_features(subject, se
 def test_a_model_without_tokens_is_told(tmp_path):
     plain = open_subject("zoo:shapes-standard", "shapes")
     with pytest.raises(Mistake, match=r"judges secret tokens, and 'zoo:shapes-standard' has none.*--tokens FILE"):
-        run_ladder(plain, LadderOrder(limit=10), CPU, out=tmp_path / "run")
+        run_ladder(plain, LadderOrder(limit=10, recipe="tokens/shapes"), CPU, out=tmp_path / "run")
 
 
 def test_another_model_must_have_the_same_classes(subject, sets, recipe, tmp_path):
@@ -238,6 +244,81 @@ def test_another_model_must_have_the_same_classes(subject, sets, recipe, tmp_pat
     other = load_model("vit_tiny_patch16_224", weights="random", num_classes=7, kwargs=kwargs)
     with pytest.raises(Mistake, match="has 7 classes, the victim 10"):
         run_ladder(subject, order_of(sets, recipe, levels=("T1",)), CPU, out=tmp_path / "run", other=other)
+
+
+def test_the_worst_case_keeps_what_was_found_at_smaller_budgets(subject):
+    """A transfer attack may lose an image again at a larger budget; the smaller perturbation is still there."""
+    indices, _ = subject.selection(4, 0, False)
+    tally = Tally(indices, subject.source.labels()[indices], subject.source.labels()[indices], [])
+    table = LadderTable(LadderOrder(eps=EPS, levels=("T2",), recipe="x"), tally, Arms(subject.model), {})
+    held = {EPS[0]: [True, False, True, True], EPS[1]: [True, True, False, True], 8 / 255: [False, True, True, True]}
+    for eps, verdicts in held.items():
+        name, in_pixels = ("released", False) if eps == 8 / 255 else ("pgd", True)
+        table.rows.append({"level": "T2", "attack": name, "eps": eps, "in_pixels": in_pixels})
+        table.held[f"T2 {name}", eps] = torch.tensor(verdicts)
+    assert table.worst(EPS[0]).tolist() == [True, False, True, True]
+    assert table.worst(EPS[1]).tolist() == [False, False, False, True]  # the released attack changes 2 grey levels
+    assert table.level("T2", EPS[1]).tolist() == [True, True, False, True]
+    bank = LadderTable(LadderOrder(eps=EPS, levels=("T8",), recipe="x"), tally, Arms(subject.model), {})
+    bank.rows.append({"level": "T8", "attack": "pgd", "eps": EPS[0], "in_pixels": True})
+    bank.held["T8 pgd", EPS[0]] = torch.tensor([False] * 4)
+    assert bank.worst(EPS[1]) is None
+
+
+def test_the_secret_itself_is_no_surrogate(subject, sets, recipe, tmp_path):
+    file = tmp_path / "own.safetensors"
+    save_tokens(Tokened(subject.model.classifier, subject.model.tokens.detach()), file, {})
+    order = order_of(sets, recipe, levels=("T3",), surrogates=(sets[0], str(file)))
+    with pytest.raises(Mistake, match="set 2 of --surrogates is the same as the victim's own tokens"):
+        run_ladder(subject, order, CPU, out=tmp_path / "run")
+    twice = order_of(sets, recipe, levels=("T3",), surrogates=(sets[0], sets[0]))
+    with pytest.raises(Mistake, match="set 2 of --surrogates is the same as set 1 of --surrogates"):
+        run_ladder(subject, twice, CPU, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_attackers_do_not_train_on_the_audited_images(subject, sets, recipe, tmp_path):
+    order = order_of(sets, recipe, levels=("T7",), attacker_data="shapes@test")
+    with pytest.raises(Mistake, match="--attacker-data shapes@test are the audited images, shapes"):
+        run_ladder(subject, order, CPU, out=tmp_path / "run")
+
+
+def test_a_resumed_climb_has_the_same_weapons(subject, sets, recipe, tmp_path):
+    order = order_of(sets, recipe, levels=("T0",), eps=EPS[:1])
+    heads = [torch.nn.Linear(96, 10) for _ in range(2)]
+    run_ladder(subject, order, CPU, out=tmp_path / "run", own_head=lambda model: Probe(model, heads[0], 1, False))
+    with pytest.raises(Mistake, match="own_head: was"):
+        run_ladder(
+            subject,
+            order,
+            CPU,
+            out=tmp_path / "run",
+            resume=True,
+            own_head=lambda model: Probe(model, heads[1], 1, False),
+        )
+
+
+def test_ctrl_c_in_a_training_inside_names_the_climb(subject, sets, recipe, tmp_path, monkeypatch):
+    def interrupted(*arguments, **named):
+        raise Interrupted(named["out"])
+
+    monkeypatch.setattr(training, "run_harden", interrupted)
+    with pytest.raises(Interrupted) as seen:
+        run_ladder(subject, order_of(sets, recipe, levels=("T3",), surrogates=1), CPU, out=tmp_path / "run")
+    assert seen.value.folder == tmp_path / "run"
+
+
+def test_controls_see_noise_of_the_attack_s_budget_in_pixels(subject, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(training.Trainer, "train", lambda self, name, seed, changes: seen.append(changes))
+    for recipe, budget in (("tokens/shapes", 2 / 255), ("tokens/deit-tiny", 2 / 255)):
+        training.Trainer(subject.model, recipe, None, None, tmp_path, CPU).controls(0)
+        assert seen[-1]["threat.eps"] == pytest.approx(budget)
+    file = tmp_path / "released.yaml"
+    file.write_text("extends: tokens/shapes\nthreat: {eps: 8/255}\nobjective: {attack: 'features-30(paper=true)'}\n")
+    training.Trainer(subject.model, str(file), None, None, tmp_path, CPU).controls(0)
+    assert seen[-1]["threat.eps"] == pytest.approx(8 / 255 * 0.229)
+    assert seen[-1]["objective.attack"] == "noise"
 
 
 @pytest.mark.parametrize(
@@ -249,9 +330,12 @@ def test_another_model_must_have_the_same_classes(subject, sets, recipe, tmp_pat
         ({"steps": 0}, "steps must be at least 1"),
         ({"surrogates": -1}, "surrogates is a number"),
         ({"white_box": ("pgt-3",)}, "unknown attack 'pgt-3'"),
+        ({"white_box": ("patch-fool",)}, "rules of its own"),
+        ({"white_box": ("eot:2+aas+pgd-3",)}, "must study the model first"),
+        ({"levels": ("T3",)}, "--surrogates 2 .*Say with --recipe how"),
     ],
     ids=lambda each: str(each)[:20],
 )
 def test_orders_that_make_no_sense_are_refused(wrong, words):
     with pytest.raises(Mistake, match=words):
-        LadderOrder(**wrong)
+        LadderOrder(**{"recipe": None if "levels" in wrong else "tokens/shapes", **wrong})

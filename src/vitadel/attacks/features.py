@@ -37,6 +37,7 @@ __all__ = [
     "feature_cosine",
     "features",
     "final_features",
+    "pixels_per_unit",
 ]
 
 AXES = ("token", "channel", "flat")
@@ -269,6 +270,12 @@ class _Region:
 
     def _unit(self, like: Tensor) -> Tensor:
         return torch.tensor(self.units, dtype=like.dtype, device=like.device).view(-1, 1, 1)
+
+
+def pixels_per_unit(attack: object) -> float:
+    """How much of a pixel the unit of an attack's budget is, at most: 1, but less for `paper=true`."""
+    inner = getattr(attack, "attack", attack)  # inside restarts
+    return max(_IMAGENET_STD) if isinstance(inner, FeatureAttack) and inner.paper else 1.0
 
 
 def effective_eps(eps: float) -> str:

@@ -62,8 +62,9 @@ def audit(
     from vitadel.reporting import page, terminal
 
     chosen = options.model_options(weights, num_classes, mean, std, input_size, small_images)
+    given = {name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")}
+    ladder.refuse_idle_flags(suite, given)
     if suite is not None:
-        given = ctx.get_parameter_source("eps")  # the ladder has budgets of its own unless told otherwise
         ladder.climb(
             suite,
             model,
@@ -71,7 +72,7 @@ def audit(
             chosen,
             tokens=tokens,
             allow_readable=allow_readable,
-            eps=eps if given is not None and given.name == "COMMANDLINE" else None,
+            eps=eps if "eps" in given else None,  # the ladder has budgets of its own unless told otherwise
             levels=levels,
             steps=steps,
             queries=queries,

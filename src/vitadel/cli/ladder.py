@@ -47,7 +47,30 @@ AttackerHead = Annotated[
 Other = Annotated[str | None, typer.Option(help="another MODEL for the same classes (T1)", rich_help_panel=_PANEL)]
 OtherWeights = Annotated[str | None, typer.Option(help="its weights", rich_help_panel=_PANEL)]
 
-_DEFAULT_RECIPE = "tokens/deit-tiny"
+_OF_AN_AUDIT = ("attacks", "norm", "independent", "calibration", "precision", "compile_model")
+_OF_THE_LADDER = (
+    "levels",
+    "steps",
+    "queries",
+    "white_box",
+    "surrogates",
+    "bank",
+    "recipe",
+    "attacker_data",
+    "head",
+    "attacker_head",
+    "other",
+    "other_weights",
+)
+
+
+def refuse_idle_flags(suite: str | None, given: set[str]) -> None:
+    """Flags that would be ignored: those of a plain audit with a suite, and those of the ladder without it."""
+    idle = [name for name in (_OF_THE_LADDER if suite is None else _OF_AN_AUDIT) if name in given]
+    if idle:
+        flags = ", ".join(f"--{name.removesuffix('_model').replace('_', '-')}" for name in idle)
+        where = "need --suite ladder" if suite is None else f"do not go with --suite {suite}, which is Linf in fp32"
+        raise Mistake(f"{flags} {where}; leave them out" + ("" if suite else ", or add it") + ".")
 
 
 def climb(
@@ -95,7 +118,7 @@ def climb(
     from vitadel.reporting import page, terminal
     from vitadel.runtime.processes import join_processes
 
-    own_recipe = str(Path(model) / "recipe.yaml") if token_run(model) is not None else _DEFAULT_RECIPE
+    own_recipe = str(Path(model) / "recipe.yaml") if token_run(model) is not None else None
     order = LadderOrder(
         eps=BUDGETS if eps is None else tuple(read_amount(part.strip(), "eps") for part in eps.split(",")),
         levels=tuple(LEVELS) if levels is None else tuple(part.strip().upper() for part in levels.split(",")),

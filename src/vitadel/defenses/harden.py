@@ -37,7 +37,7 @@ from vitadel.defenses.loop import Run, train
 from vitadel.defenses.metrics import Metrics
 from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
 from vitadel.defenses.protocols import ChangesEvaluation, Prepares
-from vitadel.defenses.recipes import compose, recipe_text
+from vitadel.defenses.recipes import compose, dotted, recipe_text
 from vitadel.defenses.sections import DataSection, ModelSection, Optimiser
 from vitadel.defenses.stream import Stream
 from vitadel.defenses.validation import HeldOut
@@ -245,7 +245,7 @@ def run_harden(
     """Train in a run folder, then audit; a run that is complete is only read. A `model` is used as it is."""
     _refuse_rollback_of_averages(recipe)
     shop = open_workshop(recipe, processes, data_root, model)
-    settings = {**_dotted(recipe.document), "--data-root": None if data_root is None else str(data_root)}
+    settings = {**dotted(recipe.document), "--data-root": None if data_root is None else str(data_root)}
     path, words = None if out is None else Path(out), list(argv or sys.argv)
     folder = processes.on_main(lambda: open_run("harden", name, settings, out=path, resume=resume, argv=words))
     if folder.complete:
@@ -256,7 +256,7 @@ def run_harden(
     try:
         run = _train(shop, processes, folder, resume, shown)
         results = _audit(run, shop, name, processes, folder, shown, data_root)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):  # also of the audit inside: this run is what goes on with --resume
         raise Interrupted(folder.path) from None
     return results, folder
 
@@ -269,15 +269,6 @@ def _refuse_rollback_of_averages(recipe: Recipe) -> None:
             "overfitting_guard can roll back weights, but not an average that already holds the overfitted epoch; with "
             "weight_average use action: stop, after which weights/best is still there"
         )
-
-
-def _dotted(document: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """One key per value, so that a run that cannot go on can be told by the keys that differ."""
-    flat: dict[str, Any] = {}
-    for key, value in document.items():
-        inner = isinstance(value, Mapping) and value
-        flat |= _dotted(value, f"{path}{key}.") if inner else {f"{path}{key}": value}
-    return flat
 
 
 def _train(shop: Workshop, processes: Processes, folder: RunFolder, resume: bool, shown: bool) -> Run:

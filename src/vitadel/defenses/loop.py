@@ -22,8 +22,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from vitadel.attacks.forms import threats_in, training_form
 from vitadel.attacks.names import make
-from vitadel.defenses.attacking import craft, threats_in, training_form
+from vitadel.defenses.attacking import craft
 from vitadel.defenses.augmentation import mixing, seed_everything
 from vitadel.defenses.batch_statistics import average_statistics, restore_statistics, statistics_of_all
 from vitadel.defenses.board import Board

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitadel.attacks.forms import training_form
 from vitadel.attacks.names import make
-from vitadel.defenses.attacking import craft, training_form
+from vitadel.defenses.attacking import craft
 from vitadel.defenses.harden import Workshop
 from vitadel.evaluation.compiling import gradient_probe, seconds_of
 from vitadel.instrument.hooks import frozen

@@ -23,6 +23,7 @@ __all__ = [
     "SECTIONS",
     "TEXTS",
     "compose",
+    "dotted",
     "is_probe",
     "merge",
     "recipe_text",
@@ -157,6 +158,15 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Document:
         )
         merged[key] = merge(old, value) if deep and isinstance(old, Mapping) else value
     return merged
+
+
+def dotted(document: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """One key per value, so that a run that cannot go on can be told by the keys that differ."""
+    flat: dict[str, Any] = {}
+    for key, value in document.items():
+        inner = isinstance(value, Mapping) and value
+        flat |= dotted(value, f"{path}{key}.") if inner else {f"{path}{key}": value}
+    return flat
 
 
 # Finding and reading files

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.amounts import amount_text
+from vitadel.attacks.forms import training_form
 from vitadel.attacks.names import make
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import threat as make_threat
@@ -74,7 +75,7 @@ class Look:
             raise Mistake(
                 f"'{self.attack}' first studies the model on other images; take one that does not, such as features-30"
             )
-        return cast(Attack, _going_all_the_way(attack))
+        return training_form(attack)
 
 
 @dataclass(frozen=True)
@@ -265,10 +266,3 @@ def _results(
             "warning": few if n < ENOUGH else None,
         },
     }
-
-
-def _going_all_the_way(attack: Any) -> Any:
-    inner = getattr(attack, "attack", None)
-    if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
-        attack = dataclasses.replace(attack, attack=_going_all_the_way(inner))
-    return dataclasses.replace(attack, stop_when_fooled=False) if getattr(attack, "stop_when_fooled", False) else attack

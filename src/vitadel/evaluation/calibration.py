@@ -61,9 +61,9 @@ def _prepared(attack: Calibrated, bench: Bench, subject: Subject, audited: Tenso
 
 
 def calibration_images(
-    subject: Subject, audited: Tensor, spec: str | None, wanted: int, seed: int
+    subject: Subject, audited: Tensor, spec: str | None, wanted: int, seed: int, flag: str = "--calibration"
 ) -> tuple[Source, Tensor]:
-    """From `spec` if given, else from the training split of the audited data, else from what the audit leaves out."""
+    """From `spec`, which `flag` gives, else from the training split of the audited data, else from what is left out."""
     source = _training_split(subject) if spec is None else open_dataset(spec, root=subject.data_root, skip_bad=True)
     left_over = source is None
     source = subject.source if source is None else source
@@ -78,7 +78,7 @@ def calibration_images(
     if len(rows) == 0:
         raise Mistake(
             f"this attack needs calibration images that are not audited, and {subject.data_spec} has no training split "
-            "and no image left over. Give some with --calibration SPEC, or leave some out with --limit."
+            f"and no image left over. Give some with {flag} SPEC, or leave some out with --limit."
         )
     return source, balanced_subset(labels[rows], min(wanted, len(rows)), seed, rows)
 

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitadel.adapters.token_files import backbone_fingerprint
 from vitadel.backbones.checkpoints import read_checkpoint, read_metadata
+from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.data.batches import batches
 from vitadel.data.preprocess import Preprocess
@@ -305,6 +307,9 @@ def load_head(path: str | Path, model: nn.Module) -> Probe:
     here = _record_name(model)
     if sits_on is not None and here is not None and sits_on != here:
         raise Mistake(f"'{path}' is a head for '{sits_on}', the model is '{here}'. Give the model it was trained on.")
+    trained_on, bare = about.get("backbone_fingerprint"), getattr(model, "classifier", model)
+    if trained_on is not None and isinstance(bare, Classifier) and trained_on != backbone_fingerprint(bare):
+        raise Mistake(f"'{path}' is a head for other weights of '{here}'. Give those that it was trained on.")
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return Probe(model, head.to(device), blocks, average, classes)
 

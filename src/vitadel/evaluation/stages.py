@@ -31,7 +31,17 @@ from vitadel.runtime.processes import Processes
 from vitadel.runtime.progress import FOUND_AGAIN, progress
 from vitadel.types import Attack, OwnRules, Source, Threat, explained
 
-__all__ = ["NOTE", "PRECISIONS", "Bench", "Leg", "attack_stage", "clean_stage", "rules_of", "run_stage"]
+__all__ = [
+    "NOTE",
+    "PRECISIONS",
+    "Bench",
+    "Leg",
+    "attack_stage",
+    "clean_stage",
+    "refuse_lost_images",
+    "rules_of",
+    "run_stage",
+]
 
 NOTE = "note:"
 """How the arrays of a piece are called that hold an attack's notes."""
@@ -156,6 +166,16 @@ def attack_stage(
     return legs
 
 
+def refuse_lost_images(batch: Batch) -> None:
+    """After the clean stage every image of a batch must be there: verdicts on fewer would be those of another set."""
+    if batch.bad:
+        lost = batch.bad[0]
+        raise Mistake(
+            f"{lost.name} could be read for the clean accuracy and cannot be read now: {lost.reason}. "
+            "Restore it and go on with --resume."
+        )
+
+
 def rules_of(attack: Attack) -> Callable[[nn.Module, Tensor], Threat] | None:
     """How to get the rules of an attack that has its own, or wraps one that has."""
     if isinstance(attack, OwnRules):
@@ -175,12 +195,7 @@ def _one_attack(
     broken, own_rules = 0, rules_of(attack)
 
     def work(number: int, batch: Batch) -> Piece:
-        if batch.bad:
-            lost = batch.bad[0]
-            raise Mistake(
-                f"{lost.name} could be read for the clean accuracy and cannot be read now: {lost.reason}. "
-                "Restore it and go on with --resume."
-            )
+        refuse_lost_images(batch)
         draws = stream(Draws.of_samples(bench.seed, batch.indices, bench.processes.device))
         model = bench.model if bench.compiled is None else bench.compiled
         with bench.arithmetic(), metered(model) as search:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,25 +22,21 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.data.batches import Batch, batches
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.audit import Outcome
-from vitadel.evaluation.calibration import CalibrationImages, calibration_images
 from vitadel.evaluation.judge import judge
 from vitadel.evaluation.ledger import FolderLedger, Piece
 from vitadel.evaluation.metering import metered
 from vitadel.evaluation.results import Tally
-from vitadel.evaluation.stages import Bench, clean_stage, run_stage
+from vitadel.evaluation.stages import Bench, clean_stage, refuse_lost_images, run_stage
 from vitadel.evaluation.subject import Subject
 from vitadel.instrument.hooks import frozen
-from vitadel.ladder.controls import controls
+from vitadel.ladder.arming import Armed, arm, gather, planned
 from vitadel.ladder.cost import cost_sentence
-from vitadel.ladder.extraction import EXPOSED, Extracted, extract_tokens
 from vitadel.ladder.levels import RELEASED_EPS, Arms, Head, Rung, rungs
 from vitadel.ladder.order import LadderOrder
 from vitadel.ladder.table import LadderTable, ladder_results
-from vitadel.ladder.training import CONTROLS, Trainer, read_sets
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.environment import environment
 from vitadel.runtime.processes import Processes
-from vitadel.runtime.progress import progress
 from vitadel.runtime.rundir import RunFolder, open_run, write_atomically, write_json
 
 __all__ = ["run_ladder"]
@@ -63,30 +59,21 @@ def run_ladder(
     tell: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Climb in a run folder. `head` is the victim's, if not the one that the backbone came with; `own_head` is the
-    attacker's (T2), `other` the model of T1."""
+    attacker's (T2), `other` the model of T1. `tell` hears the plan."""
     victim = _victim(subject)
+    arms = Arms(victim.to(processes.device), own_head=own_head, other=other)
     if head is not None:
+        arms = dataclasses.replace(arms, head=head)
         subject = dataclasses.replace(subject, model=cast(Classifier, head(victim)))
     indices, mislabelled = subject.selection(order.limit, order.seed, order.skip_bad)
-    settings = {
-        "model": subject.model_spec,
-        "model_fingerprint": subject.model_fingerprint(),
-        "data": subject.data_spec,
-        "data_fingerprint": subject.data_fingerprint(indices),
-        "suite": "ladder",
-        "other": None if other is None else other.record.name,
-        "own_head": own_head is not None,
-        **dataclasses.asdict(order),
-        "eps": [amount_text(eps) for eps in order.eps],
-    }
+    supplies = gather(subject, arms, order, indices)
+    settings = {**_settings(subject, order, arms, indices), **supplies.fingerprints()}
     path, words = None if out is None else Path(out), list(argv or sys.argv)
     run = processes.on_main(
         lambda: open_run("audit", subject.model_spec, settings, out=path, resume=resume, argv=words)
     )
     if run.complete:
         return Outcome(json.loads((run.path / "results.json").read_text()), run, processes.is_main)
-    arms = Arms(victim.to(processes.device), own_head=own_head, other=other)
-    arms = arms if head is None else dataclasses.replace(arms, head=head)
     bench = Bench(
         model=arms.head(victim),
         source=subject.source,
@@ -100,12 +87,14 @@ def run_ladder(
         shown=shown,
     )
     try:
-        climb = _Climb(bench, subject, order, run, indices)
-        arms, witnesses = climb.arm(arms)
         if processes.is_main:
             write_json(run.path / "environment.json", environment(processes.device, processes.count))
-        table = climb.all(arms, witnesses, Tally.of_clean(clean_stage(bench, indices), mislabelled), tell)
-    except KeyboardInterrupt:
+        with frozen(bench.model):
+            tally = Tally.of_clean(clean_stage(bench, indices), mislabelled)
+        _tell_cost(bench, order, planned(arms, order), tally, tell)
+        climb = _Climb(bench, order, run, arm(bench, subject, order, arms, supplies, run.path))
+        table = climb.all(tally)
+    except (KeyboardInterrupt, Interrupted):  # also of a training inside: this run is what goes on with --resume
         raise Interrupted(run.path) from None
     results = ladder_results(subject, table, settings)
     if processes.is_main:
@@ -126,117 +115,80 @@ def _victim(subject: Subject) -> Tokened:
     return model
 
 
+def _settings(subject: Subject, order: LadderOrder, arms: Arms, indices: Tensor) -> dict[str, Any]:
+    """What a resumed run must agree with; models and heads by their weights, whatever they are called."""
+
+    def named(model: nn.Module | None) -> str | None:
+        if model is None:
+            return None
+        return dataclasses.replace(subject, model=cast(Classifier, model)).model_fingerprint()
+
+    return {
+        "model": subject.model_spec,
+        "model_fingerprint": subject.model_fingerprint(),
+        "data": subject.data_spec,
+        "data_fingerprint": subject.data_fingerprint(indices),
+        "suite": "ladder",
+        "other": named(arms.other),
+        "own_head": named(None if arms.own_head is None else arms.own_head(arms.victim.classifier)),
+        **dataclasses.asdict(order),
+        "eps": [amount_text(eps) for eps in order.eps],
+    }
+
+
+def _tell_cost(bench: Bench, order: LadderOrder, arms: Arms, tally: Tally, tell: Callable[[str], None]) -> None:
+    if len(tally.index) == 0:
+        raise Mistake("no sample could be read, so nothing can be judged; see the reasons with --skip-bad off")
+    (first,) = batches(bench.source, [tally.index[: order.batch_size].tolist()], bench.preprocess)
+    crew = rungs(order.levels, arms, order.steps, order.queries, order.white_box)
+    tell(cost_sentence(crew, order.eps, bench.model, first.to(bench.processes.device).x, len(tally.index)))
+
+
 @dataclass(frozen=True, eq=False)
 class _Climb:
     bench: Bench
-    subject: Subject
     order: LadderOrder
     run: RunFolder
-    indices: Tensor
-    extracted: dict[str, Extracted] = field(default_factory=dict)
+    armed: Armed
 
-    def arm(self, arms: Arms) -> tuple[Arms, dict[str, nn.Module]]:
-        """Train and fit what the chosen levels need; and the control victims, if the paper's setting is among them."""
-        order, levels, victim = self.order, self.order.levels, arms.victim
-        trainer = Trainer(
-            victim,
-            order.recipe,
-            order.attacker_data,
-            self.subject.data_root,
-            self.run.path / "sets",
-            self.bench.processes,
-            self.bench.shown,
-        )
-        if arms.other is not None:
-            _check_classes(arms.other, self.subject.model)
-        wanted = {"T3", "T4"} & set(levels)
-        surrogates = self._sets(trainer, "surrogate", order.surrogates, 1) if wanted else ()
-        more = self._sets(trainer, "bank", order.bank, 101) if "T8" in levels else ()
-        for exposed in EXPOSED if "T7" in levels else ():
-            self.extracted[exposed] = self._extract(arms, exposed)
-        witnesses = self._controls(trainer, arms) if "T2" in levels else {}
-        armed = dataclasses.replace(
-            arms,
-            other=None if arms.other is None else arms.other.to(self.bench.processes.device),
-            surrogates=surrogates,
-            extracted=tuple((name, each.model) for name, each in self.extracted.items()),
-            bank=(victim, *more) if more else (),
-        )
-        return armed, witnesses
-
-    def _sets(self, trainer: Trainer, name: str, wanted: int | tuple[str, ...], seed: int) -> tuple[Tokened, ...]:
-        if not isinstance(wanted, int):
-            return read_sets(trainer.victim, wanted, self.order.allow_readable)
-        seeds = [self.order.seed + seed + number for number in range(wanted)]
-        return tuple(trainer.train(f"{name} {number}", each) for number, each in enumerate(seeds, start=1))
-
-    def _controls(self, trainer: Trainer, arms: Arms) -> dict[str, nn.Module]:
-        found = controls(arms.victim, arms.head, self.order.seed + 201)
-        for number, (name, changes) in enumerate(CONTROLS.items(), start=202):
-            found[name] = arms.head(trainer.train(name, self.order.seed + number, changes))
-        return {name: each.to(self.bench.processes.device) for name, each in found.items()}
-
-    def _extract(self, arms: Arms, exposed: str) -> Extracted:
-        """By every process for itself: the same seed gives all of them the same tokens."""
-        wanted, steps = self.order.extraction
-        batch, spec, seed = 16, self.order.attacker_data, self.order.seed + 301
-        source, rows = calibration_images(self.subject, self.indices, spec, wanted + batch, seed)
-        images = CalibrationImages(
-            source, rows, self.bench.preprocess, self.bench.processes.device, self.order.skip_bad
-        )
-        pixels = torch.cat([x for x, _ in images]).split(batch)
-        with progress(f"fit tokens to {exposed}", steps, self.bench.shown and self.bench.processes.is_main) as meter:
-            return extract_tokens(
-                arms.victim, pixels, exposed, steps=steps, seed=seed, told=lambda step: meter.advance(1), head=arms.head
-            )
-
-    def all(
-        self, arms: Arms, witnesses: Mapping[str, nn.Module], tally: Tally, tell: Callable[[str], None]
-    ) -> LadderTable:
+    def all(self, tally: Tally) -> LadderTable:
         """Every rung at every budget, the smallest first."""
-        if len(tally.index) == 0:
-            raise Mistake(
-                "no sample could be read, so there is nothing to climb for; see the reasons with --skip-bad off"
-            )
-        order = self.order
-        table = LadderTable(order, tally, arms, self.extracted)
+        order, arms, witnesses = self.order, self.armed.arms, self.armed.witnesses
+        table = LadderTable(order, tally, arms, self.armed.extracted)
         sets = {f"bank {number}": arms.head(each) for number, each in enumerate(arms.bank[1:], start=2)}
-        beside = {**witnesses, **sets}
-        for name, model in beside.items():
+        for name, model in {**witnesses, **sets}.items():
             bench = dataclasses.replace(self.bench, model=model, classes=None)
             with frozen(model):
                 table.clean(name, clean_stage(bench, tally.index, f"clean {name}"))
-        crew = rungs(order.levels, arms, order.steps, order.queries, order.white_box)
-        (first,) = batches(self.bench.source, [tally.index[: order.batch_size].tolist()], self.bench.preprocess)
-        x = first.to(self.bench.processes.device).x
-        tell(cost_sentence(crew, order.eps, self.bench.model, x, int(tally.correct.sum())))
-        for rung in crew:
+        for rung in rungs(order.levels, arms, order.steps, order.queries, order.white_box):
             standing = tally.correct
             for eps in order.eps if rung.in_pixels else (RELEASED_EPS,):
-                judged = witnesses if rung.level == "T2" else {}
-                exposed = torch.ones_like(standing) if judged else standing
-                pieces = self._stage(arms, rung, eps, tally.index[exposed], judged)
+                exposed = torch.ones_like(standing) if rung.all_images else standing
+                pieces = self._stage(rung, eps, tally.index[exposed])
                 held = table.add(rung, eps, pieces, exposed)
                 standing = standing & held if rung.asks else standing
                 if self.bench.processes.is_main:
-                    write_json(self.run.path / "results.json", {"complete": False, "ladder": table.rows})
+                    write_json(self.run.path / "results.json", {"complete": False, "ladder": {"rows": table.rows}})
         return table
 
-    def _stage(
-        self, arms: Arms, rung: Rung, eps: float, indices: Tensor, witnesses: Mapping[str, nn.Module]
-    ) -> list[Piece]:
-        attack, threat, bench = rung.attack(eps), Linf(eps), self.bench
-        judges = {VICTIM: bench.model, **witnesses} if rung.judges is None else _named_sets(rung.judges)
+    def _judges(self, rung: Rung) -> dict[str, nn.Module]:
+        if rung.judges is not None:
+            return {f"set {number}": model for number, model in enumerate(rung.judges, start=1)}
+        return {VICTIM: self.bench.model, **(self.armed.witnesses if rung.level == "T2" else {})}
+
+    def _stage(self, rung: Rung, eps: float, indices: Tensor) -> list[Piece]:
+        attack, threat, bench, judges = rung.attack(eps), Linf(eps), self.bench, self._judges(rung)
         broken = 0
 
         def work(number: int, batch: Batch) -> Piece:
+            refuse_lost_images(batch)
             draws = Draws.of_samples(bench.seed, batch.indices, bench.processes.device).stream(rung.title)
             with metered(rung.source) as cost:
                 z = attack(rung.source, batch.x, batch.y, draws)
             piece = {
                 "index": batch.indices.cpu().numpy(),
-                "gradients": np.asarray(cost.gradients),
-                "forwards": np.asarray(cost.forwards),
+                "gradients": np.asarray(rung.models * cost.gradients),
+                "forwards": np.asarray(rung.models * cost.forwards),
             }
             for name, model in judges.items():
                 with frozen(model):
@@ -244,18 +196,17 @@ class _Climb:
                 piece[f"right:{name}"] = verdict.held.cpu().numpy()
                 piece["void"] = verdict.void.cpu().numpy()
             if rung.features:
-                piece |= {
-                    f"cosine:{name}": each.cpu().numpy() for name, each in _cosines(arms.victim, batch.x, z).items()
-                }
+                moved = _cosines(self.armed.arms.victim, batch.x, z)
+                piece |= {f"cosine:{name}": each.cpu().numpy() for name, each in moved.items()}
             return piece
 
         def tell(piece: Piece) -> str:
             nonlocal broken
-            broken += int((~np.logical_and.reduce([piece[f"right:{name}"] for name in _deployed(judges)])).sum())
+            deployed = [VICTIM] if VICTIM in judges else list(judges)
+            broken += int((~np.logical_and.reduce([piece[f"right:{name}"] for name in deployed])).sum())
             return f"{broken} wrong"
 
-        title = f"{rung.title} at {amount_text(eps)}"
-        return run_stage(bench, title, indices, work, tell)
+        return run_stage(bench, f"{rung.title} at {amount_text(eps)}", indices, work, tell)
 
 
 @torch.no_grad()
@@ -268,20 +219,3 @@ def _cosines(victim: Tokened, x: Tensor, z: Tensor) -> dict[str, Tensor]:
     pairs = {"to bare": (with_tokens, clean), "to own": (with_tokens, own), "no tokens": (without, clean)}
     axes = ("token", "channel")
     return {f"{name}, {axis}": feature_cosine(*pair, axis) for name, pair in pairs.items() for axis in axes}
-
-
-def _check_classes(other: nn.Module, victim: Classifier) -> None:
-    theirs, ours = getattr(other, "record", victim.record).num_classes, victim.record.num_classes
-    if theirs != ours:
-        raise Mistake(
-            f"the other model has {theirs} classes, the victim {ours}; images crafted on it only say something about "
-            "the victim if the classes are the same"
-        )
-
-
-def _named_sets(judges: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    return {f"set {number}": model for number, model in enumerate(judges, start=1)}
-
-
-def _deployed(judges: Mapping[str, nn.Module]) -> list[str]:
-    return [VICTIM] if VICTIM in judges else list(judges)

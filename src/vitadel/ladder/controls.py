@@ -50,8 +50,8 @@ def with_weight_noise(classifier: Classifier, share: float = WEIGHT_NOISE, seed:
     return changed
 
 
-def controls(victim: Tokened, head: Head, seed: int) -> dict[str, nn.Module]:
-    """What needs no training, by name; the bare backbone first."""
+def controls(victim: Tokened, head: Head, seed: int, scale: float = 0.01) -> dict[str, nn.Module]:
+    """What needs no training, by name; the bare backbone first. Untrained tokens are `scale` times normal noise."""
     classifier, (count, width) = victim.classifier, victim.tokens.shape
 
     def beside(tokens: Tensor) -> nn.Module:
@@ -59,7 +59,7 @@ def controls(victim: Tokened, head: Head, seed: int) -> dict[str, nn.Module]:
 
     return {
         "no tokens": head(classifier),
-        "untrained tokens": beside(fresh_tokens(width, count, seed=seed)),
+        "untrained tokens": beside(fresh_tokens(width, count, scale, seed)),
         "zero tokens": beside(torch.zeros(count, width)),
         "tiny resize": Resized(head(classifier)),
         "tiny weight noise": head(with_weight_noise(classifier, seed=seed)),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitadel.evaluation.compiling import gradient_probe, seconds_of
 from vitadel.instrument.hooks import frozen
-from vitadel.ladder.levels import MeanOf, Rung
+from vitadel.ladder.levels import Rung
 
 __all__ = ["cost_sentence", "passes_at_most"]
 
@@ -20,11 +20,10 @@ def passes_at_most(rungs: Sequence[Rung], budgets: Sequence[float]) -> tuple[int
     """(gradients, forwards) per image if it withstands everything to the last step; judges are not counted."""
     gradients = forwards = 0
     for rung in rungs:
-        models = len(rung.source.models) if isinstance(rung.source, MeanOf) else 1
         for eps in budgets if rung.in_pixels else budgets[:1]:
             more_gradients, more_forwards = rung.attack(eps).passes()
-            gradients += models * more_gradients
-            forwards += models * more_forwards
+            gradients += rung.models * more_gradients
+            forwards += rung.models * more_forwards
     return gradients, forwards
 
 
@@ -44,5 +43,6 @@ def cost_sentence(rungs: Sequence[Rung], budgets: Sequence[float], model: nn.Mod
     time = f"{hours:.1f} hours" if hours >= 1.5 else f"{60 * hours:.0f} minutes"
     return (
         f"{len(rungs)} attacks at {len(budgets)} budget{'s' * (len(budgets) > 1)} on {images} images: at most "
-        f"{gradients} gradients and {forwards} forwards an image, {time} here; images that fall early cost less"
+        f"{gradients} gradients and {forwards} forwards an image, {time} here, beside the training and fitting of "
+        "token sets; images that fall early cost less"
     )

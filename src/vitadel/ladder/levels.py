@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.adapters.robustness_tokens import Tokened
+from vitadel.attacks.forms import training_form
 from vitadel.attacks.names import make
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.threats import Linf
-from vitadel.defenses.attacking import training_form
 from vitadel.errors import Mistake, nearest_names
 from vitadel.types import Attack
 
@@ -25,6 +25,9 @@ __all__ = ["LEVELS", "Arms", "Head", "Level", "MeanOf", "Rung", "check_levels", 
 
 RELEASED_EPS = 8 / 255
 """Of the released code's attack: in units of ImageNet's standard deviations."""
+
+RELEASED_PIXELS = 2 / 255
+"""What that can change of a pixel at most: 1.83 grey levels, floored to whole ones."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,12 @@ LEVELS = {
         Level("T0", "noise", "nothing"),
         Level("T1", "other model", "another model for the same classes"),
         Level("T2", "public backbone", "the backbone and not the tokens: the paper's setting"),
-        Level("T2+", "tuned for transfer", "the same, and crafts for a model that it does not have"),
+        Level("T2+", "transfer tuned", "the same, and crafts for a model that it does not have"),
         Level("T3", "surrogate tokens", "how the tokens were trained, so it trains its own"),
         Level("T4", "several surrogates", "the same, with several sets of tokens, averaged"),
         Level("T5", "score queries", "the victim's scores for images of its choice, no gradient"),
         Level("T6", "white box", "everything, the secret tokens too"),
-        Level("T7", "token extraction", "the victim's features for images of its choice, to fit tokens to them"),
+        Level("T7", "token extraction", "the victim's features, or scores, for its own images: fits tokens to them"),
         Level("T8", "randomised bank", "every set of tokens of a bank, but not which one answers a query"),
     )
 }
@@ -93,6 +96,16 @@ class Rung:
     def title(self) -> str:
         return f"{self.level} {self.name}"
 
+    @property
+    def models(self) -> int:
+        """How many models one pass of the source is."""
+        return len(self.source.models) if isinstance(self.source, MeanOf) else 1
+
+    @property
+    def all_images(self) -> bool:
+        """Whether images that the victim gets wrong are attacked, too: others judge them, or features are compared."""
+        return self.level == "T2" or self.features or self.judges is not None
+
 
 Head = Callable[[nn.Module], nn.Module]
 """Puts a head on a model's frozen features; the result gives logits."""
@@ -131,7 +144,7 @@ def _all_rungs(
     if arms.other is not None:
         yield Rung("T1", f"pgd-{steps}", arms.other, climb)
         yield Rung("T1", f"mi-fgsm-{steps}", arms.other, _named(f"mi-fgsm-{steps}"))
-    yield Rung("T2", f"features-{steps}", public, _named(f"features-{steps}(normed=true)"), features=True)
+    yield Rung("T2", f"features-{steps}", public, _features(steps), features=True)
     released = _named("features-30(paper=true)")
     yield Rung("T2", "features-30, released", public, released, in_pixels=False, features=True)
     yield Rung("T2", f"pgd-{steps}, victim's head", public, climb)
@@ -146,12 +159,11 @@ def _all_rungs(
         mean = MeanOf([public, *map(arms.head, arms.surrogates[:count])])
         yield Rung("T4", f"pgd-{steps}, bare and {count} set{'s' * (count > 1)}", mean, climb)
     yield Rung("T5", f"square, {queries} queries", victim, _named(f"square(queries={queries})", stops=True), asks=True)
-    yield Rung("T6", f"features-{steps}", victim, _named(f"features-{steps}(normed=true)"), features=True)
+    yield Rung("T6", f"features-{steps}", victim, _features(steps), features=True)
     yield Rung("T6", f"pgd-{steps}", victim, _climber(steps, stops=True), asks=True)
     for name in dict.fromkeys(white_box):
-        if name == f"pgd-{steps}":
-            continue  # is there already
-        yield Rung("T6", name, victim, _named(name, stops=True), asks=True)
+        if name not in (f"pgd-{steps}", f"features-{steps}"):  # they are there already
+            yield Rung("T6", name, victim, _named(name, stops=True), asks=True)
     for exposed, extracted in arms.extracted:
         yield Rung("T7", f"pgd-{steps}, from {exposed}", arms.head(extracted), climb)
     if arms.bank:
@@ -159,15 +171,23 @@ def _all_rungs(
         yield Rung("T8", f"pgd-{steps} over {len(bank)} sets", MeanOf(bank), climb, judges=bank)
 
 
-def _climber(steps: int, stops: bool = False) -> Callable[[float], Attack]:
-    """PGD whose steps fit the budget also where it is small: at 1/255 the usual 2/255 would only jump between corners.
+def _length(eps: float, steps: int) -> float:
+    """Steps that fit the budget also where it is small: at 1/255 the usual 2/255 would only jump between corners."""
+    return max(eps / 4, 2.5 * eps / steps)
 
-    Who crafts for a model that it cannot ask goes all the way, to the worst point instead of the first that fools.
-    """
+
+def _climber(steps: int, stops: bool = False) -> Callable[[float], Attack]:
+    """Who crafts for a model that it cannot ask goes all the way, to the worst point, not the first that fools."""
 
     def at(eps: float) -> Attack:
-        length = max(eps / 4, 2.5 * eps / steps)
-        return PGD(Linf(eps), stepper=Steepest(length), steps=steps, stop_when_fooled=stops)
+        return PGD(Linf(eps), stepper=Steepest(_length(eps, steps)), steps=steps, stop_when_fooled=stops)
+
+    return at
+
+
+def _features(steps: int) -> Callable[[float], Attack]:
+    def at(eps: float) -> Attack:
+        return make(f"features-{steps}(normed=true,stop_when_fooled=false,step={_length(eps, steps)!r})", eps=eps)
 
     return at
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from vitadel.attacks.names import make
 from vitadel.errors import Mistake
+from vitadel.evaluation.stages import rules_of
 from vitadel.ladder.levels import LEVELS, check_levels
+from vitadel.types import Calibrated
 
 __all__ = ["BUDGETS", "LadderOrder"]
 
@@ -18,8 +20,9 @@ class LadderOrder:
     """What a ladder is asked to do: everything, beside victim and data, that decides its result.
 
     `surrogates` and `bank` are numbers of token sets to train, or token files that are there already; the victim's own
-    tokens are one more set of the bank. `recipe` is how the tokens were trained, `attacker_data` on which other images
-    attackers train theirs. `extraction` is (images to ask about, steps of the fit).
+    tokens are one more set of the bank. `recipe` is how the tokens were trained, which attackers are taken to know;
+    `attacker_data` are images for them to train and fit on, those of the recipe if it is None. `extraction` is (images
+    to ask about, steps of the fit).
     """
 
     eps: tuple[float, ...] = BUDGETS
@@ -29,7 +32,7 @@ class LadderOrder:
     white_box: tuple[str, ...] = ("apgd-ce", "apgd-t")
     surrogates: int | tuple[str, ...] = 2
     bank: int | tuple[str, ...] = 2
-    recipe: str = "tokens/deit-tiny"
+    recipe: str | None = None
     attacker_data: str | None = None
     extraction: tuple[int, int] = (128, 200)
     limit: int | None = None
@@ -50,5 +53,27 @@ class LadderOrder:
             count = getattr(self, name)
             if isinstance(count, int) and count < 0:
                 raise Mistake(f"{name} is a number of token sets to train, or token files; got {count}")
-        for attack in self.white_box:
-            make(attack, eps=self.eps[0])  # a wrong name is told before anything is loaded
+        for name in self.white_box:
+            _check_white_box(name, self.eps[0])
+        trains = [
+            f"--{name} {count} ({', '.join(levels)})"
+            for name, count, levels in (("surrogates", self.surrogates, ("T3", "T4")), ("bank", self.bank, ("T8",)))
+            if isinstance(count, int) and count > 0 and set(levels) & set(self.levels)
+        ]
+        if trains and self.recipe is None:
+            raise Mistake(
+                f"token sets are to be trained: {' and '.join(trains)}. Say with --recipe how the tokens were trained, "
+                "e.g. --recipe tokens/deit-tiny, or give files of sets, or leave these levels out with --levels."
+            )
+
+
+def _check_white_box(name: str, eps: float) -> None:
+    """Wrong names, and attacks that the ladder cannot judge or prepare, are told before anything is loaded."""
+    attack = make(name, eps=eps)
+    if rules_of(attack) is not None:
+        raise Mistake(f"--white-box {name}: this attack has rules of its own and no budget in pixels to compare by")
+    inner: object = attack
+    while inner is not None:
+        if isinstance(inner, Calibrated):
+            raise Mistake(f"--white-box {name}: it must study the model first; run it with a plain `vitadel audit`")
+        inner = getattr(inner, "attack", None)

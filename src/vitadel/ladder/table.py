@@ -20,7 +20,7 @@ from vitadel.evaluation.ledger import Piece
 from vitadel.evaluation.results import SCHEMA, Tally, described
 from vitadel.evaluation.subject import Subject
 from vitadel.ladder.extraction import Extracted
-from vitadel.ladder.levels import LEVELS, Arms, Rung
+from vitadel.ladder.levels import LEVELS, RELEASED_PIXELS, Arms, Rung
 from vitadel.ladder.order import LadderOrder
 from vitadel.ladder.sanity import findings_about_order
 from vitadel.version import __version__
@@ -51,8 +51,7 @@ class LadderTable:
         right = {name: _spread(pieces, f"right:{name}", exposed) for name in names}
         before = self._before(rung, eps)
         if rung.judges:
-            cleans = [self.tally.correct, *(self.correct[f"bank {k}"] for k in range(2, len(names) + 1))]
-            each = torch.stack([clean & right[name] for clean, name in zip(cleans, names, strict=True)])
+            each = torch.stack([clean & right[name] for clean, name in zip(self._bank(), names, strict=True)])
             held, expected = each.all(0), float(each.double().mean())
         else:
             held, expected = before & right["tokens"], None
@@ -70,6 +69,10 @@ class LadderTable:
                 self.controls.append(self._control(name, rung, eps, verdict, n))
         return held
 
+    def _bank(self) -> list[Tensor]:
+        """Which clean images each set of the bank gets right, the victim's first."""
+        return [self.tally.correct, *(self.correct[f"bank {k}"] for k in range(2, len(self.arms.bank) + 1))]
+
     def _before(self, rung: Rung, eps: float) -> Tensor:
         """Who asks the victim keeps what it found at smaller budgets."""
         standing = self.tally.correct
@@ -80,15 +83,16 @@ class LadderTable:
 
     def _row(self, rung: Rung, eps: float, pieces: Sequence[Piece], held: Tensor) -> dict[str, Any]:
         cosines = [name for name in (pieces[0] if pieces else {}) if name.startswith("cosine:")]
+        settings = settings_of(rung.attack(eps))
         return {
             "level": rung.level,
             "title": LEVELS[rung.level].title,
             "knows": LEVELS[rung.level].knows,
             "attack": rung.name,
             "eps": eps,
-            "eps_text": f"{amount_text(eps)}{'' if rung.in_pixels else ' normalised, about 1.8/255 in pixels'}",
+            "eps_text": amount_text(eps) if rung.in_pixels else settings["effective_eps"],
             "in_pixels": rung.in_pixels,
-            "settings": settings_of(rung.attack(eps)),
+            "settings": settings,
             **share(int(held.sum()), len(held), "held", "robust_accuracy"),
             "cosines": {name.removeprefix("cosine:"): float(_column(pieces, name).mean()) for name in cosines},
             "void": int(sum(piece["void"].sum() for piece in pieces)),
@@ -109,13 +113,17 @@ class LadderTable:
             **share(int(verdict.sum()), n, "held", "robust_accuracy"),
         }
 
-    def worst(self, eps: float) -> Tensor:
-        """Held against every level at this budget; a bank is another victim, and other units are no budget of these."""
-        standing = self.tally.correct
+    def worst(self, eps: float) -> Tensor | None:
+        """Held against every image that any attacker found within this budget, those of smaller ones too.
+
+        A bank is another victim. None if nothing else was climbed.
+        """
+        columns = []
         for row in self.rows:
-            if row["eps"] == eps and row["in_pixels"] and row["level"] != "T8":
-                standing = standing & self.held[f"{row['level']} {row['attack']}", eps]
-        return standing
+            budget = row["eps"] if row["in_pixels"] else RELEASED_PIXELS
+            if row["level"] != "T8" and budget <= eps * (1 + 1e-9):
+                columns.append(self.held[f"{row['level']} {row['attack']}", row["eps"]])
+        return torch.stack([self.tally.correct, *columns]).all(0) if columns else None
 
     def level(self, code: str, eps: float) -> Tensor | None:
         """Held against all attacks of a level; None if it was not climbed."""
@@ -126,6 +134,10 @@ class LadderTable:
         ]
         return torch.stack(columns).all(0) if columns else None
 
+    def bank_clean(self) -> float | None:
+        """Of one random draw from the bank, on clean images."""
+        return float(torch.stack(self._bank()).double().mean()) if self.arms.bank else None
+
     def samples(self) -> bytes:
         columns: dict[str, Any] = {
             "index": self.tally.index.numpy(),
@@ -133,7 +145,9 @@ class LadderTable:
             "clean_prediction": self.tally.prediction.numpy(),
             "clean_correct": self.tally.correct.numpy(),
         }
-        columns |= {f"held:{title} at {amount_text(eps)}": held.numpy() for (title, eps), held in self.held.items()}
+        for row in self.rows:
+            title, units = f"{row['level']} {row['attack']}", "" if row["in_pixels"] else " normalised"
+            columns[f"held:{title} at {amount_text(row['eps'])}{units}"] = self.held[title, row["eps"]].numpy()
         buffer = io.BytesIO()
         pq.write_table(pa.table(columns), buffer, compression="zstd")
         return buffer.getvalue()
@@ -143,6 +157,7 @@ def ladder_results(subject: Subject, table: LadderTable, settings: Mapping[str, 
     """The fields that every audit has, for the largest budget, and the ladder itself."""
     order, tally, n = table.order, table.tally, len(table.tally.index)
     largest = max(order.eps)
+    worst = table.worst(largest)
     attacks = [
         {**row, "name": f"{row['level']} {row['attack']} at {row['eps_text']}", "paper_style": None, "own_rules": False}
         for row in table.rows
@@ -159,7 +174,7 @@ def ladder_results(subject: Subject, table: LadderTable, settings: Mapping[str, 
         "precision": "fp32",
         "clean": share(int(tally.correct.sum()), n, "correct", "accuracy"),
         "attacks": attacks,
-        "worst_case": share(int(table.worst(largest).sum()), n, "held", "robust_accuracy"),
+        "worst_case": None if worst is None else share(int(worst.sum()), n, "held", "robust_accuracy"),
         "ladder": _ladder(table),
         "findings": findings_about_order(_counts(table), n),
     }
@@ -184,24 +199,31 @@ def _ladder(table: LadderTable) -> dict[str, Any]:
         "tokens": len(table.arms.victim.tokens),
         "fingerprint": table.arms.victim.fingerprint,
         "levels": levels,
-        "left_out": [code for code in order.levels if code not in climbed],
+        "left_out": [*(code for code in order.levels if code not in climbed), *_missing_parts(table)],
         "rows": table.rows,
         "controls": table.controls,
+        "budgets": [{"eps": eps, "eps_text": amount_text(eps)} for eps in order.eps],
         "worst_case": [
-            {
-                "eps": eps,
-                "eps_text": amount_text(eps),
-                **share(int(table.worst(eps).sum()), n, "held", "robust_accuracy"),
-            }
+            {"eps": eps, "eps_text": amount_text(eps), **share(int(worst.sum()), n, "held", "robust_accuracy")}
             for eps in order.eps
+            if (worst := table.worst(eps)) is not None
         ],
         "surrogates": [{"tokens": len(s.tokens), "fingerprint": s.fingerprint} for s in table.arms.surrogates],
         "bank": [{"tokens": len(s.tokens), "fingerprint": s.fingerprint} for s in table.arms.bank],
+        "bank_clean_accuracy": table.bank_clean(),
         "extraction": [
             {"from": name, "queries": e.queries, "cosine": e.cosine, "cosine_before": e.cosine_before}
             for name, e in table.extracted.items()
         ],
     }
+
+
+def _missing_parts(table: LadderTable) -> list[str]:
+    """What a climbed level lacks, in words."""
+    if "T2" not in table.order.levels:
+        return []
+    parts = [] if table.arms.own_head is not None else ["T2 with the attacker's own head (--attacker-head)"]
+    return parts if table.order.recipe is not None else [*parts, "trained controls (--recipe)"]
 
 
 def _counts(table: LadderTable) -> dict[str, dict[float, int]]:

@@ -35,7 +35,7 @@ from vitadel.reporting.gather import (
     run_labels,
     threat_text,
 )
-from vitadel.reporting.ladder import control_rows, draw_ladder, ladder_rows, ladder_sentence
+from vitadel.reporting.ladder import control_rows, draw_ladder, ladder_remarks, ladder_rows, ladder_sentence
 from vitadel.runtime.rundir import write_atomically
 from vitadel.version import __version__
 
@@ -367,11 +367,10 @@ def ladder(run: Run) -> Section | None:
     told = run.results["ladder"]
     content = {
         "picture": picture,
-        "budgets": [entry["eps_text"] for entry in told["worst_case"]],
+        "budgets": [entry["eps_text"] for entry in told["budgets"]],
         "rows": ladder_rows(told),
         "controls": control_rows(told),
-        "extraction": told["extraction"],
-        "left_out": told["left_out"],
+        "remarks": ladder_remarks(told),
     }
     return Section("ladder", "Threat ladder", content)
 

@@ -10,23 +10,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import timm
 import torch
-from timm.models import get_pretrained_cfg
 from torch import Tensor
 
 from vitadel.adapters.robustness_tokens import Tokened
 from vitadel.adapters.token_files import backbone_fingerprint, load_tokens
 from vitadel.attacks.names import make
 from vitadel.backbones.classifier import Classifier
-from vitadel.backbones.load import load_model
+from vitadel.backbones.load import has_no_head, load_model
 from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
 from vitadel.defenses.heads.building import ProbeRecipe, build_probe, with_tokens
 from vitadel.defenses.heads.sections import LinearHead, MaskData, ProbeData
 from vitadel.defenses.heads.segmenting import open_mask_job
-from vitadel.defenses.recipes import compose, recipe_text
+from vitadel.defenses.recipes import compose, dotted, recipe_text
 from vitadel.defenses.sections import ModelSection
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.audit import Order, run_audit
@@ -94,7 +92,7 @@ def run_probe(
     root = recipe.data.root if data_root is None else data_root
     job, model = _open_job(recipe, root, processes, allow_readable)
     settings = {
-        **_flat(recipe.document),
+        **dotted(recipe.document),
         "--data-root": None if data_root is None else str(data_root),
         "backbone": backbone_fingerprint(_bare(model)),
         "tokens fingerprint": model.fingerprint if isinstance(model, Tokened) else None,
@@ -109,7 +107,7 @@ def run_probe(
         tell(job.plan())
     try:
         results = job.run(name, folder, processes, shown)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):  # also of the audit inside: this run is what goes on with --resume
         raise Interrupted(folder.path) from None
     write_json(folder.path / "results.json", results)
     folder.finish()
@@ -131,9 +129,7 @@ def _open_job(
 
 def _frozen_model(section: ModelSection, seed: int) -> Classifier:
     """The model with its own head, which is not used; one that has none gets a fresh one, the same every time."""
-    base = section.name.partition(".")[0]
-    config = get_pretrained_cfg(section.name) if timm.is_model(base) else None
-    headless = config is not None and config.num_classes == 0
+    headless = has_no_head(section.name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = load_model(
@@ -152,14 +148,6 @@ def _frozen_model(section: ModelSection, seed: int) -> Classifier:
 
 def _bare(model: Classifier | Tokened) -> Classifier:
     return model.classifier if isinstance(model, Tokened) else model
-
-
-def _flat(document: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """One key per value, so that a run that cannot go on can be told by the keys that differ."""
-    flat: dict[str, Any] = {}
-    for key, value in document.items():
-        flat |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) and value else {f"{path}{key}": value}
-    return flat
 
 
 # Linear probes

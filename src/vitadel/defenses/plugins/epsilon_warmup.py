@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from vitadel.amounts import amount_text
-from vitadel.defenses.attacking import at_eps
+from vitadel.attacks.forms import at_eps
 from vitadel.defenses.protocols import Objective, Training
 from vitadel.errors import Mistake
 from vitadel.types import Attack, Threat
