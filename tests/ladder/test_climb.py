@@ -12,7 +12,6 @@ import torch
 from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
 from vitadel.adapters.token_files import load_tokens, save_tokens
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.load import load_model
 from vitadel.data.batches import batches
@@ -135,7 +134,7 @@ def test_a_transfer_level_is_what_one_gets_by_hand(finished, subject, sets, clas
     indices, _ = subject.selection(20, 0, False)
     held = {}
     for batch in batches(subject.source, [part.tolist() for part in indices.split(8)], subject.preprocess):
-        attack = PGD(Linf(eps), stepper=Steepest(2.5 * eps / 3), steps=3, stop_when_fooled=False)
+        attack = PGD(Linf(eps), steps=3, stop_when_fooled=False)
         draws = Draws.of_samples(0, batch.indices).stream("T2 pgd-3, victim's head")
         z = attack(classifier, batch.x, batch.y, draws)
         clean = subject.model(batch.x).argmax(1) == batch.y

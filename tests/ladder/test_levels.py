@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.attacks.features import FeatureAttack
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.steppers import Steepest
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import Mistake
 from vitadel.ladder.levels import LEVELS, Arms, MeanOf, check_levels, rungs
@@ -53,8 +53,9 @@ def test_who_cannot_ask_goes_all_the_way(arms):
         attack = rung.attack(2 / 255)
         if isinstance(attack, PGD):
             assert attack.stop_when_fooled == rung.asks
-        if isinstance(attack, PGD) and isinstance(attack.stepper, Steepest):
-            assert attack.stepper.length <= attack.threat.eps  # steps fit into small balls
+        if isinstance(attack, FeatureAttack):
+            assert not attack.stop_when_fooled
+            assert attack.paper or attack.length <= attack.threat.eps  # steps fit into small balls
 
 
 def test_levels_without_means_are_left_out(arms):

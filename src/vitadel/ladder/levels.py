@@ -16,7 +16,6 @@ from vitadel.adapters.robustness_tokens import Tokened
 from vitadel.attacks.forms import training_form
 from vitadel.attacks.names import make
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.threats import Linf
 from vitadel.errors import Mistake, nearest_names
 from vitadel.types import Attack
@@ -171,23 +170,22 @@ def _all_rungs(
         yield Rung("T8", f"pgd-{steps} over {len(bank)} sets", MeanOf(bank), climb, judges=bank)
 
 
-def _length(eps: float, steps: int) -> float:
-    """Steps that fit the budget also where it is small: at 1/255 the usual 2/255 would only jump between corners."""
-    return max(eps / 4, 2.5 * eps / steps)
-
-
 def _climber(steps: int, stops: bool = False) -> Callable[[float], Attack]:
     """Who crafts for a model that it cannot ask goes all the way, to the worst point, not the first that fools."""
 
     def at(eps: float) -> Attack:
-        return PGD(Linf(eps), stepper=Steepest(_length(eps, steps)), steps=steps, stop_when_fooled=stops)
+        return PGD(Linf(eps), steps=steps, stop_when_fooled=stops)
 
     return at
 
 
 def _features(steps: int) -> Callable[[float], Attack]:
+    """With steps that fit the budget: the usual 2/255 jump between the corners of a small ball, which costs this goal
+    much of its strength (measured: cosines of 0.06 instead of -0.11 at 2/255) and the cross-entropy none."""
+
     def at(eps: float) -> Attack:
-        return make(f"features-{steps}(normed=true,stop_when_fooled=false,step={_length(eps, steps)!r})", eps=eps)
+        length = max(eps / 4, 2.5 * eps / steps)
+        return make(f"features-{steps}(normed=true,stop_when_fooled=false,step={length!r})", eps=eps)
 
     return at
 

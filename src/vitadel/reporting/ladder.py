@@ -53,7 +53,7 @@ def show_ladder(results: Mapping[str, Any]) -> None:
 
 
 def ladder_remarks(ladder: Mapping[str, Any]) -> list[str]:
-    """What the tables have no room for: cosines, single draws of a bank, how well tokens were fitted, what is missing."""
+    """What the tables have no room for: cosines, single draws of a bank, the fit of tokens, what is left out."""
     remarks = []
     for entry in ladder["rows"]:
         cosines = entry["cosines"]

@@ -1,0 +1,95 @@
+"""What can be chosen of TORA (Li & Xu, CVPR 2023) and of the baselines it is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vitadel.errors import Mistake, nearest_names
+
+__all__ = [
+    "BRANCHES",
+    "JOINTS",
+    "KINDS",
+    "SLOTS",
+    "SOFTMAXES",
+    "ToraSettings",
+    "check_trade_off",
+    "described",
+]
+
+KINDS = ("tora", "adapterfusion", "single", "head")
+"""The whole; with AdapterFusion in place of gated fusion; one adapter, token and head for both losses; heads only."""
+
+SLOTS = ("shared", "separate")
+"""Whether frozen blocks see one class token, the mean of both, or both of them as two tokens."""
+
+SOFTMAXES = ("adapter", "token", "joint", "adapterfusion")
+"""Over what the scores of both adapters compete: the two adapters, for each pair of tokens; all keys of one adapter;
+all keys of both; the two adapters, for each token with itself only."""
+
+JOINTS = ("logits", "probabilities")
+"""What the joint prediction is the mean of."""
+
+BRANCHES = ("acc", "rob")
+
+
+@dataclass(frozen=True)
+class ToraSettings:
+    """What is put on the backbone. Adapters are `reduction` times narrower than it; `heads` split the fusion's scores.
+
+    `softmax` is one of `SOFTMAXES`. `kind`, `slot` and `joint` are explained where `KINDS`, `SLOTS` and `JOINTS` are.
+    """
+
+    kind: str = "tora"
+    slot: str = "shared"
+    softmax: str = "adapter"
+    heads: int = 1
+    reduction: int = 16
+    joint: str = "logits"
+
+    def __post_init__(self) -> None:
+        for name, known in (("kind", KINDS), ("slot", SLOTS), ("softmax", SOFTMAXES), ("joint", JOINTS)):
+            given = getattr(self, name)
+            if given not in known:
+                near = nearest_names(str(given), known) or "."
+                raise Mistake(f"unknown {name} {given!r} of TORA{near} Known: {', '.join(known)}.")
+        for name in ("heads", "reduction"):
+            if getattr(self, name) < 1:
+                raise Mistake(f"{name} of TORA must be at least 1, got {getattr(self, name)}.")
+        if self.kind != "tora" and (self.softmax, self.heads) != ("adapter", 1):
+            raise Mistake(
+                f"kind '{self.kind}' has no gated fusion, so that softmax '{self.softmax}' and heads {self.heads} mean "
+                "nothing. Leave both out, or use kind 'tora'."
+            )
+        if not self.fuses and self.slot != "shared":
+            raise Mistake(f"kind '{self.kind}' has one class token, so that slot '{self.slot}' means nothing.")
+
+    @property
+    def fuses(self) -> bool:
+        return self.kind in ("tora", "adapterfusion")
+
+    @property
+    def adapts(self) -> bool:
+        return self.kind != "head"
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        return ("single",) if self.kind == "single" else BRANCHES
+
+
+def check_trade_off(trade_off: float) -> float:
+    """Lambda: the weight of the robust loss, beside 1 - lambda for the clean one."""
+    if not 0 <= trade_off <= 1:  # NaN, too
+        raise Mistake(
+            f"lambda, the weight of the robust loss, must lie in [0, 1], got {trade_off}: 0 is for accuracy alone, 1 "
+            "for robustness alone, and the paper takes 0.1 to 0.9."
+        )
+    return float(trade_off)
+
+
+def described(settings: ToraSettings) -> str:
+    """For notes and prints."""
+    if settings.kind == "tora":
+        heads = "1 head" if settings.heads == 1 else f"{settings.heads} heads"
+        return f"tora ({settings.slot} slot, {settings.softmax} softmax, {heads})"
+    return f"{settings.kind} ({settings.slot} slot)" if settings.fuses else settings.kind
