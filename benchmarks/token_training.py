@@ -28,9 +28,9 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitadel.adapters.robustness_tokens import fresh_tokens
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
-from vitadel.adapters.robustness_tokens import fresh_tokens
 from vitadel.defenses.board import Board
 from vitadel.defenses.building import build_recipe
 from vitadel.defenses.harden import make_optimiser, open_workshop
