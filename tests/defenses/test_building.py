@@ -15,7 +15,8 @@ from vitadel.defenses import checking
 from vitadel.defenses.building import Faulty, Recipe, build_check, build_recipe, check_recipe
 from vitadel.defenses.checking import check_tracker, sketched_model
 from vitadel.defenses.components import component_names
-from vitadel.defenses.recipes import compose, merge, recipe_text, shipped_recipes
+from vitadel.defenses.recipes import compose, merge, shipped_recipes
+from vitadel.defenses.writing_recipes import recipe_text
 from vitadel.errors import Mistake
 
 GOOD: dict[str, Any] = {

@@ -17,7 +17,7 @@ from vitadel.data.subset import balanced_subset
 from vitadel.defenses.heads import probing, segmenting
 from vitadel.defenses.heads.building import build_probe, pixel_attack, with_tokens
 from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation.probes import head_about, load_head
+from vitadel.evaluation.head_files import head_about, load_head
 from vitadel.evaluation.segmentation import Segmenter
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes

@@ -11,7 +11,8 @@ from small_probes import LINEAR, MASKS, linear, masks
 from vitadel.defenses.building import Faulty, build_recipe, check_recipe
 from vitadel.defenses.heads.building import build_probe, build_probe_check, pixel_attack, with_tokens
 from vitadel.defenses.heads.sections import LinearHead, MaskData, PatchHead
-from vitadel.defenses.recipes import compose, recipe_text, rows
+from vitadel.defenses.recipes import compose, rows
+from vitadel.defenses.writing_recipes import recipe_text
 from vitadel.errors import Mistake
 from vitadel.evaluation.probes import RATES
 from vitadel.evaluation.segmentation import OnPixels

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 import vitadel
-from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, merge, recipe_text, rows, shipped_recipes, source, texts
+from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, merge, rows, shipped_recipes, source, texts
+from vitadel.defenses.writing_recipes import recipe_text
 from vitadel.errors import Mistake
 
 SHELF = Path(vitadel.__file__).parent / "recipes"

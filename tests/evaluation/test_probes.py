@@ -23,6 +23,7 @@ from vitadel.backbones.record import ModelRecord
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import Mistake
 from vitadel.evaluation.frozen_features import token_features
+from vitadel.evaluation.head_files import load_head, save_head
 from vitadel.evaluation.probes import (
     RATES,
     Features,
@@ -30,8 +31,6 @@ from vitadel.evaluation.probes import (
     Probe,
     ProbeReport,
     cached_features,
-    load_head,
-    save_head,
     train_heads,
     train_probe,
 )

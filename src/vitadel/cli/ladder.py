@@ -109,7 +109,7 @@ def climb(
     from vitadel.adapters.opening import options_for_features, token_run
     from vitadel.attacks.names import split_attack_list
     from vitadel.backbones.load import load_model
-    from vitadel.evaluation.probes import load_head
+    from vitadel.evaluation.head_files import load_head
     from vitadel.evaluation.subject import open_subject
     from vitadel.ladder.climb import run_ladder
     from vitadel.ladder.levels import LEVELS

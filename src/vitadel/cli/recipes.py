@@ -22,7 +22,8 @@ def show(
     composed: Annotated[bool, typer.Option("--composed", help="with all that it extends")] = False,
 ) -> None:
     """Print a recipe: its file with its comments, or all of one row."""
-    from vitadel.defenses.recipes import compose, recipe_text, rows, source
+    from vitadel.defenses.recipes import compose, rows, source
+    from vitadel.defenses.writing_recipes import recipe_text
 
     if row is not None or composed:
         typer.echo(recipe_text(compose(name, row)), nl=False)

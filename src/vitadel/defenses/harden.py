@@ -37,10 +37,11 @@ from vitadel.defenses.loop import Run, train
 from vitadel.defenses.metrics import Metrics
 from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
 from vitadel.defenses.protocols import ChangesEvaluation, Prepares
-from vitadel.defenses.recipes import compose, dotted, recipe_text
+from vitadel.defenses.recipes import compose, dotted
 from vitadel.defenses.sections import DataSection, ModelSection, Optimiser
 from vitadel.defenses.stream import Stream
 from vitadel.defenses.validation import HeldOut
+from vitadel.defenses.writing_recipes import recipe_text
 from vitadel.errors import Interrupted, Mistake, nearest_names
 from vitadel.evaluation.audit import Order, run_audit
 from vitadel.evaluation.subject import Subject

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from functools import lru_cache, reduce
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -26,7 +25,6 @@ __all__ = [
     "dotted",
     "is_probe",
     "merge",
-    "recipe_text",
     "rows",
     "section_types",
     "shipped_recipes",
@@ -134,13 +132,6 @@ def compose(name: str | Path, row: str | None = None, overrides: Sequence[str] |
     if faults:
         raise Mistake("; ".join(faults))
     return _without_nulls(document)
-
-
-def recipe_text(document: Mapping[str, Any]) -> str:
-    """A document as YAML: texts first, fractions as fractions; reads back as the same document."""
-    said = "".join(_text_entry(key, document[key]) for key in TEXTS if key in document)
-    rest = {key: _written(value) for key, value in document.items() if key not in TEXTS}
-    return said + yaml.safe_dump(rest, sort_keys=False, allow_unicode=True, width=118)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Document:
@@ -389,26 +380,3 @@ def _pruned(value: Any) -> Any:
 def _takes_null(types: Mapping[str, type], section: str, key: str) -> bool:
     cls = types.get(section)
     return cls is not None and NoneType in get_args(get_type_hints(cls).get(key))
-
-
-# Writing
-
-
-def _text_entry(key: str, text: object) -> str:
-    lines = str(text).strip().splitlines()
-    if len(lines) < 2:
-        return yaml.safe_dump({key: str(text).strip()}, allow_unicode=True, width=118)
-    return f"{key}: |-\n" + "".join(f"  {line}\n" for line in lines)
-
-
-def _written(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _written(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_written(entry) for entry in value]
-    if isinstance(value, float) and len(repr(value)) > 12:  # not 0.2, which is 51/255 as well
-        near, levels = Fraction(value).limit_denominator(12), round(value * 255, 6)
-        if float(near) == value:
-            return str(near)
-        return f"{levels:g}/255" if levels / 255 == value else value
-    return value

@@ -7,21 +7,14 @@ on the test set, as the released code does, would flatter every number that foll
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitadel.adapters.token_files import backbone_fingerprint
-from vitadel.backbones.checkpoints import read_checkpoint, read_metadata
-from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.data.batches import batches
 from vitadel.data.preprocess import Preprocess
@@ -30,7 +23,6 @@ from vitadel.evaluation.frozen_features import Tokens, feature_width, token_feat
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.progress import progress
-from vitadel.runtime.rundir import write_atomically
 from vitadel.types import Source
 
 __all__ = [
@@ -42,9 +34,8 @@ __all__ = [
     "Probe",
     "ProbeReport",
     "cached_features",
-    "head_about",
-    "load_head",
-    "save_head",
+    "linear_layer",
+    "record_of",
     "train_heads",
     "train_probe",
 ]
@@ -54,8 +45,6 @@ RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2,
 
 _RATE_BATCH = 256
 _MOMENTUM = 0.9
-_METADATA_KEY = "vitadel-probe"
-_SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -146,7 +135,7 @@ class Probe(nn.Module):
     @property
     def record(self) -> ModelRecord | None:
         """The model's, with the classes of the head; None if the model has none."""
-        record = _record_of(self.model)
+        record = record_of(self.model)
         if record is None:
             return None
         inputs = f"{self.blocks} class tokens{' and the mean patch token' if self.average else ''}"
@@ -193,7 +182,7 @@ def train_probe(
     results = [result for heads in trained for result in _judged(heads, held_out, batch_size)]
     best = min(range(len(results)), key=lambda place: (-results[place].correct, results[place].loss))
     heads, number = trained[best // len(rates)], best % len(rates)
-    head = _linear(heads.weight[number], heads.bias[number])
+    head = linear_layer(heads.weight[number], heads.bias[number])
     probe = Probe(model, head, heads.blocks, heads.average, source.classes)
     cache_bytes = train.tokens.nbytes + held_out.tokens.nbytes
     return probe, ProbeReport(results[best].setting, tuple(results), len(train), cache_bytes)
@@ -264,56 +253,6 @@ def train_heads(
     return trained
 
 
-def save_head(probe: Probe, path: str | Path, more: Mapping[str, Any] | None = None) -> None:
-    """The head alone as safetensors, with what it sits on, and `more`, in the metadata; the model is not written."""
-    about = {
-        **(more or {}),
-        "schema": _SCHEMA,
-        "model": _record_name(probe.model),
-        "blocks": probe.blocks,
-        "average": probe.average,
-        "classes": list(probe.classes),
-    }
-    weights = {key: value.detach().cpu().contiguous() for key, value in probe.head.state_dict().items()}
-    write_atomically(Path(path), safetensors.torch.save(weights, metadata={_METADATA_KEY: json.dumps(about)}))
-
-
-def head_about(path: str | Path) -> dict[str, Any]:
-    """What `save_head` wrote beside the weights."""
-    text = read_metadata(path).get(_METADATA_KEY)
-    if text is None:
-        raise Mistake(f"'{path}' is no probe's head: it was not written by save_head. Train one with train_probe.")
-    try:
-        about = json.loads(text)
-    except ValueError as error:
-        raise Mistake(f"'{path}' is a damaged probe's head ({error!r}). Train and save it again.") from error
-    return about if isinstance(about, dict) else {}
-
-
-def load_head(path: str | Path, model: nn.Module) -> Probe:
-    """The head of `save_head` on `model` and on its device; refused if the model has another name or width.
-
-    The same model with and without extra tokens has one name: an attacker may be given the defender's head.
-    """
-    checkpoint, about = read_checkpoint(path), head_about(path)
-    try:
-        schema, sits_on, blocks, average = about["schema"], about["model"], int(about["blocks"]), bool(about["average"])
-        head = _linear(checkpoint.weights["weight"], checkpoint.weights["bias"])
-        classes = [str(name) for name in about["classes"]]
-    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-        raise Mistake(f"'{path}' is a damaged probe's head ({error!r}). Train and save it again.") from error
-    if schema != _SCHEMA:
-        raise Mistake(f"'{path}' is a probe's head of schema {schema}, this version reads {_SCHEMA}. Update vitadel.")
-    here = _record_name(model)
-    if sits_on is not None and here is not None and sits_on != here:
-        raise Mistake(f"'{path}' is a head for '{sits_on}', the model is '{here}'. Give the model it was trained on.")
-    trained_on, bare = about.get("backbone_fingerprint"), getattr(model, "classifier", model)
-    if trained_on is not None and isinstance(bare, Classifier) and trained_on != backbone_fingerprint(bare):
-        raise Mistake(f"'{path}' is a head for other weights of '{here}'. Give those that it was trained on.")
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return Probe(model, head.to(device), blocks, average, classes)
-
-
 def _stacked(tokens: Sequence[Tokens]) -> Tensor:
     """(batch, blocks + 1, dim), as `Features` keeps them."""
     return torch.stack([*(each.class_token for each in tokens), tokens[-1].patch_tokens.mean(1)], dim=1)
@@ -354,7 +293,8 @@ def _judged(heads: Heads, held_out: Features, batch_size: int) -> list[HeadResul
     ]
 
 
-def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+def linear_layer(weight: Tensor, bias: Tensor) -> nn.Linear:
+    """A layer with copies of these."""
     head = nn.Linear(weight.shape[1], weight.shape[0], device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
         head.weight.copy_(weight)
@@ -362,15 +302,10 @@ def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
     return head
 
 
-def _record_of(model: nn.Module) -> ModelRecord | None:
+def record_of(model: nn.Module) -> ModelRecord | None:
     """That of the classifier inside, if there is one."""
     records = (getattr(module, "record", None) for module in model.modules())
     return next((record for record in records if isinstance(record, ModelRecord)), None)
-
-
-def _record_name(model: nn.Module) -> str | None:
-    record = _record_of(model)
-    return None if record is None else record.name
 
 
 def _checked_settings(

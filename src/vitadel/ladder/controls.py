@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
-from vitadel.backbones.classifier import Classifier
 from vitadel.ladder.levels import Head
 from vitadel.runtime.draws import Draws
 
@@ -40,9 +39,9 @@ class Resized(nn.Module):
         return logits
 
 
-def with_weight_noise(classifier: Classifier, share: float = WEIGHT_NOISE, seed: int = 0) -> Classifier:
+def with_weight_noise(model: nn.Module, share: float = WEIGHT_NOISE, seed: int = 0) -> nn.Module:
     """A copy whose weights of more than one axis each changed by about `share` of themselves."""
-    changed = copy.deepcopy(classifier)
+    changed = copy.deepcopy(model)
     with torch.no_grad():
         for number, weight in enumerate(parameter for parameter in changed.parameters() if parameter.dim() > 1):
             noise = Draws.of_samples(seed, [number]).stream("weight noise").normal(weight.numel())
@@ -62,5 +61,5 @@ def controls(victim: Tokened, head: Head, seed: int, scale: float = 0.01) -> dic
         "untrained tokens": beside(fresh_tokens(width, count, scale, seed)),
         "zero tokens": beside(torch.zeros(count, width)),
         "tiny resize": Resized(head(classifier)),
-        "tiny weight noise": head(with_weight_noise(classifier, seed=seed)),
+        "tiny weight noise": with_weight_noise(head(classifier), seed=seed),
     }

@@ -24,12 +24,14 @@ from vitadel.data.subset import balanced_subset
 from vitadel.defenses.heads.building import ProbeRecipe, build_probe, with_tokens
 from vitadel.defenses.heads.sections import LinearHead, MaskData, ProbeData
 from vitadel.defenses.heads.segmenting import open_mask_job
-from vitadel.defenses.recipes import compose, dotted, recipe_text
+from vitadel.defenses.recipes import compose, dotted
 from vitadel.defenses.sections import ModelSection
+from vitadel.defenses.writing_recipes import recipe_text
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.audit import Order, run_audit
 from vitadel.evaluation.frozen_features import feature_width
-from vitadel.evaluation.probes import HeadResult, Probe, ProbeReport, head_about, load_head, save_head, train_probe
+from vitadel.evaluation.head_files import head_about, load_head, save_head
+from vitadel.evaluation.probes import HeadResult, Probe, ProbeReport, train_probe
 from vitadel.evaluation.subject import Subject
 from vitadel.runtime.environment import environment
 from vitadel.runtime.processes import Processes, join_processes

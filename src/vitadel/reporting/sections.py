@@ -1,0 +1,272 @@
+"""The parts of a report: each a function of one run or of several that makes a `Section`, or None if it has nothing.
+
+To add one: write the function, put it into `OVERVIEW` or `OF_A_RUN`, and give its kind a block in
+`templates/report.html`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vitadel.evaluation.intervals import wilson
+from vitadel.reporting.activations import draw_activations, where_rows
+from vitadel.reporting.curves import draw_training, draw_trainings, training_rows
+from vitadel.reporting.figures import draw_accuracies, draw_classes, draw_examples
+from vitadel.reporting.gather import (
+    ClassScore,
+    Run,
+    aspects,
+    class_scores,
+    differing_aspects,
+    pair_rows,
+    run_labels,
+    threat_text,
+)
+from vitadel.reporting.ladder import control_rows, draw_ladder, ladder_remarks, ladder_rows
+
+__all__ = ["OF_A_RUN", "OVERVIEW", "Section", "command_line", "from_command_line", "one_budget"]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page; `kind` names the template block that shows its content."""
+
+    kind: str
+    title: str
+    content: Mapping[str, Any]
+
+
+def from_command_line(run: Run) -> bool:
+    argv = run.command.get("argv") or []
+    return bool(argv) and argv[0] == run.command["verb"]
+
+
+def command_line(run: Run) -> str:
+    argv = [str(part) for part in run.command.get("argv") or []]
+    return shlex.join(["vitadel", *argv] if from_command_line(run) else argv)
+
+
+def comparison(runs: Sequence[Run]) -> Section | None:
+    """The runs in one table, with a warning where they may not be compared."""
+    if len(runs) < 2:
+        return None
+    known = [aspects(run) for run in runs]
+    rows = [
+        {
+            "label": label,
+            "place": place,
+            "aspects": entry,
+            "odd": [name for name in entry if entry[name] != known[0][name]],
+            "seed": run.results.get("seed", ""),
+            "complete": run.complete,
+            "clean": run.results.get("clean"),
+            "worst": run.results.get("worst_case"),
+        }
+        for place, (run, label, entry) in enumerate(zip(runs, run_labels(runs), known, strict=True), start=1)
+    ]
+    return Section("comparison", "Side by side", {"rows": rows, "differing": differing_aspects(runs)})
+
+
+def one_budget(run: Run) -> bool:
+    """Whether all attacks of a run had one budget; those of a ladder are told in a section of their own."""
+    return run.results.get("suite") != "ladder"
+
+
+def accuracies(runs: Sequence[Run]) -> Section | None:
+    picture = draw_accuracies([run for run in runs if one_budget(run)])
+    if picture is None:
+        return None
+    return Section("figure", "Accuracy, clean and under attack", {"picture": picture, "caption": _ACCURACIES})
+
+
+_ACCURACIES = (
+    "Bars are shares of all images, lines their 95 % intervals (Wilson 1927). The worst case counts an image only if "
+    "it is classified correctly when clean and after every attack."
+)
+
+
+def pairs(runs: Sequence[Run]) -> Section | None:
+    """Runs on the same images, sample by sample."""
+    labelled = zip(runs, run_labels(runs), strict=True)
+    found = [
+        {"first": name, "second": other_name, "rows": rows, "same_attacks": _same(run, other, "attacks")}
+        for (run, name), (other, other_name) in itertools.combinations(labelled, 2)
+        if (rows := pair_rows(run, other))
+    ]
+    return Section("pairs", "The same images, one by one", {"pairs": found}) if found else None
+
+
+def trainings(runs: Sequence[Run]) -> Section | None:
+    """How several trainings went, such as the rows of one recipe."""
+    rows = training_rows(runs)
+    if len(rows) < 2:
+        return None
+    return Section("trainings", "Trainings side by side", {"rows": rows, "picture": draw_trainings(runs)})
+
+
+def _same(run: Run, other: Run, aspect: str) -> bool:
+    return aspects(run)[aspect] == aspects(other)[aspect]
+
+
+def findings(run: Run) -> Section | None:
+    found = run.results.get("findings") or []
+    return Section("findings", "Findings", {"findings": found}) if found else None
+
+
+def attacks(run: Run) -> Section | None:
+    """What each attack did, and what it cost per sample that it attacked."""
+    rows = [
+        {
+            "members": [],
+            "paper_style": None,
+            **entry,
+            "gradients": entry["gradient_calls"] / max(entry["attacked"], 1),
+            "forwards": entry["forward_calls"] / max(entry["attacked"], 1),
+            "details": {**entry.get("settings", {}), **_about_judging(entry)},
+        }
+        for entry in (run.attacks if one_budget(run) else ())
+    ]
+    return Section("attacks", "Attacks", {"rows": rows, "threat": threat_text(run)}) if rows else None
+
+
+def _about_judging(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {"judged on": entry["judged_on"]} if entry.get("judged_on") else {}
+
+
+def classes(run: Run) -> Section | None:
+    picture = draw_classes(run) if one_budget(run) else None
+    if picture is None:
+        return None
+    scores = sorted(class_scores(run), key=lambda score: score.name)
+    return Section("classes", "Classes", {"picture": picture, "rows": [_class_row(score) for score in scores]})
+
+
+def _class_row(score: ClassScore) -> dict[str, Any]:
+    held = None if score.held is None else {"share": score.held / score.n, "ci95": wilson(score.held, score.n)}
+    return {"name": score.name, "n": score.n, "clean": score.correct / score.n, "worst": held}
+
+
+def examples(run: Run) -> Section | None:
+    picture = draw_examples(run)
+    if picture is None:
+        return None
+    attack = run.attacks[-1]["name"] if run.attacks else "the last attack"
+    caption = f"The first correctly classified images, and what {attack} ({threat_text(run)}) alone makes of them. "
+    caption += "Above each column the true class, below it what the model sees in the perturbed image."
+    return Section("figure", "Examples", {"picture": picture, "caption": caption})
+
+
+def training(run: Run) -> Section | None:
+    """How a training went: the loss of every step, and what held-out images said after an epoch."""
+    picture = draw_training(run)
+    if picture is None:
+        return None
+    told = run.results.get("training") or {}
+    cosines = (told.get("held_out") or {}).get("measure") == "cosine"
+    caption = "Above, the loss of every step and its mean over the epoch. Below, "
+    if cosines:
+        caption += (
+            "the cosine of features with the token-free clean ones, on held-out training images, clean and as the "
+        )
+        caption += "mean with attacked ones: the epoch that is best by it is the one kept and audited."
+    else:
+        caption += "accuracy on held-out training images, clean and attacked at full eps: the epoch that is best by it "
+        caption += "is the one kept and audited."
+    if told.get("stopped"):
+        caption += f" Stopped early: {told['stopped']}."
+    return Section("figure", "Training", {"picture": picture, "caption": caption})
+
+
+def activations(run: Run) -> Section | None:
+    """The largest activations layer by layer, and where they are."""
+    picture = draw_activations(run)
+    if picture is None:
+        return None
+    told = run.results["activations"]
+    content = {
+        "picture": picture,
+        "caption": _ACTIVATIONS,
+        "conditions": [entry["name"] for entry in told["conditions"]],
+        "rows": where_rows(told),
+        "warning": told["warning"],
+    }
+    return Section("activations", "Massive activations", content)
+
+
+_ACTIVATIONS = (
+    "Lines are medians over images, bands reach from the lower to the upper quartile. Attacks are crafted on the model "
+    "without tokens, as in the paper, unless they go through the tokens. Registers and robustness tokens do not count."
+)
+
+
+def ladder(run: Run) -> Section | None:
+    """What secret tokens are worth against attackers who know more and more."""
+    picture = draw_ladder(run)
+    if picture is None:
+        return None
+    told = run.results["ladder"]
+    content = {
+        "picture": picture,
+        "budgets": [entry["eps_text"] for entry in told["budgets"]],
+        "rows": ladder_rows(told),
+        "controls": control_rows(told),
+        "remarks": ladder_remarks(told),
+    }
+    return Section("ladder", "Threat ladder", content)
+
+
+def left_out(run: Run) -> Section | None:
+    """Samples that no number on the page counts."""
+    data = run.results.get("data", {})
+    count, names, unopened = data.get("left_out", 0), data.get("left_out_names", []), data.get("not_opened", [])
+    if not count and not unopened:
+        return None
+    content = {"count": count, "names": names, "more": max(count - len(names), 0), "unopened": unopened}
+    return Section("left_out", "Data left out", content)
+
+
+def provenance(run: Run) -> Section | None:
+    """What it takes to get these numbers again."""
+    results, made_with, settings = run.results, run.environment, run.command["settings"]
+    packages = made_with.get("packages", {})
+    device = [str(made_with[key]) for key in ("device", "device_name") if made_with.get(key)]
+    rows = {
+        "command" if from_command_line(run) else "called from": command_line(run),
+        "folder": run.folder,
+        "vitadel": made_with.get("vitadel") or run.command.get("version"),
+        "python": made_with.get("python"),
+        "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
+        "seed": results.get("seed", settings.get("seed")),
+        "model fingerprint": results.get("model", {}).get("fingerprint") or settings.get("model_fingerprint"),
+        "data fingerprint": settings.get("data_fingerprint"),
+        "precision": results.get("precision"),
+        "batch size": results.get("batch_size"),
+        "platform": made_with.get("platform"),
+        "device": ", ".join(dict.fromkeys(device)),
+        "threads": made_with.get("threads"),
+        "cores": made_with.get("cores"),
+        "processes": made_with.get("processes"),
+    }
+    kept = {name: value for name, value in rows.items() if value not in (None, "")}
+    return Section("provenance", "Provenance", {"rows": kept})
+
+
+OVERVIEW: tuple[Callable[[Sequence[Run]], Section | None], ...] = (comparison, accuracies, pairs, trainings)
+"""Sections about all runs together."""
+
+OF_A_RUN: tuple[Callable[[Run], Section | None], ...] = (
+    findings,
+    attacks,
+    classes,
+    examples,
+    training,
+    activations,
+    ladder,
+    left_out,
+    provenance,
+)
+"""Sections about one run."""
