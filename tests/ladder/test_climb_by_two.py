@@ -1,0 +1,70 @@
+"""Two processes climb to the verdicts of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.token_files import save_tokens
+from vitadel.backbones.load import load_model
+
+SCRIPT = """
+import sys
+from vitadel.evaluation.subject import open_subject
+from vitadel.ladder.climb import run_ladder
+from vitadel.ladder.order import LadderOrder
+from vitadel.runtime.processes import join_processes
+
+tokens, recipe, out = sys.argv[1:]
+order = LadderOrder(
+    eps=(4 / 255,), levels=("T0", "T3", "T6", "T7"), steps=2, white_box=(), surrogates=1, recipe=recipe,
+    extraction=(16, 2), limit=20, batch_size=4,
+)
+subject = open_subject("zoo:shapes-standard", "shapes", tokens=tokens)
+run_ladder(subject, order, join_processes("cpu"), out=out)
+"""
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    file = tmp_path / "tokens.safetensors"
+    save_tokens(Tokened(load_model("zoo:shapes-standard"), fresh_tokens(96, 4, seed=11)), file, {})
+    return file
+
+
+def climbed(tmp_path, tokens, processes):
+    script, recipe, out = tmp_path / "climb.py", tmp_path / "short.yaml", tmp_path / str(processes)
+    script.write_text(SCRIPT)
+    recipe.write_text(
+        "extends: tokens/shapes\ndata: {limit: 8, held_out: 10}\ntrain: {batch_size: 4}\n"
+        "objective: {attack: features-1}\nvalidation: {limit: 10}\n"
+    )
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"] if processes > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), str(tokens), str(recipe), str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((out / "results.json").read_text())
+
+
+def test_two_processes_tell_what_one_tells(tmp_path, tokens):
+    one, two = (climbed(tmp_path, tokens, count) for count in (1, 2))
+    assert one["complete"]
+    assert two["complete"]
+    for first, second in zip(one["ladder"]["rows"], two["ladder"]["rows"], strict=True):
+        for field in ("level", "attack", "held", "gradient_calls", "forward_calls"):
+            assert first[field] == second[field], (first["level"], field)
+        assert first["cosines"] == pytest.approx(second["cosines"], abs=1e-4)
+    assert one["ladder"]["worst_case"] == two["ladder"]["worst_case"]
+    fits = [[entry["cosine"] for entry in each["ladder"]["extraction"]] for each in (one, two)]
+    assert fits[0] == fits[1]
