@@ -18,7 +18,7 @@ from vitadel.runtime.draws import Draws
 from vits import VITS, make_vit
 
 CLASSES = 5
-ADAPTED = {"robustness_tokens"}  # on models with tokens only: tests/defenses/test_training_tokens.py
+ADAPTED = {"robustness_tokens", "tora"}  # on adapted models only: tests/defenses/test_training_{tokens,tora}.py
 
 
 def found() -> dict[str, type]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import yaml
 
 from vitadel.adapters.robustness_tokens import Tokened
 from vitadel.adapters.token_files import load_tokens
+from vitadel.adapters.tora import Tora
+from vitadel.adapters.tora_files import load_tora, parts_file
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model
 from vitadel.errors import Mistake
 
 __all__ = ["open_model", "options_for_features", "token_run"]
 
+_BEST = Path("weights") / "best.safetensors"
 _OPTIONS = ("weights", "mean", "std", "input_size", "small_images", "kwargs")
 
 
@@ -25,37 +29,57 @@ def open_model(
     *,
     tokens: str | Path | None = None,
     allow_readable: bool = False,
-) -> Classifier | Tokened:
-    """What `load_model` opens, with the robustness tokens of a file, or of the training whose run folder `spec` is.
+) -> Classifier | Tokened | Tora:
+    """What `load_model` opens, with the robustness tokens of a file, or with what the training added whose run folder
+    `spec` is: tokens, or the parts of TORA.
 
     A token file that others can read is refused unless `allow_readable`.
     """
     given = {name: value for name, value in (options or {}).items() if value not in (None, False)}
-    section = token_run(spec)
-    if section is None:
+    run = _adapted_run(spec)
+    if run is None:
         classifier = load_model(spec, **given)
         return classifier if tokens is None else load_tokens(tokens, classifier, allow_readable=allow_readable).eval()
     if tokens is not None:
-        raise Mistake(f"'{spec}' is a training of tokens and has its own; to use those of {tokens}, name its backbone")
-    known = {name: section[name] for name in _OPTIONS if section.get(name)}
-    classifier = load_model(section["name"], **{**known, **given})
-    file = Path(spec) / "weights" / "best.safetensors"
-    return load_tokens(file, classifier, allow_readable=allow_readable).eval()
+        raise Mistake(f"'{spec}' is a training of {run.use} and has its own; to use those of {tokens}, name a backbone")
+    known = {name: run.model[name] for name in _OPTIONS if run.model.get(name)}
+    classifier = load_model(run.model["name"], **{**known, **given})
+    file = Path(spec) / _BEST
+    if run.use == "tokens":
+        return load_tokens(file, classifier, allow_readable=allow_readable).eval()
+    start = run.adapter.get("start")
+    return load_tora(file, classifier) if start is None else load_tora(parts_file(start), classifier, file)
 
 
-def token_run(spec: str) -> dict[str, Any] | None:
-    """What the recipe of a token training says of its model; None if `spec` is no folder of one."""
-    file = Path(spec) / "recipe.yaml"
+@dataclass(frozen=True)
+class _AdaptedRun:
+    """What the recipe of a training says of its model, and of what was put on it."""
+
+    use: str
+    model: Mapping[str, Any]
+    adapter: Mapping[str, Any]
+
+
+def _adapted_run(spec: str) -> _AdaptedRun | None:
+    """None if `spec` is no run folder, or one of a training of the whole model."""
     try:
-        recipe = yaml.safe_load(file.read_text("utf-8"))
-        return dict(recipe["model"]) if recipe["adapter"]["use"] == "tokens" else None
+        recipe = yaml.safe_load((Path(spec) / "recipe.yaml").read_text("utf-8"))
+        run = _AdaptedRun(str(recipe["adapter"]["use"]), dict(recipe["model"]), dict(recipe["adapter"]))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
         return None
+    return run if run.use in ("tokens", "tora") else None
+
+
+def token_run(spec: str) -> Mapping[str, Any] | None:
+    """What the recipe of a token training says of its model; None if `spec` is no folder of one."""
+    run = _adapted_run(spec)
+    return run.model if run is not None and run.use == "tokens" else None
 
 
 def options_for_features(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options for `open_model` where only features count: a backbone released without a head gets one as stand-in."""
-    name = (token_run(spec) or {}).get("name", spec)
+    run = _adapted_run(spec)
+    name = spec if run is None else str(run.model["name"])
     if not has_no_head(name):
         return dict(options)
     return {**options, "new_head": True, "num_classes": options.get("num_classes") or 2}

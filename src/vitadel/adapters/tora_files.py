@@ -31,6 +31,7 @@ __all__ = [
     "fusion_of",
     "interpolated",
     "load_tora",
+    "parts_file",
     "put_fusion",
     "read_fusion",
     "save_fusion",
@@ -90,6 +91,12 @@ def load_tora(path: str | Path, classifier: Classifier, fusion: str | Path | Fus
     if fusion is not None:
         put_fusion(tora, fusion)
     return tora.eval()
+
+
+def parts_file(start: str | Path) -> Path:
+    """Where phase 1 keeps its parts: a run folder's best epoch, or the file itself."""
+    path = Path(start).expanduser()
+    return path / "weights" / "best.safetensors" if path.is_dir() else path
 
 
 def read_fusion(path: str | Path) -> Fusion:
