@@ -139,7 +139,7 @@ def test_factors_come_back_if_the_search_fails():
     plugin, run, model = scaled_run()
     run.batches.append((torch.zeros(1, 3, 7, 7), torch.zeros(1)))
     run.epoch = 2
-    with pytest.raises(AssertionError):
+    with pytest.raises(Mistake, match="cannot be cut into patches"):
         plugin.before_epoch(run)
     assert model.attention_factors.tolist() == [1, 1]
 

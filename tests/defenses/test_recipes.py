@@ -331,6 +331,7 @@ def test_a_shipped_recipe_says_its_own_things_only(name):
         "aas/table5",
         "shapes/pgd-at",
         "tokens/deit-tiny",
+        "tora/imagenet",
         "probes/shapes",
         "segmentation/shapes",
     )

@@ -155,6 +155,10 @@ class Tora(nn.Module):
         distances = [each.far_from_identity() for each in self.fusion if isinstance(each, PfeifferFusion)]
         return weight * torch.stack(distances).sum() if distances else self.classifier.mean.new_zeros(())
 
+    def no_weight_decay(self) -> set[str]:
+        """Asked by timm's optimisers, which leave out biases and norms by themselves."""
+        return {f"{name}.token" for name in self.settings.branches}
+
     def train(self, mode: bool = True) -> Tora:
         super().train(mode)
         self.classifier.eval()
