@@ -69,7 +69,7 @@ def order_of(sets, recipe, **changes):
         "eps": EPS,
         "steps": 3,
         "queries": 10,
-        "white_box": ("apgd-ce(steps=20)",),
+        "white_box": ("apgd-ce(steps=5)",),
         "surrogates": tuple(sets[:2]),
         "bank": (sets[2],),
         "recipe": recipe,
@@ -122,9 +122,9 @@ def test_numbers_fit_together(finished):
         ]
         assert worst["held"] <= min(row["held"] for row in same)
     by_level = {(entry["level"], entry["eps"]): entry["held"] for entry in ladder["levels"]}
-    for eps in EPS:  # up to an image that three steps reach by chance
-        assert by_level["T6", eps] <= by_level["T2", eps] + 1
-        assert by_level["T6", eps] <= by_level["T1", eps]
+    # Untrained tokens hardly change the model: only where attacks reach far does knowing them show in 20 images.
+    assert by_level["T6", EPS[1]] <= by_level["T2", EPS[1]]
+    assert all(by_level["T6", eps] < by_level["T1", eps] for eps in EPS)
     assert all(by_level[code, EPS[1]] <= by_level[code, EPS[0]] for code in ("T5", "T6"))
     assert results["worst_case"]["held"] == ladder["worst_case"][-1]["held"]
 
