@@ -1,7 +1,8 @@
-"""Flags that several verbs share."""
+"""Flags that several verbs share, and the bundles in which they take them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,59 +11,110 @@ import typer
 from vitadel.amounts import read_amount
 from vitadel.errors import Mistake
 
+__all__ = ["Attacking", "Choice", "Conduct", "Model", "Running", "Sampling", "Threat"]
+
 Model = Annotated[
     str, typer.Argument(help="zoo:NAME, a timm name, hf:ORG/NAME, a run folder, or python:module:function")
 ]
-Data = Annotated[str, typer.Option(help="shapes, cifar10, folder:DIR, parquet:GLOB, ...; see 'vitadel list data'")]
 DataRoot = Annotated[Path | None, typer.Option(help="where torchvision sets and benchmark files lie")]
-Weights = Annotated[str | None, typer.Option(help="weight file, 'pretrained' (timm's download) or 'random'")]
-NumClasses = Annotated[int | None, typer.Option(help="number of classes, where the model's name does not say it")]
-Mean = Annotated[str | None, typer.Option(help="normalisation mean, e.g. 0.5 or 0.485,0.456,0.406")]
-Std = Annotated[str | None, typer.Option(help="normalisation standard deviation, likewise")]
-InputSize = Annotated[int | None, typer.Option(help="image size in pixels, where it differs from the model's own")]
-SmallImages = Annotated[bool, typer.Option("--small-images", help="adapt a patch-16 ViT or XCiT to 32 px images")]
-Tokens = Annotated[str | None, typer.Option(help="file of robustness tokens for the model (see 'vitadel harden')")]
 AllowReadable = Annotated[
     bool, typer.Option("--allow-readable", help="take a token file that others than its owner can read")
 ]
-Attacks = Annotated[str, typer.Option(help="comma-separated, e.g. fgsm,pgd-20(restarts=5); see 'vitadel list attacks'")]
-Norm = Annotated[str, typer.Option(help="linf, l2 or l1")]
 Eps = Annotated[str, typer.Option(help="budget in pixels of [0, 1], e.g. 8/255")]
-Limit = Annotated[int | None, typer.Option(help="a seeded, class-balanced subset of so many samples")]
-BatchSize = Annotated[int, typer.Option(help="samples per batch")]
-Seed = Annotated[int, typer.Option(help="random numbers are keyed by this and the sample")]
+Norm = Annotated[str, typer.Option(help="linf, l2 or l1")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")]
-Precision = Annotated[str, typer.Option(help="fp32, bf16 or fp16")]
-Compile = Annotated[bool, typer.Option("--compile", help="try torch.compile, and use it if it is faster here")]
-Calibration = Annotated[
-    str | None,
-    typer.Option(
-        help="data that aas+ and patches-learned may study; else the training split or what --limit leaves out"
-    ),
-]
-Out = Annotated[Path | None, typer.Option(help="run folder; by default a new one below runs/")]
-Resume = Annotated[bool, typer.Option("--resume", help="go on with an unfinished run")]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="leave out unreadable samples and count them")]
 Json = Annotated[bool, typer.Option("--json", help="print the results as JSON on standard output")]
+Row = Annotated[str | None, typer.Option(help="which row, for a recipe that is a whole table")]
 
 
-def model_options(
-    weights: str | None,
-    num_classes: int | None,
-    mean: str | None,
-    std: str | None,
-    input_size: int | None,
-    small_images: bool,
-) -> dict[str, Any]:
-    """The flags about the model, as `load_model` takes them."""
-    return {
-        "weights": weights,
-        "num_classes": num_classes,
-        "mean": _numbers(mean, "--mean"),
-        "std": _numbers(std, "--std"),
-        "input_size": input_size,
-        "small_images": small_images,
-    }
+@dataclass(frozen=True)
+class Choice:
+    """How a MODEL is opened."""
+
+    weights: Annotated[str | None, typer.Option(help="weight file, 'pretrained' (timm's download) or 'random'")] = None
+    num_classes: Annotated[
+        int | None, typer.Option(help="number of classes, where the model's name does not say it")
+    ] = None
+    mean: Annotated[str | None, typer.Option(help="normalisation mean, e.g. 0.5 or 0.485,0.456,0.406")] = None
+    std: Annotated[str | None, typer.Option(help="normalisation standard deviation, likewise")] = None
+    input_size: Annotated[
+        int | None, typer.Option(help="image size in pixels, where it differs from the model's own")
+    ] = None
+    small_images: Annotated[
+        bool, typer.Option("--small-images", help="adapt a patch-16 ViT or XCiT to 32 px images")
+    ] = False
+    tokens: Annotated[
+        str | None, typer.Option(help="file of robustness tokens for the model (see 'vitadel harden')")
+    ] = None
+    allow_readable: AllowReadable = False
+
+    def for_loading(self) -> dict[str, Any]:
+        """The flags about the model itself, as `load_model` takes them."""
+        return {
+            "weights": self.weights,
+            "num_classes": self.num_classes,
+            "mean": _numbers(self.mean, "--mean"),
+            "std": _numbers(self.std, "--std"),
+            "input_size": self.input_size,
+            "small_images": self.small_images,
+        }
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which images, and in which portions."""
+
+    data: Annotated[str, typer.Option(help="shapes, cifar10, folder:DIR, parquet:GLOB, ...; see 'vitadel list data'")]
+    data_root: DataRoot = None
+    limit: Annotated[int | None, typer.Option(help="a seeded, class-balanced subset of so many samples")] = None
+    batch_size: Annotated[int, typer.Option(help="samples per batch")] = 64
+    seed: Annotated[int, typer.Option(help="random numbers are keyed by this and the sample")] = 0
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="leave out unreadable samples and count them")] = False
+
+
+@dataclass(frozen=True)
+class Threat:
+    """What an attacker may do to a pixel."""
+
+    eps: Eps = "8/255"
+    norm: Norm = "linf"
+
+
+@dataclass(frozen=True)
+class Attacking:
+    """Which attacks, within which budget."""
+
+    attacks: Annotated[
+        str, typer.Option(help="comma-separated, e.g. fgsm,pgd-20(restarts=5); see 'vitadel list attacks'")
+    ]
+    eps: Eps = "8/255"
+    norm: Norm = "linf"
+    compile_model: Annotated[
+        bool, typer.Option("--compile", help="try torch.compile, and use it if it is faster here")
+    ] = False
+
+
+@dataclass(frozen=True)
+class Conduct:
+    """How attacks are run, where their result may depend on it."""
+
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="data that aas+ and patches-learned may study; else the training split or what --limit leaves out"
+        ),
+    ] = None
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16")] = "fp32"
+
+
+@dataclass(frozen=True)
+class Running:
+    """Where a run happens, where it goes, and how it is told."""
+
+    device: Device = "auto"
+    out: Annotated[Path | None, typer.Option(help="run folder; by default a new one below runs/")] = None
+    resume: Annotated[bool, typer.Option("--resume", help="go on with an unfinished run")] = False
+    as_json: Json = False
 
 
 def _numbers(text: str | None, what: str) -> tuple[float, ...] | None:

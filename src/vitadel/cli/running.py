@@ -1,62 +1,108 @@
-"""What `audit` and `attack` have in common: open model and data, run, and leave to the verb only what it tells."""
+"""What verbs have in common: open model and data, run attacks, and tell what came of it."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from vitadel.cli.options import Attacking, Choice, Conduct, Running, Sampling
+
 if TYPE_CHECKING:
     from vitadel.evaluation.audit import Order
+    from vitadel.evaluation.subject import Subject
 
-__all__ = ["run", "tell_json"]
+__all__ = ["open_chosen", "order_of", "run_attacks", "tell"]
 
 
-def run(
-    verb: str,
-    order: Order,
-    model: str,
-    data: str,
-    *,
-    data_root: Path | None,
-    model_options: Mapping[str, Any],
-    device: str,
-    out: Path | None,
-    resume: bool,
-    tokens: str | None = None,
-    allow_readable: bool = False,
+def open_chosen(model: str, choice: Choice, sampling: Sampling, *, for_features: bool = False) -> Subject:
+    """Model and data as the flags name them; `for_features` asks for no head where a backbone has none."""
+    from vitadel.adapters.opening import options_for_features
+    from vitadel.evaluation.subject import open_subject
+
+    chosen = choice.for_loading()
+    return open_subject(
+        model,
+        sampling.data,
+        data_root=sampling.data_root,
+        model_options=options_for_features(model, chosen) if for_features else chosen,
+        skip_bad=sampling.skip_bad,
+        tokens=choice.tokens,
+        allow_readable=choice.allow_readable,
+    )
+
+
+def order_of(attacking: Attacking, sampling: Sampling, conduct: Conduct = Conduct(), **more: Any) -> Order:
+    """What an audit is asked to do by its flags."""
+    from vitadel.amounts import read_amount
+    from vitadel.attacks.names import split_attack_list
+    from vitadel.evaluation.audit import Order
+
+    return Order(
+        attacks=tuple(split_attack_list(attacking.attacks)),
+        eps=read_amount(attacking.eps, "eps"),
+        norm=attacking.norm,
+        limit=sampling.limit,
+        batch_size=sampling.batch_size,
+        seed=sampling.seed,
+        precision=conduct.precision,
+        skip_bad=sampling.skip_bad,
+        calibration=conduct.calibration,
+        compile=attacking.compile_model,
+        **more,
+    )
+
+
+def run_attacks(
+    verb: str, order: Order, model: str, choice: Choice, sampling: Sampling, running: Running
 ) -> tuple[dict[str, Any], Path] | None:
     """The results and their folder; None in a process of the run that is not the one to tell."""
     from vitadel.evaluation.audit import run_audit
-    from vitadel.evaluation.subject import open_subject
     from vitadel.reporting import terminal
     from vitadel.runtime.processes import join_processes
 
-    processes = join_processes(device)
-    subject = open_subject(
-        model,
-        data,
-        data_root=data_root,
-        model_options=model_options,
-        skip_bad=order.skip_bad,
-        tokens=tokens,
-        allow_readable=allow_readable,
-    )
+    processes = join_processes(running.device)
+    subject = open_chosen(model, choice, sampling)
     if processes.is_main:
         terminal.tell_notes(subject.model.record.notes)
     outcome = run_audit(
-        subject, order, processes, out=out, in_folder=True, resume=resume, shown=True, argv=sys.argv[1:], verb=verb
+        subject,
+        order,
+        processes,
+        out=running.out,
+        in_folder=True,
+        resume=running.resume,
+        shown=True,
+        argv=sys.argv[1:],
+        verb=verb,
     )
     if not outcome.is_main or outcome.folder is None:
         return None
     return outcome.results, outcome.folder.path
 
 
-def tell_json(results: dict[str, Any], folder: Path) -> None:
-    """Results alone on standard output, for other programs."""
-    typer.echo(json.dumps(results, indent=2))
-    typer.echo(str(folder), err=True)
+def tell(
+    results: dict[str, Any],
+    folder: Path,
+    running: Running,
+    show: Callable[[dict[str, Any]], None],
+    *,
+    report: bool = True,
+) -> None:
+    """Write the report; then JSON alone on standard output for other programs, or words and the folder's path."""
+    if report:
+        from vitadel.reporting import page
+
+        page.write_report([folder], folder / "report.html")
+    if running.as_json:
+        typer.echo(json.dumps(results, indent=2))
+        typer.echo(str(folder), err=True)
+        return
+    show(results)
+    if report:
+        typer.echo(f"report: {folder / 'report.html'}")
+    typer.echo(str(folder))
