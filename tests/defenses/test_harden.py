@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_recipes import document, recipe
 
 import vitadel
@@ -166,6 +166,17 @@ def test_fine_tuning_keeps_the_weights_and_gives_other_classes_a_new_head(tmp_pa
     other = open_workshop(build_recipe(changed, "small"), CPU).model.backbone
     assert other.head.weight.shape[0] == 2
     assert torch.equal(other.blocks[0].attn.qkv.weight, kept["blocks.0.attn.qkv.weight"])
+
+
+def test_a_weight_file_of_a_named_model_keeps_its_head_if_the_recipe_says_how_many_classes(tmp_path):
+    small = {"depth": 1, "embed_dim": 12, "num_heads": 2, "patch_size": 8, "img_size": 32}
+    made = load_model("vit_tiny_patch16_224", weights="random", num_classes=10, kwargs=small)
+    save_file(made.backbone.state_dict(), tmp_path / "ten.safetensors")
+    changed = document()
+    changed["model"] = {"name": "vit_tiny_patch16_224", "kwargs": small, "num_classes": 10}
+    changed["model"]["weights"] = str(tmp_path / "ten.safetensors")
+    shop = open_workshop(build_recipe(changed, "small"), CPU)
+    assert torch.equal(shop.model.backbone.head.weight, made.backbone.head.weight)
 
 
 def test_labels_must_mean_the_same_everywhere(tmp_path):

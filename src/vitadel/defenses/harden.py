@@ -213,7 +213,7 @@ def _model(section: ModelSection, classes: int, data: str) -> Classifier:
     }
     if options["weights"] == "random":
         return load_model(section.name, num_classes=classes, **options)
-    model = load_model(section.name, **options)
+    model = load_model(section.name, num_classes=section.num_classes, **options)
     if model.record.num_classes != classes:
         model = load_model(section.name, num_classes=classes, new_head=True, **options)
     return model
