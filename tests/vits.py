@@ -9,6 +9,8 @@ import timm
 import torch
 from torch import Tensor, nn
 
+import vitadel.backbones  # noqa: F401 (timm learns the names of our own models)
+
 __all__ = ["VITS", "Tiny", "make_vit", "pixels", "precise_vit"]
 
 
@@ -25,6 +27,8 @@ class Tiny:
     blocks: int
     prefix: int
     size: int = 32
+    other_softmaxes: int = 0
+    """In gates of channels and in class attention that is not counted: of no interest to instruments."""
 
 
 def _plain(**more: Any) -> dict[str, Any]:
@@ -32,6 +36,8 @@ def _plain(**more: Any) -> dict[str, Any]:
 
 
 _SWIN = {"img_size": 32, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4}
+_HYBRID = {"stem_dims": (8, 16), "stem_depths": (1, 1)}
+_RVT = {"img_size": 32, "patch_size": 8, "depths": (1, 2), "widths": (24, 48), "heads": (3, 6), "scaled_blocks": 2}
 _LEVIT = {"img_size": 64, "embed_dim": (64, 96), "num_heads": (2, 3), "depth": (1, 1), "key_dim": 8}
 
 VITS = {
@@ -60,6 +66,9 @@ VITS = {
     "swinv2": Tiny("swinv2", "swinv2_tiny_window8_256", {**_SWIN, "patch_size": 4}, (2, 2, 4, 4), 4, 0),
     "levit": Tiny("levit", "levit_128s", _LEVIT, (2, 8, 3), 3, 0, size=64),
     "levit_conv": Tiny("levit", "levit_conv_128s", _LEVIT, (2, 8, 3), 3, 0, size=64),
+    "fan": Tiny("fan", "fan_tiny_12_p16_224", _plain(), (3, 3), 2, 0, other_softmaxes=6),
+    "fan_hybrid": Tiny("fan", "fan_tiny_8_p4_hybrid", _plain(**_HYBRID), (3, 3), 2, 0, other_softmaxes=6),
+    "rvt": Tiny("rvt", "rvt_tiny_plus", _RVT, (3, 6, 6), 3, 0),
 }
 
 

@@ -18,7 +18,7 @@ from vitadel.instrument import block_features, extra_tokens
 from vits import VITS, make_vit, pixels, precise_vit
 
 # How many blocks end where norm and head fit: of PiT, Swin and LeViT the last stage, of CaiT and XCiT class attention.
-FITTING = {"pit": 2, "cait": 2, "xcit": 2, "swin": 2, "swinv2": 2, "levit": 2, "levit_conv": 2}
+FITTING = {"pit": 2, "cait": 2, "xcit": 2, "swin": 2, "swinv2": 2, "levit": 2, "levit_conv": 2, "rvt": 2}
 
 
 def by_hand(model: nn.Module, x: Tensor, family: str) -> list[Tensor]:
@@ -29,6 +29,11 @@ def by_hand(model: nn.Module, x: Tensor, family: str) -> list[Tensor]:
     own = [each for each in features if each.shape == features[-1].shape]
     if family == "levit":
         return [net.forward_head(each) for each in own]
+    if family == "fan":  # class attention pools the tokens of every block
+        own = [
+            net.class_blocks[1](net.class_blocks[0](torch.cat([net.cls_token.expand(2, 1, -1), each], 1)))
+            for each in own
+        ]
     if family == "pit":
         own = [each[:, : net.num_tokens] for each in own]
     return [net.forward_head(net.norm(each)) for each in own]

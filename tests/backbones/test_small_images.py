@@ -43,9 +43,10 @@ def test_response_is_kept_for_images_that_are_constant_on_squares(patch: int, fa
     torch.testing.assert_close(model.patch_embed(x), before, rtol=1e-4, atol=1e-5)
 
 
-def test_whole_network_is_kept_when_the_grid_is() -> None:
+@pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "fan_tiny_8_p4_hybrid"])
+def test_whole_network_is_kept_when_the_grid_is(name: str) -> None:
     x = images()
-    model = make("deit_tiny_patch16_224", img_size=128)  # 8 x 8 patches before and after
+    model = make(name, img_size=128)  # 8 x 8 patches before and after
     before = model(x.repeat_interleave(4, 2).repeat_interleave(4, 3))
     torch.testing.assert_close(adapt_to_small_images(model)(x), before, rtol=1e-4, atol=1e-5)
 
@@ -66,6 +67,8 @@ def patch_tokens(model: Any, x: Tensor) -> int:
         "vit_base_patch32_224",
         "xcit_nano_12_p16_224",
         "xcit_nano_12_p8_224",
+        "fan_tiny_12_p16_224",
+        "fan_tiny_8_p4_hybrid",
     ],
 )
 def test_64_patch_tokens_at_32_pixels(name: str) -> None:
@@ -78,7 +81,7 @@ def test_64_patch_tokens_at_32_pixels(name: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "patch", "tokens"), [(64, 4, 256), (32, 8, 16), (32, 2, 256)])
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "xcit_nano_12_p16_224"])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "xcit_nano_12_p16_224", "fan_tiny_12_p16_224"])
 def test_other_sizes_and_patches(name: str, size: int, patch: int, tokens: int) -> None:
     model = adapt_to_small_images(make(name), size, patch)
     assert patch_tokens(model, images(size)) == tokens
@@ -118,6 +121,7 @@ def test_positions_stay_what_they_are_when_they_grow_linearly() -> None:
         ("xcit_nano_12_p16_224", 4, (1, 1, 2, 2)),
         ("xcit_nano_12_p16_224", 2, (1, 1, 1, 2)),
         ("xcit_nano_12_p8_224", 4, (1, 2, 2)),
+        ("fan_tiny_12_p16_224", 4, (1, 1, 2, 2)),
     ],
 )
 def test_xcit_loses_strides_and_keeps_all_weights(name: str, patch: int, strides: tuple[int, ...]) -> None:
@@ -153,6 +157,8 @@ def test_doing_it_twice_changes_nothing_more() -> None:
         ("vit_tiny_patch16_224", {"img_size": 28, "patch_size": 14}, 32, 4, "14 pixels cannot be shrunk to 4"),
         ("xcit_nano_12_p8_224", {}, 32, 16, "3 convolutions cannot make patches of 16 pixels. Allowed: 1, 2, 4, 8"),
         ("xcit_nano_12_p16_224", {}, 33, 3, "4 convolutions cannot make patches of 3 pixels. Allowed: 1, 2, 4, 8, 16"),
+        ("fan_tiny_8_p4_hybrid", {}, 32, 2, "16 pixels cannot be shrunk to 2.*Hybrids of patch 16 go to 8 and 4"),
+        ("fan_tiny_8_p4_hybrid", {}, 36, 12, "16 pixels cannot be shrunk to 12"),
         ("cait_xxs24_224", {}, 32, 4, "no adaptation to small images is known for 'Cait'"),
     ],
 )

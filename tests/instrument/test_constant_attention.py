@@ -22,13 +22,23 @@ fused_or_not = pytest.mark.parametrize("fused", [True, False], ids=["fused", "ma
 
 
 class SoftmaxDetached(TorchFunctionMode):
-    """Detaches whatever a softmax returns; in these models only attentions use one."""
+    """Detaches whatever a softmax returns while one of the modules runs."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        super().__init__()
+        self.inside = False
+        for module in modules:
+            module.register_forward_pre_hook(lambda *_: self.switch(True))
+            module.register_forward_hook(lambda *_: self.switch(False))
+
+    def switch(self, inside: bool) -> None:
+        self.inside = inside
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        return out.detach() if func in (torch.Tensor.softmax, torch.softmax, F.softmax) else out
+        return out.detach() if self.inside and func in (torch.Tensor.softmax, torch.softmax, F.softmax) else out
 
 
 def slope(model: nn.Module, x: Tensor) -> Tensor:
@@ -65,8 +75,11 @@ def test_values_stay_and_gradients_go_through_the_values_only(name: str, fused: 
     plain, free = model(x), slope(model, x)
     with constant_attention(model):
         out, held = model(x), slope(model, x)
-    manual = make_vit(name, False).double()
-    with SoftmaxDetached():
+    manual = make_vit(name, fused).double()
+    attentions: list[Any] = [part.module for part in attentions_of(manual)]
+    for attention in attentions:
+        attention.fused_attn = False
+    with SoftmaxDetached(attentions):
         expected = slope(manual, x)
     assert torch.equal(out, manual(x))
     torch.testing.assert_close(out, plain, rtol=0, atol=1e-11)

@@ -33,7 +33,7 @@ def fold(attention: Any, factor: float) -> None:
     elif kind == "TalkingHeadAttn":
         attention.proj_l.weight.data *= factor
         attention.proj_l.bias.data *= factor
-    elif kind in ("ClassAttn", "AttentionPoolLatent"):
+    elif kind in ("ClassAttn", "AttentionPoolLatent", "TokenAttention"):
         attention.q.weight.data *= factor
         attention.q.bias.data *= factor
     elif kind == "AttentionDownsample":

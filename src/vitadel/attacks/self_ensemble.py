@@ -14,7 +14,7 @@ from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.surrogate import deployed
-from vitadel.backbones.anatomy import backbone_of, blocks_of
+from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of
 from vitadel.backbones.checks import check_pixels
 from vitadel.instrument.features import block_features
 from vitadel.instrument.hooks import Edge, hooked
@@ -39,10 +39,10 @@ def block_logits(model: nn.Module) -> Iterator[BlockLogits]:
     """What the model's final norm and head make of the output of every block, in the one pass that `model(x)` takes.
 
     All that follows the blocks runs on the outputs of all of them, stacked along the batch: final norm, pooling by
-    class token, mean or attention, both heads of distilled models, whatever wraps the backbone. The model still
-    returns its own logits. A block takes part if its output has the shape of the last one's, because only then norm
-    and head fit: all blocks of ViT, EVA and BEiT, class-attention blocks of CaiT and XCiT, the last stage of Swin, PiT
-    and LeViT.
+    class token, mean or attention, both heads of distilled models, FAN's class attention, whatever wraps the backbone.
+    The model still returns its own logits. A block takes part if its output has the shape of the last one's, because
+    only then norm and head fit: all blocks of ViT, EVA, BEiT and FAN, class-attention blocks of CaiT and XCiT, the last
+    stage of Swin, PiT, LeViT and RVT.
     """
     backbone, last_block = backbone_of(model), blocks_of(model)[-1]
     norm = getattr(backbone, "norm", None)
@@ -62,7 +62,7 @@ def block_logits(model: nn.Module) -> Iterator[BlockLogits]:
 
     site = (
         Edge("norm", norm, spread, before=True)
-        if isinstance(norm, nn.Module)
+        if isinstance(norm, nn.Module) and anatomy_of(model).norm_is_next
         else Edge(last_block.name, last_block.module, spread)
     )
     # First of all hooks, so that those who count or look at outputs see one row per image.

@@ -67,7 +67,7 @@ class Anatomy:
     looked up inside the backbone, in the order of registration, which is the order of execution. `prefix` is the
     number of class and register tokens that stand before the patches in the first block, or the backbone's attribute
     that holds it; class-attention blocks add their class token later. `tokens` is None where extra tokens have no
-    meaning, and `no_tokens` then says why.
+    meaning, and `no_tokens` then says why. `norm_is_next`: the final norm takes what the last of `blocks` returns.
     """
 
     classes: tuple[str, ...]
@@ -76,13 +76,16 @@ class Anatomy:
     prefix: str | int = 0
     tokens: TokenSeam | None = None
     no_tokens: str = ""
+    norm_is_next: bool = True
 
 
 _CONTENT, _WHOLE = ScoreSeam.CONTENT, ScoreSeam.WHOLE
 _POOLS = {"AttentionPoolLatent": _CONTENT, "AttentionPoolPrr": _CONTENT}
 _FIXED_PAIRS = "its position bias holds one number per pair of positions, and extra tokens have no position"
 _STAGES = "its stages resize the grid of tokens, and extra tokens have no place in the grid"
+_GRID_ONLY = "its blocks are made for a grid of tokens, without any prefix, and extra tokens have no place in the grid"
 _LATE_CLASS = "its class token joins in the class-attention blocks only, so there is no prefix to extend"
+_LATE_CLASS_ON_GRID = _LATE_CLASS + "; besides, its blocks convolve over the grid of tokens"
 
 ANATOMIES: dict[str, Anatomy] = {
     "vit": Anatomy(
@@ -121,7 +124,7 @@ ANATOMIES: dict[str, Anatomy] = {
         classes=("timm.models.xcit.Xcit",),
         blocks=("XCABlock", "ClassAttentionBlock"),
         attentions={"XCA": _CONTENT, "ClassAttn": _CONTENT},
-        no_tokens=_LATE_CLASS + "; besides, its blocks convolve over the grid of tokens",
+        no_tokens=_LATE_CLASS_ON_GRID,
     ),
     "swin": Anatomy(
         classes=("timm.models.swin_transformer.SwinTransformer",),
@@ -140,6 +143,18 @@ ANATOMIES: dict[str, Anatomy] = {
         blocks=("LevitDownsample", "LevitBlock"),
         attentions={"AttentionDownsample": _CONTENT, "Attention": _CONTENT},
         no_tokens=_STAGES,
+    ),
+    "fan": Anatomy(  # what attends over tokens: neither the gate of channels nor class attention, which pools them
+        classes=("vitadel.backbones.fan.Fan",),
+        blocks=("FanBlock",),
+        attentions={"TokenAttention": _CONTENT},
+        no_tokens=_LATE_CLASS_ON_GRID,
+        norm_is_next=False,
+    ),
+    "rvt": Anatomy(
+        classes=("vitadel.backbones.rvt.RVT",),
+        blocks=("Block",),
+        no_tokens=_GRID_ONLY,
     ),
 }
 

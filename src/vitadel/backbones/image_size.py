@@ -6,6 +6,8 @@ import torch
 from timm.layers import PatchEmbed
 from torch import nn
 
+from vitadel.backbones.fan_stems import HybridEmbed
+from vitadel.backbones.rvt import Stem
 from vitadel.errors import Mistake
 
 __all__ = ["check_image_size", "check_images_fit", "not_a_multiple"]
@@ -45,6 +47,8 @@ def not_a_multiple(size: tuple[int, int], patch: tuple[int, int], name: str) -> 
 
 
 def _complaint(embed: object, size: tuple[int, int], name: str) -> Mistake | None:
+    if isinstance(embed, HybridEmbed | Stem) and (size[0] % embed.patch_size or size[1] % embed.patch_size):
+        return not_a_multiple(size, (embed.patch_size, embed.patch_size), name)  # the rest would not be looked at
     if not isinstance(embed, PatchEmbed):
         return None
     own, (tall, wide) = embed.img_size, embed.patch_size

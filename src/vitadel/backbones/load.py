@@ -31,6 +31,7 @@ from vitadel.backbones.record import (
     read_record,
     three_numbers,
 )
+from vitadel.backbones.registering import own_names
 from vitadel.backbones.small_images import adapt_to_small_images
 from vitadel.errors import Mistake, nearest_names
 
@@ -165,12 +166,16 @@ def model_names() -> dict[str, str]:
         with resources.as_file(resources.files("vitadel") / "zoo" / f"{name.removeprefix('zoo:')}.safetensors") as path:
             record = read_record(path)
         about[name] = record.notes.get("about", record.name) if record else "without a record"
-    return about | {
-        "TIMM_NAME": "any timm model, with --weights FILE, --weights pretrained or --weights random",
-        "hf:ORG/NAME": "image classifier on the Hugging Face hub, or hf:./FOLDER",
-        "FOLDER or FILE.safetensors": "what `vitadel harden` wrote",
-        "python:package.module:function": "your function that returns an nn.Module on pixels in [0, 1]",
-    }
+    return (
+        about
+        | own_names()
+        | {
+            "TIMM_NAME": "any timm model, with --weights FILE, --weights pretrained or --weights random",
+            "hf:ORG/NAME": "image classifier on the Hugging Face hub, or hf:./FOLDER",
+            "FOLDER or FILE.safetensors": "what `vitadel harden` wrote",
+            "python:package.module:function": "your function that returns an nn.Module on pixels in [0, 1]",
+        }
+    )
 
 
 def _from_zoo(name: str) -> Classifier:

@@ -174,6 +174,7 @@ def _structural_cause(mismatch: Mismatch, module: nn.Module, weights: Mapping[st
         ("reg_token", "a variant with register tokens"),
         ("ls1.gamma", "a variant with LayerScale (DeiT III, DINOv2)"),
         ("q_norm.weight", "a variant that normalises queries and keys"),
+        ("position_scores", "an RVT with position-aware attention scaling (_plus in its name)"),
     ):
         if any(key.endswith(marker) for key in mismatch.unexpected):
             return f"the file holds {meaning}, the model is none. Give MODEL the name of that variant."

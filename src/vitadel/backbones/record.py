@@ -137,6 +137,8 @@ def create_backbone(
             )
     try:
         model: nn.Module = timm.create_model(name, pretrained=pretrained, num_classes=num_classes, **kwargs)
+    except Mistake:
+        raise
     except (TypeError, AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise Mistake(f"'{name}' cannot be built with {dict(kwargs)}: {error}. Check the arguments.") from error
     return model

@@ -1,8 +1,9 @@
 """Fit models trained on large images to small ones, such as CIFAR's, without training.
 
 Plain ViT and DeiT: the patch kernel shrinks by summing its blocks (Shao et al. 2021, arXiv:2103.15670; Mo et al. 2022,
-arXiv:2210.07540) and the position embedding is resampled. XCiT: the first convolutions of the stem lose their stride
-(Debenedetti et al. 2022, arXiv:2209.07399); its weights stay as they are.
+arXiv:2210.07540) and the position embedding is resampled. XCiT, and FAN with its stem: the first convolutions of the
+stem lose their stride (Debenedetti et al. 2022, arXiv:2209.07399); weights stay as they are. FAN hybrids: the kernel of
+the first convolution shrinks as ViT's does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.models.xcit import Xcit
 from torch import Tensor, nn
 
+from vitadel.backbones.conv_stem import set_patch_size
+from vitadel.backbones.fan import Fan
+from vitadel.backbones.fan_stems import HybridEmbed
 from vitadel.errors import Mistake
 
 __all__ = ["adapt_to_small_images", "sum_kernel_blocks"]
@@ -39,12 +43,15 @@ def adapt_to_small_images(
     parts = cast(Any, backbone)  # the layout of timm's classes, which carry no types
     if isinstance(parts, VisionTransformer) and type(parts.patch_embed) is PatchEmbed:
         _adapt_vit(parts, image_size, patch_size, interpolation)
-    elif isinstance(parts, Xcit):
-        _adapt_xcit(parts, image_size, patch_size)
+    elif isinstance(parts, Fan) and isinstance(parts.patch_embed, HybridEmbed):
+        _adapt_hybrid(parts.patch_embed, image_size, patch_size)
+    elif isinstance(parts, Xcit | Fan):
+        set_patch_size(parts.patch_embed, image_size, patch_size)
     else:
         raise Mistake(
             f"no adaptation to small images is known for '{type(backbone).__name__}'. Known: ViT and DeiT with one "
-            "patch convolution, XCiT. Build other models for the image size they will see."
+            "patch convolution, XCiT, FAN. Build other models for the image size they will see; RVT has names for it "
+            "that end in _32."
         )
     for entry in parts.feature_info:
         entry["reduction"] = patch_size
@@ -65,18 +72,9 @@ def _adapt_vit(vit: Any, image_size: int, patch_size: int, interpolation: Interp
     embed = vit.patch_embed
     old: nn.Conv2d = embed.proj
     if old.kernel_size[0] % patch_size:
-        raise Mistake(
-            f"patches of {old.kernel_size[0]} pixels cannot be shrunk to {patch_size}: blocks of the kernel are "
-            "summed, so the new patch size must divide the old one. Patch-16 models go to 8, 4 and 2."
-        )
+        raise _cannot_shrink(old.kernel_size[0], patch_size, "Patch-16 models go to 8, 4 and 2")
     old_grid = embed.grid_size
-    if patch_size != old.kernel_size[0]:
-        new = nn.Conv2d(old.in_channels, old.out_channels, patch_size, patch_size, bias=False, device="meta")
-        shrunk = sum_kernel_blocks(old.weight.detach(), patch_size)
-        new.weight = nn.Parameter(shrunk, requires_grad=old.weight.requires_grad)
-        new.bias = old.bias
-        new.training = old.training
-        embed.proj = new
+    embed.proj = _with_kernel(old, patch_size)
     embed.patch_size = (patch_size, patch_size)
     embed.img_size = (image_size, image_size)
     embed.grid_size = (image_size // patch_size, image_size // patch_size)
@@ -94,19 +92,28 @@ def _adapt_vit(vit: Any, image_size: int, patch_size: int, interpolation: Interp
         vit.pos_embed = nn.Parameter(resampled, requires_grad=vit.pos_embed.requires_grad)
 
 
-def _adapt_xcit(xcit: Any, image_size: int, patch_size: int) -> None:
-    embed = xcit.patch_embed
-    convolutions = [cast(nn.Conv2d, part[0]) for part in embed.proj if isinstance(part, nn.Sequential)]
-    largest = 2 ** len(convolutions)
-    halvings = patch_size.bit_length() - 1
-    if 2**halvings != patch_size or patch_size > largest:
-        raise Mistake(
-            f"an XCiT stem of {len(convolutions)} convolutions cannot make patches of {patch_size} pixels. "
-            f"Allowed: {', '.join(str(2**n) for n in range(len(convolutions) + 1))}."
-        )
-    for place, convolution in enumerate(convolutions):
-        stride = 1 if place < len(convolutions) - halvings else 2
-        convolution.stride = (stride, stride)
-    embed.patch_size = patch_size
-    embed.img_size = (image_size, image_size)
-    embed.num_patches = (image_size // patch_size) ** 2
+def _adapt_hybrid(embed: HybridEmbed, image_size: int, patch_size: int) -> None:
+    first = cast(nn.Conv2d, embed.stem[0])
+    size, rest = divmod(first.kernel_size[0] * patch_size, embed.patch_size)
+    if rest or first.kernel_size[0] % size:
+        raise _cannot_shrink(embed.patch_size, patch_size, "Hybrids of patch 16 go to 8 and 4")
+    embed.stem[0] = _with_kernel(first, size)
+    embed.note_size((image_size, image_size))
+
+
+def _cannot_shrink(old: int, new: int, known: str) -> Mistake:
+    return Mistake(
+        f"patches of {old} pixels cannot be shrunk to {new}: blocks of the kernel are summed, so the new patch size "
+        f"must divide the old one. {known}."
+    )
+
+
+def _with_kernel(old: nn.Conv2d, size: int) -> nn.Conv2d:
+    """The convolution with its kernel shrunk, itself if there is nothing to shrink."""
+    if size == old.kernel_size[0]:
+        return old
+    new = nn.Conv2d(old.in_channels, old.out_channels, size, size, bias=False, device="meta")
+    new.weight = nn.Parameter(sum_kernel_blocks(old.weight.detach(), size), requires_grad=old.weight.requires_grad)
+    new.bias = old.bias
+    new.training = old.training
+    return new

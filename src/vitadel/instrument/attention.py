@@ -33,7 +33,9 @@ def scaled_attention(model: nn.Module, factors: Factors, *, backward_only: bool 
     - the product of queries and keys, and neither the position bias nor the mask that are added to it (BEiT, Swin,
       LeViT), so that shifted windows stay apart. With RoPE the queries are scaled: rotation commutes with it;
     - XCiT's cross-covariance and SwinV2's cosines, which is the same as scaling their learned temperatures;
-    - CaiT's talking heads after the linear map over heads: all that the softmax is given.
+    - CaiT's talking heads after the linear map over heads: all that the softmax is given;
+    - FAN's attention over tokens only, neither its gate of channels nor its class attention;
+    - RVT's product before its learned factors multiply it, which is the same as after.
 
     Fused attention stays on, and a factor of 1 changes no bit. With `backward_only` the outputs are those of the
     untouched model and only gradients pass through attention as if it were scaled; each attention runs twice.
@@ -55,8 +57,9 @@ def attention_maps(model: nn.Module) -> Iterator[Record]:
     """Attention probabilities: after `model(x)`, `maps[i]` is (batch, heads, queries, keys), before dropout.
 
     XCiT's cross-covariance blocks attend over channels: (batch, heads, channels, channels). Swin attends in windows:
-    (batch * windows, heads, tokens, tokens). Maps carry their graph when gradients are on. Fused attention, which
-    never forms them, is off while the modules run inside the block. A further run replaces the maps of the last.
+    (batch * windows, heads, tokens, tokens). FAN's are those of its blocks, without class attention. Maps carry their
+    graph when gradients are on. Fused attention, which never forms them, is off while the modules run inside the block.
+    A further run replaces the maps of the last.
     """
     parts = attentions_of(model)
     maps = Record("attention maps", [part.name for part in parts])

@@ -18,10 +18,11 @@ __all__ = ["block_features"]
 def block_features(model: nn.Module, indices: Sequence[int] | None = None) -> Iterator[Record]:
     """Outputs of the transformer blocks: after `model(x)`, `features[i]` is what block `indices[i]` returned.
 
-    Blocks are numbered in running order, class-attention blocks included; negative numbers count from the end, and
-    None means all. Shapes are as the family makes them: (batch, tokens, dim), for Swin (batch, height, width, dim),
-    for CaiT's class-attention blocks the class token alone. Tokens of `extra_tokens` are there, after the class and
-    register tokens. Features carry their graph when gradients are on. A further run replaces those of the last.
+    Blocks are numbered in running order, class-attention blocks included (FAN's are not: its blocks are those that see
+    patch tokens alone); negative numbers count from the end, and None means all. Shapes are as the family makes them:
+    (batch, tokens, dim), for Swin (batch, height, width, dim), for CaiT's class-attention blocks the class token alone.
+    Tokens of `extra_tokens` are there, after the class and register tokens. Features carry their graph when gradients
+    are on. A further run replaces those of the last.
     """
     blocks = blocks_of(model)
     wanted = range(len(blocks)) if indices is None else indices
