@@ -14,7 +14,16 @@ __all__ = ["component_names", "find_component"]
 
 _WHAT = {"objectives": "objective", "plugins": "plug-in", "adapters": "adapter"}
 _ADAPTER = ("attach", "shown", "state", "load_state", "save", "deployed")
-_HOOKS = ("before_epoch", "after_epoch", "change_attack", "around_step", "after_step", "evaluated", "prepare")
+_HOOKS = (
+    "before_epoch",
+    "after_epoch",
+    "change_attack",
+    "change_batch",
+    "around_step",
+    "after_step",
+    "evaluated",
+    "prepare",
+)
 
 
 def component_names(package: str) -> list[str]:

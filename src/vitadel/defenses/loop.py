@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,6 +37,7 @@ from vitadel.defenses.protocols import (
     AroundStep,
     BeforeEpoch,
     ChangesAttack,
+    ChangesBatch,
     ChangesEvaluation,
     Measures,
     Remembering,
@@ -228,7 +229,13 @@ class _Learner:
 
     def _attacked(self, part: Part, attack: Attack | None) -> tuple[Tensor, Tensor, Tensor]:
         run = self.run
-        x, y = (part.x, part.y) if self.mix is None else self.mix(part.x, part.y)
+        if self.mix is not None:
+            x, y = self.mix(part.x, part.y)
+            part = replace(part, x=x, y=y)
+        for plugin in run.plugins:
+            if isinstance(plugin, ChangesBatch):
+                part = plugin.change_batch(run, part)
+        x, y = part.x, part.y
         if attack is None:
             return x, x, y
         draws = Draws.of_samples(run.seed, part.names, x.device).stream("attack", run.step)

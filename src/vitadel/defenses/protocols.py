@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -13,13 +13,18 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.runtime.processes import Processes
 from vitadel.types import Attack, Threat
 
+if TYPE_CHECKING:
+    from vitadel.defenses.stream import Part
+
 __all__ = [
+    "Accompanied",
     "Adapter",
     "AfterEpoch",
     "AfterStep",
     "AroundStep",
     "BeforeEpoch",
     "ChangesAttack",
+    "ChangesBatch",
     "ChangesEvaluation",
     "Losses",
     "Measures",
@@ -111,6 +116,11 @@ class Training(Protocol):
     def processes(self) -> Processes: ...
 
     @property
+    def folder(self) -> Path:
+        """Where the run is kept; only the main process writes there."""
+        ...
+
+    @property
     def seed(self) -> int: ...
 
     @property
@@ -156,6 +166,16 @@ underscore and is no argument."""
 
 
 @runtime_checkable
+class Accompanied(Protocol):
+    """An objective with something that learns beside the model, such as an opponent."""
+
+    @property
+    def companion(self) -> tuple[str, Plugin]:
+        """Its name and itself, a plug-in: it comes before those of the recipe."""
+        ...
+
+
+@runtime_checkable
 class Prepares(Protocol):
     def prepare(self, model: Classifier) -> None:
         """Before anything else: what the model must have from the start, such as further buffers."""
@@ -176,6 +196,13 @@ class AfterEpoch(Protocol):
 class ChangesAttack(Protocol):
     def change_attack(self, run: Training, attack: Attack) -> Attack | None:
         """The attack for this step; None if this step trains on clean images."""
+        ...
+
+
+@runtime_checkable
+class ChangesBatch(Protocol):
+    def change_batch(self, run: Training, part: Part) -> Part:
+        """What is attacked and learnt from in place of `part`, whose images are mixed already, if they are at all."""
         ...
 
 
