@@ -14,47 +14,29 @@ so that other jobs on the machine count little.
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
+from stepping import Step, opened, our_step, ratios_to, take_turns
 from torch import Tensor
 from torch.nn import functional as F
 
 from vitadel.adapters.robustness_tokens import fresh_tokens
-from vitadel.backbones.classifier import Classifier
-from vitadel.backbones.load import load_model
-from vitadel.defenses.board import Board
 from vitadel.defenses.building import build_recipe
-from vitadel.defenses.harden import make_optimiser, open_workshop
-
-# One step at a time is nobody else's business, so it has no public name; `train` would take all of them at once, and
-# contenders could not take turns.
-from vitadel.defenses.loop import Run, _Learner
-from vitadel.defenses.metrics import Metrics
 from vitadel.defenses.recipes import compose
 from vitadel.instrument.tokens import token_width
 from vitadel.runtime.environment import environment
-from vitadel.runtime.processes import join_processes
 from vitadel.runtime.rundir import write_json
 
 EPS, LENGTH, RATE, COUNT = 8 / 255, 2 / 255, 1e-3, 10
 AT_MOST = 1.1
 MODELS = ("zoo:shapes-standard", "deit_tiny_patch16_224")
 FLOOR, OURS = "the bare passes", "vitadel"
-Step = Callable[[], None]
-
-
-def opened(name: str) -> Classifier:
-    torch.manual_seed(0)
-    return load_model(name) if name.startswith("zoo:") else load_model(name, weights="random")
 
 
 def cosine(features: Tensor, target: Tensor) -> Tensor:
@@ -97,16 +79,7 @@ def floor(name: str, x: Tensor, steps: int) -> Step:
 def ours(name: str, x: Tensor, steps: int) -> Step:
     changes = {"train.batch_size": len(x), "objective.attack": f"features-{steps}(step={LENGTH},normed=true)"}
     recipe = build_recipe(compose("tokens/shapes", None, {**changes, "threat.eps": EPS}), "benchmark")
-    processes = join_processes("cpu")
-    shop = open_workshop(recipe, processes)
-    model, accelerator = recipe.adapter.attach(opened(name)), Accelerator(cpu=True)
-    prepared, optimiser = accelerator.prepare(model, make_optimiser(recipe.optimiser, model))
-    board, folder = Board(10**6, 1, shown=False), Path(tempfile.mkdtemp())
-    run = Run(recipe, model, 10, shop.stream, shop.held_out, processes, folder, board, Metrics(None))
-    learner = _Learner(run, prepared, optimiser, accelerator, asked=lambda: False)
-    (part,) = next(shop.stream.steps(0, 1))
-    part = type(part)(part.names, x, torch.zeros(len(x), dtype=torch.int64))
-    return lambda: learner.take([part])
+    return our_step(recipe, recipe.adapter.attach(opened(name)), x, torch.zeros(len(x), dtype=torch.int64))
 
 
 def measure(name: str, batch: int, steps: int, rounds: int) -> dict[str, list[float]]:
@@ -114,16 +87,7 @@ def measure(name: str, batch: int, steps: int, rounds: int) -> dict[str, list[fl
     height, width = opened(name).record.input_size or (32, 32)
     x = torch.rand(batch, 3, height, width)
     crew = {FLOOR: floor(name, x, steps), OURS: ours(name, x, steps)}
-    for step in crew.values():
-        step()  # to warm up
-    seconds: dict[str, list[float]] = {who: [] for who in crew}
-    names = list(crew)
-    for turn in range(rounds):
-        for who in names[turn % len(names) :] + names[: turn % len(names)]:
-            begun = time.process_time()
-            crew[who]()
-            seconds[who].append(time.process_time() - begun)
-    return seconds
+    return take_turns(crew, rounds, time.process_time)
 
 
 def main() -> None:
@@ -141,7 +105,7 @@ def main() -> None:
     results = {}
     for name in options.models:
         seconds = results[name] = measure(name, options.batch, options.steps, options.rounds)
-        ratios = [here / there for here, there in zip(seconds[OURS], seconds[FLOOR], strict=True)]
+        ratios = ratios_to(FLOOR, seconds)[OURS]
         low, middle, high = quantiles(ratios, n=4)
         good = "yes" if median(ratios) <= AT_MOST else "NO"
         table.add_row(name, f"{median(seconds[FLOOR]):.3f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}", good)

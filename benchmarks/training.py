@@ -20,17 +20,14 @@ clipping and meters.
 from __future__ import annotations
 
 import argparse
-import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import torch
 import torchattacks
-from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
+from stepping import Step, our_step, ratios_to, take_turns
 from timm.utils import AverageMeter, dispatch_clip_grad
 from torch import Tensor
 from torch.nn import functional as F
@@ -38,22 +35,13 @@ from torch.nn import functional as F
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
-from vitadel.defenses.board import Board
 from vitadel.defenses.building import build_recipe
-from vitadel.defenses.harden import make_optimiser, open_workshop
-
-# One step at a time is nobody else's business, so it has no public name; `train` would take all of them at once, and
-# contenders could not take turns.
-from vitadel.defenses.loop import Run, _Learner
-from vitadel.defenses.metrics import Metrics
 from vitadel.defenses.recipes import compose
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.environment import environment
-from vitadel.runtime.processes import join_processes
 from vitadel.runtime.rundir import write_json
 
 EPS, LENGTH, BETA, CLIP = 8 / 255, 2 / 255, 6.0, 1.0
-Step = Callable[[], None]
 
 
 def fresh(model: str) -> tuple[Classifier, torch.optim.Optimizer]:
@@ -95,20 +83,10 @@ def ours(name: str, x: Tensor, y: Tensor, steps: int, trades: bool, factor: floa
     objective = {"use": "trades" if trades else "adversarial", "attack": attack}
     document = compose("shapes/pgd-at", None, {"train.tracker": "none", "train.batch_size": len(y), "plugins": None})
     recipe = build_recipe({**document, "objective": objective, "optimiser": {"rate": 1e-6, "clip": CLIP}}, "benchmark")
-    processes = join_processes("cpu")
-    shop = open_workshop(recipe, processes)
-    model, folder = load_model(name), Path(tempfile.mkdtemp())
+    model = load_model(name)
     if factor is not None:
         model.set_attention_factors([factor] * len(attentions_of(model)))
-    accelerator = Accelerator(cpu=True)
-    prepared, optimiser = accelerator.prepare(model, make_optimiser(recipe.optimiser, model))
-    run = Run(
-        recipe, model, 10, shop.stream, shop.held_out, processes, folder, Board(10**6, 1, shown=False), Metrics(None)
-    )
-    learner = _Learner(run, prepared, optimiser, accelerator, asked=lambda: False)
-    (part,) = next(shop.stream.steps(0, 1))
-    part = type(part)(part.names, x, y)
-    return lambda: learner.take([part])
+    return our_step(recipe, model, x, y)
 
 
 def ours_scaled(name: str, x: Tensor, y: Tensor, steps: int, trades: bool) -> Step:
@@ -178,19 +156,7 @@ CONTENDERS = {
 def measure(name: str, x: Tensor, y: Tensor, steps: int, trades: bool, rounds: int) -> dict[str, list[float]]:
     """The ratios to the floor, of every round."""
     crew = {who: build(name, x, y, steps, trades) for who, build in CONTENDERS.items()}
-    for step in crew.values():
-        step()  # to warm up
-    ratios: dict[str, list[float]] = {who: [] for who in crew}
-    names = list(crew)
-    for turn in range(rounds):
-        seconds = {}
-        for who in names[turn % len(names) :] + names[: turn % len(names)]:
-            begun = time.perf_counter()
-            crew[who]()
-            seconds[who] = time.perf_counter() - begun
-        for who in names:
-            ratios[who].append(seconds[who] / seconds[FLOOR])
-    return ratios
+    return ratios_to(FLOOR, take_turns(crew, rounds))
 
 
 def main() -> None:

@@ -14,7 +14,14 @@ import yaml
 from safetensors.torch import load_file
 from small_recipes import TRADES, document
 
+from vitadel.backbones.load import load_model
+from vitadel.backbones.record import save_classifier
+from vitadel.defenses.building import build_recipe
+from vitadel.defenses.harden import run_harden
+from vitadel.runtime.processes import join_processes
+
 TRAINING = {"train": {"epochs": 2}, "schedule": {"warm_up": 0.0}, "optimiser": {"name": "sgd", "rate": 0.5}}
+TORA = {"use": "tora", "reduction": 8}
 XCIT = {
     "name": "xcit_nano_12_p16_224",
     "mean": None,
@@ -52,8 +59,9 @@ def weights(folder):
     [
         ({"use": "adversarial", "attack": "pgd-2(step=5/255)"}, {}),
         (TRADES, {"awp": {"gamma": 0.01}, "attention_scaling": {"gap": 1, "images": 32, "steps": 2}}),
+        ({"use": "afat", "weight": 0.5, "share": 0.3, "rate": 0.05}, {}),
     ],
-    ids=["adversarial", "trades+awp+aas"],
+    ids=["adversarial", "trades+awp+aas", "afat"],
 )
 def test_two_processes_take_the_steps_of_one(tmp_path, objective, plugins):
     recipe = document(objective=objective, plugins=plugins, **TRAINING)
@@ -67,10 +75,42 @@ def test_two_processes_take_the_steps_of_one(tmp_path, objective, plugins):
     assert len(rows[0]) == len(rows[1]) == 8
     for a, b in zip(*rows, strict=True):
         assert a == pytest.approx(b, abs=1e-3, rel=1e-3)
+    if objective["use"] == "afat":
+        opponents = [load_file(run / "weights" / "corruption-model.safetensors") for run in (one, two)]
+        assert all(torch.allclose(value, opponents[1][key], atol=1e-4) for key, value in opponents[0].items())
     if plugins:
         factors = [json.loads(_record(run))["attention_factors"] for run in (one, two)]
         assert factors[0] == pytest.approx(factors[1], rel=1e-3)
         assert any(factor != 1 for factor in factors[0])
+
+
+def by_one_and_two(recipe, folder):
+    """Trained here, and by two other processes."""
+    _, one = run_harden(build_recipe(recipe, "small"), "small", join_processes("cpu"), out=folder / "one")
+    return one.path, trained(recipe, folder, 2)[0]
+
+
+def test_tora_in_two_processes_learns_what_one_learns(tmp_path):
+    """Phase 1, whose masked gradients must be averaged like any others, and phase 2, where the fusion alone learns."""
+    small, file = document()["model"], tmp_path / "pretrained.safetensors"
+    made = {"weights": "random", "num_classes": 10, "mean": (0.5,), "std": (0.5,), "kwargs": small["kwargs"]}
+    save_classifier(load_model(small["name"], **made), file)
+    model = {"weights": str(file)}
+    base = {"objective": {"use": "tora", "attack": "pgd-2(step=5/255)"}, "model": model, **TRAINING, "adapter": TORA}
+    runs = by_one_and_two(document(**base), tmp_path / "phase 1")
+    second = document(**{**base, "adapter": {**TORA, "start": str(runs[0]), "trade_off": 0.6}})
+    fused = by_one_and_two(second, tmp_path / "phase 2")
+    for (one, two), before in ((runs, None), (fused, runs[0])):
+        first, other = weights(one), weights(two)
+        for key, value in first.items():
+            assert torch.allclose(value, other[key], atol=1e-4), key
+        if before is not None:
+            start = load_file(before / "weights" / "best.safetensors")
+            changed = {key.partition(".")[0] for key, value in first.items() if not torch.equal(value, start[key])}
+            assert changed == {"fusion"}
+    learned = {key.partition(".")[0] for key, value in weights(runs[0]).items() if value.abs().max() > 0}
+    assert learned == {"acc", "rob", "fusion"}
+    assert weights(runs[0])["rob.adapters.0.up.weight"].abs().max() > 1e-3  # it starts at 0
 
 
 def _record(run: Path) -> str:

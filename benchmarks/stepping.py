@@ -1,0 +1,70 @@
+"""What benchmarks of training steps share: a step of our loop by itself, and contenders that take turns."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.load import load_model
+from vitadel.defenses.board import Board
+from vitadel.defenses.building import Recipe
+from vitadel.defenses.harden import make_optimiser, open_workshop
+
+# One step at a time is nobody else's business, so it has no public name; `train` would take all of them at once, and
+# contenders could not take turns.
+from vitadel.defenses.loop import Run, _Learner
+from vitadel.defenses.metrics import Metrics
+from vitadel.runtime.processes import join_processes
+
+__all__ = ["Step", "opened", "our_step", "ratios_to", "take_turns"]
+
+Step = Callable[[], None]
+
+
+def opened(name: str) -> Classifier:
+    """A model of the zoo, or one of timm's with random weights: a step costs the same."""
+    torch.manual_seed(0)
+    return load_model(name) if name.startswith("zoo:") else load_model(name, weights="random")
+
+
+def our_step(recipe: Recipe, model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    """One optimiser step of `vitadel harden` on the given images, without reading any."""
+    processes = join_processes("cpu")
+    shop = open_workshop(recipe, processes)
+    accelerator = Accelerator(cpu=True)
+    prepared, optimiser = accelerator.prepare(model, make_optimiser(recipe.optimiser, model))
+    board, folder = Board(10**6, 1, shown=False), Path(tempfile.mkdtemp())
+    run = Run(recipe, model, 10, shop.stream, shop.held_out, processes, folder, board, Metrics(None))
+    learner = _Learner(run, prepared, optimiser, accelerator, asked=lambda: False)
+    (part,) = next(shop.stream.steps(0, 1))
+    part = type(part)(part.names, x, y)
+    return lambda: learner.take([part])
+
+
+def take_turns(
+    crew: Mapping[str, Step], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds of every round, after one step each to warm up; who begins rotates, so that drift meets all alike."""
+    for step in crew.values():
+        step()
+    seconds: dict[str, list[float]] = {who: [] for who in crew}
+    names = list(crew)
+    for turn in range(rounds):
+        begin = turn % len(names)
+        for who in names[begin:] + names[:begin]:
+            begun = clock()
+            crew[who]()
+            seconds[who].append(clock() - begun)
+    return seconds
+
+
+def ratios_to(floor: str, seconds: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """Every contender's time as a multiple of the floor's in the same round."""
+    return {who: [a / b for a, b in zip(each, seconds[floor], strict=True)] for who, each in seconds.items()}

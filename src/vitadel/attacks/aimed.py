@@ -1,0 +1,77 @@
+"""Attacks aimed at one branch of TORA-ViT (Li & Xu, CVPR 2023), counted by what they do to the joint prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from vitadel.adapters.tora import Tora
+from vitadel.adapters.tora_settings import BRANCHES
+from vitadel.attacks.surrogate import Surrogate, deployed
+from vitadel.backbones.checks import check_pixels
+from vitadel.errors import Mistake, nearest_names
+from vitadel.instrument.hooks import Edge, hooked
+from vitadel.runtime.draws import Draws
+from vitadel.types import Attack
+
+__all__ = ["Aimed", "aimed"]
+
+
+class _Branch(nn.Module):
+    """The logits of one branch, seen while the whole model runs."""
+
+    def __init__(self, model: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        with hooked(self.model, [Edge("head", self.head, seen.append)]):
+            joint: Tensor = self.model(x)
+        # Plus nothing, by way of the joint output: who counts the model's backward passes sees this one, too.
+        return seen[0].to(joint.dtype) + (joint - joint)
+
+
+@dataclass(frozen=True)
+class Aimed:
+    """An attack that climbs the loss of one branch and stops where the joint prediction is fooled.
+
+    The joint prediction is the mean of two: where its own loss is flat, one branch may still lead to where both fall.
+    """
+
+    attack: Attack
+    branch: str = "rob"
+
+    def __post_init__(self) -> None:
+        if self.branch not in BRANCHES:
+            near = nearest_names(self.branch, BRANCHES) or "."
+            raise Mistake(f"unknown branch {self.branch!r} to aim at{near} Known: {', '.join(BRANCHES)}.")
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        check_pixels(x)
+        draws = Draws.of_pixels(x) if draws is None else draws
+        whole = deployed(model)
+        shown = _Branch(whole, _head(whole, self.branch))
+        return self.attack(Surrogate(shown, whole), x, y, draws.stream("aimed", BRANCHES.index(self.branch)))
+
+    def passes(self) -> tuple[int, int]:
+        gradients, forwards = self.attack.passes()
+        # Every look at the branch may need one at the joint prediction.
+        return gradients, 2 * forwards + gradients
+
+
+def aimed(attack: Attack, branch: str = "rob") -> Attack:
+    return Aimed(attack, branch)
+
+
+def _head(model: nn.Module, branch: str) -> nn.Module:
+    tora = next((module for module in model.modules() if isinstance(module, Tora)), None)
+    if tora is None or branch not in tora.settings.branches:
+        raise Mistake(
+            f"there is no branch '{branch}' to aim at: only TORA and its baselines with two heads have two. Attack the "
+            "model itself."
+        )
+    head: nn.Module = getattr(tora, branch).head
+    return head

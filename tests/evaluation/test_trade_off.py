@@ -1,0 +1,293 @@
+"""The trade-off on models whose verdicts can be worked out by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.nn import functional as F
+
+from toras import classifier_of, enlivened
+from vitadel.adapters.tora import OneHead, Tora
+from vitadel.adapters.tora_files import fusion_of, interpolated
+from vitadel.adapters.tora_settings import ToraSettings
+from vitadel.attacks.aimed import Aimed
+from vitadel.attacks.names import make
+from vitadel.data import open_dataset
+from vitadel.data.batches import batches
+from vitadel.errors import Interrupted, Mistake
+from vitadel.evaluation import trade_off
+from vitadel.evaluation.contenders import Contender, between, check_alike, open_contenders
+from vitadel.evaluation.metering import metered
+from vitadel.evaluation.subject import open_subject
+from vitadel.evaluation.trade_off import RVT_EPS, TradeOffOrder, run_trade_off
+from vitadel.runtime.processes import join_processes
+from vitadel.types import Source
+
+CPU = join_processes("cpu")
+BUDGETS = (1 / 255, 4 / 255)
+ORDER = TradeOffOrder(eps=BUDGETS, attacks=("pgd-2",), aimed=("pgd-2",), batch_size=16)
+
+
+@dataclass(frozen=True, eq=False)
+class Answered:
+    """Shapes whose labels are what the bare classifier answers, so that models near it are mostly right."""
+
+    shapes: Source
+    answers: torch.Tensor
+    classes: tuple[str, ...] = tuple("abcde")
+
+    def __len__(self):
+        return len(self.answers)
+
+    def __repr__(self):
+        return "answered shapes"
+
+    def labels(self):
+        return self.answers
+
+    def read(self, indices):
+        return self.shapes.read(indices)
+
+    def name(self, index):
+        return self.shapes.name(index)
+
+
+def answered(count=24):
+    shapes, bare = open_dataset("shapes(size=32)@test"), open_subject(classifier_of(), "shapes(size=32)@test")
+    (batch,) = batches(shapes, [list(range(count))], bare.preprocess)
+    with torch.no_grad():
+        return Answered(shapes, bare.model(batch.x).argmax(1))
+
+
+SOURCE = answered()
+
+
+def tora(seed=0, scale=0.15, kind="tora", trade_off=0.1, made=Tora):
+    """Near the bare classifier; noise makes the two heads differ."""
+    model = enlivened(made(classifier_of(), ToraSettings(kind=kind, reduction=8)), seed, scale)
+    model.trade_off = trade_off
+    return model.eval()
+
+
+def other_fusion(model, trade_off=0.9):
+    """Another phase 2 beside the same adapters."""
+    other = tora(trade_off=trade_off)
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for number, parameter in enumerate(other.fusion.parameters()):
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+    return other
+
+
+def contender(name, model):
+    return Contender(name, open_subject(model, SOURCE))
+
+
+@pytest.fixture(scope="module")
+def crew():
+    first = tora()
+    baseline = tora(kind="single", trade_off=0.5)
+    return [contender("low", first), contender("high", other_fusion(first)), contender("single", baseline)]
+
+
+@pytest.fixture(scope="module")
+def outcome(crew, tmp_path_factory):
+    return run_trade_off(crew, ORDER, CPU, out=tmp_path_factory.mktemp("trade") / "run")
+
+
+@pytest.fixture(scope="module")
+def samples(outcome):
+    return pq.read_table(io.BytesIO((outcome.folder.path / "samples.parquet").read_bytes())).to_pydict()
+
+
+def pixels(subject, index):
+    (batch,) = batches(subject.source, [list(index)], subject.preprocess)
+    return batch.x, batch.y
+
+
+def test_every_head_is_judged_as_by_hand(crew, outcome, samples):
+    x, y = pixels(crew[0].subject, samples["index"])
+    model = crew[0].tora
+    assert samples["label"] == y.tolist()
+    outputs = {"acc": OneHead(model, "acc"), "rob": OneHead(model, "rob"), "joint": model}
+    told = outcome.results["trade_off"]["contenders"][0]["rvt"]
+    right_of = {}
+    for head, output in outputs.items():
+        z = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(F.cross_entropy(output(z), y, reduction="sum"), z)
+        stepped = (x + RVT_EPS * slope.sign()).clamp(0, 1)
+        with torch.no_grad():
+            right, held = (output(each).argmax(1) == y for each in (x, stepped))
+        held = held & right
+        where = "" if head == "joint" else f" {head}"
+        assert samples[f"correct:low{where}"] == right.tolist()
+        assert samples[f"held:low{where}: RVT fgsm at 1/255"] == held.tolist()
+        assert told[head]["clean"]["correct"] == int(right.sum())
+        assert told[head]["attacks"][0]["held"] == int(held.sum())
+        assert [entry["target"] for entry in told[head]["attacks"]] == [head] * 2
+        right_of[head] = right.tolist()
+    assert right_of["acc"] != right_of["rob"]  # or heads could have been mixed up unseen
+    assert int(sum(right_of["joint"])) > 15
+
+
+def test_the_worst_case_is_what_holds_against_everything_within_the_budget(crew, outcome, samples):
+    for entry in outcome.results["trade_off"]["contenders"]:
+        name, held = entry["name"], np.array(samples[f"correct:{entry['name']}"])
+        for worst in entry["worst_case"]:
+            inside = [f"held:{name}: RVT {rvt} at 1/255" for rvt in ("fgsm", "pgd-5(step=0.5/255)")]
+            inside += [f"held:{name}: {each['name']}" for each in entry["attacks"] if each["eps"] <= worst["eps"]]
+            found = held & np.all([samples[each] for each in inside], axis=0)
+            assert samples[f"worst:{name}: {worst['eps_text']}"] == found.tolist()
+            assert worst["held"] == int(found.sum())
+            assert all(worst["held"] <= sum(samples[each]) for each in inside)
+        assert entry["worst_case"][1]["held"] <= entry["worst_case"][0]["held"] <= entry["clean"]["correct"]
+        targets = [each["target"] for each in entry["attacks"]]
+        assert targets == (["joint"] if name == "single" else ["joint", "acc", "rob"]) * 2
+    assert outcome.results["trade_off"]["contenders"][0]["worst_case"][1]["held"] < 15
+    assert [each["lambda"] for each in outcome.results["trade_off"]["contenders"]] == [0.1, 0.9, 0.5]
+
+
+def test_an_aimed_step_follows_the_gradient_of_its_branch(crew):
+    model, subject = crew[0].tora, crew[0].subject
+    x, y = pixels(subject, range(12))
+    eps = 2 / 255
+    for branch in ("acc", "rob"):
+        found = Aimed(make("fgsm", eps=eps), branch)(model, x, y)
+        z = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(F.cross_entropy(OneHead(model, branch)(z), y, reduction="sum"), z)
+        expected = (x + eps * slope.sign()).clamp(0, 1)
+        with torch.no_grad():
+            standing = model(x).argmax(1) == y
+        assert standing.sum() > 5
+        torch.testing.assert_close(found[standing], expected[standing])
+        assert torch.equal(found[~standing], x[~standing])
+
+
+def test_an_aimed_attack_costs_what_it_says(crew):
+    model = crew[0].tora
+    x, _ = pixels(crew[0].subject, range(6))
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    attack = Aimed(make("pgd-3", eps=1e-6), "acc")
+    with metered(model) as cost:
+        attack(model, x, y)
+    assert (cost.gradients, cost.forwards) == tuple(6 * each for each in attack.passes()) == (18, 18)
+
+
+def test_aiming_needs_two_heads():
+    x = torch.rand(1, 3, 32, 32)
+    for model in (tora(kind="single"), classifier_of()):
+        with pytest.raises(Mistake, match="no branch 'acc' to aim at"):
+            Aimed(make("fgsm"), "acc")(model, x, torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(Mistake, match="unknown branch 'ac' to aim at; did you mean acc"):
+        Aimed(make("fgsm"), "ac")
+
+
+class Masked(Tora):
+    """Its joint output has no gradient, its heads have: the case that only aimed attacks see through."""
+
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+def test_a_joint_output_without_gradients_is_seen_through_and_told(tmp_path):
+    found = run_trade_off([contender("masked", tora(made=Masked))], ORDER, CPU, out=tmp_path / "run").results
+    (entry,) = found["trade_off"]["contenders"]
+    before, *after = [each["held"] for each in entry["attacks"] if each["eps"] == BUDGETS[1]]
+    assert after[-1] < before - 5
+    told = [each for each in found["findings"] if "the joint output against its heads" in each["check"]]
+    assert told
+    assert told[-1]["verdict"] == "suspicious"
+
+
+def test_interrupted_and_resumed_it_tells_the_same(crew, outcome, tmp_path, monkeypatch):
+    real, calls = trade_off.attack_stage, 0
+
+    def fragile(*given, **more):
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise KeyboardInterrupt
+        return real(*given, **more)
+
+    monkeypatch.setattr(trade_off, "attack_stage", fragile)
+    with pytest.raises(Interrupted):
+        run_trade_off(crew, ORDER, CPU, out=tmp_path / "run")
+    monkeypatch.undo()
+    again = run_trade_off(crew, ORDER, CPU, out=tmp_path / "run", resume=True)
+    assert _timeless(again.results) == _timeless(outcome.results)
+    finished = run_trade_off(crew, ORDER, CPU, out=tmp_path / "run", resume=True)
+    assert finished.results == json.loads((again.folder.path / "results.json").read_text())
+
+
+def _timeless(value):
+    if isinstance(value, dict):
+        return {key: _timeless(each) for key, each in value.items() if key != "seconds"}
+    return [_timeless(each) for each in value] if isinstance(value, list) else value
+
+
+def test_the_knob_gives_fusions_in_between(crew):
+    found = between(crew, 3)
+    assert [each.knob["at"] for each in found] == [0.25, 0.5, 0.75]
+    assert found[0].knob["lambdas"] == [0.1, 0.9]
+    middle = fusion_of(found[1].tora).weights
+    expected = interpolated(fusion_of(crew[0].tora), fusion_of(crew[1].tora), 0.5).weights
+    assert all(torch.equal(middle[name], expected[name]) for name in expected)
+    assert found[1].tora.classifier is crew[0].tora.classifier  # not a copy for each
+    assert not torch.equal(fusion_of(crew[0].tora).weights[name := "fusion.0.query.weight"], middle[name])
+    assert between(crew, 0) == []
+
+
+@pytest.mark.parametrize("alone", [slice(0, 1), slice(2, 3)])
+def test_a_knob_needs_two_fusions_of_one_training(crew, alone):
+    with pytest.raises(Mistake, match="--knob goes from one fusion to another of the same training"):
+        between(crew[alone], 1)
+
+
+def test_models_by_name_share_data():
+    found = open_contenders(["zoo:shapes-standard", "zoo:shapes-robust"], "shapes")
+    assert [each.name for each in found] == ["zoo:shapes-standard", "zoo:shapes-robust"]
+    assert found[0].subject.source is found[1].subject.source
+    assert found[0].told()["kind"] == "model"
+    assert found[0].branches == ()
+    with pytest.raises(Mistake, match="at least one model"):
+        open_contenders([], "shapes")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"eps": (4 / 255, 1 / 255)}, "the smallest first"),
+        ({"eps": ()}, "got none"),
+        ({"eps": (1.0,)}, "between 0 and 1"),
+        ({"attacks": ()}, "at least one attack"),
+        ({"attacks": ("pgd-2", "pgd-2")}, "--attacks lists 'pgd-2' twice"),
+        ({"attacks": ("pdg-2",)}, "unknown attack"),
+        ({"aimed": ("aas+pgd-2",)}, "studies other images first"),
+        ({"attacks": ("patches-random",)}, "a budget of its own"),
+        ({"maps": -1}, "--maps at least 0"),
+    ],
+)
+def test_orders_that_make_no_sense(settings, told):
+    with pytest.raises(Mistake, match=told):
+        TradeOffOrder(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"classes": 10}, r"differ in classes \(10 and 5\)"),
+        ({"img_size": 16}, "differ in image size and preprocessing"),
+    ],
+)
+def test_models_for_other_inputs_or_classes_are_refused(settings, told):
+    first, other = (contender(name, classifier_of(**given)) for name, given in (("one", {}), ("two", settings)))
+    with pytest.raises(Mistake, match=f"'two' and 'one' {told}"):
+        check_alike(first, other)
+    check_alike(first, first)
