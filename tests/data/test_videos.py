@@ -3,15 +3,15 @@ from __future__ import annotations
 import builtins
 from pathlib import Path
 
-import numpy as np
 import pytest
 from pictures import pixels_of
 
+from films import write_video
 from vitadel.data import left_out, open_dataset
 from vitadel.data.videos import VideoFrames
 from vitadel.errors import Mistake
 
-av = pytest.importorskip("av")
+pytest.importorskip("av")
 GOOSE, TENCH = "n01855672", "n01440764"
 
 
@@ -20,23 +20,15 @@ def gray(video: int, frame: int) -> int:
     return 20 + 60 * video + 12 * frame
 
 
-def write_video(path: Path, number: int, frames: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
-        stream.bit_rate = 4_000_000
-        for frame in range(frames):
-            pixels = np.full((32, 32, 3), gray(number, frame), dtype=np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
+def film(path: Path, number: int, frames: int) -> None:
+    write_video(path, [gray(number, frame) for frame in range(frames)])
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    write_video(tmp_path / "snow" / GOOSE / "a.mp4", 1, 3)
-    write_video(tmp_path / "brightness" / TENCH / "b.mp4", 0, 4)
-    write_video(tmp_path / "brightness" / TENCH / "c.mp4", 2, 2)
+    film(tmp_path / "snow" / GOOSE / "a.mp4", 1, 3)
+    film(tmp_path / "brightness" / TENCH / "b.mp4", 0, 4)
+    film(tmp_path / "brightness" / TENCH / "c.mp4", 2, 2)
     return tmp_path
 
 
@@ -66,7 +58,7 @@ def test_a_broken_video(root: Path) -> None:
 
 def test_a_video_that_shrank_since_gives_exceptions(root: Path) -> None:
     source = open_dataset(f"imagenet-p:{root}/snow")
-    write_video(root / "snow" / GOOSE / "a.mp4", 1, 2)
+    film(root / "snow" / GOOSE / "a.mp4", 1, 2)
     images = source.read([0, 1, 2])
     assert [isinstance(image, Exception) for image in images] == [False, False, True]
     assert "ends before this frame" in str(images[2])

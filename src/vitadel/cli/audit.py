@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from vitadel.cli import ladder, options, running
+from vitadel.cli import corruptions, ladder, options, running, stability
 from vitadel.cli.bundles import bundled, flags_of
 from vitadel.errors import Mistake, nearest_names
 
-_SUITES = {"ladder": ladder.LadderFlags}
-_ONLY_OF_ATTACKS = ("attacks", "norm", "independent", "calibration", "precision", "compile_model")
+_OF_ATTACKS = ("attacks", "eps", "norm", "independent", "calibration", "precision", "compile_model", "protocol")
+# Other benchmarks: their own flags, and which of those of the attacks they heed.
+_SUITES = {
+    "ladder": (ladder.LadderFlags, {"eps"}),
+    "corruptions": (corruptions.CorruptionFlags, {"precision"}),
+    "stability": (stability.StabilityFlags, {"calibration"}),
+}
 
 
 @bundled
@@ -23,12 +29,22 @@ def audit(
     independent: Annotated[
         bool, typer.Option("--independent", help="every attack sees all correct samples, not only those still standing")
     ] = False,
+    protocol: Annotated[
+        str | None,
+        typer.Option(help="a name that makes runs comparable, e.g. robustbench-cifar10; see 'vitadel list protocols'"),
+    ] = None,
     conduct: options.Conduct = options.Conduct(),
     choice: options.Choice = options.Choice(),
     run: options.Running = options.Running(),
     suite: Annotated[
-        str | None, typer.Option(help="another benchmark instead of --attacks: ladder, for secret tokens")
+        str | None,
+        typer.Option(
+            help="another benchmark instead of --attacks: corruptions, stability (noise in patches), or ladder (secret "
+            "tokens)"
+        ),
     ] = None,
+    corrupting: corruptions.CorruptionFlags = corruptions.CorruptionFlags(),
+    measuring: stability.StabilityFlags = stability.StabilityFlags(),
     climbing: ladder.LadderFlags = ladder.LadderFlags(),
 ) -> None:
     """How accurate is MODEL, and how much of that survives an attack? Writes a run folder and a report."""
@@ -39,26 +55,47 @@ def audit(
     if suite == "ladder":
         eps = attacking.eps if "eps" in given else None  # the ladder has budgets of its own unless told otherwise
         ladder.climb(model, choice, sampling, run, climbing, eps)
-        return
-    order = running.order_of(attacking, sampling, conduct, independent=independent)
-    done = running.run_attacks("audit", order, model, choice, sampling, run)
-    if done is not None:
-        running.tell(*done, run, terminal.show_results)
+    elif suite == "corruptions":
+        corruptions.run_corruptions(model, choice, sampling, run, corrupting, conduct.precision)
+    elif suite == "stability":
+        stability.measure(model, choice, sampling, run, measuring, conduct.calibration)
+    else:
+        if protocol is not None:
+            attacking, sampling, independent = _under(protocol, attacking, sampling, independent, given)
+        order = running.order_of(attacking, sampling, conduct, independent=independent, protocol=protocol)
+        done = running.run_attacks("audit", order, model, choice, sampling, run)
+        if done is not None:
+            running.tell(*done, run, terminal.show_results)
+
+
+def _under(
+    name: str, attacking: options.Attacking, sampling: options.Sampling, independent: bool, given: set[str]
+) -> tuple[options.Attacking, options.Sampling, bool]:
+    """What a protocol asks for, where no flag says otherwise; a flag that does is for the audit to refuse."""
+    from vitadel.evaluation.protocols import protocol_named, settings
+
+    asked = {flag: value for flag, value in settings(name).items() if flag not in given}
+    if "data" not in given:
+        protocol = protocol_named(name)
+        if protocol.needs:
+            raise Mistake(f"the protocol {name} needs --data {protocol.needs}")
+        sampling = replace(sampling, data=protocol.data[0])
+    fixed = {flag: asked[flag] for flag in ("attacks", "eps", "norm") if flag in asked}
+    return replace(attacking, **fixed), sampling, asked.get("independent", independent)
 
 
 def _refuse_idle_flags(suite: str | None, given: set[str]) -> None:
     """Flags that would be ignored: those of a plain audit with a suite, and those of a suite without it."""
-    if suite is not None and suite not in _SUITES:
-        raise Mistake(f"unknown suite {suite!r}{nearest_names(suite, _SUITES) or '.'} Known: {', '.join(_SUITES)}.")
     if suite is not None:
-        idle = [name for name in _ONLY_OF_ATTACKS if name in given]
-        why = f"do not go with --suite {suite}, which is Linf in fp32; leave them out."
-        _refuse(idle, why)
-    for other, flags in _SUITES.items():
+        if suite not in _SUITES:
+            raise Mistake(f"unknown suite {suite!r}{nearest_names(suite, _SUITES) or '.'} Known: {', '.join(_SUITES)}.")
+        _, heeded = _SUITES[suite]
+        idle = [name for name in _OF_ATTACKS if name in given and name not in heeded]
+        _refuse(idle, f"do not go with --suite {suite}, which has attacks and budgets of its own; leave them out.")
+    for other, (flags, _) in _SUITES.items():
         if other != suite:
-            _refuse(
-                [name for name in flags_of(flags) if name in given], f"need --suite {other}; leave them out, or add it."
-            )
+            idle = [name for name in flags_of(flags) if name in given]
+            _refuse(idle, f"need --suite {other}; leave them out, or add it.")
 
 
 def _refuse(idle: list[str], why: str) -> None:

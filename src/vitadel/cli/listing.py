@@ -13,13 +13,14 @@ class Kind(enum.StrEnum):
     attacks = enum.auto()
     data = enum.auto()
     recipes = enum.auto()
+    protocols = enum.auto()
 
 
 def listing(
     kind: Annotated[Kind, typer.Argument(help="what to list")],
     search: Annotated[str, typer.Argument(help="only names that contain this; searches timm too")] = "",
 ) -> None:
-    """What there is: models, attacks, data or recipes."""
+    """What there is: models, attacks, data, recipes or protocols."""
     from vitadel.reporting.terminal import show_names
 
     rows = _rows(kind, search)
@@ -42,8 +43,12 @@ def _rows(kind: Kind, search: str) -> dict[str, str]:
 
         counts = {name: len(rows(name)) for name in shipped_recipes()}
         return {name: texts(name)["about"] + (f" [{count} rows]" if count else "") for name, count in counts.items()}
+    if kind is Kind.protocols:
+        from vitadel.evaluation.protocols import PROTOCOLS
+
+        return {name: protocol.about for name, protocol in PROTOCOLS.items()}
     import timm
 
     from vitadel.backbones.load import model_names
 
-    return model_names() | (dict.fromkeys(timm.list_models(f"*{search}*"), "timm") if search else {})
+    return (dict.fromkeys(timm.list_models(f"*{search}*"), "timm") if search else {}) | model_names()

@@ -9,7 +9,21 @@ from typing import NoReturn
 
 import typer
 
-from vitadel.cli import attack, audit, harden, inspect, listing, plan, probe, recipes, report, selftest
+from vitadel.cli import (
+    attack,
+    audit,
+    corrupt,
+    diagnose,
+    harden,
+    inspect,
+    listing,
+    plan,
+    probe,
+    recipes,
+    report,
+    selftest,
+    tradeoff,
+)
 from vitadel.errors import Interrupted, Mistake
 from vitadel.version import __version__
 
@@ -25,8 +39,11 @@ app = typer.Typer(
 )
 app.command("audit")(audit.audit)
 app.command("attack")(attack.attack)
+app.command("diagnose")(diagnose.diagnose)
 app.command("harden")(harden.harden)
 app.command("probe")(probe.probe)
+app.command("trade-off")(tradeoff.trade_off)
+app.command("corrupt")(corrupt.corrupt)
 app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)

@@ -24,11 +24,13 @@ from vitadel.backbones.checks import looks_like_probabilities, modules_in_train_
 from vitadel.data.batches import batches
 from vitadel.data.checks import BadSample
 from vitadel.errors import Interrupted, Mistake
+from vitadel.evaluation.among import choose_among, told_among_all
 from vitadel.evaluation.calibration import calibrated
 from vitadel.evaluation.compiling import Compilation, compiled
 from vitadel.evaluation.evidence import findings_about
 from vitadel.evaluation.keeping import IMAGES, PICTURES, PNG_HOLDS, Keeper
 from vitadel.evaluation.ledger import FolderLedger, MemoryLedger
+from vitadel.evaluation.protocols import protocol_named, standing
 from vitadel.evaluation.results import SCHEMA, Tally, described, samples_table
 from vitadel.evaluation.stages import NOTE, PRECISIONS, Bench, Leg, attack_stage, clean_stage, rules_of
 from vitadel.evaluation.subject import Subject, open_subject
@@ -55,7 +57,7 @@ class Order:
 
     Each attack works on the samples that the earlier ones left standing, so the last number is the worst case; with
     `independent` every attack sees all correctly classified samples. `keep` says whether images that fool the model
-    are saved in the run folder, as floats or also as 8-bit pictures.
+    are saved in the run folder, as floats or also as 8-bit pictures. `protocol` is a name that the run wants to bear.
     """
 
     attacks: tuple[str, ...] = DEFAULT_ATTACKS
@@ -70,6 +72,7 @@ class Order:
     calibration: str | None = None
     compile: bool = False
     keep: str = "nothing"
+    protocol: str | None = None
 
     def __post_init__(self) -> None:
         twice = sorted({name for name in self.attacks if self.attacks.count(name) > 1})
@@ -83,6 +86,8 @@ class Order:
             raise Mistake(f"unknown precision {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
         if self.norm == "linf" and self.eps == 1:
             raise Mistake("eps 1 lets every pixel become anything: pixels are in [0, 1] here. Did you mean 1/255?")
+        if self.protocol is not None:
+            protocol_named(self.protocol)
         self.crew()  # a wrong name, norm or budget is told before anything is loaded
 
     @property
@@ -128,6 +133,7 @@ def audit(
     skip_bad: bool = False,
     calibration: str | None = None,
     compile: bool = False,
+    protocol: str | None = None,
     device: str = "auto",
     data_root: str | Path | None = None,
     model_options: Mapping[str, Any] | None = None,
@@ -138,7 +144,8 @@ def audit(
 ) -> dict[str, Any]:
     """Audit a model from Python; returns what `results.json` holds. A run folder is written if `out` names one.
 
-    The settings are those of `Order`; `model_options` go to `load_model`. `tokens` is a file of robustness tokens for
+    The settings are those of `Order`; those that a `protocol` asks for come from `evaluation.protocols.settings`.
+    `model_options` go to `load_model`. `tokens` is a file of robustness tokens for
     the model, which only its owner may read unless `allow_readable`.
     """
     names = tuple(split_attack_list(attacks) if isinstance(attacks, str) else attacks)
@@ -155,6 +162,7 @@ def audit(
         skip_bad=skip_bad,
         calibration=calibration,
         compile=compile,
+        protocol=protocol,
     )
     processes = join_processes(device)
     subject = open_subject(
@@ -182,8 +190,10 @@ def run_audit(
     verb: str = "audit",
 ) -> Outcome:
     """Audit, in a run folder if `out` names one or `in_folder` asks for a new one below runs/."""
+    subject = choose_among(subject)
     indices, mislabelled = subject.selection(order.limit, order.seed, order.skip_bad)
     _check_sense(subject, order, indices)
+    comparable = standing(order, subject, indices)
     settings = order.settings(subject, indices)
     run = None
     if out is not None or in_folder:
@@ -213,7 +223,7 @@ def run_audit(
     if order.compile:
         bench, compilation = _with_compiled(bench)
     try:
-        results = _run(bench, subject, order, indices, mislabelled, settings, run, compilation)
+        results = _run(bench, subject, order, indices, mislabelled, settings, comparable, run, compilation)
         return Outcome(results, run, processes.is_main)
     except KeyboardInterrupt:
         if run is not None:
@@ -254,6 +264,7 @@ def _run(
     indices: Tensor,
     mislabelled: Sequence[BadSample],
     settings: dict[str, Any],
+    comparable: dict[str, Any],
     run: RunFolder | None,
     compilation: Compilation | None,
 ) -> dict[str, Any]:
@@ -267,7 +278,7 @@ def _run(
         if len(tally.index) == 0:
             raise Mistake("no sample could be read, so there is nothing to audit; see the reasons with --skip-bad off")
         findings += _findings_about_outputs(bench, tally)
-        results = _results(subject, order, tally, settings, findings)
+        results = _results(subject, order, tally, settings, findings, comparable)
         kept: list[Leg] = []
         for number, (name, attack) in enumerate(crew):
             if run and main:
@@ -284,7 +295,8 @@ def _run(
             tally.add(name, told, legs, alone=alone, own_rules=own_rules)
             findings += findings_about(name, legs, len(tally.index))
             kept += legs
-            results = _results(subject, order, tally, settings, findings)
+            results = _results(subject, order, tally, settings, findings, comparable)
+        results |= told_among_all(bench, tally.index)
         if compilation is not None:
             results["compile"] = compilation.told()
         if order.keep != "nothing":
@@ -301,7 +313,12 @@ def _run(
 
 
 def _results(
-    subject: Subject, order: Order, tally: Tally, settings: dict[str, Any], findings: list[dict[str, Any]]
+    subject: Subject,
+    order: Order,
+    tally: Tally,
+    settings: dict[str, Any],
+    findings: list[dict[str, Any]],
+    comparable: dict[str, Any],
 ) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
@@ -312,6 +329,7 @@ def _results(
         "threat": {"norm": order.norm, "eps": order.eps, "eps_text": settings["eps"]},
         "batch_size": order.batch_size,
         "precision": order.precision,
+        "protocol": comparable,
         **tally.summary(),
         "findings": findings,
     }

@@ -14,6 +14,7 @@ from vitadel.data.batches import batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import Mistake
+from vitadel.evaluation.among import numbered_alike
 from vitadel.evaluation.stages import Bench
 from vitadel.evaluation.subject import Subject
 from vitadel.types import Attack, Calibrated, Source
@@ -66,7 +67,7 @@ def calibration_images(
     """From `spec`, which `flag` gives, else from the training split of the audited data, else from what is left out."""
     source = _training_split(subject) if spec is None else open_dataset(spec, root=subject.data_root, skip_bad=True)
     left_over = source is None
-    source = subject.source if source is None else source
+    source = subject.source if source is None else numbered_alike(source, subject.source)
     labels = source.labels()
     classes = subject.model.record.num_classes or len(subject.source.classes)
     usable = (labels >= 0) & (labels < classes)

@@ -1,9 +1,8 @@
-"""Read run folders, and work out what can be said about them without a model: classes, pairs, comparability."""
+"""Read run folders, and work out what can be said about them without a model: classes, comparability."""
 
 from __future__ import annotations
 
 import json
-import math
 import zipfile
 from collections import Counter
 from collections.abc import Sequence
@@ -19,14 +18,11 @@ from vitadel.errors import Mistake
 
 __all__ = [
     "ClassScore",
-    "PairRow",
     "Run",
     "aspects",
     "class_scores",
     "differing_aspects",
     "interval_text",
-    "mcnemar",
-    "pair_rows",
     "percent",
     "read_run",
     "run_labels",
@@ -245,8 +241,8 @@ class ClassScore:
 
 
 def class_scores(run: Run) -> list[ClassScore]:
-    """Every class that occurs, in the order of the labels."""
-    if run.samples is None:
+    """Every class that occurs, in the order of the labels; none where clean images were not judged."""
+    if run.samples is None or run.results.get("clean") is None:
         return []
     label, correct, held = run.column("label"), run.column("clean_correct"), run.held()
     return [
@@ -258,45 +254,3 @@ def class_scores(run: Run) -> list[ClassScore]:
         )
         for value in np.unique(label)
     ]
-
-
-@dataclass(frozen=True)
-class PairRow:
-    """Two runs on the same samples: who holds which, and how likely so uneven a split would be by chance."""
-
-    what: str
-    both: int
-    only_first: int
-    only_second: int
-    neither: int
-    p_value: float
-
-
-def pair_rows(first: Run, second: Run) -> list[PairRow]:
-    """Clean and, under an equal threat, worst case, sample by sample; nothing if the runs saw different images."""
-    if first.samples is None or second.samples is None or aspects(first)["data"] != aspects(second)["data"]:
-        return []
-    if not all(np.array_equal(first.column(name), second.column(name)) for name in ("index", "label")):
-        return []
-    rows = [_pair_row("clean", first.column("clean_correct"), second.column("clean_correct"))]
-    one, other = first.held(), second.held()
-    if one is not None and other is not None and threat_text(first) == threat_text(second):
-        rows.append(_pair_row("worst case", one, other))
-    return rows
-
-
-def _pair_row(what: str, one: Array, other: Array) -> PairRow:
-    only_first, only_second = int((one & ~other).sum()), int((other & ~one).sum())
-    p_value = mcnemar(only_first, only_second)
-    return PairRow(what, int((one & other).sum()), only_first, only_second, int((~one & ~other).sum()), p_value)
-
-
-def mcnemar(only_first: int, only_second: int) -> float:
-    """Two-sided exact test of McNemar (1947): are discordant samples split like fair coin tosses?"""
-    tosses, fewer = only_first + only_second, min(only_first, only_second)
-    term = math.comb(tosses, fewer)
-    tail = term
-    for hits in range(fewer, 0, -1):  # C(n, k-1) from C(n, k): exact in integers, and quick for many samples
-        term = term * hits // (tosses - hits + 1)
-        tail += term
-    return min(1.0, 2 * tail / (1 << tosses))

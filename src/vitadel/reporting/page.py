@@ -16,6 +16,8 @@ from markupsafe import Markup
 
 from vitadel.errors import Mistake
 from vitadel.reporting.activations import activations_sentence, draw_activations
+from vitadel.reporting.adapter_maps import draw_maps
+from vitadel.reporting.corruptions import corruption_sentences, draw_corruptions
 from vitadel.reporting.curves import draw_training
 from vitadel.reporting.figures import Picture, draw_accuracies, draw_classes, draw_examples
 from vitadel.reporting.gather import (
@@ -29,6 +31,8 @@ from vitadel.reporting.gather import (
 )
 from vitadel.reporting.ladder import draw_ladder, ladder_sentence
 from vitadel.reporting.sections import OF_A_RUN, OVERVIEW, command_line, from_command_line, one_budget
+from vitadel.reporting.stability import draw_stability, stability_sentence
+from vitadel.reporting.trade_off import draw_trade_off, trade_off_sentence
 from vitadel.runtime.rundir import write_atomically
 from vitadel.version import __version__
 
@@ -47,7 +51,16 @@ def write_report(runs: Sequence[Path], out: Path) -> None:
     gathered = [read_run(path) for path in once.values()]
     for run in gathered:
         if out.resolve().is_relative_to(run.path.resolve()):
-            alone = (draw_examples, draw_training, draw_activations, draw_ladder)
+            alone = (
+                draw_examples,
+                draw_training,
+                draw_activations,
+                draw_ladder,
+                draw_trade_off,
+                draw_maps,
+                draw_stability,
+                draw_corruptions,
+            )
             drawn = (draw_accuracies([run]), draw_classes(run)) if one_budget(run) else ()
             for picture in filter(None, (*drawn, *(draw(run) for draw in alone))):
                 write_atomically(run.path / "figures" / f"{picture.name}.png", picture.png())
@@ -122,6 +135,13 @@ def verdict(run: Run) -> str:
     clean, worst = run.results.get("clean"), run.results.get("worst_case")
     if not clean and run.results.get("activations"):
         return activations_sentence(run.results["activations"])
+    if run.complete and run.results.get("suite") == "trade-off":
+        return trade_off_sentence(run.results)
+    if run.complete and run.results.get("suite") == "stability":
+        return stability_sentence(run.results)
+    if run.complete and run.results.get("suite") == "corruptions":
+        before = f"Clean accuracy {percent(clean['accuracy'])} (n = {clean['n']:,}). " if clean else ""
+        return before + " ".join(corruption_sentences(run.results))
     if not clean:
         return "There are no results yet."
     if run.results.get("suite") == "ladder":

@@ -6,7 +6,6 @@ To add one: write the function, put it into `OVERVIEW` or `OF_A_RUN`, and give i
 
 from __future__ import annotations
 
-import itertools
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import Any
 
 from vitadel.evaluation.intervals import wilson
 from vitadel.reporting.activations import draw_activations, where_rows
+from vitadel.reporting.adapter_maps import MAPS_REMARK, check_table, draw_maps
+from vitadel.reporting.corruptions import corruption_content
 from vitadel.reporting.curves import draw_training, draw_trainings, training_rows
 from vitadel.reporting.figures import draw_accuracies, draw_classes, draw_examples
 from vitadel.reporting.gather import (
@@ -22,11 +23,13 @@ from vitadel.reporting.gather import (
     aspects,
     class_scores,
     differing_aspects,
-    pair_rows,
     run_labels,
     threat_text,
 )
 from vitadel.reporting.ladder import control_rows, draw_ladder, ladder_remarks, ladder_rows
+from vitadel.reporting.pairs import pairings
+from vitadel.reporting.stability import draw_stability, stability_remarks, stability_tables
+from vitadel.reporting.trade_off import draw_trade_off, trade_off_remarks, trade_off_tables
 
 __all__ = ["OF_A_RUN", "OVERVIEW", "Section", "command_line", "from_command_line", "one_budget"]
 
@@ -72,8 +75,8 @@ def comparison(runs: Sequence[Run]) -> Section | None:
 
 
 def one_budget(run: Run) -> bool:
-    """Whether all attacks of a run had one budget; those of a ladder are told in a section of their own."""
-    return run.results.get("suite") != "ladder"
+    """Whether all attacks of a run had one budget; suites with several are told in sections of their own."""
+    return run.results.get("suite") not in ("ladder", "trade-off")
 
 
 def accuracies(runs: Sequence[Run]) -> Section | None:
@@ -90,13 +93,8 @@ _ACCURACIES = (
 
 
 def pairs(runs: Sequence[Run]) -> Section | None:
-    """Runs on the same images, sample by sample."""
-    labelled = zip(runs, run_labels(runs), strict=True)
-    found = [
-        {"first": name, "second": other_name, "rows": rows, "same_attacks": _same(run, other, "attacks")}
-        for (run, name), (other, other_name) in itertools.combinations(labelled, 2)
-        if (rows := pair_rows(run, other))
-    ]
+    """Runs on the same images, sample by sample, and a word where they were not."""
+    found = pairings(runs)
     return Section("pairs", "The same images, one by one", {"pairs": found}) if found else None
 
 
@@ -106,10 +104,6 @@ def trainings(runs: Sequence[Run]) -> Section | None:
     if len(rows) < 2:
         return None
     return Section("trainings", "Trainings side by side", {"rows": rows, "picture": draw_trainings(runs)})
-
-
-def _same(run: Run, other: Run, aspect: str) -> bool:
-    return aspects(run)[aspect] == aspects(other)[aspect]
 
 
 def findings(run: Run) -> Section | None:
@@ -219,6 +213,61 @@ def ladder(run: Run) -> Section | None:
     return Section("ladder", "Threat ladder", content)
 
 
+def trade_off(run: Run) -> Section | None:
+    """Accuracy against robustness, model beside model."""
+    picture = draw_trade_off(run)
+    if picture is None:
+        return None
+    content = {
+        "picture": picture,
+        "caption": "Numbers are lambdas, bars 95 % intervals either way. What lies up and to the right is better.",
+        "tables": trade_off_tables(run.results["trade_off"]),
+        "remarks": trade_off_remarks(run),
+    }
+    return Section("measured", "Trade-off of accuracy and robustness", content)
+
+
+def adapter_maps(run: Run) -> Section | None:
+    """Where TORA's adapters are looked at."""
+    picture, told = draw_maps(run), (run.results.get("trade_off") or {}).get("maps")
+    if picture is None or not told:
+        return None
+    content = {
+        "picture": picture,
+        "caption": "The accuracy adapter's share of what each patch gives to the fusion, the mean over all queries.",
+        "tables": [check_table(told)],
+        "remarks": [MAPS_REMARK],
+    }
+    return Section("measured", "Maps of the adapters", content)
+
+
+def corruptions(run: Run) -> Section | None:
+    """Errors by corruption and severity, and how often predictions flip along sequences."""
+    content = corruption_content(run)
+    return None if content is None else Section("corruptions", "Corruptions", content)
+
+
+def stability(run: Run) -> Section | None:
+    """What noise in a few patches does."""
+    picture = draw_stability(run)
+    if picture is None:
+        return None
+    told = run.results["stability"]
+    content = {
+        "picture": picture,
+        "caption": _STABILITY,
+        "tables": stability_tables(told),
+        "remarks": stability_remarks(told),
+    }
+    return Section("measured", "Stability under noisy patches", content)
+
+
+_STABILITY = (
+    "Left, how near attention stays to that of the clean image. Middle, accuracy when each image's masks are put in "
+    "order. Right, how far the features of each block go; bands reach from the lower to the upper quartile."
+)
+
+
 def left_out(run: Run) -> Section | None:
     """Samples that no number on the page counts."""
     data = run.results.get("data", {})
@@ -266,6 +315,10 @@ OF_A_RUN: tuple[Callable[[Run], Section | None], ...] = (
     training,
     activations,
     ladder,
+    trade_off,
+    adapter_maps,
+    stability,
+    corruptions,
     left_out,
     provenance,
 )

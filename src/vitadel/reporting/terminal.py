@@ -70,6 +70,10 @@ def show_results(results: dict[str, Any]) -> None:
         table.add_section()
         add("worst case", worst["robust_accuracy"], worst["ci95"])
     console.print(table)
+    beside = results.get("clean_among_all")
+    if beside:
+        told = f"Clean, among all {beside['classes']} classes: {_percent(beside['accuracy'])}"
+        console.print(f"[dim]{told}, {escape(beside['remark'])}.[/]")
     if results["attacks"]:
         counts = dict.fromkeys(entry["counts"] for entry in results["attacks"])
         console.print(f"[dim]Robust accuracy counts {' or '.join(counts)}; passes are per attacked sample.[/]")

@@ -1,0 +1,52 @@
+"""Hue, saturation and value of 8-bit images (n, 3, height, width), in float64: the cut to 8 bits sees all digits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vitadel.corruptions.filtering import bytes_below
+
+__all__ = ["Colour", "hue_saturation_value", "of_hue_saturation_value"]
+
+
+@dataclass(frozen=True)
+class Colour:
+    """`place` stands for the hue: where each channel lies between the largest (0) and the smallest (1)."""
+
+    place: Tensor
+    saturation: Tensor
+    value: Tensor
+
+
+def hue_saturation_value(pixels: Tensor) -> Colour:
+    image = pixels.double().div_(255)
+    value = image.amax(1, keepdim=True)
+    span = value - image.amin(1, keepdim=True)
+    saturation = (span / value).nan_to_num_()  # black is grey
+    grey = span == 0
+    # A grey has no hue; with any saturation it counts as red.
+    span.masked_fill_(grey, 1)
+    middle = _middle(image, value, span)
+    place = image.neg_().add_(value).div_(span)
+    place[:, 1:].masked_fill_(grey, 1)
+    return Colour(torch.where((place > 0) & (place < 1), middle, place), saturation, value)
+
+
+def _middle(image: Tensor, value: Tensor, span: Tensor) -> Tensor:
+    """The place of the channel in the middle, by way of the hue: each step rounds as it does in scikit-image."""
+    red, green, blue = image.split(1, dim=1)
+    hue = (green - blue).div_(span)
+    hue = torch.where(green == value, (blue - red).div_(span).add_(2), hue)
+    hue = torch.where(blue == value, (red - green).div_(span).add_(4), hue)
+    sixths = hue.div_(6).remainder_(1).mul_(6)
+    sector = sixths.floor()
+    rest = sixths.sub_(sector)
+    return torch.where(sector.remainder_(2) == 1, rest, 1 - rest)
+
+
+def of_hue_saturation_value(colour: Colour) -> Tensor:
+    image = (colour.place * colour.saturation).neg_().add_(1).mul_(colour.value)
+    return bytes_below(image.mul_(255))

@@ -1,0 +1,196 @@
+"""The filters that several corruptions are made of. All work element by element or image by image, never on a batch
+as one matrix, so that an image comes out the same, bit for bit, whatever batch it is in."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = [
+    "FLOAT32_SLACK",
+    "bytes_below",
+    "clipped_zoom",
+    "correlate",
+    "disk",
+    "mirrored",
+    "motion_blurred",
+    "motion_taps",
+    "smoothed",
+    "smoother",
+    "zoom_crop",
+]
+
+FLOAT32_SLACK = 1e-4
+"""What sums of float32 can be off by, on the scale of 0 to 255."""
+
+_FIXED_POINT = 1 << 22  # 255 times this still fits 32 bits
+_SHIFTS_AT_MOST = 32  # kernels with more taps are cheaper by Fourier transform
+_NEGLIGIBLE = 1e-12  # a tap that changes no pixel of 8 bits
+
+
+def bytes_below(values: Tensor, slack: float = 0.0) -> Tensor:
+    """Values on the scale of 0 to 255, clipped and cut to 8 bits as the benchmark cuts them: downwards. Works in place.
+
+    `slack` is for float32 arithmetic: a flat patch of level 7 that comes out as 6.9999 after a blur is still level 7.
+    """
+    if slack:
+        values.add_(slack)
+    return values.clamp_(0, 255).to(torch.uint8)
+
+
+def _gaussian(sigma: float, radius: int) -> list[float]:
+    """Weights for offsets 0, 1, ... radius; with the mirrored ones they sum to one."""
+    raw = [math.exp(-0.5 * (i / sigma) ** 2) if sigma > 0 else float(i == 0) for i in range(radius + 1)]
+    total = raw[0] + 2 * sum(raw[1:])
+    return [weight / total for weight in raw]
+
+
+def smoothed(planes: Tensor, sigma: float, truncate: float = 4.0) -> Tensor:
+    """Gaussian blur of float planes (n, c, height, width) with replicated edges, kernel cut at `truncate` sigmas."""
+    radius = int(truncate * sigma + 0.5)
+    weights = _gaussian(sigma, radius)
+    for dim in (2, 3):
+        length = planes.shape[dim]
+        padded = F.pad(planes, (0, 0, radius, radius) if dim == 2 else (radius, radius, 0, 0), mode="replicate")
+        planes = padded.narrow(dim, radius, length) * weights[0]
+        pair = torch.empty_like(planes)
+        for i in range(1, radius + 1):
+            torch.add(padded.narrow(dim, radius - i, length), padded.narrow(dim, radius + i, length), out=pair)
+            planes.add_(pair, alpha=weights[i])
+    return planes
+
+
+@lru_cache(maxsize=32)
+def smoother(length: int, sigma: float, truncate: float) -> Tensor:
+    """The same blur as a matrix, with mirrored edges (d c b a | a b c d): for kernels longer than the image."""
+    radius = int(truncate * sigma + 0.5)
+    weights = _gaussian(sigma, radius)
+    matrix = np.zeros((length, length))
+    rows = np.arange(length)
+    for offset in range(-radius, radius + 1):
+        folded = (rows + offset) % (2 * length)
+        np.add.at(matrix, (rows, np.minimum(folded, 2 * length - 1 - folded)), weights[abs(offset)])
+    return torch.from_numpy(matrix).float()
+
+
+@lru_cache(maxsize=32)
+def disk(radius: float, alias_sigma: float) -> NDArray[np.float32]:
+    """A disk of equal weights, softened by a small Gaussian and not normalised again, without its empty margin.
+
+    Where the disk touches the edge of its grid the softening mirrors it there, so the sum is not exactly one.
+    """
+    reach, soft = (8, 1) if radius <= 8 else (int(radius), 2)
+    line = np.arange(-reach, reach + 1)
+    inside = (line[:, None] ** 2 + line**2 <= radius**2).astype(np.float32)
+    inside /= inside.sum()
+    half = _gaussian(alias_sigma, soft)
+    weights = np.array([*half[:0:-1], *half], np.float32)
+    padded = np.pad(inside, soft, mode="reflect")
+    across = sum(w * padded[:, i : i + len(line)] for i, w in enumerate(weights))
+    kernel: NDArray[np.float32] = sum(w * across[i : i + len(line)] for i, w in enumerate(weights))
+    used = int(np.abs(np.argwhere(kernel > _NEGLIGIBLE) - reach).max())
+    return kernel[reach - used : reach + used + 1, reach - used : reach + used + 1]
+
+
+def mirrored(length: int, reach: int) -> Tensor:
+    """Positions -reach ... length - 1 + reach, mirrored about the first and last pixel (d c b | a b c d | c b a)."""
+    period = max(2 * (length - 1), 1)
+    folded = torch.arange(-reach, length + reach) % period
+    return torch.minimum(folded, period - folded) if length > 1 else torch.zeros_like(folded)
+
+
+def correlate(pixels: Tensor, kernel: NDArray[np.float32]) -> Tensor:
+    """8-bit planes (n, c, height, width) under a square kernel, with mirrored edges."""
+    height, width = pixels.shape[2:]
+    reach = len(kernel) // 2
+    padded = pixels.index_select(2, mirrored(height, reach)).index_select(3, mirrored(width, reach))
+    taps = np.argwhere(kernel > _NEGLIGIBLE).tolist()
+    if len(taps) > _SHIFTS_AT_MOST:
+        padded = padded.float()
+        values = torch.stack([_correlate_by_fourier(image, kernel)[:, :height, :width] for image in padded])
+        return bytes_below(values, FLOAT32_SLACK)
+    # In float64, because a disk of few equal taps often hits a whole level, and then its last digit decides.
+    padded = padded.double()
+    values = torch.zeros_like(pixels, dtype=torch.float64)
+    for dy, dx in taps:
+        values.add_(padded[:, :, dy : dy + height, dx : dx + width], alpha=float(kernel[dy, dx]))
+    return bytes_below(values)
+
+
+def _fourier_length(least: int) -> int:
+    """The next length without prime factors above 5, for which the transform is fast."""
+    while True:
+        rest = least
+        for prime in (2, 3, 5):
+            while rest % prime == 0:
+                rest //= prime
+        if rest == 1:
+            return least
+        least += 1
+
+
+def _correlate_by_fourier(image: Tensor, kernel: NDArray[np.float32]) -> Tensor:
+    size = [_fourier_length(length) for length in image.shape[1:]]
+    response = torch.fft.rfft2(torch.from_numpy(kernel), s=size).conj()
+    result: Tensor = torch.fft.irfft2(torch.fft.rfft2(image, s=size).mul_(response), s=size)
+    return result
+
+
+def zoom_crop(size: tuple[int, int], zoom: float) -> tuple[slice, slice]:
+    """The central part of an image that, enlarged by `zoom`, covers it again."""
+    lengths = [math.ceil(length / zoom) for length in size]
+    starts = [(length - kept) // 2 for length, kept in zip(size, lengths, strict=True)]
+    return slice(starts[0], starts[0] + lengths[0]), slice(starts[1], starts[1] + lengths[1])
+
+
+def clipped_zoom(planes: Tensor, zoom: float, size: tuple[int, int]) -> Tensor:
+    """Enlarge float64 planes (n, c, ...) bilinearly from corner to corner and keep the central `size`.
+
+    `planes` is the part that `zoom_crop` leaves of an image of that size.
+    """
+    height, width = (round(length * zoom) for length in planes.shape[2:])
+    if (height, width) != tuple(planes.shape[2:]):
+        planes = F.interpolate(planes, size=(height, width), mode="bilinear", align_corners=True)
+    top, left = (height - size[0]) // 2, (width - size[1]) // 2
+    return planes[:, :, top : top + size[0], left : left + size[1]]
+
+
+def motion_taps(radius: float, sigma: float, angle: float, height: int, width: int) -> list[tuple[int, int, int]]:
+    """ImageMagick's motion blur: (down, right, weight) of the pixels that are averaged, on one side of the centre only.
+
+    Half a Gaussian along a ray at `angle` degrees, sampled at whole pixels; the weights are integers. It ends where
+    the ray would be longer than the image, as in the `imagecorruptions` package.
+    """
+    count = int(2 * radius + 1)
+    raw = [math.exp(-(i**2) / (2 * sigma**2)) for i in range(count)]
+    down, right = count * math.sin(math.radians(angle)), count * math.cos(math.radians(angle))
+    length = math.hypot(down, right)
+    taps = []
+    for i, weight in enumerate(raw):
+        dy, dx = math.ceil(i * down / length - 0.5), math.ceil(i * right / length - 0.5)
+        if abs(dy) >= height or abs(dx) >= width:
+            break
+        taps.append((dy, dx, round(weight / sum(raw) * _FIXED_POINT)))
+    if len(taps) == count:  # flat patches stay as they are
+        taps[0] = (0, 0, _FIXED_POINT - sum(weight for _, _, weight in taps[1:]))
+    return taps
+
+
+def motion_blurred(image: Tensor, taps: list[tuple[int, int, int]], nearest: bool = False) -> Tensor:
+    """8-bit planes (c, height, width) averaged over `taps`, edges replicated; cut to 8 bits or rounded to `nearest`."""
+    height, width = image.shape[1:]
+    top, left = (min(0, *(tap[axis] for tap in taps), 0) for axis in (0, 1))
+    bottom, right = (max(0, *(tap[axis] for tap in taps), 0) for axis in (0, 1))
+    rows = torch.arange(top, height + bottom).clamp_(0, height - 1)
+    columns = torch.arange(left, width + right).clamp_(0, width - 1)
+    padded = image.index_select(1, rows).index_select(2, columns).to(torch.int32)
+    total = torch.full_like(image, _FIXED_POINT // 2 if nearest else 0, dtype=torch.int32)
+    for dy, dx, weight in taps:
+        total.add_(padded[:, dy - top : dy - top + height, dx - left : dx - left + width], alpha=weight)
+    return total.div_(_FIXED_POINT, rounding_mode="floor").to(torch.uint8)

@@ -1,0 +1,311 @@
+"""The perturbation sequences of ImageNet-P and CIFAR-P (Hendrycks & Dietterich, ICLR 2019, arXiv:1903.12261).
+
+A sequence shows one image changing a little from frame to frame. Geometric ones move the whole picture and then crop
+its centre, so that at ImageNet's size nothing black comes into view for small motions; CIFAR's pictures stay whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitadel.corruptions.applying import as_bytes, as_floats, check_images, fitting
+from vitadel.corruptions.filtering import FLOAT32_SLACK, bytes_below, motion_blurred, motion_taps, smoothed
+from vitadel.corruptions.noise import gaussian_noise, shot_noise, speckle_noise
+from vitadel.corruptions.randomness import normal_field
+from vitadel.corruptions.spatter import liquid, splashed
+from vitadel.corruptions.weather import brightness, flakes, snowed
+from vitadel.errors import Mistake, nearest_names
+from vitadel.runtime.draws import Draws
+
+__all__ = ["CIFAR_SEQUENCES", "IMAGENET_SEQUENCES", "NOISE_SEQUENCES", "VALIDATION_SEQUENCES", "sequence"]
+
+IMAGENET_SEQUENCES = (
+    "gaussian_noise",
+    "shot_noise",
+    "motion_blur",
+    "zoom_blur",
+    "snow",
+    "brightness",
+    "translate",
+    "rotate",
+    "tilt",
+    "scale",
+)
+"""The 10 that mFR is the mean over, in the order of the benchmark."""
+
+CIFAR_SEQUENCES = tuple("spatter" if name == "snow" else name for name in IMAGENET_SEQUENCES)
+"""CIFAR-P counts spatter where ImageNet-P counts snow."""
+
+VALIDATION_SEQUENCES = ("speckle_noise", "gaussian_blur", "spatter", "shear")
+
+NOISE_SEQUENCES = ("gaussian_noise", "shot_noise", "speckle_noise")
+"""Frames in no order: a clean one, and draws that are to be compared with it rather than with each other."""
+
+_FRAMES = 31
+_SMALL = 48  # up to this many pixels on the shorter side a picture is one of CIFAR's kind
+
+
+@dataclass(frozen=True)
+class Motion:
+    """What differs between ImageNet-P and CIFAR-P."""
+
+    kept: float  # which part of the shorter side the crop keeps
+    noise: tuple[float, float, float]  # one per difficulty
+    photons: tuple[float, float, float]
+    speckle: tuple[float, float, float]
+    ray: tuple[int, float, float, float]  # frames, radius, sigma, degrees per frame
+    snow: tuple[float, float, float]  # zoom, radius, sigma
+    brighter: float  # per frame
+    shifts: range
+    tilt: float  # degrees per frame
+    scale: tuple[float, float]  # first, per frame
+    sigma: tuple[float, float, float]  # first, per frame, kernel length in sigmas
+    wet: tuple[float, float, float, float]  # mean and deviation of the noise, its smoothing, threshold
+    drip: tuple[float, ...]  # how the water runs down, from the pixel below to those above
+
+
+_IMAGENET = Motion(
+    kept=224 / 256,
+    noise=(0.03, 0.05, 0.08),
+    photons=(300, 120, 60),
+    speckle=(0.05, 0.10, 0.15),
+    ray=(31, 10, 3, 4),
+    snow=(3, 14, 4),
+    brighter=0.02,
+    shifts=range(-20, 21),
+    tilt=1.0,
+    scale=(0.40, 0.025),
+    sigma=(0.25, 0.035, 6),
+    wet=(0.65, 0.27, 3.7, 0.69),
+    drip=(0.05, 0.1, 0.15, 0.7),
+)
+_CIFAR = Motion(
+    kept=1.0,
+    noise=(0.02, 0.04, 0.06),
+    photons=(700, 400, 200),
+    speckle=(0.05, 0.07, 0.10),
+    ray=(21, 6, 1.8, 9),
+    snow=(2, 10, 2),
+    brighter=0.015,
+    shifts=range(-7, 9),
+    tilt=0.75,
+    scale=(0.70, 0.02),
+    sigma=(0.3, 0.015, 7),
+    wet=(0.6, 0.265, 1.75, 0.7),
+    drip=(0.0, 0.2, 0.8),
+)
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """A batch of whole 8-bit pictures, their crops, and how they are to move."""
+
+    whole: Tensor
+    window: tuple[slice, slice]
+    draws: Draws
+    difficulty: int
+    motion: Motion
+
+    @property
+    def crop(self) -> Tensor:
+        return self.whole[:, :, self.window[0], self.window[1]].contiguous()
+
+
+def sequence(x: Tensor, name: str, draws: Draws | None = None, difficulty: int = 1) -> Tensor:
+    """The frames (frames, n, 3, ...) that the images (n, 3, height, width) go through; values are whole levels k / 255.
+
+    Images with a shorter side above 48 pixels are ImageNet's: give them at 256 pixels, the frames are the central 224
+    (7/8 of the shorter side at other sizes). Smaller ones are CIFAR's and not cropped. `difficulty` 1, 2 or 3 is how
+    strong noise is; other sequences are the same for all, and are made harder by comparing frames that far apart.
+    """
+    check_images(x)
+    if name not in _SEQUENCES:
+        known = ", ".join(_SEQUENCES)
+        raise Mistake(f"unknown sequence {name!r}{nearest_names(name, _SEQUENCES) or '.'} Known: {known}.")
+    if isinstance(difficulty, bool) or difficulty not in (1, 2, 3):
+        raise Mistake(f"the difficulty of a sequence is 1, 2 or 3, got {difficulty!r}")
+    if min(x.shape[2:]) < 8:
+        raise Mistake(f"sequences need images of at least 8 pixels on both sides, got {x.shape[2]} x {x.shape[3]}")
+    motion = _CIFAR if min(x.shape[2:]) <= _SMALL else _IMAGENET
+    side = round(min(x.shape[2:]) * motion.kept)
+    lengths = x.shape[2:] if motion.kept == 1 else (side, side)
+    starts = [round((have - keep) / 2) for have, keep in zip(x.shape[2:], lengths, strict=True)]
+    window = slice(starts[0], starts[0] + lengths[0]), slice(starts[1], starts[1] + lengths[1])
+    stream = fitting(x, draws).stream("sequence " + name, difficulty)
+    frames = _SEQUENCES[name](_Scene(as_bytes(x), window, stream, difficulty, motion))
+    return as_floats(torch.stack(list(frames)), x)
+
+
+# --- noise and blur --------------------------------------------------------------------------------------------------
+
+
+def _noisy(scene: _Scene, add: Callable[[Tensor, Draws, float], Tensor], amount: float) -> Iterator[Tensor]:
+    yield scene.crop
+    for frame in range(1, _FRAMES):
+        yield add(scene.crop, scene.draws.stream("frame", frame), amount)
+
+
+def _gaussian_noise(scene: _Scene) -> Iterator[Tensor]:
+    return _noisy(scene, gaussian_noise, scene.motion.noise[scene.difficulty - 1])
+
+
+def _shot_noise(scene: _Scene) -> Iterator[Tensor]:
+    return _noisy(scene, shot_noise, scene.motion.photons[scene.difficulty - 1])
+
+
+def _speckle_noise(scene: _Scene) -> Iterator[Tensor]:
+    return _noisy(scene, speckle_noise, scene.motion.speckle[scene.difficulty - 1])
+
+
+def _blown(planes: Tensor, radius: float, sigma: float, angle: float) -> Tensor:
+    taps = motion_taps(radius, sigma, angle, *planes.shape[2:])
+    return motion_blurred(planes.flatten(0, 1), taps, nearest=True).view_as(planes)
+
+
+def _motion_blur(scene: _Scene) -> Iterator[Tensor]:
+    frames, radius, sigma, step = scene.motion.ray
+    return (_blown(scene.crop, radius, sigma, (frame - frames + 1) * step) for frame in range(frames))
+
+
+def _zoom_blur(scene: _Scene) -> Iterator[Tensor]:
+    total = torch.zeros_like(scene.crop, dtype=torch.int32)
+    for frame in range(_FRAMES):
+        total += _warped(scene, _about_centre(scene, np.eye(2) / (1 + 0.004 * frame)))
+        yield total.div(frame + 1, rounding_mode="floor").to(torch.uint8)
+
+
+def _gaussian_blur(scene: _Scene) -> Iterator[Tensor]:
+    first, step, truncate = scene.motion.sigma
+    image = scene.crop.float()
+    return (bytes_below(smoothed(image, first + step * frame, truncate), FLOAT32_SLACK) for frame in range(_FRAMES))
+
+
+# --- weather ---------------------------------------------------------------------------------------------------------
+
+
+def _snow(scene: _Scene) -> Iterator[Tensor]:
+    zoom, radius, sigma = scene.motion.snow
+    image = scene.crop
+    layer = flakes(scene.draws, (image.shape[2], image.shape[3]), 0.05, 0.3, zoom, 0.5)
+    return (snowed(image, _blown(layer, radius, sigma, 4 * frame - 150), 0.85) for frame in range(_FRAMES))
+
+
+def _brightness(scene: _Scene) -> Iterator[Tensor]:
+    middle = _FRAMES // 2
+    return (brightness(scene.crop, scene.draws, (frame - middle) * scene.motion.brighter) for frame in range(_FRAMES))
+
+
+def _spatter(scene: _Scene) -> Iterator[Tensor]:
+    loc, scale, sigma, threshold = scene.motion.wet
+    image = scene.crop
+    layer = liquid(normal_field(scene.draws, 1, *image.shape[2:]).mul_(scale).add_(loc), sigma, threshold)
+    height = image.shape[2]
+    above = len(scene.motion.drip) - 2
+    for _ in range(_FRAMES):
+        yield splashed(image, layer, 0.6)
+        padded = F.pad(layer, (0, 0, above, 1))
+        layer = torch.zeros_like(layer)
+        for row, weight in enumerate(reversed(scene.motion.drip)):
+            layer.add_(padded[:, :, row : row + height], alpha=weight)
+
+
+# --- geometry --------------------------------------------------------------------------------------------------------
+
+Matrix = NDArray[np.float64]
+
+
+def _about_centre(scene: _Scene, turn: Matrix, shift: int = 0) -> Matrix:
+    """Where pixel (x, y) of a frame comes from, when `turn` acts about the centre of the whole picture."""
+    height, width = scene.whole.shape[2:]
+    centre = np.array([(width - 1) / 2, (height - 1) / 2])
+    back = np.eye(3)
+    back[:2, :2] = turn
+    back[:2, 2] = centre - turn @ (centre + np.array([shift, 0]))
+    return back
+
+
+def _warped(scene: _Scene, back: Matrix, fading: bool = False) -> Tensor:
+    """The window of the picture whose pixels come from where `back` says, bilinearly; black where nothing is.
+
+    Pictures end at the outer edge of their last pixels and values are cut to 8 bits, as Pillow does it; with `fading`
+    they fade to black beyond the last centres and values are rounded, as OpenCV does it.
+    """
+    height, width = scene.whole.shape[2:]
+    y, x = torch.meshgrid(
+        *(torch.arange(side.start, side.stop, dtype=torch.float64) for side in scene.window), indexing="ij"
+    )
+    depth = back[2, 0] * x + back[2, 1] * y + back[2, 2]
+    from_x = (back[0, 0] * x + back[0, 1] * y + back[0, 2]) / depth
+    from_y = (back[1, 0] * x + back[1, 1] * y + back[1, 2]) / depth
+    grid = torch.stack((from_x * 2 / (width - 1) - 1, from_y * 2 / (height - 1) - 1), dim=-1)
+    grid = grid.expand(len(scene.whole), *grid.shape)
+    # In float64: positions that are off by a millionth of a pixel can cost a level.
+    image = F.grid_sample(scene.whole.double(), grid, padding_mode="zeros" if fading else "border", align_corners=True)
+    if fading:
+        return image.round_().to(torch.uint8)
+    inside = (from_x >= -0.5) & (from_x < width - 0.5) & (from_y >= -0.5) & (from_y < height - 0.5)
+    return bytes_below(image.mul_(inside), FLOAT32_SLACK)
+
+
+def _translate(scene: _Scene) -> Iterator[Tensor]:
+    return (_warped(scene, _about_centre(scene, np.eye(2), shift)) for shift in scene.motion.shifts)
+
+
+def _degrees(step: float = 1.0) -> Iterator[float]:
+    return (math.radians(step * (frame - _FRAMES // 2)) for frame in range(_FRAMES))
+
+
+def _rotate(scene: _Scene) -> Iterator[Tensor]:
+    for angle in _degrees():
+        turn = np.array([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]])
+        yield _warped(scene, _about_centre(scene, turn))
+
+
+def _shear(scene: _Scene) -> Iterator[Tensor]:
+    return (_warped(scene, _about_centre(scene, np.array([[1, math.tan(angle)], [0, 1]]))) for angle in _degrees())
+
+
+def _scale(scene: _Scene) -> Iterator[Tensor]:
+    first, step = scene.motion.scale
+    return (_warped(scene, _about_centre(scene, np.eye(2) / (first + step * frame))) for frame in range(_FRAMES))
+
+
+def _tilt(scene: _Scene) -> Iterator[Tensor]:
+    """The picture turned in space by the same angle about both axes, seen from as far as its diagonal is long."""
+    height, width = scene.whole.shape[2:]
+    focal = math.hypot(height, width)
+    for angle in _degrees(scene.motion.tilt):
+        cos, sin = math.cos(angle), math.sin(angle)
+        about_x = np.array([[1, 0, 0], [0, cos, -sin], [0, sin, cos]])
+        about_y = np.array([[cos, 0, -sin], [0, 1, 0], [sin, 0, cos]])
+        # The plane of the picture is at depth 1: where its axes and its centre go in space.
+        placed = about_x @ about_y @ np.array([[1, 0, -width / 2], [0, 1, -height / 2], [0, 0, 1]])
+        placed[2, 2] += focal
+        lens = np.array([[focal, 0, width / 2], [0, focal, height / 2], [0, 0, 1]])
+        yield _warped(scene, np.linalg.inv(lens @ placed), fading=True)
+
+
+_SEQUENCES: dict[str, Callable[[_Scene], Iterator[Tensor]]] = {
+    "gaussian_noise": _gaussian_noise,
+    "shot_noise": _shot_noise,
+    "motion_blur": _motion_blur,
+    "zoom_blur": _zoom_blur,
+    "snow": _snow,
+    "brightness": _brightness,
+    "translate": _translate,
+    "rotate": _rotate,
+    "tilt": _tilt,
+    "scale": _scale,
+    "speckle_noise": _speckle_noise,
+    "gaussian_blur": _gaussian_blur,
+    "spatter": _spatter,
+    "shear": _shear,
+}

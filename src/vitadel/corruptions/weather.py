@@ -1,0 +1,115 @@
+"""Weather: snow, frost, fog and brightness, on 8-bit images (n, 3, height, width)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vitadel.corruptions.colour import hue_saturation_value, of_hue_saturation_value
+from vitadel.corruptions.filtering import bytes_below, clipped_zoom, motion_blurred, motion_taps, zoom_crop
+from vitadel.corruptions.frost_photos import PHOTOS, frost_photo
+from vitadel.corruptions.randomness import between, normal_field, uniform_field
+from vitadel.runtime.draws import Draws
+
+__all__ = ["brightness", "flakes", "fog", "frost", "plasma", "snow", "snowed"]
+
+_WIBBLE = 100.0
+
+
+def snow(
+    pixels: Tensor,
+    draws: Draws,
+    loc: float,
+    scale: float,
+    zoom: float,
+    threshold: float,
+    radius: float,
+    sigma: float,
+    mix: float,
+) -> Tensor:
+    """Enlarged noise cut at a threshold makes flakes; they fall along a ray, over a picture that turns pale."""
+    layer = flakes(draws, (pixels.shape[2], pixels.shape[3]), loc, scale, zoom, threshold)
+    angles = between(draws.stream("angle"), -135, -45).tolist()
+    height, width = pixels.shape[2:]
+    fallen = [
+        motion_blurred(image, motion_taps(radius, sigma, angle, height, width), nearest=True)
+        for image, angle in zip(layer, angles, strict=True)
+    ]
+    return snowed(pixels, torch.stack(fallen), mix)
+
+
+def flakes(draws: Draws, size: tuple[int, int], loc: float, scale: float, zoom: float, threshold: float) -> Tensor:
+    """Flakes before they fall, 8 bits, (n, 1, height, width)."""
+    rows, columns = zoom_crop(size, zoom)
+    # Only the part of the noise that is enlarged has to be drawn.
+    noise = normal_field(draws, 1, rows.stop - rows.start, columns.stop - columns.start).mul_(scale).add_(loc)
+    layer = clipped_zoom(noise.double(), zoom, size)
+    return bytes_below(torch.where(layer < threshold, 0.0, layer).mul_(255))
+
+
+def snowed(pixels: Tensor, fallen: Tensor, mix: float) -> Tensor:
+    """The picture `mix`ed with a paler one of itself, plus the flakes as they fell and turned upside down."""
+    image = pixels.float()
+    red, green, blue = image.unbind(1)
+    grey = (0.299 * red).add_(green, alpha=0.587).add_(blue, alpha=0.114).mul_(1.5).add_(127.5)[:, None]
+    pale = torch.maximum(image, grey).mul_(1 - mix)
+    drifts = fallen.float()
+    return bytes_below(image.mul_(mix).add_(pale).add_(drifts.add(drifts.flip(2, 3))))
+
+
+def frost(pixels: Tensor, draws: Draws, keep: float, lay: float, scale: float) -> Tensor:
+    """A random piece of one of five photos of frost, added."""
+    height, width = pixels.shape[2:]
+    choice = draws.integers(len(PHOTOS), 1)[:, 0].tolist()
+    place = draws.stream("place").uniform(2).double()
+    pieces = []
+    for photo, (down, right) in zip(choice, place.tolist(), strict=True):
+        ice = frost_photo(PHOTOS[photo], scale, height, width)
+        top, left = int(down * (ice.shape[1] - height)), int(right * (ice.shape[2] - width))
+        pieces.append(ice[:, top : top + height, left : left + width])
+    ice = torch.stack(pieces).double().mul_(lay)
+    return bytes_below(pixels.double().mul_(keep).add_(ice))
+
+
+def fog(pixels: Tensor, draws: Draws, weight: float, decay: float) -> Tensor:
+    """Plasma added, then darkened so that the brightest value of the image could not have grown."""
+    height, width = pixels.shape[2:]
+    size = 1 << (max(height, width, 2) - 1).bit_length()
+    field = plasma(uniform_field(draws, size * size - 1).mul_(2).sub_(1), size, decay)[:, None, :height, :width]
+    brightest = pixels.amax((1, 2, 3), keepdim=True).double().div_(255)
+    share = (brightest / (brightest + weight)).float()
+    return bytes_below(pixels.float().add_(field.mul_(255 * weight)).mul_(share))
+
+
+def plasma(chances: Tensor, size: int, decay: float) -> Tensor:
+    """Diamond-square (Fournier, Fussell & Carpenter 1982) on a torus, scaled to [0, 1]; chances in [-1, 1] per cell.
+
+    The noise of a level is the square of its `_WIBBLE`, which shrinks by `decay`: a slip of the benchmark, kept.
+    """
+    field = torch.zeros(len(chances), size, size, dtype=chances.dtype)
+    wibble, used, step = _WIBBLE, 0, size
+
+    def wobbled(total: Tensor) -> Tensor:
+        nonlocal used
+        fresh = chances[:, used : used + total[0].numel()].view_as(total)
+        used += total[0].numel()
+        return total.div_(4).add_(fresh, alpha=wibble * wibble)
+
+    while step >= 2:
+        half = step // 2
+        corners, centres = field[:, ::step, ::step], field[:, half::step, half::step]
+        beside = corners + corners.roll(-1, 1)
+        centres.copy_(wobbled(beside + beside.roll(-1, 2)))
+        field[:, ::step, half::step] = wobbled(centres + centres.roll(1, 1) + (corners + corners.roll(-1, 2)))
+        field[:, half::step, ::step] = wobbled(centres + centres.roll(1, 2) + (corners + corners.roll(-1, 1)))
+        step, wibble = half, wibble / decay
+    field.sub_(field.amin((1, 2), keepdim=True))
+    return field.div_(field.amax((1, 2), keepdim=True))
+
+
+def brightness(pixels: Tensor, draws: Draws, amount: float) -> Tensor:
+    """The V of HSV raised: the channels grow in proportion, and black turns grey."""
+    colour = hue_saturation_value(pixels)
+    return of_hue_saturation_value(replace(colour, value=colour.value.add(amount).clamp_(0, 1)))

@@ -1,0 +1,238 @@
+"""Benchmarks read from files: the same images in every part, the same numbers as on the fly, and what is missing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.record import ModelRecord
+from vitadel.data import open_dataset
+from vitadel.data.shapes import Shapes
+from vitadel.errors import Mistake
+from vitadel.evaluation import corruption_results
+from vitadel.evaluation.corrupting import CopyOrder, write_copy
+from vitadel.evaluation.corruption_order import CorruptionOrder
+from vitadel.evaluation.corruption_results import Course, Gathered
+from vitadel.evaluation.corruption_scores import ALEXNET_ERRORS, ALEXNET_FLIPS
+from vitadel.evaluation.corruptions import corruptions
+from vitadel.evaluation.results import Tally
+from vitadel.evaluation.subject import open_subject
+from vitadel.reporting.page import write_report
+from vitadel.runtime.processes import Processes
+
+TENCH, GOOSE = "n01440764", "n01855672"  # classes 0 and 99
+ALONE = Processes(0, 1, torch.device("cpu"))
+PARTS = ("contrast", "gaussian_noise", "fog")
+
+
+class DarkTenches(nn.Module):
+    """A thousand outputs, of which the tench is for dark corners and the goose for bright ones."""
+
+    num_classes = 1000
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = torch.full((len(x), 1000), -9.0)
+        grey = x[:, :, :4, :4].mean((1, 2, 3))
+        logits[:, 0], logits[:, 99] = 0.5 - grey, grey - 0.5
+        return logits
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("benchmark")
+    chance = np.random.default_rng(0)
+    for wnid, low, high in ((TENCH, 0, 200), (GOOSE, 60, 256)):
+        (tmp_path / "val" / wnid).mkdir(parents=True)
+        for number in range(12):
+            pixels = chance.integers(low, high, (1, 1, 3)) + chance.integers(-20, 20, (16, 16, 3))
+            image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+            image.save(tmp_path / "val" / wnid / f"{number:02d}.png")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def written(clean):
+    order = CopyOrder(corruptions=PARTS, batch_size=7)
+    write_copy(open_dataset(f"imagenet:{clean}/val"), "imagenet", order, ALONE, out=clean / "c")
+    return clean
+
+
+@pytest.fixture
+def copied(written, tmp_path):
+    """A copy that a test may damage."""
+    shutil.copytree(written, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def judged(root: Path, data: str, **settings):
+    return corruptions(DarkTenches().eval(), data.format(root), device="cpu", **settings)
+
+
+def cells(results):
+    return {(cell["corruption"], cell["severity"]): cell["correct"] for cell in results["corruptions"]["cells"]}
+
+
+def test_files_without_loss_give_the_numbers_of_the_fly(copied):
+    made = judged(copied, "imagenet:{}/val", corruptions=PARTS)
+    read = judged(copied, "imagenet-c:{}/c", clean_data=f"imagenet:{copied}/val", out=copied / "run")
+    assert cells(made) == cells(read)
+    assert len(set(cells(made).values())) > 3  # not all the same anyway
+    assert read["clean"] == made["clean"]
+    assert 12 < made["clean"]["correct"] < 24
+    for name in ("mean_ce", "mean_error"):
+        assert read["corruptions"][name] == pytest.approx(made["corruptions"][name])
+    assert [row["relative_ce"] for row in read["corruptions"]["rows"]] == pytest.approx(
+        [
+            next(row["relative_ce"] for row in made["corruptions"]["rows"] if row["corruption"] == each["corruption"])
+            for each in read["corruptions"]["rows"]
+        ]
+    )
+    assert read["corruptions"]["mce"] is None  # three corruptions are not fifteen
+    assert read["corruptions"]["left_out"]["snow"].startswith("not in imagenet-c:")
+    assert made["corruptions"]["remarks"][0].startswith("Made in memory")
+    assert read["corruptions"]["remarks"] == []
+
+
+def test_without_clean_images_there_is_no_relative_error(copied):
+    results = judged(copied, "imagenet-c:{}/c", corruptions=("fog",), out=copied / "run")
+    assert results["clean"] is None
+    assert results["corruptions"]["relative_mce"] is None
+    assert "--clean-data" in results["corruptions"]["remarks"][0]
+    table = pq.read_table(copied / "run" / "samples.parquet").to_pydict()
+    assert set(table["clean_prediction"]) == {None}
+    assert len(table["prediction:fog/5"]) == 24
+    write_report([copied / "run"], copied / "run" / "report.html")
+    page = (copied / "run" / "report.html").read_text()
+    told = f"(no mCE, which takes 15 at 5 severities) {results['corruptions']['mean_ce']:.1f}"
+    assert told in page
+    assert not (copied / "run" / "figures" / "classes.png").exists()  # nothing is known about clean images
+
+
+def test_a_limit_takes_the_same_images_in_every_part(copied):
+    results = judged(copied, "imagenet-c:{}/c", limit=10, clean_data=f"imagenet:{copied}/val", out=copied / "run")
+    table = pq.read_table(copied / "run" / "samples.parquet").to_pydict()
+    assert results["clean"]["n"] == 10
+    assert table["label"] == [0] * 5 + [99] * 5
+    whole = judged(copied, "imagenet-c:{}/c", out=copied / "whole")
+    everything = pq.read_table(copied / "whole" / "samples.parquet").to_pydict()
+    assert whole["data"]["n"] == 24
+    for name in PARTS:
+        column = everything[f"prediction:{name}/4"]
+        assert table[f"prediction:{name}/4"] == [column[row] for row in table["index"]]
+
+
+def test_a_picture_that_cannot_be_read_leaves_all_versions_of_it_out(copied):
+    broken = copied / "c" / "fog" / "2" / GOOSE / "03.png"
+    broken.write_bytes(b"no picture")
+    with pytest.raises(Mistake, match=r"fog/2/n01855672/03\.png\) cannot be read"):
+        judged(copied, "imagenet-c:{}/c")
+    results = judged(copied, "imagenet-c:{}/c", skip_bad=True)
+    assert {cell["n"] for cell in results["corruptions"]["cells"]} == {23}
+    assert results["data"]["left_out_names"] == [f"fog/2/{GOOSE}/03.png"]
+
+
+def test_what_is_missing_is_listed(copied):
+    (copied / "c" / "fog" / "2" / GOOSE / "03.png").unlink()
+    (copied / "c" / "contrast" / "5" / TENCH / "11.png").unlink()
+    with pytest.raises(Mistake) as caught:
+        judged(copied, "imagenet-c:{}/c")
+    assert f"contrast/5/{TENCH}/11.png" in str(caught.value)
+    assert f"fog/2/{GOOSE}/03.png" in str(caught.value)
+    assert cells(judged(copied, "imagenet-c:{}/c", corruptions=("gaussian_noise",)))
+    shutil.rmtree(copied / "c" / "fog" / "4")
+    with pytest.raises(Mistake, match="is not complete: fog/4 missing"):
+        judged(copied, "imagenet-c:{}/c")
+    with pytest.raises(Mistake, match="there is no 'snow'"):
+        judged(copied, "imagenet-c:{}/c", corruptions=("snow",))
+    with pytest.raises(Mistake, match="has no sequences"):
+        judged(copied, "imagenet-c:{}/c", corruptions=("contrast",), severities=(1,), perturbations=None)
+
+
+def test_other_clean_data_is_refused(copied):
+    shutil.copytree(copied / "val", copied / "fewer")
+    (copied / "fewer" / TENCH / "05.png").unlink()
+    with pytest.raises(Mistake, match=f"lacks images of the benchmark: {TENCH}/05.png"):
+        judged(copied, "imagenet-c:{}/c", clean_data=f"imagenet:{copied}/fewer")
+    with pytest.raises(Mistake, match="is not the clean version"):
+        judged(copied, "imagenet-c:{}/c", clean_data="shapes")
+
+
+class Corner(nn.Module):
+    num_classes = 10
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -(x[:, :, 3, 3].mean(1)[:, None] - torch.linspace(0.05, 0.95, 10)).square()
+
+
+def test_arrays_in_the_layout_of_cifar_give_the_numbers_of_the_fly(tmp_path):
+    source, names = Shapes("test", size=32), ("brightness", "impulse_noise")
+    order = CopyOrder(corruptions=names, format="npy", limit=30, batch_size=8)
+    write_copy(source, "shapes", order, ALONE, out=tmp_path / "CIFAR-10-C")
+    made = corruptions(Corner().eval(), source, corruptions=names, limit=30, device="cpu")
+    read = corruptions(Corner().eval(), "cifar10-c", data_root=tmp_path, device="cpu")
+    assert cells(made) == cells(read)
+    assert read["corruptions"]["mean_error"] == pytest.approx(made["corruptions"]["mean_error"])
+    assert "mce" not in read["corruptions"]
+    one = corruptions(Corner().eval(), "cifar10-c/brightness/3", data_root=tmp_path, device="cpu", severities=(3,))
+    assert cells(one) == {("brightness", 3): cells(made)["brightness", 3]}
+
+
+def test_all_fifteen_at_five_severities_make_an_mce(clean):
+    """Chosen verdicts for 24 images; every score is worked out from the errors alone."""
+    chance, n = np.random.default_rng(3), 24
+    label = torch.tensor([0] * 12 + [99] * 12)
+    wrong = {(name, level): chance.random(n) < 0.15 * level for name in ALEXNET_ERRORS for level in range(1, 6)}
+    predictions = {part: np.where(column, 7, label.numpy()) for part, column in wrong.items()}
+    tally = Tally(torch.arange(n), label, torch.where(torch.arange(n) < 3, 7, label), [])
+    course = Course(np.full(n, 0.1), np.zeros(n), 31)
+    gathered = Gathered("the benchmark's files", tally, True, predictions, dict.fromkeys(ALEXNET_FLIPS, course), {})
+    subject = open_subject(DarkTenches().eval(), f"imagenet:{clean}/val")
+    settings = {"model_fingerprint": "0"}
+    results = corruption_results.corruption_results(subject, CorruptionOrder(), gathered, settings)
+    ce, relative = {}, {}
+    for name, alexnet in ALEXNET_ERRORS.items():
+        errors = [wrong[name, level].sum() / n for level in range(1, 6)]
+        ce[name] = 100 * sum(errors) / sum(alexnet.values())
+        relative[name] = 100 * (sum(errors) - 5 * 3 / n) / (sum(alexnet.values()) - 5 * 0.435)
+    told = results["corruptions"]
+    assert {row["corruption"]: row["ce"] for row in told["rows"]} == pytest.approx(ce)
+    assert told["mce"] == pytest.approx(sum(ce.values()) / 15)
+    assert told["relative_mce"] == pytest.approx(sum(relative.values()) / 15)
+    quiet = [value for name, value in ce.items() if not name.endswith("_noise")]
+    assert told["mce_without_noise"] == pytest.approx(sum(quiet) / 12)
+    for name in ("mce", "relative_mce", "mce_without_noise", "mean_error"):
+        low, high = told[f"{name}_ci95"]
+        assert low < told[name] < high
+    mfr = sum(0.1 / value for value in ALEXNET_FLIPS.values()) / 10 * 100
+    assert results["perturbations"]["mfr"] == pytest.approx(mfr)
+    fewer = {part: column for part, column in predictions.items() if part[0] != "frost"}
+    gathered = Gathered("made on the fly", tally, True, fewer, {}, {"frost": "no photos"})
+    told = corruption_results.corruption_results(subject, CorruptionOrder(), gathered, settings)["corruptions"]
+    assert told["mce"] is None
+    assert told["relative_mce"] is None
+    assert told["mce_without_noise"] is None
+    assert told["mean_ce"] == pytest.approx((sum(ce.values()) - ce["frost"]) / 14)
+
+
+def test_pictures_of_a_benchmark_are_never_cropped_again(tmp_path):
+    """A bright rim around a dark middle: whoever crops sees a tench."""
+    pixels = np.full((16, 16, 3), 250, np.uint8)
+    pixels[4:12, 4:12] = 5
+    folder = tmp_path / "contrast" / "1" / GOOSE
+    folder.mkdir(parents=True)
+    Image.fromarray(pixels).save(folder / "rim.png")
+    for size in (16, 8):  # as large as the pictures, and smaller
+        record = ModelRecord("toy:rim", num_classes=1000, input_size=(size, size), crop_pct=0.5)
+        model = Classifier(DarkTenches(), record).eval()
+        settings = {"severities": (1,), "device": "cpu"}
+        assert cells(corruptions(model, f"imagenet-c:{tmp_path}", **settings)) == {("contrast", 1): 1}
+    made = corruptions(model, f"imagenet:{tmp_path}/contrast/1", corruptions=("brightness",), **settings)
+    assert made["clean"]["correct"] == 0  # other data is prepared as the model wants it

@@ -1,0 +1,249 @@
+"""The suite `corruptions`: what is counted, from which images, and that nothing else changes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitadel.corruptions import COMMON, corrupt, sequence
+from vitadel.data.shapes import Shapes
+from vitadel.data.subset import balanced_subset
+from vitadel.errors import Interrupted, Mistake
+from vitadel.evaluation import corrupting, perturbations
+from vitadel.evaluation.corruptions import corruptions
+from vitadel.runtime.draws import Draws
+
+SOME = ("gaussian_noise", "contrast", "pixelate")
+
+
+class Brightness(nn.Module):
+    """Ten classes by mean brightness."""
+
+    num_classes = 10
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.stop_at = 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        if self.stop_at is not None and self.seen > self.stop_at:
+            raise KeyboardInterrupt
+        centres = torch.linspace(0.05, 0.95, 10, dtype=x.dtype)
+        return -((x.mean((1, 2, 3))[:, None] - centres).square()) * 100
+
+
+class Corner(nn.Module):
+    """Ten classes by the brightness of one pixel, which a little noise changes."""
+
+    num_classes = 10
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -(x[:, :, 3, 3].mean(1)[:, None] - torch.linspace(0.05, 0.95, 10)).square()
+
+
+class Always(nn.Module):
+    """Class 3, whatever it is shown."""
+
+    num_classes = 10
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(torch.full((len(x),), 3), 10).to(x.dtype)
+
+
+def source() -> Shapes:
+    return Shapes("test", size=16)
+
+
+def run(model: nn.Module, **settings):
+    settings = {"limit": 40, "corruptions": SOME, "device": "cpu"} | settings
+    return corruptions(model.eval(), source(), **settings)
+
+
+def chosen(limit: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows = balanced_subset(source().labels(), limit, 0)
+    pixels, label, _ = source().render(rows)
+    return rows, pixels.float() / 255, label
+
+
+def test_errors_are_those_of_images_corrupted_by_hand(tmp_path):
+    rows, x, label = chosen(40)
+    results = run(Brightness(), severities=(1, 5), out=tmp_path / "run")
+    table = pq.read_table(tmp_path / "run" / "samples.parquet").to_pydict()
+    assert table["index"] == rows.tolist()
+    for cell in results["corruptions"]["cells"]:
+        name, level = cell["corruption"], cell["severity"]
+        z = corrupt(x, name, level, Draws.of_samples(0, rows))
+        said = Brightness()(z).argmax(1)
+        assert table[f"prediction:{name}/{level}"] == said.tolist()
+        right = int((said == label).sum())
+        assert (cell["correct"], cell["n"]) == (right, 40)
+        assert cell["error"] == pytest.approx(1 - right / 40)
+        assert cell["ci95"][0] <= cell["accuracy"] <= cell["ci95"][1]
+    mean = np.mean([cell["error"] for cell in results["corruptions"]["cells"]])
+    assert results["corruptions"]["mean_error"] == pytest.approx(mean)
+    low, high = results["corruptions"]["mean_error_ci95"]
+    assert low <= mean <= high
+    assert results["clean"]["correct"] == int((Brightness()(x).argmax(1) == label).sum())
+    assert results["complete"]
+    assert "mce" not in results["corruptions"]  # these are not ImageNet's classes
+    assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
+    assert not (tmp_path / "run" / "partial").exists()
+
+
+def test_a_constant_model_is_wrong_by_the_share_of_other_labels():
+    results = run(Always(), perturbations=("rotate", "gaussian_noise"))
+    assert results["clean"]["accuracy"] == 0.1
+    assert {cell["error"] for cell in results["corruptions"]["cells"]} == {0.9}
+    assert results["corruptions"]["mean_error"] == pytest.approx(0.9)
+    for row in results["perturbations"]["rows"]:
+        assert (row["flip_probability"], row["top5_distance"]) == (0, 0)
+
+
+def test_a_perfect_model_has_no_error(monkeypatch):
+    monkeypatch.setattr(Shapes, "labels", lambda self: torch.full((len(self),), 3))
+    results = run(Always())
+    assert results["clean"]["accuracy"] == 1
+    assert results["corruptions"]["mean_error"] == 0
+    assert results["corruptions"]["mean_error_ci95"] == [0, 0]
+
+
+def test_one_forward_per_image_corruption_and_severity():
+    model = Brightness()
+    run(model, severities=(2, 3, 4))
+    assert model.seen == 40 * (1 + 3 * 3)
+
+
+def test_a_model_that_always_flips(monkeypatch):
+    def blinking(x, name, draws, difficulty):
+        return torch.stack([torch.full_like(x, level) for level in (0.02, 0.98, 0.02, 0.98)])
+
+    monkeypatch.setattr(perturbations, "sequence", blinking)
+    told = run(Brightness(), corruptions=(), perturbations=("rotate", "shot_noise"))["perturbations"]
+    rotate, noise = told["rows"]
+    assert (rotate["flip_probability"], rotate["frames"]) == (1, 4)
+    assert noise["flip_probability"] == pytest.approx(2 / 3)  # the third frame is like the first
+    assert rotate["top5_distance"] == 15
+    assert told["mean_flip_probability"] == pytest.approx(5 / 6)
+    assert "mfr" not in told
+
+
+@pytest.mark.parametrize("name", ["translate", "gaussian_noise"])
+def test_flips_are_those_of_sequences_made_by_hand(name, tmp_path):
+    rows, x, _ = chosen(20)
+    results = run(Corner(), limit=20, corruptions=(), perturbations=(name,), out=tmp_path / "run")
+    frames = sequence(x, name, Draws.of_samples(0, rows))
+    said = torch.stack([Corner()(frame).argmax(1) for frame in frames])
+    before = said[:1] if name == "gaussian_noise" else said[:-1]
+    flipped = (said[1:] != before).double().mean(0)
+    assert float(flipped.sum()) > 0
+    table = pq.read_table(tmp_path / "run" / "samples.parquet").to_pydict()
+    assert table[f"flips:{name}"] == pytest.approx(flipped.tolist())
+    assert results["perturbations"]["rows"][0]["flip_probability"] == pytest.approx(float(flipped.mean()))
+
+
+def test_large_pictures_move_behind_their_frame(monkeypatch):
+    """At 56 pixels the sequence is made of 64, as at 224 of 256."""
+    shapes = []
+    made = perturbations.sequence
+
+    def watched(x, *more):
+        frames = made(x, *more)
+        shapes.append((x.shape[2:], frames.shape[3:]))
+        return frames
+
+    monkeypatch.setattr(perturbations, "sequence", watched)
+    corruptions(Always(), Shapes("test", size=56), corruptions=(), perturbations=("tilt",), limit=10, device="cpu")
+    assert set(shapes) == {((64, 64), (56, 56))}
+
+
+def test_batch_size_changes_nothing(tmp_path):
+    tables = []
+    for size in (1, 7, 64):
+        run(Corner(), limit=10, batch_size=size, perturbations=("scale",), out=tmp_path / str(size))
+        tables.append(pq.read_table(tmp_path / str(size) / "samples.parquet").to_pydict())
+    assert tables[0] == tables[1] == tables[2]
+
+
+def test_interrupted_and_resumed_it_comes_to_the_same_without_doing_it_again(tmp_path):
+    whole = run(Brightness(), batch_size=8)
+    model, out = Brightness(), tmp_path / "run"
+    model.stop_at = 40 + 5 * 20  # amid the first corruption
+    with pytest.raises(Interrupted):
+        run(model, batch_size=8, out=out)
+    assert not (out / "results.json").exists()
+    again = Brightness()
+    resumed = run(again, batch_size=8, out=out, resume=True)
+    assert resumed["corruptions"] == whole["corruptions"]
+    assert again.seen == 40 * (1 + 3 * 5) - 40 - 5 * 16  # two batches of eight were done
+    with pytest.raises(Mistake, match="begun with other settings"):
+        run(Brightness(), batch_size=8, out=out, resume=True, severities=(1,))
+
+
+SCRIPT = """
+import sys
+from vitadel.evaluation.corruptions import corruptions
+corruptions("zoo:shapes-standard", "shapes", limit=12, batch_size=4, corruptions=("contrast",), severities=(1, 4),
+            perturbations=("brightness",), device="cpu", out=sys.argv[1])
+"""
+
+
+def test_two_processes_tell_what_one_tells(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    told = []
+    for count in (1, 2):
+        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={count}", "--standalone"] if count > 1 else []
+        command = [sys.executable, *launcher, str(script), str(tmp_path / str(count))]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+        told.append((tmp_path / str(count) / "results.json").read_text())
+    assert told[0] == told[1]
+
+
+def test_what_cannot_be_had_is_left_out_and_told_unless_it_was_asked_for(monkeypatch):
+    def without_photos(x, name, *more):
+        if name == "frost":
+            raise Mistake("no photos of frost here")
+        return x
+
+    monkeypatch.setattr(corrupting, "corrupt", without_photos)
+    told = run(Always(), corruptions=None, severities=(1,))["corruptions"]
+    assert told["left_out"] == {"frost": "no photos of frost here"}
+    assert told["mean_error_over"] == [name for name in COMMON if name != "frost"]
+    with pytest.raises(Mistake, match="no photos of frost"):
+        run(Always(), corruptions=("frost", "fog"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"severities": (0,)}, "some of 1, 2, 3, 4, 5, each once; got 0"),
+        ({"severities": (6,)}, "got 6"),
+        ({"severities": ()}, "got none"),
+        ({"severities": (1, 1)}, "got 1, 1"),
+        ({"corruptions": ("fogg",)}, "unknown corruption 'fogg'; did you mean fog"),
+        ({"corruptions": ("fog", "fog")}, "listed twice"),
+        ({"perturbations": ("rotation",)}, "unknown perturbation 'rotation'; did you mean rotate"),
+        ({"corruptions": (), "perturbations": ()}, "no corruption and no perturbation"),
+        ({"difficulty": 4}, "--difficulty is 1, 2 or 3, got 4"),
+        ({"batch_size": 0}, "at least 1, got 0"),
+        ({"precision": "int8"}, "unknown precision 'int8'"),
+        ({"clean_data": "shapes"}, "--clean-data goes with a benchmark's own files"),
+        ({"eps": 1}, "corruptions has no setting 'eps'"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_told(settings, told):
+    with pytest.raises(Mistake) as caught:
+        run(Always(), **settings)
+    assert told in str(caught.value)
