@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vitadel.data import open_dataset
     from vitadel.defenses.harden import harden
     from vitadel.defenses.heads.probing import probe
+    from vitadel.diagnosis.visit import diagnose
     from vitadel.evaluation.audit import audit
     from vitadel.instrument import attention_maps, block_features, extra_tokens, scaled_attention, score_statistics
 
@@ -29,6 +30,7 @@ __all__ = [
     "attention_maps",
     "audit",
     "block_features",
+    "diagnose",
     "extra_tokens",
     "harden",
     "load_model",
@@ -45,6 +47,7 @@ _HOMES = {
     "attention_maps": "vitadel.instrument",
     "audit": "vitadel.evaluation.audit",
     "block_features": "vitadel.instrument",
+    "diagnose": "vitadel.diagnosis.visit",
     "extra_tokens": "vitadel.instrument",
     "harden": "vitadel.defenses.harden",
     "load_model": "vitadel.backbones",

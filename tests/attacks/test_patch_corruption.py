@@ -188,7 +188,7 @@ def test_a_stream_that_ends_is_refused_unless_it_is_long_enough():
     assert learned(model, stream, training_steps=2).selector is not None
 
 
-@pytest.mark.parametrize("name", ["dinov2_registers", "cait", "xcit", "swin", "levit"])
+@pytest.mark.parametrize("name", ["dinov2_registers", "cait", "xcit", "swin", "levit", "rvt", "fan"])
 @pytest.mark.parametrize("objective", ["features", "ce"])
 def test_works_on_every_family_with_a_grid(name, objective):
     model, x, y = make_vit(name), pixels(name, 4), torch.zeros(4, dtype=torch.long)

@@ -264,7 +264,19 @@ def test_the_attention_term_draws_attention():
 
 @pytest.mark.parametrize(
     "name",
-    ["deit_distilled", "deit3", "dinov2_registers", "siglip", "parallel", "eva02", "dinov3", "beit", "cait", "levit"],
+    [
+        "deit_distilled",
+        "deit3",
+        "dinov2_registers",
+        "siglip",
+        "parallel",
+        "eva02",
+        "dinov3",
+        "beit",
+        "cait",
+        "levit",
+        "rvt",
+    ],
 )
 def test_works_on_every_family_that_attends_between_patches(name):
     model, x = make_vit(name), pixels(name, 4)

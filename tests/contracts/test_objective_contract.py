@@ -18,6 +18,7 @@ from vitadel.runtime.draws import Draws
 from vits import VITS, make_vit
 
 CLASSES = 5
+LOOKS_INSIDE = {"Afat"}  # needs a model with blocks
 ADAPTED = {"robustness_tokens", "tora"}  # on adapted models only: tests/defenses/test_training_{tokens,tora}.py
 
 
@@ -149,6 +150,8 @@ class Loud(nn.Module):
 
 
 def test_certainty_gives_no_nan(objective):
+    if type(objective).__name__ in LOOKS_INSIDE:
+        pytest.skip("looks at blocks, and there are none")
     model, (x, z, y) = Loud(), batch(20, side=8)
     with torch.no_grad():
         probabilities = model(x).softmax(1)

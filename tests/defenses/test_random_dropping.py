@@ -217,7 +217,7 @@ def test_stays_inside_the_budget_and_takes_mixed_labels_and_another_eps():
     assert not torch.equal(z, craft(made, model, x, y.flip(0), DRAWS))
 
 
-@pytest.mark.parametrize("family", ["xcit", "cait", "swin", "levit", "siglip"])
+@pytest.mark.parametrize("family", ["xcit", "cait", "swin", "levit", "siglip", "rvt", "fan"])
 def test_gradients_always_find_a_way_where_there_is_no_class_token_among_the_patches(family):
     model = make_vit(family)
     x, y = batch(family)

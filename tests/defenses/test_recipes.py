@@ -332,6 +332,7 @@ def test_a_shipped_recipe_says_its_own_things_only(name):
         "shapes/pgd-at",
         "tokens/deit-tiny",
         "tora/imagenet",
+        "afat/imagenet",
         "probes/shapes",
         "segmentation/shapes",
     )

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.corruption_model import CorruptionModel, alignment, corrupted, keep_mask
+from vitadel.attacks.corruption_model import (
+    CorruptionModel,
+    alignment,
+    as_first_layer_sees,
+    corrupted,
+    keep_mask,
+    main_blocks,
+)
 from vitadel.attacks.goals import gradient
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.patches import (
@@ -17,7 +24,6 @@ from vitadel.attacks.patches import (
     check_images,
     check_noise,
     count_of_share,
-    normalisation_of,
     patch_side_of,
     patches_in,
     pixel_mask,
@@ -25,7 +31,6 @@ from vitadel.attacks.patches import (
     uniform_noise,
     worst_of,
 )
-from vitadel.backbones.anatomy import blocks_of
 from vitadel.errors import Mistake, nearest_names
 from vitadel.instrument.features import block_features
 from vitadel.instrument.hooks import frozen
@@ -110,7 +115,7 @@ class LearnedPatches:
         self, model: nn.Module, selector: CorruptionModel, x: Tensor, y: Tensor, rules: Patches, draws: Draws
     ) -> Sequence[Tensor | None]:
         """AFAT's gradient: of what the selector's own choice does, as if choosing were the identity."""
-        keep = keep_mask(selector(_normalised(model, x)), rules.count)
+        keep = keep_mask(selector(as_first_layer_sees(model, x)), rules.count)
         noise = uniform_noise(model, x, draws, self.noise)
         value = self._value(model, x, y, corrupted(x, keep, noise, rules.side))
         return _slopes(value, list(selector.parameters()))
@@ -124,7 +129,7 @@ class LearnedPatches:
         al. 2017). Straight through, the gradient at full noise is saturated and at patches without noise it has,
         measured, the wrong sign; and a selector that tries only its own choice never learns about the others.
         """
-        scores = selector(_normalised(model, x))
+        scores = selector(as_first_layer_sees(model, x))
         noisy = (draws.stream("patches").order(scores.shape[1]) < rules.count).to(x.dtype)
         keep = (1 - draws.stream("strength").uniform(1).to(x.dtype) * noisy).requires_grad_()
         noise = uniform_noise(model, x, draws, self.noise)
@@ -135,9 +140,7 @@ class LearnedPatches:
     def _value(self, model: nn.Module, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         if self.objective == "ce":
             return cross_entropy(model(z), y).mean()
-        # Class attention comes after the features that AFAT aligns.
-        main = [i for i, block in enumerate(blocks_of(model)) if "ClassAtt" not in type(block.module).__name__]
-        with block_features(model, main) as features:
+        with block_features(model, main_blocks(model)) as features:
             with torch.no_grad():
                 model(x)
             clean = list(features)
@@ -158,7 +161,7 @@ class LearnedPatches:
         rules, draws = self._patches(model, x), Draws.of_pixels(x) if draws is None else draws
         with frozen(model), torch.no_grad():
             selector = self.selector.to(x.device)  # it may have been trained by another process
-            chosen = strongest(-selector(_normalised(model, x)), rules.count)
+            chosen = strongest(-selector(as_first_layer_sees(model, x)), rules.count)
             area = pixel_mask(chosen, x, rules.side)
 
             def propose(turn: int, place: Tensor) -> Tensor:
@@ -186,11 +189,6 @@ def _again_and_again(calibration: Iterable[tuple[Tensor, Tensor]]) -> Iterator[t
                 "patches-learned got no images to learn from, or an iterator that can be gone through only once; "
                 "give a list of batches (pixels, labels)"
             )
-
-
-def _normalised(model: nn.Module, x: Tensor) -> Tensor:
-    mean, std = normalisation_of(model)
-    return (x - mean.to(x)) / std.to(x)
 
 
 def _slopes(value: Tensor, weights: list[nn.Parameter]) -> Sequence[Tensor | None]:

@@ -22,7 +22,7 @@ from vitadel.defenses.checking import (
 )
 from vitadel.defenses.components import component_names, find_component
 from vitadel.defenses.heads.building import build_probe, build_probe_check
-from vitadel.defenses.protocols import Adapter, Objective, Plugin
+from vitadel.defenses.protocols import Accompanied, Adapter, Objective, Plugin
 from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, is_probe, rows, section_types
 from vitadel.defenses.same_images import same_images
 from vitadel.defenses.sections import (
@@ -126,6 +126,8 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     about = {key: document[key] for key in TEXTS if key in document}
     sections = cast(dict[str, Any], parts)
     whole = dict(document)
+    if isinstance(objective, Accompanied):
+        plugins = (objective.companion, *plugins)
     return Recipe(about=about, objective=objective, plugins=plugins, adapter=adapter, document=whole, **sections)
 
 
