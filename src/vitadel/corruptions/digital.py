@@ -57,13 +57,14 @@ def jpeg_compression(pixels: Tensor, draws: Draws, quality: float) -> Tensor:
 
 
 def _pictures(pixels: Tensor, change: Callable[[Image.Image], Image.Image]) -> Tensor:
-    """Each image as a picture of Pillow, changed by it. Pillow weaves the channels faster than a transposition does."""
-    changed = np.empty(tuple(pixels.shape), np.uint8)
-    for before, after in zip(pixels.numpy(), changed, strict=True):
-        picture = change(Image.merge("RGB", [Image.fromarray(plane) for plane in before]))
-        for channel, plane in enumerate(picture.split()):
-            after[channel] = np.asarray(plane)
-    return torch.from_numpy(changed)
+    """Each image as a picture of Pillow, changed by it."""
+    n, channels, height, width = pixels.shape
+    woven = np.empty((n, height, width, channels), np.uint8)
+    for channel in range(channels):
+        woven[..., channel] = pixels[:, channel].numpy()
+    for picture in woven:
+        picture[:] = np.asarray(change(Image.fromarray(picture)))
+    return torch.from_numpy(woven).permute(0, 3, 1, 2).contiguous()
 
 
 def elastic_transform(pixels: Tensor, draws: Draws, alpha: float, sigma: float, jitter: float) -> Tensor:

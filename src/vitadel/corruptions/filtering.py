@@ -169,6 +169,7 @@ def motion_taps(radius: float, sigma: float, angle: float, height: int, width: i
     """
     count = int(2 * radius + 1)
     raw = [math.exp(-(i**2) / (2 * sigma**2)) for i in range(count)]
+    whole = _FIXED_POINT / sum(raw)
     down, right = count * math.sin(math.radians(angle)), count * math.cos(math.radians(angle))
     length = math.hypot(down, right)
     taps = []
@@ -176,7 +177,7 @@ def motion_taps(radius: float, sigma: float, angle: float, height: int, width: i
         dy, dx = math.ceil(i * down / length - 0.5), math.ceil(i * right / length - 0.5)
         if abs(dy) >= height or abs(dx) >= width:
             break
-        taps.append((dy, dx, round(weight / sum(raw) * _FIXED_POINT)))
+        taps.append((dy, dx, round(weight * whole)))
     if len(taps) == count:  # flat patches stay as they are
         taps[0] = (0, 0, _FIXED_POINT - sum(weight for _, _, weight in taps[1:]))
     return taps
@@ -185,12 +186,14 @@ def motion_taps(radius: float, sigma: float, angle: float, height: int, width: i
 def motion_blurred(image: Tensor, taps: list[tuple[int, int, int]], nearest: bool = False) -> Tensor:
     """8-bit planes (c, height, width) averaged over `taps`, edges replicated; cut to 8 bits or rounded to `nearest`."""
     height, width = image.shape[1:]
-    top, left = (min(0, *(tap[axis] for tap in taps), 0) for axis in (0, 1))
-    bottom, right = (max(0, *(tap[axis] for tap in taps), 0) for axis in (0, 1))
+    downs, rights, _ = zip(*taps, strict=True)
+    top, bottom, left, right = min(downs), max(downs), min(rights), max(rights)  # the first tap is (0, 0)
     rows = torch.arange(top, height + bottom).clamp_(0, height - 1)
     columns = torch.arange(left, width + right).clamp_(0, width - 1)
     padded = image.index_select(1, rows).index_select(2, columns).to(torch.int32)
     total = torch.full_like(image, _FIXED_POINT // 2 if nearest else 0, dtype=torch.int32)
     for dy, dx, weight in taps:
-        total.add_(padded[:, dy - top : dy - top + height, dx - left : dx - left + width], alpha=weight)
+        # A view made in one call: on small images slicing would cost more than adding.
+        start = (dy - top) * padded.shape[2] + dx - left
+        total.add_(padded.as_strided(image.shape, padded.stride(), start), alpha=weight)
     return total.div_(_FIXED_POINT, rounding_mode="floor").to(torch.uint8)
