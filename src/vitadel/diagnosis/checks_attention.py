@@ -1,0 +1,113 @@
+"""Checks of softmax attention: is it saturated, and does an attack through softened attention find more?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vitadel.attacks.aas import AAS, Rescaled
+from vitadel.attacks.names import make
+from vitadel.backbones.anatomy import attentions_of
+from vitadel.diagnosis.examination import Examination, Level
+from vitadel.diagnosis.finding import OK, SUSPICIOUS, NotExamined, Outcome, beaten
+from vitadel.errors import Mistake
+from vitadel.instrument.attention import score_statistics
+from vitadel.types import Calibrated
+
+__all__ = ["attention_saturation", "attention_scaling", "cost_of_scaling", "softening_factors"]
+
+_ROUNDS_TO_ONE = {torch.float64: 36.7, torch.float32: 16.6, torch.float16: 7.6, torch.bfloat16: 5.5}
+_VANISHES = {torch.float64: 708.0, torch.float32: 87.3, torch.float16: 9.7, torch.bfloat16: 87.3}
+_SATURATED = 0.25  # share of a block's rows
+_FLOOR = 0.03
+_SOFT = 2.0  # the gap that softened attention is brought to
+
+
+def _gaps(e: Examination) -> list[Tensor]:
+    """Of every attention, over images, heads and queries: the largest score less the second largest."""
+    try:
+        attentions_of(e.model)
+    except Mistake as unknown:
+        raise NotExamined(f"its attention is not known: {unknown}") from None
+    with torch.no_grad(), score_statistics(e.model) as gaps:
+        e.model(e.few(16))
+        return [gap.flatten().float() for gap in gaps]
+
+
+def attention_saturation(e: Examination) -> Outcome:
+    """Raised if in some block a quarter of all attention rows are one-hot to the last bit of the model's precision.
+
+    Why it matters: from a gap of 16.6 between the two best scores on, float32 rounds the softmax to exactly one, and
+    from 87 on the rest vanishes. Hardly any gradient passes such a row, whatever the model would do under larger
+    changes (Jain & Dutta, CVPR 2024).
+
+    What to do: compare pgd-100 with aas+pgd-100 at equal compute, and with a run in float64.
+    """
+    gaps = _gaps(e)
+    precision = next((p.dtype for p in e.model.parameters() if p.is_floating_point()), torch.float32)
+    at, beyond = _ROUNDS_TO_ONE[precision], _VANISHES[precision]
+    saturated = [float((gap > at).double().mean()) for gap in gaps]
+    evidence = {
+        "rounds to one from": at,
+        "rows beyond, per block": [round(share, 4) for share in saturated],
+        "rows that vanish, per block": [round(float((gap > beyond).double().mean()), 4) for gap in gaps],
+        "median gap, per block": [round(float(gap.median()), 3) for gap in gaps],
+        "99th percentile, per block": [
+            round(float(gap.kthvalue(max(1, int(0.99 * len(gap)))).values), 3) for gap in gaps
+        ],
+    }
+    return (SUSPICIOUS if max(saturated) > _SATURATED else OK), evidence
+
+
+def _quantile(gap: Tensor, share: float) -> float:
+    """By rank: torch's own quantile refuses more than 16 million values."""
+    return float(gap.kthvalue(max(1, int(share * len(gap)))).values) if len(gap) else 0.0
+
+
+def softening_factors(gaps: list[Tensor]) -> tuple[float, ...]:
+    """One factor per attention, such that 9 of 10 rows have a gap of at most 2; a tenth everywhere if they have."""
+    tenths = [_quantile(gap[gap.isfinite()], 0.9) for gap in gaps]
+    factors = tuple(min(1.0, _SOFT / max(tenth, 1e-12)) for tenth in tenths)
+    return factors if min(factors) < 1 else (0.1,) * len(gaps)
+
+
+def cost_of_scaling(level: Level) -> tuple[float, float]:
+    """Of the softened attack, and at the thorough level of the adaptive one; the controls come only after an alarm."""
+    gradients, forwards = Rescaled(make(level.plain)).passes()
+    times = 2 if level.name == "thorough" else 1
+    return times * gradients, times * (forwards + 1) + 0.25
+
+
+def attention_scaling(e: Examination) -> Outcome:
+    """Raised if an attack through softened attention breaks clearly more images than as many plain steps.
+
+    Why it matters: then saturated attention hides gradients, and the plain number is too high. Random factors and a run
+    in float64 are told beside it: they show whether softening as such, its size, or mere rounding makes the
+    difference.
+
+    What to do: report aas+pgd-100 or aas+gama-100 with the worst case, judged on the deployed model.
+    """
+    factors = softening_factors(_gaps(e))
+    search = make(e.level.plain, eps=e.eps, norm=e.norm)
+    plain = e.held(e.level.restarted)
+    soft = e.held("softened", Rescaled(search, factors))
+    evidence = {e.level.restarted: e.share(plain), "softened": e.share(soft), "factors": [round(f, 6) for f in factors]}
+    best = soft
+    images = e.others(64) if e.level.name == "thorough" else []
+    if images:
+        adaptive: Calibrated = AAS(search, images=64)
+        best = soft & e.held("adaptive", adaptive.prepared(e.model, images, e.seed))
+        evidence["adaptive factors"] = e.share(best)
+    if not beaten(plain, best, _FLOOR):
+        return OK, evidence
+    lot = 10 ** (-2 * e.lots(1).stream("random factors").uniform(len(factors))[0])
+    control = Rescaled(search, tuple(float(factor) for factor in lot))
+    evidence["random factors"] = e.share(e.held("random factors", control))
+    return SUSPICIOUS, evidence | {"in float64": _in_float64(e)}
+
+
+def _in_float64(e: Examination) -> float:
+    """What the plain attack leaves standing where rounding cannot be the cause."""
+    x = e.x.to(e.exact_dtype)
+    z = make(e.level.plain, eps=e.eps, norm=e.norm)(e.exact, x, e.y, e.draws)
+    return e.share((e.answers(z, e.exact).argmax(1) == e.y) & e.correct)

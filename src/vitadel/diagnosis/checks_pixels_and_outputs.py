@@ -1,0 +1,144 @@
+"""Checks of what goes in and what comes out, before any attack is worth running."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vitadel.attacks.names import make
+from vitadel.backbones.checks import looks_like_probabilities
+from vitadel.diagnosis.examination import ROUNDING, Examination, relative_change
+from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, beaten
+from vitadel.evaluation.intervals import wilson
+
+__all__ = [
+    "clean_accuracy",
+    "eps_zero",
+    "finite_outputs",
+    "gradient_mode",
+    "normalisation",
+    "pixel_range",
+    "probabilities",
+]
+
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_HALF = ((0.5,) * 3, (0.5,) * 3)
+
+
+def pixel_range(e: Examination) -> Outcome:
+    """Raised if the images are not pixels in [0, 1], or fill only a 255th of that range.
+
+    Why it matters: budgets such as 8/255, clipping and step sizes are all meant for [0, 1]. On normalised images, or on
+    bytes, the same eps is a much smaller budget, and the model looks robust.
+
+    What to do: give pixels in [0, 1] and let the model normalise them: vitadel.wrap(model, mean=..., std=...).
+    """
+    finite = bool(e.x.isfinite().all())
+    low, high = (float(e.x.amin()), float(e.x.amax())) if finite else (0.0, 0.0)
+    evidence = {"lowest": low, "highest": high, "finite": finite}
+    if not finite or low < -1e-6 or high > 1 + 1e-6:
+        return BROKEN, evidence
+    return (SUSPICIOUS if high <= 1.01 / 255 else OK), evidence
+
+
+def finite_outputs(e: Examination) -> Outcome:
+    """Raised if the model answers NaN or infinity to the images, or to black, white and noisy ones.
+
+    Why it matters: a NaN compares as false with everything, so depending on who counts, such an image is always or
+    never fooled; and its gradients are NaN as well.
+
+    What to do: find the layer that overflows (fp16 does where bf16 and fp32 do not) or divides by zero, and repair it.
+    """
+    shape = e.few(1)
+    odd = torch.cat([torch.zeros_like(shape), torch.ones_like(shape), e.lots(1).uniform(*shape.shape[1:]).to(shape)])
+    bad, bad_odd = (int((~logits.isfinite()).any(1).sum()) for logits in (e.logits, e.answers(odd)))
+    return (BROKEN if bad + bad_odd else OK), {"images": bad, "of": len(e.x), "odd images": bad_odd}
+
+
+def clean_accuracy(e: Examination) -> Outcome:
+    """Raised if the model is not clearly better on clean images than guessing.
+
+    Why it matters: what is wrong already cannot be fooled. Labels in another order, missing weights or a wrong image
+    size are the usual reasons, and each makes every further number meaningless.
+
+    What to do: compare the data's class order with the model's, and check --weights, --mean, --std and --input-size.
+    """
+    right, n = int(e.correct.sum()), len(e.y)
+    chance = 1 / e.logits.shape[1]
+    evidence = {"accuracy": right / n, "n": n, "guessing": chance}
+    return (BROKEN if wilson(right, n)[0] <= chance else OK), evidence
+
+
+def normalisation(e: Examination) -> Outcome:
+    """Raised if the model is clearly more often right when its images are normalised first, when a normalisation is
+    undone, when they are bytes, or when their channels are swapped.
+
+    Why it matters: then the model is not given what it was trained on: its normalisation is missing or applied twice.
+    Clean accuracy suffers, and eps means another budget than it says.
+
+    What to do: normalise exactly once, inside the model: vitadel.wrap(model, mean=..., std=...), or --mean and --std.
+    """
+    changed = {name: e.answers(images) for name, images in _other_preprocessing(e).items()}
+    right = {name: logits.argmax(1) == e.y for name, logits in changed.items()}
+    best = max(right, key=lambda name: int(right[name].sum()))
+    evidence = {"as given": e.share(e.correct)} | {name: e.share(held) for name, held in right.items()}
+    return (BROKEN if beaten(right[best], e.correct, 0.03) else OK), evidence
+
+
+def _other_preprocessing(e: Examination) -> dict[str, Tensor]:
+    images = {"bytes": e.x * 255, "channels swapped": e.x.flip(1)}
+    if e.x.ndim != 4 or e.x.shape[1] != 3:
+        raise NotExamined("the images have no three colour channels")
+    for name, (mean, std) in {"0.5": _HALF, "ImageNet's": _IMAGENET}.items():
+        centre, width = (torch.tensor(numbers).to(e.x).view(1, 3, 1, 1) for numbers in (mean, std))
+        images[f"normalised by {name}"] = (e.x - centre) / width
+        images[f"normalisation by {name} undone"] = e.x * width + centre
+    return images
+
+
+def probabilities(e: Examination) -> Outcome:
+    """Raised if the outputs are probabilities: all in [0, 1], every row adding up to 1.
+
+    Why it matters: attacks apply a softmax of their own. Of probabilities it is nearly flat, the cross-entropy is
+    squeezed between two close values, and confident images give hardly any gradient.
+
+    What to do: return logits, without the final softmax.
+    """
+    evidence = {"lowest": float(e.logits.min()), "highest": float(e.logits.max())}
+    evidence["sum of the first row"] = float(e.logits[0].sum())
+    return (BROKEN if looks_like_probabilities(e.logits) else OK), evidence
+
+
+def eps_zero(e: Examination) -> Outcome:
+    """Raised if an attack with a budget of zero changes an image or a prediction.
+
+    Why it matters: with eps = 0 there is nothing an attacker may do, so robust and clean accuracy must be the same
+    number. Where they are not, the model's answers differ between calls, or pixels are changed on the way.
+
+    What to do: make the model deterministic in eval mode, or judge it over many passes (eot:20+ before an attack).
+    """
+    z = make(f"pgd-{min(e.level.steps, 3)}", eps=0, norm=e.norm)(e.model, e.x, e.y, e.draws)
+    moved = float((z - e.x).abs().max())
+    changed = int((e.answers(z).argmax(1) != e.logits.argmax(1)).sum())
+    return (BROKEN if moved > 1e-6 or changed else OK), {"largest change": moved, "predictions changed": changed}
+
+
+def gradient_mode(e: Examination) -> Outcome:
+    """Raised if the answers differ between a pass that gradients are taken of and one without.
+
+    Why it matters: attacks then climb another function than the one that is deployed and judged, by design (secrets
+    that only inference uses) or by accident (a branch on requires_grad).
+
+    What to do: let attacks see what is deployed. If a part is meant to be secret, give it to the attacker as well: a
+    secret is no defence once it is known (`vitadel ladder` tells what it is worth).
+    """
+    few = e.few(16)
+    plain = e.answers(few)
+    with torch.enable_grad():
+        watched: Tensor = e.model(few.clone().requires_grad_()).detach()
+    if e.randomised > ROUNDING:
+        raise NotExamined("the model answers at random, so two passes differ anyway")
+    change = relative_change(plain, watched)
+    flipped = int((plain.argmax(1) != watched.argmax(1)).sum())
+    # Fused kernels may round otherwise when a graph is kept.
+    return (BROKEN if change > 10 * ROUNDING else OK), {"change of logits": change, "predictions changed": flipped}

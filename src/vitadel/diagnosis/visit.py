@@ -1,0 +1,249 @@
+"""A visit to the doctor: open model and data, examine, and write down what was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from vitadel.adapters.opening import open_model
+from vitadel.amounts import amount_text, read_amount
+from vitadel.attacks.threats import threat as make_threat
+from vitadel.data.batches import Batch, batches
+from vitadel.data.checks import BadSample
+from vitadel.diagnosis.doctor import CHECKS, Examined, cost_of, examine, next_command, sentence
+from vitadel.diagnosis.examination import ROUNDING, Examination, Images, Level, level_named
+from vitadel.diagnosis.finding import Finding
+from vitadel.errors import Interrupted, Mistake
+from vitadel.evaluation.calibration import CalibrationImages, calibration_images
+from vitadel.evaluation.compiling import gradient_probe, seconds_of
+from vitadel.evaluation.results import SCHEMA, Tally, described
+from vitadel.evaluation.subject import Subject, open_subject
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.environment import environment
+from vitadel.runtime.processes import Processes, join_processes
+from vitadel.runtime.rundir import RunFolder, open_run, write_json
+from vitadel.types import Source
+from vitadel.version import __version__
+
+__all__ = ["Appointment", "diagnose", "examination_of", "expected_cost", "visit"]
+
+
+@dataclass(frozen=True)
+class Appointment:
+    """What is to be examined, beside model and data; without a `limit` the level says how many images."""
+
+    level: str = "quick"
+    eps: float = 8 / 255
+    norm: str = "linf"
+    limit: int | None = None
+    batch_size: int = 64
+    seed: int = 0
+    skip_bad: bool = False
+    surrogate: str | None = None
+
+    def __post_init__(self) -> None:
+        make_threat(self.norm, self.eps)  # a wrong level, norm or budget is told before anything is loaded
+        if self.eps <= 0 or (self.norm == "linf" and self.eps >= 0.5):
+            raise Mistake(
+                f"diagnose needs an eps above 0 and, in linf, below 0.5, which can make every image grey; got "
+                f"{self.eps:g}. Pixels are in [0, 1]: write 8/255 for 8 levels of 255"
+            )
+        if self.images < 8:
+            raise Mistake(f"--limit must be at least 8: fewer images tell nothing; got {self.images}")
+        if self.batch_size < 1:
+            raise Mistake(f"--batch-size must be at least 1, got {self.batch_size}")
+
+    @property
+    def images(self) -> int:
+        return self.depth.images if self.limit is None else self.limit
+
+    @property
+    def depth(self) -> Level:
+        return level_named(self.level)
+
+
+def diagnose(
+    model: str | nn.Module,
+    data: str | Source | tuple[Tensor, Tensor] = "shapes",
+    *,
+    level: str = "quick",
+    eps: float | str = 8 / 255,
+    norm: str = "linf",
+    limit: int | None = None,
+    batch_size: int = 64,
+    seed: int = 0,
+    surrogate: str | nn.Module | None = None,
+    device: str = "auto",
+    data_root: str | Path | None = None,
+    model_options: Mapping[str, Any] | None = None,
+    tokens: str | Path | None = None,
+    allow_readable: bool = False,
+) -> list[Finding]:
+    """Can a robustness number of this model be trusted? Findings with evidence and advice, one per check.
+
+    `data` is anything that `audit` takes, or a pair of tensors: pixels and labels. The level `quick` looks at 48
+    images, `thorough` at 256, with stronger attacks. `surrogate` is a model to transfer attacks from; without one, a
+    small student of the model's answers is trained if there are images besides the examined ones.
+    """
+    named = surrogate if isinstance(surrogate, str) else None
+    plan = Appointment(level, read_amount(eps, "eps"), norm, limit, batch_size, seed, surrogate=named)
+    processes = join_processes(device)
+    if isinstance(data, tuple):
+        patient = open_model(model, model_options) if isinstance(model, str) else model
+        x, y = (part.to(processes.device) for part in data)
+        other = _opened(surrogate, processes)
+        e = Examination(
+            patient.to(processes.device),
+            *(x, y),
+            norm=norm,
+            eps=plan.eps,
+            level=plan.depth,
+            seed=seed,
+            batch_size=batch_size,
+            surrogate=other,
+        )
+    else:
+        subject = open_subject(
+            model,
+            data,
+            data_root=data_root,
+            model_options=model_options,
+            tokens=tokens,
+            allow_readable=allow_readable,
+        )
+        e = examination_of(subject, plan, processes, surrogate)[0]
+    return list(examine(e).findings)
+
+
+def _opened(surrogate: str | nn.Module | None, processes: Processes) -> nn.Module | None:
+    opened = open_model(surrogate) if isinstance(surrogate, str) else surrogate
+    return None if opened is None else opened.to(processes.device).eval()
+
+
+def examination_of(
+    subject: Subject, plan: Appointment, processes: Processes, surrogate: str | nn.Module | None = None
+) -> tuple[Examination, Batch, Sequence[BadSample]]:
+    """The chosen images on the model's device, as they will be examined, and what was left out for its label."""
+    indices, mislabelled = subject.selection(plan.images, plan.seed, plan.skip_bad)
+    (batch,) = batches(subject.source, [indices.tolist()], subject.preprocess, skip_bad=plan.skip_bad)
+    if len(batch.y) == 0:
+        raise Mistake("no sample could be read, so there is nothing to examine; see the reasons with --skip-bad off")
+    batch = batch.to(processes.device)
+
+    def others(count: int) -> Images:
+        try:
+            source, rows = calibration_images(subject, indices, None, count, plan.seed)
+        except Mistake:  # all images there are, are examined
+            return []
+        return list(CalibrationImages(source, rows, subject.preprocess, processes.device, skip_bad=True))
+
+    e = Examination(
+        cast(nn.Module, subject.model.to(processes.device)),
+        batch.x,
+        batch.y,
+        norm=plan.norm,
+        eps=plan.eps,
+        level=plan.depth,
+        seed=plan.seed,
+        batch_size=plan.batch_size,
+        others=others,
+        surrogate=_opened(plan.surrogate if surrogate is None else surrogate, processes),
+    )
+    return e, batch, mislabelled
+
+
+def expected_cost(e: Examination) -> dict[str, Any]:
+    """The most a visit can take, from the passes of its attacks and the time of one batch on this machine."""
+    cost = cost_of(e.level, [check for check in CHECKS if e.randomised > ROUNDING or not check.if_random])
+    x = e.few(min(e.batch_size, len(e.x)))
+
+    def forward() -> Tensor:
+        return e.answers(x)
+
+    with frozen(e.model):
+        once = seconds_of(forward, x.device) / len(x)
+        sloped = seconds_of(gradient_probe(e.model, x), x.device) / len(x)
+    seconds = len(e.x) * (cost["gradients"] * sloped + cost["forwards"] * once)
+    return cost | {"images": len(e.x), "seconds_at_most": round(seconds, 1)}
+
+
+def visit(
+    subject: Subject,
+    plan: Appointment,
+    processes: Processes,
+    *,
+    out: Path | None = None,
+    resume: bool = False,
+    shown: bool = False,
+    argv: Sequence[str] = (),
+    told: Callable[[Mapping[str, Any]], None] = lambda cost: None,
+) -> tuple[dict[str, Any], RunFolder]:
+    """Examine a model in a run folder; `told` is given the expected cost before it is spent."""
+    if processes.count > 1:
+        raise Mistake("diagnose runs in one process; start it without torchrun")
+    e, batch, mislabelled = examination_of(subject, plan, processes)
+    settings = {
+        "model": subject.model_spec,
+        "model_fingerprint": subject.model_fingerprint(),
+        "data": subject.data_spec,
+        "data_fingerprint": subject.data_fingerprint(batch.indices),
+        **dataclasses.asdict(plan),
+        "eps": amount_text(plan.eps),
+    }
+    run = open_run("diagnose", subject.model_spec, settings, out=out, resume=resume, argv=list(argv or sys.argv))
+    if run.complete:
+        return json.loads((run.path / "results.json").read_text()), run
+    write_json(run.path / "environment.json", environment(processes.device, 1))
+    cost = expected_cost(e)
+    told(cost)
+    begun = time.monotonic()
+    try:
+        examined = examine(e, shown=shown)
+    except KeyboardInterrupt:
+        raise Interrupted(run.path) from None
+    cost["seconds"] = round(time.monotonic() - begun, 1)
+    results = _results(subject, plan, settings, e, batch, mislabelled, examined, cost)
+    write_json(run.path / "results.json", results)
+    run.finish()
+    return results, run
+
+
+def _results(
+    subject: Subject,
+    plan: Appointment,
+    settings: Mapping[str, Any],
+    e: Examination,
+    batch: Batch,
+    mislabelled: Sequence[BadSample],
+    examined: Examined,
+    cost: Mapping[str, Any],
+) -> dict[str, Any]:
+    bad = [dataclasses.asdict(sample) for sample in (*mislabelled, *batch.bad)]
+    tally = Tally(batch.indices, batch.y.cpu(), e.logits.argmax(1).cpu(), bad)
+    return {
+        "schema": SCHEMA,
+        "version": __version__,
+        "complete": True,
+        "seed": plan.seed,
+        **described(subject, tally, settings["model_fingerprint"]),
+        "threat": {"norm": plan.norm, "eps": plan.eps, "eps_text": settings["eps"]},
+        "batch_size": plan.batch_size,
+        **tally.summary(),
+        "findings": [finding.as_dict() for finding in examined.findings],
+        "diagnosis": {
+            "level": plan.level,
+            "verdict": examined.worst,
+            "sentence": sentence(examined, len(e.x)),
+            "next": next_command(examined, subject.model_spec, subject.data_spec, plan.norm, plan.eps),
+            "not_examined": dict(examined.not_examined),
+            "cost": dict(cost),
+        },
+    }

@@ -1,0 +1,27 @@
+"""The page about the checks, written from their docstrings, so that docs and code cannot drift apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vitadel.diagnosis.doctor import CHECKS, Check
+from vitadel.diagnosis.gallery import GALLERY, Liar
+
+__all__ = ["checks_in_words", "gallery_in_words"]
+
+
+def checks_in_words(checks: Sequence[Check] = CHECKS) -> str:
+    """Every check in Markdown: when it is raised, why it matters, what to do."""
+    return "\n\n".join(_in_words(check) for check in checks)
+
+
+def _in_words(check: Check) -> str:
+    told = check.explanation
+    parts = [f"### {check.name}", f"**Raised if** {told.raised_if}", f"**Why it matters:** {told.why}"]
+    return "\n\n".join([*parts, f"**What to do:** {told.what_to_do}"])
+
+
+def gallery_in_words(gallery: Sequence[Liar] = GALLERY) -> str:
+    """Every liar in a Markdown table, with what must see it."""
+    rows = [f"| {liar.name} | {liar.about} | {liar.patient} | {', '.join(liar.seen_by)} |" for liar in gallery]
+    return "\n".join(["| liar | what it does | made of | must be seen by |", "|---|---|---|---|", *rows])

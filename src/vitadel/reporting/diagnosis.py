@@ -1,0 +1,55 @@
+"""A visit to the doctor on a terminal: the plan before, the findings and the one sentence after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+__all__ = ["evidence_text", "show_diagnosis", "tell_cost"]
+
+_COLOURS = {"ok": "green", "suspicious": "yellow", "broken": "red"}
+
+
+def tell_cost(cost: Mapping[str, Any]) -> None:
+    """What a visit takes at most; on standard error, where it does not mix with results."""
+    Console(stderr=True).print(
+        f"[dim]{cost['images']} images, at most {cost['gradients']:.0f} gradients and {cost['forwards']:.0f} forwards "
+        f"each: {cost['seconds_at_most']:.0f} s on this machine; images that fall early cost less.[/]"
+    )
+
+
+def evidence_text(evidence: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {_short(value)}" for key, value in evidence.items())
+
+
+def _short(value: object) -> str:
+    if isinstance(value, list):
+        return "/".join(map(_short, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def show_diagnosis(results: Mapping[str, Any]) -> None:
+    """All checks with their numbers, then the advice of those that were raised, then the sentence."""
+    console, told, threat = Console(), results["diagnosis"], results["threat"]
+    table = Table(
+        *("check", "verdict", "evidence"),
+        title=f"{escape(results['model']['spec'])} on {escape(results['data']['spec'])}, n = {results['data']['n']}; "
+        f"{threat['norm']}, eps {threat['eps_text']}; {told['level']}",
+        title_justify="left",
+    )
+    for finding in results["findings"]:
+        verdict = finding["verdict"]
+        coloured = f"[{_COLOURS.get(verdict, 'yellow')}]{escape(verdict)}[/]"
+        table.add_row(escape(finding["check"]), coloured, escape(evidence_text(finding["evidence"])))
+    for name, reason in told["not_examined"].items():
+        table.add_row(escape(name), "[dim]left out[/]", f"[dim]{escape(reason)}[/]")
+    console.print(table)
+    for finding in results["findings"]:
+        if finding["advice"]:
+            console.print(f"[yellow]{escape(finding['check'])}:[/] {escape(finding['advice'])}")
+    console.print(f"[bold]{escape(told['sentence'])}[/]")
+    console.print(f"Next: {escape(told['next'])}")

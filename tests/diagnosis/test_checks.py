@@ -1,0 +1,244 @@
+"""Checks on models whose sickness is known, beside the same models in health."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from toys import TinyNet, images, trained_toy
+from vitadel.diagnosis import checks_attention as attention
+from vitadel.diagnosis import checks_gradients as gradients
+from vitadel.diagnosis import checks_masking as masking
+from vitadel.diagnosis import checks_pixels_and_outputs as outputs
+from vitadel.diagnosis import checks_randomness as randomness
+from vitadel.diagnosis import checks_search_strength as strength
+from vitadel.diagnosis.examination import LEVELS, Examination, level_named, probing_threat
+from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined
+from vitadel.errors import Mistake
+
+toy = cache(trained_toy)
+
+
+class Around(nn.Module):
+    def __init__(self, model: nn.Module, before=lambda x: x, after=lambda z: z) -> None:
+        super().__init__()
+        self.model, self.before, self.after = model, before, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.model(self.before(x)))
+
+
+def visit(before=lambda x: x, after=lambda z: z, **more) -> Examination:
+    model, x, y = toy()
+    return Examination(Around(model, before, after).eval(), x[:60], y[:60], eps=0.08, **more)
+
+
+HONEST = [
+    outputs.pixel_range,
+    outputs.finite_outputs,
+    outputs.clean_accuracy,
+    outputs.normalisation,
+    outputs.probabilities,
+    outputs.eps_zero,
+    outputs.gradient_mode,
+    randomness.evaluation_mode,
+    randomness.same_answer_twice,
+    randomness.batch_composition,
+    gradients.gradients_there,
+    gradients.vanishing,
+    gradients.finite_differences,
+    gradients.same_gradient_twice,
+    gradients.staircase,
+    gradients.uphill,
+    strength.more_steps,
+    strength.more_restarts,
+    strength.unbounded_eps,
+    strength.loss_choice,
+    masking.random_noise,
+    masking.black_box,
+    masking.single_step,
+]
+
+
+@pytest.mark.parametrize("check", HONEST, ids=lambda check: check.__name__)
+def test_a_healthy_model_is_healthy(check):
+    assert check(visit())[0] == OK
+
+
+def test_hidden_gradients_are_seen_from_every_side():
+    sick = visit(Tensor.detach)
+    assert gradients.gradients_there(sick) == (BROKEN, {
+        "NaN, cross-entropy": 0.0,
+        "zero, cross-entropy": 1.0,
+        "NaN, margin": 0.0,
+        "zero, margin": 1.0,
+    })  # fmt: skip
+    assert gradients.vanishing(sick)[0] == SUSPICIOUS
+    assert gradients.finite_differences(sick)[1]["relative error"] == 1  # autograd tells nothing of what there is
+    assert strength.unbounded_eps(sick)[0] == BROKEN
+    assert masking.black_box(sick)[0] == SUSPICIOUS
+
+
+def test_a_stand_in_breaks_what_hidden_gradients_do_not():
+    model = toy()[0]
+    hidden = visit(Tensor.detach, surrogate=model)
+    verdict, evidence = masking.transfer(hidden)
+    assert verdict == SUSPICIOUS
+    # The stand-in is the model itself, so transfer breaks just what the model's own gradients would.
+    own = visit()
+    assert evidence["transfer breaks of these"] == int((own.correct & ~own.held("pgd-10")).sum()) > 10
+    assert masking.transfer(visit(surrogate=model))[0] == OK
+
+
+def test_a_student_is_taught_where_there_is_no_stand_in():
+    lessons = [(images(64, seed=turn), torch.zeros(64)) for turn in range(2)]
+    hidden = visit(Tensor.detach, others=lambda count: lessons)
+    before = torch.get_rng_state()
+    masking.transfer(hidden)
+    assert torch.equal(before, torch.get_rng_state())
+    with pytest.raises(NotExamined, match="no other model"):
+        masking.transfer(visit(Tensor.detach))
+
+
+def test_large_logits_blind_the_cross_entropy_only():
+    sick = visit(after=lambda z: 1e5 * z)
+    assert gradients.gradients_there(sick)[0] == SUSPICIOUS
+    assert gradients.vanishing(sick)[0] == OK
+    verdict, evidence = strength.loss_choice(sick)
+    assert verdict == SUSPICIOUS
+    assert evidence["cw-10"] < evidence["pgd-10"] - 0.12
+
+
+def test_a_reversed_or_wrong_gradient_is_not_true():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    verdict, evidence = gradients.finite_differences(visit(Doubled.apply))
+    assert verdict == BROKEN
+    assert evidence["relative error"] == pytest.approx(0.5, abs=1e-3)  # of the larger of the two, which is twice
+
+
+def test_outputs():
+    assert outputs.probabilities(visit(after=lambda z: z.softmax(1)))[0] == BROKEN
+    assert outputs.probabilities(visit(after=lambda z: z.log_softmax(1)))[0] == OK
+    assert outputs.finite_outputs(visit(after=lambda z: z / 0))[0] == BROKEN
+    assert outputs.clean_accuracy(visit(after=lambda z: z.roll(1, 1)))[0] == BROKEN  # classes in another order
+    model, x, y = toy()
+    assert outputs.pixel_range(Examination(model, x * 255, y))[0] == BROKEN
+    assert outputs.pixel_range(Examination(model, x / 255, y))[0] == SUSPICIOUS
+    assert outputs.pixel_range(Examination(model, x / 0, y))[0] == BROKEN
+
+
+def test_normalisation_is_missed_and_found_again():
+    missing = visit(lambda x: x * 0.5 + 0.5 - 0.25)  # undoes what nobody did, and is off
+    verdict, evidence = outputs.normalisation(missing)
+    right = evidence["as given"]
+    assert (verdict == BROKEN) == (max(evidence.values()) > right + 0.2)
+    verdict, evidence = outputs.normalisation(visit(lambda x: x / 255))
+    assert verdict == BROKEN
+    assert evidence["bytes"] > 0.9
+
+
+def test_gradient_mode_tells_two_faces():
+    two_faced = visit(after=lambda z: z if torch.is_grad_enabled() else -z)
+    assert outputs.gradient_mode(two_faced)[0] == BROKEN
+
+
+def test_train_mode_is_told_and_leaves_no_trace():
+    model = TinyNet()
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    verdict, evidence = randomness.evaluation_mode(Examination(model, images(16), torch.zeros(16, dtype=torch.long)))
+    assert verdict in (SUSPICIOUS, BROKEN)
+    assert evidence["modules in train mode"] == len(list(model.modules()))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert model.training
+
+
+def test_randomness_is_found_and_averaged():
+    def jitter(z: Tensor) -> Tensor:
+        return z + 0.1 * torch.randn_like(z)
+
+    shaky = visit(after=jitter)
+    assert randomness.same_answer_twice(shaky)[0] == SUSPICIOUS
+    assert randomness.eot_gap(shaky)[0] == OK  # the noise is the same in every direction: nothing to average away
+    for check in (outputs.gradient_mode, randomness.batch_composition, gradients.same_gradient_twice):
+        with pytest.raises(NotExamined, match="at random"):
+            check(shaky)
+    with pytest.raises(NotExamined, match="same answer twice"):
+        randomness.eot_gap(visit())
+
+
+class Foggy(nn.Module):
+    """The answer hardly moves, its gradient points anywhere: eight looks see through what one does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        signal = (x - 0.5).flatten(1).mean(1)
+        fog = 40 * torch.randn_like(x)
+        score = signal + 0.004 + ((x - x.detach()) * fog).flatten(1).mean(1) + 1e-3 * torch.randn(len(x))
+        return torch.stack([score, torch.zeros_like(score)], 1)
+
+
+def test_averaging_sees_through_fog():
+    torch.manual_seed(0)
+    x = 0.5 + 0.001 * images(48)
+    verdict, evidence = randomness.eot_gap(Examination(Foggy(), x, torch.zeros(48, dtype=torch.long), eps=0.06))
+    assert verdict == SUSPICIOUS
+    assert evidence["eot:8+pgd-10"] < evidence["pgd-10"]
+
+
+class Bent(nn.Module):
+    """Right at the image and at the end of one full step, wrong half-way: what single-step training can end in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        along = (x - 0.5).flatten(1).mean(1) / 0.08
+        score = 0.2 + torch.cos(2 * torch.pi * along) - 0.1 * along
+        return torch.stack([score, torch.zeros_like(score)], 1)
+
+
+def test_one_step_jumps_over_what_many_find():
+    x = torch.full((32, 3, 8, 8), 0.5)
+    verdict, evidence = masking.single_step(Examination(Bent(), x, torch.zeros(32, dtype=torch.long), eps=0.08))
+    assert verdict == SUSPICIOUS
+    assert evidence == {"clean": 1.0, "fgsm": 1.0, "pgd-10": 0.0}
+
+
+def test_a_staircase_is_felt_in_the_dark():
+    assert gradients.staircase(visit(lambda x: (x * 7).round() / 7))[0] == BROKEN
+    straight = visit(lambda x: x + ((x * 7).round() / 7 - x).detach())
+    assert gradients.staircase(straight)[0] == BROKEN
+    assert gradients.finite_differences(straight)[0] == BROKEN
+
+
+def test_softening_brings_gaps_to_two():
+    gaps = [torch.full((100,), 20.0), torch.full((100,), 0.5)]
+    assert attention.softening_factors(gaps) == (0.1, 1.0)
+    assert attention.softening_factors(gaps[1:]) == (0.1,)
+    with pytest.raises(NotExamined, match="attention is not known"):
+        attention.attention_saturation(visit())
+
+
+def test_levels_and_the_probing_budget():
+    assert probing_threat("linf", torch.zeros(1, 3, 2, 2)).eps == 0.5
+    assert probing_threat("l2", torch.zeros(1, 3, 2, 2)).eps == pytest.approx(12**0.5 / 2)
+    assert probing_threat("l1", torch.zeros(1, 3, 2, 2)).eps == 6
+    assert level_named("thorough").images > LEVELS["quick"].images
+    with pytest.raises(Mistake, match="did you mean quick"):
+        level_named("quik")
+
+
+@pytest.mark.parametrize(("norm", "eps"), [("l2", 0.5), ("l1", 5.0)])
+def test_other_norms(norm, eps):
+    model, x, y = toy()
+    e = Examination(model, x[:40], y[:40], norm=norm, eps=eps)
+    for check in (gradients.vanishing, gradients.uphill, strength.unbounded_eps, outputs.eps_zero):
+        assert check(e)[0] == OK

@@ -1,0 +1,53 @@
+"""Every liar is caught for the right reason, and no honest model is suspected."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from vitadel.backbones.load import load_model
+from vitadel.diagnosis.doctor import CHECKS, examine
+from vitadel.diagnosis.examination import Examination
+from vitadel.diagnosis.finding import OK
+from vitadel.diagnosis.gallery import GALLERY
+from vitadel.diagnosis.visit import Appointment, examination_of
+from vitadel.diagnosis.writing import checks_in_words, gallery_in_words
+from vitadel.evaluation.subject import open_subject
+from vitadel.runtime.processes import join_processes
+
+CHEAP = {"normalisation"}  # forwards only, and small differences: more images
+DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
+honest = cache(load_model)
+
+
+def examination(model: nn.Module, images: int) -> Examination:
+    return examination_of(open_subject(model, "shapes"), Appointment(limit=images), join_processes("cpu"))[0]
+
+
+@pytest.mark.parametrize("liar", GALLERY, ids=lambda liar: liar.name)
+def test_every_liar_is_caught_for_the_right_reason(liar):
+    model = liar.lie(copy.deepcopy(honest(liar.patient)))
+    checks = [check for check in CHECKS if check.name in liar.seen_by]
+    assert len(checks) == len(liar.seen_by), "a check that must see a liar must exist"
+    examined = examine(examination(model, 48 if set(liar.seen_by) <= CHEAP else 16), checks)
+    raised = {finding.check for finding in examined.findings if finding.verdict != OK}
+    assert raised == set(liar.seen_by)
+    assert all(finding.advice for finding in examined.findings)
+
+
+@pytest.mark.parametrize("name", ["zoo:shapes-standard", "zoo:shapes-robust"])
+def test_honest_models_are_not_suspected(name):
+    examined = examine(examination(honest(name), 12))
+    assert [finding for finding in examined.findings if finding.verdict != OK] == []
+    assert set(examined.not_examined) == {"averaging does no better"}
+    assert len(examined.findings) == len(CHECKS) - 1
+
+
+def test_the_docs_say_what_the_docstrings_say():
+    page = DOCS.read_text()
+    assert checks_in_words() in page
+    assert gallery_in_words() in page
