@@ -16,7 +16,7 @@ setup: $(READY) ## make the virtual environment (again only when what it is made
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchattacks
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchattacks imagecorruptions-imaug
 	touch $(READY)
 
 demo: setup ## audit two shipped models, one standard and one adversarially trained, and compare them

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from vitadel.reporting.gather import (
     class_scores,
     differing_aspects,
     interval_text,
-    mcnemar,
-    pair_rows,
     percent,
     read_run,
     run_labels,
@@ -167,42 +163,3 @@ def test_differing_aspects_names_only_what_differs(tmp_path: Path) -> None:
     assert differing_from_base("n", correct=[YES] * 4, attacks={"fgsm": [YES] * 4}) == ["n"]
     assert differing_from_base("selection", first_index=4) == ["selection"]
     assert differing_from_base("attacks", attacks={"pgd-20": EIGHT}) == ["attacks"]
-
-
-def test_mcnemar_is_the_exact_binomial() -> None:
-    def by_definition(b: int, c: int) -> Fraction:
-        n = b + c
-        as_extreme = [k for k in range(n + 1) if abs(2 * k - n) >= abs(b - c)]
-        return sum((Fraction(math.comb(n, k), 2**n) for k in as_extreme), Fraction(0))
-
-    for b in range(12):
-        for c in range(12):
-            assert mcnemar(b, c) == pytest.approx(float(by_definition(b, c)), rel=1e-12)
-    assert mcnemar(5, 0) == 2 / 32
-    assert mcnemar(0, 0) == 1
-    assert 0 <= mcnemar(0, 4000) < 1e-300  # thousands of discordant samples neither overflow nor fail
-
-
-def test_pairs_count_who_holds_what(tmp_path: Path) -> None:
-    one = [YES] * 6 + [NO] * 2
-    other = [YES, NO, NO, NO, NO, NO, YES, NO]
-    first = read_run(write_run(tmp_path / "a", correct=EIGHT, attacks={"fgsm": one}))
-    second = read_run(write_run(tmp_path / "b", correct=[YES] * 7 + [NO], attacks={"fgsm": other}))
-    clean, worst = pair_rows(first, second)
-    assert (clean.both, clean.only_first, clean.only_second, clean.neither) == (7, 1, 0, 0)
-    assert (worst.both, worst.only_first, worst.only_second, worst.neither) == (1, 5, 1, 1)
-    assert worst.p_value == 2 * (1 + 6) / 64
-
-
-def test_only_the_same_images_are_paired(tmp_path: Path) -> None:
-    base = read_run(write_run(tmp_path / "a", correct=EIGHT, attacks={"fgsm": EIGHT}))
-    moved = read_run(write_run(tmp_path / "b", correct=EIGHT, attacks={"fgsm": EIGHT}, first_index=4))
-    other = read_run(write_run(tmp_path / "c", correct=EIGHT, attacks={"fgsm": EIGHT}, data="cifar10"))
-    begun = read_run(write_run(tmp_path / "d", correct=EIGHT, attacks={"fgsm": EIGHT}, pending=["pgd-20"]))
-    assert pair_rows(base, moved) == pair_rows(base, other) == pair_rows(base, begun) == []
-
-
-def test_worst_cases_are_paired_only_under_one_threat(tmp_path: Path) -> None:
-    base = read_run(write_run(tmp_path / "a", correct=EIGHT, attacks={"fgsm": EIGHT}))
-    weaker = read_run(write_run(tmp_path / "b", correct=EIGHT, attacks={"fgsm": EIGHT}, eps="1/255"))
-    assert [row.what for row in pair_rows(base, weaker)] == ["clean"]

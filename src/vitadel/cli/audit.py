@@ -11,7 +11,17 @@ from vitadel.cli import corruptions, ladder, options, running, stability
 from vitadel.cli.bundles import bundled, flags_of
 from vitadel.errors import Mistake, nearest_names
 
-_OF_ATTACKS = ("attacks", "eps", "norm", "independent", "calibration", "precision", "compile_model", "protocol")
+_OF_ATTACKS = (
+    "attacks",
+    "eps",
+    "norm",
+    "independent",
+    "doctor",
+    "calibration",
+    "precision",
+    "compile_model",
+    "protocol",
+)
 # Other benchmarks: their own flags, and which of those of the attacks they heed.
 _SUITES = {
     "ladder": (ladder.LadderFlags, {"eps"}),
@@ -29,6 +39,9 @@ def audit(
     independent: Annotated[
         bool, typer.Option("--independent", help="every attack sees all correct samples, not only those still standing")
     ] = False,
+    doctor: Annotated[
+        bool, typer.Option(help="look at outputs, gradients and attention first; see 'vitadel diagnose'")
+    ] = True,
     protocol: Annotated[
         str | None,
         typer.Option(help="a name that makes runs comparable, e.g. robustbench-cifar10; see 'vitadel list protocols'"),
@@ -63,7 +76,7 @@ def audit(
         if protocol is not None:
             attacking, sampling, independent = _under(protocol, attacking, sampling, independent, given)
         order = running.order_of(attacking, sampling, conduct, independent=independent, protocol=protocol)
-        done = running.run_attacks("audit", order, model, choice, sampling, run)
+        done = running.run_attacks("audit", order, model, choice, sampling, run, doctor=doctor)
         if done is not None:
             running.tell(*done, run, terminal.show_results)
 

@@ -23,6 +23,7 @@ from vitadel.cli import (
     report,
     selftest,
     tradeoff,
+    ui,
 )
 from vitadel.errors import Interrupted, Mistake
 from vitadel.version import __version__
@@ -50,6 +51,7 @@ app.command("report")(report.report)
 app.command("list")(listing.listing)
 app.add_typer(recipes.app, name="recipes")
 app.command("selftest")(selftest.selftest)
+app.command("ui")(ui.ui)
 
 
 def _version(shown: bool) -> None:

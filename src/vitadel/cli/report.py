@@ -11,10 +11,19 @@ import typer
 def report(
     runs: Annotated[list[Path], typer.Argument(help="run folders")],
     out: Annotated[Path | None, typer.Option(help="the page to write; by default report.html in the first run")] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(help="a folder for tables as CSV, LaTeX and Markdown, and figures as SVG and PNG"),
+    ] = None,
 ) -> None:
     """Compare runs on one page that needs no network and no server."""
     from vitadel.reporting.page import write_report
 
     target = out or runs[0] / "report.html"
     write_report(runs, target)
+    if export is not None:
+        from vitadel.reporting import exports
+
+        exports.export(runs, export)
+        typer.echo(f"tables and figures: {export}", err=True)
     typer.echo(str(target))

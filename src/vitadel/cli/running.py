@@ -58,9 +58,13 @@ def order_of(attacking: Attacking, sampling: Sampling, conduct: Conduct = Conduc
 
 
 def run_attacks(
-    verb: str, order: Order, model: str, choice: Choice, sampling: Sampling, running: Running
+    verb: str, order: Order, model: str, choice: Choice, sampling: Sampling, running: Running, *, doctor: bool = False
 ) -> tuple[dict[str, Any], Path] | None:
-    """The results and their folder; None in a process of the run that is not the one to tell."""
+    """The results and their folder; None in a process of the run that is not the one to tell.
+
+    With `doctor` the model is looked at before it is attacked.
+    """
+    from vitadel.diagnosis.glance import glance
     from vitadel.evaluation.audit import run_audit
     from vitadel.reporting import terminal
     from vitadel.runtime.processes import join_processes
@@ -79,6 +83,7 @@ def run_attacks(
         shown=True,
         argv=sys.argv[1:],
         verb=verb,
+        examine=(lambda opened: glance(opened, order, processes)) if doctor else (lambda opened: []),
     )
     if not outcome.is_main or outcome.folder is None:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import threading
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -53,7 +54,8 @@ def ui(
         )
     with serving(shelf, host, port) as address:
         typer.echo(f"playground: {address} (Ctrl-C ends it)")
-        threading.Event().wait()
+        with suppress(KeyboardInterrupt):  # the way to end it, and no interruption
+            threading.Event().wait()
 
 
 def _is_loopback(host: str) -> bool:

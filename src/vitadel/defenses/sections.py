@@ -40,9 +40,9 @@ class ModelSection:
     """The model to train: a MODEL spec and what `load_model` takes with it.
 
     Without `weights` training starts from fresh ones, drawn with the training's seed. `num_classes` is the data's if
-    absent; a checkpoint with another number gets a new head then, and if it is given, the checkpoint must have a head of
-    that many. `input_size` resamples positions; `small_images` is the patch size (4) to which a patch-16 model is adapted
-    for 32 px.
+    absent, and a checkpoint with another number then gets a new head; if it is given, the checkpoint must have a head
+    of that many. `input_size` resamples positions; `small_images` is the patch size (4) to which a patch-16 model is
+    adapted for 32 px.
     """
 
     name: str

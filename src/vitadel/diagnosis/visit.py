@@ -33,7 +33,7 @@ from vitadel.runtime.rundir import RunFolder, open_run, write_json
 from vitadel.types import Source
 from vitadel.version import __version__
 
-__all__ = ["Appointment", "diagnose", "examination_of", "expected_cost", "visit"]
+__all__ = ["Appointment", "diagnose", "examinable", "examination_of", "expected_cost", "visit"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Appointment:
 
     def __post_init__(self) -> None:
         make_threat(self.norm, self.eps)  # a wrong level, norm or budget is told before anything is loaded
-        if self.eps <= 0 or (self.norm == "linf" and self.eps >= 0.5):
+        if not examinable(self.norm, self.eps):
             raise Mistake(
                 f"diagnose needs an eps above 0 and, in linf, below 0.5, which can make every image grey; got "
                 f"{self.eps:g}. Pixels are in [0, 1]: write 8/255 for 8 levels of 255"
@@ -68,6 +68,11 @@ class Appointment:
     @property
     def depth(self) -> Level:
         return level_named(self.level)
+
+
+def examinable(norm: str, eps: float) -> bool:
+    """Whether there is anything between nothing and everything to compare."""
+    return eps > 0 and not (norm == "linf" and eps >= 0.5)
 
 
 def diagnose(

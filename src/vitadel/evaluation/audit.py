@@ -7,7 +7,7 @@ import io
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,8 +188,12 @@ def run_audit(
     shown: bool = False,
     argv: Sequence[str] = (),
     verb: str = "audit",
+    examine: Callable[[Subject], list[dict[str, Any]]] = lambda subject: [],
 ) -> Outcome:
-    """Audit, in a run folder if `out` names one or `in_folder` asks for a new one below runs/."""
+    """Audit, in a run folder if `out` names one or `in_folder` asks for a new one below runs/.
+
+    `examine` gives findings about the model before anything is attacked.
+    """
     subject = choose_among(subject)
     indices, mislabelled = subject.selection(order.limit, order.seed, order.skip_bad)
     _check_sense(subject, order, indices)
@@ -223,7 +227,8 @@ def run_audit(
     if order.compile:
         bench, compilation = _with_compiled(bench)
     try:
-        results = _run(bench, subject, order, indices, mislabelled, settings, comparable, run, compilation)
+        findings = _findings_about_mode(bench.model) + (examine(subject) if processes.is_main else [])
+        results = _run(bench, subject, order, indices, mislabelled, findings, settings, comparable, run, compilation)
         return Outcome(results, run, processes.is_main)
     except KeyboardInterrupt:
         if run is not None:
@@ -263,13 +268,13 @@ def _run(
     order: Order,
     indices: Tensor,
     mislabelled: Sequence[BadSample],
+    findings: list[dict[str, Any]],
     settings: dict[str, Any],
     comparable: dict[str, Any],
     run: RunFolder | None,
     compilation: Compilation | None,
 ) -> dict[str, Any]:
     crew = order.crew()
-    findings = _findings_about_mode(bench.model)
     main = bench.processes.is_main
     if run and main:
         write_json(run.path / "environment.json", environment(bench.processes.device, bench.processes.count))

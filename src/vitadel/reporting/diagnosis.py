@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["evidence_text", "show_diagnosis", "tell_cost"]
+__all__ = ["COLOURS", "evidence_text", "show_diagnosis", "tell_cost"]
 
-_COLOURS = {"ok": "green", "suspicious": "yellow", "broken": "red"}
+COLOURS = {"ok": "green", "suspicious": "yellow", "broken": "red"}
 
 
 def tell_cost(cost: Mapping[str, Any]) -> None:
@@ -22,7 +22,10 @@ def tell_cost(cost: Mapping[str, Any]) -> None:
     )
 
 
-def evidence_text(evidence: Mapping[str, Any]) -> str:
+def evidence_text(evidence: str | Mapping[str, Any]) -> str:
+    """An audit's findings say it in words, the doctor's in numbers."""
+    if isinstance(evidence, str):
+        return evidence
     return ", ".join(f"{key} {_short(value)}" for key, value in evidence.items())
 
 
@@ -43,7 +46,7 @@ def show_diagnosis(results: Mapping[str, Any]) -> None:
     )
     for finding in results["findings"]:
         verdict = finding["verdict"]
-        coloured = f"[{_COLOURS.get(verdict, 'yellow')}]{escape(verdict)}[/]"
+        coloured = f"[{COLOURS.get(verdict, 'yellow')}]{escape(verdict)}[/]"
         table.add_row(escape(finding["check"]), coloured, escape(evidence_text(finding["evidence"])))
     for name, reason in told["not_examined"].items():
         table.add_row(escape(name), "[dim]left out[/]", f"[dim]{escape(reason)}[/]")

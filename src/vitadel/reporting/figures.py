@@ -41,6 +41,7 @@ __all__ = [
     "draw_examples",
     "extreme_classes",
     "our_style",
+    "printable",
 ]
 
 COLOURS = {
@@ -67,6 +68,8 @@ _STYLE: dict[str, Any] = {
     "svg.hashsalt": "vitadel",
 }
 
+_NO_ORIGIN = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+
 
 @contextmanager
 def our_style() -> Iterator[None]:
@@ -85,18 +88,22 @@ class Picture:
     alt: str
 
     def png(self) -> bytes:
-        buffer = io.BytesIO()
-        with our_style():
-            self.figure.savefig(buffer, format="png", dpi=180, facecolor="white", metadata={"Software": None})
-        return buffer.getvalue()
+        return self._saved(format="png", dpi=180, facecolor="white", metadata={"Software": None})
+
+    def svg_file(self) -> bytes:
+        """A file to open or to put into a paper."""
+        return self._saved(format="svg", metadata={**_NO_ORIGIN, "Description": printable(self.alt)})
 
     def svg(self, prefix: str) -> str:
         """Markup to stand inside HTML; `prefix` keeps its ids apart from those of other figures on the page."""
+        drawn = self._saved(format="svg", transparent=True, metadata=_NO_ORIGIN)
+        return _for_page(ElementTree.fromstring(drawn), prefix)
+
+    def _saved(self, **how: Any) -> bytes:
         buffer = io.BytesIO()
         with our_style():
-            nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-            self.figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-        return _for_page(ElementTree.fromstring(buffer.getvalue()), prefix)
+            self.figure.savefig(buffer, **how)
+        return buffer.getvalue()
 
 
 def _for_page(root: ElementTree.Element, prefix: str) -> str:
@@ -132,9 +139,14 @@ def _themed(style: str) -> str:
     return style
 
 
+def printable(text: str) -> str:
+    """Without letters that break lines or files."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+
+
 def _shorten(text: str, most: int) -> str:
     """One printable line of at most so many characters; the ends of a long name tell more than its middle."""
-    text = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+    text = printable(text)
     if len(text) <= most:
         return text
     return f"{text[: (most - 1) // 2]}…{text[-(most // 2) :]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,12 @@ __all__ = [
     "Run",
     "aspects",
     "class_scores",
+    "comparability",
     "differing_aspects",
     "interval_text",
     "percent",
+    "plain",
+    "read_all",
     "read_run",
     "run_labels",
     "threat_text",
@@ -106,6 +109,16 @@ def read_run(path: Path) -> Run:
         examples=_read_examples(path / "examples.npz"),
         metrics=_read_metrics(path / "metrics.jsonl"),
     )
+
+
+def read_all(paths: Sequence[Path]) -> list[Run]:
+    """Each of the folders; one that is named twice is still one run."""
+    if not paths:
+        raise Mistake("a report needs at least one run folder; `vitadel audit` prints the folder it wrote")
+    once: dict[Path, Path] = {}
+    for path in paths:
+        once.setdefault(path.resolve(), path)
+    return [read_run(path) for path in once.values()]
 
 
 def _check_is_run(path: Path) -> None:
@@ -193,6 +206,27 @@ def interval_text(interval: Sequence[float]) -> str:
     return f"{low} to {high} %"
 
 
+def plain(value: object) -> str:
+    """Evidence and settings as a person would write them."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {plain(entry)}" for key, entry in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(plain, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def comparability(told: Mapping[str, Any]) -> str:
+    """What the field `protocol` of the results comes to, in one sentence."""
+    if told["name"]:
+        return f"By the protocol {told['name']}: comparable with {told['comparable_with']}."
+    if told["nearest"]:
+        differing = ", ".join(told["differences"])
+        return f"Not comparable with {told['nearest_is']}: differs from the protocol {told['nearest']} in {differing}."
+    return "No protocol is known for these data: compare only runs on the same images under the same attacks."
+
+
 def threat_text(run: Run) -> str:
     """'Linf 8/255', or nothing for a run without a threat."""
     known = aspects(run)
@@ -232,12 +266,13 @@ def differing_aspects(runs: Sequence[Run]) -> list[str]:
 
 @dataclass(frozen=True)
 class ClassScore:
-    """How one class fares: of `n` samples so many are correct when clean and hold against every attack."""
+    """How one class fares: of `n` samples so many are correct when clean, hold after an attack, and after all."""
 
     name: str
     n: int
     correct: int
     held: int | None
+    attacked: tuple[tuple[str, int], ...] = ()
 
 
 def class_scores(run: Run) -> list[ClassScore]:
@@ -245,12 +280,15 @@ def class_scores(run: Run) -> list[ClassScore]:
     if run.samples is None or run.results.get("clean") is None:
         return []
     label, correct, held = run.column("label"), run.column("clean_correct"), run.held()
+    columns = [name for name in run.samples.column_names if name.startswith("held:")]
+    by_attack = [(name.removeprefix("held:"), run.column(name)) for name in columns]
     return [
         ClassScore(
             name=run.class_name(int(value)),
             n=int((label == value).sum()),
             correct=int(correct[label == value].sum()),
             held=None if held is None else int(held[label == value].sum()),
+            attacked=tuple((name, int(verdicts[label == value].sum())) for name, verdicts in by_attack),
         )
         for value in np.unique(label)
     ]

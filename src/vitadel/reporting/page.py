@@ -1,13 +1,17 @@
-"""One self-contained HTML page from any number of run folders: no script, no network, everything escaped.
+"""One self-contained HTML page from any number of run folders: no network, one script that sorts, all else escaped.
 
 The page is a list of sections, which `sections.py` makes.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,8 @@ from vitadel.reporting.gather import (
     aspects,
     interval_text,
     percent,
-    read_run,
+    plain,
+    read_all,
     run_labels,
     threat_text,
 )
@@ -36,19 +41,14 @@ from vitadel.reporting.trade_off import draw_trade_off, trade_off_sentence
 from vitadel.runtime.rundir import write_atomically
 from vitadel.version import __version__
 
-__all__ = ["render", "verdict", "write_report"]
+__all__ = ["render", "trust", "verdict", "write_report"]
 
 
 def write_report(runs: Sequence[Path], out: Path) -> None:
     """Write the page, and the figures as PNG into the run folder in which the page lies."""
-    if not runs:
-        raise Mistake("a report needs at least one run folder; `vitadel audit` prints the folder it wrote")
     if out.suffix.lower() not in (".html", ".htm"):
         raise Mistake(f"the report is an HTML page and must be named like one, got {out}; take for example report.html")
-    once: dict[Path, Path] = {}
-    for path in runs:
-        once.setdefault(path.resolve(), path)  # a run named twice is still one run
-    gathered = [read_run(path) for path in once.values()]
+    gathered = read_all(runs)
     for run in gathered:
         if out.resolve().is_relative_to(run.path.resolve()):
             alone = (
@@ -81,9 +81,17 @@ def render(runs: Sequence[Run]) -> str:
         overview=[section for make in OVERVIEW if (section := make(runs))],
         runs=[_run_view(run, label) for run, label in zip(runs, labels, strict=True)],
         inline=inline,
+        script=Markup(_script()),
+        script_hash=f"sha256-{base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()}",
         version=__version__,
     )
     return page
+
+
+@functools.cache
+def _script() -> str:
+    """What sorts tables; the page's policy names it by its hash, so that nothing else on the page can run."""
+    return files("vitadel.reporting").joinpath("templates", "sort.js").read_text("utf-8")
 
 
 @functools.cache
@@ -97,8 +105,9 @@ def _template() -> Any:
         interval=interval_text,
         duration=_duration,
         p_value=_p_value,
+        points=lambda share: f"{100 * share:+.1f}",
         listed=_listed,
-        plain=_plain,
+        plain=plain,
         unbroken=lambda text: text.replace(" %", "\u00a0%"),  # no line begins with a percent sign
     )
     return environment.get_template("report.html")
@@ -119,17 +128,6 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
 
 
-def _plain(value: object) -> str:
-    """Evidence and settings as a person would write them."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {_plain(entry)}" for key, entry in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_plain, value))
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
 def verdict(run: Run) -> str:
     """One sentence in plain words; a number under attack never stands without what it was measured with."""
     clean, worst = run.results.get("clean"), run.results.get("worst_case")
@@ -144,6 +142,8 @@ def verdict(run: Run) -> str:
         return before + " ".join(corruption_sentences(run.results))
     if not clean:
         return "There are no results yet."
+    if run.results.get("diagnosis"):
+        return f"{percent(clean['accuracy'])} of {clean['n']:,} images are classified correctly; they were examined."
     if run.results.get("suite") == "ladder":
         return ladder_sentence(run.results)
     sentence = "" if run.complete else "So far: "
@@ -160,6 +160,25 @@ def verdict(run: Run) -> str:
     )
 
 
+def trust(run: Run) -> dict[str, str] | None:
+    """Whether to rely on the numbers, in one sentence from the findings, and what to run next."""
+    told = run.results.get("diagnosis")
+    found = run.results.get("findings") or []
+    kind = next((kind for kind in ("broken", "suspicious") if any(each["verdict"] == kind for each in found)), "ok")
+    sign = {"broken": "✗", "suspicious": "!", "ok": "✓"}[kind]
+    if told:
+        return {"verdict": kind, "sign": sign, "sentence": str(told["sentence"]), "command": str(told["next"] or "")}
+    if kind != "ok":
+        raised = _listed([str(each["check"]) for each in found if each["verdict"] == kind])
+        sentence = f"Do not rely on these numbers yet. {kind.capitalize()}: {raised}; see the findings."
+        return {"verdict": kind, "sign": sign, "sentence": sentence, "command": ""}
+    if not run.complete or not run.attacks or run.command["verb"] != "audit" or run.results.get("suite"):
+        return None
+    command = shlex.join(["vitadel", "diagnose", run.model, "--data", aspects(run)["data"]])
+    sentence = "Nothing suspicious came up in the audit, which looks for little. A closer look before publishing:"
+    return {"verdict": "ok", "sign": "✓", "sentence": sentence, "command": command}
+
+
 def _run_view(run: Run, label: str) -> dict[str, Any]:
     model = run.results.get("model", {})
     parameters = f"{model['parameters']:,} parameters" if "parameters" in model else ""
@@ -168,6 +187,7 @@ def _run_view(run: Run, label: str) -> dict[str, Any]:
         "label": label,
         "facts": [fact for fact in (f"data {aspects(run)['data']}", family, parameters) if fact],
         "verdict": verdict(run),
+        "trust": trust(run),
         "unfinished": None if run.complete else _unfinished(run),
         "gauges": _gauges(run),
         "sections": [section for make in OF_A_RUN if (section := make(run))],

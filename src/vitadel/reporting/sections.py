@@ -22,6 +22,7 @@ from vitadel.reporting.gather import (
     Run,
     aspects,
     class_scores,
+    comparability,
     differing_aspects,
     run_labels,
     threat_text,
@@ -108,7 +109,21 @@ def trainings(runs: Sequence[Run]) -> Section | None:
 
 def findings(run: Run) -> Section | None:
     found = run.results.get("findings") or []
-    return Section("findings", "Findings", {"findings": found}) if found else None
+    skipped = (run.results.get("diagnosis") or {}).get("not_examined", {})
+    return Section("findings", "Findings", {"findings": found, "not_examined": skipped}) if found or skipped else None
+
+
+def protocol(run: Run) -> Section | None:
+    """What the numbers may be compared with, and if not with a leaderboard, why not."""
+    told = run.results.get("protocol")
+    if not told:
+        return None
+    remarks = [told["remark"]] if told["remark"] else []
+    raised = [str(each["check"]) for each in run.results.get("findings") or [] if each["verdict"] != "ok"]
+    if told["name"] and raised:
+        remarks.append(f"Clear this up before comparing: {', '.join(raised)}.")
+    content = {"sentence": comparability(told), "differences": told["differences"], "remarks": remarks}
+    return Section("protocol", "Protocol", content)
 
 
 def attacks(run: Run) -> Section | None:
@@ -136,12 +151,16 @@ def classes(run: Run) -> Section | None:
     if picture is None:
         return None
     scores = sorted(class_scores(run), key=lambda score: score.name)
-    return Section("classes", "Classes", {"picture": picture, "rows": [_class_row(score) for score in scores]})
+    # Of a single attack the column would be the worst case once more.
+    attacks = [name for name, _ in scores[0].attacked] if len(scores[0].attacked) > 1 else []
+    rows = [_class_row(score, with_attacks=bool(attacks)) for score in scores]
+    return Section("classes", "Classes", {"picture": picture, "rows": rows, "attacks": attacks})
 
 
-def _class_row(score: ClassScore) -> dict[str, Any]:
+def _class_row(score: ClassScore, *, with_attacks: bool) -> dict[str, Any]:
+    counts = [score.correct, *(count for _, count in score.attacked if with_attacks)]
     held = None if score.held is None else {"share": score.held / score.n, "ci95": wilson(score.held, score.n)}
-    return {"name": score.name, "n": score.n, "clean": score.correct / score.n, "worst": held}
+    return {"name": score.name, "n": score.n, "shares": [count / score.n for count in counts], "worst": held}
 
 
 def examples(run: Run) -> Section | None:
@@ -320,6 +339,7 @@ OF_A_RUN: tuple[Callable[[Run], Section | None], ...] = (
     stability,
     corruptions,
     left_out,
+    protocol,
     provenance,
 )
 """Sections about one run."""

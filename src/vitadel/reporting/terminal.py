@@ -10,6 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitadel.reporting.activations import where_rows
+from vitadel.reporting.diagnosis import COLOURS, evidence_text
+from vitadel.reporting.gather import comparability
 
 __all__ = [
     "show_activations",
@@ -91,6 +93,8 @@ def show_results(results: dict[str, Any]) -> None:
     if data["left_out"]:
         names = ", ".join(map(escape, data["left_out_names"][:3]))
         console.print(f"[yellow]{data['left_out']} samples could not be read and were left out: {names}[/]")
+    if results.get("protocol"):
+        console.print(f"[dim]{escape(comparability(results['protocol']))}[/]")
     show_findings(results["findings"])
 
 
@@ -98,8 +102,9 @@ def show_findings(findings: Sequence[Mapping[str, Any]]) -> None:
     """What makes a number less trustworthy than it looks."""
     console = Console()
     for finding in findings:
-        text = f"{finding['check']}: {finding['evidence']}; {finding['advice']}"
-        console.print(f"[yellow]{escape(finding['verdict'])}[/] {escape(text)}")
+        text = f"{finding['check']}: {evidence_text(finding['evidence'])}; {finding['advice']}"
+        colour = COLOURS.get(finding["verdict"], "yellow")
+        console.print(f"[{colour}]{escape(finding['verdict'])}[/] {escape(text)}")
 
 
 def _tell_effective_eps(name: str, settings: Mapping[str, Any], console: Console) -> None:

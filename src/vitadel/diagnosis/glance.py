@@ -1,0 +1,40 @@
+"""A glance before an audit: the doctor's checks that need no attack, on a few images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vitadel.diagnosis.doctor import CHECKS, examine
+from vitadel.diagnosis.finding import OK
+from vitadel.diagnosis.visit import Appointment, examinable, examination_of
+from vitadel.evaluation.audit import Order
+from vitadel.evaluation.subject import Subject
+from vitadel.runtime.processes import Processes
+
+__all__ = ["glance"]
+
+IMAGES = 16
+_SEEN_BY_THE_AUDIT = ("evaluation mode", "outputs are logits", "same answer twice")
+_AN_ATTACK_OF_ITS_OWN = ("a huge eps breaks everything", "averaging does no better")
+
+
+def glance(subject: Subject, order: Order, processes: Processes) -> list[dict[str, Any]]:
+    """Findings as an audit's results hold them: what was raised, or one that nothing was; none for an odd budget."""
+    if not examinable(order.norm, order.eps):
+        return []
+    plan = Appointment(
+        eps=order.eps, norm=order.norm, limit=IMAGES, batch_size=IMAGES, seed=order.seed, skip_bad=order.skip_bad
+    )
+    left_out = {*_SEEN_BY_THE_AUDIT, *_AN_ATTACK_OF_ITS_OWN}
+    checks = [check for check in CHECKS if check.name not in left_out and not check.attacks(plan.depth)]
+    e, _, _ = examination_of(subject, plan, processes)
+    found = examine(e, checks).findings
+    raised = [finding.as_dict() for finding in found if finding.verdict != OK]
+    return raised or [
+        {
+            "check": "the doctor's glance",
+            "verdict": OK,
+            "evidence": f"{len(found)} checks of outputs, gradients and attention on {len(e.x)} images raised nothing",
+            "advice": f"'vitadel diagnose {subject.model_spec}' also tries attacks against each other",
+        }
+    ]

@@ -1,0 +1,222 @@
+"""One image, one model, one attack: what is seen before and after, what was changed, and whether it counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitadel.attacks.names import make
+from vitadel.attacks.threats import threat
+from vitadel.backbones.checks import check_logits
+from vitadel.errors import Mistake
+from vitadel.evaluation.calibration import BATCH, calibrated
+from vitadel.evaluation.judge import judge
+from vitadel.evaluation.keeping import in_8_bits
+from vitadel.evaluation.ledger import MemoryLedger
+from vitadel.evaluation.metering import metered
+from vitadel.evaluation.stages import Bench, rules_of
+from vitadel.instrument.hooks import frozen
+from vitadel.playground.gaze import gaze
+from vitadel.playground.models import Opened
+from vitadel.runtime.draws import Draws
+from vitadel.runtime.processes import Processes
+from vitadel.types import Attack, Calibrated
+
+__all__ = [
+    "MOST_PASSES",
+    "Crafted",
+    "Seen",
+    "Transferred",
+    "Wish",
+    "craft",
+    "look",
+    "ready_attack",
+    "shown",
+    "transfer",
+]
+
+MOST_PASSES = 50_000
+"""Of one attack: a page in a browser is no place for a search that takes hours."""
+
+Tell = Callable[[int, int | None], None]
+"""(passes done, the most that there can be, if that is known)"""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to do to the image; `norm` and `eps` as on the command line."""
+
+    attack: str = "pgd-20"
+    eps: float = 8 / 255
+    norm: str = "linf"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a model makes of one image; `attention` is (rows, columns), or None, and `blind` then says why."""
+
+    answer: int
+    probabilities: Tensor
+    attention: Tensor | None
+    blind: str = ""
+
+
+@dataclass(frozen=True)
+class Crafted:
+    """`x` and `z`: clean and adversarial pixels, (1, 3, height, width). `fooled`: the answer changed, and `z` keeps
+    box and budget; `void`: it does not keep them, and counts for nothing. `picture` is `z` in 8 bits."""
+
+    x: Tensor
+    z: Tensor
+    before: Seen
+    after: Seen
+    fooled: bool
+    void: bool
+    picture: Tensor
+    picture_fools: bool
+    gradients: int
+    forwards: int
+    seconds: float
+
+    def size(self, norm: str) -> float:
+        """How long the perturbation is."""
+        return float(threat(norm, 0.0).size(self.z, self.x))
+
+    def safetensors(self) -> bytes:
+        """Both images as floats: 8 bits can undo an attack."""
+        content: bytes = save({"clean": self.x.contiguous(), "adversarial": self.z.contiguous()})
+        return content
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """What another model makes of the same two images; `resized` if it takes another size."""
+
+    before: Seen
+    after: Seen
+    resized: bool
+
+    @property
+    def fooled(self) -> bool:
+        return self.before.answer != self.after.answer
+
+
+def look(model: nn.Module, x: Tensor) -> Seen:
+    """Answer and probabilities of the untouched model, then its attention, where the family is known."""
+    with frozen(model), torch.no_grad():
+        logits = model(x)
+    check_logits(logits)
+    attention, blind = None, ""
+    try:
+        attention = gaze(model, x)
+    except Mistake as mistake:
+        blind = str(mistake)
+    return Seen(int(logits.argmax(1)), logits[0].double().softmax(0).cpu(), attention, blind)
+
+
+def ready_attack(opened: Opened, wish: Wish, index: int | None = None, tell: Tell | None = None) -> Attack:
+    """The attack of a wish; one that studies the model first does so on training images, never on image `index`."""
+    attack = make(wish.attack, eps=wish.eps, norm=wish.norm)
+    passes = sum(attack.passes())
+    if passes > MOST_PASSES:
+        raise Mistake(
+            f"{wish.attack} may take {passes:,} passes, and the playground allows {MOST_PASSES:,}. "
+            "Take fewer steps here, or run it with `vitadel attack`."
+        )
+    if not _studies(attack):
+        return attack
+    if not opened.knows_data:
+        raise Mistake(
+            f"{wish.attack} studies the model on images of its own data first, and {opened.subject.data_spec} is not "
+            "that. Start the playground with --data SPEC, or take an attack without such a study."
+        )
+    subject, here = opened.subject, Processes(0, 1, opened.device)
+    bench = Bench(subject.model, subject.source, subject.preprocess, MemoryLedger(), here, BATCH, wish.seed)
+    attacked = torch.tensor([] if index is None else [index], dtype=torch.int64)
+    with _followed(subject.model, None, tell):
+        return calibrated(attack, bench, subject, attacked, None)
+
+
+def _studies(attack: object) -> bool:
+    inner = getattr(attack, "attack", None)
+    return isinstance(attack, Calibrated) or (inner is not None and _studies(inner))
+
+
+def craft(model: nn.Module, x: Tensor, attack: Attack, wish: Wish, tell: Tell | None = None) -> Crafted:
+    """Try to change the model's answer on one image; judged on the untouched model, and once more in 8 bits.
+
+    The answer to change is the model's own on the clean image, so that any picture will do, labelled or not.
+    """
+    before = look(model, x)
+    y = torch.tensor([before.answer], device=x.device)
+    begun = time.perf_counter()
+    with metered(model) as cost, _followed(model, sum(attack.passes()), tell):
+        z = attack(model, x, y, Draws.of_pixels(x, wish.seed))
+    seconds = time.perf_counter() - begun
+    rules = rules_of(attack)
+    verdict = judge(model, rules(model, x) if rules else threat(wish.norm, wish.eps), x, z, y)
+    picture = in_8_bits(z, x)
+    with frozen(model), torch.no_grad():
+        picture_fools = int(model(picture.to(x.dtype) / 255).argmax(1)) != before.answer
+    return Crafted(
+        x=x.cpu(),
+        z=z.cpu(),
+        before=before,
+        after=look(model, z),
+        fooled=not bool(verdict.held),
+        void=bool(verdict.void),
+        picture=picture[0].cpu(),
+        picture_fools=picture_fools,
+        gradients=cost.gradients,
+        forwards=cost.forwards,
+        seconds=seconds,
+    )
+
+
+@contextmanager
+def _followed(model: nn.Module, most: int | None, tell: Tell | None) -> Iterator[None]:
+    """Tell of every pass: attacks have loops of their own, and passes through the model are what they share."""
+    if tell is None:
+        yield
+        return
+    done = 0
+
+    def passed(*_: object) -> None:
+        nonlocal done
+        done += 1
+        tell(done if most is None else min(done, most), most)
+
+    handle = model.register_forward_hook(passed)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def transfer(crafted: Crafted, other: nn.Module, size: tuple[int, int], device: torch.device) -> Transferred:
+    """Show both images to another model, which takes pixels of `size`; where it differs both are resampled alike."""
+    resized = tuple(crafted.x.shape[2:]) != size
+
+    def fit(image: Tensor) -> Tensor:
+        if resized:
+            image = F.interpolate(image, size, mode="bilinear", align_corners=False, antialias=True).clamp(0, 1)
+        return image.to(device)
+
+    return Transferred(look(other, fit(crafted.x)), look(other, fit(crafted.z)), resized)
+
+
+def shown(crafted: Crafted) -> tuple[Tensor, float]:
+    """The perturbation as a picture, (3, height, width): grey where nothing changed, with the factor it was scaled by
+    so that its largest change just reaches black or white."""
+    change = (crafted.z - crafted.x)[0].double()
+    largest = float(change.abs().max())
+    factor = 0.5 / largest if largest > 0 else 1.0
+    return (0.5 + factor * change).clamp(0, 1).float(), factor

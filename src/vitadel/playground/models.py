@@ -1,0 +1,129 @@
+"""Models that one can play with: opened when first asked for, the latest few kept."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitadel.backbones.checks import check_logits
+from vitadel.backbones.load import zoo_names
+from vitadel.data import open_dataset
+from vitadel.data.cifar_names import CIFAR10_CLASSES
+from vitadel.data.imagenet import imagenet_classes
+from vitadel.data.shapes import CLASSES
+from vitadel.errors import Mistake, nearest_names
+from vitadel.evaluation.subject import Subject, open_subject
+from vitadel.types import Source
+
+__all__ = ["Chosen", "Opened", "Shelf", "class_names"]
+
+_MOST_OPEN = 3
+_ZOO_CLASSES = {"shapes": CLASSES, "cifar10": CIFAR10_CLASSES}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An image to play with; `index` and `label` if it comes from the data, in which case its class is known."""
+
+    picture: Image.Image
+    name: str
+    index: int | None = None
+    label: str | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model with the names of its classes; `knows_data` if the data at hand has the same classes."""
+
+    subject: Subject
+    names: tuple[str, ...]
+    knows_data: bool
+    device: torch.device
+
+    def pixels(self, picture: Image.Image) -> Tensor:
+        """The picture as the model's own preprocessing makes it: (1, 3, height, width) in [0, 1]."""
+        return self.subject.preprocess(picture).to(self.device).float().div(255)[None]
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """The models to choose from: those named by the user, opened with `options`, then those of the zoo.
+
+    `data_is_told`: the user named the data, so that a model with as many classes is taken to have its classes.
+    """
+
+    named: Sequence[str]
+    data: str
+    device: torch.device
+    data_root: Path | None = None
+    data_is_told: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of `open_subject` for the named models: model_options, tokens, allow_readable."""
+
+    _open: OrderedDict[str, Opened] = field(default_factory=OrderedDict)
+    _sources: dict[str, Source] = field(default_factory=dict)
+
+    @property
+    def specs(self) -> list[str]:
+        return list(dict.fromkeys([*self.named, *zoo_names()]))
+
+    @property
+    def source(self) -> Source:
+        """The data whose images can be picked by number."""
+        if self.data not in self._sources:
+            self._sources[self.data] = open_dataset(self.data, root=self.data_root, skip_bad=True)
+        return self._sources[self.data]
+
+    def image(self, number: int) -> Chosen:
+        """A sample of the data."""
+        if not 0 <= number < len(self.source):
+            raise Mistake(f"{self.data} has images number 0 to {len(self.source) - 1}, got {number}")
+        picture = self.source.read([number])[0]
+        if isinstance(picture, Exception):
+            raise Mistake(f"{self.source.name(number)} cannot be read: {picture}. Take another number.")
+        label = int(self.source.labels()[number])
+        known = self.source.classes[label] if 0 <= label < len(self.source.classes) else None
+        return Chosen(picture, self.source.name(number), number, known)
+
+    def open(self, spec: str) -> Opened:
+        """The model of a name on this shelf, and of no other: names reach files and code."""
+        if spec not in self.specs:
+            near = nearest_names(spec, self.specs) or "."
+            raise Mistake(
+                f"no model {spec!r} here{near} There are: {', '.join(self.specs)}. Name others when starting."
+            )
+        if spec not in self._open:
+            self._open[spec] = self._opened(spec)
+        self._open.move_to_end(spec)
+        while len(self._open) > _MOST_OPEN:
+            self._open.popitem(last=False)
+        return self._open[spec]
+
+    def _opened(self, spec: str) -> Opened:
+        given: Mapping[str, Any] = self.options if spec in self.named else {}
+        subject = open_subject(spec, self.data, data_root=self.data_root, skip_bad=True, **given)
+        subject.model.to(self.device)
+        subject.model.eval()
+        with torch.no_grad():
+            logits = subject.model(torch.zeros(1, 3, *subject.preprocess.shape, device=self.device))
+        check_logits(logits)
+        names = class_names(spec, logits.shape[1], self.source.classes if self.data_is_told else ())
+        return Opened(subject, names, names == tuple(self.source.classes), self.device)
+
+
+def class_names(spec: str, count: int, told: Sequence[str] = ()) -> tuple[str, ...]:
+    """`told` if there are as many; those of the set that a zoo model's name begins with; ImageNet's; else numbers."""
+    if len(told) == count:
+        return tuple(told)
+    kind, _, name = spec.partition(":")
+    known = _ZOO_CLASSES.get(name.partition("-")[0], ()) if kind == "zoo" else imagenet_classes()
+    if len(known) == count:
+        return tuple(known)
+    return tuple(f"class {number}" for number in range(count))

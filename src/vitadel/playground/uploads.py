@@ -1,0 +1,52 @@
+"""Pictures that people send: few types, bounded in bytes and in pixels, read in memory."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from PIL import Image, ImageOps
+
+from vitadel.data.images import to_rgb
+from vitadel.errors import Mistake
+
+__all__ = ["FORMATS", "MOST_BYTES", "MOST_PIXELS", "read_upload", "take_upload"]
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+MOST_BYTES = 10 * 2**20
+MOST_PIXELS = 25_000_000
+"""Counted before anything is decoded: a few kilobytes can hold a picture that fills all memory."""
+
+_ALLOWED = f"Send a PNG, JPEG or WebP of at most {MOST_BYTES // 2**20} MB and {MOST_PIXELS // 10**6} million pixels."
+
+
+def read_upload(content: bytes, most_pixels: int = MOST_PIXELS) -> Image.Image:
+    """The picture as RGB, turned upright as its camera says; of an animation the first frame."""
+    if not content:
+        raise Mistake(f"the file is empty. {_ALLOWED}")
+    if len(content) > MOST_BYTES:
+        raise Mistake(f"the file is too large. {_ALLOWED}")
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as picture:
+            if picture.width * picture.height > most_pixels:
+                raise Mistake(f"the picture has {picture.width} x {picture.height} pixels, too many. {_ALLOWED}")
+            return to_rgb(ImageOps.exif_transpose(picture))
+    except Mistake:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise Mistake(f"the picture has far too many pixels. {_ALLOWED}") from None
+    except Exception:  # decoders meet hostile bytes and fail in many ways
+        raise Mistake(f"this is not a picture that can be read. {_ALLOWED}") from None
+
+
+def take_upload(path: Path, folder: Path) -> Image.Image:
+    """Read the file that a web server put into `folder`, and remove it whether it could be read or not."""
+    if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
+        raise Mistake(
+            "this file was not sent by a browser; send a picture with the button"
+        )  # and is not ours to remove
+    try:
+        with path.open("rb") as file:
+            return read_upload(file.read(MOST_BYTES + 1))
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,177 @@
+"""A protocol's name is borne only by runs that agree with it in everything, and all that differs is told at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from vitadel.attacks.names import make
+from vitadel.backbones.classifier import wrap
+from vitadel.errors import Mistake
+from vitadel.evaluation import protocols
+from vitadel.evaluation.audit import Order, audit
+from vitadel.evaluation.protocols import PROTOCOLS, Protocol, differences, list_digest, settings, standing
+from vitadel.evaluation.subject import Subject
+
+
+@dataclass(frozen=True)
+class Blank:
+    """Images without content: protocols look at names, numbers and sizes only."""
+
+    n: int
+    side: int = 32
+    classes: tuple[str, ...] = tuple("abcdefghij")
+
+    def __len__(self) -> int:
+        return self.n
+
+    def labels(self) -> Tensor:
+        return torch.arange(self.n) % 10
+
+    def read(self, indices):
+        return [Image.new("RGB", (self.side, self.side)) for _ in indices]
+
+    def name(self, index: int) -> str:
+        return f"n{index % 10:08d}/{index}.JPEG"
+
+
+def subject_of(data: str = "cifar10", n: int = 10_000, side: int = 32) -> Subject:
+    model = wrap(nn.Sequential(nn.Flatten(), nn.LazyLinear(10)))
+    return Subject(model, "toy", Blank(n, side), data)
+
+
+def order_of(name: str, **changes) -> Order:
+    asked = settings(name)
+    asked["attacks"] = PROTOCOLS[name].attacks
+    asked["eps"] = make("fgsm", eps=asked["eps"], norm=asked["norm"]).threat.eps
+    return Order(**{**asked, **changes})
+
+
+def told(order: Order, subject: Subject) -> dict:
+    return standing(order, subject, torch.arange(len(subject.source)))
+
+
+def refusal(order: Order, subject: Subject) -> str:
+    with pytest.raises(Mistake, match="no run of the protocol") as caught:
+        told(order, subject)
+    return str(caught.value)
+
+
+def test_the_facts_of_the_leaderboards():
+    known = {name: (p.norm, p.eps, p.attacks, p.images, p.data) for name, p in PROTOCOLS.items()}
+    attacks = ("autoattack",)
+    assert known["robustbench-cifar10"] == ("linf", "8/255", attacks, 10_000, ("cifar10",))
+    assert known["robustbench-cifar10-l2"] == ("l2", "0.5", attacks, 10_000, ("cifar10",))
+    assert known["robustbench-cifar100"] == ("linf", "8/255", attacks, 10_000, ("cifar100",))
+    assert known["robustbench-imagenet"] == ("linf", "4/255", attacks, 5_000, ("imagenet",))
+    assert known["rvt"] == ("linf", "1/255", ("fgsm", "pgd-5(step=0.5/255)"), 50_000, ("imagenet",))
+
+
+@pytest.mark.parametrize("name", [name for name, each in PROTOCOLS.items() if each.image_list is None])
+def test_a_run_by_the_book_bears_the_name(name):
+    protocol = PROTOCOLS[name]
+    data = "imagenet:somewhere" if "imagenet" in protocol.data else protocol.data[0]
+    subject = subject_of(data, protocol.images)
+    found = told(order_of(name), subject)
+    assert (found["name"], found["comparable_with"]) == (name, protocol.comparable_with)
+    assert found["differences"] == {}
+    unasked = told(order_of(name, protocol=None), subject)
+    assert unasked["name"] == name  # whoever does everything right need not know that there is a name
+
+
+def test_the_same_attack_by_another_name_is_the_same():
+    subject = subject_of()
+    assert told(order_of("robustbench-cifar10", attacks=("autoattack-100(targets=9)",)), subject)["differences"] == {}
+    assert "attacks" in refusal(order_of("robustbench-cifar10", attacks=("autoattack-50",)), subject)
+
+
+def test_all_differences_are_told_at_once():
+    order = order_of(
+        "robustbench-cifar10", eps=4 / 255, attacks=("pgd-20", "fgsm"), precision="bf16", skip_bad=True, norm="l2"
+    )
+    message = refusal(order, subject_of("shapes", 100, side=64))
+    assert "data: shapes instead of cifar10" in message
+    assert "norm: l2 instead of linf" in message
+    assert "eps: 4/255 instead of 8/255" in message
+    assert "attacks: pgd-20, fgsm instead of autoattack" in message
+    assert "images: 100 instead of 10,000" in message
+    assert "size of attacked images: 64 x 64 instead of 32 x 32" in message
+    assert "precision: bf16 instead of fp32" in message
+    assert "unreadable images: left out" in message
+    assert "leave out --protocol" in message
+
+
+def test_training_images_and_nameless_data_are_other_data():
+    assert "data: cifar10@train" in refusal(order_of("robustbench-cifar10"), subject_of("cifar10@train"))
+    assert told(order_of("robustbench-cifar10"), subject_of("cifar10@test"))["name"]
+    nameless = replace(subject_of(), given_as_object=True)
+    assert "data: cifar10 instead of cifar10" in refusal(order_of("robustbench-cifar10"), nameless)
+
+
+def test_attacks_in_a_row_are_not_attacks_alone():
+    message = refusal(order_of("rvt", independent=False), subject_of("imagenet:x", 50_000))
+    assert "counting: attacks one after the other instead of each alone" in message
+    assert message.count(" instead of ") == 1
+    assert "counting" not in differences(
+        PROTOCOLS["robustbench-cifar10"],
+        order_of("robustbench-cifar10", independent=True),
+        subject_of(),
+        torch.arange(10_000),
+    )  # of a single attack both are the same
+
+
+def test_five_thousand_images_are_not_yet_those_of_the_list(monkeypatch):
+    subject = subject_of("imagenet:x", 5_000)
+    message = refusal(order_of("robustbench-imagenet"), subject)
+    assert "images: other 5,000 images than those of imagenet:DIR(list=FILE)" in message
+    names = [subject.source.name(index) for index in range(5_000)]
+    right = replace(PROTOCOLS["robustbench-imagenet"], image_list=list_digest(reversed(names)))
+    monkeypatch.setattr(protocols, "PROTOCOLS", {right.name: right})
+    assert told(order_of("robustbench-imagenet"), subject)["name"] == "robustbench-imagenet"
+
+
+def test_lists_are_named_by_their_images_alone():
+    one = list_digest(["a/1.JPEG", "b/2.JPEG"])
+    assert one == list_digest(["b/2.png", "a/1.JPEG", "a/1.JPEG"])
+    assert one != list_digest(["a/1.JPEG", "b/3.JPEG"])
+    assert one == hashlib.sha256(b"a/1\nb/2").hexdigest()
+
+
+def test_a_run_without_a_name_hears_how_far_off_it_is():
+    found = told(Order(attacks=("autoattack",), eps=0.4, norm="l2"), subject_of())
+    assert (found["name"], found["comparable_with"]) == (None, None)
+    assert found["nearest"] == "robustbench-cifar10-l2"
+    assert found["differences"] == {"eps": "0.4 instead of 0.5"}
+    assert told(Order(), subject_of("folder:x", 20))["nearest"] is None
+
+
+def test_unknown_names_are_told_with_the_known_ones():
+    with pytest.raises(Mistake, match="did you mean robustbench-cifar10") as caught:
+        Order(protocol="robustbench-cifar-10")
+    assert "paper-aas" in str(caught.value)
+
+
+def test_audits_write_it_down_and_refuse_before_they_run(monkeypatch, tmp_path):
+    tiny = Protocol("tiny", "nobody", "no paper", ("shapes",), 20, "8/255", ("fgsm",))
+    monkeypatch.setattr(protocols, "PROTOCOLS", {"tiny": tiny})
+    done = audit(limit=20, out=tmp_path / "run", **settings("tiny"))
+    assert done["protocol"]["comparable_with"] == "nobody"
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["protocol"]["name"] == "tiny"
+    with pytest.raises(Mistake, match="images: 10 instead of 20"):
+        audit(limit=10, out=tmp_path / "other", **settings("tiny"))
+    assert not (tmp_path / "other").exists()
+    off = audit(limit=20, attacks="fgsm", eps="4/255")["protocol"]
+    assert off["differences"] == {"eps": "4/255 instead of 8/255"}
+
+
+def test_the_list_of_protocols_needs_no_torch():
+    code = "import sys, vitadel.evaluation.protocols; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

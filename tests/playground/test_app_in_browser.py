@@ -1,0 +1,154 @@
+"""The playground in a real browser: from a click to a picture, silent, and asking nobody else for anything."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from browsing import PHONE, Visit, browsing, keep_screenshot
+from vitadel.errors import Mistake
+from vitadel.playground.models import Shelf
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of a web server and its parts, in threads of their own
+
+
+def shelf() -> Shelf:
+    return Shelf((), "shapes", torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    if importlib.util.find_spec("gradio") is None:
+        pytest.skip("the playground needs gradio: pip install 'vitadel[ui]'")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vitadel.playground.app import serving
+
+        with serving(shelf(), "127.0.0.1", 0) as address:
+            yield address
+
+
+@pytest.fixture(scope="module")
+def visit(address: str) -> Iterator[Visit]:
+    with browsing(address) as visit:
+        visit.page.goto(address)
+        visit.page.wait_for_selector("#preview img")
+        yield visit
+
+
+def choose(visit: Visit, elem_id: str, value: str) -> None:
+    box = visit.page.locator(f"#{elem_id} input")
+    box.fill(value)
+    box.press("Enter")
+
+
+def press(visit: Visit, button: str, panel: str) -> Any:
+    """Click, and wait for a panel that was not there before."""
+    visit.page.evaluate(f"document.querySelector('#{panel} .vd')?.setAttribute('data-old', '')")
+    visit.page.click(f"#{button}")
+    fresh = visit.page.locator(f"#{panel} .vd:not([data-old])")
+    fresh.wait_for()
+    return fresh
+
+
+def send(visit: Visit, path: Path) -> None:
+    visit.page.set_input_files("input[type=file]", path)
+
+
+def uploaded() -> list[Path]:
+    return [path for path in Path(os.environ["GRADIO_TEMP_DIR"]).rglob("*") if path.is_file()]
+
+
+def test_an_attack_from_click_to_picture(visit: Visit, tmp_path: Path) -> None:
+    page = visit.page
+    choose(visit, "model", "zoo:shapes-standard")
+    press(visit, "attack", "result")
+    assert page.locator("#result .verdict").inner_text().startswith("Fooled: disc became ")
+    assert page.locator("#result img").count() == 5
+    assert page.evaluate("[...document.querySelectorAll('#result img')].every(i => i.naturalWidth >= 192 && i.alt)")
+    keep_screenshot(page, "playground-desktop", tmp_path)
+    for name in ("adversarial.png", "adversarial.safetensors"):
+        with page.expect_download() as coming:
+            page.click(f"#result a[download='{name}']")
+        coming.value.save_as(tmp_path / name)
+    kept = load_file(tmp_path / "adversarial.safetensors")
+    assert float((kept["adversarial"] - kept["clean"]).abs().max()) <= 8 / 255 + 1e-6
+    assert Image.open(tmp_path / "adversarial.png").size == (32, 32)
+    assert (visit.errors, visit.outside) == ([], [])
+
+
+def test_two_models_and_a_phone(visit: Visit, tmp_path: Path) -> None:
+    page = visit.page
+    page.get_by_role("tab", name="Compare two models").click()
+    press(visit, "compare", "comparison")
+    assert page.locator("#comparison td").count() == 6
+    keep_screenshot(page, "playground-compare", tmp_path)
+    page.get_by_role("tab", name="Attack one model").click()
+    page.set_viewport_size(PHONE)
+    page.wait_for_timeout(300)
+    assert not visit.scrolls_sideways()
+    keep_screenshot(page, "playground-phone", tmp_path)
+    page.set_viewport_size({"width": 1280, "height": 900})
+    assert (visit.errors, visit.outside) == ([], [])
+
+
+def test_an_own_picture_is_attacked_and_not_kept(visit: Visit, tmp_path: Path) -> None:
+    page = visit.page
+    Image.new("RGB", (200, 100), (10, 200, 30)).save(tmp_path / "mine.png")
+    send(visit, tmp_path / "mine.png")
+    page.wait_for_selector("#preview figcaption:has-text('200 x 100 pixels')")
+    assert uploaded() == []
+    shown = press(visit, "attack", "result").locator("img[alt='the clean image']").get_attribute("src")
+    clean = Image.open(io.BytesIO(base64.b64decode(shown.partition(",")[2])))
+    assert clean.getpixel((90, 90)) == (10, 200, 30)
+    assert (visit.errors, visit.outside) == ([], [])
+
+
+def test_mistakes_are_told_in_the_page(visit: Visit, tmp_path: Path) -> None:
+    page = visit.page
+    (tmp_path / "evil.png").write_bytes(b"<script>alert(1)</script>")
+    send(visit, tmp_path / "evil.png")
+    page.wait_for_selector("#preview .mistake:has-text('not a picture that can be read')")
+    assert uploaded() == []
+    assert "there is no image to attack" in press(visit, "attack", "result").inner_text()
+    page.locator("#number input").fill("7")
+    page.wait_for_selector("#preview figcaption:has-text('shapes test 7')")
+    choose(visit, "name", "<b>pgdd</b>-20${7*7}{{7*7}}")
+    message = press(visit, "attack", "result").inner_text()
+    assert message.startswith("unknown attack")
+    assert "<b>pgdd</b>-20${7*7}{{7*7}}" in message  # as it was written: neither markup nor template
+    keep_screenshot(page, "playground-mistake", tmp_path)
+    assert (visit.errors, visit.outside) == ([], [])
+
+
+def test_a_port_that_is_taken_is_a_mistake(address: str) -> None:
+    from vitadel.playground.app import serving
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with (
+            pytest.raises(Mistake, match="Take another --port"),
+            serving(shelf(), "127.0.0.1", taken.getsockname()[1]),
+        ):
+            pass
+
+
+def test_without_gradio_the_way_to_get_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "vitadel.playground.app", raising=False)
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    with pytest.raises(Mistake, match=r"pip install 'vitadel\[ui\]'"):
+        import vitadel.playground.app  # noqa: F401

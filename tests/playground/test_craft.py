@@ -1,0 +1,191 @@
+"""One image, one attack: on a linear model everything is known in closed form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load
+from torch import Tensor, nn
+
+from vitadel.attacks.names import make
+from vitadel.errors import Mistake
+from vitadel.evaluation.subject import open_subject
+from vitadel.playground.craft import Wish, craft, look, ready_attack, shown, transfer
+from vitadel.playground.gaze import gaze
+from vitadel.playground.models import Opened
+from vits import make_vit, pixels
+
+CPU = torch.device("cpu")
+SIDE, CELLS = 4, 48
+
+
+class Line(nn.Module):
+    """Logits (0, s) with s = sum(w x) + b, w of +-1: an Linf step of eps changes s by 48 eps."""
+
+    def __init__(self, score_at_grey: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0, -1.0]).repeat(CELLS // 2).view(1, 3, SIDE, SIDE))
+        self.score = score_at_grey
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = (self.w * (x - 0.5)).sum((1, 2, 3)) + self.score
+        return torch.stack([torch.zeros_like(s), s], 1)
+
+
+def grey(side: int = SIDE) -> Tensor:
+    return torch.full((1, 3, side, side), 0.5)
+
+
+def crafted_on(model: nn.Module, wish: Wish, x: Tensor | None = None):  # type: ignore[no-untyped-def]
+    return craft(model, grey() if x is None else x, make(wish.attack, eps=wish.eps, norm=wish.norm), wish)
+
+
+def logistic(s: float) -> float:
+    return 1 / (1 + math.exp(-s))
+
+
+@pytest.mark.parametrize(("score", "fooled"), [(1.0, True), (2.0, False)])
+def test_closed_form(score: float, fooled: bool) -> None:
+    eps = 8 / 255  # takes 48 * 8 / 255 = 1.506 from the score
+    crafted = crafted_on(Line(score), Wish("fgsm", eps))
+    assert (crafted.before.answer, crafted.after.answer) == (1, 0 if fooled else 1)
+    assert (crafted.fooled, crafted.void) == (fooled, False)
+    assert float(crafted.before.probabilities[1]) == pytest.approx(logistic(score), abs=1e-6)
+    assert float(crafted.after.probabilities[1]) == pytest.approx(logistic(score - CELLS * eps), abs=1e-5)
+    assert crafted.size("linf") == pytest.approx(eps, abs=1e-6)
+    assert crafted.size("l2") == pytest.approx(eps * math.sqrt(CELLS), abs=1e-5)
+    assert crafted.size("l1") == pytest.approx(eps * CELLS, abs=1e-4)
+    assert (crafted.gradients, crafted.forwards) == (1, 0)
+    kept = load(crafted.safetensors())
+    assert torch.equal(kept["clean"], grey())
+    assert torch.equal(kept["adversarial"], crafted.z)
+
+
+def test_l2_goes_straight_to_the_boundary() -> None:
+    crafted = crafted_on(Line(1.0), Wish("fgsm", 0.2, "l2"))
+    assert crafted.size("l2") == pytest.approx(0.2, abs=1e-5)
+    assert float(crafted.after.probabilities[1]) == pytest.approx(logistic(1 - 0.2 * math.sqrt(CELLS)), abs=1e-5)
+
+
+def test_without_budget_nothing_changes() -> None:
+    crafted = crafted_on(Line(1.0), Wish("pgd-3", 0.0))
+    assert torch.equal(crafted.x, crafted.z)
+    assert not crafted.fooled
+    change, factor = shown(crafted)
+    assert torch.equal(change, torch.full((3, SIDE, SIDE), 0.5))
+    assert factor == 1
+
+
+def test_perturbation_is_scaled_to_fill_the_range() -> None:
+    model = Line(1.0)
+    change, factor = shown(crafted_on(model, Wish("fgsm", 4 / 255)))
+    assert factor == pytest.approx(255 / 8, rel=1e-4)
+    # The attack lowers s: black where w is +1, white where it is -1.
+    assert torch.allclose(change, (0.5 - 0.5 * model.w.detach()[0]), atol=1e-4)
+
+
+def test_what_leaves_the_budget_counts_for_nothing() -> None:
+    class Cheat:
+        def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: object = None) -> Tensor:
+            return (x - 0.4 * model.get_parameter("w").detach()).clamp(0, 1)
+
+        def passes(self) -> tuple[int, int]:
+            return 0, 0
+
+    crafted = craft(Line(1.0), grey(), Cheat(), Wish())
+    assert (crafted.after.answer, crafted.fooled, crafted.void) == (0, False, True)
+
+
+def test_rounding_to_8_bits_can_undo_an_attack() -> None:
+    levels = torch.full((1, 3, SIDE, SIDE), 128 / 255)  # sum(w x) does not change: w adds up to zero
+    tiny = crafted_on(Line(0.01), Wish("fgsm", 0.4 / 255), levels)
+    assert (tiny.fooled, tiny.picture_fools) == (True, False)
+    assert bool((tiny.picture == 128).all())
+    whole = crafted_on(Line(0.01), Wish("fgsm", 1 / 255), levels)
+    assert (whole.fooled, whole.picture_fools) == (True, True)
+    assert sorted(whole.picture.unique().tolist()) == [127, 129]
+
+
+def test_every_pass_is_told_and_no_hook_stays() -> None:
+    model, told = Line(100.0), []
+    wish = Wish("pgd-5(random_start=false)", 1 / 255)
+    craft(model, grey(), make(wish.attack, eps=wish.eps), wish, lambda done, most: told.append((done, most)))
+    assert told == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
+    assert not model._forward_hooks
+
+
+def test_transfer_to_itself_and_to_its_opposite() -> None:
+    made = crafted_on(Line(1.0), Wish("fgsm", 8 / 255))
+    same = transfer(made, Line(1.0), (SIDE, SIDE), CPU)
+    assert (same.fooled, same.resized) == (True, False)
+    assert torch.equal(same.after.probabilities, made.after.probabilities)
+    opposite = Line(1.0)
+    opposite.w.data.neg_()  # what lowers one score raises the other
+    moved = transfer(made, opposite, (SIDE, SIDE), CPU)
+    assert not moved.fooled
+    assert float(moved.after.probabilities[1]) == pytest.approx(logistic(1 + CELLS * 8 / 255), abs=1e-5)
+
+
+def test_transfer_to_another_size_averages_the_checkerboard_away() -> None:
+    made = crafted_on(Line(1.0), Wish("fgsm", 8 / 255))
+
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.shape[2:] == (2, 2)
+            return torch.stack([x.mean((1, 2, 3)), 1 - x.mean((1, 2, 3))], 1)
+
+    moved = transfer(made, Mean(), (2, 2), CPU)
+    assert moved.resized
+    assert torch.allclose(moved.before.probabilities, moved.after.probabilities, atol=1e-6)
+
+
+@torch.no_grad()
+def test_gaze_is_the_class_tokens_last_attention() -> None:
+    model, x = make_vit("vit"), pixels("vit", batch=1)
+    tokens: Tensor = model.norm_pre(model.pos_drop(model._pos_embed(model.patch_embed(x))))  # type: ignore[operator]
+    first, last = model.blocks  # type: ignore[misc]
+    q, k, _ = last.attn.qkv(last.norm1(first(tokens))).view(17, 3, 3, 8).permute(1, 2, 0, 3)
+    rows = (q @ k.transpose(1, 2) / math.sqrt(8)).softmax(-1)[:, 0].mean(0)
+    expected = rows[1:] / rows[1:].sum()
+    assert torch.allclose(gaze(model, x).flatten(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dinov2_registers", "siglip", "cait", "xcit", "beit", "fan"])
+def test_gaze_covers_the_grid(name: str) -> None:
+    seen = gaze(make_vit(name), pixels(name, batch=1))
+    assert seen.shape == (4, 4)
+    assert float(seen.sum()) == pytest.approx(1, abs=1e-5)
+    assert bool((seen >= 0).all())
+
+
+def test_models_without_a_map_say_why() -> None:
+    swin = look(make_vit("swin"), pixels("swin", batch=1))
+    assert swin.attention is None
+    assert "windows" in swin.blind
+    line = look(Line(1.0), grey())
+    assert line.attention is None
+    assert "no anatomy known" in line.blind
+
+
+def opened(**changes: object) -> Opened:
+    subject = open_subject("zoo:shapes-standard", "shapes")
+    names = tuple(subject.source.classes)
+    return replace(Opened(subject, names, True, CPU), **changes)  # type: ignore[arg-type]
+
+
+def test_attacks_that_study_the_model_are_made_ready_on_its_own_data() -> None:
+    told: list[tuple[int, int | None]] = []
+    attack = ready_attack(opened(), Wish("aas(images=8,steps=1,select=false)+fgsm"), 0, lambda *got: told.append(got))
+    assert len(attack.factors) == 6  # type: ignore[attr-defined]
+    assert told
+    assert all(most is None for _, most in told)
+    with pytest.raises(Mistake, match=r"studies the model.*--data SPEC"):
+        ready_attack(opened(knows_data=False), Wish("aas+fgsm"))
+
+
+def test_hours_are_refused_beforehand() -> None:
+    with pytest.raises(Mistake, match="may take 1,000,000 passes"):
+        ready_attack(opened(), Wish("pgd-1000000"))

@@ -1,0 +1,105 @@
+"""What the page says, and that hostile names stay words."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from dataclasses import replace
+
+import torch
+from PIL import Image
+
+from vitadel.playground.craft import Crafted, Seen, Transferred, Wish
+from vitadel.playground.models import Chosen
+from vitadel.playground.panels import chosen_panel, comparison_panel, mistake_panel, result_panel
+
+BAD = "<img src=x onerror=alert(1)>"
+
+
+def crafted(fooled: bool = True) -> Crafted:
+    x = torch.full((1, 3, 4, 4), 100 / 255)
+    z = x + 2 / 255
+    before = Seen(0, torch.tensor([0.75, 0.25]), torch.tensor([[0.5, 0.5], [0.0, 0.0]]))
+    after = Seen(1, torch.tensor([0.125, 0.875]), torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+    picture = torch.full((3, 4, 4), 102, dtype=torch.uint8)
+    return Crafted(x, z, before, after if fooled else before, fooled, False, picture, False, 20, 3, 1.25)
+
+
+def pictures(page: str) -> list[Image.Image]:
+    found = re.findall(r'<img src="data:image/png;base64,([^"]+)"', page)
+    return [Image.open(io.BytesIO(base64.b64decode(content))) for content in found]
+
+
+def test_everything_about_a_success_is_told() -> None:
+    page = result_panel(crafted(), ("cat", "dog"), Wish("pgd-20", 8 / 255), "cat")
+    assert "Fooled: cat became dog." in page
+    assert "pgd-20, linf 8/255: used Linf 2.00/255, L2 0.054; 20 gradients, 3 other passes, 1.2 s." in page
+    assert "75.0 %" in page
+    assert "87.5 %" in page
+    assert "no longer fools the model" in page
+    assert "true class" not in page
+    clean, change, attacked, before, after = pictures(page)
+    assert clean.getpixel((0, 0)) == (100,) * 3
+    assert change.getpixel((0, 0)) == (255,) * 3
+    assert attacked.getpixel((0, 0)) == (102,) * 3
+    # One scale for both maps: half of the brightest attention is half as bright.
+    brightest = after.getpixel((0, 0))
+    assert before.getpixel((0, 0)) != brightest == (252, 253, 191)
+    assert before.getpixel((0, 191)) == after.getpixel((191, 191)) == (13, 16, 45)
+
+
+def test_downloads_hold_the_image() -> None:
+    page = result_panel(crafted(), ("cat", "dog"), Wish(), None)
+    content = re.search(r'download="adversarial.png" href="data:image/png;base64,([^"]+)"', page)
+    assert content
+    image = Image.open(io.BytesIO(base64.b64decode(content[1])))
+    assert (image.size, image.getpixel((3, 3))) == ((4, 4), (102, 102, 102))
+
+
+def test_failures_voids_and_wrong_models_are_told_as_such() -> None:
+    assert "It holds: still cat." in result_panel(crafted(fooled=False), ("cat", "dog"), Wish(), "cat")
+    void = replace(crafted(), fooled=False, void=True)
+    assert "left its budget" in result_panel(void, ("cat", "dog"), Wish(), None)
+    wrong = result_panel(crafted(), ("cat", "dog"), Wish(), "dog")
+    assert "The true class is dog: the model is wrong about the clean image already." in wrong
+    blind = replace(crafted(), before=Seen(0, torch.tensor([0.75, 0.25]), None, "it attends in windows."))
+    page = result_panel(blind, ("cat", "dog"), Wish(), None)
+    assert "No attention shown: it attends in windows." in page
+    assert len(pictures(page)) == 3
+
+
+def test_comparison_says_who_is_fooled_by_whose_image() -> None:
+    stays, moves = Seen(0, torch.tensor([0.9, 0.1]), None), Seen(1, torch.tensor([0.2, 0.8]), None)
+    transferred = [Transferred(stays, stays, False), Transferred(stays, moves, True)]
+    made = [crafted(fooled=False), crafted()]
+    page = comparison_panel(("A", "B"), [("cat", "dog")] * 2, made, transferred, Wish())
+    cells = re.findall(r'<td class="(\w+)">([^<]*)', page)
+    assert cells == [
+        ("held", "cat (75.0 %)"),  # A on its own image
+        ("fooled", "dog (80.0 %)"),  # A on B's
+        ("held", "cat (90.0 %)"),  # B on A's
+        ("fooled", "dog (87.5 %)"),  # B on its own
+    ]
+    assert "different sizes" in page
+
+
+def test_hostile_names_stay_words() -> None:
+    seen = [
+        mistake_panel(ValueError(BAD)),
+        chosen_panel(Chosen(Image.new("RGB", (5, 5)), BAD)),
+        result_panel(crafted(), (BAD, BAD), Wish(BAD), BAD + "!"),
+        comparison_panel((BAD, BAD), [(BAD, BAD)] * 2, [crafted()] * 2, [Transferred(*_both(), False)] * 2, Wish(BAD)),
+    ]
+    for page in seen:
+        assert BAD not in page
+        assert "&lt;img src=x onerror=alert(1)&gt;" in page
+
+
+def _both() -> tuple[Seen, Seen]:
+    return crafted().before, crafted().after
+
+
+def test_large_pictures_are_made_small_for_the_page() -> None:
+    (small,) = pictures(chosen_panel(Chosen(Image.new("RGB", (4000, 2000)), "photo")))
+    assert small.size == (448, 224)

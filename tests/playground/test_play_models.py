@@ -1,0 +1,56 @@
+"""Which models and images there are to play with, and what their classes are called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vitadel.backbones.load import zoo_names
+from vitadel.data.shapes import CLASSES, Shapes
+from vitadel.errors import Mistake
+from vitadel.playground.models import Shelf, class_names
+
+
+def shelf(**settings: object) -> Shelf:
+    return Shelf(**{"named": (), "data": "shapes", "device": torch.device("cpu"), **settings})  # type: ignore[arg-type]
+
+
+def test_names_of_classes() -> None:
+    assert class_names("zoo:shapes-robust", 10) == CLASSES
+    assert class_names("zoo:cifar10-trades", 10)[:2] == ("airplane", "automobile")
+    assert class_names("deit_tiny_patch16_224", 1000)[1] == "goldfish"
+    assert class_names("runs/mine", 10) == tuple(f"class {n}" for n in range(10))  # not the shapes by chance
+    assert class_names("runs/mine", 2, ("cat", "dog")) == ("cat", "dog")
+    assert class_names("runs/mine", 3, ("cat", "dog")) == ("class 0", "class 1", "class 2")
+
+
+def test_images_by_number_with_their_true_class() -> None:
+    chosen = shelf().image(13)
+    assert (chosen.index, chosen.label) == (13, CLASSES[3])
+    opened = shelf().open("zoo:shapes-standard")
+    assert torch.equal(opened.pixels(chosen.picture) * 255, Shapes().render([13])[0].float())
+    assert opened.knows_data
+    for number in (-1, 10_000):
+        with pytest.raises(Mistake, match="0 to 9999"):
+            shelf().image(number)
+
+
+def test_only_what_was_named_or_shipped_can_be_opened() -> None:
+    named = "python:os:getcwd"  # a page must not be able to ask for code that nobody named
+    assert named not in shelf().specs
+    with pytest.raises(Mistake, match="no model 'python:os:getcwd' here"):
+        shelf().open(named)
+
+
+def test_named_models_come_first_with_their_options_and_few_stay_open() -> None:
+    timm = ["vit_tiny_patch16_224", "deit_tiny_patch16_224"]
+    small = {"depth": 1, "embed_dim": 24, "num_heads": 3, "img_size": 32, "patch_size": 8}
+    options = {"model_options": {"weights": "random", "num_classes": 10, "kwargs": small}}
+    some = shelf(named=timm, options=options)
+    assert some.specs == [*timm, *zoo_names()]
+    for spec in (*timm, "zoo:shapes-standard", "zoo:shapes-robust"):
+        some.open(spec)
+    assert list(some._open) == [timm[1], "zoo:shapes-standard", "zoo:shapes-robust"]
+    assert some.open(timm[1]).names[0] == "class 0"
+    assert not some.open(timm[1]).knows_data
+    assert shelf(named=timm, options=options, data_is_told=True).open(timm[0]).names == CLASSES
