@@ -1,0 +1,50 @@
+"""What the doctor says before an audit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from vitadel.backbones.load import load_model
+from vitadel.cli.main import app
+from vitadel.diagnosis.gallery import GALLERY
+from vitadel.diagnosis.glance import IMAGES, glance
+from vitadel.evaluation.audit import Order
+from vitadel.evaluation.subject import open_subject
+from vitadel.runtime.processes import join_processes
+
+LIARS = {liar.name: liar for liar in GALLERY}
+CPU = join_processes("cpu")
+
+
+def findings_about(model, eps=8 / 255):
+    return glance(open_subject(model, "shapes"), Order(("fgsm",), eps=eps), CPU)
+
+
+def test_an_honest_model_gets_one_line():
+    (finding,) = findings_about(load_model("zoo:shapes-robust"))
+    assert finding["verdict"] == "ok"
+    assert f"on {IMAGES} images raised nothing" in finding["evidence"]
+
+
+@pytest.mark.parametrize("name", ["stop-gradient", "bit depth"])
+def test_a_liar_is_told_by_the_checks_that_see_it(name):
+    liar = LIARS[name]
+    raised = {finding["check"] for finding in findings_about(liar.lie(load_model(liar.patient)))}
+    assert raised & set(liar.seen_by)
+    assert "the doctor's glance" not in raised
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.6])
+def test_nothing_is_said_where_there_is_nothing_to_compare(eps):
+    assert findings_about(load_model("zoo:shapes-standard"), eps) == []
+
+
+def test_an_audit_begins_with_it_unless_told_not_to(tmp_path):
+    command = ["audit", "zoo:shapes-standard", "--attacks", "fgsm", "--limit", "10", "--device", "cpu", "--out"]
+    for folder, more, checks in (("a", [], ["the doctor's glance"]), ("b", ["--no-doctor"], [])):
+        assert CliRunner().invoke(app, [*command, str(tmp_path / folder), *more]).exit_code == 0
+        results = json.loads((tmp_path / folder / "results.json").read_text())
+        assert [finding["check"] for finding in results["findings"]] == checks
