@@ -109,3 +109,23 @@ def test_trees_that_are_something_else(tmp_path: Path) -> None:
     ):
         with pytest.raises(Mistake, match=message):
             open_dataset(spec.format(tmp_path))
+
+
+def test_a_list_of_images_picks_them_and_only_them(tmp_path: Path) -> None:
+    names = [f"{wnid}/{number}.JPEG" for wnid in (TENCH, GOOSE) for number in range(3)]
+    for number, name in enumerate(names):
+        write_png(tmp_path / "val" / name, number)
+    chosen = tmp_path / "ids.txt"
+    chosen.write_text("\n".join([names[4], names[1], names[1]]) + "\n")
+    source = open_dataset(f"imagenet:{tmp_path}(list={chosen})")
+    assert [source.name(index) for index in range(len(source))] == [names[1], names[4]]
+    assert source.labels().tolist() == [0, 99]
+    assert np.array_equal(pixels_of(source.read([1])[0]), picture(4))
+    chosen.write_text(f"{names[0]}\n{TENCH}/elsewhere.JPEG")
+    with pytest.raises(Mistake, match=r"names 1 images that are not below .*elsewhere\.JPEG"):
+        open_dataset(f"imagenet:{tmp_path}(list={chosen})")
+    chosen.write_text("\n")
+    with pytest.raises(Mistake, match="is empty"):
+        open_dataset(f"imagenet:{tmp_path}(list={chosen})")
+    with pytest.raises(Mistake, match="cannot be read"):
+        open_dataset(f"imagenet:{tmp_path}(list={tmp_path / 'nowhere'})")

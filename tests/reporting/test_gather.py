@@ -93,6 +93,10 @@ def test_a_folder_of_runs_points_at_them(tmp_path: Path) -> None:
     [
         ("results.json", b"{", "results.json cannot be read"),
         ("results.json", b"[]", "should hold a JSON object, got list"),
+        ("results.json", b'{"clean": {"n": 3}}', "it lacks correct, accuracy, ci95"),
+        ("results.json", b'{"worst_case": 3}', "it lacks held, n, robust_accuracy, ci95"),
+        ("results.json", b'{"attacks": {"fgsm": 1}}', "'attacks' should be a list, got dict"),
+        ("results.json", b'{"attacks": [{"name": "fgsm"}]}', "it lacks held"),
         ("command.json", b"{}", "lacks 'verb' or 'settings'"),
         ("samples.parquet", b"nothing", "samples.parquet cannot be read"),
         ("examples.npz", b"nothing", "examples.npz cannot be read"),

@@ -58,8 +58,11 @@ def _numbers_of_benchmark(kind: str) -> tuple[int, ...] | None:
 
 
 def open_imagenet(request: Request) -> ImageFiles:
-    """DIR/n01440764/*.JPEG, or below DIR/val and DIR/train; samples by class, then by their path below it."""
-    request.chosen()
+    """DIR/n01440764/*.JPEG, or below DIR/val and DIR/train; samples by class, then by their path below it.
+
+    `imagenet:DIR(list=FILE)` takes only the images that a text file names, one 'n01440764/name.JPEG' in each line.
+    """
+    listed = request.chosen(list=Path).get("list")
     root = request.path("a folder with sub-folders such as n01440764")
     # ImageNet's own test split has no labels, so validation comes first.
     if request.kind == "imagenet":
@@ -77,7 +80,22 @@ def open_imagenet(request: Request) -> ImageFiles:
     if empty and found and not request.skip_bad:
         raise Mistake(f"class '{empty[0]}' is empty: no picture in '{root / empty[0]}'; fill it, or use --skip-bad")
     left_out = tuple(f"class '{name}' is empty" for name in empty)
+    if listed is not None:
+        found = _only_listed(found, listed.expanduser(), root)
     return _image_files(root, found, request, left_out=left_out, among=among)
+
+
+def _only_listed(found: Sequence[str], file: Path, root: Path) -> list[str]:
+    """Those that the file names, in the usual order; all of them must be there, or it would be another selection."""
+    try:
+        wanted = set(file.read_text("utf-8").split())
+    except (OSError, UnicodeDecodeError) as fault:
+        raise Mistake(f"the list of images '{file}' cannot be read: {fault}") from None
+    missing = sorted(wanted - set(found))
+    if missing or not wanted:
+        what = f"names {len(missing)} images that are not below '{root}': {missing[0]}" if missing else "is empty"
+        raise Mistake(f"the list of images '{file}' {what}; it takes lines such as n01440764/ILSVRC2012_val_1.JPEG")
+    return [name for name in found if name in wanted]
 
 
 def open_imagenet_c(request: Request) -> ImageFiles:

@@ -53,7 +53,9 @@ DATA_KINDS: Mapping[str, Kind] = {
     "hf": Kind("hf:ORG/NAME", "a data set of the Hugging Face Hub, or a saved folder", "hf:open_hf"),
     "shards": Kind("shards:PATTERN", "webdataset tar files: train-{000..127}.tar", "shards:open_shards"),
     "npz": Kind("npz:FILE", "NumPy archive of images and labels", "npz:open_npz"),
-    "imagenet": Kind("imagenet:DIR", "ImageNet-1k, folders of WordNet ids", "imagenet:open_imagenet"),
+    "imagenet": Kind(
+        "imagenet:DIR", "ImageNet-1k, folders of WordNet ids: imagenet:DIR(list=FILE)", "imagenet:open_imagenet"
+    ),
     "imagenet-a": Kind("imagenet-a:DIR", "ImageNet-A, natural adversarial examples", "imagenet:open_imagenet"),
     "imagenet-r": Kind("imagenet-r:DIR", "ImageNet-R, renditions", "imagenet:open_imagenet"),
     "imagenet-c": Kind("imagenet-c:DIR", "ImageNet-C, corruption/severity/wnid", "imagenet:open_imagenet_c"),

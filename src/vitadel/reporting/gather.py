@@ -37,6 +37,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 _NORMS = {"linf": "Linf", "l2": "L2", "l1": "L1"}
 _SAMPLE_COLUMNS = ("index", "label", "clean_prediction", "clean_correct")
+_CLEAN_FIELDS = ("correct", "n", "accuracy", "ci95")
+_WORST_FIELDS = ("held", "n", "robust_accuracy", "ci95")
+_ATTACK_FIELDS = ("name", *_WORST_FIELDS, "counts", "attacked", "gradient_calls", "forward_calls", "seconds", "void")
 _EXAMPLE_ARRAYS = ("index", "x", "z", "label", "prediction")
 
 
@@ -103,7 +106,7 @@ def read_run(path: Path) -> Run:
     return Run(
         path=path,
         command=command,
-        results=_read_json(path / "results.json", required=False),
+        results=_read_results(path / "results.json"),
         environment=_read_json(path / "environment.json", required=False),
         samples=_read_samples(path / "samples.parquet"),
         examples=_read_examples(path / "examples.npz"),
@@ -150,6 +153,21 @@ def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _damaged(path, f"it should hold a JSON object, got {type(value).__name__}")
     return value
+
+
+def _read_results(path: Path) -> dict[str, Any]:
+    """Results in which whatever is there has the fields that are shown; suites with fields of their own check them."""
+    results = _read_json(path, required=False)
+    attacks = results.get("attacks") or []
+    if not isinstance(attacks, list):
+        raise _damaged(path, f"'attacks' should be a list, got {type(attacks).__name__}")
+    parts: list[tuple[Any, tuple[str, ...]]]
+    parts = [(results.get("clean"), _CLEAN_FIELDS), (results.get("worst_case"), _WORST_FIELDS)]
+    parts += [(entry, _ATTACK_FIELDS if results.get("suite") is None else ("name",)) for entry in attacks]
+    for part, wanted in parts:
+        if part is not None:
+            _check_names(path, wanted, list(part) if isinstance(part, dict) else [])
+    return results
 
 
 def _read_samples(path: Path) -> Table | None:

@@ -175,7 +175,7 @@ def trust(run: Run) -> dict[str, str] | None:
     if not run.complete or not run.attacks or run.command["verb"] != "audit" or run.results.get("suite"):
         return None
     command = shlex.join(["vitadel", "diagnose", run.model, "--data", aspects(run)["data"]])
-    sentence = "Nothing suspicious came up in the audit, which looks for little. A closer look before publishing:"
+    sentence = "Nothing suspicious came up in the audit; look closer before anything is published."
     return {"verdict": "ok", "sign": "✓", "sentence": sentence, "command": command}
 
 

@@ -197,7 +197,7 @@ _MARKDOWN = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]|#"} | {"<": "&
 _LATEX = str.maketrans(
     {mark: f"\\{mark}" for mark in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    | {"<": r"\textless{}", ">": r"\textgreater{}", '"': r"\textquotedbl{}"}
+    | {"<": r"\textless{}", ">": r"\textgreater{}", '"': r"\char34{}"}
 )
 
 
