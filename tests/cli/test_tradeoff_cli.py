@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
 from toras import MEAN, STD, enlivened
+from vitadel.adapters.opening import open_model
 from vitadel.adapters.tora import Tora
 from vitadel.adapters.tora_files import save_fusion, save_tora
 from vitadel.adapters.tora_settings import ToraSettings
 from vitadel.backbones.load import load_model
 from vitadel.backbones.record import save_classifier
 from vitadel.cli.main import app
+from vitadel.data.batches import batches
 from vitadel.errors import Mistake
+from vitadel.evaluation.subject import open_subject
 
 KWARGS = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 3}
 SHORT = [
@@ -55,8 +60,11 @@ def runs(tmp_path_factory):
     tora = enlivened(Tora(opened, ToraSettings(reduction=8)), scale=0.1)
     start = write("phase-1", tora, save_tora)
     found = []
-    for trade in (0.1, 0.9):
+    for seed, trade in enumerate((0.1, 0.9), start=1):
         tora.trade_off = trade
+        with torch.no_grad():
+            for number, parameter in enumerate(tora.fusion.parameters()):
+                parameter += seed * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
         found.append(write(f"lambda-{trade}", tora, save_fusion, start=start))
     single = enlivened(Tora(opened, ToraSettings("single", reduction=8), trade_off=0.5), scale=0.1)
     return [*found, write("single-0.5", single, save_tora)]
@@ -81,9 +89,18 @@ def test_two_lambdas_a_baseline_and_a_knob(runs, tmp_path):
     ]
     assert [entry["kind"] for entry in told["contenders"]] == ["tora", "tora", "single", "tora"]
     assert [entry["name"] for entry in told["maps"]["contenders"]] == ["lambda-0.1", "lambda-0.9"]
-    # the two fusions are the same file but for lambda, so that their verdicts agree
-    first, second = ([each["held"] for each in entry["attacks"]] for entry in told["contenders"][:2])
-    assert first == second
+    low, high, _, middle = (entry["fingerprint"] for entry in told["contenders"])
+    assert len({low, high, middle}) == 3
+    # Each has its own fusion, and what was judged is what the folder holds.
+    subject = open_subject(runs[0], "shapes(size=32)")
+    samples = pq.read_table(out / "samples.parquet").to_pydict()
+    (batch,) = batches(subject.source, [samples["index"]], subject.preprocess)
+    answers = {}
+    for name, run in zip(("lambda-0.1", "lambda-0.9", "single-0.5"), runs, strict=True):
+        with torch.no_grad():
+            answers[name] = open_model(run)(batch.x).argmax(1).tolist()
+        assert samples[f"prediction:{name}"] == answers[name]
+    assert answers["lambda-0.1"] != answers["lambda-0.9"]
     assert "Trade-off of accuracy and robustness" in (out / "report.html").read_text()
     assert (out / "figures" / "trade-off.png").exists()
     again = called(*words, "--resume", "--json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from vitadel.attacks.corruption_files import load_corruption_model
 from vitadel.attacks.corruption_model import CorruptionModel
 from vitadel.attacks.patches import changed_patches
 from vitadel.backbones.classifier import wrap
+from vitadel.defenses import recipes
 from vitadel.defenses.building import build_recipe
 from vitadel.defenses.harden import run_harden
 from vitadel.defenses.objectives.afat import Afat
@@ -21,7 +23,7 @@ from vitadel.defenses.paired_features import pair_of
 from vitadel.errors import Mistake
 from vitadel.instrument.features import block_features
 from vitadel.runtime.processes import join_processes
-from vits import VITS, make_vit, pixels
+from vits import make_vit, pixels
 
 CPU = join_processes("cpu")
 LABELS = torch.tensor([0, 3, 1, 4])
@@ -313,11 +315,36 @@ def test_tokens_cannot_be_dropped_from_a_grid():
         Afat(fill="drop", side=8)(model, x, x, LABELS)
 
 
+@pytest.mark.parametrize(("side", "made"), [(4, 64), (16, 4)])
+@pytest.mark.parametrize("selector", ["alignment", "random"])
+def test_tokens_can_be_dropped_by_the_models_own_patches_only(side, made, selector):
+    model, x = model_and_images()
+    with pytest.raises(Mistake, match=f"it has 16, and the given side makes {made}; set side: 0"):
+        Afat(fill="drop", side=side, selector=selector)(model, x, x, LABELS)
+    Afat(fill="drop", side=8, selector=selector)(model, x, x, LABELS)
+
+
+def test_the_harm_of_a_selector_is_not_lost_in_half_precision():
+    """Slopes below what fp16 can hold, against those in full precision."""
+    model, x = make_vit("vit"), pixels("vit", 4)
+    with torch.no_grad():
+        model.head.weight *= 1e-6
+        model.head.bias.zero_()
+    slopes = {}
+    for precise in (True, False):
+        objective = Afat(weight=0.0, selector="cross-entropy")
+        with torch.autocast("cpu", torch.float16, enabled=not precise):
+            loss = objective(model, x, x, LABELS)["loss"]
+        loss.backward()
+        slopes[precise] = flat(each.grad for each in objective.opponent._model.parameters())
+    assert slopes[True].norm() > 0
+    assert F.cosine_similarity(slopes[True], slopes[False], dim=0) > 0.99
+    assert slopes[False].norm().item() == pytest.approx(slopes[True].norm().item(), rel=0.05)
+
+
 @pytest.mark.parametrize("name", ["deit_distilled", "cait", "xcit", "swin", "levit", "pit", "rvt", "fan"])
 @pytest.mark.parametrize("features", ["blocks", "attention"])
 def test_families_with_blocks_can_be_trained(name, features):
-    if name not in VITS:
-        pytest.skip(f"no tiny {name} here")
     model, x = make_vit(name).train(), pixels(name, 4)
     objective = Afat(weight=0.1, features=features, side=8 if name == "pit" else 0)  # whose patches overlap
     objective(model, x, x, LABELS)["loss"].backward()
@@ -367,6 +394,7 @@ def test_masks_are_new_at_every_step_and_blind_to_the_batch():
     ({"share": 1.5}, "share is a share"), ({"weight": -1}, "must not be negative"),
     ({"noise": "pixels"}, "did you mean"),
     ({"rate": 0}, "rate must be"), ({"fill": "drop", "share": 1}, "no token would be left"),
+    ({"fill": "drop", "same_paths": True}, "leave out same_paths"),
 ])  # fmt: skip
 def test_settings_without_sense(settings, told):
     with pytest.raises(Mistake, match=told):
@@ -378,10 +406,11 @@ def test_settings_without_sense(settings, told):
 OBJECTIVE = {"use": "afat", "weight": 0.5, "share": 0.3, "rate": 0.05}
 
 
-def trained(out, resume=False, **changes):
+def trained(out, resume=False, model=None, **changes):
     given = document(
         **{"objective": OBJECTIVE, "augmentation": {"mixup": 0.5}, "train": {"checkpoint_every": 2}, **changes}
     )
+    given["model"] = model or given["model"]
     return run_harden(build_recipe(given, "afat"), "afat", CPU, out=out, resume=resume)[1].path
 
 
@@ -395,10 +424,20 @@ def weights_of(folder):
     }
 
 
+# Batch norms, whose statistics come from clean and corrupted images, and drop-path.
+RVT = {
+    "name": "rvt_micro_32",
+    "mean": [0.5],
+    "std": [0.5],
+    "drop_path": 0.3,
+    "kwargs": {"img_size": 16, "patch_size": 8, "depths": (2,), "widths": (16,), "heads": (2,)},
+}
+
+
 def test_broken_off_and_resumed_it_ends_with_the_same_bits(tmp_path, monkeypatch):
     from vitadel.defenses import loop
 
-    whole = trained(tmp_path / "whole")
+    whole = trained(tmp_path / "whole", model=RVT)
     real, taken = loop._Learner.take, 0
 
     def fragile(self, parts):
@@ -410,10 +449,11 @@ def test_broken_off_and_resumed_it_ends_with_the_same_bits(tmp_path, monkeypatch
 
     monkeypatch.setattr(loop._Learner, "take", fragile)
     with pytest.raises(RuntimeError, match="power cut"):
-        trained(tmp_path / "cut")
+        trained(tmp_path / "cut", model=RVT)
     monkeypatch.undo()
-    again = trained(tmp_path / "cut", resume=True)
+    again = trained(tmp_path / "cut", resume=True, model=RVT)
     one, other = weights_of(whole), weights_of(again)
+    assert any("running_mean" in name and value.abs().max() > 0 for name, value in one.items())
     assert all(torch.equal(one[name], other[name]) for name in one)
     rows, rows_again = (
         [json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in (whole, again)
@@ -436,7 +476,50 @@ def test_half_precision_and_averages_beside_it(tmp_path):
     plugins = {"weight_average": {"decay": 0.5}, "awp": {"gamma": 0.01}}
     folder = trained(tmp_path / "run", plugins=plugins, train={"precision": "bf16", "epochs": 1, "accumulation": 2})
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(row["opponent_gradient"] > 0 for row in rows if "opponent_gradient" in row)
+    steps = [row for row in rows if "opponent_gradient" in row]
+    assert len(steps) == 3  # 48 images, 16 at a time
+    assert all(row["opponent_gradient"] > 0 for row in steps)
+
+
+def test_recipes_name_the_data_of_their_audits():
+    """Without --data an audit is of shapes, whatever was trained."""
+    words = [
+        line
+        for file in (Path(recipes.__file__).parent.parent / "recipes" / "afat").glob("*.yaml")
+        for line in file.read_text().splitlines()
+        if "vitadel audit" in line
+    ]
+    assert len(words) >= 4
+    assert all("--data " in each for each in words)
+    assert all(
+        "--suite corruptions" in each for each in words if "-c" in each.partition("--data ")[2].partition(":")[0]
+    )
+
+
+@pytest.mark.parametrize("grid", ["[2, 2]", "[2, 2, 0]", "[2, 2, 4]", "[3, 2, 8]", "no grid", "null", '{"side": 8}'])
+def test_a_file_whose_grid_is_damaged(tmp_path, grid):
+    from safetensors.torch import save_file
+
+    made = CorruptionModel(2, 2, 8)
+    path, key = tmp_path / "c.safetensors", "vitadel.corruption_model"
+    save_file(dict(made.state_dict()), path, {key: "[2, 2, 8]"})
+    assert torch.equal(load_corruption_model(path).mix, made.mix)
+    save_file(dict(made.state_dict()), path, {key: grid})
+    with pytest.raises(Mistake, match="is damaged"):
+        load_corruption_model(path)
+
+
+@pytest.mark.parametrize("part", [
+    {"mix": torch.zeros(4, 5)}, {"mix": torch.zeros(4)}, {"look": torch.zeros(3, 8, 8)}, {"look": torch.zeros(())},
+    {"mix": torch.full((4, 4), torch.nan)}, {"mix": torch.zeros(4, 4, dtype=torch.int64)},
+])  # fmt: skip
+def test_a_file_whose_weights_are_damaged(tmp_path, part):
+    from safetensors.torch import save_file
+
+    weights = {**CorruptionModel(2, 2, 8).state_dict(), **part}
+    save_file(weights, tmp_path / "c.safetensors", {"vitadel.corruption_model": "[2, 2, 8]"})
+    with pytest.raises(Mistake, match="is damaged"):
+        load_corruption_model(tmp_path / "c.safetensors")
 
 
 def test_a_file_that_holds_none(tmp_path):

@@ -13,7 +13,7 @@ from toras import classifier_of, tora_of
 from vitadel.adapters.tora import Tora
 from vitadel.adapters.tora_maps import gate_maps
 from vitadel.adapters.tora_settings import ToraSettings
-from vitadel.evaluation.adapter_maps import PARTS, area, deletion_and_insertion, mean_with_interval, patch_orders
+from vitadel.evaluation.adapter_maps import PARTS, area, deletion_and_insertion, patch_orders
 from vitadel.evaluation.contenders import Contender
 from vitadel.evaluation.subject import open_subject
 from vitadel.evaluation.trade_off import TradeOffOrder, run_trade_off
@@ -58,14 +58,6 @@ def test_areas_of_known_curves():
     assert area(curve).tolist() == pytest.approx([1, 0.5, 1 / 3 + 1 / 600])
 
 
-def test_intervals_of_means():
-    assert mean_with_interval(torch.full((7,), 0.25)) == {"mean": 0.25, "ci95": [0.25, 0.25]}
-    coins = (torch.arange(400) % 2).double()
-    told = mean_with_interval(coins)
-    assert told["mean"] == 0.5
-    assert told["ci95"] == pytest.approx([0.5 - 1.96 * 0.025, 0.5 + 1.96 * 0.025], abs=0.005)
-
-
 @pytest.mark.parametrize("settings", [{}, {"slot": "separate"}, {"kind": "adapterfusion"}])
 def test_orders_of_patches(settings):
     tora, x = tora_of(lively=True, **settings).eval(), pixels("vit", batch=3)
@@ -86,11 +78,30 @@ def test_orders_of_patches(settings):
     assert not torch.equal(orders["random"][0], orders["random"][1])
 
 
-def test_a_trade_off_keeps_and_checks_maps(tmp_path):
+def robust_side(seed=0):
+    """Its adapters differ, so that its maps are not all one half."""
     tora = Tora(classifier_of(classes=10), ToraSettings(reduction=8), trade_off=0.3).eval()
     with torch.no_grad():
-        for number, parameter in enumerate(tora.rob.parameters()):
+        for number, parameter in enumerate(tora.rob.parameters(), start=seed):
             parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+    return tora
+
+
+def test_names_that_differ_in_signs_only_keep_their_maps_apart(tmp_path):
+    toras = {"run 1": robust_side(), "run+1": robust_side(50)}
+    crew = [Contender(name, open_subject(tora, "shapes(size=32)@test")) for name, tora in toras.items()]
+    order = TradeOffOrder(eps=(1 / 255,), attacks=("fgsm",), aimed=(), maps=2, limit=10, batch_size=2)
+    out = run_trade_off(crew, order, join_processes("cpu"), out=tmp_path / "run")
+    with np.load(out.folder.path / "maps.npz", allow_pickle=False) as arrays:
+        x = torch.from_numpy(arrays["x"]).float() / 255
+        kept = {name: torch.from_numpy(arrays[f"maps:{name}"]) for name in toras}
+    for name, tora in toras.items():
+        torch.testing.assert_close(kept[name], gate_maps(tora, x), atol=1e-5, rtol=0)
+    assert (kept["run 1"] - kept["run+1"]).abs().max() > 1e-3
+
+
+def test_a_trade_off_keeps_and_checks_maps(tmp_path):
+    tora = robust_side()
     contender = Contender("one", open_subject(tora, "shapes(size=32)@test"))
     order = TradeOffOrder(eps=(1 / 255,), attacks=("fgsm",), aimed=(), maps=3, limit=10, batch_size=2)
     out = run_trade_off([contender], order, join_processes("cpu"), out=tmp_path / "run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from vitadel.errors import Mistake
 from vitadel.evaluation import corruption_results
 from vitadel.evaluation.corrupting import CopyOrder, write_copy
 from vitadel.evaluation.corruption_order import CorruptionOrder
-from vitadel.evaluation.corruption_results import Course, Gathered
+from vitadel.evaluation.corruption_results import Course, Gathered, Origin
 from vitadel.evaluation.corruption_scores import ALEXNET_ERRORS, ALEXNET_FLIPS
 from vitadel.evaluation.corruptions import corruptions
 from vitadel.evaluation.results import Tally
@@ -98,20 +99,25 @@ def test_files_without_loss_give_the_numbers_of_the_fly(copied):
     assert read["corruptions"]["mce"] is None  # three corruptions are not fifteen
     assert read["corruptions"]["left_out"]["snow"].startswith("not in imagenet-c:")
     assert made["corruptions"]["remarks"][0].startswith("Made in memory")
-    assert read["corruptions"]["remarks"] == []
+    (size,) = read["corruptions"]["remarks"]
+    assert (
+        size
+        == made["corruptions"]["remarks"][1]
+        == ("Corrupted at 16 x 16 pixels, and the benchmark at 224 x 224: no mCE and no mFR.")
+    )
 
 
 def test_without_clean_images_there_is_no_relative_error(copied):
     results = judged(copied, "imagenet-c:{}/c", corruptions=("fog",), out=copied / "run")
     assert results["clean"] is None
     assert results["corruptions"]["relative_mce"] is None
-    assert "--clean-data" in results["corruptions"]["remarks"][0]
+    assert "--clean-data" in results["corruptions"]["remarks"][-1]
     table = pq.read_table(copied / "run" / "samples.parquet").to_pydict()
     assert set(table["clean_prediction"]) == {None}
     assert len(table["prediction:fog/5"]) == 24
     write_report([copied / "run"], copied / "run" / "report.html")
     page = (copied / "run" / "report.html").read_text()
-    told = f"(no mCE, which takes 15 at 5 severities) {results['corruptions']['mean_ce']:.1f}"
+    told = f"(no mCE, which takes 15 at 5 severities and 224 pixels) {results['corruptions']['mean_ce']:.1f}"
     assert told in page
     assert not (copied / "run" / "figures" / "classes.png").exists()  # nothing is known about clean images
 
@@ -137,6 +143,16 @@ def test_a_picture_that_cannot_be_read_leaves_all_versions_of_it_out(copied):
     results = judged(copied, "imagenet-c:{}/c", skip_bad=True)
     assert {cell["n"] for cell in results["corruptions"]["cells"]} == {23}
     assert results["data"]["left_out_names"] == [f"fog/2/{GOOSE}/03.png"]
+    for part in ("fog/4", "gaussian_noise/1"):  # the same image in other versions, and another one
+        (copied / "c" / part / GOOSE / "03.png").write_bytes(b"no picture")
+    (copied / "c" / "contrast" / "5" / TENCH / "00.png").write_bytes(b"no picture")
+    results = judged(copied, "imagenet-c:{}/c", skip_bad=True)
+    assert {cell["n"] for cell in results["corruptions"]["cells"]} == {22}
+    assert results["data"]["left_out"] == 2
+    assert {name.split("/", 2)[2] for name in results["data"]["left_out_names"]} == {
+        f"{TENCH}/00.png",
+        f"{GOOSE}/03.png",
+    }
 
 
 def test_what_is_missing_is_listed(copied):
@@ -181,6 +197,14 @@ def test_arrays_in_the_layout_of_cifar_give_the_numbers_of_the_fly(tmp_path):
     assert cells(made) == cells(read)
     assert read["corruptions"]["mean_error"] == pytest.approx(made["corruptions"]["mean_error"])
     assert "mce" not in read["corruptions"]
+    for size in (24, 48):  # a model for other sizes sees the same images, and only then are they resized
+        larger = Classifier(Corner(), ModelRecord("toy:larger", num_classes=10, input_size=(size, size), crop_pct=0.8))
+        both = [
+            corruptions(larger.eval(), source, corruptions=names, limit=30, device="cpu"),
+            corruptions(larger.eval(), "cifar10-c", data_root=tmp_path, device="cpu"),
+        ]
+        assert cells(both[0]) == cells(both[1])
+        assert cells(both[0]) != cells(made)
     one = corruptions(Corner().eval(), "cifar10-c/brightness/3", data_root=tmp_path, device="cpu", severities=(3,))
     assert cells(one) == {("brightness", 3): cells(made)["brightness", 3]}
 
@@ -193,7 +217,8 @@ def test_all_fifteen_at_five_severities_make_an_mce(clean):
     predictions = {part: np.where(column, 7, label.numpy()) for part, column in wrong.items()}
     tally = Tally(torch.arange(n), label, torch.where(torch.arange(n) < 3, 7, label), [])
     course = Course(np.full(n, 0.1), np.zeros(n), 31)
-    gathered = Gathered("the benchmark's files", tally, True, predictions, dict.fromkeys(ALEXNET_FLIPS, course), {})
+    files = Origin("the benchmark's files", False, (224, 224))
+    gathered = Gathered(files, tally, True, predictions, dict.fromkeys(ALEXNET_FLIPS, course), {})
     subject = open_subject(DarkTenches().eval(), f"imagenet:{clean}/val")
     settings = {"model_fingerprint": "0"}
     results = corruption_results.corruption_results(subject, CorruptionOrder(), gathered, settings)
@@ -214,12 +239,79 @@ def test_all_fifteen_at_five_severities_make_an_mce(clean):
     mfr = sum(0.1 / value for value in ALEXNET_FLIPS.values()) / 10 * 100
     assert results["perturbations"]["mfr"] == pytest.approx(mfr)
     fewer = {part: column for part, column in predictions.items() if part[0] != "frost"}
-    gathered = Gathered("made on the fly", tally, True, fewer, {}, {"frost": "no photos"})
+    gathered = Gathered(replace(files, in_memory=True), tally, True, fewer, {}, {"frost": "no photos"})
     told = corruption_results.corruption_results(subject, CorruptionOrder(), gathered, settings)["corruptions"]
     assert told["mce"] is None
     assert told["relative_mce"] is None
     assert told["mce_without_noise"] is None
     assert told["mean_ce"] == pytest.approx((sum(ce.values()) - ce["frost"]) / 14)
+    small = replace(files, shape=(64, 64))
+    gathered = Gathered(small, tally, True, predictions, dict.fromkeys(ALEXNET_FLIPS, course), {})
+    results = corruption_results.corruption_results(subject, CorruptionOrder(), gathered, settings)
+    told = results["corruptions"]
+    assert [told[name] for name in ("mce", "relative_mce", "mce_without_noise")] == [None] * 3
+    assert told["mean_ce"] == pytest.approx(sum(ce.values()) / 15)
+    assert results["perturbations"]["mfr"] is None
+
+
+def test_a_sequence_for_validation_takes_nothing_from_the_ten(clean):
+    n = 24
+    label = torch.zeros(n, dtype=torch.int64)
+    share = {name: 0.02 * (1 + place) for place, name in enumerate(ALEXNET_FLIPS)}
+    courses = {name: Course(np.full(n, value), np.zeros(n), 31) for name, value in share.items()}
+    courses |= dict.fromkeys(("spatter", "shear"), Course(np.ones(n), np.full(n, 9.0), 31))
+    origin = Origin("made on the fly", True, (224, 224))
+    gathered = Gathered(origin, Tally(torch.arange(n), label, label, []), True, {}, courses, {})
+    subject = open_subject(DarkTenches().eval(), f"imagenet:{clean}/val")
+
+    def told(order, gathered):
+        settings = {"model_fingerprint": "0"}
+        return corruption_results.corruption_results(subject, order, gathered, settings)["perturbations"]
+
+    found = told(CorruptionOrder(), gathered)
+    rates = {name: 100 * value / ALEXNET_FLIPS[name] for name, value in share.items()}
+    assert {row["perturbation"]: row["flip_rate"] for row in found["rows"] if "flip_rate" in row} == pytest.approx(
+        rates
+    )
+    assert found["mfr"] == pytest.approx(sum(rates.values()) / 10)
+    assert found["mean_flip_probability"] == pytest.approx(0.02 * 55 / 10)
+    assert found["mean_top5_distance"] == 0
+    assert found["mean_flip_probability_over"] == list(ALEXNET_FLIPS)
+    assert [row["perturbation"] for row in found["rows"] if not row["counted"]] == ["spatter", "shear"]
+    assert [remark[:40] for remark in found["remarks"]] == ["Made in memory: ImageNet-P's own videos "]
+    assert "mfr" not in told(CorruptionOrder(difficulty=2), gathered)
+    alone = told(CorruptionOrder(), replace(gathered, courses={"shear": courses["shear"]}))
+    assert (alone["mean_flip_probability"], alone["mfr"]) == (1, None)
+
+
+def sized(size: int, **more) -> Classifier:
+    record = ModelRecord("toy:sized", num_classes=1000, input_size=(size, size), **more)
+    return Classifier(DarkTenches(), record).eval()
+
+
+@pytest.mark.parametrize("size", [24, 224, 240])
+def test_large_pictures_are_corrupted_at_the_size_of_the_benchmark_whatever_the_model_takes(tmp_path, size):
+    """Else a copy of the same pictures, read as ImageNet-C is, gives another number."""
+    chance = np.random.default_rng(4)
+    for wnid in (TENCH, GOOSE):
+        (tmp_path / "val" / wnid).mkdir(parents=True)
+        for number in range(6):
+            coarse = Image.fromarray(chance.integers(70, 180, (30, 26, 3)).astype(np.uint8))
+            coarse.resize((260, 300), Image.Resampling.NEAREST).save(tmp_path / "val" / wnid / f"{number}.png")
+    names = ("gaussian_noise", "pixelate")
+    write_copy(open_dataset(f"imagenet:{tmp_path}/val"), "", CopyOrder(names), ALONE, out=tmp_path / "c")
+    model = sized(size, crop_pct=0.9, interpolation="bicubic")
+    tables = []
+    for data in (f"imagenet:{tmp_path}/val", f"imagenet-c:{tmp_path}/c"):
+        out = tmp_path / data.partition(":")[0]
+        results = corruptions(model, data, corruptions=names, device="cpu", batch_size=5, out=out)
+        assert results["corruptions"]["corrupted_at"] == [224, 224]
+        assert not any("no mCE" in remark for remark in results["corruptions"]["remarks"])
+        tables.append(pq.read_table(out / "samples.parquet").to_pydict())
+    columns = [name for name in tables[0] if name.startswith("prediction:")]
+    assert len(columns) == 10
+    assert {name: tables[0][name] for name in columns} == {name: tables[1][name] for name in columns}
+    assert len({tuple(tables[0][name]) for name in columns}) > 1  # they depend on how strong it is
 
 
 def test_pictures_of_a_benchmark_are_never_cropped_again(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from vitadel.data.shapes import CLASSES, Shapes
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation import corrupting
 from vitadel.evaluation.corrupting import CopyOrder, write_copy
+from vitadel.evaluation.corruption_sizes import benchmark_preprocess
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
 
@@ -118,7 +120,7 @@ def test_batch_size_and_processes_change_no_file(tmp_path):
         Shapes("test", size=16),
         CopyOrder(corruptions=("shot_noise",), severities=(2, 4), limit=20, batch_size=6),
         torch.tensor(sorted({int(name[-12:-4]) for name in whole})),
-        corrupting._preprocess(Shapes("test", size=16), None),
+        benchmark_preprocess(Shapes("test", size=16)),
         copies,
         part,
         False,
@@ -151,6 +153,7 @@ def test_large_pictures_are_prepared_as_imagenet_c_was(tmp_path):
         ({"format": "npy"}, "all five severities"),
         ({"severities": (0,)}, "got 0"),
         ({"corruptions": ("rain",)}, "unknown corruption 'rain'"),
+        ({"corruptions": ()}, "no corruption is asked for"),
         ({"batch_size": 0}, "at least 1"),
     ],
     ids=str,
@@ -168,3 +171,58 @@ def test_another_copy_is_not_mixed_in(tmp_path):
         write(tmp_path / "c")
     with pytest.raises(Mistake, match="begun with other settings"):
         write(tmp_path / "c", resume=True, seed=1)
+
+
+def grey_pictures(root: Path, *names: str) -> str:
+    for number, name in enumerate(names):
+        path = root / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (20 * number, 90, 160)).save(path)
+    return f"folder:{root}/in"
+
+
+def test_pictures_that_differ_by_their_endings_alone_are_not_written_over_each_other(tmp_path):
+    spec = grey_pictures(tmp_path, "cat/1.bmp", "cat/1.png", "cat/2.png", "dog/1.png")
+    with pytest.raises(Mistake, match=r"cat/1\.bmp and cat/1\.png would both be written to cat/1\.png; rename"):
+        write(tmp_path / "c", open_dataset(spec), limit=None)
+    assert not (tmp_path / "c").exists()
+    (tmp_path / "in" / "cat" / "1.bmp").unlink()
+    write(tmp_path / "c", open_dataset(spec), limit=None)
+    assert len(pictures(tmp_path / "c")) == 2 * 3
+
+
+def test_images_that_cannot_be_read_are_told_and_not_counted(tmp_path):
+    spec = grey_pictures(tmp_path, "cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png")
+    (tmp_path / "in" / "cat" / "2.png").write_bytes(b"no picture")
+    for resume in (False, True):
+        results, _ = write(tmp_path / "c", open_dataset(spec), limit=None, skip_bad=True, batch_size=1, resume=resume)
+        assert (results["data"]["n"], results["data"]["left_out"]) == (3, 1)
+        assert results["data"]["left_out_names"] == ["cat/2.png"]
+        assert len(pictures(tmp_path / "c")) == 2 * 3
+    for name in ("cat/1", "dog/1", "dog/2"):
+        (tmp_path / "in" / f"{name}.png").write_bytes(b"no picture")
+    with pytest.raises(Mistake, match="no image of the data can be read"):
+        write(tmp_path / "none", open_dataset(spec), limit=None, skip_bad=True)
+    with pytest.raises(Mistake, match="none of the chosen images can be read"):
+        write(tmp_path / "none", open_dataset(spec), limit=None, skip_bad=True, size=16)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_told_and_arrays_go_on_when_there_is_space(tmp_path, monkeypatch):
+    settings = {"format": "npy", "severities": (1, 2, 3, 4, 5), "corruptions": ("contrast",)}
+    write(tmp_path / "whole", **settings)
+
+    def stopped(self, name):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(corrupting._Copy, "arrays", stopped)
+        with pytest.raises(Interrupted):
+            write(tmp_path / "c", **settings)
+    (tmp_path / "c" / "contrast.part").symlink_to("/dev/full")
+    with pytest.raises(Mistake, match=r"no space left on the disk while writing .*contrast\.npy"):
+        write(tmp_path / "c", resume=True, **settings)
+    assert sorted(files_of(tmp_path / "c")) == ["command.json"]
+    write(tmp_path / "c", resume=True, **settings)
+    arrays = [(tmp_path / each / "contrast.npy").read_bytes() for each in ("whole", "c")]
+    assert arrays[0] == arrays[1]

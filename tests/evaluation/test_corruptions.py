@@ -11,9 +11,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
+from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.record import ModelRecord
 from vitadel.corruptions import COMMON, corrupt, sequence
+from vitadel.corruptions.sequences import CIFAR_SEQUENCES
 from vitadel.data.shapes import Shapes
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import Interrupted, Mistake
@@ -163,6 +167,28 @@ def test_large_pictures_move_behind_their_frame(monkeypatch):
     monkeypatch.setattr(perturbations, "sequence", watched)
     corruptions(Always(), Shapes("test", size=56), corruptions=(), perturbations=("tilt",), limit=10, device="cpu")
     assert set(shapes) == {((64, 64), (56, 56))}
+
+
+def test_small_pictures_move_as_small_ones_before_a_large_model_sees_them(tmp_path):
+    rows, x, _ = chosen(10)
+    model = Classifier(Corner(), ModelRecord("toy:large", num_classes=10, input_size=(64, 64), crop_pct=0.8)).eval()
+    settings = {"corruptions": (), "limit": 10, "device": "cpu"}
+    corruptions(model, source(), perturbations=("translate",), out=tmp_path / "run", **settings)
+    frames = sequence(x, "translate", Draws.of_samples(0, rows))
+    assert frames.shape[3:] == (16, 16)
+    said = []
+    for frame in (frames * 255).round().byte().permute(0, 1, 3, 4, 2).numpy():
+        images = [Image.fromarray(pixels).resize((80, 80), Image.Resampling.BICUBIC) for pixels in frame]
+        cut = np.stack([np.asarray(image)[8:72, 8:72] for image in images])
+        said.append(Corner()(torch.from_numpy(cut).permute(0, 3, 1, 2) / 255).argmax(1))
+    said = torch.stack(said)
+    flipped = (said[1:] != said[:-1]).double().mean(0)
+    assert float(flipped.sum()) > 0
+    table = pq.read_table(tmp_path / "run" / "samples.parquet").to_pydict()
+    assert table["flips:translate"] == pytest.approx(flipped.tolist())
+    told = corruptions(model, source(), perturbations=None, **settings | {"limit": 2})["perturbations"]
+    assert [row["perturbation"] for row in told["rows"]] == list(CIFAR_SEQUENCES)
+    assert told["corrupted_at"] == [16, 16]
 
 
 def test_batch_size_changes_nothing(tmp_path):

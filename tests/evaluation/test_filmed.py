@@ -51,6 +51,18 @@ def test_flips_of_videos_made_by_hand(root, batch_size):
     assert "corruptions" not in results
 
 
+def test_a_limit_keeps_the_numbers_of_the_videos(root):
+    results = corruptions(Bright().eval(), f"imagenet-p:{root}/p", limit=2, device="cpu", out=root / "run")
+    table = pq.read_table(root / "run" / "samples.parquet").to_pydict()
+    whole = {"tilt": [0, 1 / 4, 1], "gaussian_noise": [2 / 4, 0, 3 / 4]}
+    assert table["label"] == [0, 99]
+    assert table["index"][1] == 2  # the only goose
+    for name, flips in whole.items():
+        assert table[f"flips:{name}"] == pytest.approx([flips[index] for index in table["index"]])
+    assert "32 x 32 pixels" in results["perturbations"]["remarks"][0]
+    assert len(results["perturbations"]["remarks"]) == 1  # nothing was made in memory
+
+
 def test_what_is_missing_is_told(root):
     with pytest.raises(Mistake, match="has sequences only"):
         corruptions(Bright().eval(), f"imagenet-p:{root}/p", corruptions=("snow",), device="cpu")

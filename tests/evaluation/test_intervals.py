@@ -1,10 +1,11 @@
-"""Wilson's interval, against numbers computed elsewhere."""
+"""Wilson's interval, against numbers computed elsewhere, and the bootstrap, against the normal approximation."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from vitadel.evaluation.intervals import share, wilson
+from vitadel.evaluation.intervals import bootstrap_mean, share, wilson
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,19 @@ def test_ends_are_exact():
 
 def test_share_names_its_fields():
     assert share(1, 4, "held", "robust_accuracy")["robust_accuracy"] == 0.25
+
+
+def test_the_interval_of_a_mean_is_seeded_and_as_wide_as_it_should_be():
+    values = np.random.default_rng(2).normal(3.0, 2.0, 900)
+    low, high = bootstrap_mean(values, seed=5)
+    assert (low, high) == bootstrap_mean(values, seed=5)
+    assert (low, high) != bootstrap_mean(values, seed=6)
+    reach = 1.96 * values.std() / 30
+    assert (low, high) == pytest.approx((values.mean() - reach, values.mean() + reach), abs=0.25 * reach)
+    assert bootstrap_mean(np.full(7, 0.25)) == (0.25, 0.25)
+    coins = np.arange(400) % 2
+    assert bootstrap_mean(coins) == pytest.approx((0.5 - 1.96 * 0.025, 0.5 + 1.96 * 0.025), abs=0.005)
+
+
+def test_single_precision_is_averaged_in_double():
+    assert bootstrap_mean(np.full(1000, 0.1, np.float32)) == pytest.approx((float(np.float32(0.1)),) * 2, rel=1e-12)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from imagenet_a import RIGHT, answering, write_imagenet_a
 from vitadel.attacks.corruption_files import save_corruption_model
 from vitadel.attacks.corruption_model import CorruptionModel
 from vitadel.backbones.classifier import wrap
-from vitadel.errors import Mistake
+from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation import stability
 from vitadel.evaluation.stability import StabilityOrder, run_stability
 from vitadel.evaluation.stability_measures import drift, map_similarity, mean_with_interval, over_masks, steps_below_one
@@ -143,7 +144,7 @@ def test_batches_and_a_resumed_run_change_nothing(tmp_path, monkeypatch):
         return real(*given)
 
     monkeypatch.setattr(stability, "_looked_at", fragile)
-    with pytest.raises(BaseException, match="cut"):
+    with pytest.raises(Interrupted, match="cut"):
         measured(lively(), tmp_path / "cut")
     again = measured(lively(), tmp_path / "cut", resume=True)
     assert done == 4  # two of three batches were there already
@@ -173,6 +174,31 @@ def test_a_given_selector_chooses(tmp_path, monkeypatch):
     transferred = torch.cat(changed[3:]).flatten(1)
     assert transferred.tolist() == [[True] * 4 + [False] * 12] * 12  # of equal scores the first
     assert torch.cat(changed[:3]).flatten(1).sum(1).tolist() == [4] * 12
+
+
+@pytest.mark.parametrize(("grid", "told"), [
+    ((2, 2, 16), "2 x 2 patches of side 16, but here images have 4 x 4 of side 8"),
+    ((8, 8, 8), "8 x 8 patches of side 8, but here images have 4 x 4 of side 8"),
+])  # fmt: skip
+def test_a_selector_for_another_grid_is_told_first(tmp_path, grid, told):
+    save_corruption_model(CorruptionModel(*grid), tmp_path / "c.safetensors")
+    with pytest.raises(Mistake, match=told):
+        measured(lively(), tmp_path / "run", selector=str(tmp_path / "c.safetensors"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_masks_are_judged_among_the_classes_that_count(tmp_path):
+    """A model that ignores images is as right with noise as without: also where 200 of 1000 classes may be answered."""
+    model = wrap(make_vit("vit", classes=1000), mean=(0.5,) * 3, std=(0.5,) * 3)
+    nn.init.zeros_(model.backbone.patch_embed.proj.weight)
+    answering(model.backbone.head)
+    order = StabilityOrder(**{**QUICK, "limit": None, "attacks": ("fgsm",)})
+    data = write_imagenet_a(tmp_path / "a")
+    results = run_stability(open_subject(model, data), order, CPU, out=tmp_path / "run").results
+    assert results["clean"]["correct"] == RIGHT
+    assert results["clean_among_all"]["correct"] == 0
+    assert results["stability"]["random"]["accuracy"]["mean"] == RIGHT / 4
+    assert sorted(columns(tmp_path / "run")["random:right"]) == [0] + [4] * RIGHT
 
 
 def test_order_statistics_of_masks():
@@ -209,9 +235,10 @@ def test_drift_is_relative():
 
 
 def test_interval_of_a_mean():
-    told = mean_with_interval(np.array([0.2, 0.4, 0.6, 0.8]))
-    half = 1.959964 * np.std([0.2, 0.4, 0.6, 0.8], ddof=1) / 2
-    assert told["ci95"] == pytest.approx([0.5 - half, 0.5 + half], abs=1e-5)
+    values = np.linspace(-0.2, 0.8, 300)
+    told, half = mean_with_interval(values), 1.959964 * values.std() / np.sqrt(300)
+    assert (told["mean"], told["n"]) == (pytest.approx(0.3), 300)
+    assert told["ci95"] == pytest.approx([0.3 - half, 0.3 + half], abs=0.2 * half)
     assert mean_with_interval(np.array([0.3]))["ci95"] == [-1, 1]
     assert steps_below_one(0.43)[0] == pytest.approx(0.4)
     assert steps_below_one(1.0)[0] == pytest.approx(0.95)
@@ -247,4 +274,5 @@ def test_attacks_beside_it_and_the_report(tmp_path, capsys):
     show_stability(outcome.results)
     assert "worst of 3" in capsys.readouterr().out
     tables = stability_tables(outcome.results["stability"])
+    assert "for random patches, 2 masks (others are chosen once)" in tables[1]["caption"]
     assert [row[0] for row in tables[0]["rows"]] == ["random", "learned"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from imagenet_a import RIGHT, answering, write_imagenet_a
 from toras import classifier_of, enlivened
 from vitadel.adapters.tora import OneHead, Tora
 from vitadel.adapters.tora_files import fusion_of, interpolated
@@ -22,10 +23,12 @@ from vitadel.data import open_dataset
 from vitadel.data.batches import batches
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation import trade_off
+from vitadel.evaluation.among import choose_among
 from vitadel.evaluation.contenders import Contender, between, check_alike, open_contenders
 from vitadel.evaluation.metering import metered
+from vitadel.evaluation.protocols import RVT
 from vitadel.evaluation.subject import open_subject
-from vitadel.evaluation.trade_off import RVT_EPS, TradeOffOrder, run_trade_off
+from vitadel.evaluation.trade_off import TradeOffOrder, run_trade_off
 from vitadel.runtime.processes import join_processes
 from vitadel.types import Source
 
@@ -121,17 +124,22 @@ def test_every_head_is_judged_as_by_hand(crew, outcome, samples):
     for head, output in outputs.items():
         z = x.clone().requires_grad_()
         (slope,) = torch.autograd.grad(F.cross_entropy(output(z), y, reduction="sum"), z)
-        stepped = (x + RVT_EPS * slope.sign()).clamp(0, 1)
+        stepped = (x + RVT.budget * slope.sign()).clamp(0, 1)
         with torch.no_grad():
             right, held = (output(each).argmax(1) == y for each in (x, stepped))
         held = held & right
         where = "" if head == "joint" else f" {head}"
         assert samples[f"correct:low{where}"] == right.tolist()
+        if head == "joint":
+            with torch.no_grad():
+                assert samples["prediction:low"] == output(x).argmax(1).tolist()
         assert samples[f"held:low{where}: RVT fgsm at 1/255"] == held.tolist()
         assert told[head]["clean"]["correct"] == int(right.sum())
         assert told[head]["attacks"][0]["held"] == int(held.sum())
         assert [entry["target"] for entry in told[head]["attacks"]] == [head] * 2
         right_of[head] = right.tolist()
+    assert set(samples["clean_prediction"]) == {None}  # there are three models, of which none is the one
+    assert samples["prediction:low"] != samples["prediction:high"]
     assert right_of["acc"] != right_of["rob"]  # or heads could have been mixed up unseen
     assert int(sum(right_of["joint"])) > 15
 
@@ -167,6 +175,43 @@ def test_an_aimed_step_follows_the_gradient_of_its_branch(crew):
         assert standing.sum() > 5
         torch.testing.assert_close(found[standing], expected[standing])
         assert torch.equal(found[~standing], x[~standing])
+
+
+def of_imagenet(seed):
+    """A TORA for 1000 classes that is right on `RIGHT` of four images of ImageNet-A when it chooses between its 200."""
+    model = enlivened(Tora(classifier_of(classes=1000), ToraSettings(reduction=8)), seed, 0.1)
+    answering(model.acc.head)
+    answering(model.rob.head)
+    return model.eval()
+
+
+def test_every_output_chooses_between_the_classes_that_count(tmp_path):
+    subject = open_subject(of_imagenet(0), write_imagenet_a(tmp_path / "a"))
+    order = TradeOffOrder(eps=BUDGETS[:1], attacks=("pgd-2",), aimed=("pgd-2",), maps=2, batch_size=2)
+    crew = [Contender("one", subject), Contender("plain", open_subject(classifier_of(classes=1000), subject.source))]
+    answering(crew[1].subject.model.backbone.head)
+    results = run_trade_off(crew, order, CPU, out=tmp_path / "run").results
+    assert results["data"]["classes"] == 200
+    one, plain = results["trade_off"]["contenders"]
+    assert (one["kind"], plain["kind"]) == ("tora", "model")
+    assert {head: told["clean"]["correct"] for head, told in one["rvt"].items()} == dict.fromkeys(
+        ("acc", "rob", "joint"), RIGHT
+    )
+    assert [each["attacked"] for each in one["attacks"]] == [RIGHT] * 3
+    assert plain["clean"]["correct"] == RIGHT
+    assert [each["name"] for each in results["trade_off"]["maps"]["contenders"]] == ["one"]
+
+
+def test_an_aimed_step_between_some_classes(tmp_path):
+    subject = choose_among(open_subject(of_imagenet(1), write_imagenet_a(tmp_path / "a")))
+    x, y = pixels(subject, range(RIGHT))
+    whole, eps = Contender("one", subject).tora, 2 / 255
+    for branch in ("acc", "rob"):
+        found = Aimed(make("fgsm", eps=eps), branch)(subject.model, x, y)
+        z = x.clone().requires_grad_()
+        logits = OneHead(whole, branch)(z)[:, subject.model.chosen]
+        (slope,) = torch.autograd.grad(F.cross_entropy(logits, y, reduction="sum"), z)
+        torch.testing.assert_close(found, (x + eps * slope.sign()).clamp(0, 1))
 
 
 def test_an_aimed_attack_costs_what_it_says(crew):
@@ -250,6 +295,13 @@ def test_a_knob_needs_two_fusions_of_one_training(crew, alone):
         between(crew[alone], 1)
 
 
+def test_a_knob_needs_two_lambdas(crew):
+    again = contender("again", other_fusion(crew[0].tora, trade_off=0.1))
+    with pytest.raises(Mistake, match="with different lambdas"):
+        between([crew[0], again], 1)
+    assert [each.knob["lambdas"] for each in between([crew[0], again, crew[1]], 1)] == [[0.1, 0.9]]
+
+
 def test_models_by_name_share_data():
     found = open_contenders(["zoo:shapes-standard", "zoo:shapes-robust"], "shapes")
     assert [each.name for each in found] == ["zoo:shapes-standard", "zoo:shapes-robust"]
@@ -270,7 +322,9 @@ def test_models_by_name_share_data():
         ({"attacks": ("pgd-2", "pgd-2")}, "--attacks lists 'pgd-2' twice"),
         ({"attacks": ("pdg-2",)}, "unknown attack"),
         ({"aimed": ("aas+pgd-2",)}, "studies other images first"),
+        ({"attacks": ("eot:2+aas+pgd-2",)}, "studies other images first"),
         ({"attacks": ("patches-random",)}, "a budget of its own"),
+        ({"attacks": ("eot:2+patches-random",)}, "a budget of its own"),
         ({"maps": -1}, "--maps at least 0"),
     ],
 )

@@ -9,6 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from imagenet_a import RIGHT, answering, write_imagenet_a
+from toras import classifier_of
 from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
 from vitadel.adapters.token_files import load_tokens, save_tokens
 from vitadel.attacks.pgd import PGD
@@ -145,6 +147,21 @@ def test_a_transfer_level_is_what_one_gets_by_hand(finished, subject, sets, clas
     samples = pq.read_table(out / "samples.parquet").to_pandas()
     told = dict(zip(samples["index"], samples["held:T2 pgd-3, victim's head at 4/255"], strict=True))
     assert told == held
+
+
+def test_a_victim_and_attackers_choose_between_the_classes_that_count(tmp_path):
+    bare, other = classifier_of(classes=1000), classifier_of(classes=1000)
+    for each in (bare, other):
+        answering(each.backbone.head)
+    tokened = open_subject(Tokened(bare, fresh_tokens(24, 2, seed=1)).eval(), write_imagenet_a(tmp_path / "a"))
+    order = LadderOrder(
+        eps=EPS[:1], levels=("T0", "T1", "T5", "T6"), steps=2, queries=5, white_box=("apgd-ce(steps=2)",), batch_size=2
+    )
+    results = run_ladder(tokened, order, CPU, out=tmp_path / "run", other=other).results
+    assert results["data"]["classes"] == 200
+    assert results["clean"]["correct"] == RIGHT
+    assert {row["level"] for row in results["ladder"]["rows"]} == {"T0", "T1", "T5", "T6"}
+    assert all(row["held"] == RIGHT for row in results["ladder"]["rows"] if row["level"] == "T0")  # what noise can do
 
 
 def test_a_bank_counts_images_that_every_set_gets_right(finished, subject, sets, classifier):

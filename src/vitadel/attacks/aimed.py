@@ -15,23 +15,29 @@ from vitadel.instrument.hooks import Edge, hooked
 from vitadel.runtime.draws import Draws
 from vitadel.types import Attack
 
-__all__ = ["Aimed", "aimed"]
+__all__ = ["Aimed"]
 
 
 class _Branch(nn.Module):
-    """The logits of one branch, seen while the whole model runs."""
+    """The whole model with the logits of one branch in place of the joint ones, whatever is made of them outside."""
 
-    def __init__(self, model: nn.Module, head: nn.Module) -> None:
+    def __init__(self, model: nn.Module, tora: Tora, branch: str) -> None:
         super().__init__()
         self.model = model
-        self.head = head
+        self.tora = tora
+        self.branch = branch
 
     def forward(self, x: Tensor) -> Tensor:
         seen: list[Tensor] = []
-        with hooked(self.model, [Edge("head", self.head, seen.append)]):
-            joint: Tensor = self.model(x)
-        # Plus nothing, by way of the joint output: who counts the model's backward passes sees this one, too.
-        return seen[0].to(joint.dtype) + (joint - joint)
+
+        def instead(joint: Tensor) -> Tensor:
+            # Plus nothing, by way of the joint output: who counts the model's backward passes sees this one, too.
+            return seen[0].to(joint.dtype) + (joint - joint)
+
+        head: nn.Module = getattr(self.tora, self.branch).head
+        with hooked(self.model, [Edge("head", head, seen.append), Edge("joint output", self.tora, instead)]):
+            logits: Tensor = self.model(x)
+        return logits
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Aimed:
         check_pixels(x)
         draws = Draws.of_pixels(x) if draws is None else draws
         whole = deployed(model)
-        shown = _Branch(whole, _head(whole, self.branch))
+        shown = _Branch(whole, _with_branch(whole, self.branch), self.branch)
         return self.attack(Surrogate(shown, whole), x, y, draws.stream("aimed", BRANCHES.index(self.branch)))
 
     def passes(self) -> tuple[int, int]:
@@ -62,16 +68,11 @@ class Aimed:
         return gradients, 2 * forwards + gradients
 
 
-def aimed(attack: Attack, branch: str = "rob") -> Attack:
-    return Aimed(attack, branch)
-
-
-def _head(model: nn.Module, branch: str) -> nn.Module:
+def _with_branch(model: nn.Module, branch: str) -> Tora:
     tora = next((module for module in model.modules() if isinstance(module, Tora)), None)
     if tora is None or branch not in tora.settings.branches:
         raise Mistake(
             f"there is no branch '{branch}' to aim at: only TORA and its baselines with two heads have two. Attack the "
             "model itself."
         )
-    head: nn.Module = getattr(tora, branch).head
-    return head
+    return tora

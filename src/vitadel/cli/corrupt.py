@@ -40,10 +40,7 @@ def corrupt(
         severities=severity_list(severities),
         format=file_format,
         size=size,
-        limit=sampling.limit,
-        batch_size=sampling.batch_size,
-        seed=sampling.seed,
-        skip_bad=sampling.skip_bad,
+        **sampling.for_order(),
     )
     processes = join_processes(run.device)
     source = open_dataset(sampling.data, root=sampling.data_root, skip_bad=sampling.skip_bad)
@@ -60,5 +57,8 @@ def _show(results: dict[str, Any]) -> None:
         f"{results['data']['n']} images of {height} x {width} pixels, {len(told['corruptions'])} corruptions at "
         f"{len(told['severities'])} severities ({told['format']})"
     )
+    data = results["data"]
+    if data["left_out"]:
+        typer.echo(f"{data['left_out']} images left out, as they cannot be used: {', '.join(data['left_out_names'])}")
     for name, reason in told["left_out"].items():
         typer.echo(f"without {name}: {reason}")

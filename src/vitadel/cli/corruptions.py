@@ -57,11 +57,8 @@ def run_corruptions(
         perturbations={"none": (), "all": None}.get(flags.perturbations, _names(flags.perturbations)),
         difficulty=flags.difficulty,
         clean_data=flags.clean_data,
-        limit=sampling.limit,
-        batch_size=sampling.batch_size,
-        seed=sampling.seed,
         precision=precision,
-        skip_bad=sampling.skip_bad,
+        **sampling.for_order(),
     )
     processes = join_processes(run.device)
     outcome = corruptions.run_corruptions(

@@ -33,11 +33,8 @@ def diagnose(
         level=level,
         eps=read_amount(threat.eps, "eps"),
         norm=threat.norm,
-        limit=sampling.limit,
-        batch_size=sampling.batch_size,
-        seed=sampling.seed,
-        skip_bad=sampling.skip_bad,
         surrogate=surrogate,
+        **sampling.for_order(),
     )
     processes = join_processes(run.device)
     subject = running.open_chosen(model, choice, sampling)

@@ -31,7 +31,7 @@ def inspect(
     from vitadel.runtime.processes import join_processes
 
     eps = read_amount(threat.eps, "eps")
-    look = Look(attack, eps, threat.norm, sampling.limit, sampling.batch_size, sampling.seed, sampling.skip_bad)
+    look = Look(attack, eps, threat.norm, **sampling.for_order())
     processes = join_processes(run.device)
     subject = running.open_chosen(model, choice, sampling, for_features=True)
     terminal.tell_notes(subject.model.record.notes)

@@ -113,11 +113,8 @@ def _order(model: str, choice: Choice, sampling: Sampling, flags: LadderFlags, e
         bank=_count_or_files(flags.bank),
         recipe=flags.recipe or own_recipe,
         attacker_data=flags.attacker_data,
-        limit=sampling.limit,
-        batch_size=sampling.batch_size,
-        seed=sampling.seed,
-        skip_bad=sampling.skip_bad,
         allow_readable=choice.allow_readable,
+        **sampling.for_order(),
     )
 
 

@@ -46,14 +46,11 @@ def order_of(attacking: Attacking, sampling: Sampling, conduct: Conduct = Conduc
         attacks=tuple(split_attack_list(attacking.attacks)),
         eps=read_amount(attacking.eps, "eps"),
         norm=attacking.norm,
-        limit=sampling.limit,
-        batch_size=sampling.batch_size,
-        seed=sampling.seed,
         precision=conduct.precision,
-        skip_bad=sampling.skip_bad,
         calibration=conduct.calibration,
         compile=attacking.compile_model,
         **more,
+        **sampling.for_order(),
     )
 
 

@@ -65,11 +65,8 @@ def measure(
         learned=flags.learned,
         selector=None if flags.selector is None else str(flags.selector),
         attacks=tuple(split_attack_list(flags.patch_attacks)) if flags.patch_attacks else (),
-        limit=sampling.limit,
-        batch_size=sampling.batch_size,
-        seed=sampling.seed,
-        skip_bad=sampling.skip_bad,
         calibration=calibration,
+        **sampling.for_order(),
     )
     processes = join_processes(run.device)
     subject = running.open_chosen(model, choice, sampling)

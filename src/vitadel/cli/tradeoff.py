@@ -43,10 +43,7 @@ def trade_off(
         attacks=tuple(split_attack_list(attacks)),
         aimed=tuple(split_attack_list(aimed)) if aimed else (),
         maps=maps,
-        limit=sampling.limit,
-        batch_size=sampling.batch_size,
-        seed=sampling.seed,
-        skip_bad=sampling.skip_bad,
+        **sampling.for_order(),
     )
     processes = join_processes(run.device)
     contenders = open_contenders(

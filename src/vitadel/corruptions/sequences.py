@@ -25,7 +25,16 @@ from vitadel.corruptions.weather import brightness, flakes, snowed
 from vitadel.errors import Mistake, nearest_names
 from vitadel.runtime.draws import Draws
 
-__all__ = ["CIFAR_SEQUENCES", "IMAGENET_SEQUENCES", "NOISE_SEQUENCES", "VALIDATION_SEQUENCES", "sequence"]
+__all__ = [
+    "CIFAR_SEQUENCES",
+    "FRAMES",
+    "IMAGENET_MOTION",
+    "IMAGENET_SEQUENCES",
+    "NOISE_SEQUENCES",
+    "SMALL",
+    "VALIDATION_SEQUENCES",
+    "sequence",
+]
 
 IMAGENET_SEQUENCES = (
     "gaussian_noise",
@@ -49,8 +58,8 @@ VALIDATION_SEQUENCES = ("speckle_noise", "gaussian_blur", "spatter", "shear")
 NOISE_SEQUENCES = ("gaussian_noise", "shot_noise", "speckle_noise")
 """Frames in no order: a clean one, and draws that are to be compared with it rather than with each other."""
 
-_FRAMES = 31
-_SMALL = 48  # up to this many pixels on the shorter side a picture is one of CIFAR's kind
+FRAMES = 31
+SMALL = 48  # up to this many pixels on the shorter side a picture is one of CIFAR's kind
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Motion:
     drip: tuple[float, ...]  # how the water runs down, from the pixel below to those above
 
 
-_IMAGENET = Motion(
+IMAGENET_MOTION = Motion(
     kept=224 / 256,
     noise=(0.03, 0.05, 0.08),
     photons=(300, 120, 60),
@@ -87,7 +96,7 @@ _IMAGENET = Motion(
     wet=(0.65, 0.27, 3.7, 0.69),
     drip=(0.05, 0.1, 0.15, 0.7),
 )
-_CIFAR = Motion(
+CIFAR_MOTION = Motion(
     kept=1.0,
     noise=(0.02, 0.04, 0.06),
     photons=(700, 400, 200),
@@ -134,7 +143,7 @@ def sequence(x: Tensor, name: str, draws: Draws | None = None, difficulty: int =
         raise Mistake(f"the difficulty of a sequence is 1, 2 or 3, got {difficulty!r}")
     if min(x.shape[2:]) < 8:
         raise Mistake(f"sequences need images of at least 8 pixels on both sides, got {x.shape[2]} x {x.shape[3]}")
-    motion = _CIFAR if min(x.shape[2:]) <= _SMALL else _IMAGENET
+    motion = CIFAR_MOTION if min(x.shape[2:]) <= SMALL else IMAGENET_MOTION
     side = round(min(x.shape[2:]) * motion.kept)
     lengths = x.shape[2:] if motion.kept == 1 else (side, side)
     starts = [round((have - keep) / 2) for have, keep in zip(x.shape[2:], lengths, strict=True)]
@@ -149,7 +158,7 @@ def sequence(x: Tensor, name: str, draws: Draws | None = None, difficulty: int =
 
 def _noisy(scene: _Scene, add: Callable[[Tensor, Draws, float], Tensor], amount: float) -> Iterator[Tensor]:
     yield scene.crop
-    for frame in range(1, _FRAMES):
+    for frame in range(1, FRAMES):
         yield add(scene.crop, scene.draws.stream("frame", frame), amount)
 
 
@@ -177,7 +186,7 @@ def _motion_blur(scene: _Scene) -> Iterator[Tensor]:
 
 def _zoom_blur(scene: _Scene) -> Iterator[Tensor]:
     total = torch.zeros_like(scene.crop, dtype=torch.int32)
-    for frame in range(_FRAMES):
+    for frame in range(FRAMES):
         total += _warped(scene, _about_centre(scene, np.eye(2) / (1 + 0.004 * frame)))
         yield total.div(frame + 1, rounding_mode="floor").to(torch.uint8)
 
@@ -185,7 +194,7 @@ def _zoom_blur(scene: _Scene) -> Iterator[Tensor]:
 def _gaussian_blur(scene: _Scene) -> Iterator[Tensor]:
     first, step, truncate = scene.motion.sigma
     image = scene.crop.float()
-    return (bytes_below(smoothed(image, first + step * frame, truncate), FLOAT32_SLACK) for frame in range(_FRAMES))
+    return (bytes_below(smoothed(image, first + step * frame, truncate), FLOAT32_SLACK) for frame in range(FRAMES))
 
 
 # --- weather ---------------------------------------------------------------------------------------------------------
@@ -195,12 +204,12 @@ def _snow(scene: _Scene) -> Iterator[Tensor]:
     zoom, radius, sigma = scene.motion.snow
     image = scene.crop
     layer = flakes(scene.draws, (image.shape[2], image.shape[3]), 0.05, 0.3, zoom, 0.5)
-    return (snowed(image, _blown(layer, radius, sigma, 4 * frame - 150), 0.85) for frame in range(_FRAMES))
+    return (snowed(image, _blown(layer, radius, sigma, 4 * frame - 150), 0.85) for frame in range(FRAMES))
 
 
 def _brightness(scene: _Scene) -> Iterator[Tensor]:
-    middle = _FRAMES // 2
-    return (brightness(scene.crop, scene.draws, (frame - middle) * scene.motion.brighter) for frame in range(_FRAMES))
+    middle = FRAMES // 2
+    return (brightness(scene.crop, scene.draws, (frame - middle) * scene.motion.brighter) for frame in range(FRAMES))
 
 
 def _spatter(scene: _Scene) -> Iterator[Tensor]:
@@ -209,7 +218,7 @@ def _spatter(scene: _Scene) -> Iterator[Tensor]:
     layer = liquid(normal_field(scene.draws, 1, *image.shape[2:]).mul_(scale).add_(loc), sigma, threshold)
     height = image.shape[2]
     above = len(scene.motion.drip) - 2
-    for _ in range(_FRAMES):
+    for _ in range(FRAMES):
         yield splashed(image, layer, 0.6)
         padded = F.pad(layer, (0, 0, above, 1))
         layer = torch.zeros_like(layer)
@@ -260,7 +269,7 @@ def _translate(scene: _Scene) -> Iterator[Tensor]:
 
 
 def _degrees(step: float = 1.0) -> Iterator[float]:
-    return (math.radians(step * (frame - _FRAMES // 2)) for frame in range(_FRAMES))
+    return (math.radians(step * (frame - FRAMES // 2)) for frame in range(FRAMES))
 
 
 def _rotate(scene: _Scene) -> Iterator[Tensor]:
@@ -275,7 +284,7 @@ def _shear(scene: _Scene) -> Iterator[Tensor]:
 
 def _scale(scene: _Scene) -> Iterator[Tensor]:
     first, step = scene.motion.scale
-    return (_warped(scene, _about_centre(scene, np.eye(2) / (first + step * frame))) for frame in range(_FRAMES))
+    return (_warped(scene, _about_centre(scene, np.eye(2) / (first + step * frame))) for frame in range(FRAMES))
 
 
 def _tilt(scene: _Scene) -> Iterator[Tensor]:

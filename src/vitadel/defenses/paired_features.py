@@ -65,6 +65,11 @@ def pair_with_fewer_tokens(model: nn.Module, x: Tensor, keep: Tensor, count: int
     places = torch.cat([torch.arange(prefix, device=x.device).expand(len(x), -1), patches + prefix], 1)[..., None]
 
     def leave_out(tokens: Tensor) -> Tensor:
+        if tokens.shape[1] - prefix != keep.shape[1]:
+            raise Mistake(
+                f"fill: drop takes whole tokens away, so patches must be the model's own: it has "
+                f"{tokens.shape[1] - prefix}, and the given side makes {keep.shape[1]}; set side: 0"
+            )
         stay = tokens.take_along_dim(places, 1)
         weights = torch.cat([stay.new_ones(len(x), prefix), keep.gather(1, patches).to(stay.dtype)], 1)
         return stay * weights[..., None]

@@ -22,13 +22,14 @@ from vitadel.adapters.tora_maps import gate_maps
 from vitadel.data.batches import Batch
 from vitadel.data.subset import balanced_subset
 from vitadel.evaluation.contenders import Contender
+from vitadel.evaluation.intervals import bootstrap_mean
 from vitadel.evaluation.ledger import Piece
 from vitadel.evaluation.stages import Bench, refuse_lost_images, run_stage
 from vitadel.instrument.attention import attention_maps
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
 
-__all__ = ["PARTS", "RANDOM", "area", "deletion_and_insertion", "look_at_maps", "mean_with_interval", "patch_orders"]
+__all__ = ["PARTS", "RANDOM", "area", "deletion_and_insertion", "look_at_maps", "patch_orders"]
 
 PARTS = 10
 """Into how many parts the patches are cut: the first is hidden, then the first two, and so on to all."""
@@ -37,21 +38,23 @@ RANDOM = 3
 """Random orders of the patches for each image, whose areas are averaged."""
 
 _KEPT = 8  # images whose maps are kept for figures
-_ROUNDS = 2000  # of the bootstrap
 
 
 def look_at_maps(
     bench: Bench, contenders: Sequence[Contender], index: Tensor, label: Tensor, count: int
 ) -> tuple[dict[str, Any] | None, bytes | None]:
     """What results say about the maps of all contenders with a fusion, and the arrays of a few images for figures."""
-    fused = [(each, each.tora) for each in contenders if each.tora and each.tora.settings.fuses and each.knob is None]
+    numbered = list(enumerate(contenders, start=1))
+    fused = [(n, each, each.tora) for n, each in numbered if each.tora and each.tora.settings.fuses and not each.knob]
     if not fused or count == 0:
         return None, None
     chosen = balanced_subset(label, count, bench.seed, index)
     told: list[dict[str, Any]] = []
     arrays: dict[str, np.ndarray] = {}
-    for contender, tora in fused:
-        pieces = _stage(dataclasses.replace(bench, model=tora), tora, f"maps {contender.name}", chosen)
+    for number, contender, tora in fused:
+        # Two names may be the same once they are folders of pieces; numbers are not.
+        title = f"maps {number:02d} {contender.name}"
+        pieces = _stage(dataclasses.replace(bench, model=contender.subject.model), tora, title, chosen)
         told.append({"name": contender.name, "lambda": tora.trade_off, **_summary(pieces, bench.seed)})
         maps = np.concatenate([piece["maps"] for piece in pieces], 1)[:, :_KEPT]
         arrays |= {"x": np.concatenate([piece["x"] for piece in pieces])[:_KEPT], f"maps:{contender.name}": maps}
@@ -66,11 +69,11 @@ def _stage(bench: Bench, tora: Tora, title: str, chosen: Tensor) -> list[Piece]:
         draws = Draws.of_samples(bench.seed, batch.indices, batch.x.device)
         with frozen(tora), torch.no_grad():
             maps = gate_maps(tora, batch.x)
-            answer = tora(batch.x).argmax(1)
+            answer = bench.model(batch.x).argmax(1)
             piece = {"maps": maps.cpu().numpy(), "x": (255 * batch.x).round().to(torch.uint8).cpu().numpy()}
             for name, orders in patch_orders(tora, batch.x, maps, draws).items():
                 grid, fill = (maps.shape[2], maps.shape[3]), tora.record.mean
-                curves = [deletion_and_insertion(tora, batch.x, answer, order, grid, fill) for order in orders]
+                curves = [deletion_and_insertion(bench.model, batch.x, answer, order, grid, fill) for order in orders]
                 for kind, found in zip(("deletion", "insertion"), zip(*curves, strict=True), strict=True):
                     areas = torch.stack([area(each) for each in found]).mean(0)
                     piece[f"{kind}:{name}"] = areas.cpu().numpy()
@@ -114,18 +117,14 @@ def area(curve: Tensor) -> Tensor:
     return torch.trapezoid(curve.double(), dx=1 / (curve.shape[1] - 1), dim=1)
 
 
-def mean_with_interval(values: Tensor, seed: int = 0) -> dict[str, Any]:
-    """The mean over images with percentiles of a bootstrap over them (Efron 1979)."""
-    drawn = Draws.of_samples(seed, range(_ROUNDS)).stream("bootstrap").integers(len(values), len(values))
-    ends = values.double()[drawn].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-    return {"mean": float(values.double().mean()), "ci95": ends.tolist()}
-
-
 def _summary(pieces: Sequence[Piece], seed: int) -> dict[str, Any]:
     """Areas by order, and how much the map's differ from the others' on the same images; gates by layer."""
 
-    def column(name: str) -> Tensor:
-        return torch.from_numpy(np.concatenate([piece[name] for piece in pieces]))
+    def column(name: str) -> np.ndarray:
+        return np.concatenate([piece[name] for piece in pieces])
+
+    def mean(values: np.ndarray) -> dict[str, Any]:
+        return {"mean": float(values.mean()), "ci95": list(bootstrap_mean(values, seed))}
 
     maps = torch.from_numpy(np.concatenate([piece["maps"] for piece in pieces], 1)).double()
     told: dict[str, Any] = {
@@ -134,8 +133,8 @@ def _summary(pieces: Sequence[Piece], seed: int) -> dict[str, Any]:
     }
     for kind in ("deletion", "insertion"):
         areas = {name: column(f"{kind}:{name}") for name in ("map", "attention", "random")}
-        told[kind] = {name: mean_with_interval(values, seed) for name, values in areas.items()}
+        told[kind] = {name: mean(values) for name, values in areas.items()}
         told[f"{kind}_differences"] = {
-            f"map - {name}": mean_with_interval(areas["map"] - areas[name], seed) for name in ("random", "attention")
+            f"map - {name}": mean(areas["map"] - areas[name]) for name in ("random", "attention")
         }
     return told

@@ -24,7 +24,7 @@ from vitadel.evaluation.stages import Bench, clean_stage
 from vitadel.evaluation.subject import Subject
 from vitadel.types import Source
 
-__all__ = ["AmongClasses", "AmongLogits", "choose_among", "numbered_alike", "told_among_all"]
+__all__ = ["AmongClasses", "AmongLogits", "choose_among", "choosing_like", "numbered_alike", "told_among_all"]
 
 
 class AmongLogits(nn.Module):
@@ -102,6 +102,13 @@ def choose_among(subject: Subject) -> Subject:
         )
     model = AmongLogits(subject.model, among, len(subject.source.classes))
     return replace(subject, model=cast(Classifier, model), source=source)
+
+
+def choosing_like(chosen: nn.Module, model: nn.Module) -> nn.Module:
+    """`model`, with all classes that `chosen` had, choosing between the same ones; as it is, if that has them all."""
+    if not isinstance(chosen, AmongLogits):
+        return model
+    return AmongLogits(cast(Classifier, model), chosen.chosen.tolist(), chosen.of).to(chosen.chosen.device)
 
 
 def numbered_alike(other: Source, source: Source) -> Source:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,20 +23,19 @@ from vitadel.data.batches import batches
 from vitadel.data.checks import BadSample
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.among import choose_among, told_among_all
+from vitadel.evaluation.benches import Outcome, begun, bench_for
 from vitadel.evaluation.calibration import calibrated
 from vitadel.evaluation.compiling import Compilation, compiled
 from vitadel.evaluation.evidence import findings_about
 from vitadel.evaluation.keeping import IMAGES, PICTURES, PNG_HOLDS, Keeper
-from vitadel.evaluation.ledger import FolderLedger, MemoryLedger
 from vitadel.evaluation.protocols import protocol_named, standing
 from vitadel.evaluation.results import SCHEMA, Tally, described, samples_table
 from vitadel.evaluation.stages import NOTE, PRECISIONS, Bench, Leg, attack_stage, clean_stage, rules_of
 from vitadel.evaluation.subject import Subject, open_subject
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
-from vitadel.runtime.environment import environment
 from vitadel.runtime.processes import Processes, join_processes
-from vitadel.runtime.rundir import RunFolder, open_run, write_atomically, write_json
+from vitadel.runtime.rundir import RunFolder, write_atomically, write_json
 from vitadel.types import Attack, Source, Threat
 from vitadel.version import __version__
 
@@ -107,15 +104,6 @@ class Order:
             **dataclasses.asdict(self),
             "eps": amount_text(self.eps),
         }
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Results, the folder they were written to, and whether this process is the one to tell about them."""
-
-    results: dict[str, Any]
-    folder: RunFolder | None
-    is_main: bool
 
 
 def audit(
@@ -201,28 +189,13 @@ def run_audit(
     settings = order.settings(subject, indices)
     run = None
     if out is not None or in_folder:
-        path, words = None if out is None else Path(out), list(argv or sys.argv)
-        run = processes.on_main(  # only one process touches the disk
-            lambda: open_run(verb, subject.model_spec, settings, out=path, resume=resume, argv=words)
-        )
-        if run.complete:
-            return Outcome(json.loads((run.path / "results.json").read_text()), run, processes.is_main)
+        run, done = begun(verb, subject.model_spec, settings, processes, out=out, resume=resume, argv=argv)
+        if done is not None:
+            return done
     elif processes.count > 1:
         raise Mistake("with several processes an audit needs a run folder to share; give one with out=...")
-    bench = Bench(
-        model=subject.model.to(processes.device),
-        source=subject.source,
-        preprocess=subject.preprocess,
-        ledger=FolderLedger(run) if run else MemoryLedger(),
-        processes=processes,
-        batch_size=order.batch_size,
-        seed=order.seed,
-        classes=subject.model.record.num_classes,
-        precision=order.precision,
-        skip_bad=order.skip_bad,
-        shown=shown,
-        keeper=Keeper(run.path, subject.model, order.keep == "png") if run and order.keep != "nothing" else None,
-    )
+    keeper = Keeper(run.path, subject.model, order.keep == "png") if run and order.keep != "nothing" else None
+    bench = bench_for(subject, order, processes, run, shown=shown, precision=order.precision, keeper=keeper)
     compilation = None
     if order.compile:
         bench, compilation = _with_compiled(bench)
@@ -276,8 +249,6 @@ def _run(
 ) -> dict[str, Any]:
     crew = order.crew()
     main = bench.processes.is_main
-    if run and main:
-        write_json(run.path / "environment.json", environment(bench.processes.device, bench.processes.count))
     with frozen(bench.model):
         tally = Tally.of_clean(clean_stage(bench, indices), mislabelled)
         if len(tally.index) == 0:

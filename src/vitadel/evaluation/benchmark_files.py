@@ -39,10 +39,14 @@ class StoredImages:
 
 @dataclass(frozen=True, eq=False)
 class FilmedImages:
-    """Sequences on disk: `frames[perturbation]` has a row of samples for each video, (videos, frames)."""
+    """Sequences on disk: `frames[perturbation]` has a row of samples for each video, (videos, frames).
+
+    `rows` are the numbers of these videos among all of a perturbation.
+    """
 
     frames: Mapping[str, Tensor] = field(repr=False)
     label: Tensor = field(repr=False)
+    rows: Tensor = field(repr=False)
 
 
 def stored_images(
@@ -96,7 +100,7 @@ def filmed_images(
     label = source.labels()[first]
     rows = balanced_subset(label, limit, seed)
     filmed = {name: _frames(name, videos[name])[rows] for name in wanted}
-    return FilmedImages(filmed, label[rows])
+    return FilmedImages(filmed, label[rows], rows)
 
 
 def in_clean_data(images: StoredImages, spec: str, root: str | Path | None) -> tuple[Source, Tensor]:

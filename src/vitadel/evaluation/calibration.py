@@ -19,7 +19,7 @@ from vitadel.evaluation.stages import Bench
 from vitadel.evaluation.subject import Subject
 from vitadel.types import Attack, Calibrated, Source
 
-__all__ = ["BATCH", "CalibrationImages", "calibrated", "calibration_images"]
+__all__ = ["BATCH", "CalibrationImages", "calibrated", "calibration_images", "studies"]
 
 BATCH = 64
 """Images per calibration batch: fixed, so that what is found does not depend on the audit's batch size."""
@@ -41,6 +41,12 @@ class CalibrationImages:
             if len(batch.y):
                 batch = batch.to(self.device)
                 yield batch.x, batch.y
+
+
+def studies(attack: Attack) -> bool:
+    """Whether the attack, or one that it wraps, needs images to study before it can run."""
+    inner = getattr(attack, "attack", None)
+    return isinstance(attack, Calibrated) or (inner is not None and studies(inner))
 
 
 def calibrated(attack: Attack, bench: Bench, subject: Subject, audited: Tensor, spec: str | None) -> Attack:

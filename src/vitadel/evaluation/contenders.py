@@ -18,6 +18,7 @@ from vitadel.adapters.tora_settings import BRANCHES
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import Mistake
+from vitadel.evaluation.among import AmongLogits, choosing_like
 from vitadel.evaluation.subject import Subject, open_subject
 from vitadel.types import Source
 
@@ -38,7 +39,8 @@ class Contender:
     @property
     def tora(self) -> Tora | None:
         model: object = self.subject.model
-        return model if isinstance(model, Tora) else None
+        whole = model.classifier if isinstance(model, AmongLogits) else model
+        return whole if isinstance(whole, Tora) else None
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -47,7 +49,8 @@ class Contender:
 
     def output(self, head: str) -> nn.Module:
         """The model as seen at one head, or at the joint output."""
-        return self.subject.model if head == JOINT else OneHead(cast(Tora, self.tora), head)
+        model = self.subject.model
+        return model if head == JOINT else choosing_like(model, OneHead(cast(Tora, self.tora), head))
 
     def told(self) -> dict[str, Any]:
         """Who this is, for results."""
@@ -97,8 +100,8 @@ def between(contenders: Sequence[Contender], count: int) -> list[Contender]:
             trainings.setdefault(fusion_of(each.tora).base, []).append(each)
     found = []
     for several in trainings.values():
-        ends = sorted(several, key=lambda each: cast(float, cast(Tora, each.tora).trade_off))
-        if len(ends) > 1:
+        ends = sorted(several, key=_lambda)
+        if _lambda(ends[0]) < _lambda(ends[-1]):
             found += [_turned(ends[0], ends[-1], place / (count + 1)) for place in range(1, count + 1)]
     if not found:
         raise Mistake(
@@ -106,6 +109,10 @@ def between(contenders: Sequence[Contender], count: int) -> list[Contender]:
             "one phase 1, with different lambdas"
         )
     return found
+
+
+def _lambda(contender: Contender) -> float:
+    return cast(float, cast(Tora, contender.tora).trade_off)
 
 
 def _turned(first: Contender, second: Contender, t: float) -> Contender:

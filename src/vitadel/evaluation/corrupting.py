@@ -8,7 +8,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -22,24 +22,26 @@ from torch import Tensor
 from vitadel.corruptions import COMMON, SEVERITIES, corrupt
 from vitadel.data import balanced_subset, batches, check_labels
 from vitadel.data.batches import Batch
+from vitadel.data.checks import left_out
 from vitadel.data.folders import ImageFiles
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import Interrupted, Mistake, nearest_names
 from vitadel.evaluation.corruption_order import check_corruptions, check_severities
+from vitadel.evaluation.corruption_sizes import benchmark_preprocess, in_bytes
 from vitadel.evaluation.results import SCHEMA
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
 from vitadel.runtime.progress import FOUND_AGAIN, progress
-from vitadel.runtime.rundir import RunFolder, open_run, write_atomically, write_json
+from vitadel.runtime.rundir import RunFolder, disk_trouble_told, open_run, write_atomically, write_json
 from vitadel.types import Source
 from vitadel.version import __version__
 
 __all__ = ["FORMATS", "CopyOrder", "usable_corruptions", "versions", "write_copy"]
 
 FORMATS = ("png", "jpeg", "npy")
+_ENDINGS = {"png": ".png", "jpeg": ".JPEG"}
 _QUALITY = 85  # of ImageNet-C's own files
-_SMALL = 96  # pixels; images up to this size are taken as they are
-_IMAGENET_SIZE, _IMAGENET_RESIZE = 224, 256
+_NAMED = 20  # of the images that are left out
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class CopyOrder:
     def __post_init__(self) -> None:
         check_corruptions(self.corruptions or ())
         check_severities(self.severities)
+        if self.corruptions == ():
+            raise Mistake("no corruption is asked for, so there is nothing to write; give some with --corruptions")
         if self.format not in FORMATS:
             raise Mistake(
                 f"unknown format {self.format!r}{nearest_names(self.format, FORMATS)}; allowed: {', '.join(FORMATS)}"
@@ -107,11 +111,13 @@ def write_copy(
 ) -> tuple[dict[str, Any], RunFolder]:
     """Write the copy into a run folder; what a killed run has finished is found again with `resume`."""
     labels = source.labels()
-    bad = {sample.index for sample in check_labels(source, len(source.classes), skip_bad=order.skip_bad)}
-    rows = torch.tensor([row for row in range(len(labels)) if row not in bad])
+    mislabelled = check_labels(source, len(source.classes), skip_bad=order.skip_bad)
+    bad = {sample.index for sample in mislabelled}
+    rows = torch.tensor([row for row in range(len(labels)) if row not in bad], dtype=torch.int64)
     indices = balanced_subset(labels[rows], order.limit, order.seed, rows)
-    preprocess = _preprocess(source, order.size)
-    names, left_out = usable_corruptions(order.corruptions, preprocess.shape)
+    _refuse_shared_files(source, indices, order.format)
+    preprocess = benchmark_preprocess(source, order.size)
+    names, reasons = usable_corruptions(order.corruptions, preprocess.shape)
     chosen = hashlib.sha256(torch.stack([indices, labels[indices]]).numpy().tobytes()).hexdigest()[:16]
     settings = {"data": spec, "data_fingerprint": chosen, **dataclasses.asdict(order), "corruptions": names}
     run = processes.on_main(
@@ -127,7 +133,10 @@ def write_copy(
         processes.wait()
     except KeyboardInterrupt:
         raise Interrupted(run.path) from None
-    results = _results(spec, source, order, indices, preprocess, names, left_out)
+    unread = copy.unwritten(names)
+    told = {"corruptions": list(names), "size": list(preprocess.shape), "left_out": reasons}
+    lost = [*(sample.name for sample in mislabelled), *map(source.name, unread)]
+    results = _results(spec, source, order, len(indices) - len(unread), lost, told)
     if processes.is_main:
         if order.format == "npy":
             write_atomically(run.path / "labels.npy", _npy(labels[indices].repeat(len(SEVERITIES)).numpy()))
@@ -162,7 +171,7 @@ class _Copy:
                 meter.advance(sum(map(len, mine)) - sum(map(len, todo)), FOUND_AGAIN)
             for chunk, batch in zip(todo, self._batches(todo), strict=True):
                 for level, z in versions(batch, name, self.order.severities, self.order.seed):
-                    for index, pixels in zip(batch.indices.tolist(), _in_bytes(z), strict=True):
+                    for index, pixels in zip(batch.indices.tolist(), in_bytes(z), strict=True):
                         write_atomically(self._path(name, level, index), _encoded(pixels, self.order.format))
                 meter.advance(len(chunk))
 
@@ -171,12 +180,25 @@ class _Copy:
 
     def _path(self, name: str, level: int, index: int) -> Path:
         """corruption/severity/class/picture; a file keeps its own name, so that benchmarks' readers find its class."""
-        ending = {"png": ".png", "jpeg": ".JPEG"}[self.order.format]
         if isinstance(self.source, ImageFiles):
-            place = PurePosixPath(self.source.files[index]).with_suffix(ending)
+            place = _own_name(self.source, index, self.order.format)
         else:
-            place = PurePosixPath(_class_folder(self.source, int(self.source.labels()[index])), f"{index:08d}{ending}")
+            folder = _class_folder(self.source, int(self.source.labels()[index]))
+            place = PurePosixPath(folder, f"{index:08d}{_ENDINGS[self.order.format]}")
         return self.folder / name / str(level) / place
+
+    def unwritten(self, names: Sequence[str]) -> list[int]:
+        """Images that could not be read, by whichever process, now or before the run was resumed."""
+        if not self.order.skip_bad:
+            return []
+        lost = [
+            index
+            for index in self.indices.tolist()
+            if not all(self._path(name, level, i).exists() for name in names for level, i in self._each([index]))
+        ]
+        if len(lost) == len(self.indices):
+            raise Mistake("none of the chosen images can be read, so the copy is empty; check the files of the data")
+        return lost
 
     def arrays(self, name: str) -> None:
         """One .npy per corruption with all severities, the mildest first; it appears when it is complete."""
@@ -185,52 +207,60 @@ class _Copy:
             return
         part, count = path.with_suffix(".part"), len(self.indices)
         shape = (len(SEVERITIES) * count, *self.preprocess.shape, 3)
-        with part.open("wb") as file, progress(name, count, self.shown) as meter:
-            start = _header(file, shape)
-            row_bytes, done = int(np.prod(shape[1:])), 0
-            for batch in self._batches(self._chunks()):
-                for level, z in versions(batch, name, SEVERITIES, self.order.seed):
-                    file.seek(start + ((level - 1) * count + done) * row_bytes)
-                    file.write(_in_bytes(z).tobytes())
-                done += len(batch.y)
-                meter.advance(len(batch.y))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        try:
+            with disk_trouble_told(path), part.open("wb") as file, progress(name, count, self.shown) as meter:
+                start = _header(file, shape)
+                row_bytes, done = int(np.prod(shape[1:])), 0
+                for batch in self._batches(self._chunks()):
+                    for level, z in versions(batch, name, SEVERITIES, self.order.seed):
+                        file.seek(start + ((level - 1) * count + done) * row_bytes)
+                        file.write(in_bytes(z).tobytes())
+                    done += len(batch.y)
+                    meter.advance(len(batch.y))
+                file.flush()
+                os.fsync(file.fileno())
+                part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)  # on a full disk it would be in the way of everything else
+            raise
 
 
-def _preprocess(source: Source, size: int | None) -> Preprocess:
-    if size is None:
-        images = (source.read([index])[0] for index in range(len(source)))
-        first = next((image for image in images if not isinstance(image, Exception)), None)
-        if first is None:
-            raise Mistake("no image of the data can be read")
-        if max(first.size) <= _SMALL:
-            return Preprocess((first.height, first.width), 1.0, "bilinear")
-    return Preprocess(size or _IMAGENET_SIZE, _IMAGENET_SIZE / _IMAGENET_RESIZE, "bilinear")
+def _own_name(source: ImageFiles, index: int, kind: str) -> PurePosixPath:
+    return PurePosixPath(source.files[index]).with_suffix(_ENDINGS[kind])
+
+
+def _refuse_shared_files(source: Source, indices: Tensor, kind: str) -> None:
+    """Pictures that differ by their endings alone would be written over each other."""
+    if kind == "npy" or not isinstance(source, ImageFiles):
+        return
+    taken: dict[PurePosixPath, str] = {}
+    for index in indices.tolist():
+        file, place = source.files[index], _own_name(source, index, kind)
+        if place in taken:
+            raise Mistake(f"{taken[place]} and {file} would both be written to {place}; rename one of them")
+        taken[place] = file
 
 
 def _results(
-    spec: str,
-    source: Source,
-    order: CopyOrder,
-    indices: Tensor,
-    preprocess: Preprocess,
-    names: Sequence[str],
-    left_out: Mapping[str, str],
+    spec: str, source: Source, order: CopyOrder, n: int, lost: Sequence[str], told: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "version": __version__,
         "complete": True,
         "seed": order.seed,
-        "data": {"spec": spec, "n": len(indices), "classes": len(source.classes)},
+        "data": {
+            "spec": spec,
+            "n": n,
+            "classes": len(source.classes),
+            "left_out": len(lost),
+            "left_out_names": list(lost[:_NAMED]),
+            "not_opened": list(left_out(source)),
+        },
         "copy": {
-            "corruptions": list(names),
+            **told,
             "severities": list(order.severities),
             "format": f"jpeg, quality {_QUALITY}" if order.format == "jpeg" else order.format,
-            "size": list(preprocess.shape),
-            "left_out": dict(left_out),
         },
     }
 
@@ -240,11 +270,6 @@ def _class_folder(source: Source, label: int) -> str:
     digits = len(str(len(source.classes) - 1))
     name = re.sub(r"[^\w.-]+", "_", source.classes[label]).strip("._")
     return f"{label:0{digits}d}-{name}" if name else f"{label:0{digits}d}"
-
-
-def _in_bytes(z: Tensor) -> np.ndarray:
-    """Corrupted pixels are whole grey levels already; (n, height, width, 3)."""
-    return np.ascontiguousarray((z * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy())
 
 
 def _encoded(pixels: np.ndarray, kind: str) -> bytes:

@@ -21,19 +21,20 @@ from vitadel.evaluation.corruption_scores import (
     ALEXNET_ERRORS,
     ALEXNET_FLIPS,
     NOISE,
-    bootstrap_mean,
     corruption_errors,
     flip_rates,
     relative_corruption_errors,
 )
-from vitadel.evaluation.intervals import share
+from vitadel.evaluation.corruption_sizes import IMAGENET_SHAPE
+from vitadel.evaluation.intervals import bootstrap_mean, share
 from vitadel.evaluation.ledger import Piece
+from vitadel.evaluation.perturbations import usual_sequences
 from vitadel.evaluation.results import SCHEMA, Tally, described
 from vitadel.evaluation.subject import Subject
 from vitadel.types import Source
 from vitadel.version import __version__
 
-__all__ = ["Course", "Gathered", "Predictions", "corruption_results", "corruption_samples"]
+__all__ = ["Course", "Gathered", "Origin", "Predictions", "corruption_results", "corruption_samples"]
 
 Predictions = dict[tuple[str, int], NDArray[np.int64]]
 """(corruption, severity) -> a class for each image."""
@@ -41,6 +42,10 @@ Predictions = dict[tuple[str, int], NDArray[np.int64]]
 _IN_MEMORY = (
     "Made in memory: ImageNet-C's own files went through JPEG once more, which moves errors by some percent. Use "
     "imagenet-c:DIR for numbers beside published ones."
+)
+_FILMED_IN_MEMORY = (
+    "Made in memory: ImageNet-P's own videos are compressed, which hides some of the noise. Use imagenet-p:DIR for "
+    "numbers beside published ones."
 )
 _NO_ALEXNET = "Not ImageNet-1k, so errors are not divided by AlexNet's: read mean_error, and never beside an mCE."
 _NO_CLEAN = "Clean images are not part of the benchmark's files: no relative mCE. Give them with --clean-data."
@@ -60,11 +65,31 @@ class Course:
         return cls(flips, distance, int(pieces[0]["frames"]))
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where corrupted images come from, and the (height, width) that they were corrupted at."""
+
+    told: str
+    in_memory: bool
+    shape: tuple[int, int]
+
+    @property
+    def as_benchmark(self) -> bool:
+        """Of the size that AlexNet's numbers are for: at another the same severity is stronger or weaker."""
+        return self.shape == IMAGENET_SHAPE
+
+    def remarks(self, in_memory: str) -> list[str]:
+        """What keeps numbers on ImageNet's classes from being compared with published ones."""
+        (height, width), (usual, _) = self.shape, IMAGENET_SHAPE
+        size = f"Corrupted at {height} x {width} pixels, and the benchmark at {usual} x {usual}: no mCE and no mFR."
+        return [*([in_memory] if self.in_memory else []), *([] if self.as_benchmark else [size])]
+
+
 @dataclass(frozen=True, eq=False)
 class Gathered:
     """All predictions, in the order of `tally`; its own predictions are those on clean images, if these are known."""
 
-    made: str
+    origin: Origin
     tally: Tally
     clean_known: bool
     predictions: Predictions
@@ -148,7 +173,8 @@ def _corruptions(gathered: Gathered, order: CorruptionOrder, imagenet: bool) -> 
     # Per image: the share of versions that it is wrong in. Means over images of such sums are all the scores below.
     own = {name: np.mean(list(by.values()), axis=0) for name, by in wrong.items()}
     told = {
-        "made": gathered.made,
+        "made": gathered.origin.told,
+        "corrupted_at": list(gathered.origin.shape),
         "severities": list(order.severities),
         "n": n,
         "cells": cells,
@@ -174,8 +200,9 @@ def _against_alexnet(
     wrong: Mapping[str, Mapping[int, NDArray[np.bool_]]],
     rows: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """CE, mCE and relatives. `mce` is only what goes by that name: 15 corruptions at 5 severities; else null."""
-    whole = set(order.severities) == set(SEVERITIES)
+    """CE, mCE and relatives. `mce` is only what goes by that name: 15 corruptions at 5 severities and the size of
+    the benchmark; else null."""
+    whole = set(order.severities) == set(SEVERITIES) and gathered.origin.as_benchmark
     ce, relative = _by_image(wrong), None
     if gathered.clean_known:
         relative = _by_image(wrong, (~gathered.tally.correct).numpy())
@@ -222,34 +249,49 @@ def _by_image(
 
 def _perturbations(gathered: Gathered, order: CorruptionOrder, imagenet: bool) -> dict[str, Any]:
     courses, seed = gathered.courses, order.seed
-    names = list(courses)
+    counted = [name for name in usual_sequences(gathered.origin.shape) if name in courses] or list(courses)
     rows = []
     for name, course in courses.items():
-        row: dict[str, Any] = {"perturbation": name, "noise": name in NOISE_SEQUENCES}
+        row: dict[str, Any] = {"perturbation": name, "noise": name in NOISE_SEQUENCES, "counted": name in counted}
         row |= {"frames": course.frames, "n": len(course.flips)}
         row |= _interval("flip_probability", course.flips, seed)
         row |= _interval("top5_distance", course.distance, seed)
         rows.append(row)
     told = {
-        "made": gathered.made,
+        "made": gathered.origin.told,
+        "corrupted_at": list(gathered.origin.shape),
         "difficulty": order.difficulty,
         "rows": rows,
-        **_interval("mean_flip_probability", np.mean([courses[name].flips for name in names], axis=0), seed),
-        **_interval("mean_top5_distance", np.mean([courses[name].distance for name in names], axis=0), seed),
+        "mean_flip_probability_over": counted,
+        **_interval("mean_flip_probability", np.mean([courses[name].flips for name in counted], axis=0), seed),
+        **_interval("mean_top5_distance", np.mean([courses[name].distance for name in counted], axis=0), seed),
         "left_out": {} if gathered.predictions else dict(gathered.left_out),
+        "remarks": gathered.origin.remarks(_FILMED_IN_MEMORY) if imagenet else [],
     }
-    if imagenet and order.difficulty == 1 and set(names) <= set(ALEXNET_FLIPS):
-        rates = flip_rates(dict.fromkeys(names, 1.0))
-        for row in rows:
+    if imagenet and order.difficulty == 1:
+        told |= _flips_against_alexnet(gathered, seed, rows)
+    return told
+
+
+def _flips_against_alexnet(gathered: Gathered, seed: int, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Flip rates of what AlexNet's are known for; `mfr` if all ten are there, whatever else is, else null."""
+    courses = gathered.courses
+    rates = flip_rates({name: 1.0 for name in courses if name in ALEXNET_FLIPS})
+    for row in rows:
+        if row["perturbation"] in rates:
             row["flip_rate"] = row["flip_probability"] * rates[row["perturbation"]]
-        own = np.mean([courses[name].flips * rates[name] for name in names], axis=0)
-        whole = set(names) == set(IMAGENET_SEQUENCES)
-        told |= _interval("mfr", own, seed) if whole else {"mfr": None, "mfr_ci95": None}
-        told["constants"] = {
+    mfr: dict[str, Any] = {"mfr": None, "mfr_ci95": None}
+    if gathered.origin.as_benchmark and set(IMAGENET_SEQUENCES) <= set(rates):
+        mfr = _interval(
+            "mfr", np.mean([courses[name].flips * rates[name] for name in IMAGENET_SEQUENCES], axis=0), seed
+        )
+    return {
+        **mfr,
+        "constants": {
             "alexnet_flip_probabilities": dict(ALEXNET_FLIPS),
             "these_are": "recalled from a later paper (arXiv:1904.11486), not from the benchmark's code",
-        }
-    return told
+        },
+    }
 
 
 def _interval(name: str, values: NDArray[np.float64], seed: int) -> dict[str, Any]:
@@ -258,6 +300,5 @@ def _interval(name: str, values: NDArray[np.float64], seed: int) -> dict[str, An
 
 
 def _remarks(gathered: Gathered, imagenet: bool) -> list[str]:
-    remarks = [_IN_MEMORY] if imagenet and gathered.made == "made on the fly" else []
-    remarks += [] if imagenet else [_NO_ALEXNET]
+    remarks = gathered.origin.remarks(_IN_MEMORY) if imagenet else [_NO_ALEXNET]
     return remarks + ([] if gathered.clean_known else [_NO_CLEAN])

@@ -6,7 +6,7 @@ mCE, mFR) is a percentage of AlexNet's, as papers print it: AlexNet itself has 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,9 @@ __all__ = [
     "ALEXNET_FLIPS",
     "NOISE",
     "Errors",
-    "bootstrap_mean",
     "corruption_errors",
     "flip_rates",
     "flips",
-    "mean_error",
-    "mean_over",
     "relative_corruption_errors",
     "top5_distances",
 ]
@@ -77,7 +74,6 @@ author's own list is not public in text. They give ResNet-50 the mFR of 58.0 tha
 
 _Array = NDArray[np.generic]
 _TOP = 5
-_ROUNDS = 1000
 
 
 def corruption_errors(errors: Errors, alexnet: Errors = ALEXNET_ERRORS) -> dict[str, float]:
@@ -98,19 +94,6 @@ def relative_corruption_errors(
         / (_reference(name, by, alexnet) - len(by) * alexnet_clean_error)
         for name, by in errors.items()
     }
-
-
-def mean_over(values: Mapping[str, float], without: Sequence[str] = ()) -> float:
-    """mCE from CEs, relative mCE from relative CEs, mFR from flip rates; `without` leaves out some, such as NOISE."""
-    kept = [value for name, value in values.items() if name not in without]
-    if not kept:
-        raise Mistake(f"nothing to average: {', '.join(values) or 'no corruption'} is left out")
-    return sum(kept) / len(kept)
-
-
-def mean_error(errors: Errors) -> float:
-    """The plain mean over corruptions and severities, for data without AlexNet's numbers, such as CIFAR-10-C."""
-    return mean_over({name: sum(by.values()) / len(by) for name, by in errors.items()})
 
 
 def flips(predictions: NDArray[np.integer], noise: bool, difficulty: int = 1) -> NDArray[np.float64]:
@@ -145,18 +128,6 @@ def flip_rates(probabilities: Mapping[str, float], alexnet: Mapping[str, float] 
     if unknown:
         raise Mistake(f"no flip probability of AlexNet for {', '.join(unknown)}; there are: {', '.join(alexnet)}")
     return {name: 100 * value / alexnet[name] for name, value in probabilities.items()}
-
-
-def bootstrap_mean(values: NDArray[np.floating], seed: int, rounds: int = _ROUNDS) -> tuple[float, float]:
-    """The 95 % interval of a mean over images: percentiles of a seeded bootstrap (Efron 1979).
-
-    mCE and its relatives are means over images too, of each image's weighted errors, so this is their interval. The
-    images of one run are the same in all corruptions, and stay together when drawn.
-    """
-    chance = np.random.default_rng(seed)
-    means = np.array([values[chance.integers(len(values), size=len(values))].mean() for _ in range(rounds)])
-    low, high = np.quantile(means, [0.025, 0.975]).tolist()
-    return low, high
 
 
 def _reference(name: str, severities: Mapping[int, float], alexnet: Errors) -> float:

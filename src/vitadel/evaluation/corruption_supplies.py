@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from vitadel.errors import Mistake
 from vitadel.evaluation.benchmark_files import FilmedImages, StoredImages, filmed_images, in_clean_data, stored_images
 from vitadel.evaluation.corrupting import usable_corruptions, versions
 from vitadel.evaluation.corruption_order import CorruptionOrder
-from vitadel.evaluation.corruption_results import Course, Gathered, Predictions
+from vitadel.evaluation.corruption_results import Course, Gathered, Origin, Predictions
+from vitadel.evaluation.corruption_sizes import Sizes, first_readable
 from vitadel.evaluation.ledger import Piece
 from vitadel.evaluation.perturbations import filmed_stage, sequence_stage, usual_sequences
 from vitadel.evaluation.results import Tally
@@ -44,6 +45,9 @@ class Supply(Protocol):
         """What was wanted and cannot be had, and why."""
         ...
 
+    @property
+    def origin(self) -> Origin: ...
+
     def gather(self, bench: Bench) -> Gathered: ...
 
 
@@ -54,17 +58,26 @@ def supply_for(subject: Subject, order: CorruptionOrder) -> Supply:
         _refuse(order.perturbations != (), f"{subject.data_spec} has no sequences; drop --perturbations")
         left_out = _not_there(order.corruptions, COMMON, stored.corruptions, subject.data_spec)
         clean = None if order.clean_data is None else in_clean_data(stored, order.clean_data, subject.data_root)
-        return _FromFiles(stored, stored.chosen(order.limit, order.seed), left_out, clean)
+        chosen = stored.chosen(order.limit, order.seed)
+        origin = _on_disk("the benchmark's files", subject.source, next(iter(stored.samples.values()))[chosen])
+        return _FromFiles(stored, chosen, left_out, clean, origin)
     _refuse(order.clean_data is not None, "--clean-data goes with a benchmark's own files, such as imagenet-c:DIR")
     filmed = filmed_images(subject.source, order.perturbations or None, IMAGENET_SEQUENCES, order.limit, order.seed)
     if filmed is not None:
         _refuse(bool(order.corruptions), f"{subject.data_spec} has sequences only; drop --corruptions")
         left_out = _not_there(order.perturbations or None, IMAGENET_SEQUENCES, tuple(filmed.frames), subject.data_spec)
-        return _FromVideos(filmed, order.difficulty, left_out)
+        origin = _on_disk("the benchmark's videos", subject.source, next(iter(filmed.frames.values()))[:, 0])
+        return _FromVideos(filmed, order.difficulty, left_out, origin)
     indices, mislabelled = subject.selection(order.limit, order.seed, order.skip_bad)
-    usable, left_out = usable_corruptions(order.corruptions, subject.preprocess.shape)
-    sequences = usual_sequences(subject.preprocess.shape) if order.perturbations is None else order.perturbations
-    return _OnTheFly(indices, mislabelled, usable, order.severities, sequences, order.difficulty, left_out)
+    sizes = Sizes.of(subject.source, subject.preprocess)
+    usable, left_out = usable_corruptions(order.corruptions, sizes.made.shape)
+    sequences = usual_sequences(sizes.made.shape) if order.perturbations is None else order.perturbations
+    return _OnTheFly(indices, mislabelled, usable, order.severities, sequences, order.difficulty, left_out, sizes)
+
+
+def _on_disk(told: str, source: Source, samples: Tensor) -> Origin:
+    first = first_readable(source, samples.tolist())
+    return Origin(told, in_memory=False, shape=(first.height, first.width))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,18 +91,24 @@ class _OnTheFly:
     perturbations: tuple[str, ...]
     difficulty: int
     left_out: Mapping[str, str]
+    sizes: Sizes
+
+    @property
+    def origin(self) -> Origin:
+        return Origin("made on the fly", in_memory=True, shape=self.sizes.made.shape)
 
     def gather(self, bench: Bench) -> Gathered:
         tally = Tally.of_clean(clean_stage(bench, self.samples), self.mislabelled)
         predictions: Predictions = {}
         for name in self.corruptions:
-            pieces = _corrupted_stage(bench, name, tally.index, self.severities)
+            pieces = _corrupted_stage(bench, name, tally.index, self.severities, self.sizes)
             for level in self.severities:
                 predictions[name, level] = _column(pieces, f"severity {level}")
         courses = {
-            name: Course.of(sequence_stage(bench, name, tally.index, self.difficulty)) for name in self.perturbations
+            name: Course.of(sequence_stage(bench, name, tally.index, self.difficulty, self.sizes))
+            for name in self.perturbations
         }
-        return Gathered("made on the fly", tally, True, predictions, courses, self.left_out)
+        return Gathered(self.origin, tally, True, predictions, courses, self.left_out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +119,7 @@ class _FromFiles:
     chosen: Tensor  # numbers of images, the same in every part
     left_out: Mapping[str, str]
     clean: tuple[Source, Tensor] | None
+    origin: Origin
 
     @property
     def samples(self) -> Tensor:
@@ -121,12 +141,10 @@ class _FromFiles:
         columns = [*found.values(), before] if clean else list(found.values())
         kept = np.logical_and.reduce([column >= 0 for column in columns])  # readable in every version
         rows = self.chosen[torch.from_numpy(kept)]
-        bad = [
-            entry for pieces in (*stages.values(), clean) for piece in pieces for entry in json.loads(str(piece["bad"]))
-        ]
+        bad = _one_for_each_image([*stages.values(), clean])
         tally = Tally(rows, self.stored.label[rows], torch.from_numpy(before[kept]), bad)
         predictions = {part: column[kept] for part, column in found.items()}
-        return Gathered("the benchmark's files", tally, bool(clean), predictions, {}, self.left_out)
+        return Gathered(self.origin, tally, bool(clean), predictions, {}, self.left_out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +154,7 @@ class _FromVideos:
     filmed: FilmedImages
     difficulty: int
     left_out: Mapping[str, str]
+    origin: Origin
 
     @property
     def samples(self) -> Tensor:
@@ -146,12 +165,11 @@ class _FromVideos:
         courses = {
             name: Course.of(filmed_stage(bench, name, self.filmed, self.difficulty)) for name in self.filmed.frames
         }
-        count = len(self.filmed.label)
-        tally = Tally(torch.arange(count), self.filmed.label, torch.full((count,), -1), [])
-        return Gathered("the benchmark's videos", tally, False, {}, courses, self.left_out)
+        tally = Tally(self.filmed.rows, self.filmed.label, torch.full_like(self.filmed.label, -1), [])
+        return Gathered(self.origin, tally, False, {}, courses, self.left_out)
 
 
-def _corrupted_stage(bench: Bench, name: str, indices: Tensor, severities: Sequence[int]) -> list[Piece]:
+def _corrupted_stage(bench: Bench, name: str, indices: Tensor, severities: Sequence[int], sizes: Sizes) -> list[Piece]:
     """Predictions on one corruption at all severities; each image is decoded once for them."""
 
     def work(number: int, batch: Batch) -> Piece:
@@ -159,10 +177,11 @@ def _corrupted_stage(bench: Bench, name: str, indices: Tensor, severities: Seque
         piece: Piece = {"index": batch.indices.cpu().numpy(), "label": batch.y.cpu().numpy()}
         for level, z in versions(batch, name, severities, bench.seed):
             with torch.no_grad(), bench.arithmetic():
-                piece[f"severity {level}"] = bench.model(z).argmax(1).cpu().numpy()
+                piece[f"severity {level}"] = bench.model(sizes.fitted(z)).argmax(1).cpu().numpy()
         return piece
 
-    return run_stage(bench, f"corruption {name}", indices, work, _errors(severities))
+    before = replace(bench, preprocess=sizes.made)
+    return run_stage(before, f"corruption {name}", indices, work, _errors(severities))
 
 
 def _errors(severities: Sequence[int]) -> Callable[[Piece], str]:
@@ -199,3 +218,13 @@ def _asked(pieces: Sequence[Piece]) -> NDArray[np.int64]:
         answer[np.isin(piece["chunk"], piece["index"])] = piece["prediction"]
         answers.append(answer)
     return np.concatenate(answers or [np.empty(0)]).astype(np.int64)
+
+
+def _one_for_each_image(stages: Sequence[Sequence[Piece]]) -> list[dict[str, Any]]:
+    """What could not be read: for each image the first of its versions that was found broken."""
+    found: dict[int, dict[str, Any]] = {}
+    for pieces in stages:
+        place = {int(sample): k for k, sample in enumerate(_column(pieces, "chunk"))}
+        for entry in (entry for piece in pieces for entry in json.loads(str(piece["bad"]))):
+            found.setdefault(place[entry["index"]], entry)
+    return [found[image] for image in sorted(found)]

@@ -7,8 +7,6 @@ per image, corruption and severity; only predictions are kept.
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,17 +15,14 @@ from torch import nn
 
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.among import choose_among
-from vitadel.evaluation.audit import Outcome
+from vitadel.evaluation.benches import Outcome, begun, bench_for
 from vitadel.evaluation.corruption_order import CorruptionOrder
 from vitadel.evaluation.corruption_results import corruption_results, corruption_samples
 from vitadel.evaluation.corruption_supplies import Supply, supply_for
-from vitadel.evaluation.ledger import FolderLedger, MemoryLedger
-from vitadel.evaluation.stages import Bench
 from vitadel.evaluation.subject import Subject, open_subject
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.environment import environment
 from vitadel.runtime.processes import Processes, join_processes
-from vitadel.runtime.rundir import open_run, write_atomically, write_json
+from vitadel.runtime.rundir import write_atomically, write_json
 from vitadel.types import Source
 
 __all__ = ["corruptions", "run_corruptions"]
@@ -71,28 +66,11 @@ def run_corruptions(
     settings = _settings(subject, order, supply)
     run = None
     if out is not None or in_folder or processes.count > 1:
-        path, words = None if out is None else Path(out), list(argv or sys.argv)
-        run = processes.on_main(
-            lambda: open_run("audit", subject.model_spec, settings, out=path, resume=resume, argv=words)
-        )
-        if run.complete:
-            return Outcome(json.loads((run.path / "results.json").read_text()), run, processes.is_main)
-    bench = Bench(
-        subject.model.to(processes.device),
-        subject.source,
-        subject.preprocess,
-        FolderLedger(run) if run else MemoryLedger(),
-        processes,
-        order.batch_size,
-        order.seed,
-        subject.model.record.num_classes,
-        order.precision,
-        order.skip_bad,
-        shown,
-    )
+        run, done = begun("audit", subject.model_spec, settings, processes, out=out, resume=resume, argv=argv)
+        if done is not None:
+            return done
+    bench = bench_for(subject, order, processes, run, shown=shown, precision=order.precision)
     try:
-        if run and processes.is_main:
-            write_json(run.path / "environment.json", environment(processes.device, processes.count))
         with frozen(bench.model):
             gathered = supply.gather(bench)
     except KeyboardInterrupt:
@@ -118,4 +96,5 @@ def _settings(subject: Subject, order: CorruptionOrder, supply: Supply) -> dict[
         "suite": "corruptions",
         **dataclasses.asdict(order),
         "left_out": sorted(supply.left_out),
+        "corrupted_at": list(supply.origin.shape),
     }

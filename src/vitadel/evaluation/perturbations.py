@@ -9,12 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitadel.corruptions.sequences import CIFAR_SEQUENCES, IMAGENET_SEQUENCES, NOISE_SEQUENCES, sequence
+from vitadel.corruptions.sequences import (
+    CIFAR_SEQUENCES,
+    FRAMES,
+    IMAGENET_MOTION,
+    IMAGENET_SEQUENCES,
+    NOISE_SEQUENCES,
+    SMALL,
+    sequence,
+)
 from vitadel.data.batches import Batch
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import Mistake
 from vitadel.evaluation.benchmark_files import FilmedImages
 from vitadel.evaluation.corruption_scores import flips, top5_distances
+from vitadel.evaluation.corruption_sizes import Sizes
 from vitadel.evaluation.ledger import Piece
 from vitadel.evaluation.stages import Bench, refuse_lost_images, run_stage
 from vitadel.runtime.draws import Draws
@@ -22,17 +31,14 @@ from vitadel.runtime.draws import Draws
 __all__ = ["filmed_stage", "sequence_stage", "usual_sequences"]
 
 _TOP = 5
-_FRAMES = 31  # of most sequences
-_SMALL = 48  # pixels; up to this size sequences are those of CIFAR-P, which keep the whole picture
-_KEPT = 7 / 8  # of the side of larger pictures, as 224 of 256 pixels
 
 
 def usual_sequences(size: tuple[int, int]) -> tuple[str, ...]:
     """The ten that are counted: ImageNet-P's, or for small images CIFAR-P's."""
-    return CIFAR_SEQUENCES if min(size) <= _SMALL else IMAGENET_SEQUENCES
+    return CIFAR_SEQUENCES if min(size) <= SMALL else IMAGENET_SEQUENCES
 
 
-def sequence_stage(bench: Bench, name: str, indices: Tensor, difficulty: int) -> list[Piece]:
+def sequence_stage(bench: Bench, name: str, indices: Tensor, difficulty: int, sizes: Sizes) -> list[Piece]:
     """Make a sequence of every image, and note per image how often the prediction flips and how far the top 5 move."""
 
     def work(number: int, batch: Batch) -> Piece:
@@ -40,12 +46,13 @@ def sequence_stage(bench: Bench, name: str, indices: Tensor, difficulty: int) ->
         draws = Draws.of_samples(bench.seed, batch.indices, bench.processes.device)
         tops = []
         # Thirty frames of a whole batch at once would need thirty times the memory of other stages.
-        for rows in torch.arange(len(batch.y)).split(max(1, bench.batch_size // _FRAMES)):
+        for rows in torch.arange(len(batch.y)).split(max(1, bench.batch_size // FRAMES)):
             frames = sequence(batch.x[rows], name, draws[rows], difficulty)
-            tops.append(_top(bench, frames.flatten(0, 1)).view(*frames.shape[:2], -1).transpose(0, 1))
+            top = _top(bench, sizes.fitted(frames.flatten(0, 1)))
+            tops.append(top.view(*frames.shape[:2], -1).transpose(0, 1))
         return {"index": batch.indices.cpu().numpy(), **_course(torch.cat(tops), name, difficulty)}
 
-    wide = replace(bench, preprocess=_with_margin(bench.preprocess))
+    wide = replace(bench, preprocess=_with_margin(sizes.made))
     return run_stage(wide, f"sequence {name}", indices, work, _flipped())
 
 
@@ -54,7 +61,7 @@ def filmed_stage(bench: Bench, name: str, images: FilmedImages, difficulty: int)
     frames = images.frames[name]
     length = frames.shape[1]
     whole = replace(bench, batch_size=length * max(1, bench.batch_size // length), skip_bad=False)
-    numbers = {first: number for number, first in enumerate(frames[:, 0].tolist())}
+    numbers = dict(zip(frames[:, 0].tolist(), images.rows.tolist(), strict=True))
 
     def work(number: int, batch: Batch) -> Piece:
         top = torch.cat([_top(bench, part) for part in batch.x.split(bench.batch_size)])
@@ -68,11 +75,11 @@ def filmed_stage(bench: Bench, name: str, images: FilmedImages, difficulty: int)
 def _with_margin(preprocess: Preprocess) -> Preprocess:
     """So that a picture can move behind its frame: at 224 pixels the 256 that ImageNet-P was made from."""
     height, width = preprocess.shape
-    if min(height, width) <= _SMALL:
+    if min(height, width) <= SMALL:
         return preprocess
     if height != width:
-        raise Mistake(f"sequences are square, but the model takes {height} x {width} pixels; drop --perturbations")
-    return replace(preprocess, size=round(height / _KEPT), crop_pct=1.0)
+        raise Mistake(f"sequences are square, but these images have {height} x {width} pixels; drop --perturbations")
+    return replace(preprocess, size=round(height / IMAGENET_MOTION.kept), crop_pct=1.0)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from vitadel.amounts import amount_text
+from vitadel.amounts import amount_text, read_amount
 from vitadel.errors import Mistake, nearest_names
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vitadel.evaluation.audit import Order
     from vitadel.evaluation.subject import Subject
 
-__all__ = ["PROTOCOLS", "Protocol", "differences", "list_digest", "protocol_named", "settings", "standing"]
+__all__ = ["PROTOCOLS", "RVT", "Protocol", "differences", "list_digest", "protocol_named", "settings", "standing"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class Protocol:
     independent: bool = False
     needs: str = ""
     remark: str = ""
+
+    @property
+    def budget(self) -> float:
+        return read_amount(self.eps, "eps")
 
     @property
     def about(self) -> str:
@@ -92,6 +96,20 @@ def _aas(data: str, title: str) -> Protocol:
     )
 
 
+RVT = Protocol(
+    name="rvt",
+    comparable_with="the FGSM and PGD columns of RVT (Mao et al. 2022), and of papers that take over its table",
+    citation="Mao et al. 2022, arXiv:2105.07926",
+    data=("imagenet",),
+    images=50_000,
+    eps="1/255",
+    attacks=("fgsm", "pgd-5(step=0.5/255)"),
+    independent=True,
+    needs="imagenet:DIR, the whole validation split",
+    remark="Five small steps at 1/255 say little about robustness: models that pass may fail stronger attacks.",
+)
+"""Also what AFAT and TORA-ViT were judged by, so that suites of theirs take budget and attacks from here."""
+
 _LISTED = "imagenet:DIR(list=FILE), where FILE is RobustBench's imagenet_test_image_ids.txt"
 
 PROTOCOLS: Mapping[str, Protocol] = {
@@ -109,18 +127,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             image_list="2305860aee3636d88c990e932a0348b11f457aab6fc40af26963c6cf2b38877c",
             needs=_LISTED,
         ),
-        Protocol(
-            name="rvt",
-            comparable_with="the FGSM and PGD columns of RVT (Mao et al. 2022), and of papers that take over its table",
-            citation="Mao et al. 2022, arXiv:2105.07926",
-            data=("imagenet",),
-            images=50_000,
-            eps="1/255",
-            attacks=("fgsm", "pgd-5(step=0.5/255)"),
-            independent=True,
-            needs="imagenet:DIR, the whole validation split",
-            remark="Five small steps at 1/255 say little about robustness: models that pass may fail stronger attacks.",
-        ),
+        RVT,
         _aas("cifar10", "CIFAR-10"),
         _aas("cifar100", "CIFAR-100"),
     )

@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,9 +38,12 @@ from vitadel.attacks.threats import Linf
 from vitadel.backbones.anatomy import blocks_of, family_of, prefix_tokens_of
 from vitadel.data.batches import Batch
 from vitadel.errors import Interrupted, Mistake, nearest_names
-from vitadel.evaluation.audit import Order, Outcome, run_audit
+from vitadel.evaluation.among import choose_among
+from vitadel.evaluation.audit import Order, run_audit
+from vitadel.evaluation.benches import Outcome, begun, bench_for
 from vitadel.evaluation.calibration import calibrated
-from vitadel.evaluation.ledger import FolderLedger, Piece
+from vitadel.evaluation.ledger import Piece
+from vitadel.evaluation.protocols import RVT
 from vitadel.evaluation.results import Tally
 from vitadel.evaluation.stability_measures import (
     SIMILARITIES,
@@ -60,14 +61,12 @@ from vitadel.instrument.attention import attention_maps
 from vitadel.instrument.features import block_features
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
-from vitadel.runtime.environment import environment
 from vitadel.runtime.processes import Processes
-from vitadel.runtime.rundir import RunFolder, open_run, write_atomically, write_json
+from vitadel.runtime.rundir import RunFolder, write_atomically, write_json
 
 __all__ = ["SUITE", "StabilityOrder", "run_stability"]
 
 SUITE = "stability"
-RVT_EPS = 1 / 255
 _SELECTOR = "corruption-model.safetensors"
 _NOT_TOKENS = ("xcit", "swin", "swinv2")  # whose maps are over channels, or over windows
 Corrupt = Callable[[nn.Module, Tensor, Draws], Tensor]
@@ -93,7 +92,7 @@ class StabilityOrder:
     learned: bool = True
     training_steps: int = 60
     selector: str | None = None
-    attacks: tuple[str, ...] = ("pgd-5(step=0.5/255)", "patch-fool")
+    attacks: tuple[str, ...] = (RVT.attacks[-1], "patch-fool")
     limit: int | None = None
     batch_size: int = 32
     seed: int = 0
@@ -112,7 +111,7 @@ class StabilityOrder:
     def audit(self) -> Order:
         return Order(
             attacks=self.attacks,
-            eps=RVT_EPS,
+            eps=RVT.budget,
             limit=self.limit,
             batch_size=self.batch_size,
             seed=self.seed,
@@ -132,34 +131,21 @@ def run_stability(
     argv: Sequence[str] = (),
 ) -> Outcome:
     """In a run folder, with the audit by attacks in a folder of its own inside."""
+    subject = choose_among(subject)
     main_blocks(subject.model)  # a model of no known family is told before anything is written
     if order.similarity == "centre" and family_of(subject.model) in _NOT_TOKENS:
         raise Mistake(f"maps of {family_of(subject.model)} are not over all tokens: compare whole maps (map) or rows")
-    given = None if order.selector is None else load_corruption_model(order.selector)
+    given = None if order.selector is None else _fitting(order.selector, subject, order, processes)
     indices, _ = subject.selection(order.limit, order.seed, order.skip_bad)
     settings = _settings(subject, order, indices)
-    path, words = None if out is None else Path(out), list(argv or sys.argv)
-    run = processes.on_main(
-        lambda: open_run("audit", subject.model_spec, settings, out=path, resume=resume, argv=words)
-    )
-    if run.complete:
-        return Outcome(json.loads((run.path / "results.json").read_text()), run, processes.is_main)
+    run, done = begun("audit", subject.model_spec, settings, processes, out=out, resume=resume, argv=argv)
+    if done is not None:
+        return done
     try:
         attacked = run_audit(
-            subject, order.audit(), processes, out=run.path / "attacks", resume=True, shown=shown, argv=words
+            subject, order.audit(), processes, out=run.path / "attacks", resume=True, shown=shown, argv=argv
         ).results
-        bench = Bench(
-            model=subject.model.to(processes.device),
-            source=subject.source,
-            preprocess=subject.preprocess,
-            ledger=FolderLedger(run),
-            processes=processes,
-            batch_size=order.batch_size,
-            seed=order.seed,
-            classes=subject.model.record.num_classes,
-            skip_bad=order.skip_bad,
-            shown=shown,
-        )
+        bench = bench_for(subject, order, processes, run, shown=shown)
         with frozen(bench.model):
             readable = Tally.of_clean(clean_stage(bench, indices)).index
             seen = _all_parts(bench, subject, order, readable, given, run)
@@ -168,7 +154,6 @@ def run_stability(
     blocks = [blocks_of(bench.model)[number].name for number in main_blocks(bench.model)]
     results = {**attacked, "suite": SUITE, "stability": _told(order, seen, blocks)}
     if processes.is_main:
-        write_json(run.path / "environment.json", environment(processes.device, processes.count))
         for file in ("samples.parquet", "examples.npz"):
             if (inside := run.path / "attacks" / file).exists():
                 write_atomically(run.path / file, inside.read_bytes())
@@ -177,6 +162,21 @@ def run_stability(
         run.finish()
     processes.wait()
     return Outcome(results, run, processes.is_main)
+
+
+def _fitting(path: str, subject: Subject, order: StabilityOrder, processes: Processes) -> CorruptionModel:
+    """A corruption model of another training, if it cuts images as it is done here."""
+    given = load_corruption_model(path)
+    model, x = subject.model.to(processes.device), torch.zeros(1, 3, *subject.preprocess.shape, device=processes.device)
+    side = _grid(model, x, order)[0]
+    here, there = (*patches_in(x, side), side), (given.rows, given.columns, given.side)
+    if here != there:
+        raise Mistake(
+            f"{path} chooses among {there[0]} x {there[1]} patches of side {there[2]}, but here images have "
+            f"{here[0]} x {here[1]} of side {here[2]}. Give one that was trained for this grid, or set --patch-side "
+            f"{there[2]} for a model with the same image size."
+        )
+    return given
 
 
 def _settings(subject: Subject, order: StabilityOrder, indices: Tensor) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _settings(subject: Subject, order: StabilityOrder, indices: Tensor) -> dict[
         "data_fingerprint": subject.data_fingerprint(indices),
         **dataclasses.asdict(order),
         "selector": None if content is None else hashlib.sha256(content).hexdigest()[:16],
-        "eps": amount_text(RVT_EPS),
+        "eps": amount_text(RVT.budget),
     }
 
 
@@ -218,7 +218,9 @@ def _trained_here(
 ) -> CorruptionModel:
     """Trained once, on images that are not judged, and kept in the run folder."""
     if not bench.processes.on_main(path.exists):
-        attack = LearnedPatches(Linf(RVT_EPS), order.share, 1, order.training_steps, noise=order.noise, side=order.side)
+        attack = LearnedPatches(
+            Linf(RVT.budget), order.share, 1, order.training_steps, noise=order.noise, side=order.side
+        )
         ready = calibrated(attack, bench, subject, indices, order.calibration)
         if bench.processes.is_main:
             assert isinstance(ready, LearnedPatches)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitadel.errors import Mistake
-from vitadel.evaluation.intervals import share, wilson
+from vitadel.evaluation.intervals import bootstrap_mean, share, wilson
 
 __all__ = [
     "SIMILARITIES",
@@ -27,7 +27,6 @@ __all__ = [
 ]
 
 SIMILARITIES = ("map", "rows", "centre")
-_Z95 = 1.959963984540054
 _BINS = 40
 
 Numbers = NDArray[np.floating[Any]]
@@ -90,11 +89,12 @@ def over_masks(right: NDArray[np.bool_]) -> dict[str, Any]:
 
 
 def mean_with_interval(values: Numbers) -> dict[str, Any]:
-    """A mean over images and its 95 % interval, by the spread between images; masks of one image are no new images."""
-    mean, n = float(values.mean()), len(values)
-    half = _Z95 * float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
-    low, high = (max(-1.0, mean - half), min(1.0, mean + half)) if math.isfinite(half) else (-1.0, 1.0)
-    return {"mean": mean, "ci95": [low, high], "n": n}
+    """A mean of cosines over images and its 95 % interval; masks of one image are no new images.
+
+    One image says nothing about others, so its interval is all that a cosine can be.
+    """
+    low, high = bootstrap_mean(values) if len(values) > 1 else (-1.0, 1.0)
+    return {"mean": float(values.mean()), "ci95": [low, high], "n": len(values)}
 
 
 def quartiles_of(values: Numbers) -> dict[str, list[float]]:

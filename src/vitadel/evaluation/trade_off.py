@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,25 +26,24 @@ from vitadel.attacks.threats import Linf
 from vitadel.data.checks import BadSample
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.adapter_maps import look_at_maps
-from vitadel.evaluation.audit import Outcome
+from vitadel.evaluation.among import choose_among
+from vitadel.evaluation.benches import Outcome, begun, bench_for
+from vitadel.evaluation.calibration import studies
 from vitadel.evaluation.contenders import JOINT, Contender
 from vitadel.evaluation.evidence import findings_about
 from vitadel.evaluation.intervals import share
-from vitadel.evaluation.ledger import FolderLedger
+from vitadel.evaluation.protocols import RVT
 from vitadel.evaluation.results import SCHEMA, Tally, described
 from vitadel.evaluation.stages import Bench, attack_stage, clean_stage, rules_of
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.environment import environment
 from vitadel.runtime.processes import Processes
-from vitadel.runtime.rundir import open_run, write_atomically, write_json
-from vitadel.types import Attack, Calibrated
+from vitadel.runtime.rundir import write_atomically, write_json
+from vitadel.types import Attack
 from vitadel.version import __version__
 
-__all__ = ["RVT_ATTACKS", "RVT_EPS", "SUITE", "TradeOffOrder", "run_trade_off"]
+__all__ = ["SUITE", "TradeOffOrder", "run_trade_off"]
 
 SUITE = "trade-off"
-RVT_EPS = 1 / 255
-RVT_ATTACKS = ("fgsm", "pgd-5(step=0.5/255)")
 _MISLED = 0.01  # share of all images that attacks aimed at a head may break beyond those on the joint output
 
 
@@ -97,29 +94,16 @@ def run_trade_off(
     argv: Sequence[str] = (),
 ) -> Outcome:
     """Judge all contenders in one run folder; every (model, output, budget) is a stage that is found again."""
+    contenders = [dataclasses.replace(each, subject=choose_among(each.subject)) for each in contenders]
     first = contenders[0].subject
     indices, mislabelled = first.selection(order.limit, order.seed, order.skip_bad)
     who = [each.told() for each in contenders]
     settings = _settings(contenders, order, who, indices)
-    path, words = None if out is None else Path(out), list(argv or sys.argv)
-    run = processes.on_main(lambda: open_run(SUITE, contenders[0].name, settings, out=path, resume=resume, argv=words))
-    if run.complete:
-        return Outcome(json.loads((run.path / "results.json").read_text()), run, processes.is_main)
-    bench = Bench(
-        model=first.model,
-        source=first.source,
-        preprocess=first.preprocess,
-        ledger=FolderLedger(run),
-        processes=processes,
-        batch_size=order.batch_size,
-        seed=order.seed,
-        classes=first.model.record.num_classes,
-        skip_bad=order.skip_bad,
-        shown=shown,
-    )
+    run, done = begun(SUITE, contenders[0].name, settings, processes, out=out, resume=resume, argv=argv)
+    if done is not None:
+        return done
+    bench = bench_for(first, order, processes, run, shown=shown)
     try:
-        if processes.is_main:
-            write_json(run.path / "environment.json", environment(processes.device, processes.count))
         judged = []
         for number, contender in enumerate(contenders, start=1):
             course = _Course(bench, order, contender, f"{number:02d} {contender.name}")
@@ -194,8 +178,8 @@ class _Course:
         if len(judged.joint.index) == 0:
             raise Mistake("no sample could be read, so nothing can be judged; see the reasons with --skip-bad off")
         # The smallest budget first: what fools within it fools within every larger one.
-        for eps in sorted({RVT_EPS, *self.order.eps}):
-            if eps == RVT_EPS:
+        for eps in sorted({RVT.budget, *self.order.eps}):
+            if eps == RVT.budget:
                 self._rvt(judged, JOINT)
             if eps in self.order.eps:
                 self._strong(judged, eps)
@@ -207,8 +191,8 @@ class _Course:
 
     def _rvt(self, judged: _Judged, head: str) -> None:
         """Each attack by itself on all images that this output gets right, as in the slides' tables."""
-        for name in RVT_ATTACKS:
-            self._stage(judged, head, f"RVT {name}", make(name, eps=RVT_EPS), RVT_EPS, alone=True)
+        for name in RVT.attacks:
+            self._stage(judged, head, f"RVT {name}", make(name, eps=RVT.budget), RVT.budget, alone=True)
 
     def _strong(self, judged: _Judged, eps: float) -> None:
         n = len(judged.joint.index)
@@ -255,9 +239,9 @@ class _Course:
             judged.findings.append({**found, "check": f"{judged.name}: {found['check']}"})
 
 
-def _plain(name: str, attack: object) -> None:
+def _plain(name: str, attack: Attack) -> None:
     """An attack with its own rules cannot be ordered by budget, and there are no images here to study."""
-    if isinstance(attack, Calibrated) or rules_of(attack) is not None:  # type: ignore[arg-type]
+    if studies(attack) or rules_of(attack) is not None:
         raise Mistake(
             f"'{name}' has a budget of its own or studies other images first, which a trade-off has no room for. Run "
             f"it with `vitadel audit RUN --attacks {name}`."
@@ -306,7 +290,7 @@ def _results(
         "worst_case": None,
         "trade_off": {
             "budgets": [{"eps": eps, "eps_text": amount_text(eps)} for eps in order.eps],
-            "rvt": {"eps": RVT_EPS, "eps_text": amount_text(RVT_EPS), "attacks": list(RVT_ATTACKS)},
+            "rvt": {"eps": RVT.budget, "eps_text": RVT.eps, "attacks": list(RVT.attacks)},
             "contenders": [_entry(*pair) for pair in zip(who, judged, strict=True)],
         },
         "findings": [found for each in judged for found in each.findings],
@@ -314,21 +298,23 @@ def _results(
 
 
 def _samples(judged: Sequence[_Judged]) -> bytes:
-    """One row per image. For each contender: right at every output, held after each attack, and by the worst case."""
+    """One row per image. For each contender: its answer, whether that is right at every output, held after each attack,
+    and by the worst case. There is no one `clean_prediction`; `clean_correct` is right by all."""
     first = judged[0].joint
-    columns: dict[str, Tensor] = {
-        "index": first.index,
-        "label": first.label,
-        "clean_prediction": first.prediction,
-        "clean_correct": torch.stack([each.joint.correct for each in judged]).all(0),
+    columns: dict[str, Any] = {
+        "index": first.index.numpy(),
+        "label": first.label.numpy(),
+        "clean_prediction": pa.nulls(len(first.index), pa.int64()),
+        "clean_correct": torch.stack([each.joint.correct for each in judged]).all(0).numpy(),
     }
     for each in judged:
+        columns[f"prediction:{each.name}"] = each.joint.prediction.numpy()
         for head, tally in each.tallies.items():
             where = "" if head == JOINT else f" {head}"
-            columns[f"correct:{each.name}{where}"] = tally.correct
-            columns |= {f"held:{each.name}{where}: {name}": held for name, held in tally.held.items()}
+            columns[f"correct:{each.name}{where}"] = tally.correct.numpy()
+            columns |= {f"held:{each.name}{where}: {name}": held.numpy() for name, held in tally.held.items()}
         for eps, held in each.standing.items():
-            columns[f"worst:{each.name}: {amount_text(eps)}"] = held
+            columns[f"worst:{each.name}: {amount_text(eps)}"] = held.numpy()
     buffer = io.BytesIO()
-    pq.write_table(pa.table({name: column.numpy() for name, column in columns.items()}), buffer, compression="zstd")
+    pq.write_table(pa.table(columns), buffer, compression="zstd")
     return buffer.getvalue()

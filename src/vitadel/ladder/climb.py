@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +19,10 @@ from vitadel.attacks.threats import Linf
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.batches import Batch, batches
 from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation.audit import Outcome
+from vitadel.evaluation.among import choose_among, choosing_like
+from vitadel.evaluation.benches import Outcome, begun, bench_for
 from vitadel.evaluation.judge import judge
-from vitadel.evaluation.ledger import FolderLedger, Piece
+from vitadel.evaluation.ledger import Piece
 from vitadel.evaluation.metering import metered
 from vitadel.evaluation.results import Tally
 from vitadel.evaluation.stages import Bench, clean_stage, refuse_lost_images, run_stage
@@ -35,9 +34,8 @@ from vitadel.ladder.levels import RELEASED_EPS, Arms, Head, Rung, rungs
 from vitadel.ladder.order import LadderOrder
 from vitadel.ladder.table import LadderTable, ladder_results
 from vitadel.runtime.draws import Draws
-from vitadel.runtime.environment import environment
 from vitadel.runtime.processes import Processes
-from vitadel.runtime.rundir import RunFolder, open_run, write_atomically, write_json
+from vitadel.runtime.rundir import RunFolder, write_atomically, write_json
 
 __all__ = ["run_ladder"]
 
@@ -60,35 +58,20 @@ def run_ladder(
 ) -> Outcome:
     """Climb in a run folder. `head` is the victim's, if not the one that the backbone came with; `own_head` is the
     attacker's (T2), `other` the model of T1. `tell` hears the plan."""
-    victim = _victim(subject)
-    arms = Arms(victim.to(processes.device), own_head=own_head, other=other)
+    arms = Arms(_victim(subject).to(processes.device), own_head=own_head, other=other)
     if head is not None:
         arms = dataclasses.replace(arms, head=head)
-        subject = dataclasses.replace(subject, model=cast(Classifier, head(victim)))
+        subject = dataclasses.replace(subject, model=cast(Classifier, head(arms.victim)))
+    subject = choose_among(subject)
+    arms = _all_choosing_like(subject.model, arms)
     indices, mislabelled = subject.selection(order.limit, order.seed, order.skip_bad)
     supplies = gather(subject, arms, order, indices)
     settings = {**_settings(subject, order, arms, indices), **supplies.fingerprints()}
-    path, words = None if out is None else Path(out), list(argv or sys.argv)
-    run = processes.on_main(
-        lambda: open_run("audit", subject.model_spec, settings, out=path, resume=resume, argv=words)
-    )
-    if run.complete:
-        return Outcome(json.loads((run.path / "results.json").read_text()), run, processes.is_main)
-    bench = Bench(
-        model=arms.head(victim),
-        source=subject.source,
-        preprocess=subject.preprocess,
-        ledger=FolderLedger(run),
-        processes=processes,
-        batch_size=order.batch_size,
-        seed=order.seed,
-        classes=subject.model.record.num_classes,
-        skip_bad=order.skip_bad,
-        shown=shown,
-    )
+    run, done = begun("audit", subject.model_spec, settings, processes, out=out, resume=resume, argv=argv)
+    if done is not None:
+        return done
+    bench = bench_for(subject, order, processes, run, shown=shown)
     try:
-        if processes.is_main:
-            write_json(run.path / "environment.json", environment(processes.device, processes.count))
         with frozen(bench.model):
             tally = Tally.of_clean(clean_stage(bench, indices), mislabelled)
         _tell_cost(bench, order, planned(arms, order), tally, tell)
@@ -113,6 +96,20 @@ def _victim(subject: Subject) -> Tokened:
             "harden tokens/...`, or a backbone with --tokens FILE."
         )
     return model
+
+
+def _all_choosing_like(chosen: nn.Module, arms: Arms) -> Arms:
+    """On a benchmark of some classes, attackers know that only these are answers, and their models choose alike."""
+
+    def choosing(head: Head) -> Head:
+        return lambda model: choosing_like(chosen, head(model))
+
+    return dataclasses.replace(
+        arms,
+        head=choosing(arms.head),
+        own_head=None if arms.own_head is None else choosing(arms.own_head),
+        other=None if arms.other is None else choosing_like(chosen, arms.other),
+    )
 
 
 def _settings(subject: Subject, order: LadderOrder, arms: Arms, indices: Tensor) -> dict[str, Any]:

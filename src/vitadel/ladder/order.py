@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from vitadel.attacks.names import make
 from vitadel.errors import Mistake
+from vitadel.evaluation.calibration import studies
 from vitadel.evaluation.stages import rules_of
 from vitadel.ladder.levels import LEVELS, check_levels
-from vitadel.types import Calibrated
 
 __all__ = ["BUDGETS", "LadderOrder"]
 
@@ -72,8 +72,5 @@ def _check_white_box(name: str, eps: float) -> None:
     attack = make(name, eps=eps)
     if rules_of(attack) is not None:
         raise Mistake(f"--white-box {name}: this attack has rules of its own and no budget in pixels to compare by")
-    inner: object = attack
-    while inner is not None:
-        if isinstance(inner, Calibrated):
-            raise Mistake(f"--white-box {name}: it must study the model first; run it with a plain `vitadel audit`")
-        inner = getattr(inner, "attack", None)
+    if studies(attack):
+        raise Mistake(f"--white-box {name}: it must study the model first; run it with a plain `vitadel audit`")

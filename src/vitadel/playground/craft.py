@@ -16,7 +16,7 @@ from vitadel.attacks.names import make
 from vitadel.attacks.threats import threat
 from vitadel.backbones.checks import check_logits
 from vitadel.errors import Mistake
-from vitadel.evaluation.calibration import BATCH, calibrated
+from vitadel.evaluation.calibration import BATCH, calibrated, studies
 from vitadel.evaluation.judge import judge
 from vitadel.evaluation.keeping import in_8_bits
 from vitadel.evaluation.ledger import MemoryLedger
@@ -27,7 +27,7 @@ from vitadel.playground.gaze import gaze
 from vitadel.playground.models import Opened
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
-from vitadel.types import Attack, Calibrated
+from vitadel.types import Attack
 
 __all__ = [
     "MOST_PASSES",
@@ -131,7 +131,7 @@ def ready_attack(opened: Opened, wish: Wish, index: int | None = None, tell: Tel
             f"{wish.attack} may take {passes:,} passes, and the playground allows {MOST_PASSES:,}. "
             "Take fewer steps here, or run it with `vitadel attack`."
         )
-    if not _studies(attack):
+    if not studies(attack):
         return attack
     if not opened.knows_data:
         raise Mistake(
@@ -143,11 +143,6 @@ def ready_attack(opened: Opened, wish: Wish, index: int | None = None, tell: Tel
     attacked = torch.tensor([] if index is None else [index], dtype=torch.int64)
     with _followed(subject.model, None, tell):
         return calibrated(attack, bench, subject, attacked, None)
-
-
-def _studies(attack: object) -> bool:
-    inner = getattr(attack, "attack", None)
-    return isinstance(attack, Calibrated) or (inner is not None and _studies(inner))
 
 
 def craft(model: nn.Module, x: Tensor, attack: Attack, wish: Wish, tell: Tell | None = None) -> Crafted:

@@ -87,7 +87,7 @@ def _perturbation_rows(told: Mapping[str, Any]) -> list[dict[str, str]]:
     """One row per sequence: how often predictions flip, against AlexNet where that is known, and the top-5 distance."""
     return [
         {
-            "name": row["perturbation"].replace("_", " "),
+            "name": row["perturbation"].replace("_", " ") + ("" if row.get("counted", True) else " (validation)"),
             "flips": f"{100 * row['flip_probability']:.2f}",
             "interval": _interval(row["flip_probability_ci95"], 100, 2),
             "rate": f"{row['flip_rate']:.1f}" if "flip_rate" in row else "",
@@ -108,14 +108,16 @@ def _corruption_sentence(told: Mapping[str, Any]) -> str:
     known = {name: title for name, title in names.items() if told.get(name) is not None}
     if not known and told.get("mean_ce") is not None:
         known = {
-            "mean_ce": f"mean CE of {len(told['mean_ce_over'])} corruptions (no mCE, which takes 15 at 5 severities)"
+            "mean_ce": f"mean CE of {len(told['mean_ce_over'])} corruptions (no mCE, which takes 15 at 5 severities"
+            " and 224 pixels)"
         }
     parts += [f"{title} {told[name]:.1f} ({_interval(told[f'{name}_ci95'], 1, 1)})" for name, title in known.items()]
     return "; ".join(parts) + (", where AlexNet has 100." if known else ".")
 
 
 def _perturbation_sentence(told: Mapping[str, Any]) -> str:
-    mean = f"Mean flip probability {percent(told['mean_flip_probability'])}"
+    over = len(told.get("mean_flip_probability_over", told["rows"]))
+    mean = f"Mean flip probability over {over} sequences {percent(told['mean_flip_probability'])}"
     mean += f" ({_interval(told['mean_flip_probability_ci95'], 100, 2)}), difficulty {told['difficulty']}"
     if told.get("mfr") is None:
         return f"{mean}."
@@ -125,7 +127,7 @@ def _perturbation_sentence(told: Mapping[str, Any]) -> str:
 def _remarks(results: Mapping[str, Any]) -> list[str]:
     """What keeps the numbers from being compared, and what is missing in them."""
     told, moving = results.get("corruptions") or {}, results.get("perturbations") or {}
-    remarks = list(told.get("remarks", ()))
+    remarks = list(dict.fromkeys([*told.get("remarks", ()), *moving.get("remarks", ())]))  # the size is in both
     for name, reason in {**told.get("left_out", {}), **moving.get("left_out", {})}.items():
         remarks.append(f"Without {name.replace('_', ' ')}: {reason}")
     if told.get("relative_mce") is not None:

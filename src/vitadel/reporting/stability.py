@@ -110,7 +110,8 @@ def stability_tables(told: Mapping[str, Any]) -> list[dict[str, Any]]:
         },
         {
             "caption": f"Cosine with the clean image: {_SIMILARITIES[told['similarity']]}, a mean over heads, "
-            f"layers and {told['watched']} masks; and how far the last block's features went.",
+            f"layers and, for random patches, {told['watched']} masks (others are chosen once); and how far the last "
+            "block's features went, likewise.",
             "headings": ["patches", "cosine of attention", "worst mask of each image", "drift, last block"],
             "rows": nearness,
         },

@@ -10,7 +10,8 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from vitadel.errors import Mistake
 from vitadel.version import __version__
 
-__all__ = ["RunFolder", "append", "open_run", "write_atomically", "write_json"]
+__all__ = ["RunFolder", "append", "disk_trouble_told", "open_run", "write_atomically", "write_json"]
 
 _COMMAND = "command.json"
 _PARTIAL = "partial"
@@ -29,7 +30,7 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
 
     Until it has its `mode`, only its owner can read it.
     """
-    try:
+    with disk_trouble_told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
@@ -42,26 +43,26 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-    except OSError as error:
-        raise _disk_trouble(path, error) from error
 
 
 def append(path: Path, text: str) -> None:
     """Add to a file; what a kill leaves half written is for the reader to recognise."""
+    with disk_trouble_told(path), path.open("a") as file:
+        file.write(text)
+
+
+@contextmanager
+def disk_trouble_told(path: Path) -> Iterator[None]:
+    """Around what writes `path`: a full disk, or one that cannot be written to, is not our fault."""
     try:
-        with path.open("a") as file:
-            file.write(text)
+        yield
     except OSError as error:
-        raise _disk_trouble(path, error) from error
-
-
-def _disk_trouble(path: Path, error: OSError) -> Mistake:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Mistake(
-            f"no space left on the disk while writing {path}. What was finished before is kept: free some space "
-            "and go on with the same command and --resume."
-        )
-    return Mistake(f"cannot write {path}: {error.strerror or error}. Choose another folder with --out.")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Mistake(
+                f"no space left on the disk while writing {path}. What was finished before is kept: free some space "
+                "and go on with the same command and --resume."
+            ) from error
+        raise Mistake(f"cannot write {path}: {error.strerror or error}. Choose another folder with --out.") from error
 
 
 def write_json(path: Path, value: object) -> None:

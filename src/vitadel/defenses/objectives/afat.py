@@ -19,6 +19,8 @@ from vitadel.types import Attack
 
 __all__ = ["Afat"]
 
+_ENLARGED = 2.0**16  # the loss whose gradient is asked for beside the training's own: in fp16 it would be lost
+
 
 @dataclass(frozen=True)
 class Afat:
@@ -67,16 +69,21 @@ class Afat:
         )
         if self.fill == "drop" and self.share == 1:
             raise Mistake("with fill: drop and share 1 no token would be left; choose a smaller share")
+        if self.fill == "drop" and self.same_paths:
+            raise Mistake(
+                "fill: drop needs a pass for each version of an image, so that drop-path cannot leave out the same "
+                "paths in both; leave out same_paths"
+            )
         opponent = Opponent(
-            self.share,
-            self.rounding,
-            self.side,
-            self.selector != "random",
-            self.rate,
-            self.momentum,
-            self.weight_decay,
-            self.gradient,
-            self.gradient_length,
+            share=self.share,
+            rounding=self.rounding,
+            side=self.side,
+            learns=self.selector != "random",
+            rate=self.rate,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            gradient=self.gradient,
+            gradient_length=self.gradient_length,
         )
         object.__setattr__(self, "opponent", opponent)
 
@@ -102,8 +109,9 @@ class Afat:
         if climbs_ce:
             # The opponent's gradient as a product with numbers, so that the model learns nothing from these answers.
             harm = cross_entropy(pair.altered, y, self.label_smoothing).mean()
-            (slope,) = torch.autograd.grad(harm, used, retain_graph=True)
-            pull = (keep * slope).sum()
+            (slope,) = torch.autograd.grad(_ENLARGED * harm, used, retain_graph=True)
+            # What overflows counts as nothing: in the loss it would leave the model nothing to learn from.
+            pull = (keep * (slope / _ENLARGED).nan_to_num(0.0, 0.0, 0.0)).sum()
             loss = loss + pull - pull.detach()
         return {
             "loss": loss,
