@@ -18,7 +18,10 @@ class Size:
     as_json: Annotated[bool, typer.Option("--json")] = False
 
 
-def app_around(seen: list[object], size: Size = Size(1)) -> typer.Typer:
+ONE_WIDE = Size(1)
+
+
+def app_around(seen: list[object], size: Size = ONE_WIDE) -> typer.Typer:
     app = typer.Typer()
 
     @app.command()
