@@ -34,6 +34,12 @@ def test_a_field_belongs_to_its_sample():
     assert words(Draws.of_samples(0, [1]), 5).shape == (1, 5)
 
 
+def test_words_are_the_bits_of_the_streams():
+    draws = Draws.of_samples(3, [0, 5, 2**40])
+    assert torch.equal(words(draws, 3, 334), draws.bits(501).view(torch.int32).view(3, 3, 334))
+    assert torch.equal(words(draws, 7), draws.bits(4).view(torch.int32)[:, :7])
+
+
 @pytest.mark.parametrize("photons", [3, 60, 500])
 @pytest.mark.parametrize("level", [0, 1, 130, 255])
 def test_shot_noise_counts_photons(photons, level):

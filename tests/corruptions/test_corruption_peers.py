@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from corruption_pictures import array, assert_levels_agree, pictures
+from PIL import Image
 
 from vitadel.corruptions import blur, corrupt, digital, filtering, spatter, weather
 from vitadel.corruptions.frost_photos import PHOTOS, frost_photo
@@ -196,6 +197,38 @@ def test_displacements_are_scipys(alpha, sigma):
     ]
     ours = digital.displaced(x, torch.from_numpy(noise).float()[None], alpha, sigma)
     np.testing.assert_allclose(ours[0], expected, atol=1e-3)
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (224, 224), (96, 71), (2, 9), (300, 520)])
+@pytest.mark.parametrize("factor", [0.95, 0.85, 0.65, 0.6, 0.5, 0.4, 0.3, 0.25, 0.07, 0.003])
+def test_pixelation_is_pillows(height, width, factor):
+    pixels = torch.randint(0, 256, (2, 3, height, width), generator=torch.Generator().manual_seed(0)).byte()
+    ours = digital.pixelate(pixels, Draws.of_samples(0, range(2)), factor)
+    small = max(1, int(width * factor)), max(1, int(height * factor))
+    for before, after in zip(pixels, ours, strict=True):
+        picture = Image.fromarray(before.permute(1, 2, 0).numpy()).resize(small, Image.Resampling.BOX)
+        expected = np.asarray(picture.resize((width, height), Image.Resampling.NEAREST))
+        np.testing.assert_array_equal(after.permute(1, 2, 0), expected)
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (224, 224), (65, 97), (1, 1)])
+@pytest.mark.parametrize("quality", [7, 25, 58, 80])
+def test_both_codecs_give_the_same_pixels(height, width, quality):
+    picture = array(pictures(1, height, width)[0])
+    expected = digital._through_pillow(picture, quality)
+    np.testing.assert_array_equal(digital._through_torchvision(picture, quality), expected)
+
+
+def test_images_along_their_own_angles_are_blurred_one_by_one():
+    pixels = pictures(6, 40, 36).mul(255).round().to(torch.uint8)
+    angles = torch.tensor([30.0, -44.0, 30.0, 0.0, 29.9, -100.0], dtype=torch.float64)
+    for nearest in (False, True):
+        together = filtering.blurred_along(pixels, angles, 20, 8, nearest)
+        for image, angle, blurred in zip(pixels, angles.tolist(), together, strict=True):
+            taps = filtering.motion_taps(20, 8, angle, 40, 36)
+            padded = np.pad(image.numpy().astype(np.int64), ((0, 0), (64, 64), (64, 64)), mode="edge")
+            total = sum(w * padded[:, 64 + dy : 104 + dy, 64 + dx : 100 + dx] for dy, dx, w in taps)
+            np.testing.assert_array_equal(blurred, (total + nearest * 2**21) >> 22)
 
 
 def drops(height: int, width: int, sigma: float, seed: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vitadel.corruptions import blur, digital, noise, weather
 from vitadel.corruptions.constants import COMMON, EXTRA, TABLES, Table, table_for
+from vitadel.corruptions.filtering import cut
 from vitadel.corruptions.spatter import spatter
 from vitadel.errors import Mistake, nearest_names
 from vitadel.runtime.draws import Draws
@@ -59,14 +60,14 @@ def corrupt(
             f"{x.shape[3]}: enlarge them or leave this corruption out"
         )
     draws = fitting(x, draws).stream(name, severity)
-    pixels = as_bytes(x)
     count = max(1, _PIXELS_AT_ONCE // (x.shape[2] * x.shape[3]))
-    pieces = [
-        _FUNCTIONS[name](part, Draws(keys), *row)
-        for part, keys in zip(pixels.split(count), draws.keys.split(count), strict=True)
-        if len(part)
-    ]
-    return as_floats(torch.cat(pieces) if pieces else pixels, x)
+    result = torch.empty(x.shape, dtype=x.dtype)
+    # Also the way to 8 bits and back is piece by piece: what is still in the cache need not be fetched again.
+    for first in range(0, len(x), count):
+        part = slice(first, first + count)
+        pixels = _FUNCTIONS[name](as_bytes(x[part]), Draws(draws.keys[part]), *row)
+        torch.div(pixels, 255, out=result[part])
+    return result.to(x.device)
 
 
 def minimum_size(name: str) -> int:
@@ -101,7 +102,7 @@ def fitting(x: Tensor, draws: Draws | None) -> Draws:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    return x.detach().cpu().mul(255).round_().to(torch.uint8).contiguous()
+    return cut(x.detach().cpu().mul(255).round_().contiguous())
 
 
 def as_floats(pixels: Tensor, like: Tensor) -> Tensor:

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from vitadel.corruptions.filtering import (
     FLOAT32_SLACK,
+    blurred_along,
     bytes_below,
     clipped_zoom,
     correlate,
     disk,
-    motion_blurred,
-    motion_taps,
     smoothed,
     zoom_crop,
 )
@@ -46,10 +45,7 @@ def defocus_blur(pixels: Tensor, draws: Draws, radius: float, alias_sigma: float
 
 def motion_blur(pixels: Tensor, draws: Draws, radius: float, sigma: float) -> Tensor:
     """ImageMagick's one-sided blur along a ray within 45 degrees of the horizontal: the picture also drifts."""
-    angles = between(draws, -45, 45).tolist()
-    height, width = pixels.shape[2:]
-    taps = (motion_taps(radius, sigma, angle, height, width) for angle in angles)
-    return torch.stack([motion_blurred(image, rays) for image, rays in zip(pixels, taps, strict=True)])
+    return blurred_along(pixels, between(draws, -45, 45), radius, sigma)
 
 
 def zoom_blur(pixels: Tensor, draws: Draws, stop: float, step: float) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import groupby, zip_longest
 
 import numpy as np
 import torch
@@ -14,9 +15,11 @@ from torch.nn import functional as F
 
 __all__ = [
     "FLOAT32_SLACK",
+    "blurred_along",
     "bytes_below",
     "clipped_zoom",
     "correlate",
+    "cut",
     "disk",
     "mirrored",
     "motion_blurred",
@@ -26,10 +29,13 @@ __all__ = [
     "zoom_crop",
 ]
 
+Tap = tuple[int, int, int]  # down, right, weight
+
 FLOAT32_SLACK = 1e-4
 """What sums of float32 can be off by, on the scale of 0 to 255."""
 
-_FIXED_POINT = 1 << 22  # 255 times this still fits 32 bits
+_FIXED_BITS = 22
+_FIXED_POINT = 1 << _FIXED_BITS  # 255 times this still fits 32 bits
 _SHIFTS_AT_MOST = 32  # kernels with more taps are cheaper by Fourier transform
 _NEGLIGIBLE = 1e-12  # a tap that changes no pixel of 8 bits
 
@@ -41,7 +47,12 @@ def bytes_below(values: Tensor, slack: float = 0.0) -> Tensor:
     """
     if slack:
         values.add_(slack)
-    return values.clamp_(0, 255).to(torch.uint8)
+    return cut(values.clamp_(0, 255))
+
+
+def cut(values: Tensor) -> Tensor:
+    """Values within 0 to 255 cut to 8 bits; by NumPy, which does this several times faster than torch."""
+    return torch.from_numpy(values.numpy().astype(np.uint8))
 
 
 def _gaussian(sigma: float, radius: int) -> list[float]:
@@ -161,7 +172,7 @@ def clipped_zoom(planes: Tensor, zoom: float, size: tuple[int, int]) -> Tensor:
     return planes[:, :, top : top + size[0], left : left + size[1]]
 
 
-def motion_taps(radius: float, sigma: float, angle: float, height: int, width: int) -> list[tuple[int, int, int]]:
+def motion_taps(radius: float, sigma: float, angle: float, height: int, width: int) -> list[Tap]:
     """ImageMagick's motion blur: (down, right, weight) of the pixels that are averaged, on one side of the centre only.
 
     Half a Gaussian along a ray at `angle` degrees, sampled at whole pixels; the weights are integers. It ends where
@@ -183,17 +194,38 @@ def motion_taps(radius: float, sigma: float, angle: float, height: int, width: i
     return taps
 
 
-def motion_blurred(image: Tensor, taps: list[tuple[int, int, int]], nearest: bool = False) -> Tensor:
+def motion_blurred(image: Tensor, taps: list[Tap], nearest: bool = False) -> Tensor:
     """8-bit planes (c, height, width) averaged over `taps`, edges replicated; cut to 8 bits or rounded to `nearest`."""
-    height, width = image.shape[1:]
-    downs, rights, _ = zip(*taps, strict=True)
+    return _averaged(image[None], [taps], nearest)[0]
+
+
+def blurred_along(pixels: Tensor, angles: Tensor, radius: float, sigma: float, nearest: bool = False) -> Tensor:
+    """Motion blur of images (n, c, height, width), each along its own angle in degrees."""
+    height, width = pixels.shape[2:]
+    # In the order of the angles, because images next to each other then share most of their taps.
+    ascending, order = angles.sort()
+    taps = [motion_taps(radius, sigma, angle, height, width) for angle in ascending.tolist()]
+    return _averaged(pixels.index_select(0, order), taps, nearest).index_select(0, order.argsort())
+
+
+def _averaged(pixels: Tensor, taps: list[list[Tap]], nearest: bool) -> Tensor:
+    """Each image under its own taps; neighbours in the batch with the same tap are added in one call."""
+    height, width = pixels.shape[2:]
+    downs, rights, _ = zip(*(tap for rays in taps for tap in rays), strict=True)
     top, bottom, left, right = min(downs), max(downs), min(rights), max(rights)  # the first tap is (0, 0)
     rows = torch.arange(top, height + bottom).clamp_(0, height - 1)
     columns = torch.arange(left, width + right).clamp_(0, width - 1)
-    padded = image.index_select(1, rows).index_select(2, columns).to(torch.int32)
-    total = torch.full_like(image, _FIXED_POINT // 2 if nearest else 0, dtype=torch.int32)
-    for dy, dx, weight in taps:
-        # A view made in one call: on small images slicing would cost more than adding.
-        start = (dy - top) * padded.shape[2] + dx - left
-        total.add_(padded.as_strided(image.shape, padded.stride(), start), alpha=weight)
-    return total.div_(_FIXED_POINT, rounding_mode="floor").to(torch.uint8)
+    padded = pixels.index_select(2, rows).index_select(3, columns).to(torch.int32)
+    total = torch.full_like(pixels, _FIXED_POINT // 2 if nearest else 0, dtype=torch.int32)
+    stride = padded.stride()
+    for together in zip_longest(*taps):
+        first = 0
+        for tap, run in groupby(together):
+            count = len(list(run))
+            if tap is not None:
+                # A view made in one call: on small images slicing would cost more than adding.
+                start = first * stride[0] + (tap[0] - top) * stride[2] + tap[1] - left
+                moved = padded.as_strided((count, *pixels.shape[1:]), stride, start)
+                total.narrow(0, first, count).add_(moved, alpha=tap[2])
+            first += count
+    return cut(total.bitwise_right_shift_(_FIXED_BITS))

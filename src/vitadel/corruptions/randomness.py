@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,11 +12,31 @@ from vitadel.runtime.draws import Draws
 
 __all__ = ["between", "normal_field", "uniform_field", "words"]
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIXING = (  # SplitMix64's finaliser, as in `Draws`: shift, then factor
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+    (np.uint64(31), None),
+)
+
 
 def words(draws: Draws, *shape: int) -> Tensor:
     """32 random bits per cell as signed integers, shape (samples, *shape)."""
     cells = math.prod(shape)
-    return draws.bits((cells + 1) // 2).view(torch.int32)[:, :cells].reshape(len(draws), *shape)
+    return _bits(draws, (cells + 1) // 2).view(torch.int32)[:, :cells].reshape(len(draws), *shape)
+
+
+def _bits(draws: Draws, cells: int) -> Tensor:
+    """`draws.bits(cells)`, at half its cost: images need so many that scratch memory and masks for shifts count."""
+    counter = np.arange(1, cells + 1, dtype=np.uint64) * _GOLDEN
+    bits = draws.keys.numpy().view(np.uint64)[:, None] + counter
+    shifted = np.empty_like(bits)
+    for shift, factor in _MIXING:
+        np.right_shift(bits, shift, out=shifted)
+        np.bitwise_xor(bits, shifted, out=bits)
+        if factor is not None:
+            np.multiply(bits, factor, out=bits)
+    return torch.from_numpy(bits.view(np.int64))
 
 
 def uniform_field(draws: Draws, *shape: int) -> Tensor:
@@ -34,7 +55,10 @@ def normal_field(draws: Draws, *shape: int) -> Tensor:
     pairs = (cells + 1) // 2
     bits = words(draws, 2, pairs).to(torch.float32)
     # Half a step above zero: the logarithm stays finite, and the longest radius is 6.8.
-    radius = bits[:, 0].mul(2.0**-32).add_(0.5 + 2.0**-33).clamp_(min=2.0**-33).log_().mul_(-2).sqrt_()
+    radius = bits[:, 0].mul_(2.0**-32).add_(0.5 + 2.0**-33).clamp_(min=2.0**-33).log_().mul_(-2).sqrt_()
     angle = bits[:, 1].mul_(2 * math.pi * 2.0**-32)
-    field = torch.stack((torch.cos(angle).mul_(radius), torch.sin(angle).mul_(radius)), dim=1)
-    return field.view(len(draws), 2 * pairs)[:, :cells].reshape(len(draws), *shape)
+    cosine = torch.cos(angle)
+    # In place: both are views of `bits`, which becomes the field.
+    angle.sin_().mul_(radius)
+    radius.mul_(cosine)
+    return bits.view(len(draws), 2 * pairs)[:, :cells].reshape(len(draws), *shape)

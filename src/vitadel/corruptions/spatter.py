@@ -6,11 +6,12 @@ an equalised histogram. They are here in whole numbers, for batches, with the co
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitadel.corruptions.filtering import FLOAT32_SLACK, bytes_below, mirrored, smoothed
+from vitadel.corruptions.filtering import FLOAT32_SLACK, bytes_below, smoothed
 from vitadel.corruptions.randomness import normal_field
 from vitadel.runtime.draws import Draws
 
@@ -76,23 +77,23 @@ def _around(planes: Tensor, down: int, right: int, padded: Tensor) -> Tensor:
     return padded[:, 1 + down : 1 + down + height, 1 + right : 1 + right + width]
 
 
-def _padded(planes: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    return planes.index_select(1, rows).index_select(2, columns)
-
-
-def _padded_by_mirror(planes: Tensor) -> Tensor:
-    return _padded(planes, *(mirrored(length, 1) for length in planes.shape[1:]))
+def _padded(planes: Tensor, inwards: int) -> Tensor:
+    """One more row and column on every side: copies of those that lie `inwards` of the edge (0: the edge itself)."""
+    for dim in (1, 2):
+        last = planes.shape[dim] - 1 - inwards
+        planes = torch.cat((planes.narrow(dim, inwards, 1), planes, planes.narrow(dim, last, 1)), dim)
+    return planes
 
 
 def _box(planes: Tensor) -> Tensor:
     """The mean of 3 x 3 pixels; whole numbers stay exact, because they are summed before they are scaled."""
-    padded = _padded_by_mirror(planes)
+    padded = _padded(planes, 1)
     tall = (padded[:, :-2] + padded[:, 1:-1]).add_(padded[:, 2:])
     return (tall[:, :, :-2] + tall[:, :, 1:-1]).add_(tall[:, :, 2:]).mul_(1 / 9)
 
 
 def _embossed(planes: Tensor) -> Tensor:
-    padded = _padded_by_mirror(planes)
+    padded = _padded(planes, 1)
     total = torch.zeros_like(planes)
     for (down, right), weight in zip(
         ((-1, -1), (-1, 0), (0, -1), (0, 0), (0, 1), (1, 0), (1, 1)), (-2, -1, -1, 1, 1, 1, 2), strict=True
@@ -104,8 +105,9 @@ def _embossed(planes: Tensor) -> Tensor:
 def equalised(planes: Tensor) -> Tensor:
     """Levels 0 ... _FARTHEST spread over 0 ... 255 by how many pixels lie below; a flat plane stays as it is."""
     flat = planes.flatten(1).long()
-    counts = torch.zeros(len(flat), _FARTHEST + 1, dtype=torch.int64)
-    counts.scatter_add_(1, flat, torch.ones_like(flat))
+    bins = len(flat) * (_FARTHEST + 1)
+    numbered = flat + torch.arange(0, bins, _FARTHEST + 1)[:, None]
+    counts = numbered.flatten().bincount(minlength=bins).view(len(flat), _FARTHEST + 1)
     below = counts.cumsum(1)
     lowest = flat.amin(1, keepdim=True)
     first = counts.gather(1, lowest)
@@ -118,8 +120,7 @@ def equalised(planes: Tensor) -> Tensor:
 
 def edges(planes: Tensor, low: int, high: int) -> Tensor:
     """Canny's edges of planes (n, height, width): ridges of the gradient above `high`, or above `low` beside one."""
-    edge = [torch.arange(-1, length + 1).clamp_(0, length - 1) for length in planes.shape[1:]]
-    padded = _padded(planes.to(torch.int16), *edge)
+    padded = _padded(planes.to(torch.int16), 0)
     tall = padded[:, :-2] + padded[:, 2:] + 2 * padded[:, 1:-1]
     wide = padded[:, :, :-2] + padded[:, :, 2:] + 2 * padded[:, :, 1:-1]
     dx, dy = tall[:, :, 2:] - tall[:, :, :-2], wide[:, 2:] - wide[:, :-2]
@@ -135,8 +136,11 @@ def edges(planes: Tensor, low: int, high: int) -> Tensor:
     along = (size > beyond(-1, 0)) & (size >= beyond(1, 0))
     falling = (size > beyond(-1, -1)) & (size > beyond(1, 1))
     rising = (size > beyond(-1, 1)) & (size > beyond(1, -1))
-    slanted = torch.where((dx ^ dy) < 0, rising, falling)
-    ridge = torch.where(rise < flat, across, torch.where(rise > flat + (run << 16), along, slanted))
+    upwards = (dx ^ dy) < 0
+    level, steep = rise < flat, rise > flat.add(run, alpha=1 << 16)
+    # Masks, because choosing between truth values is slow in torch.
+    slanted = (rising & upwards).logical_or_(falling & ~upwards)
+    ridge = (across & level).logical_or_(along & steep).logical_or_(slanted & ~(level | steep))
     weak = ridge & (size > low)
     found = weak & (size > high)
     while True:
@@ -161,20 +165,21 @@ def chamfer(sources: Tensor) -> Tensor:
     once: runs of 1, 2, 4 ... steps make every number of them.
     """
     far = _FARTHEST * _UNIT
-    field = torch.full(sources.shape, far, dtype=torch.int32).masked_fill_(sources, 0)
-    spare = torch.empty_like(field)
+    n, height, width = sources.shape
+    # Images lie in memory as one line each, and a step is a shift of that line. It runs over the ends of rows, which
+    # are too far apart for a path from one to the next to count.
+    broad = width + _FARTHEST
+    field = torch.full((n, height, broad), far, dtype=torch.int32)
+    field[:, :, :width].masked_fill_(sources, 0)
+    lines = field.view(n, -1).numpy()
+    spare = np.empty_like(lines)
     for (down, right), cost in _STEPS.items():
         run = 1
         while run * cost < far:
-            here, there = _ahead(down * run), _ahead(-down * run)
-            across, back = _ahead(right * run), _ahead(-right * run)
-            target, reached = field[:, here, across], spare[:, here, across]
-            torch.add(field[:, there, back], run * cost, out=reached)
-            torch.minimum(target, reached, out=target)
+            shift = (down * broad + right) * run
+            start, end = max(shift, 0), max(lines.shape[1] + min(shift, 0), 0)
+            target, reached = lines[:, start:end], spare[:, start:end]
+            np.add(lines[:, start - shift : max(end - shift, 0)], np.int32(run * cost), out=reached)
+            np.minimum(target, reached, out=target)
             run *= 2
-    return field
-
-
-def _ahead(shift: int) -> slice:
-    """The part of a line that lies `shift` after something on it."""
-    return slice(shift, None) if shift >= 0 else slice(None, shift)
+    return field[:, :, :width]

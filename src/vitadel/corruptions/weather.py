@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitadel.corruptions.colour import hue_saturation_value, of_hue_saturation_value
-from vitadel.corruptions.filtering import bytes_below, clipped_zoom, motion_blurred, motion_taps, zoom_crop
+from vitadel.corruptions.filtering import blurred_along, bytes_below, clipped_zoom, zoom_crop
 from vitadel.corruptions.frost_photos import PHOTOS, frost_photo
 from vitadel.corruptions.randomness import between, normal_field, uniform_field
 from vitadel.runtime.draws import Draws
@@ -31,13 +31,8 @@ def snow(
 ) -> Tensor:
     """Enlarged noise cut at a threshold makes flakes; they fall along a ray, over a picture that turns pale."""
     layer = flakes(draws, (pixels.shape[2], pixels.shape[3]), loc, scale, zoom, threshold)
-    angles = between(draws.stream("angle"), -135, -45).tolist()
-    height, width = pixels.shape[2:]
-    fallen = [
-        motion_blurred(image, motion_taps(radius, sigma, angle, height, width), nearest=True)
-        for image, angle in zip(layer, angles, strict=True)
-    ]
-    return snowed(pixels, torch.stack(fallen), mix)
+    angles = between(draws.stream("angle"), -135, -45)
+    return snowed(pixels, blurred_along(layer, angles, radius, sigma, nearest=True), mix)
 
 
 def flakes(draws: Draws, size: tuple[int, int], loc: float, scale: float, zoom: float, threshold: float) -> Tensor:
