@@ -79,7 +79,7 @@ def test_the_facts_of_the_leaderboards():
 def test_a_run_by_the_book_bears_the_name(name):
     protocol = PROTOCOLS[name]
     data = "imagenet:somewhere" if "imagenet" in protocol.data else protocol.data[0]
-    subject = subject_of(data, protocol.images)
+    subject = subject_of(data, protocol.images, protocol.pixels or 64)
     found = told(order_of(name), subject)
     assert (found["name"], found["comparable_with"]) == (name, protocol.comparable_with)
     assert found["differences"] == {}
@@ -117,7 +117,7 @@ def test_training_images_and_nameless_data_are_other_data():
 
 
 def test_attacks_in_a_row_are_not_attacks_alone():
-    message = refusal(order_of("rvt", independent=False), subject_of("imagenet:x", 50_000))
+    message = refusal(order_of("rvt", independent=False), subject_of("imagenet:x", 50_000, side=224))
     assert "counting: attacks one after the other instead of each alone" in message
     assert message.count(" instead of ") == 1
     assert "counting" not in differences(
@@ -126,6 +126,37 @@ def test_attacks_in_a_row_are_not_attacks_alone():
         subject_of(),
         torch.arange(10_000),
     )  # of a single attack both are the same
+
+
+def test_an_attack_that_a_protocol_rules_out_is_a_difference_and_no_fault():
+    order = Order(attacks=("features-30(paper=true)",))  # cannot be built in the norm of robustbench-cifar10-l2
+    found = told(order, subject_of())
+    assert found["name"] is None
+    assert found["differences"]["attacks"].startswith("features-30(paper=true) instead of ")
+    wanted = PROTOCOLS["robustbench-cifar10-l2"]
+    assert "attacks" in differences(wanted, order, subject_of(), torch.arange(10_000))
+
+
+def test_weights_in_half_precision_are_another_precision():
+    subject = subject_of()
+    subject.model.to(torch.bfloat16)
+    message = refusal(order_of("robustbench-cifar10"), subject)
+    assert "precision of weights: bfloat16 instead of float32" in message
+    assert message.count(" instead of ") == 1
+
+
+def test_rvt_is_at_224_pixels():
+    message = refusal(order_of("rvt"), subject_of("imagenet:x", 50_000, side=384))
+    assert "size of attacked images: 384 x 384 instead of 224 x 224" in message
+    assert message.count(" instead of ") == 1
+
+
+def test_studies_on_other_images_are_other_attacks():
+    message = refusal(order_of("paper-aas", calibration="svhn"), subject_of())
+    assert "calibration: svhn instead of the training split" in message
+    assert message.count(" instead of ") == 1
+    idle = order_of("robustbench-cifar10", calibration="svhn")  # AutoAttack studies nothing
+    assert told(idle, subject_of())["name"] == "robustbench-cifar10"
 
 
 def test_five_thousand_images_are_not_yet_those_of_the_list(monkeypatch):

@@ -65,6 +65,17 @@ def wait_for_pieces(process: subprocess.Popen[bytes], out: Path, count: int) -> 
         time.sleep(0.01)
 
 
+def interrupt(process: subprocess.Popen[bytes]) -> None:
+    """As a person does: again, if nothing happens. C code that looks for an attribute can swallow the exception."""
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(timeout=4)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> tuple[str, bytes]:
     out = tmp_path_factory.mktemp("undisturbed") / "run"
@@ -113,7 +124,7 @@ def test_interrupted_by_control_c_says_how_to_go_on(tmp_path, undisturbed):
     out = tmp_path / "stopped"
     process = start([], out)
     wait_for_pieces(process, out, 1)
-    process.send_signal(signal.SIGINT)
+    interrupt(process)
     told = finish(process, 130)
     assert "Traceback" not in told
     assert f"--out={out} --resume" in told

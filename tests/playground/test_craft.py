@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitadel.attacks.names import make
 from vitadel.errors import Mistake
 from vitadel.evaluation.subject import open_subject
-from vitadel.playground.craft import Wish, craft, look, ready_attack, shown, transfer
+from vitadel.playground.craft import Tell, Wish, craft, look, ready_attack, shown, transfer
 from vitadel.playground.gaze import gaze
 from vitadel.playground.models import Opened
 from vits import make_vit, pixels
@@ -184,6 +184,18 @@ def test_attacks_that_study_the_model_are_made_ready_on_its_own_data() -> None:
     assert all(most is None for _, most in told)
     with pytest.raises(Mistake, match=r"studies the model.*--data SPEC"):
         ready_attack(opened(knows_data=False), Wish("aas+fgsm"))
+
+
+@pytest.mark.parametrize("tell", [None, lambda *_: None])
+def test_a_study_is_bounded_too(monkeypatch: pytest.MonkeyPatch, tell: Tell | None) -> None:
+    wish = Wish("aas(images=8,steps=3,select=false)+fgsm")  # 8 images, once as they are and three times on the way
+    monkeypatch.setattr("vitadel.playground.craft.MOST_PASSES", 32)
+    ready_attack(opened(), wish, 0, tell)
+    monkeypatch.setattr("vitadel.playground.craft.MOST_PASSES", 31)
+    beyond = opened()
+    with pytest.raises(Mistake, match=r"studies the model with more than 31 passes.*Take fewer images or steps"):
+        ready_attack(beyond, wish, 0, tell)
+    assert not beyond.subject.model._forward_hooks
 
 
 def test_hours_are_refused_beforehand() -> None:

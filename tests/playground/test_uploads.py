@@ -59,13 +59,36 @@ def test_a_photograph_stands_upright() -> None:
         (bomb(5001, 5000), "5001 x 5000 pixels, too many"),
         (bomb(10_000, 10_000), "too many"),
         (bomb(100_000, 100_000), "far too many pixels"),
+        (bomb(1, 25_000_000), "1 x 25000000 pixels, too long"),
+        (bomb(10_001, 2_000), "10001 x 2000 pixels, too long"),
+        (encoded("PNG", (3, 61)), "3 x 61 pixels, too long"),
     ],
-    ids=["empty", "svg", "gif", "bmp", "tiff", "cut off", "bytes", "pixels", "bomb", "huge bomb"],
+    ids=[
+        "empty",
+        "svg",
+        "gif",
+        "bmp",
+        "tiff",
+        "cut off",
+        "bytes",
+        "pixels",
+        "bomb",
+        "huge bomb",
+        "thread",
+        "long",
+        "narrow",
+    ],
 )
 def test_what_is_refused_and_how(content: bytes, said: str) -> None:
     with pytest.raises(Mistake, match=said) as refusal:
         read_upload(content)
     assert "PNG, JPEG or WebP of at most 10 MB and 25 million pixels" in str(refusal.value)
+    assert "no side over 10,000 pixels or 20 times the other" in str(refusal.value)
+
+
+@pytest.mark.parametrize("size", [(10_000, 500), (3, 60)])
+def test_what_is_just_not_too_long(size: tuple[int, int]) -> None:
+    assert read_upload(encoded("PNG", size)).size == size
 
 
 @pytest.mark.parametrize("content", [encoded("PNG"), b"no picture"])

@@ -116,10 +116,32 @@ def test_what_may_not_be_compared_is_said(tmp_path: Path) -> None:
     (pair,) = pairings([base, made("e", eps="1/255")])
     assert [row.what for row in pair.rows] == ["clean"]
     assert pair.remark == "Worst cases not compared: the threats differ (Linf 8/255, Linf 1/255)."
-    (pair,) = pairings([base, made("f", attacks={"pgd-20": EIGHT})])
-    assert len(pair.rows) == 2
-    assert "different attacks" in pair.remark
-    assert pairings([base, made("g", pending=["pgd-20"])]) == []
+    for name, attacks in (("f", {"pgd-20": EIGHT}), ("g", {"fgsm": EIGHT, "pgd-20": EIGHT})):
+        (pair,) = pairings([base, made(name, attacks=attacks)])
+        assert [row.what for row in pair.rows] == ["clean"]
+        assert "different attacks" in pair.remark
+    assert pairings([base, made("h", pending=["pgd-20"])]) == []
+
+
+def test_the_same_attacks_in_another_order_are_the_same_test(tmp_path: Path) -> None:
+    first = read_run(write_run(tmp_path / "a", correct=EIGHT, attacks={"fgsm": EIGHT, "pgd-20": EIGHT}))
+    second = read_run(write_run(tmp_path / "b", correct=EIGHT, attacks={"pgd-20": EIGHT, "fgsm": EIGHT}))
+    (pair,) = pairings([first, second])
+    assert ([row.what for row in pair.rows], pair.remark) == (["clean", "worst case"], "")
+
+
+@pytest.mark.parametrize("suites", [("ladder", "ladder"), ("ladder", None), (None, "trade-off")])
+def test_worst_cases_over_several_budgets_are_not_compared(
+    tmp_path: Path, suites: tuple[str | None, str | None]
+) -> None:
+    runs = []
+    for name, suite in zip("ab", suites, strict=True):
+        run = read_run(write_run(tmp_path / name, correct=EIGHT, attacks={"fgsm": EIGHT}, model=name))
+        run.results["suite"] = suite
+        runs.append(run)
+    (pair,) = pairings(runs)
+    assert [row.what for row in pair.rows] == ["clean"]
+    assert pair.remark.startswith("Worst cases not compared: not all attacks had one budget")
 
 
 def test_p_values_are_adjusted_over_all_pairs(tmp_path: Path) -> None:

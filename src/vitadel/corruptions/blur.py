@@ -44,7 +44,11 @@ def defocus_blur(pixels: Tensor, draws: Draws, radius: float, alias_sigma: float
 
 
 def motion_blur(pixels: Tensor, draws: Draws, radius: float, sigma: float) -> Tensor:
-    """ImageMagick's one-sided blur along a ray within 45 degrees of the horizontal: the picture also drifts."""
+    """ImageMagick's one-sided blur along a ray within 45 degrees of the horizontal: the picture also drifts.
+
+    Fractions of a level are cut off, as by the package imagecorruptions. Snow and sequences round them, as ImageMagick
+    does itself.
+    """
     return blurred_along(pixels, between(draws, -45, 45), radius, sigma)
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from vitadel.evaluation.audit import Order
     from vitadel.evaluation.subject import Subject
+    from vitadel.types import Attack
 
 __all__ = ["PROTOCOLS", "RVT", "Protocol", "differences", "list_digest", "protocol_named", "settings", "standing"]
 
@@ -104,6 +105,7 @@ RVT = Protocol(
     images=50_000,
     eps="1/255",
     attacks=("fgsm", "pgd-5(step=0.5/255)"),
+    pixels=224,
     independent=True,
     needs="imagenet:DIR, the whole validation split",
     remark="Five small steps at 1/255 say little about robustness: models that pass may fail stronger attacks.",
@@ -202,14 +204,7 @@ def differences(protocol: Protocol, order: Order, subject: Subject, indices: Ten
         found["data"] = f"{subject.data_spec} instead of {protocol.needs or ' or '.join(protocol.data)}"
     hold("norm", order.norm, protocol.norm)
     hold("eps", amount_text(order.eps), protocol.eps)
-    if _meaning(order.attacks, protocol) != _meaning(protocol.attacks, protocol):
-        found["attacks"] = f"{', '.join(order.attacks)} instead of {', '.join(protocol.attacks)}"
-    elif order.independent != protocol.independent and len(order.attacks) > 1:
-        found["counting"] = (
-            "attacks one after the other instead of each alone (--independent)"
-            if protocol.independent
-            else "each attack alone instead of one after the other"
-        )
+    found |= _about_attacks(protocol, order)
     hold("images", f"{len(indices):,}", f"{protocol.images:,}")
     if protocol.image_list and "images" not in found:
         names = [subject.source.name(index) for index in indices.tolist()]
@@ -219,6 +214,7 @@ def differences(protocol: Protocol, order: Order, subject: Subject, indices: Ten
         height, width = subject.preprocess.shape
         hold("size of attacked images", f"{height} x {width}", f"{protocol.pixels} x {protocol.pixels}")
     hold("precision", order.precision, "fp32")
+    hold("precision of weights", _weights(subject), "float32")
     if order.skip_bad:
         found["unreadable images"] = "left out (--skip-bad) instead of told as a fault"
     return found
@@ -240,10 +236,43 @@ def _kind(subject: Subject) -> tuple[str, str | None]:
     return request.kind, request.split
 
 
-def _meaning(names: Iterable[str], protocol: Protocol) -> list[object]:
-    """What attacks do within the protocol's budget, however they are written: 'autoattack' is 'autoattack-100'."""
+def _weights(subject: Subject) -> str:
+    """The types of the model's parameters: in half precision they compute in it, whatever the run asks for."""
+    types = {str(each.dtype) for each in subject.model.parameters() if each.is_floating_point()}
+    return ", ".join(sorted(name.removeprefix("torch.") for name in types)) or "float32"
+
+
+def _about_attacks(protocol: Protocol, order: Order) -> dict[str, str]:
+    """Other attacks; or the same, counted in another way or prepared on other images."""
+    from vitadel.evaluation.calibration import studies
+
+    wanted = _built(protocol.attacks, protocol)
+    try:
+        same = _meaning(_built(order.attacks, protocol)) == _meaning(wanted)
+    except Mistake:  # an attack that the protocol's norm or budget rules out is none of its attacks
+        same = False
+    if not same:
+        return {"attacks": f"{', '.join(order.attacks)} instead of {', '.join(protocol.attacks)}"}
+    found = {}
+    if order.independent != protocol.independent and len(order.attacks) > 1:
+        found["counting"] = (
+            "attacks one after the other instead of each alone (--independent)"
+            if protocol.independent
+            else "each attack alone instead of one after the other"
+        )
+    if order.calibration is not None and any(map(studies, wanted)):
+        found["calibration"] = f"{order.calibration} instead of the training split (no --calibration)"
+    return found
+
+
+def _built(names: Iterable[str], protocol: Protocol) -> list[Attack]:
     from vitadel.attacks.names import make
+
+    return [make(name, eps=protocol.eps, norm=protocol.norm) for name in names]
+
+
+def _meaning(attacks: Iterable[Attack]) -> list[object]:
+    """What attacks do, however they are written: 'autoattack' is 'autoattack-100'."""
     from vitadel.attacks.settings import settings_of
 
-    built = [make(name, eps=protocol.eps, norm=protocol.norm) for name in names]
-    return [(type(attack).__name__, settings_of(attack)) for attack in built]
+    return [(type(attack).__name__, settings_of(attack)) for attack in attacks]

@@ -14,7 +14,7 @@ from vitadel.errors import Mistake
 from vitadel.playground import panels
 from vitadel.playground.craft import Crafted, Wish, craft, ready_attack, transfer
 from vitadel.playground.models import Chosen, Opened, Shelf
-from vitadel.playground.uploads import MOST_BYTES, MOST_PIXELS, take_upload
+from vitadel.playground.uploads import MOST_BYTES, MOST_PIXELS, MOST_RATIO, MOST_SIDE, take_upload
 
 # Before gradio is imported: it reads this once.
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
@@ -79,7 +79,10 @@ def _image_choice(shelf: Shelf, chosen: gr.State, page: gr.Blocks) -> None:
     """A number of the data, or a file; what was picked last is taken."""
     number = gr.Number(0, label=f"Image of {shelf.data}, by number", precision=0, minimum=0, elem_id="number")
     upload = gr.UploadButton("or send your own", file_types=_SUFFIXES, size="sm", elem_id="upload")
-    limits = f"PNG, JPEG or WebP, at most {MOST_BYTES // 2**20} MB and {MOST_PIXELS // 10**6} million pixels."
+    limits = (
+        f"PNG, JPEG or WebP, at most {MOST_BYTES // 2**20} MB and {MOST_PIXELS // 10**6} million pixels, no side over "
+        f"{MOST_SIDE:,} or {MOST_RATIO} times the other."
+    )
     gr.HTML(f'<div class="vd muted"><small>{limits} Read in memory and not kept.</small></div>')
     preview = gr.HTML(elem_id="preview")
 

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 MOST_PASSES = 50_000
-"""Of one attack: a page in a browser is no place for a search that takes hours."""
+"""Of one attack on its image, and of all images of its study: a page in a browser is no place for what takes hours."""
 
 Tell = Callable[[int, int | None], None]
 """(passes done, the most that there can be, if that is known)"""
@@ -141,7 +141,7 @@ def ready_attack(opened: Opened, wish: Wish, index: int | None = None, tell: Tel
     subject, here = opened.subject, Processes(0, 1, opened.device)
     bench = Bench(subject.model, subject.source, subject.preprocess, MemoryLedger(), here, BATCH, wish.seed)
     attacked = torch.tensor([] if index is None else [index], dtype=torch.int64)
-    with _followed(subject.model, None, tell):
+    with _followed(subject.model, None, tell, study_of=wish.attack):
         return calibrated(attack, bench, subject, attacked, None)
 
 
@@ -177,17 +177,24 @@ def craft(model: nn.Module, x: Tensor, attack: Attack, wish: Wish, tell: Tell | 
 
 
 @contextmanager
-def _followed(model: nn.Module, most: int | None, tell: Tell | None) -> Iterator[None]:
-    """Tell of every pass: attacks have loops of their own, and passes through the model are what they share."""
-    if tell is None:
-        yield
-        return
-    done = 0
+def _followed(model: nn.Module, most: int | None, tell: Tell | None, study_of: str = "") -> Iterator[None]:
+    """Tell of every pass: attacks have loops of their own, and passes through the model are what they share.
 
-    def passed(*_: object) -> None:
-        nonlocal done
-        done += 1
-        tell(done if most is None else min(done, most), most)
+    The study of an attack, which does not say beforehand how long it is, ends where it takes too long.
+    """
+    done = images = 0
+
+    def passed(_model: nn.Module, _inputs: object, logits: Tensor) -> None:
+        nonlocal done, images
+        done, images = done + 1, images + len(logits)
+        if study_of and images > MOST_PASSES:
+            raise Mistake(
+                f"{study_of} studies the model with more than {MOST_PASSES:,} passes, counted by images, and the "
+                "playground allows no more. Take fewer images or steps, as in aas(images=64,steps=5)+pgd-20, or run it "
+                "with `vitadel attack`."
+            )
+        if tell is not None:
+            tell(done if most is None else min(done, most), most)
 
     handle = model.register_forward_hook(passed)
     try:

@@ -10,14 +10,20 @@ from PIL import Image, ImageOps
 from vitadel.data.images import to_rgb
 from vitadel.errors import Mistake
 
-__all__ = ["FORMATS", "MOST_BYTES", "MOST_PIXELS", "read_upload", "take_upload"]
+__all__ = ["FORMATS", "MOST_BYTES", "MOST_PIXELS", "MOST_RATIO", "MOST_SIDE", "read_upload", "take_upload"]
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MOST_BYTES = 10 * 2**20
 MOST_PIXELS = 25_000_000
 """Counted before anything is decoded: a few kilobytes can hold a picture that fills all memory."""
 
-_ALLOWED = f"Send a PNG, JPEG or WebP of at most {MOST_BYTES // 2**20} MB and {MOST_PIXELS // 10**6} million pixels."
+MOST_SIDE, MOST_RATIO = 10_000, 20
+"""Models take the shorter side to some hundred pixels: a picture one pixel wide would grow by its length."""
+
+_ALLOWED = (
+    f"Send a PNG, JPEG or WebP of at most {MOST_BYTES // 2**20} MB and {MOST_PIXELS // 10**6} million pixels, no side "
+    f"over {MOST_SIDE:,} pixels or {MOST_RATIO} times the other."
+)
 
 
 def read_upload(content: bytes, most_pixels: int = MOST_PIXELS) -> Image.Image:
@@ -28,8 +34,11 @@ def read_upload(content: bytes, most_pixels: int = MOST_PIXELS) -> Image.Image:
         raise Mistake(f"the file is too large. {_ALLOWED}")
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as picture:
-            if picture.width * picture.height > most_pixels:
+            short, long = sorted(picture.size)
+            if short * long > most_pixels:
                 raise Mistake(f"the picture has {picture.width} x {picture.height} pixels, too many. {_ALLOWED}")
+            if long > min(MOST_SIDE, MOST_RATIO * short):
+                raise Mistake(f"the picture has {picture.width} x {picture.height} pixels, too long. {_ALLOWED}")
             return to_rgb(ImageOps.exif_transpose(picture))
     except Mistake:
         raise

@@ -73,6 +73,11 @@ class Run:
         return list(self.results.get("attacks", []))
 
     @property
+    def one_budget(self) -> bool:
+        """Whether all attacks had one budget; suites with several are told in sections of their own."""
+        return self.results.get("suite") not in ("ladder", "trade-off")
+
+    @property
     def pending(self) -> list[str]:
         """Names of the attacks that were asked for and are not done."""
         done = {entry["name"] for entry in self.attacks}

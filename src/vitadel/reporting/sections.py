@@ -32,7 +32,7 @@ from vitadel.reporting.pairs import pairings
 from vitadel.reporting.stability import draw_stability, stability_remarks, stability_tables
 from vitadel.reporting.trade_off import draw_trade_off, trade_off_remarks, trade_off_tables
 
-__all__ = ["OF_A_RUN", "OVERVIEW", "Section", "command_line", "from_command_line", "one_budget"]
+__all__ = ["OF_A_RUN", "OVERVIEW", "Section", "command_line", "from_command_line"]
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,8 @@ def comparison(runs: Sequence[Run]) -> Section | None:
     return Section("comparison", "Side by side", {"rows": rows, "differing": differing_aspects(runs)})
 
 
-def one_budget(run: Run) -> bool:
-    """Whether all attacks of a run had one budget; suites with several are told in sections of their own."""
-    return run.results.get("suite") not in ("ladder", "trade-off")
-
-
 def accuracies(runs: Sequence[Run]) -> Section | None:
-    picture = draw_accuracies([run for run in runs if one_budget(run)])
+    picture = draw_accuracies([run for run in runs if run.one_budget])
     if picture is None:
         return None
     return Section("figure", "Accuracy, clean and under attack", {"picture": picture, "caption": _ACCURACIES})
@@ -137,7 +132,7 @@ def attacks(run: Run) -> Section | None:
             "forwards": entry["forward_calls"] / max(entry["attacked"], 1),
             "details": {**entry.get("settings", {}), **_about_judging(entry)},
         }
-        for entry in (run.attacks if one_budget(run) else ())
+        for entry in (run.attacks if run.one_budget else ())
     ]
     return Section("attacks", "Attacks", {"rows": rows, "threat": threat_text(run)}) if rows else None
 
@@ -147,7 +142,7 @@ def _about_judging(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def classes(run: Run) -> Section | None:
-    picture = draw_classes(run) if one_budget(run) else None
+    picture = draw_classes(run) if run.one_budget else None
     if picture is None:
         return None
     scores = sorted(class_scores(run), key=lambda score: score.name)

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from vitadel.reporting.adapter_maps import check_table
+from vitadel.reporting.corruptions import corruption_content
 from vitadel.reporting.figures import printable
 from vitadel.reporting.gather import Run, aspects, class_scores, plain, run_labels
 from vitadel.reporting.pairs import pairings
-from vitadel.reporting.sections import OF_A_RUN, one_budget
+from vitadel.reporting.stability import stability_tables
+from vitadel.reporting.trade_off import trade_off_tables
 
 __all__ = ["FORMATS", "Column", "Table", "as_csv", "as_latex", "as_markdown", "tables_of"]
 
@@ -91,7 +96,7 @@ def _attacks(runs: Sequence[Run], labels: Sequence[str]) -> Table:
     rows = [
         (label, entry["name"], *_share(entry, "robust_accuracy"), *(entry[name] for name in told))
         for run, label in zip(runs, labels, strict=True)
-        if one_budget(run)
+        if run.one_budget
         for entry in run.attacks
     ]
     return Table("attacks", "Accuracy under each attack, and what it cost.", tuple(columns), tuple(rows))
@@ -125,7 +130,7 @@ def _findings(runs: Sequence[Run], labels: Sequence[str]) -> Table:
 
 
 def _classes(run: Run, label: str, number: str) -> Table:
-    scores = class_scores(run) if one_budget(run) else []
+    scores = class_scores(run) if run.one_budget else []
     attacks = [name for name, _ in scores[0].attacked] if scores else []
     shares = ("clean", *attacks, "worst case")
     rows = []
@@ -137,25 +142,123 @@ def _classes(run: Run, label: str, number: str) -> Table:
 
 
 def _of_suites(run: Run, label: str, number: str) -> list[Table]:
-    """What sections of other suites show as tables, word by word."""
+    """What sections of other suites show, with its numbers in full and intervals in columns of their own."""
     found = []
-    for section in filter(None, (make(run) for make in OF_A_RUN)):
-        content = section.content
-        shown: Sequence[Mapping[str, Any]] = content["tables"] if section.kind == "measured" else ()
-        if section.kind == "corruptions" and content["rows"]:
-            headings = ["corruption", *map(str, content["severities"]), "mean error, %", "CE"]
-            cells = [[row["name"], *row["cells"], row["error"], row["ce"]] for row in content["rows"]]
-            shown = [{"caption": "Errors in percent by severity.", "headings": headings, "rows": cells}]
-        if section.kind == "ladder":
-            headings = ["attacker", "knows", "attack", *content["budgets"]]
-            cells = [[row["attacker"], row["knows"], row["attack"], *row["cells"]] for row in content["rows"]]
-            shown = [{"caption": "What secret tokens are worth.", "headings": headings, "rows": cells}]
-        slug = "-".join(section.title.lower().split())
+    for slug, tables_in in _SUITES.items():
+        shown = [table for table in tables_in(run) if table.rows]
         for place, table in enumerate(shown, start=1):
             name = f"{slug}{number}" + (f"-{place}" if len(shown) > 1 else "")
-            rows = tuple(tuple(map(str, row)) for row in table["rows"])
-            found.append(Table(name, f"{label}: {table['caption']}", tuple(map(Column, table["headings"])), rows))
+            found.append(replace(table, name=name, caption=f"{label}: {table.caption}"))
     return found
+
+
+def _ladder(run: Run) -> list[Table]:
+    told = run.results.get("ladder") or {}
+    columns = (*map(Column, ("attacker", "knows", "attack", "eps")), *_share_columns("accuracy"))
+    rows = [
+        (
+            f"{entry['level']} {entry['title']}",
+            *(entry[name] for name in ("knows", "attack", "eps_text")),
+            *_share(entry, "robust_accuracy"),
+        )
+        for entry in (told.get("rows", ()) if told.get("levels") else ())
+    ]
+    return [Table("", "What secret tokens are worth.", columns, tuple(rows))]
+
+
+def _trade_off(run: Run) -> list[Table]:
+    told = run.results.get("trade_off")
+    if not told or not run.complete:
+        return []
+    # Words come from the tables of the page, numbers from the results: there they are rounded.
+    deployed, by_rvt = trade_off_tables(told)
+    judged = [(entry["clean"], *entry["worst_case"]) for entry in told["contenders"]]
+    heads = [(seen["clean"], *seen["attacks"]) for entry in told["contenders"] for seen in entry["rvt"].values()]
+    return [_of_shares(shown, measured) for shown, measured in ((deployed, judged), (by_rvt, heads))]
+
+
+def _of_shares(shown: Mapping[str, Any], measured: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
+    """Two columns of words, then the accuracy on clean images and under attacks."""
+    words, names = shown["headings"][:2], shown["headings"][2:]
+    columns = (*map(Column, words), *(column for name in names for column in _share_columns(name)))
+    rows = []
+    for texts, (clean, *attacked) in zip(shown["rows"], measured, strict=True):
+        shares = [_share(clean, "accuracy"), *(_share(entry, "robust_accuracy") for entry in attacked)]
+        rows.append((*texts[:2], *itertools.chain(*shares)))
+    return Table("", shown["caption"], columns, tuple(rows))
+
+
+def _mean(entry: Mapping[str, Any]) -> tuple[Cell, Cell, Cell]:
+    return entry["mean"], *entry["ci95"]
+
+
+def _mean_columns(name: str) -> tuple[Column, Column, Column]:
+    return Column(name, 3), Column(f"{name}, from", 3), Column(f"{name}, to", 3)
+
+
+def _maps(run: Run) -> list[Table]:
+    told = (run.results.get("trade_off") or {}).get("maps")
+    if not told or not run.complete:
+        return []
+    orders, others = ("map", "attention", "random"), ("random", "attention")
+    headings = (*orders, *(f"map - {other}" for other in others))
+    columns = (Column("model"), Column("check"), *(column for name in headings for column in _mean_columns(name)))
+    rows = []
+    for entry in told["contenders"]:
+        for kind in ("deletion", "insertion"):
+            means = [entry[kind][name] for name in orders]
+            means += [entry[f"{kind}_differences"][f"map - {other}"] for other in others]
+            rows.append((entry["name"], kind, *itertools.chain(*map(_mean, means))))
+    return [Table("", check_table(told)["caption"], columns, tuple(rows))]
+
+
+_WAYS = ("random", "learned", "transfer")
+
+
+def _stability(run: Run) -> list[Table]:
+    told = run.results.get("stability")
+    if not told or not run.complete:
+        return []
+    under, near = stability_tables(told)
+    worst, best = (f"{end} of {told['masks']}" for end in ("worst", "best"))
+    quartiles = [Column(f"{name} quartile, %", 1) for name in ("lower", "middle", "upper")]
+    shares = (*_share_columns("mean over masks"), *_share_columns(worst), *quartiles, *_share_columns(best))
+    moved = (Column("worst mask of each image", 3), Column("drift, last block", 3))
+    right, like = (Column("patches"), *shares), (Column("patches"), *_mean_columns("cosine of attention"), *moved)
+    accuracy, nearness = [], []
+    for who, (name, *_) in zip([who for who in _WAYS if who in told], under["rows"], strict=True):
+        seen, alike = told[who]["accuracy"], told[who]["similarity"]
+        several = who == "random" and told["masks"] > 1
+        low, high = (_share(seen[end] if several else None, "accuracy") for end in ("worst", "best"))
+        middle = [100 * each if several else None for each in seen["quartiles"]]
+        accuracy.append((name, *_share(seen, "mean"), *low, *middle, *high))
+        of_worst = alike["worst_mask"]["mean"] if several else None
+        nearness.append((name, *_mean(alike), of_worst, told[who]["drift"]["median"][-1]))
+    return [Table("", under["caption"], right, tuple(accuracy)), Table("", near["caption"], like, tuple(nearness))]
+
+
+def _corruptions(run: Run) -> list[Table]:
+    told, shown = run.results.get("corruptions") or {}, corruption_content(run)
+    if not told or shown is None:
+        return []
+    errors = {(cell["corruption"], cell["severity"]): 100 * cell["error"] for cell in told["cells"]}
+    levels = told["severities"]
+    columns = (Column("corruption"), *(Column(str(level), 1) for level in levels), Column("mean error, %", 1))
+    rows = [
+        (words["name"], *(errors[row["corruption"], level] for level in levels), 100 * row["error"], row.get("ce"))
+        for words, row in zip(shown["rows"], told["rows"], strict=True)
+    ]
+    return [Table("", "Errors in percent by severity.", (*columns, Column("CE", 1)), tuple(rows))]
+
+
+_SUITES: Mapping[str, Callable[[Run], list[Table]]] = {
+    "threat-ladder": _ladder,
+    "trade-off-of-accuracy-and-robustness": _trade_off,
+    "maps-of-the-adapters": _maps,
+    "stability-under-noisy-patches": _stability,
+    "corruptions": _corruptions,
+}
+"""By the names of their files."""
 
 
 def as_csv(table: Table) -> str:
@@ -169,7 +272,11 @@ def as_csv(table: Table) -> str:
 
 
 def _harmless(text: str) -> str:
-    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+    risky = text.startswith(("=", "+", "-", "@", "\t", "\r")) and not _NUMBER.fullmatch(text)
+    return f"'{text}" if risky else text
+
+
+_NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 
 
 def _rounded(cell: Cell, column: Column) -> str:
