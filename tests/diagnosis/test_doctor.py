@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shlex
 
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
-from toys import trained_toy
-from vitadel.diagnosis.doctor import CHECKS, cost_of, examine, next_command, sentence
+from toys import TinyNet, trained_toy
+from vitadel.diagnosis import visit
+from vitadel.diagnosis.doctor import CHECKS, Check, cost_of, examine, next_command, sentence
 from vitadel.diagnosis.examination import LEVELS, Examination
 from vitadel.diagnosis.finding import OK
 from vitadel.diagnosis.visit import Appointment, diagnose
-from vitadel.errors import Mistake
+from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.metering import metered
+from vitadel.evaluation.subject import open_subject
+from vitadel.runtime.processes import join_processes
 
 
 def test_the_cost_is_stated_beforehand():
@@ -58,9 +63,92 @@ def test_one_sentence_and_the_next_command():
     assert next_command(sick, "m", "d", "linf", 8 / 255).startswith("vitadel diagnose m --data d")
 
 
+def test_the_next_command_opens_model_and_images_in_the_same_way():
+    healthy = examined(torch.nn.Identity())
+    argv = ["diagnose", "my model", "--data=my set", "--weights", "my weights.pt", "--std=0.5", "--level", "thorough"]
+    argv += ["--surrogate", "other", "--limit", "16", "--skip-bad", "--out", "run", "--resume", "--json"]
+    told = next_command(healthy, "my model", "my set", "l2", 0.5, argv=argv)
+    words = [
+        "vitadel",
+        "audit",
+        "my model",
+        "--data",
+        "my set",
+        "--weights",
+        "my weights.pt",
+        "--std=0.5",
+        "--skip-bad",
+    ]
+    assert shlex.split(told) == [*words, "--norm", "l2", "--eps", "0.5", "--attacks", "autoattack"]
+    # Words of another program are no flags of ours.
+    assert "--std" not in next_command(healthy, "m", "d", "l2", 0.5, argv=["/bin/pytest", "--std=0.5"])
+
+
+def few_checks(**more) -> list[Check]:
+    kept = [check for check in CHECKS if check.name in ("pixel range", "outputs are logits", "gradients are there")]
+    return [dataclasses.replace(check, **more.get(check.name.split()[0], {})) for check in kept]
+
+
+def test_an_interrupted_visit_goes_on_where_it_was(tmp_path, monkeypatch):
+    asked = []
+
+    def interrupted(e: Examination):
+        asked.append("outputs")
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return OK, {"turn": len(asked)}
+
+    def counted(e: Examination):
+        asked.append("pixels")
+        return OK, {"turn": len(asked)}
+
+    checks = few_checks(pixel={"run": counted}, outputs={"run": interrupted})
+    monkeypatch.setattr(visit, "examine", lambda e, **how: examine(e, checks, **how))
+    subject, plan, cpu = open_subject("zoo:shapes-standard", "shapes"), Appointment(limit=16), join_processes("cpu")
+    with pytest.raises(Interrupted):
+        visit.visit(subject, plan, cpu, out=tmp_path / "run")
+    results, _ = visit.visit(subject, plan, cpu, out=tmp_path / "run", resume=True)
+    assert asked == ["pixels", "outputs", "outputs"]
+    assert [finding["evidence"].get("turn") for finding in results["findings"]] == [1, 3, None]
+    assert not (tmp_path / "run" / "findings.json").exists()
+
+
+def test_tensors_are_treated_as_other_data_are(monkeypatch):
+    model, x, y = trained_toy()
+    seen = []
+    monkeypatch.setattr(visit, "examine", lambda e: seen.append(e) or examine(e, few_checks()))
+    helper = TinyNet(4).train()
+    model.train()
+    diagnose(model, (x, y), limit=20, surrogate=helper)
+    (e,) = seen
+    assert torch.bincount(e.y).tolist() == [5, 5, 5, 5]
+    rest = torch.cat([part for part, _ in e.others(1000)])
+    assert len(rest) == len(x) - 20
+    assert not (rest[:, None] == e.x[None]).flatten(2).all(2).any()
+    assert model.training
+    assert all(part.training for part in helper.modules())
+    diagnose(model, (x, y))
+    assert len(seen[1].x) == LEVELS["quick"].images
+
+
+@pytest.mark.parametrize(
+    ("pixels", "labels", "message"),
+    [
+        (torch.zeros(20, 3, 8, 8), torch.zeros(19, dtype=torch.long), "as many"),
+        (torch.zeros(20, 3, 8, 8), torch.zeros(20), "whole-numbered"),
+        (torch.zeros(15, 3, 8, 8), torch.zeros(15, dtype=torch.long), "at least 16 images"),
+        (torch.zeros(0, 3, 8, 8), torch.zeros(0, dtype=torch.long), "at least 16 images"),
+        (torch.zeros(20, 3, 8, 8), torch.full((20,), -1), "0 or more"),
+    ],
+)
+def test_wrong_tensors_are_told(pixels, labels, message):
+    with pytest.raises(Mistake, match=message):
+        diagnose(TinyNet(4), (pixels, labels))
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"level": "deep"}, "unknown level"), ({"eps": 0.0}, "above 0"), ({"eps": 8.0}, "8/255"), ({"limit": 3}, "8")],
+    [({"level": "deep"}, "unknown level"), ({"eps": 0.0}, "above 0"), ({"eps": 8.0}, "8/255"), ({"limit": 15}, "16")],
 )
 def test_mistakes_are_told_before_anything_is_loaded(wrong, message):
     with pytest.raises(Mistake, match=message):
@@ -69,24 +157,23 @@ def test_mistakes_are_told_before_anything_is_loaded(wrong, message):
 
 def test_the_verb(tmp_path, monkeypatch):
     from vitadel.cli.diagnose import diagnose as verb
-    from vitadel.diagnosis import visit
 
-    few = [check for check in CHECKS if check.name in ("pixel range", "outputs are logits", "gradients are there")]
-    monkeypatch.setattr(visit, "examine", lambda e, shown=False: examine(e, few, shown))
+    few = few_checks()
+    monkeypatch.setattr(visit, "examine", lambda e, **how: examine(e, few, **how))
     app = typer.Typer()
     app.command()(verb)
     out = tmp_path / "run"
-    done = CliRunner().invoke(app, ["zoo:shapes-standard", "--limit", "8", "--device", "cpu", "--out", str(out)])
+    done = CliRunner().invoke(app, ["zoo:shapes-standard", "--limit", "16", "--device", "cpu", "--out", str(out)])
     assert done.exit_code == 0, done.output
     assert "Nothing speaks against" in done.output
     results = json.loads((out / "results.json").read_text())
     assert results["complete"]
     assert [finding["check"] for finding in results["findings"]] == [check.name for check in few]
     assert {finding["verdict"] for finding in results["findings"]} == {"ok"}
-    assert results["clean"]["n"] == results["data"]["n"] == 8
+    assert results["clean"]["n"] == results["data"]["n"] == 16
     assert results["diagnosis"]["cost"]["gradients"] > 100
     assert "outputs are logits" in (out / "report.html").read_text()
     again = CliRunner().invoke(
-        app, ["zoo:shapes-standard", "--limit", "8", "--device", "cpu", "--out", str(out), "--resume", "--json"]
+        app, ["zoo:shapes-standard", "--limit", "16", "--device", "cpu", "--out", str(out), "--resume", "--json"]
     )
     assert json.loads(again.stdout) == results

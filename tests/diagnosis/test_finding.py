@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 import torch
 
 from vitadel.diagnosis.doctor import CHECKS
-from vitadel.diagnosis.finding import Finding, beaten, explanation_of, sign_test, surprising
+from vitadel.diagnosis.finding import Finding, beaten, binomial_tail, explanation_of, sign_test, surprising
 
 
 def test_sign_test_counts_coin_tosses():
@@ -30,11 +33,22 @@ def test_beaten_needs_both_size_and_certainty():
     assert not beaten(one_way, other_way, floor=0.0)
 
 
-def test_surprising_takes_the_lower_end():
-    assert not surprising(1, 100, 0.01)
-    assert not surprising(2, 100, 0.01)  # the interval of 2 of 100 begins at 0.55 %
-    assert surprising(6, 100, 0.01)
+def test_binomial_tail():
+    assert binomial_tail(2, 3, 0.5) == pytest.approx(4 / 8)
+    assert binomial_tail(1, 16, 0.01) == pytest.approx(1 - 0.99**16)
+    assert binomial_tail(0, 16, 0.01) == binomial_tail(3, 3, 1.0) == 1
+    assert binomial_tail(1, 16, 0.0) == 0
+    assert binomial_tail(5000, 10_000, 0.5) == pytest.approx(0.504, abs=1e-3)  # 10^3008 choices overflow
+
+
+def test_surprise_is_one_in_a_thousand():
+    for n in (16, 48, 256):
+        first = next(count for count in range(n) if surprising(count, n, 0.01))
+        below = sum(math.comb(n, k) * 0.01**k * 0.99 ** (n - k) for k in range(first))
+        assert 1 - below < 1e-3 <= 1 - below + math.comb(n, first - 1) * 0.01 ** (first - 1) * 0.99 ** (n - first + 1)
+    assert not surprising(1, 16, 0.01)
     assert not surprising(0, 100, 0.0)
+    assert surprising(1, 100, 0.0)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
@@ -58,6 +72,11 @@ def test_an_explanation_has_three_paragraphs():
 def test_a_finding_is_plain_data():
     finding = Finding("a check", "ok", {"n": 3}, "")
     assert finding.as_dict() == {"check": "a check", "verdict": "ok", "evidence": {"n": 3}, "advice": ""}
+
+
+def test_a_finding_can_be_written_whatever_a_sick_model_gives():
+    evidence = Finding("a check", "broken", {"change": float("inf"), "per block": [1.0, float("nan")]}, "").as_dict()
+    assert json.loads(json.dumps(evidence, allow_nan=False))["evidence"] == {"change": "inf", "per block": [1.0, "nan"]}
 
 
 def test_names_are_unique():

@@ -41,7 +41,7 @@ def test_every_liar_is_caught_for_the_right_reason(liar):
 
 @pytest.mark.parametrize("name", ["zoo:shapes-standard", "zoo:shapes-robust"])
 def test_honest_models_are_not_suspected(name):
-    examined = examine(examination(honest(name), 12))
+    examined = examine(examination(honest(name), 16))
     assert [finding for finding in examined.findings if finding.verdict != OK] == []
     assert set(examined.not_examined) == {"averaging does no better"}
     assert len(examined.findings) == len(CHECKS) - 1

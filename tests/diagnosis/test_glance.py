@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from vitadel.backbones.load import load_model
@@ -40,6 +41,23 @@ def test_a_liar_is_told_by_the_checks_that_see_it(name):
 @pytest.mark.parametrize("eps", [0.0, 0.6])
 def test_nothing_is_said_where_there_is_nothing_to_compare(eps):
     assert findings_about(load_model("zoo:shapes-standard"), eps) == []
+
+
+def test_it_keeps_to_the_batch_size_and_is_silent_about_accuracy():
+    model = load_model("zoo:shapes-standard")
+    largest = []
+    model.register_forward_pre_hook(lambda _module, args: largest.append(len(args[0]) * torch.is_grad_enabled()))
+    source = open_subject(model, "shapes").source
+    (finding,) = glance(open_subject(model, source), Order(("fgsm",), batch_size=4), CPU)
+    assert finding["verdict"] == "ok"
+    assert max(largest) == 4
+    always_wrong = torch.nn.Sequential(model, Rolled())
+    assert "clean accuracy" not in {finding["check"] for finding in findings_about(always_wrong)}
+
+
+class Rolled(torch.nn.Module):
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.roll(1, 1)
 
 
 def test_an_audit_begins_with_it_unless_told_not_to(tmp_path):

@@ -287,7 +287,12 @@ def test_trust_is_told_before_the_numbers(tmp_path: Path) -> None:
     calm = trust(read_run(made(tmp_path / "a", model="my model", data="folder:my photos")))
     assert calm is not None
     assert calm["verdict"] == "ok"
-    assert calm["command"] == "vitadel diagnose 'my model' --data 'folder:my photos'"
+    assert calm["command"] == "vitadel diagnose 'my model' --data 'folder:my photos' --norm linf --eps 8/255"
+    words = ["audit", "my model", "--attacks", "fgsm", "--weights", "my weights.pt", "--std=0.5", "--resume"]
+    again = trust(read_run(made(tmp_path / "d", model="my model", norm="l2", eps="0.5", argv=words)))
+    assert again is not None
+    opened = "--weights 'my weights.pt' --std=0.5"
+    assert again["command"] == f"vitadel diagnose 'my model' --data shapes {opened} --norm l2 --eps 0.5"
     fine = {"check": "steps", "verdict": "ok", "evidence": "", "advice": ""}
     odd = {"check": "logits", "verdict": "suspicious", "evidence": "", "advice": ""}
     bad = {"check": "gradients", "verdict": "broken", "evidence": "", "advice": ""}

@@ -29,9 +29,13 @@ def _gaps(e: Examination) -> list[Tensor]:
         attentions_of(e.model)
     except Mistake as unknown:
         raise NotExamined(f"its attention is not known: {unknown}") from None
-    with torch.no_grad(), score_statistics(e.model) as gaps:
-        e.model(e.few(16))
-        return [gap.flatten().float() for gap in gaps]
+    parts = []
+    for x in e.few(16).split(e.batch_size):
+        with torch.no_grad(), score_statistics(e.model) as gaps:
+            e.model(x)
+            parts.append([gap.flatten().float() for gap in gaps])
+    whole = [torch.cat(of_one) for of_one in zip(*parts, strict=True)]
+    return [gap[gap.isfinite()] for gap in whole]  # a row with a single key has nothing to choose, whatever its score
 
 
 def attention_saturation(e: Examination) -> Outcome:
@@ -43,7 +47,9 @@ def attention_saturation(e: Examination) -> Outcome:
 
     What to do: compare pgd-100 with aas+pgd-100 at equal compute, and with a run in float64.
     """
-    gaps = _gaps(e)
+    gaps = [gap for gap in _gaps(e) if len(gap)]
+    if not gaps:
+        raise NotExamined("every row of its attention has a single key")
     precision = next((p.dtype for p in e.model.parameters() if p.is_floating_point()), torch.float32)
     at, beyond = _ROUNDS_TO_ONE[precision], _VANISHES[precision]
     saturated = [float((gap > at).double().mean()) for gap in gaps]
@@ -52,9 +58,7 @@ def attention_saturation(e: Examination) -> Outcome:
         "rows beyond, per block": [round(share, 4) for share in saturated],
         "rows that vanish, per block": [round(float((gap > beyond).double().mean()), 4) for gap in gaps],
         "median gap, per block": [round(float(gap.median()), 3) for gap in gaps],
-        "99th percentile, per block": [
-            round(float(gap.kthvalue(max(1, int(0.99 * len(gap)))).values), 3) for gap in gaps
-        ],
+        "99th percentile, per block": [round(_quantile(gap, 0.99), 3) for gap in gaps],
     }
     return (SUSPICIOUS if max(saturated) > _SATURATED else OK), evidence
 
@@ -66,7 +70,7 @@ def _quantile(gap: Tensor, share: float) -> float:
 
 def softening_factors(gaps: list[Tensor]) -> tuple[float, ...]:
     """One factor per attention, such that 9 of 10 rows have a gap of at most 2; a tenth everywhere if they have."""
-    tenths = [_quantile(gap[gap.isfinite()], 0.9) for gap in gaps]
+    tenths = [_quantile(gap, 0.9) for gap in gaps]
     factors = tuple(min(1.0, _SOFT / max(tenth, 1e-12)) for tenth in tenths)
     return factors if min(factors) < 1 else (0.1,) * len(gaps)
 
@@ -106,8 +110,12 @@ def attention_scaling(e: Examination) -> Outcome:
     return SUSPICIOUS, evidence | {"in float64": _in_float64(e)}
 
 
-def _in_float64(e: Examination) -> float:
-    """What the plain attack leaves standing where rounding cannot be the cause."""
-    x = e.x.to(e.exact_dtype)
-    z = make(e.level.plain, eps=e.eps, norm=e.norm)(e.exact, x, e.y, e.draws)
-    return e.share((e.answers(z, e.exact).argmax(1) == e.y) & e.correct)
+def _in_float64(e: Examination) -> float | str:
+    """What the plain attack leaves standing where rounding cannot be the cause; or why that is not known."""
+    if e.exact is e.model:
+        return "the model does not run in float64"
+    try:
+        z = e.crafted(make(e.level.plain, eps=e.eps, norm=e.norm), e.exact, e.x.double())
+        return e.share((e.answers(z, e.exact).argmax(1) == e.y) & e.correct)
+    except RuntimeError as fault:  # twice the memory; the verdict stands without it
+        return f"left out: {type(fault).__name__}: {fault}"

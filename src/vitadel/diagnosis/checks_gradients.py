@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.threats import threat as make_threat
-from vitadel.diagnosis.examination import ROUNDING, Examination, probing_threat
+from vitadel.diagnosis.examination import Examination, probing_threat
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome
 from vitadel.evaluation.intervals import wilson
 from vitadel.types import Loss
@@ -20,7 +20,7 @@ _REACH = 0.1  # of the way to the boundary
 
 
 def _slopes(model: nn.Module, x: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
-    """Values and raw gradients: NaN is told as it is, and no graph counts as zero."""
+    """Values and raw gradients: NaN and infinity are told as they are, and no graph counts as zero."""
     with torch.enable_grad():
         z = x.detach().clone().requires_grad_()
         values = loss(model(z), y)
@@ -30,18 +30,19 @@ def _slopes(model: nn.Module, x: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor,
     return values.detach(), torch.zeros_like(z) if grad is None else grad
 
 
-def _all_slopes(e: Examination, images: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
-    parts = [_slopes(e.model, x, y, loss) for x, y in zip(*_cut(e, images, e.y), strict=True)]
+def _all_slopes(
+    e: Examination, images: Tensor, loss: Loss, *, model: nn.Module | None = None, y: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Batch by batch; what the loss is given as `y` may be any tensor with a row per image."""
+    asked, rows = e.model if model is None else model, e.y if y is None else y
+    cut = zip(images.split(e.batch_size), rows.split(e.batch_size), strict=True)
+    parts = [_slopes(asked, x, row, loss) for x, row in cut]
     return torch.cat([values for values, _ in parts]), torch.cat([grad for _, grad in parts])
 
 
-def _cut(e: Examination, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    return [tensor.split(e.batch_size) for tensor in tensors]
-
-
 def gradients_there(e: Examination) -> Outcome:
-    """Raised if gradients of the cross-entropy or of the margin are NaN, or zero in every pixel, for some images,
-    clean or noisy.
+    """Raised if gradients of the cross-entropy or of the margin are NaN or infinite, or zero in every pixel, for some
+    images, clean or noisy.
 
     Why it matters: where there is no gradient, a gradient attack stays where it starts and every image looks robust.
     Zero for the cross-entropy alone tells of logits so large that float32 rounds the loss to nothing.
@@ -53,9 +54,9 @@ def gradients_there(e: Examination) -> Outcome:
     start = e.threat.random(e.x, e.draws.stream("start"), surface=True)
     for name, loss in (("cross-entropy", cross_entropy), ("margin", margin)):
         flat = _all_slopes(e, torch.where(_odd(e.x), start, e.x), loss)[1].flatten(1)
-        shares[f"NaN, {name}"] = e.share(flat.isnan().any(1))
+        shares[f"not finite, {name}"] = e.share(~flat.isfinite().all(1))
         shares[f"zero, {name}"] = e.share((flat == 0).all(1))
-    if any(share for name, share in shares.items() if name.startswith("NaN")) or shares["zero, margin"] > 0.02:
+    if any(share for name, share in shares.items() if name.startswith("not finite")) or shares["zero, margin"] > 0.02:
         return BROKEN, shares
     return (SUSPICIOUS if shares["zero, cross-entropy"] > 0.02 else OK), shares
 
@@ -100,19 +101,19 @@ def finite_differences(e: Examination) -> Outcome:
     What to do: find the part whose backward does not belong to its forward, and attack through a differentiable
     replacement of it (BPDA, Athalye et al. 2018), or run square, which asks for logits only.
     """
-    x, y = _where_attacks_go(e), e.y[:16]
+    x = _where_attacks_go(e)
     in_double = x.dtype == torch.float64
     step, allowed = (1e-6, 0.05) if in_double else (1e-3, 0.2)  # short: saturated attention bends sharply
     weights = e.lots(len(x)).stream("projection").signs(_asked(e, x).shape[1]).to(x)
     if not torch.equal(_asked(e, x), _asked(e, x)):
         raise NotExamined("the model answers at random even when torch's generator is set back")
 
-    def projected(logits: Tensor, _: Tensor) -> Tensor:
-        return (logits * weights).sum(1)
+    def projected(logits: Tensor, signs: Tensor) -> Tensor:
+        return (logits * signs).sum(1)
 
     with torch.random.fork_rng():
         torch.manual_seed(e.seed)
-        grad = _slopes(e.exact, x, y, projected)[1].nan_to_num(0.0)
+        grad = _all_slopes(e, x, projected, model=e.exact, y=weights)[1].nan_to_num(0.0)
     told, seen = [], []
     for turn in range(e.level.directions):
         along = e.lots(len(x)).stream("direction", turn).signs(*x.shape[1:]).to(x)
@@ -126,10 +127,9 @@ def finite_differences(e: Examination) -> Outcome:
 
 def _asked(e: Examination, x: Tensor) -> Tensor:
     """Logits with torch's generator set back, so that a model that draws from it draws the same again."""
-    with torch.random.fork_rng(), torch.no_grad():
+    with torch.random.fork_rng():
         torch.manual_seed(e.seed)
-        logits: Tensor = e.exact(x)
-    return logits
+        return e.answers(x, e.exact)
 
 
 def same_gradient_twice(e: Examination) -> Outcome:
@@ -140,10 +140,10 @@ def same_gradient_twice(e: Examination) -> Outcome:
 
     What to do: take the noise out of the backward pass, or average it away: eot:20+ before an attack.
     """
-    if e.randomised > ROUNDING:
+    if e.at_random:
         raise NotExamined("the model answers at random, and so do its gradients")
     few = e.few(16)
-    first, second = (_slopes(e.model, few, e.y[: len(few)], margin)[1].flatten(1).nan_to_num(0.0) for _ in range(2))
+    first, second = (_all_slopes(e, few, margin, y=e.y[: len(few)])[1].flatten(1).nan_to_num(0.0) for _ in range(2))
     change = float((first - second).norm() / first.norm().clamp(min=1e-12))
     return (BROKEN if change > 0.01 else OK), {"relative change": change}
 

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from vitadel.attacks.names import make
 from vitadel.backbones.checks import looks_like_probabilities
-from vitadel.diagnosis.examination import ROUNDING, Examination, relative_change
-from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, beaten
-from vitadel.evaluation.intervals import wilson
+from vitadel.diagnosis.examination import Examination, relative_change
+from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, beaten, binomial_tail
 
 __all__ = [
     "clean_accuracy",
@@ -23,6 +22,8 @@ __all__ = [
 
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _HALF = ((0.5,) * 3, (0.5,) * 3)
+_UNLIKELY = 0.01
+_WEAK = 0.2  # of the way from guessing to being always right
 
 
 def pixel_range(e: Examination) -> Outcome:
@@ -56,7 +57,7 @@ def finite_outputs(e: Examination) -> Outcome:
 
 
 def clean_accuracy(e: Examination) -> Outcome:
-    """Raised if the model is not clearly better on clean images than guessing.
+    """Raised if the model is no better on clean images than guessing, of so many that even a weak one would be.
 
     Why it matters: what is wrong already cannot be fooled. Labels in another order, missing weights or a wrong image
     size are the usual reasons, and each makes every further number meaningless.
@@ -66,7 +67,13 @@ def clean_accuracy(e: Examination) -> Outcome:
     right, n = int(e.correct.sum()), len(e.y)
     chance = 1 / e.logits.shape[1]
     evidence = {"accuracy": right / n, "n": n, "guessing": chance}
-    return (BROKEN if wilson(right, n)[0] <= chance else OK), evidence
+    if binomial_tail(right, n, chance) < _UNLIKELY:
+        return OK, evidence
+    weak = chance + _WEAK * (1 - chance)
+    # As few right or fewer is as many wrong or more.
+    if binomial_tail(n - right, n, 1 - weak) < _UNLIKELY:
+        return BROKEN, evidence
+    raise NotExamined(f"{right} of {n} images are right: too few images to tell a weak model from guessing")
 
 
 def normalisation(e: Examination) -> Outcome:
@@ -117,7 +124,7 @@ def eps_zero(e: Examination) -> Outcome:
 
     What to do: make the model deterministic in eval mode, or judge it over many passes (eot:20+ before an attack).
     """
-    z = make(f"pgd-{min(e.level.steps, 3)}", eps=0, norm=e.norm)(e.model, e.x, e.y, e.draws)
+    z = e.crafted(make(f"pgd-{min(e.level.steps, 3)}", eps=0, norm=e.norm))
     moved = float((z - e.x).abs().max())
     changed = int((e.answers(z).argmax(1) != e.logits.argmax(1)).sum())
     return (BROKEN if moved > 1e-6 or changed else OK), {"largest change": moved, "predictions changed": changed}
@@ -132,13 +139,13 @@ def gradient_mode(e: Examination) -> Outcome:
     What to do: let attacks see what is deployed. If a part is meant to be secret, give it to the attacker as well: a
     secret is no defence once it is known (`vitadel ladder` tells what it is worth).
     """
+    if e.at_random:
+        raise NotExamined("the model answers at random, so two passes differ anyway")
     few = e.few(16)
     plain = e.answers(few)
     with torch.enable_grad():
-        watched: Tensor = e.model(few.clone().requires_grad_()).detach()
-    if e.randomised > ROUNDING:
-        raise NotExamined("the model answers at random, so two passes differ anyway")
+        watched = torch.cat([e.model(x.clone().requires_grad_()).detach() for x in few.split(e.batch_size)])
     change = relative_change(plain, watched)
     flipped = int((plain.argmax(1) != watched.argmax(1)).sum())
     # Fused kernels may round otherwise when a graph is kept.
-    return (BROKEN if change > 10 * ROUNDING else OK), {"change of logits": change, "predictions changed": flipped}
+    return e.verdict_on_change(change, flipped), {"change of logits": change, "predictions changed": flipped}

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vitadel.backbones.checks import modules_in_train_mode
-from vitadel.diagnosis.examination import ROUNDING, Examination, relative_change
+from vitadel.diagnosis.examination import Examination, relative_change
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, beaten
 
 __all__ = ["batch_composition", "eot_gap", "evaluation_mode", "same_answer_twice"]
@@ -57,8 +57,7 @@ def same_answer_twice(e: Examination) -> Outcome:
 
     What to do: attack it with eot:20+ before each attack or with autoattack-rand, and judge over several passes.
     """
-    change = e.randomised
-    return (SUSPICIOUS if change > ROUNDING else OK), {"change of logits": change}
+    return (SUSPICIOUS if e.at_random else OK), {"change of logits": e.randomised}
 
 
 def batch_composition(e: Examination) -> Outcome:
@@ -69,16 +68,17 @@ def batch_composition(e: Examination) -> Outcome:
 
     What to do: use running statistics (track_running_stats=True, and eval mode), or audit with --batch-size 1.
     """
-    if e.randomised > ROUNDING:
+    if e.at_random:
         raise NotExamined("the model answers at random, so two passes differ anyway")
     few = e.few(12)
-    together = e.answers(few)
+    with torch.no_grad():  # in one batch, however small those of the attacks are
+        together: Tensor = e.model(few)
+        beside_noise: Tensor = e.model(torch.cat([few[:4], e.lots(8).uniform(*few.shape[1:]).to(few)]))[:4]
     alone = torch.cat([e.answers(one) for one in few.split(1)])
-    beside_noise = e.answers(torch.cat([few[:4], e.lots(8).uniform(*few.shape[1:]).to(few)]))[:4]
     change = max(relative_change(together, alone), relative_change(together[:4], beside_noise))
     flipped = int((together.argmax(1) != alone.argmax(1)).sum())
     evidence = {"change of logits": change, "predictions changed": flipped, "of": len(few)}
-    return (BROKEN if change > 10 * ROUNDING else OK), evidence
+    return e.verdict_on_change(change, flipped), evidence
 
 
 def eot_gap(e: Examination) -> Outcome:
@@ -89,7 +89,7 @@ def eot_gap(e: Examination) -> Outcome:
 
     What to do: report numbers with eot:20+ or autoattack-rand, with more passes until they no longer fall.
     """
-    if e.randomised <= ROUNDING:
+    if not e.at_random:
         raise NotExamined("the model gives the same answer twice, so there is nothing to average")
     plain, averaged = e.held(e.level.plain), e.held(e.level.eot)
     evidence = {e.level.plain: e.share(plain), e.level.eot: e.share(averaged)}

@@ -20,6 +20,7 @@ from vitadel.diagnosis import checks_search_strength as strength
 from vitadel.diagnosis.examination import Examination, Level
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, Explanation, Finding, NotExamined, Outcome, explanation_of
 from vitadel.instrument.hooks import frozen
+from vitadel.runtime.following import following_command
 from vitadel.runtime.progress import progress
 
 __all__ = ["CHECKS", "Check", "Examined", "cost_of", "examine", "next_command", "sentence"]
@@ -78,7 +79,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "many steps beat one",
         masking.single_step,
-        _fixed(1, 1),
+        _fixed(2, 2),
         lambda level: (level.plain,),
         next="pgd-100(restarts=5)",
     ),
@@ -174,24 +175,54 @@ class Examined:
         return next((verdict for verdict in (BROKEN, SUSPICIOUS) if verdict in verdicts), OK)
 
 
-def examine(e: Examination, checks: Sequence[Check] = CHECKS, shown: bool = False) -> Examined:
-    """Run the checks one after the other; after a vital one is broken, the others are left out."""
-    findings: list[Finding] = []
-    left_out: dict[str, str] = {}
-    useless = None
+_NOTHING_YET = Examined((), {})
+
+
+def examine(
+    e: Examination,
+    checks: Sequence[Check] = CHECKS,
+    shown: bool = False,
+    *,
+    done: Examined = _NOTHING_YET,
+    keep: Callable[[Examined], None] = lambda examined: None,
+) -> Examined:
+    """Run the checks one after the other; after a vital one is broken, the others are left out.
+
+    A check that a model fails in is left out with the reason, unless it is vital. What is `done` is not run again, and
+    `keep` is given what there is after each check.
+    """
+    findings, left_out = list(done.findings), dict(done.not_examined)
+    useless = _broken_vital(findings, checks)
     with progress("checks", len(checks), shown) as meter:
         for check in checks:
-            if useless is not None:
-                left_out[check.name] = f"means nothing while '{useless}' is broken"
-            else:
-                try:
-                    findings.append(_finding(check, e))
-                except NotExamined as reason:
-                    left_out[check.name] = str(reason)
-                if check.vital and findings and findings[-1].check == check.name and findings[-1].verdict == BROKEN:
-                    useless = check.name
+            if check.name not in left_out and all(finding.check != check.name for finding in findings):
+                found = _found(check, e) if useless is None else f"means nothing while '{useless}' is broken"
+                if isinstance(found, Finding):
+                    findings.append(found)
+                else:
+                    left_out[check.name] = found
+                useless = _broken_vital(findings, checks)
+                keep(Examined(tuple(findings), left_out))
             meter.advance(1, check.name)
     return Examined(tuple(findings), left_out)
+
+
+def _broken_vital(findings: Sequence[Finding], checks: Sequence[Check]) -> str | None:
+    vital = {check.name for check in checks if check.vital}
+    return next((each.check for each in findings if each.check in vital and each.verdict == BROKEN), None)
+
+
+def _found(check: Check, e: Examination) -> Finding | str:
+    """A finding, or why there is none."""
+    try:
+        return _finding(check, e)
+    except NotExamined as reason:
+        return str(reason)
+    except Exception as fault:  # out of memory, or whatever a foreign model has against it: other checks may do
+        if check.vital:
+            raise
+        first_line = str(fault).strip().partition("\n")[0]
+        return f"left out: {type(fault).__name__}: {first_line}"
 
 
 def _finding(check: Check, e: Examination) -> Finding:
@@ -215,14 +246,26 @@ def sentence(examined: Examined, n: int, checks: Sequence[Check] = CHECKS) -> st
 
 
 def next_command(
-    examined: Examined, model: str, data: str, norm: str, eps: float, checks: Sequence[Check] = CHECKS
+    examined: Examined,
+    model: str,
+    data: str,
+    norm: str,
+    eps: float,
+    checks: Sequence[Check] = CHECKS,
+    argv: Sequence[str] = (),
 ) -> str:
-    """What to type next: the audit that the worst finding asks for, or `diagnose` again after a repair."""
-    threat = f"--norm {norm} --eps {amount_text(eps)}"
+    """What to type next: the audit that the worst finding asks for, or `diagnose` again after a repair.
+
+    `argv` are the words that `diagnose` was called with, to open model and images in the same way again.
+    """
+
+    def following(verb: str, *more: str) -> str:
+        return following_command(argv, verb, model, data, norm, amount_text(eps), *more, after="diagnose")
+
     raised = {finding.check: finding.verdict for finding in examined.findings if finding.verdict != OK}
     worst = [check for check in checks if raised.get(check.name) == examined.worst]
     if not worst:
-        return f"vitadel audit {model} --data {data} {threat} --attacks autoattack"
+        return following("audit", "--attacks", "autoattack")
     if worst[0].next is None:
-        return f"vitadel diagnose {model} --data {data} {threat}   (after the repair)"
-    return f"vitadel audit {model} --data {data} {threat} --attacks '{worst[0].next}'"
+        return following("diagnose") + "  # after the repair"
+    return following("audit", "--attacks", worst[0].next)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.names import make
 from vitadel.attacks.threats import threat as make_threat
+from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, Verdict
 from vitadel.errors import Mistake, nearest_names
 from vitadel.evaluation.judge import judge
 from vitadel.instrument.hooks import frozen
@@ -22,7 +23,7 @@ from vitadel.types import Attack, Threat
 __all__ = ["LEVELS", "ROUNDING", "Examination", "Images", "Level", "level_named", "probing_threat", "relative_change"]
 
 ROUNDING = 1e-4
-"""By which the logits of the same image may differ between two passes, as a share of their size."""
+"""By which the logits of the same image may differ between two passes in float32, as a share of their size."""
 
 Images = Sequence[tuple[Tensor, Tensor]]
 
@@ -150,11 +151,30 @@ class Examination:
     def randomised(self) -> float:
         """How far the same images' logits differ between two calls in eval mode, as a share of their size."""
         few = self.few(16)
+        small = replace(self, batch_size=min(4, self.batch_size))  # what is drawn once per batch may fall alike once
         with frozen(self.model):
-            first = self.answers(few)
-            self.answers(self.x[-len(few) :].flip(3))  # a model with a memory has other images to remember now
-            again = self.answers(few)
+            first = small.answers(few)
+            small.answers(self.x[-len(few) :].flip(3))  # a model with a memory has other images to remember now
+            again = small.answers(few)
         return relative_change(first, again)
+
+    @cached_property
+    def rounding(self) -> float:
+        """By which the logits of the same image may differ between two passes of this model, in its precision."""
+        precisions = {self.logits.dtype, *(weight.dtype for weight in self.model.parameters())}
+        coarsest = max(torch.finfo(precision).eps for precision in precisions if precision.is_floating_point)
+        return max(ROUNDING, coarsest)
+
+    @property
+    def at_random(self) -> bool:
+        return self.randomised > self.rounding
+
+    def verdict_on_change(self, change: float, flipped: int) -> Verdict:
+        """On answers that should be the same by other ways of computing them, where kernels round differently."""
+        allowed = 10 * self.rounding
+        if change <= allowed:
+            return OK
+        return BROKEN if flipped or change > 10 * allowed else SUSPICIOUS
 
     def few(self, count: int) -> Tensor:
         return self.x[:count]
@@ -179,6 +199,12 @@ class Examination:
                 held[rows] = judge(self.model, threat, x, ready(self.model, x, y, self.draws[rows]), y).held
         return held
 
+    def crafted(self, attack: Attack, model: nn.Module | None = None, x: Tensor | None = None) -> Tensor:
+        """What an attack makes of all images, batch by batch, unjudged."""
+        asked, images = self.model if model is None else model, self.x if x is None else x
+        places = torch.arange(len(images), device=images.device).split(self.batch_size)
+        return torch.cat([attack(asked, images[rows], self.y[rows], self.draws[rows]) for rows in places])
+
     def share(self, held: Tensor) -> float:
         return float(held.double().mean())
 
@@ -188,7 +214,7 @@ class Examination:
         try:
             double = copy.deepcopy(self.model).double().eval()
             with torch.no_grad():
-                runs_exactly = double(self.few(2).double()).dtype == torch.float64
+                runs_exactly = double(self.few(min(2, self.batch_size)).double()).dtype == torch.float64
         except Exception:  # whatever a foreign model has against it, float32 will do
             return self.model
         return double if runs_exactly else self.model

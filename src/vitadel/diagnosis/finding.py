@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from vitadel.evaluation.intervals import wilson
-
 __all__ = [
     "BROKEN",
     "CHANCE",
@@ -23,6 +21,7 @@ __all__ = [
     "Outcome",
     "Verdict",
     "beaten",
+    "binomial_tail",
     "explanation_of",
     "sign_test",
     "surprising",
@@ -51,7 +50,15 @@ class Finding:
     advice: str
 
     def as_dict(self) -> dict[str, Any]:
-        return {"check": self.check, "verdict": self.verdict, "evidence": dict(self.evidence), "advice": self.advice}
+        evidence = {name: _writable(value) for name, value in self.evidence.items()}
+        return {"check": self.check, "verdict": self.verdict, "evidence": evidence, "advice": self.advice}
+
+
+def _writable(value: Any) -> Any:
+    """JSON has neither infinity nor NaN; a sick model's numbers must not end the run that is to tell of them."""
+    if isinstance(value, list):
+        return [_writable(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class NotExamined(Exception):
@@ -94,6 +101,21 @@ def beaten(first: Tensor, second: Tensor, floor: float) -> bool:
     return gap > floor and sign_test(only_first, only_second) < CHANCE
 
 
+def binomial_tail(count: int, n: int, chance: float) -> float:
+    """How often at least `count` of `n` samples show what each of them shows by this chance."""
+    if count <= 0 or chance >= 1:
+        return 1.0
+    if chance <= 0:
+        return 0.0
+    rare, common = math.log(chance), math.log1p(-chance)
+
+    def exactly(k: int) -> float:  # by logarithms: the number of ways to choose k of many overflows
+        ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+        return math.exp(ways + k * rare + (n - k) * common)
+
+    return min(1.0, math.fsum(exactly(k) for k in range(count, n + 1)))
+
+
 def surprising(count: int, n: int, expected: float) -> bool:
-    """Whether more than the `expected` share shows something, by the lower end of the 95 % interval."""
-    return wilson(count, n)[0] > expected
+    """Whether more show something than the `expected` share of all would by luck, by the exact binomial tail."""
+    return binomial_tail(count, n, expected) < CHANCE

@@ -15,6 +15,7 @@ __all__ = ["glance"]
 
 IMAGES = 16
 _SEEN_BY_THE_AUDIT = ("evaluation mode", "outputs are logits", "same answer twice")
+_NEEDS_MORE_IMAGES = ("clean accuracy",)
 _AN_ATTACK_OF_ITS_OWN = ("a huge eps breaks everything", "averaging does no better")
 
 
@@ -23,9 +24,14 @@ def glance(subject: Subject, order: Order, processes: Processes) -> list[dict[st
     if not examinable(order.norm, order.eps):
         return []
     plan = Appointment(
-        eps=order.eps, norm=order.norm, limit=IMAGES, batch_size=IMAGES, seed=order.seed, skip_bad=order.skip_bad
+        eps=order.eps,
+        norm=order.norm,
+        limit=IMAGES,
+        batch_size=order.batch_size,
+        seed=order.seed,
+        skip_bad=order.skip_bad,
     )
-    left_out = {*_SEEN_BY_THE_AUDIT, *_AN_ATTACK_OF_ITS_OWN}
+    left_out = {*_SEEN_BY_THE_AUDIT, *_NEEDS_MORE_IMAGES, *_AN_ATTACK_OF_ITS_OWN}
     checks = [check for check in CHECKS if check.name not in left_out and not check.attacks(plan.depth)]
     e, _, _ = examination_of(subject, plan, processes)
     found = examine(e, checks).findings

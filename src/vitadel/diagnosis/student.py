@@ -16,10 +16,15 @@ __all__ = ["taught"]
 _RATE = 3e-3
 
 
-def taught(teacher: nn.Module, lessons: Sequence[tuple[Tensor, Tensor]], epochs: int, seed: int = 0) -> nn.Module:
-    """Trained on batches of images to give the teacher's probabilities (Hinton et al. 2015); labels are not used."""
+def taught(
+    teacher: nn.Module, lessons: Sequence[tuple[Tensor, Tensor]], epochs: int, seed: int = 0, *, at_once: int = 64
+) -> nn.Module:
+    """Trained on batches of images to give the teacher's probabilities (Hinton et al. 2015); labels are not used.
+
+    The teacher is asked about so many images `at_once`.
+    """
     with frozen(teacher), torch.no_grad():
-        answers = [teacher(x) for x, _ in lessons]
+        answers = [torch.cat([teacher(part) for part in x.split(at_once)]) for x, _ in lessons]
     student = _network(answers[0].shape[1], lessons[0][0].shape[-1], seed).to(lessons[0][0].device)
     optimiser = torch.optim.AdamW(student.parameters(), _RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs * len(lessons))

@@ -9,7 +9,6 @@ import base64
 import functools
 import hashlib
 import itertools
-import shlex
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -35,9 +34,10 @@ from vitadel.reporting.gather import (
     threat_text,
 )
 from vitadel.reporting.ladder import draw_ladder, ladder_sentence
-from vitadel.reporting.sections import OF_A_RUN, OVERVIEW, command_line, from_command_line, one_budget
+from vitadel.reporting.sections import OF_A_RUN, OVERVIEW, command_line, from_command_line
 from vitadel.reporting.stability import draw_stability, stability_sentence
 from vitadel.reporting.trade_off import draw_trade_off, trade_off_sentence
+from vitadel.runtime.following import following_command
 from vitadel.runtime.rundir import write_atomically
 from vitadel.version import __version__
 
@@ -61,7 +61,7 @@ def write_report(runs: Sequence[Path], out: Path) -> None:
                 draw_stability,
                 draw_corruptions,
             )
-            drawn = (draw_accuracies([run]), draw_classes(run)) if one_budget(run) else ()
+            drawn = (draw_accuracies([run]), draw_classes(run)) if run.one_budget else ()
             for picture in filter(None, (*drawn, *(draw(run) for draw in alone))):
                 write_atomically(run.path / "figures" / f"{picture.name}.png", picture.png())
     write_atomically(out, render(gathered).encode("utf-8", errors="replace"))
@@ -174,7 +174,10 @@ def trust(run: Run) -> dict[str, str] | None:
         return {"verdict": kind, "sign": sign, "sentence": sentence, "command": ""}
     if not run.complete or not run.attacks or run.command["verb"] != "audit" or run.results.get("suite"):
         return None
-    command = shlex.join(["vitadel", "diagnose", run.model, "--data", aspects(run)["data"]])
+    settings, known = run.command["settings"], aspects(run)
+    norm = str(run.results.get("threat", {}).get("norm") or settings["norm"])
+    argv = [str(word) for word in run.command.get("argv") or []]
+    command = following_command(argv, "diagnose", run.model, known["data"], norm, known["eps"], after="audit")
     sentence = "Nothing suspicious came up in the audit; look closer before anything is published."
     return {"verdict": "ok", "sign": "✓", "sentence": sentence, "command": command}
 
