@@ -42,9 +42,16 @@ def outcome(folder: Path) -> tuple[str, bytes]:
     return json.dumps(timeless(results), indent=2), (folder / "samples.parquet").read_bytes()
 
 
+def _heed_control_c() -> None:
+    """A shell's background jobs inherit that Ctrl-C is ignored, also when they are tests."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(launcher: list[str], out: Path, *more: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", *launcher, "vitadel", *AUDIT, f"--out={out}", *more]
-    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=_heed_control_c
+    )
 
 
 def finish(process: subprocess.Popen[bytes], code: int = 0) -> str:
@@ -63,17 +70,6 @@ def wait_for_pieces(process: subprocess.Popen[bytes], out: Path, count: int) -> 
     while pieces(out) < count and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def interrupt(process: subprocess.Popen[bytes]) -> None:
-    """As a person does: again, if nothing happens. C code that looks for an attribute can swallow the exception."""
-    for _ in range(3):
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(timeout=4)
-            return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +120,7 @@ def test_interrupted_by_control_c_says_how_to_go_on(tmp_path, undisturbed):
     out = tmp_path / "stopped"
     process = start([], out)
     wait_for_pieces(process, out, 1)
-    interrupt(process)
+    process.send_signal(signal.SIGINT)
     told = finish(process, 130)
     assert "Traceback" not in told
     assert f"--out={out} --resume" in told
