@@ -17,10 +17,10 @@ _OF_ATTACKS = (
     "norm",
     "independent",
     "doctor",
+    "protocol",
     "calibration",
     "precision",
     "compile_model",
-    "protocol",
 )
 # Other benchmarks: their own flags, and which of those of the attacks they heed.
 _SUITES = {

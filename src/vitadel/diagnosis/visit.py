@@ -28,14 +28,13 @@ from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.among import choose_among, choosing_like
 from vitadel.evaluation.calibration import BATCH, CalibrationImages, calibration_images
 from vitadel.evaluation.compiling import gradient_probe, seconds_of
-from vitadel.evaluation.results import SCHEMA, Tally, described
+from vitadel.evaluation.results import Tally, described, heading
 from vitadel.evaluation.subject import Subject, open_subject
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.environment import environment
 from vitadel.runtime.processes import Processes, join_processes
 from vitadel.runtime.rundir import RunFolder, open_run, write_json
 from vitadel.types import Source
-from vitadel.version import __version__
 
 __all__ = ["Appointment", "diagnose", "examinable", "examination_of", "expected_cost", "visit"]
 
@@ -316,10 +315,7 @@ def _results(
     written = _written(examined)
     tally = Tally(batch.indices, batch.y.cpu(), e.logits.argmax(1).cpu(), bad)
     return {
-        "schema": SCHEMA,
-        "version": __version__,
-        "complete": True,
-        "seed": plan.seed,
+        **heading(plan.seed),
         **described(subject, tally, settings["model_fingerprint"]),
         "threat": {"norm": plan.norm, "eps": plan.eps, "eps_text": settings["eps"]},
         "batch_size": plan.batch_size,

@@ -29,7 +29,7 @@ from vitadel.data.batches import Batch, batches
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.ledger import FolderLedger, Piece
-from vitadel.evaluation.results import SCHEMA
+from vitadel.evaluation.results import heading
 from vitadel.evaluation.subject import Subject
 from vitadel.instrument.hooks import frozen
 from vitadel.instrument.massive import CLASS, EXTRA, REGISTER, massive_activations, quartiles
@@ -39,7 +39,6 @@ from vitadel.runtime.processes import Processes
 from vitadel.runtime.progress import FOUND_AGAIN, progress
 from vitadel.runtime.rundir import RunFolder, open_run, write_json
 from vitadel.types import Attack, Calibrated
-from vitadel.version import __version__
 
 __all__ = ["ENOUGH", "Condition", "Look", "conditions_of", "inspect_activations", "look_at", "summary"]
 
@@ -238,10 +237,7 @@ def _results(
     layers = [f"input of {blocks[0]}", *blocks]
     few = f"n = {n} is too few to tell how models behave, and the paper's n = 1 is no evidence; look at {ENOUGH} images"
     return {
-        "schema": SCHEMA,
-        "version": __version__,
-        "complete": True,
-        "seed": look.seed,
+        **heading(look.seed),
         "model": {
             "spec": subject.model_spec,
             "parameters": sum(parameter.numel() for parameter in subject.model.parameters()),

@@ -29,7 +29,7 @@ from vitadel.evaluation.compiling import Compilation, compiled
 from vitadel.evaluation.evidence import findings_about
 from vitadel.evaluation.keeping import IMAGES, PICTURES, PNG_HOLDS, Keeper
 from vitadel.evaluation.protocols import protocol_named, standing
-from vitadel.evaluation.results import SCHEMA, Tally, described, samples_table
+from vitadel.evaluation.results import Tally, described, heading, samples_table
 from vitadel.evaluation.stages import NOTE, PRECISIONS, Bench, Leg, attack_stage, clean_stage, rules_of
 from vitadel.evaluation.subject import Subject, open_subject
 from vitadel.instrument.hooks import frozen
@@ -37,7 +37,6 @@ from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes, join_processes
 from vitadel.runtime.rundir import RunFolder, write_atomically, write_json
 from vitadel.types import Attack, Source, Threat
-from vitadel.version import __version__
 
 __all__ = ["DEFAULT_ATTACKS", "DEFAULT_DATA", "DEFAULT_MODEL", "Order", "Outcome", "audit", "run_audit"]
 
@@ -297,10 +296,7 @@ def _results(
     comparable: dict[str, Any],
 ) -> dict[str, Any]:
     return {
-        "schema": SCHEMA,
-        "version": __version__,
-        "complete": False,
-        "seed": order.seed,
+        **heading(order.seed, complete=False),
         **described(subject, tally, settings["model_fingerprint"]),
         "threat": {"norm": order.norm, "eps": order.eps, "eps_text": settings["eps"]},
         "batch_size": order.batch_size,

@@ -28,13 +28,12 @@ from vitadel.data.preprocess import Preprocess
 from vitadel.errors import Interrupted, Mistake, nearest_names
 from vitadel.evaluation.corruption_order import check_corruptions, check_severities
 from vitadel.evaluation.corruption_sizes import benchmark_preprocess, in_bytes
-from vitadel.evaluation.results import SCHEMA
+from vitadel.evaluation.results import heading
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
 from vitadel.runtime.progress import FOUND_AGAIN, progress
 from vitadel.runtime.rundir import RunFolder, disk_trouble_told, open_run, write_atomically, write_json
 from vitadel.types import Source
-from vitadel.version import __version__
 
 __all__ = ["FORMATS", "CopyOrder", "usable_corruptions", "versions", "write_copy"]
 
@@ -245,10 +244,7 @@ def _results(
     spec: str, source: Source, order: CopyOrder, n: int, lost: Sequence[str], told: dict[str, Any]
 ) -> dict[str, Any]:
     return {
-        "schema": SCHEMA,
-        "version": __version__,
-        "complete": True,
-        "seed": order.seed,
+        **heading(order.seed),
         "data": {
             "spec": spec,
             "n": n,

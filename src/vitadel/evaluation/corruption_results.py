@@ -29,10 +29,9 @@ from vitadel.evaluation.corruption_sizes import IMAGENET_SHAPE
 from vitadel.evaluation.intervals import bootstrap_mean, share
 from vitadel.evaluation.ledger import Piece
 from vitadel.evaluation.perturbations import usual_sequences
-from vitadel.evaluation.results import SCHEMA, Tally, described
+from vitadel.evaluation.results import Tally, described, heading
 from vitadel.evaluation.subject import Subject
 from vitadel.types import Source
-from vitadel.version import __version__
 
 __all__ = ["Course", "Gathered", "Origin", "Predictions", "corruption_results", "corruption_samples"]
 
@@ -109,11 +108,7 @@ def corruption_results(
         raise Mistake("no image could be read in all its versions, so there is nothing to count")
     clean = share(int(tally.correct.sum()), len(tally.index), "correct", "accuracy") if gathered.clean_known else None
     results = {
-        "schema": SCHEMA,
-        "version": __version__,
-        "complete": True,
-        "suite": "corruptions",
-        "seed": order.seed,
+        **heading(order.seed, suite="corruptions"),
         **described(subject, tally, settings["model_fingerprint"]),
         "batch_size": order.batch_size,
         "precision": order.precision,

@@ -20,8 +20,9 @@ from vitadel.evaluation.intervals import share
 from vitadel.evaluation.ledger import Piece
 from vitadel.evaluation.stages import NOTE, Leg
 from vitadel.evaluation.subject import Subject
+from vitadel.version import __version__
 
-__all__ = ["SCHEMA", "Tally", "described", "samples_table"]
+__all__ = ["Tally", "described", "heading", "samples_table"]
 
 SCHEMA = 1
 
@@ -102,6 +103,12 @@ class Tally:
             "attacks": self.entries,
             "worst_case": worst,
         }
+
+
+def heading(seed: int, *, suite: str | None = None, complete: bool = True) -> dict[str, Any]:
+    """What every `results.json` begins with."""
+    named = {} if suite is None else {"suite": suite}
+    return {"schema": SCHEMA, "version": __version__, "complete": complete, **named, "seed": seed}
 
 
 def described(subject: Subject, tally: Tally, fingerprint: str) -> dict[str, Any]:

@@ -33,13 +33,12 @@ from vitadel.evaluation.contenders import JOINT, Contender
 from vitadel.evaluation.evidence import findings_about
 from vitadel.evaluation.intervals import share
 from vitadel.evaluation.protocols import RVT
-from vitadel.evaluation.results import SCHEMA, Tally, described
+from vitadel.evaluation.results import Tally, described, heading
 from vitadel.evaluation.stages import Bench, attack_stage, clean_stage, rules_of
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.processes import Processes
 from vitadel.runtime.rundir import write_atomically, write_json
 from vitadel.types import Attack
-from vitadel.version import __version__
 
 __all__ = ["SUITE", "TradeOffOrder", "run_trade_off"]
 
@@ -276,11 +275,7 @@ def _results(
     told = described(first.subject, judged[0].joint, fingerprint)
     told["model"] = {"spec": ", ".join(each.name for each in judged), "fingerprint": fingerprint}
     return {
-        "schema": SCHEMA,
-        "version": __version__,
-        "complete": True,
-        "suite": SUITE,
-        "seed": order.seed,
+        **heading(order.seed, suite=SUITE),
         **told,
         "threat": {"norm": "linf", "eps": largest, "eps_text": amount_text(largest)},
         "batch_size": order.batch_size,

@@ -17,13 +17,12 @@ from vitadel.amounts import amount_text
 from vitadel.attacks.settings import settings_of
 from vitadel.evaluation.intervals import share
 from vitadel.evaluation.ledger import Piece
-from vitadel.evaluation.results import SCHEMA, Tally, described
+from vitadel.evaluation.results import Tally, described, heading
 from vitadel.evaluation.subject import Subject
 from vitadel.ladder.extraction import Extracted
 from vitadel.ladder.levels import LEVELS, RELEASED_PIXELS, Arms, Rung
 from vitadel.ladder.order import LadderOrder
 from vitadel.ladder.sanity import findings_about_order
-from vitadel.version import __version__
 
 __all__ = ["LadderTable", "ladder_results"]
 
@@ -163,11 +162,7 @@ def ladder_results(subject: Subject, table: LadderTable, settings: Mapping[str, 
         for row in table.rows
     ]
     return {
-        "schema": SCHEMA,
-        "version": __version__,
-        "complete": True,
-        "suite": "ladder",
-        "seed": order.seed,
+        **heading(order.seed, suite="ladder"),
         **described(subject, tally, settings["model_fingerprint"]),
         "threat": {"norm": "linf", "eps": largest, "eps_text": amount_text(largest)},
         "batch_size": order.batch_size,

@@ -28,7 +28,7 @@ from vitadel.errors import Mistake
 from vitadel.evaluation.frozen_features import feature_width
 from vitadel.evaluation.judge import TOLERANCE
 from vitadel.evaluation.ledger import FolderLedger
-from vitadel.evaluation.results import SCHEMA
+from vitadel.evaluation.results import heading
 from vitadel.evaluation.segmentation import Confusion, SegmentationHead, Segmenter, train_patch_head
 from vitadel.instrument.grid import patch_grid
 from vitadel.instrument.hooks import frozen
@@ -37,7 +37,6 @@ from vitadel.runtime.processes import Processes
 from vitadel.runtime.progress import FOUND_AGAIN, Meter, progress
 from vitadel.runtime.rundir import RunFolder, write_atomically
 from vitadel.types import Threat
-from vitadel.version import __version__
 
 __all__ = ["PUBLIC", "open_mask_job"]
 
@@ -233,10 +232,7 @@ class _MaskJob:
         classifier = self.model.classifier if isinstance(self.model, Tokened) else self.model
         audit, classes = self.recipe.audit, self.test.classes
         return {
-            "schema": SCHEMA,
-            "version": __version__,
-            "complete": True,
-            "seed": self.recipe.train.seed,
+            **heading(self.recipe.train.seed),
             "model": {
                 "spec": self.recipe.model.name,
                 "parameters": sum(p.numel() for p in self.model.parameters()),
