@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import safetensors.torch
 import torch
 import yaml
 
@@ -75,3 +76,17 @@ def test_features_need_no_head():
     kwargs = {"img_size": 28, "embed_dim": 24, "depth": 1, "num_heads": 3}
     model = open_model(dino, {**options_for_features(dino, {}), "weights": "random", "kwargs": kwargs})
     assert model.record.num_classes == 2
+
+
+def test_a_backbone_from_a_weight_file_keeps_the_classes_of_its_recipe(tmp_path):
+    small = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
+    name = "deit_tiny_patch16_224"  # of 1,000 classes, unless told
+    model = load_model(name, weights="random", num_classes=5, kwargs=small)
+    file = tmp_path / "five.safetensors"
+    safetensors.torch.save_file(model.backbone.state_dict(), file)
+    folder = tmp_path / "run"
+    (folder / "weights").mkdir(parents=True)
+    about = {"name": name, "weights": str(file), "num_classes": 5, "kwargs": small}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"model": about, "adapter": {"use": "tokens"}}))
+    save_tokens(Tokened(model, fresh_tokens(24, 2, seed=1)), folder / "weights" / "best.safetensors", {})
+    assert torch.equal(answers(open_model(str(folder))), answers(Tokened(model.eval(), fresh_tokens(24, 2, seed=1))))
