@@ -485,6 +485,8 @@ def test_numbers_of_classes_must_agree():
     assert fault == "data: the numbers of classes do not agree: train 10, test 100"
     (fault,) = check_faults(model={"num_classes": 7})
     assert fault == "data: the numbers of classes do not agree: train 10, test 10, model.num_classes 7"
+    (fault,) = check_faults(model={"head_classes": [0, 1, 2]})
+    assert fault == "data: the numbers of classes do not agree: train 10, test 10, model.head_classes 3"
 
 
 def test_a_zoo_model_with_another_head_is_good():

@@ -179,6 +179,23 @@ def test_a_weight_file_of_a_named_model_keeps_its_head_if_the_recipe_says_how_ma
     assert torch.equal(shop.model.backbone.head.weight, made.backbone.head.weight)
 
 
+def test_of_a_head_for_more_classes_a_recipe_keeps_those_of_its_data(tmp_path):
+    small = {"depth": 1, "embed_dim": 12, "num_heads": 2, "patch_size": 8, "img_size": 32}
+    made = load_model("vit_tiny_patch16_224", weights="random", num_classes=12, kwargs=small)
+    save_file(made.backbone.state_dict(), tmp_path / "twelve.safetensors")
+    kept = [11, 3, 4, 5, 6, 7, 8, 9, 1, 0]
+    changed = document()
+    changed["model"] = {"name": "vit_tiny_patch16_224", "kwargs": small, "head_classes": kept}
+    with pytest.raises(Mistake, match="starts from fresh weights"):
+        open_workshop(build_recipe(changed, "small"), CPU)
+    changed["model"]["weights"] = str(tmp_path / "twelve.safetensors")
+    shop = open_workshop(build_recipe(changed, "small"), CPU)
+    assert torch.equal(shop.model.backbone.head.weight, made.backbone.head.weight[kept])
+    changed["model"]["head_classes"] = kept[:9]
+    with pytest.raises(Mistake, match=r"keeps 9 classes, but .* has 10"):
+        open_workshop(build_recipe(changed, "small"), CPU)
+
+
 def test_labels_must_mean_the_same_everywhere(tmp_path):
     for split, kinds in {"train": ("a", "b"), "val": ("b", "c")}.items():
         for kind in kinds:

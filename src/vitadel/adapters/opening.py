@@ -20,7 +20,7 @@ from vitadel.errors import Mistake
 __all__ = ["open_model", "options_for_features", "token_run"]
 
 _BEST = Path("weights") / "best.safetensors"
-_OPTIONS = ("weights", "num_classes", "mean", "std", "input_size", "small_images", "kwargs")
+_OPTIONS = ("weights", "num_classes", "mean", "std", "input_size", "small_images", "head_classes", "kwargs")
 
 
 def open_model(

@@ -18,6 +18,7 @@ from torch import nn
 
 from vitadel.backbones.checkpoints import Checkpoint, fit_to, load_strict, read_checkpoint
 from vitadel.backbones.checks import modules_in_train_mode
+from vitadel.backbones.chosen_classes import keep_classes
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.foreign import call_factory, load_hugging_face
 from vitadel.backbones.image_size import not_a_multiple
@@ -52,6 +53,7 @@ class _Wishes:
     input_size: int | None
     patch_size: int | None
     new_head: bool
+    head_classes: tuple[int, ...] | None
     kwargs: Mapping[str, Any]
 
     def weight_file(self) -> Path | None:
@@ -68,6 +70,7 @@ def load_model(
     input_size: int | None = None,
     small_images: bool | int = False,
     new_head: bool = False,
+    head_classes: Sequence[int] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     device: str | torch.device = "cpu",
 ) -> Classifier:
@@ -80,19 +83,25 @@ def load_model(
     `input_size`: resample the position embedding for images of another size. `small_images`: shrink the patches too
     (to 4 pixels, or to the number given; 32-pixel images unless `input_size` says otherwise).
     `new_head`: replace the classification layer by a fresh one with `num_classes`, for training on other data; without
-    it a number of classes that is not the checkpoint's is a mistake. `kwargs` go to `timm.create_model`.
+    it a number of classes that is not the checkpoint's is a mistake. `head_classes`: keep these of the model's classes,
+    in this order, for data that have no others. `kwargs` go to `timm.create_model`.
     """
     if (mean is None) != (std is None):
         raise Mistake("give mean and std together: one alone would be mixed with another model's other half.")
+    if new_head and head_classes is not None:
+        raise Mistake("a new head has no classes to keep: give new_head or head_classes, not both.")
+    if head_classes is not None and num_classes not in (None, len(head_classes)):
+        raise Mistake(f"{len(head_classes)} classes are to be kept, but num_classes is {num_classes}; drop that.")
     if new_head and num_classes is None:
         raise Mistake("a new head needs a number of classes: give num_classes.")
     wishes = _Wishes(
         weights=weights,
-        num_classes=num_classes,
+        num_classes=num_classes if head_classes is None else None,  # how many the checkpoint has is its own affair
         normalisation=None if mean is None or std is None else (three_numbers(mean, "mean"), three_numbers(std, "std")),
         input_size=input_size,
         patch_size=(4 if small_images is True else small_images) if small_images is not False else None,
         new_head=new_head,
+        head_classes=None if head_classes is None else tuple(head_classes),
         kwargs=kwargs or {},
     )
     backbone, record = _open(spec, wishes)
@@ -311,7 +320,7 @@ def _from_timm_file(name: str, path: Path, wishes: _Wishes) -> tuple[nn.Module, 
     checkpoint = read_checkpoint(path)
     backbone = create_backbone(name, wishes.num_classes, wishes.kwargs)
     fitted = fit_to(backbone, checkpoint.weights).weights
-    if wishes.new_head:  # the head is replaced anyway, so it may have any size in the file, or be missing
+    if wishes.new_head or wishes.head_classes is not None:  # the head may have any size in the file
         backbone = create_backbone(name, class_count(backbone, fitted) or 0, wishes.kwargs)
     record = _timm_record(name, backbone, wishes)
     if find_mismatch(backbone, fitted).misshaped:
@@ -329,6 +338,9 @@ def _as_wished(backbone: nn.Module, record: ModelRecord, wishes: _Wishes, spec: 
         keep_projection(backbone)
         reset(wishes.num_classes)
         record = replace(record, num_classes=wishes.num_classes)
+    elif wishes.head_classes is not None:
+        keep_classes(backbone, wishes.head_classes, spec)
+        record = replace(record, num_classes=len(wishes.head_classes))
     elif wishes.num_classes is not None and wishes.num_classes != (record.num_classes or wishes.num_classes):
         raise Mistake(
             f"'{spec}' has {record.num_classes} classes, --num-classes {wishes.num_classes} was given. "

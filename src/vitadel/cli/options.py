@@ -40,6 +40,9 @@ class Choice:
     input_size: Annotated[
         int | None, typer.Option(help="image size in pixels, where it differs from the model's own")
     ] = None
+    head_classes: Annotated[
+        str | None, typer.Option(help="keep these of its classes, for data that have no others, e.g. 0,217,482")
+    ] = None
     small_images: Annotated[
         bool, typer.Option("--small-images", help="adapt a patch-16 ViT or XCiT to 32 px images")
     ] = False
@@ -57,6 +60,7 @@ class Choice:
             "std": _numbers(self.std, "--std"),
             "input_size": self.input_size,
             "small_images": self.small_images,
+            "head_classes": _whole_numbers(self.head_classes, "--head-classes"),
         }
 
 
@@ -119,6 +123,15 @@ class Running:
     out: Annotated[Path | None, typer.Option(help="run folder; by default a new one below runs/")] = None
     resume: Annotated[bool, typer.Option("--resume", help="go on with an unfinished run")] = False
     as_json: Json = False
+
+
+def _whole_numbers(text: str | None, what: str) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise Mistake(f"{what} takes numbers of classes with commas between them, as in 0,217,482; got {text!r}")
+    return tuple(int(part) for part in parts)
 
 
 def _numbers(text: str | None, what: str) -> tuple[float, ...] | None:

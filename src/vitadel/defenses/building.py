@@ -138,6 +138,8 @@ def build_check(recipe: Recipe, where: str) -> None:
     known = {name: count for name, count in counts.items() if count is not None}
     if recipe.model.num_classes is not None:
         known["model.num_classes"] = recipe.model.num_classes
+    if recipe.model.head_classes is not None:
+        known["model.head_classes"] = len(recipe.model.head_classes)
     if len(set(known.values())) > 1:
         told = ", ".join(f"{name} {count}" for name, count in known.items())
         faults.wrong.append(f"data: the numbers of classes do not agree: {told}")

@@ -199,6 +199,9 @@ def _model(section: ModelSection, classes: int, data: str) -> Classifier:
         raise Mistake(
             f"model.num_classes is {section.num_classes}, but {data} has {classes} classes; drop it or take other data"
         )
+    kept = section.head_classes
+    if kept is not None and len(kept) != classes:
+        raise Mistake(f"model.head_classes keeps {len(kept)} classes, but {data} has {classes}; name one for each")
     kwargs = dict(section.kwargs)
     if section.drop_path:
         kwargs["drop_path_rate"] = section.drop_path
@@ -212,8 +215,10 @@ def _model(section: ModelSection, classes: int, data: str) -> Classifier:
         "kwargs": kwargs,
     }
     if options["weights"] == "random":
+        if kept is not None:
+            raise Mistake("model.head_classes keeps what a model has learnt, but this one starts from fresh weights")
         return load_model(section.name, num_classes=classes, **options)
-    model = load_model(section.name, num_classes=section.num_classes, **options)
+    model = load_model(section.name, num_classes=section.num_classes, head_classes=kept, **options)
     if model.record.num_classes != classes:
         model = load_model(section.name, num_classes=classes, new_head=True, **options)
     return model

@@ -42,7 +42,7 @@ class ModelSection:
     Without `weights` training starts from fresh ones, drawn with the training's seed. `num_classes` is the data's if
     absent, and a checkpoint with another number then gets a new head; if it is given, the checkpoint must have a head
     of that many. `input_size` resamples positions; `small_images` is the patch size (4) to which a patch-16 model is
-    adapted for 32 px.
+    adapted for 32 px. `head_classes` keeps these of a checkpoint's classes, in the order of the data's.
     """
 
     name: str
@@ -52,6 +52,7 @@ class ModelSection:
     std: tuple[float, ...] | None = None
     input_size: int | None = None
     small_images: int | None = None
+    head_classes: tuple[int, ...] | None = None
     drop_path: float = 0.0
     kwargs: dict[str, Any] = field(default_factory=dict)
 

@@ -143,6 +143,7 @@ def _frozen_model(section: ModelSection, seed: int) -> Classifier:
             std=section.std,
             input_size=section.input_size,
             small_images=section.small_images or False,
+            head_classes=section.head_classes,
             kwargs=section.kwargs,
         )
     return model.requires_grad_(False)
