@@ -12,9 +12,10 @@ from vitadel.errors import Mistake
 from vitadel.version import __version__
 
 if TYPE_CHECKING:
-    from vitadel import attacks
+    from vitadel import attacks, studies
     from vitadel.adapters.opening import open_model
     from vitadel.backbones import Classifier, load_model, wrap
+    from vitadel.cli.revisiting import study
     from vitadel.data import open_dataset
     from vitadel.defenses.harden import harden
     from vitadel.defenses.heads.probing import probe
@@ -39,6 +40,8 @@ __all__ = [
     "probe",
     "scaled_attention",
     "score_statistics",
+    "studies",
+    "study",
     "wrap",
 ]
 
@@ -56,13 +59,14 @@ _HOMES = {
     "probe": "vitadel.defenses.heads.probing",
     "scaled_attention": "vitadel.instrument",
     "score_statistics": "vitadel.instrument",
+    "study": "vitadel.cli.revisiting",
     "wrap": "vitadel.backbones",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "attacks":
-        return importlib.import_module("vitadel.attacks")
+    if name in ("attacks", "studies"):
+        return importlib.import_module(f"vitadel.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'vitadel' has no attribute {name!r}")

@@ -22,6 +22,7 @@ from vitadel.cli import (
     recipes,
     report,
     selftest,
+    study,
     tradeoff,
     ui,
 )
@@ -50,6 +51,7 @@ app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("list")(listing.listing)
 app.add_typer(recipes.app, name="recipes")
+app.add_typer(study.app, name="study")
 app.command("selftest")(selftest.selftest)
 app.command("ui")(ui.ui)
 

@@ -36,6 +36,7 @@ from vitadel.reporting.gather import (
 from vitadel.reporting.ladder import draw_ladder, ladder_sentence
 from vitadel.reporting.sections import OF_A_RUN, OVERVIEW, command_line, from_command_line
 from vitadel.reporting.stability import draw_stability, stability_sentence
+from vitadel.reporting.studies import draw_study, study_sentence
 from vitadel.reporting.trade_off import draw_trade_off, trade_off_sentence
 from vitadel.runtime.following import following_command
 from vitadel.runtime.rundir import write_atomically
@@ -60,6 +61,7 @@ def write_report(runs: Sequence[Path], out: Path) -> None:
                 draw_maps,
                 draw_stability,
                 draw_corruptions,
+                draw_study,
             )
             drawn = (draw_accuracies([run]), draw_classes(run)) if run.one_budget else ()
             for picture in filter(None, (*drawn, *(draw(run) for draw in alone))):
@@ -131,6 +133,8 @@ def _listed(names: Sequence[str]) -> str:
 def verdict(run: Run) -> str:
     """One sentence in plain words; a number under attack never stands without what it was measured with."""
     clean, worst = run.results.get("clean"), run.results.get("worst_case")
+    if run.complete and run.results.get("study"):
+        return study_sentence(run.results["study"])
     if not clean and run.results.get("activations"):
         return activations_sentence(run.results["activations"])
     if run.complete and run.results.get("suite") == "trade-off":

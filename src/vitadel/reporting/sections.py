@@ -30,6 +30,7 @@ from vitadel.reporting.gather import (
 from vitadel.reporting.ladder import control_rows, draw_ladder, ladder_remarks, ladder_rows
 from vitadel.reporting.pairs import pairings
 from vitadel.reporting.stability import draw_stability, stability_remarks, stability_tables
+from vitadel.reporting.studies import study_content
 from vitadel.reporting.trade_off import draw_trade_off, trade_off_remarks, trade_off_tables
 
 __all__ = ["OF_A_RUN", "OVERVIEW", "Section", "command_line", "from_command_line"]
@@ -282,6 +283,12 @@ _STABILITY = (
 )
 
 
+def study(run: Run) -> Section | None:
+    """An analysis of a paper on the user's own model."""
+    found = study_content(run)
+    return None if found is None else Section("measured", *found)
+
+
 def left_out(run: Run) -> Section | None:
     """Samples that no number on the page counts."""
     data = run.results.get("data", {})
@@ -333,6 +340,7 @@ OF_A_RUN: tuple[Callable[[Run], Section | None], ...] = (
     adapter_maps,
     stability,
     corruptions,
+    study,
     left_out,
     protocol,
     provenance,

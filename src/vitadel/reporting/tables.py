@@ -10,36 +10,20 @@ import io
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from vitadel.reporting.adapter_maps import check_table
+from vitadel.reporting.cells import Cell, Column, Table, share_cells, share_columns, texts
 from vitadel.reporting.corruptions import corruption_content
 from vitadel.reporting.figures import printable
 from vitadel.reporting.gather import Run, aspects, class_scores, plain, run_labels
 from vitadel.reporting.pairs import pairings
 from vitadel.reporting.stability import stability_tables
+from vitadel.reporting.studies import study_tables
 from vitadel.reporting.trade_off import trade_off_tables
 
 __all__ = ["FORMATS", "Column", "Table", "as_csv", "as_latex", "as_markdown", "tables_of"]
-
-Cell = str | int | float | None
-
-
-@dataclass(frozen=True)
-class Column:
-    """A heading; `digits` after the point where the column holds numbers, None where it holds text."""
-
-    heading: str
-    digits: int | None = None
-
-
-@dataclass(frozen=True)
-class Table:
-    name: str
-    caption: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
 
 
 def tables_of(runs: Sequence[Run]) -> list[Table]:
@@ -52,24 +36,12 @@ def tables_of(runs: Sequence[Run]) -> list[Table]:
     return [table for table in found if table.rows]
 
 
-def _share(entry: Mapping[str, Any] | None, name: str) -> tuple[Cell, Cell, Cell]:
-    """A share and its interval in percent; nothing where it was not measured."""
-    if not entry:
-        return None, None, None
-    low, high = entry["ci95"]
-    return 100 * entry[name], 100 * low, 100 * high
-
-
-def _share_columns(name: str) -> tuple[Column, Column, Column]:
-    return Column(f"{name}, %", 1), Column(f"{name}, from", 1), Column(f"{name}, to", 1)
-
-
 _RUN = Column("run")
 
 
 def _runs(runs: Sequence[Run], labels: Sequence[str]) -> Table:
     texts = [Column(name) for name in ("data", "norm", "eps", "attacks", "seed", "finished", "protocol")]
-    columns = (_RUN, Column("n", 0), *_share_columns("clean"), *_share_columns("worst case"), *texts)
+    columns = (_RUN, Column("n", 0), *share_columns("clean"), *share_columns("worst case"), *texts)
     rows = []
     for run, label in zip(runs, labels, strict=True):
         known, results = aspects(run), run.results
@@ -77,8 +49,8 @@ def _runs(runs: Sequence[Run], labels: Sequence[str]) -> Table:
             (
                 label,
                 results.get("data", {}).get("n"),
-                *_share(results.get("clean"), "accuracy"),
-                *_share(results.get("worst_case"), "robust_accuracy"),
+                *share_cells(results.get("clean"), "accuracy"),
+                *share_cells(results.get("worst_case"), "robust_accuracy"),
                 *(known[name] for name in ("data", "norm", "eps", "attacks")),
                 str(results.get("seed", "")),
                 "yes" if run.complete else "no",
@@ -91,10 +63,10 @@ def _runs(runs: Sequence[Run], labels: Sequence[str]) -> Table:
 def _attacks(runs: Sequence[Run], labels: Sequence[str]) -> Table:
     counts = ("held", "n", "attacked", "gradient_calls", "forward_calls")
     told = (*counts, "seconds", "counts")
-    columns = [_RUN, Column("attack"), *_share_columns("accuracy")]
+    columns = [_RUN, Column("attack"), *share_columns("accuracy")]
     columns += [*(Column(name.replace("_", " "), 0) for name in counts), Column("seconds", 1), Column("counts")]
     rows = [
-        (label, entry["name"], *_share(entry, "robust_accuracy"), *(entry[name] for name in told))
+        (label, entry["name"], *share_cells(entry, "robust_accuracy"), *(entry[name] for name in told))
         for run, label in zip(runs, labels, strict=True)
         if run.one_budget
         for entry in run.attacks
@@ -154,12 +126,12 @@ def _of_suites(run: Run, label: str, number: str) -> list[Table]:
 
 def _ladder(run: Run) -> list[Table]:
     told = run.results.get("ladder") or {}
-    columns = (*map(Column, ("attacker", "knows", "attack", "eps")), *_share_columns("accuracy"))
+    columns = (*map(Column, ("attacker", "knows", "attack", "eps")), *share_columns("accuracy"))
     rows = [
         (
             f"{entry['level']} {entry['title']}",
             *(entry[name] for name in ("knows", "attack", "eps_text")),
-            *_share(entry, "robust_accuracy"),
+            *share_cells(entry, "robust_accuracy"),
         )
         for entry in (told.get("rows", ()) if told.get("levels") else ())
     ]
@@ -180,11 +152,11 @@ def _trade_off(run: Run) -> list[Table]:
 def _of_shares(shown: Mapping[str, Any], measured: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
     """Two columns of words, then the accuracy on clean images and under attacks."""
     words, names = shown["headings"][:2], shown["headings"][2:]
-    columns = (*map(Column, words), *(column for name in names for column in _share_columns(name)))
+    columns = (*map(Column, words), *(column for name in names for column in share_columns(name)))
     rows = []
-    for texts, (clean, *attacked) in zip(shown["rows"], measured, strict=True):
-        shares = [_share(clean, "accuracy"), *(_share(entry, "robust_accuracy") for entry in attacked)]
-        rows.append((*texts[:2], *itertools.chain(*shares)))
+    for cells, (clean, *attacked) in zip(shown["rows"], measured, strict=True):
+        shares = [share_cells(clean, "accuracy"), *(share_cells(entry, "robust_accuracy") for entry in attacked)]
+        rows.append((*cells[:2], *itertools.chain(*shares)))
     return Table("", shown["caption"], columns, tuple(rows))
 
 
@@ -222,16 +194,16 @@ def _stability(run: Run) -> list[Table]:
     under, near = stability_tables(told)
     worst, best = (f"{end} of {told['masks']}" for end in ("worst", "best"))
     quartiles = [Column(f"{name} quartile, %", 1) for name in ("lower", "middle", "upper")]
-    shares = (*_share_columns("mean over masks"), *_share_columns(worst), *quartiles, *_share_columns(best))
+    shares = (*share_columns("mean over masks"), *share_columns(worst), *quartiles, *share_columns(best))
     moved = (Column("worst mask of each image", 3), Column("drift, last block", 3))
     right, like = (Column("patches"), *shares), (Column("patches"), *_mean_columns("cosine of attention"), *moved)
     accuracy, nearness = [], []
     for who, (name, *_) in zip([who for who in _WAYS if who in told], under["rows"], strict=True):
         seen, alike = told[who]["accuracy"], told[who]["similarity"]
         several = who == "random" and told["masks"] > 1
-        low, high = (_share(seen[end] if several else None, "accuracy") for end in ("worst", "best"))
+        low, high = (share_cells(seen[end] if several else None, "accuracy") for end in ("worst", "best"))
         middle = [100 * each if several else None for each in seen["quartiles"]]
-        accuracy.append((name, *_share(seen, "mean"), *low, *middle, *high))
+        accuracy.append((name, *share_cells(seen, "mean"), *low, *middle, *high))
         of_worst = alike["worst_mask"]["mean"] if several else None
         nearness.append((name, *_mean(alike), of_worst, told[who]["drift"]["median"][-1]))
     return [Table("", under["caption"], right, tuple(accuracy)), Table("", near["caption"], like, tuple(nearness))]
@@ -257,6 +229,7 @@ _SUITES: Mapping[str, Callable[[Run], list[Table]]] = {
     "maps-of-the-adapters": _maps,
     "stability-under-noisy-patches": _stability,
     "corruptions": _corruptions,
+    "study": study_tables,
 }
 """By the names of their files."""
 
@@ -279,25 +252,13 @@ def _harmless(text: str) -> str:
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 
 
-def _rounded(cell: Cell, column: Column) -> str:
-    if cell is None:
-        return ""
-    if isinstance(cell, str):
-        return printable(cell)
-    return f"{cell:.{column.digits or 0}f}" if isinstance(cell, float) else str(cell)
-
-
 def as_markdown(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(_in_markdown(cell) for cell in cells)} |"
 
     rule = "|".join("---" if column.digits is None else "---:" for column in table.columns)
     head = [f"*{_in_markdown(table.caption)}*", "", line([column.heading for column in table.columns]), f"|{rule}|"]
-    return "\n".join([*head, *(line(_texts(row, table)) for row in table.rows)]) + "\n"
-
-
-def _texts(row: Sequence[Cell], table: Table) -> list[str]:
-    return [_rounded(cell, column) for cell, column in zip(row, table.columns, strict=True)]
+    return "\n".join([*head, *(line(texts(row, table)) for row in table.rows)]) + "\n"
 
 
 _MARKDOWN = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]|#"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
@@ -329,7 +290,7 @@ def as_latex(table: Table) -> str:
         r"\toprule",
         line([printable(column.heading) for column in table.columns]),
         r"\midrule",
-        *(line(_texts(row, table)) for row in table.rows),
+        *(line(texts(row, table)) for row in table.rows),
         r"\bottomrule",
         r"\end{tabular}",
         r"\end{table}",

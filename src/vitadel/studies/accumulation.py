@@ -1,0 +1,226 @@
+"""Pictures of a class, climbed out of noise: what a model's gradients add up to (Debenedetti 2022, section 4.3.2).
+
+There, PGD-100 from uniform noise towards a random class, and a look at the pictures: those of robust models show the
+class, those of standard ones nothing. Here the box is the only bound, and other models say what they see in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from vitadel.attacks.goals import gradient
+from vitadel.data.batches import Batch
+from vitadel.errors import Mistake, nearest_names
+from vitadel.evaluation.benches import Outcome
+from vitadel.evaluation.ledger import Piece
+from vitadel.evaluation.stability_measures import quartiles_of
+from vitadel.evaluation.stages import Bench, run_stage
+from vitadel.evaluation.subject import Subject
+from vitadel.runtime.draws import Draws
+from vitadel.runtime.processes import Processes
+from vitadel.studies.agreement import agreement, chance, dealt_at_random, top_classes, top_of
+from vitadel.studies.conducting import Scene, check_order, conducted
+from vitadel.studies.juries import Juror, at_work, named_alike, seated
+from vitadel.studies.perturbations import kept_pictures
+
+__all__ = ["OBJECTIVES", "STARTS", "AccumulationOrder", "Canvases", "climbed", "study_accumulation"]
+
+STARTS = ("noise", "grey")
+OBJECTIVES = ("logit", "probability")
+_GRAIN = 1 / 255  # of the noise on grey: without any, all pictures of a class would be the same
+
+
+@dataclass(frozen=True)
+class AccumulationOrder:
+    """`steps` of the root mean square length `step`, in pixels of [0, 1], towards each class of `classes` (none: the
+    first `most`), from so many `starts`. `objective` is what is climbed: the logit, or the log-probability as in a
+    targeted attack. The norm and eps of other studies play no part: there is no budget.
+    """
+
+    classes: tuple[int, ...] = ()
+    most: int = 10
+    starts: int = 10
+    start: str = "noise"
+    objective: str = "logit"
+    steps: int = 100
+    step: float = 0.01
+    others: tuple[str, ...] = ()
+    eps: float = 8 / 255
+    norm: str = "linf"
+    limit: int | None = 200
+    batch_size: int = 64
+    seed: int = 0
+    skip_bad: bool = False
+
+    def __post_init__(self) -> None:
+        check_order(self)
+        for what, given, known in (("start", self.start, STARTS), ("objective", self.objective, OBJECTIVES)):
+            if given not in known:
+                raise Mistake(
+                    f"unknown {what} {given!r}{nearest_names(given, known) or '.'} Known: {', '.join(known)}."
+                )
+        if min(self.most, self.starts, self.steps) < 1 or not 0 < self.step <= 1:
+            raise Mistake(
+                f"needs at least 1 class, 1 start and 1 step of a length in (0, 1], got {self.most}, {self.starts}, "
+                f"{self.steps} and {self.step:g}"
+            )
+        if len(set(self.classes)) != len(self.classes) or min(self.classes, default=0) < 0:
+            raise Mistake(f"classes are different numbers from 0 on, got {', '.join(map(str, self.classes))}")
+
+
+@dataclass(frozen=True, eq=False)
+class Canvases:
+    """Empty pictures as a data set, so that they are cut into batches, shared and found again as images are.
+
+    A canvas's label is the class to climb to, its index the key of its noise.
+    """
+
+    classes: Sequence[str]
+    targets: tuple[int, ...]
+    starts: int
+    size: tuple[int, int]
+
+    @cached_property
+    def _labels(self) -> Tensor:
+        return torch.tensor(self.targets).repeat(self.starts)  # every class once, and then again
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def labels(self) -> Tensor:
+        return self._labels
+
+    def read(self, indices: Sequence[int]) -> list[Image.Image | Exception]:
+        return [Image.new("RGB", (self.size[1], self.size[0]), (128, 128, 128)) for _ in indices]
+
+    def name(self, index: int) -> str:
+        return f"start {index // len(self.targets)} of {self.classes[int(self._labels[index])]}"
+
+
+def first_marks(x: Tensor, draws: Draws, start: str) -> Tensor:
+    """Uniform noise in all colours, or mid grey with a grain that cannot be seen."""
+    noise = draws.stream("accumulation").uniform(*x.shape[1:]).to(x.dtype)
+    return noise if start == "noise" else 0.5 + _GRAIN * (noise - 0.5)
+
+
+def climbed(
+    model: nn.Module, z: Tensor, y: Tensor, steps: int, step: float, objective: str = "logit"
+) -> tuple[Tensor, Tensor]:
+    """The picture after `steps` steps up the gradient, each of the same length, kept in the box; and the confidence in
+    class `y` before each step and after the last, (images, steps + 1)."""
+    course = []
+    for turn in range(steps + 1):
+        with torch.enable_grad():
+            z = z.detach().requires_grad_()
+            logits = model(z)
+            confidence = logits.log_softmax(1).gather(1, y[:, None])[:, 0]
+            values = logits.gather(1, y[:, None])[:, 0] if objective == "logit" else confidence
+            course.append(confidence.detach().exp())
+            if turn == steps:
+                break
+            grad = gradient(values, z)
+        length = grad.flatten(1).square().mean(1).sqrt().clamp(min=1e-30).view(-1, 1, 1, 1)
+        z = (z.detach() + step * grad / length).clamp(0, 1)
+    return z.detach(), torch.stack(course, 1)
+
+
+def study_accumulation(
+    subject: Subject,
+    order: AccumulationOrder,
+    processes: Processes,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    shown: bool = False,
+    argv: Sequence[str] = (),
+) -> Outcome:
+    """Every model of the jury makes its pictures of the classes, and all of them are asked what they see."""
+    jury = seated(subject, order.others)
+    targets = _targets(subject, order)
+
+    def work(scene: Scene) -> tuple[dict[str, Any], Piece]:
+        canvases = Canvases(scene.subject.source.classes, targets, order.starts, scene.bench.preprocess.shape)
+        makers, arrays = [], {}
+        with at_work(jury, processes.device):
+            for number, maker in enumerate(jury):
+                pieces = _stage(scene.bench, canvases, order, maker, f"pictures {number:02d}", jury)
+                makers.append(_told(maker, jury, canvases, pieces))
+                arrays[f"pictures {number}"] = np.concatenate([piece["pictures"] for piece in pieces])
+        classes = int(pieces[0]["classes"])
+        return {
+            "n": len(canvases),
+            "classes": [{"number": each, "name": canvases.classes[each]} for each in targets],
+            "starts": order.starts,
+            "start": order.start,
+            "objective": order.objective,
+            "steps": order.steps,
+            "step": order.step,
+            "k": top_of(classes),
+            "chance": chance(classes),
+            "models": makers,
+        }, arrays
+
+    inputs = {"others_fingerprint": named_alike(jury), "classes": list(targets)}
+    return conducted(
+        "accumulation", subject, order, processes, work, out=out, resume=resume, shown=shown, argv=argv, inputs=inputs
+    )
+
+
+def _targets(subject: Subject, order: AccumulationOrder) -> tuple[int, ...]:
+    known = subject.source.classes
+    wrong = [each for each in order.classes if each >= len(known)]
+    if wrong:
+        raise Mistake(f"there is no class {wrong[0]}: {subject.data_spec} has {len(known)}, from 0 to {len(known) - 1}")
+    return order.classes or tuple(range(min(order.most, len(known))))
+
+
+def _stage(
+    bench: Bench, canvases: Canvases, order: AccumulationOrder, maker: Juror, stage: str, jury: Sequence[Juror]
+) -> list[Piece]:
+    first = torch.arange(len(canvases.targets))  # one picture of each class
+
+    def work(number: int, batch: Batch) -> Piece:
+        # Keyed by the canvas, not by the maker: all begin with the same noise.
+        draws = Draws.of_samples(bench.seed, batch.indices, bench.processes.device)
+        start = first_marks(batch.x, draws, order.start)
+        z, course = climbed(maker.subject.model, start, batch.y, order.steps, order.step, order.objective)
+        piece = {"course": course.float().cpu().numpy()}
+        for place, juror in enumerate(jury):
+            for what, pictures in (("pictures", z), ("start", start)):
+                logits = juror.answers(pictures)
+                piece["classes"] = np.asarray(logits.shape[1])
+                piece[f"{place} {what}"] = top_classes(logits, top_of(logits.shape[1])).cpu().numpy()
+        return piece | kept_pictures(batch, first, {"pictures": z})
+
+    plain = replace(bench, source=canvases)
+    return run_stage(plain, stage, torch.arange(len(canvases)), work, lambda piece: "")
+
+
+def _told(maker: Juror, jury: Sequence[Juror], canvases: Canvases, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def column(name: str) -> NDArray[Any]:
+        return np.concatenate([piece[name] for piece in pieces])
+
+    labels = canvases.labels().numpy()
+    seen = []
+    for place, juror in enumerate(jury):
+        answers = column(f"{place} pictures")
+        seen.append(
+            {
+                "name": juror.name,
+                "itself": juror.name == maker.name,
+                "pictures": agreement(answers, labels),
+                "start": agreement(column(f"{place} start"), labels),
+                "dealt": dealt_at_random(answers, labels, int(pieces[0]["classes"])),
+            }
+        )
+    return {**maker.told(), "confidence": quartiles_of(column("course")), "seen_by": seen}

@@ -1,0 +1,342 @@
+"""Robust accuracy against budget, steps and restarts, as AAS's figure 4 (Jain & Dutta, CVPR 2024) and the usual checks.
+
+An attacker who may do more, tries longer or tries again must not do worse. What is computed once is not computed again:
+
+- against eps, every budget attacks all images that are classified correctly, so that the curve can rise and tell
+  something. That what falls to a small budget falls to a larger one as well is counted beside it (`worst_so_far`);
+- against steps, runs whose steps have one length are the beginnings of the longest of them, which runs once and notes
+  when each image falls. Where the length depends on their number, each number of steps is a run of its own;
+- against restarts, each one sees what the ones before left standing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitadel.amounts import amount_text
+from vitadel.attacks.aas import AAS, Rescaled
+from vitadel.attacks.goals import FromClean, OnLogits
+from vitadel.attacks.names import looks_inside, make, read_attack_name
+from vitadel.attacks.pgd import PGD
+from vitadel.attacks.presets import CATALOGUE
+from vitadel.attacks.steppers import Momentum, Steepest
+from vitadel.attacks.threats import threat as make_threat
+from vitadel.errors import Mistake
+from vitadel.evaluation.benches import Outcome
+from vitadel.evaluation.calibration import calibrated, studies
+from vitadel.evaluation.intervals import share
+from vitadel.evaluation.ledger import Piece
+from vitadel.evaluation.stages import NOTE, Leg, attack_stage, rules_of
+from vitadel.evaluation.subject import Subject
+from vitadel.runtime.draws import Draws
+from vitadel.runtime.processes import Processes
+from vitadel.studies.conducting import Scene, check_order, conducted
+from vitadel.types import Aim, Attack, Goal
+
+__all__ = ["Again", "Clocked", "CurvesOrder", "beginnings", "rises", "study_curves", "variant"]
+
+STEPS = (1, 2, 5, 10, 20, 50, 100)
+_TIMES_EPS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0)
+_TURN = "turn"
+
+
+@dataclass(frozen=True)
+class CurvesOrder:
+    """Which attack, and the points of the three curves; `eps` is the budget of the second and third.
+
+    Without `budgets` they are 0 to twice eps; without `steps` 1 to 100, if the attack takes a number of steps.
+    """
+
+    attack: str = "pgd"
+    budgets: tuple[float, ...] | None = None
+    steps: tuple[int, ...] | None = None
+    restarts: tuple[int, ...] = (1, 2, 5)
+    eps: float = 8 / 255
+    norm: str = "linf"
+    limit: int | None = 200
+    batch_size: int = 64
+    seed: int = 0
+    skip_bad: bool = False
+    calibration: str | None = None
+
+    def __post_init__(self) -> None:
+        check_order(self)
+        if self.eps <= 0:
+            raise Mistake(f"--eps must be above 0: steps and restarts are counted at it; got {self.eps:g}")
+        for name, points, least in (
+            ("budgets", self.points, 0),
+            ("steps", self.counts, 1),
+            ("restarts", self.restarts, 1),
+        ):
+            if any(b <= a for a, b in pairwise(points)) or any(point < least for point in points):
+                raise Mistake(f"--{name} must rise, from {least} or more; got {', '.join(f'{p:g}' for p in points)}")
+        if self.steps and not self.takes_steps:
+            raise Mistake(f"attack {self.attack!r} takes no number of steps; leave --steps out")
+        for eps in filter(None, self.points):
+            attack = make(self.attack, eps=eps, norm=self.norm)
+            if rules_of(attack) is not None:
+                raise Mistake(f"attack {self.attack!r} has rules of its own instead of eps; take one within a budget")
+
+    @property
+    def takes_steps(self) -> bool:
+        return "steps" in CATALOGUE[read_attack_name(self.attack).base].settings
+
+    @property
+    def points(self) -> tuple[float, ...]:
+        return tuple(times * self.eps for times in _TIMES_EPS) if self.budgets is None else self.budgets
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        usual = STEPS if self.takes_steps else ()
+        return usual if self.steps is None else self.steps
+
+    @property
+    def usual_steps(self) -> int | None:
+        """The number of steps in the attack's name, or that it has without one."""
+        name = read_attack_name(self.attack)
+        steps = name.settings.get("steps", CATALOGUE[name.base].settings.get("steps"))
+        return int(steps) if isinstance(steps, int) else None
+
+
+def variant(text: str, steps: int) -> str:
+    """The same attack with another number of steps."""
+    prefixes = re.split(r"\+(?![^(]*\))", text.strip().lower())[:-1]
+    name = read_attack_name(text)
+    settings = {key: value for key, value in name.settings.items() if key != "steps"}
+    inside = ",".join(f"{key}={str(value).lower()}" for key, value in settings.items())
+    return "+".join([*prefixes, f"{name.base}-{steps}" + (f"({inside})" if inside else "")])
+
+
+def beginnings(attacks: Mapping[int, Attack]) -> list[list[int]]:
+    """Numbers of steps in groups, each of which one run covers: its longest, of which the others are the beginning.
+
+    That holds for searches that differ in nothing but their number of steps, and in which neither the length of a step
+    nor what is climbed depends on how many are still to come.
+    """
+    groups: list[list[int]] = []
+    for steps in sorted(attacks):
+        for group in groups:
+            if _begins(attacks[steps], attacks[group[0]]):
+                group.append(steps)
+                break
+        else:
+            groups.append([steps])
+    return groups
+
+
+def _begins(first: Attack, second: Attack) -> bool:
+    if not isinstance(first, PGD) or not isinstance(second, PGD):
+        return False
+    blind = isinstance(first.goal, (OnLogits, FromClean)) and isinstance(first.stepper, (Steepest, Momentum))
+    return blind and getattr(first.stepper, "length", None) is not None and first == replace(second, steps=first.steps)
+
+
+@dataclass(frozen=True)
+class _TimedAim:
+    aim: Aim
+    place: Tensor
+    turns: Tensor
+    steps: int
+
+    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        values, fooled = self.aim.look(z, progress)
+        self.turns[self.place[fooled]] = round(progress * self.steps)
+        return values, fooled
+
+    def keep(self, chosen: Tensor) -> Aim:
+        return replace(self, aim=self.aim.keep(chosen), place=self.place[chosen])
+
+
+@dataclass(frozen=True, eq=False)
+class _Timed:
+    """A goal that notes in `turns` after how many steps a sample was seen fooled; it then leaves the search."""
+
+    goal: Goal
+    turns: Tensor
+    steps: int
+
+    @property
+    def forwards(self) -> int:
+        return self.goal.forwards
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
+        return _TimedAim(self.goal(model, x, y), torch.arange(len(x), device=x.device), self.turns, self.steps)
+
+
+@dataclass(frozen=True)
+class Clocked:
+    """A search with a note for each sample: after how many steps it fell, or all of them if nobody looked earlier."""
+
+    attack: PGD
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        return self.explain(model, x, y, draws)[0]
+
+    def explain(
+        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        turns = torch.full((len(x),), self.attack.steps, device=x.device)
+        timed = replace(self.attack, goal=_Timed(self.attack.goal, turns, self.attack.steps))
+        return timed(model, x, y, draws), {_TURN: turns}
+
+    def passes(self) -> tuple[int, int]:
+        return self.attack.passes()
+
+
+@dataclass(frozen=True)
+class Again:
+    """An attack with other random numbers."""
+
+    attack: Attack
+    turn: int
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        draws = Draws.of_pixels(x) if draws is None else draws
+        return self.attack(model, x, y, draws.stream("restart", self.turn))
+
+    def passes(self) -> tuple[int, int]:
+        return self.attack.passes()
+
+
+def study_curves(
+    subject: Subject,
+    order: CurvesOrder,
+    processes: Processes,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    shown: bool = False,
+    argv: Sequence[str] = (),
+) -> Outcome:
+    """The three curves in a run folder."""
+
+    def work(scene: Scene) -> tuple[dict[str, Any], Piece]:
+        return _Lab(scene, order).curves(), {}
+
+    return conducted("curves", subject, order, processes, work, out=out, resume=resume, shown=shown, argv=argv)
+
+
+@dataclass(frozen=True)
+class _Lab:
+    """What was found so far: which samples hold, by budget and number of steps, and attacks that were prepared."""
+
+    scene: Scene
+    order: CurvesOrder
+    held: dict[tuple[float, int | None], Tensor] = field(default_factory=dict)
+    prepared: dict[float, Rescaled] = field(default_factory=dict)
+
+    @property
+    def correct(self) -> Tensor:
+        return self.scene.tally.index[self.scene.tally.correct]
+
+    def curves(self) -> dict[str, Any]:
+        steps = self._against_steps()  # first, for its points may serve the others
+        found = [self._against_eps(), steps, self._against_restarts()]
+        return {
+            "n": len(self.scene.tally.index),
+            "attack": self.order.attack,
+            "steps": self.order.usual_steps,
+            "norm": self.order.norm,
+            "eps_text": amount_text(self.order.eps),
+            "judged_on": "deployed model",
+            "clean": share(len(self.correct), len(self.scene.tally.index), "correct", "accuracy"),
+            "curves": [curve for curve in found if curve["points"]],
+        }
+
+    def _against_eps(self) -> dict[str, Any]:
+        points, worst = [], self.correct
+        for eps in self.order.points:
+            held = self.correct if eps == 0 else self._held(eps, self.order.usual_steps)
+            worst = worst[torch.isin(worst, held)]
+            points.append(self._point(eps, amount_text(eps), held) | {"worst_so_far": self._share(worst)})
+        how = "every budget attacks all images that are classified correctly; 'worst so far' counts smaller ones, too"
+        return _curve("eps", how, points)
+
+    def _against_steps(self) -> dict[str, Any]:
+        eps, counts = self.order.eps, self.order.counts
+        attacks = {steps: self._ready(eps, steps) for steps in counts}
+        groups = beginnings(attacks)
+        for group in groups:
+            longest = attacks[group[-1]]
+            if len(group) > 1 and isinstance(longest, PGD):
+                pieces = self._pieces(f"eps {eps:.6g} up to {group[-1]} steps", Clocked(longest), eps, self.correct)
+                for steps in group:
+                    kept = [piece["index"][piece["held"] | (piece[f"{NOTE}{_TURN}"] > steps)] for piece in pieces]
+                    self.held[eps, steps] = torch.from_numpy(np.concatenate(kept or [np.empty(0, np.int64)]))
+        points = [self._point(steps, str(steps), self._held(eps, steps)) for steps in counts]
+        shared = [f"{', '.join(map(str, group))} steps are one run, judged on its way" for group in groups if group[1:]]
+        alone = ", ".join(str(group[0]) for group in groups if not group[1:])
+        return _curve("steps", "; ".join(shared + ([f"runs of their own: {alone} steps"] if alone else [])), points)
+
+    def _against_restarts(self) -> dict[str, Any]:
+        points = []
+        for turn in range(max(self.order.restarts, default=0)):
+            if turn == 0:
+                held = self._held(self.order.eps, self.order.usual_steps)
+            else:
+                again = Again(self._ready(self.order.eps, self.order.usual_steps), turn)
+                held = _standing(self._pieces(f"again {turn}", again, self.order.eps, held))
+            if turn + 1 in self.order.restarts:
+                points.append(self._point(turn + 1, str(turn + 1), held))
+        how = "the whole attack again, with other random numbers, on the images that still stand"
+        return _curve("restarts", how, points)
+
+    def _held(self, eps: float, steps: int | None) -> Tensor:
+        """The samples that hold against one run on all that are classified correctly."""
+        if (eps, steps) not in self.held:
+            pieces = self._pieces(f"eps {eps:.6g} steps {steps}", self._ready(eps, steps), eps, self.correct)
+            self.held[eps, steps] = _standing(pieces)
+        return self.held[eps, steps]
+
+    def _ready(self, eps: float, steps: int | None) -> Attack:
+        name = self.order.attack if steps is None else variant(self.order.attack, steps)
+        attack = make(name, eps=eps, norm=self.order.norm)
+        if not studies(attack):
+            return attack
+        if not isinstance(attack, AAS):
+            return self._prepared(attack)
+        # What aas finds depends on the budget alone, so it is found once for all numbers of steps.
+        if eps not in self.prepared:
+            self.prepared[eps] = cast(Rescaled, self._prepared(attack))
+        return replace(self.prepared[eps], attack=attack.attack)
+
+    def _prepared(self, attack: Attack) -> Attack:
+        scene = self.scene
+        return calibrated(attack, scene.bench, scene.subject, scene.tally.index, self.order.calibration)
+
+    def _pieces(self, stage: str, attack: Attack, eps: float, exposed: Tensor) -> list[Piece]:
+        threat = make_threat(self.order.norm, eps)
+        legs = attack_stage(self.scene.bench, stage, attack, threat, exposed, looks_inside(self.order.attack))
+        return legs[-1].pieces
+
+    def _share(self, held: Tensor) -> dict[str, object]:
+        return share(len(held), len(self.scene.tally.index), "held", "robust_accuracy")
+
+    def _point(self, at: float, text: str, held: Tensor) -> dict[str, Any]:
+        return {"at": at, "text": text, **self._share(held)}
+
+
+def _standing(pieces: list[Piece]) -> Tensor:
+    return Leg("", pieces).held
+
+
+def _curve(against: str, how: str, points: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"against": against, "how": how, "points": points, "rises": rises(points)}
+
+
+def rises(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Where more effort of the attacker left more images standing, which sound gradients do not do."""
+    return [
+        {"from": before["text"], "to": after["text"], "images": after["held"] - before["held"]}
+        for before, after in pairwise(points)
+        if after["held"] > before["held"]
+    ]

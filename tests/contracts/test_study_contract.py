@@ -1,0 +1,143 @@
+"""What every study keeps: whole results, a sentence and a figure, the same after a kill and in other batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vitadel.errors import Interrupted
+from vitadel.evaluation.ledger import FolderLedger
+from vitadel.evaluation.subject import Subject, open_subject
+from vitadel.reporting.exports import export
+from vitadel.reporting.gather import read_run
+from vitadel.reporting.page import render, verdict
+from vitadel.reporting.studies import STUDIES, draw_study, show_study
+from vitadel.runtime.processes import Processes
+from vitadel.studies import named
+
+HERE = Processes(0, 1, torch.device("cpu"))
+# As little as each can do; a study that is not here runs with its own settings.
+SMALL: dict[str, dict[str, Any]] = {
+    "curves": {"attack": "pgd-2", "budgets": (0.0, 8 / 255), "steps": (1, 2), "restarts": (1, 2)},
+    "saturation": {"attack": "fgsm", "images": 2},
+    "scaled-blocks": {"attack": "fgsm", "ways": ("last",), "every": 99, "images": 2},
+    "perturbations": {"attack": "pgd-2"},
+    "accumulation": {"most": 2, "starts": 2, "steps": 3},
+    "attention": {"attack": "pgd-2"},
+    "corruption-masks": {"fills": 2, "training_steps": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return open_subject("zoo:shapes-standard", "shapes")
+
+
+@pytest.fixture(scope="module", params=sorted(STUDIES))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+Measure = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def measure(name: str, subject: Subject) -> Measure:
+    make_order, study = named(name)
+
+    def run(out: Path, **more: Any) -> dict[str, Any]:
+        resume = more.pop("resume", False)
+        order = make_order(**{"limit": 4, "batch_size": 2, **SMALL.get(name, {}), **more})
+        assert dataclasses.is_dataclass(order)
+        results: dict[str, Any] = study(subject, order, HERE, out=out, resume=resume, argv=["study", name]).results
+        return results
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def done(name: str, measure: Measure, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("study") / name
+    assert json.loads(json.dumps(measure(out), allow_nan=False)) == json.loads((out / "results.json").read_text())
+    return out
+
+
+def test_results_are_whole(name: str, done: Path) -> None:
+    results = json.loads((done / "results.json").read_text())
+    assert results["complete"]
+    assert results["study"]["name"] == name
+    assert results["model"]["spec"] == "zoo:shapes-standard"
+    assert results["model"]["fingerprint"]
+    assert results["data"]["n"] == 4
+    assert results["threat"] == {"norm": "linf", "eps": 8 / 255, "eps_text": "8/255"}
+    assert results["study"]["n"] > 0
+    assert json.loads((done / "command.json").read_text())["verb"] == "study"
+    assert not (done / "partial").exists()
+
+
+def test_it_is_told(name: str, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, study = read_run(done), STUDIES[name]
+    sentence = study.sentence(run.results["study"])
+    assert sentence == verdict(run)
+    assert len(sentence) > 40
+    picture = draw_study(run)
+    assert picture is not None
+    assert len(picture.alt) > 40
+    page = render([run])
+    assert study.title in page
+    assert "No results" not in page
+    written = {path.relative_to(tmp_path).as_posix() for path in export([done], tmp_path)}
+    assert {f"figures/{picture.name}.svg", f"figures/{picture.name}.png"} <= written
+    tables = [path for path in written if path.startswith("tables/study")]
+    assert {Path(path).suffix for path in tables} == {".csv", ".tex", ".md"}
+    show_study(run.results)
+    assert sentence[:20] in capsys.readouterr().out
+
+
+def test_a_study_that_was_killed_comes_to_the_same(
+    done: Path, measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves, save = 0, FolderLedger.save
+
+    def dying(ledger: FolderLedger, *piece: Any) -> None:
+        nonlocal saves
+        if saves == 3:  # after the clean predictions and a first piece of its own
+            raise KeyboardInterrupt
+        saves += 1
+        save(ledger, *piece)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FolderLedger, "save", dying)
+        with pytest.raises(Interrupted):
+            measure(tmp_path / "run")
+    assert saves == 3
+    again = measure(tmp_path / "run", resume=True)
+    assert again == json.loads((done / "results.json").read_text())
+    assert measure(tmp_path / "run", resume=True) == again
+
+
+def test_other_batches_give_the_same_numbers(done: Path, measure: Measure, tmp_path: Path) -> None:
+    there = measure(tmp_path / "run", batch_size=4)["study"]
+    _compare(there, json.loads((done / "results.json").read_text())["study"], "study")
+
+
+def _compare(one: Any, other: Any, where: str) -> None:
+    """Equal, with numbers up to what rounding may do on the way through an attack."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            _compare(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for place, (mine, yours) in enumerate(zip(one, other, strict=True)):
+            _compare(mine, yours, f"{where}[{place}]")
+    elif isinstance(one, float):
+        assert one == pytest.approx(other, rel=0.02, abs=1e-3), where
+    else:
+        assert one == other, where

@@ -1,0 +1,82 @@
+"""Climbs on a linear model, whose gradient is the same everywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from two_patterns import GREY, Faint, Patterned, pattern, patterned
+
+from vitadel.errors import Mistake
+from vitadel.evaluation.subject import open_subject
+from vitadel.runtime.processes import join_processes
+from vitadel.studies import juries
+from vitadel.studies.accumulation import AccumulationOrder, Canvases, climbed, study_accumulation
+from vitadel.studies.perturbations import SHOWN
+
+CPU = join_processes("cpu")
+
+
+@pytest.mark.parametrize("objective", ["logit", "probability"])
+def test_a_climb_goes_straight_and_stops_at_the_box(objective):
+    model, y = Patterned(0.01), torch.tensor([0, 1])
+    start = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    z, course = climbed(model, start, y, 30, 0.02, objective)
+    signs = torch.stack([pattern(), -pattern()])
+    torch.testing.assert_close(z, (start + 30 * 0.02 * signs).clamp(0, 1), atol=1e-5, rtol=0)
+    assert course.shape == (2, 31)
+    for step in (0, 7, 30):
+        there = (start + step * 0.02 * signs).clamp(0, 1)
+        wanted = model(there).softmax(1)[[0, 1], [0, 1]]
+        torch.testing.assert_close(course[:, step], wanted.detach(), atol=1e-5, rtol=0)
+    assert bool((course.diff(dim=1) > 0).all())
+
+
+def test_a_model_without_gradients_leaves_the_picture_alone():
+    start = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    z, course = climbed(Patterned(0.0), start, torch.tensor([1]), 3, 0.1)
+    assert torch.equal(z, start)
+    assert course.tolist() == [[0.5] * 4]
+
+
+def test_canvases_are_every_class_and_then_again():
+    canvases = Canvases(("a", "b", "c"), (2, 0), 3, (4, 6))
+    assert canvases.labels().tolist() == [2, 0, 2, 0, 2, 0]
+    assert canvases.read([0])[0].size == (6, 4)
+    assert canvases.name(3) == "start 1 of a"
+
+
+def test_everyone_sees_the_class_and_all_begin_alike(tmp_path, monkeypatch):
+    monkeypatch.setattr(juries, "open_model", lambda spec: patterned(2.0))
+    order = AccumulationOrder(starts=3, steps=20, step=0.05, start="grey", others=("twin",), batch_size=4)
+    results = study_accumulation(open_subject(patterned(), Faint()), order, CPU, out=tmp_path / "run").results
+    told = results["study"]
+    assert (told["n"], [each["name"] for each in told["classes"]]) == (6, ["pattern", "opposite"])
+    for maker in told["models"]:
+        assert maker["confidence"]["median"][-1] == pytest.approx(1)
+        assert len(maker["confidence"]["median"]) == 21
+        for seen in maker["seen_by"]:
+            assert (seen["pictures"]["top1"]["right"], seen["pictures"]["top1"]["n"]) == (6, 6)
+            assert seen["dealt"]["top1"]["accuracy"] == 0.5
+    first, second = (maker["seen_by"][0]["start"] for maker in told["models"])
+    assert first == second
+    with np.load(tmp_path / "run" / "study.npz", allow_pickle=False) as arrays:
+        pictures = arrays["pictures 0"]
+    assert len(pictures) == 2 <= SHOWN
+    assert np.abs(pictures[0] - 255.0 * (pattern().numpy() > 0)).max() <= 1
+    assert GREY == 128
+
+
+def test_orders_that_cannot_be(tmp_path):
+    for settings, words in (
+        ({"start": "nois"}, "did you mean noise"),
+        ({"objective": "loss"}, "Known: logit, probability"),
+        ({"steps": 0}, "at least 1"),
+        ({"classes": (1, 1)}, "different numbers"),
+    ):
+        with pytest.raises(Mistake, match=words):
+            AccumulationOrder(**settings)
+    order = AccumulationOrder(classes=(5,))
+    with pytest.raises(Mistake, match="no class 5"):
+        study_accumulation(open_subject(patterned(), Faint()), order, CPU, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

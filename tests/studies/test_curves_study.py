@@ -1,0 +1,105 @@
+"""Curves: what is one run and what is several, when a sample fell, and rises told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from toys import images
+from vitadel.attacks.names import make, read_attack_name
+from vitadel.attacks.threats import Linf
+from vitadel.errors import Mistake
+from vitadel.evaluation.judge import judge
+from vitadel.runtime.draws import Draws
+from vitadel.studies.curves import Clocked, CurvesOrder, beginnings, rises, variant
+
+
+class Bright(nn.Module):
+    """Class 1 from a mean brightness on: each step of PGD takes an image as far as its length says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([torch.full((len(x),), 0.5), x.flatten(1).mean(1)], 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("pgd", "pgd-7"),
+        ("pgd-100", "pgd-7"),
+        ("aas(images=64)+PGD-3(step=1/255,random_start=false)", None),
+        ("gama(guide=init)", "gama-7(guide=init)"),
+    ],
+)
+def test_another_number_of_steps_is_the_only_difference(text: str, named: str | None) -> None:
+    before, after = read_attack_name(text), read_attack_name(variant(text, 7))
+    assert after.settings == {**before.settings, "steps": 7}
+    assert (after.base, after.prefixes) == (before.base, before.prefixes)
+    assert named is None or variant(text, 7) == named
+
+
+def test_only_runs_with_one_length_of_step_are_beginnings_of_each_other() -> None:
+    def groups(text: str, eps: float = 8 / 255) -> list[list[int]]:
+        return beginnings({steps: make(variant(text, steps), eps=eps) for steps in (1, 2, 5, 10, 20, 50)})
+
+    # The usual length is 2.5 eps / K, but at least 2/255, which at 8/255 it is from ten steps on.
+    assert groups("pgd") == [[1], [2], [5], [10, 20, 50]]
+    assert groups("pgd(step=1/255)") == [[1, 2, 5, 10, 20, 50]]
+    assert groups("cw", eps=64 / 255) == [[1], [2], [5], [10], [20], [50]]
+    for schedule in ("gama", "mifpe", "mi-fgsm", "apgd-ce", "scale:0.1+pgd(step=1/255)", "pgd(step=1/255,restarts=2)"):
+        assert all(len(group) == 1 for group in groups(schedule))
+    assert groups("mi-fgsm(step=1/255)") == [[1, 2, 5, 10, 20, 50]]
+
+
+def test_a_sample_is_noted_at_the_step_at_which_it_falls() -> None:
+    # Steps of 0.01 in brightness, from 0.5 - d: class 1 needs more than d, so 1 + floor(d / 0.01) steps.
+    distance = torch.tensor([0.005, 0.015, 0.035, 0.075])
+    x = (0.5 - distance)[:, None, None, None].expand(4, 3, 4, 4).contiguous()
+    y = torch.zeros(4, dtype=torch.int64)
+    search = make("pgd-6(step=0.01,random_start=false)", eps=0.2)
+    _, notes = Clocked(search).explain(Bright(), x, y)
+    assert notes["turn"].tolist() == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize("text", ["pgd-8(step=1/255)", "kl-8(step=1/255)", "mi-fgsm-8(step=1/255)"])
+def test_a_long_run_judged_on_its_way_is_the_short_run(text: str) -> None:
+    torch_model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.Tanh(), nn.Linear(16, 3))
+    for number, weight in enumerate(torch_model.parameters()):
+        weight.data = 0.4 * Draws.of_samples(number, range(len(weight))).normal(*weight.shape[1:])
+    x = images(24)
+    with torch.no_grad():
+        y = torch_model(x).argmax(1)
+    draws, threat = Draws.of_samples(0, range(24)), Linf(8 / 255)
+    z, notes = Clocked(make(text, eps=threat.eps)).explain(torch_model, x, y, draws)
+    held = judge(torch_model, threat, x, z, y).held
+    fallen = []
+    for steps in range(1, 9):
+        short = make(variant(text, steps), eps=threat.eps)(torch_model, x, y, draws)
+        expected = judge(torch_model, threat, x, short, y).held
+        assert (held | (notes["turn"] > steps)).tolist() == expected.tolist()
+        fallen.append(int((~expected).sum()))
+    assert fallen[0] < fallen[-1]  # or there would be nothing to tell apart
+
+
+def test_rises_are_told_and_falls_are_not() -> None:
+    points = [{"text": str(at), "held": held} for at, held in enumerate([9, 7, 8, 8, 3, 5])]
+    found = [{"from": "1", "to": "2", "images": 1}, {"from": "4", "to": "5", "images": 2}]
+    assert rises(points) == found
+
+
+def test_points_by_default_and_mistakes() -> None:
+    assert CurvesOrder().points == pytest.approx([0, 1 / 255, 2 / 255, 4 / 255, 8 / 255, 16 / 255])
+    assert CurvesOrder(attack="fgsm").counts == ()
+    assert CurvesOrder(attack="pgd-50").usual_steps == 50
+    for wrong, said in [
+        ({"budgets": (0.1, 0.1)}, "--budgets must rise"),
+        ({"steps": (0, 2)}, "--steps must rise, from 1"),
+        ({"attack": "fgsm", "steps": (2,)}, "takes no number of steps"),
+        ({"attack": "patch-fool"}, "rules of its own"),
+        ({"attack": "pdg"}, "did you mean pgd"),
+        ({"eps": 0.0}, "above 0"),
+    ]:
+        with pytest.raises(Mistake, match=said):
+            dataclasses.replace(CurvesOrder(), **wrong)

@@ -1,0 +1,106 @@
+"""Rows of attention maps in every family, against the maps that `attention_maps` shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vitadel.backbones.anatomy import attentions_of
+from vitadel.errors import Mistake
+from vitadel.instrument.attention import attention_maps
+from vitadel.studies.gazes import gaze_of, rows_of, seen_rows
+from vits import VITS, make_vit, pixels
+
+# name -> (attention that 'last' means for a patch, its row for the centre, grid there)
+CENTRE = {
+    "vit": (1, 1 + 2 * 4 + 2, (4, 4)),
+    "deit_distilled": (1, 2 + 10, (4, 4)),
+    "dinov2_registers": (1, 5 + 10, (4, 4)),
+    "siglip": (1, 10, (4, 4)),
+    "eva02": (1, 11, (4, 4)),
+    "dinov3": (1, 15, (4, 4)),
+    "beit": (1, 11, (4, 4)),
+    "pit": (2, 1 + 2 * 4 + 2, (4, 4)),
+    "cait": (1, 10, (4, 4)),
+    "fan": (1, 10, (4, 4)),
+    "rvt": (2, 1 * 2 + 1, (2, 2)),
+    "swin": (3, 2 * 4 + 2, (4, 4)),  # at the end one window is the whole image
+    "swinv2": (3, 10, (4, 4)),
+}
+CLASS = {"vit": 1, "dinov2_registers": 1, "siglip": 2, "eva02": 1, "beit": 1, "pit": 2, "cait": 3, "xcit": 3}
+NO_CLASS = ("fan", "rvt")
+
+
+@pytest.mark.parametrize("name", CENTRE)
+def test_the_patch_in_the_centre(name):
+    model, x = make_vit(name), pixels(name)
+    place, row, grid = CENTRE[name]
+    gaze = gaze_of(model, x, "centre", "last")
+    assert (gaze.row, gaze.grid) == (row, grid)
+    check(model, x, gaze, place)
+
+
+@pytest.mark.parametrize("name", CLASS)
+def test_the_class_token(name):
+    model, x = make_vit(name), pixels(name)
+    gaze = gaze_of(model, x, "class", "last")
+    assert gaze.row == 0
+    check(model, x, gaze, CLASS[name])
+
+
+def check(model, x, gaze, place):
+    assert gaze.attention.name == attentions_of(model)[place].name
+    with torch.no_grad(), attention_maps(model) as maps:
+        model(x)
+    rows = seen_rows(model, gaze, x)
+    torch.testing.assert_close(rows, maps[place][:, :, gaze.row], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(rows.sum(-1), torch.ones(rows.shape[:2]), atol=1e-5, rtol=1e-5)
+    over = rows_of(gaze, rows)
+    assert over.shape[2:] == gaze.grid
+    torch.testing.assert_close(over.sum((2, 3)), torch.ones(rows.shape[:2]), atol=1e-5, rtol=1e-5)
+    first = rows[0, 0, -gaze.patches] / rows[0, 0, -gaze.patches :].sum()
+    assert float(over[0, 0, 0, 0]) == pytest.approx(float(first), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NO_CLASS)
+def test_who_has_no_class_token_says_so(name):
+    with pytest.raises(Mistake, match="no class token"):
+        gaze_of(make_vit(name), pixels(name), "class", "last")
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "words"), [("xcit", "last", "channels"), ("swin", "0", "windows"), ("levit", "1", "queries")]
+)
+def test_where_patches_cannot_ask(name, block, words):
+    with pytest.raises(Mistake, match=words):
+        gaze_of(make_vit(name), pixels(name), "centre", block)
+
+
+def test_blocks_and_places_by_number():
+    model, x = make_vit("vit"), pixels("vit")
+    gaze = gaze_of(model, x, "3,0", "0")
+    assert (gaze.row, gaze.attention.name) == (1 + 12, attentions_of(model)[0].name)
+    assert gaze_of(model, x, "centre", "-2").attention.name == attentions_of(model)[0].name
+    for query, block, words in (
+        ("4,0", "last", "no patch 4,0"),
+        ("middle", "last", "ROW,COL"),
+        ("centre", "2", "no attention 2"),
+        ("centre", "first", "0 is the first"),
+    ):
+        with pytest.raises(Mistake, match=words):
+            gaze_of(model, x, query, block)
+
+
+def test_only_the_watched_attention_leaves_fused_attention(monkeypatch):
+    """Of two attentions one is looked into, so that the other calls the fused product."""
+    model, x = make_vit("vit", fused=True), pixels("vit")
+    calls = []
+    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or real(*a, **k)
+    )
+    gaze = gaze_of(model, x, "centre", "last")
+    calls.clear()
+    seen_rows(model, gaze, x)
+    assert len(calls) == 1
+    assert len(VITS["vit"].heads) == 2

@@ -1,0 +1,90 @@
+"""Perturbations of a linear model, which are the opposite pattern, shown to its twin."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from two_patterns import Faint, pattern, patterned
+
+from toys import images
+from vitadel.errors import Mistake
+from vitadel.evaluation.subject import open_subject
+from vitadel.reporting.gather import read_run
+from vitadel.reporting.study_perturbations import PERTURBATIONS, against_chance
+from vitadel.runtime.draws import Draws
+from vitadel.runtime.processes import join_processes
+from vitadel.studies import juries
+from vitadel.studies.perturbations import PerturbationsOrder, rescaled, scattered, study_perturbations
+
+CPU = join_processes("cpu")
+
+
+def test_rescaled_as_in_the_thesis():
+    change = torch.tensor([[-0.1, 0.0, 0.05, 0.1]])
+    assert rescaled(change, 0.1).tolist()[0] == pytest.approx([0, 0.5, 0.75, 1])
+    assert rescaled(torch.zeros(1, 4), 0.0).tolist() == [[0.5] * 4]
+    assert rescaled(change, 0.05).tolist()[0] == pytest.approx([0, 0.5, 1, 1])
+
+
+def test_scattered_pixels_are_the_same_ones_elsewhere():
+    change = images(2) - 0.5
+    draws = Draws.of_samples(0, [4, 7])
+    moved = scattered(change, draws)
+    assert not torch.equal(moved, change)
+    for before, after in zip(change, moved, strict=True):
+        assert sorted(map(tuple, before.flatten(1).T.tolist())) == sorted(map(tuple, after.flatten(1).T.tolist()))
+    alone = scattered(change[1:], draws[torch.tensor([1])])
+    assert torch.equal(alone[0], moved[1])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("study") / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(juries, "open_model", lambda spec: patterned(2.0))
+        order = PerturbationsOrder(attack="pgd-10", others=("twin",), batch_size=3)
+        study_perturbations(open_subject(patterned(), Faint()), order, CPU, out=out)
+    return read_run(out)
+
+
+def test_a_twin_sees_the_other_class_in_every_perturbation(run):
+    """An image 3 grey levels strong falls to a budget of 8, one of 20 holds; either way the change is the opposite."""
+    told = run.results["study"]
+    assert (told["n"], told["k"], told["chance"]["topk"]) == (8, 1, 0.5)
+    assert (told["fooled"]["fooled"], told["fooled"]["n"]) == (4, 8)
+    assert [entry["itself"] for entry in told["models"]] == [True, False]
+    for entry in told["models"]:
+        assert entry["clean"]["accuracy"] == 1
+        assert (entry["label"]["perturbation"]["top1"]["right"], entry["label"]["dealt"]["top1"]["n"]) == (0, 8)
+        assert entry["label"]["dealt"]["top1"]["accuracy"] == 0.5
+        reached = entry["reached"]["perturbation"]["top1"]
+        assert (reached["right"], reached["n"]) == (4, 4)
+        assert entry["paper_style"] == entry["label"]["perturbation"]["topk"]
+
+
+def test_the_picture_is_the_opposite_pattern(run):
+    with np.load(run.path / "study.npz", allow_pickle=False) as arrays:
+        changes, labels, reached = arrays["change"], arrays["label"], arrays["reached"]
+    assert labels.tolist() == [0, 1] * 4
+    assert reached.tolist() == [1, 0, 0, 1, 1, 0, 0, 1]
+    for change, label in zip(changes, labels, strict=True):
+        opposite = -pattern() if label == 0 else pattern()
+        assert change.tolist() == (255 * (opposite > 0)).int().tolist()
+
+
+def test_it_is_said_that_this_is_less_than_chance(run):
+    told = run.results["study"]
+    assert "less often than by chance" in PERTURBATIONS.sentence(told)
+    assert against_chance({"accuracy": 0.5}, {"ci95": [0.4, 0.6]}) == "no more than chance"
+    assert against_chance({"accuracy": 0.7}, {"ci95": [0.4, 0.6]}) == "more often than by chance"
+
+
+def test_models_that_cannot_be_compared(monkeypatch, tmp_path):
+    subject = open_subject("zoo:shapes-standard", "shapes")
+    assert [juror.name for juror in juries.seated(subject, ())] == ["zoo:shapes-standard", "zoo:shapes-robust"]
+    with pytest.raises(Mistake, match="twice"):
+        juries.seated(subject, ("zoo:shapes-robust", "zoo:shapes-robust"))
+    with pytest.raises(Mistake, match="classes"):
+        juries.seated(subject, ("vit_tiny_patch16_224=random",))
+    assert [juror.name for juror in juries.seated(open_subject(patterned(), Faint()), ())] == ["wrapped"]

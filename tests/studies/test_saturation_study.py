@@ -1,0 +1,67 @@
+"""Saturation: thresholds as the float formats give them, histograms and quantiles whose answer is known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from vitadel.errors import Mistake
+from vitadel.studies.saturation import EDGES, SaturationOrder, counted, quantile, thresholds
+
+
+@pytest.mark.parametrize(
+    ("kind", "rounds", "normal", "zero"),
+    [
+        (torch.float64, 36.7, 708.4, 744.4),
+        (torch.float32, 16.6, 87.3, 103.3),
+        (torch.float16, 7.6, 9.7, 16.6),
+        (torch.bfloat16, 5.5, 87.3, 92.2),
+    ],
+)
+def test_thresholds_are_those_of_the_formats(kind: torch.dtype, rounds: float, normal: float, zero: float) -> None:
+    found = thresholds(kind)
+    assert list(found.values()) == pytest.approx([rounds, normal, zero], abs=0.06)
+
+
+def test_float32_itself_agrees() -> None:
+    limits = thresholds(torch.float32)
+
+    def best(gap: float) -> float:
+        return float(torch.tensor([0.0, -gap]).softmax(0)[0])
+
+    assert best(limits["rounds_to_one"] * 0.95) < 1
+    assert best(limits["rounds_to_one"] * 1.05) == 1
+    tiny = torch.finfo(torch.float32).tiny
+    assert math.exp(-limits["leaves_normal_range"] * 0.999) > tiny > math.exp(-limits["leaves_normal_range"] * 1.001)
+    assert float(torch.tensor(-limits["vanishes"] * 1.01).double().exp().float()) == 0
+    assert float(torch.tensor(-limits["vanishes"] * 0.999).double().exp().float()) > 0
+
+
+def test_every_gap_is_counted_once_and_where_it_belongs() -> None:
+    gaps = torch.tensor([0.0, 1e-9, 1.0, 1.0, 5.0, 1e9])
+    counts = counted(gaps)
+    assert counts.sum() == len(gaps)
+    assert counts[0] == 2  # below the first edge
+    assert counts[-1] == 1  # above the last
+    place = int(np.flatnonzero(counts == 2)[1])
+    assert EDGES[place - 1] <= 1.0 * (1 + 1e-12) < EDGES[place] * (1 + 1e-9)
+
+
+def test_quantiles_of_a_histogram_are_those_of_the_values_to_half_a_bin() -> None:
+    values = torch.logspace(-2, 3, 5001, dtype=torch.float64)
+    counts = counted(values)
+    for share in (0.05, 0.25, 0.5, 0.75, 0.99):
+        exact = 10 ** (-2 + 5 * share)
+        assert quantile(counts, share) == pytest.approx(exact, rel=10 ** (1 / 64) - 1)
+    assert quantile(counted(torch.full((9,), 1e9)), 0.5) == EDGES[-1]
+    assert quantile(counted(torch.zeros(9)), 0.5) <= EDGES[0]
+
+
+def test_mistakes() -> None:
+    with pytest.raises(Mistake, match="plain one"):
+        SaturationOrder(attack="aas+pgd-3")
+    with pytest.raises(Mistake, match="--images"):
+        SaturationOrder(images=0)

@@ -1,0 +1,58 @@
+"""Scaled blocks: which sets there are, and that a set is what `aas+` would do with those factors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vitadel.attacks.aas import PAPER_STYLE, Rescaled
+from vitadel.attacks.goals import clearly_fooled
+from vitadel.attacks.names import make
+from vitadel.errors import Mistake
+from vitadel.instrument.attention import scaled_attention
+from vitadel.runtime.draws import Draws
+from vitadel.studies.scaled_blocks import ScaledBlocksOrder, block_sets, factors_within
+from vitadel.studies.softening import ThroughScaled
+from vits import make_vit, pixels
+
+
+def test_sets_of_blocks() -> None:
+    assert block_sets(3, "first") == [(k, frozenset(range(k))) for k in range(4)]
+    assert block_sets(3, "last") == [(k, frozenset(range(3 - k, 3))) for k in range(4)]
+    assert block_sets(3, "single") == [(k + 1, frozenset({k})) for k in range(3)]
+    assert [k for k, _ in block_sets(5, "first", 2)] == [0, 2, 4, 5]
+    assert block_sets(5, "last", 9) == [(0, frozenset()), (5, frozenset(range(5)))]
+    assert factors_within((0.1, 0.2, 0.3), frozenset({0, 2})) == (0.1, 1.0, 0.3)
+
+
+def test_together_with_the_plain_attack_it_is_the_whole_of_aas() -> None:
+    model, x = make_vit("vit"), pixels("vit", batch=6)
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    search, factors, draws = make("pgd-2", eps=4 / 255), (0.3, 1.0), Draws.of_samples(0, range(6))
+    z, notes = ThroughScaled(search, factors).explain(model, x, y, draws)
+    plain = search(model, x, y, draws)
+    whole, whole_notes = Rescaled(search, factors).explain(model, x, y, draws)
+    with torch.no_grad():
+        fooled = clearly_fooled(model(z), y) | clearly_fooled(model(plain), y)
+        assert clearly_fooled(model(whole), y).tolist() == fooled.tolist()
+        with scaled_attention(model, factors):
+            assert notes[PAPER_STYLE].tolist() == (model(z).argmax(1) == y).tolist()
+    assert notes[PAPER_STYLE].tolist() == whole_notes[PAPER_STYLE].tolist()
+
+
+def test_with_nothing_scaled_it_is_the_plain_attack_again() -> None:
+    model, x = make_vit("vit"), pixels("vit", batch=2)
+    y, draws = torch.zeros(2, dtype=torch.int64), Draws.of_samples(0, range(2))
+    search = make("pgd-2", eps=4 / 255)
+    z = ThroughScaled(search, (1.0, 1.0))(model, x, y, draws)
+    assert torch.equal(z, search(model, x, y, draws.stream("rescaled")))
+
+
+def test_mistakes() -> None:
+    with pytest.raises(Mistake, match=r"unknown way 'frist'.*did you mean first"):
+        ScaledBlocksOrder(ways=("frist",))
+    with pytest.raises(Mistake, match="at least 1"):
+        ScaledBlocksOrder(every=0)
+    with pytest.raises(Mistake, match="plain one"):
+        ScaledBlocksOrder(attack="patch-fool")
