@@ -78,14 +78,20 @@ def seconds(run: Run, x: Tensor, name: str, severity: int) -> float:
     return time.process_time() - start
 
 
+def _one_turn(runs: list[Run], x: Tensor, name: str, severity: int, number: int) -> list[float]:
+    """Seconds of each. Who begins changes from turn to turn: the first finds what others left in the caches."""
+    order = [(number + place) % len(runs) for place in range(len(runs))]
+    spent = {place: seconds(runs[place], x, name, severity) for place in order}
+    return [spent[place] for place in range(len(runs))]
+
+
 def measure(x: Tensor, name: str, rounds: int, same_constants: bool) -> Measured:
     runs: list[Run] = [ours, theirs, *([ours_with_same] if same_constants else [])]
     for run in runs:  # tables, photos and compiled code are made once
         for severity in SEVERITIES:
             run(x[:2], name, severity)
     turns = [
-        np.sum([[seconds(run, x, name, severity) for run in runs] for severity in SEVERITIES], axis=0)
-        for _ in range(rounds)
+        np.sum([_one_turn(runs, x, name, severity, number) for severity in SEVERITIES], 0) for number in range(rounds)
     ]
     times = np.median(turns, axis=0) * 1000 / len(x)
     ratios = np.median([turn[1] / turn for turn in turns], axis=0)

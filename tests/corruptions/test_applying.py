@@ -204,3 +204,14 @@ def test_a_model_is_as_accurate_on_ours_as_on_the_peers(name):
     # The same images: only those on which the two differ can make a difference, and each is a fair coin.
     differ = (held[0] != held[1]).sum().item()
     assert abs((held[0] - held[1]).sum().item()) <= 4 * differ**0.5 + 1
+
+
+@EACH
+def test_only_what_is_random_asks_for_draws(name):
+    x = pictures(2, 32, 32)
+    one, other = (corrupt(x, name, 5, Draws.of_samples(seed, range(2))) for seed in (0, 1))
+    fixed = {"defocus_blur", "gaussian_blur", "zoom_blur", "brightness", "contrast", "saturate", "pixelate"}
+    fixed.add("jpeg_compression")
+    assert torch.equal(one, other) == (name in fixed)
+    assert torch.equal(corrupt(x, name, 5), corrupt(x, name, 5))
+    assert torch.equal(corrupt(x, name, 5), one) == (name in fixed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -257,6 +258,21 @@ def test_edges_distances_and_histogram_are_opencvs(height, width, sigma):
     levels = np.uint8(np.minimum(distance, 20))
     ours = spatter.equalised(torch.from_numpy(levels)[None].to(torch.int32))
     np.testing.assert_array_equal(ours[0], cv2.equalizeHist(levels))
+
+
+def test_short_costs_order_paths_as_exact_ones_do():
+    def cost(path: tuple[int, int, int], costs: dict[int, int]) -> int:
+        return sum(count * costs[square] for count, square in zip(path, (1, 2, 5), strict=True))
+
+    paths = [(i, 0, k) for i in range(25) for k in range(12)] + [(0, j, k) for j in range(1, 18) for k in range(12)]
+    paths.sort(key=lambda path: cost(path, spatter._EXACT))
+    near = [path for path in paths if cost(path, spatter._EXACT) < 20 * spatter._EXACT[1]]
+    short = [cost(path, spatter._SHORT) for path in near]
+    assert len(near) == 174
+    assert all(one < other for one, other in pairwise(short))
+    assert all(cost(path, spatter._SHORT) >= 20 * spatter._SHORT[1] for path in paths[len(near) :])
+    assert 2 * 20 * spatter._SHORT[1] < 2**16
+    assert spatter._exact_distances()[short].tolist() == [cost(path, spatter._EXACT) for path in near]
 
 
 @pytest.mark.parametrize("seed", range(3))

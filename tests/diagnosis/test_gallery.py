@@ -15,7 +15,7 @@ from vitadel.diagnosis.examination import Examination
 from vitadel.diagnosis.finding import OK
 from vitadel.diagnosis.gallery import GALLERY
 from vitadel.diagnosis.visit import Appointment, examination_of
-from vitadel.diagnosis.writing import checks_in_words, gallery_in_words
+from vitadel.diagnosis.writing import gallery_in_words
 from vitadel.evaluation.subject import open_subject
 from vitadel.runtime.processes import join_processes
 
@@ -49,5 +49,4 @@ def test_honest_models_are_not_suspected(name):
 
 def test_the_docs_say_what_the_docstrings_say():
     page = DOCS.read_text()
-    assert checks_in_words() in page
     assert gallery_in_words() in page

@@ -258,3 +258,18 @@ def test_an_attack_by_rules_of_its_own_sees_all_and_stays_out_of_the_worst_case(
     assert patches["held"] < patches["attacked"]
     alone = vitadel.audit("zoo:shapes-robust", attacks=names[1:], limit=30)
     assert alone["worst_case"] is None
+
+
+class Hopeless(nn.Module):
+    """Never right on shapes (labels below 10), and unable to take no image at all, as XCiT is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x), "no image"
+        return torch.cat((torch.zeros(len(x), 10), x.mean((1, 2, 3))[:, None] + 1), 1)
+
+
+def test_where_nothing_stands_no_model_is_asked(tmp_path):
+    results = vitadel.audit(Hopeless(), "shapes", attacks=["pgd-2", "autoattack(steps=2,queries=4)"], limit=6)
+    assert [entry["n"] for entry in results["attacks"]] == [6, 6]
+    assert results["worst_case"]["held"] == 0
+    assert all(entry["gradient_calls"] == entry["forward_calls"] == 0 for entry in results["attacks"])

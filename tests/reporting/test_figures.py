@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import matplotlib
 import numpy as np
 import pytest
 from PIL import Image
@@ -141,6 +142,48 @@ def test_unchanged_examples_are_plain_grey(tmp_path: Path) -> None:
     picture = draw_examples(read_run(path))
     assert picture is not None
     assert (picture.figure.axes[0].images[2].get_array() == 0.5).all()
+
+
+def with_attention(path: Path, before: Any, after: Any) -> Run:
+    write_run(path, correct=HALF, attacks={"fgsm": HALF}, pictures=2)
+    with np.load(path / "examples.npz") as file:
+        arrays = dict(file)
+    np.savez(path / "examples.npz", **arrays, attention_x=before, attention_z=after)
+    return read_run(path)
+
+
+def test_attention_lies_over_the_images_on_one_scale(tmp_path: Path) -> None:
+    before, after = np.zeros((2, 2, 4)), np.zeros((2, 2, 4))
+    before[0, 0, 0], after[0, 1, 3] = 1, 1
+    before[1] = after[1] = 0.125
+    after[1, 0, :2] = 0.25, 0
+    run = with_attention(tmp_path / "a", before, after)
+    picture = draw_examples(run)
+    assert picture is not None
+    assert run.examples is not None
+    shown = [image.get_array() for image in picture.figure.axes[0].images]
+    assert len(shown) == 10
+    most, none, half = (np.array(matplotlib.colormaps["inferno"](value)[:3]) for value in (1.0, 0.0, 0.5))
+    grey = run.examples["x"][0].mean(0)[..., None]
+    np.testing.assert_allclose(shown[6][:4, :2], 0.4 * grey[:4, :2] + 0.6 * most, atol=1e-6)
+    np.testing.assert_allclose(shown[6][4:, 2:], 0.4 * grey[4:, 2:] + 0.6 * none, atol=1e-6)
+    np.testing.assert_allclose(
+        shown[7][:4, :2], 0.4 * run.examples["x"][1].mean(0)[:4, :2, None] + 0.6 * half, atol=1e-6
+    )
+    np.testing.assert_allclose(
+        shown[8][4:, 6:], 0.4 * run.examples["z"][0].mean(0)[4:, 6:, None] + 0.6 * most, atol=1e-6
+    )
+    assert "disc becomes square, 100.0 % of its attention moves" in picture.alt
+    assert "12.5 % of its attention moves" in picture.alt
+    assert "attention,\nclean" in [text.get_text() for text in picture.figure.axes[0].texts]
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 4), (2, 0, 3)])
+def test_attention_that_fits_no_image_is_left_out(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    picture = draw_examples(with_attention(tmp_path / "a", np.ones(shape), np.ones(shape)))
+    assert picture is not None
+    assert len(picture.figure.axes[0].images) == 6
+    assert "attention" not in picture.alt
 
 
 def test_small_images_stay_pixels_and_large_ones_come_in_fours(tmp_path: Path) -> None:

@@ -123,8 +123,8 @@ def correlate(pixels: Tensor, kernel: NDArray[np.float32]) -> Tensor:
     padded = pixels.index_select(2, mirrored(height, reach)).index_select(3, mirrored(width, reach))
     taps = np.argwhere(kernel > _NEGLIGIBLE).tolist()
     if len(taps) > _SHIFTS_AT_MOST:
-        padded = padded.float()
-        values = torch.stack([_correlate_by_fourier(image, kernel)[:, :height, :width] for image in padded])
+        response = _response(kernel.tobytes(), *padded.shape[2:])
+        values = torch.stack([_by_fourier(image, *response)[:, :height, :width] for image in padded.float()])
         return bytes_below(values, FLOAT32_SLACK)
     # In float64, because a disk of few equal taps often hits a whole level, and then its last digit decides.
     padded = padded.double()
@@ -146,9 +146,16 @@ def _fourier_length(least: int) -> int:
         least += 1
 
 
-def _correlate_by_fourier(image: Tensor, kernel: NDArray[np.float32]) -> Tensor:
-    size = [_fourier_length(length) for length in image.shape[1:]]
-    response = torch.fft.rfft2(torch.from_numpy(kernel), s=size).conj()
+@lru_cache(maxsize=16)
+def _response(weights: bytes, height: int, width: int) -> tuple[Tensor, list[int]]:
+    """What the transforms of images are multiplied by, for the bytes of a kernel, and to what size they are padded."""
+    side = math.isqrt(len(weights) // 4)
+    kernel = torch.frombuffer(bytearray(weights), dtype=torch.float32).view(side, side)
+    size = [_fourier_length(length) for length in (height, width)]
+    return torch.fft.rfft2(kernel, s=size).conj(), size
+
+
+def _by_fourier(image: Tensor, response: Tensor, size: list[int]) -> Tensor:
     result: Tensor = torch.fft.irfft2(torch.fft.rfft2(image, s=size).mul_(response), s=size)
     return result
 

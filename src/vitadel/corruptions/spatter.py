@@ -6,10 +6,14 @@ an equalised histogram. They are here in whole numbers, for batches, with the co
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import product
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
 
 from vitadel.corruptions.filtering import FLOAT32_SLACK, bytes_below, smoothed
 from vitadel.corruptions.randomness import normal_field
@@ -21,14 +25,19 @@ _WATER = (175 / 255, 238 / 255, 238 / 255)
 _MUD = (63 / 255, 42 / 255, 20 / 255)
 _FARTHEST = 20
 _UNIT = 1 << 16  # distances are in whole numbers of this
-_COSTS = {1: _UNIT, 2: round(1.4 * _UNIT), 5: round(2.1969 * _UNIT)}  # by the square of the length
-_STEPS = {
-    (down, right): _COSTS[down**2 + right**2]
+_EXACT = {1: _UNIT, 2: round(1.4 * _UNIT), 5: round(2.1969 * _UNIT)}  # costs of steps, by the square of their length
+# Costs that fit 16 bits and put all shortest paths up to `_FARTHEST` into the very order that the exact ones do.
+_SHORT = {1: 843, 2: 1180, 5: 1851}
+_STEPS = [
+    (down, right, _SHORT[down**2 + right**2])
     for down in range(-2, 3)
     for right in range(-2, 3)
-    if down**2 + right**2 in _COSTS
-}
+    if down**2 + right**2 in _SHORT
+]
 _TANGENT = round(0.4142135623730950488 * (1 << 15))  # of 22.5 degrees
+_BESIDE = [(down, right) for down in (-1, 0, 1) for right in (-1, 0, 1) if down or right]
+
+Whole = NDArray[np.integer[Any]]
 
 
 def spatter(
@@ -61,101 +70,120 @@ def _muddy(pixels: Tensor, layer: Tensor, sigma: float) -> Tensor:
 
 def splashed(pixels: Tensor, layer: Tensor, strength: float) -> Tensor:
     """Water, lit from one side: its relief is the distance from the edges of the drops."""
-    wet = (layer * 255).to(torch.uint8)[:, 0].to(torch.int32)
-    relief = _box(chamfer(edges(wet, 50, 150)).double().div_(_UNIT)).to(torch.int32)
-    lit = _embossed(equalised(relief)).clamp_(0, 255)
-    shine = (_box(lit.double()).round_() * wet).float()
+    wet = (layer * 255).to(torch.uint8)[:, 0]
+    relief = _sum_of_nine(chamfer(edges(wet, 50, 150)).numpy()) // (9 * _UNIT)
+    lit = np.clip(_embossed(equalised(torch.from_numpy(relief)).numpy()), 0, 255)
+    soft = (2 * _sum_of_nine(lit) + 9) // 18  # the mean, rounded
+    shine = torch.from_numpy(np.multiply(soft, wet.numpy(), dtype=np.int32)).float()
     brightest = shine.amax((1, 2), keepdim=True)
     shine = shine.div_(brightest.masked_fill_(brightest == 0, 1)).mul_(strength)[:, None]
     colour = torch.tensor(_WATER)[:, None, None]
     return bytes_below((shine * colour).mul_(255).add_(pixels), FLOAT32_SLACK)
 
 
-def _around(planes: Tensor, down: int, right: int, padded: Tensor) -> Tensor:
-    """The plane shifted: what lies `down` and `right` of every pixel, of a plane that was padded by one."""
-    height, width = planes.shape[1:]
-    return padded[:, 1 + down : 1 + down + height, 1 + right : 1 + right + width]
-
-
-def _padded(planes: Tensor, inwards: int) -> Tensor:
+def _framed(planes: Whole, inwards: int) -> Whole:
     """One more row and column on every side: copies of those that lie `inwards` of the edge (0: the edge itself)."""
-    for dim in (1, 2):
-        last = planes.shape[dim] - 1 - inwards
-        planes = torch.cat((planes.narrow(dim, inwards, 1), planes, planes.narrow(dim, last, 1)), dim)
-    return planes
+    n, height, width = planes.shape
+    framed = np.empty((n, height + 2, width + 2), planes.dtype)
+    framed[:, 1:-1, 1:-1] = planes
+    framed[:, 0, 1:-1], framed[:, -1, 1:-1] = planes[:, inwards], planes[:, -1 - inwards]
+    framed[:, :, 0], framed[:, :, -1] = framed[:, :, 1 + inwards], framed[:, :, -2 - inwards]
+    return framed
 
 
-def _box(planes: Tensor) -> Tensor:
-    """The mean of 3 x 3 pixels; whole numbers stay exact, because they are summed before they are scaled."""
-    padded = _padded(planes, 1)
-    tall = (padded[:, :-2] + padded[:, 1:-1]).add_(padded[:, 2:])
-    return (tall[:, :, :-2] + tall[:, :, 1:-1]).add_(tall[:, :, 2:]).mul_(1 / 9)
+def _sum_of_nine(planes: Whole) -> Whole:
+    framed = _framed(planes, 1)
+    tall = framed[:, :-2] + framed[:, 1:-1]
+    tall += framed[:, 2:]
+    total = tall[:, :, :-2] + tall[:, :, 1:-1]
+    total += tall[:, :, 2:]
+    return total
 
 
-def _embossed(planes: Tensor) -> Tensor:
-    padded = _padded(planes, 1)
-    total = torch.zeros_like(planes)
-    for (down, right), weight in zip(
-        ((-1, -1), (-1, 0), (0, -1), (0, 0), (0, 1), (1, 0), (1, 1)), (-2, -1, -1, 1, 1, 1, 2), strict=True
-    ):
-        total.add_(_around(planes, down, right, padded), alpha=weight)
+def _embossed(planes: Whole) -> Whole:
+    """Under the weights -2 -1 0, -1 1 1, 0 1 2: what lies to the lower right, less what lies to the upper left."""
+    framed = _framed(planes, 1)
+    total = framed[:, 2:, 2:] - framed[:, :-2, :-2]
+    total *= 2
+    total += framed[:, 2:, 1:-1]
+    total -= framed[:, :-2, 1:-1]
+    total += framed[:, 1:-1, 2:]
+    total -= framed[:, 1:-1, :-2]
+    total += planes
     return total
 
 
 def equalised(planes: Tensor) -> Tensor:
     """Levels 0 ... _FARTHEST spread over 0 ... 255 by how many pixels lie below; a flat plane stays as it is."""
-    flat = planes.flatten(1).long()
-    bins = len(flat) * (_FARTHEST + 1)
-    numbered = flat + torch.arange(0, bins, _FARTHEST + 1)[:, None]
-    counts = numbered.flatten().bincount(minlength=bins).view(len(flat), _FARTHEST + 1)
-    below = counts.cumsum(1)
-    lowest = flat.amin(1, keepdim=True)
-    first = counts.gather(1, lowest)
-    rest = flat.shape[1] - first
-    scale = torch.tensor(255.0) / rest.float()
-    levels = ((below - first).float() * scale).round().clamp_(0, 255)
-    levels = torch.where(rest == 0, torch.arange(_FARTHEST + 1).float(), levels)
-    return levels.gather(1, flat).to(torch.int32).view_as(planes)
+    n, levels = len(planes), _FARTHEST + 1
+    numbered = planes.flatten(1).numpy() + np.arange(0, n * levels, levels)[:, None]
+    counts = np.bincount(numbered.ravel(), minlength=n * levels).reshape(n, levels)
+    first = np.take_along_axis(counts, (counts > 0).argmax(1)[:, None], 1)  # as many as are at the lowest level
+    rest = numbered.shape[1] - first
+    scale = np.float32(255) / np.maximum(rest, 1).astype(np.float32)
+    spread = np.rint((counts.cumsum(1) - first).astype(np.float32) * scale).clip(0, 255)
+    table = np.where(rest == 0, np.arange(levels), spread).astype(np.int16)
+    return torch.from_numpy(table.ravel().take(numbered)).view(planes.shape)
 
 
 def edges(planes: Tensor, low: int, high: int) -> Tensor:
-    """Canny's edges of planes (n, height, width): ridges of the gradient above `high`, or above `low` beside one."""
-    padded = _padded(planes.to(torch.int16), 0)
-    tall = padded[:, :-2] + padded[:, 2:] + 2 * padded[:, 1:-1]
-    wide = padded[:, :, :-2] + padded[:, :, 2:] + 2 * padded[:, :, 1:-1]
-    dx, dy = tall[:, :, 2:] - tall[:, :, :-2], wide[:, 2:] - wide[:, :-2]
-    size = dx.abs() + dy.abs()
-    outside = F.pad(size, (1, 1, 1, 1))
+    """Canny's edges of planes (n, height, width): ridges of the gradient above `high`, or above `low` beside one.
 
-    def beyond(down: int, right: int) -> Tensor:
-        return _around(planes, down, right, outside)
+    Most pixels have hardly any gradient; all that follows it looks at the others only, by their places in memory.
+    """
+    framed = _framed(planes.numpy().astype(np.int16), 0)
+    dx, dy, size = np.empty_like(framed), np.empty_like(framed), np.zeros_like(framed)
+    inner = np.s_[:, 1:-1, 1:-1]
+    tall = framed[:, :-2] + framed[:, 2:]
+    tall += 2 * framed[:, 1:-1]
+    wide = framed[:, :, :-2] + framed[:, :, 2:]
+    wide += 2 * framed[:, :, 1:-1]
+    np.subtract(tall[:, :, 2:], tall[:, :, :-2], out=dx[inner])
+    np.subtract(wide[:, 2:], wide[:, :-2], out=dy[inner])
+    np.add(np.abs(dx[inner]), np.abs(dy[inner]), out=size[inner])
+    broad, sizes = framed.shape[2], size.ravel()
+    places = np.flatnonzero(sizes > low)
+    places = places[_ridges(sizes, dx.ravel()[places], dy.ravel()[places], places, broad)]
+    found = _grown(places[sizes[places] > high], places, broad, len(sizes))
+    return torch.from_numpy(found.reshape(size.shape)[inner])
 
-    run, rise = dx.abs().to(torch.int32), dy.abs().to(torch.int32) << 15
+
+def _ridges(sizes: Whole, dx: Whole, dy: Whole, places: Whole, broad: int) -> NDArray[np.bool_]:
+    """Which places have a larger gradient than their two neighbours across the edge."""
+    run, rise = np.abs(dx.astype(np.int32)), np.abs(dy.astype(np.int32)) << 15
     flat = run * _TANGENT
-    across = (size > beyond(0, -1)) & (size >= beyond(0, 1))
-    along = (size > beyond(-1, 0)) & (size >= beyond(1, 0))
-    falling = (size > beyond(-1, -1)) & (size > beyond(1, 1))
-    rising = (size > beyond(-1, 1)) & (size > beyond(1, -1))
-    upwards = (dx ^ dy) < 0
-    level, steep = rise < flat, rise > flat.add(run, alpha=1 << 16)
-    # Masks, because choosing between truth values is slow in torch.
-    slanted = (rising & upwards).logical_or_(falling & ~upwards)
-    ridge = (across & level).logical_or_(along & steep).logical_or_(slanted & ~(level | steep))
-    weak = ridge & (size > low)
-    found = weak & (size > high)
-    while True:
-        grown = _spread(_spread(found, 1), 2).logical_and_(weak)
-        if torch.equal(grown, found):
-            return found
-        found = grown
+    level, steep = rise < flat, rise > flat + (run << 16)
+    slanted = np.where((dx ^ dy) < 0, broad - 1, broad + 1)
+    across = np.where(level, 1, np.where(steep, broad, slanted))
+    here = sizes[places]
+    # Of two equal ones in a row or column the first is the ridge; on a slant neither is.
+    ridge: NDArray[np.bool_] = (here > sizes[places - across]) & (here + (level | steep) > sizes[places + across])
+    return ridge
 
 
-def _spread(marks: Tensor, dim: int) -> Tensor:
-    """Marks, and the pixels before and after them."""
-    spread, length = marks.clone(), marks.shape[dim]
-    spread.narrow(dim, 1, length - 1).logical_or_(marks.narrow(dim, 0, length - 1))
-    spread.narrow(dim, 0, length - 1).logical_or_(marks.narrow(dim, 1, length - 1))
-    return spread
+def _grown(front: Whole, places: Whole, broad: int, count: int) -> NDArray[np.bool_]:
+    """Marks at the `front` and at all `places` that hang together with it."""
+    found, waiting = np.zeros(count, bool), np.zeros(count, bool)
+    waiting[places] = True
+    beside = np.array([down * broad + right for down, right in _BESIDE])
+    while len(front):
+        found[front], waiting[front] = True, False
+        near = (front[:, None] + beside).ravel()
+        front = np.unique(near[waiting[near]])
+    return found
+
+
+@cache
+def _exact_distances() -> NDArray[np.int32]:
+    """By the short distance. A shortest path has no other steps than along and askew, or across and askew."""
+    far = _FARTHEST * _SHORT[1]
+    table = np.full(far + 1, _FARTHEST * _UNIT, np.int32)
+    for other in (1, 2):
+        for askew, steps in product(range(_FARTHEST), repeat=2):
+            short = askew * _SHORT[5] + steps * _SHORT[other]
+            if short < far:
+                table[short] = askew * _EXACT[5] + steps * _EXACT[other]
+    return table
 
 
 def chamfer(sources: Tensor) -> Tensor:
@@ -164,22 +192,23 @@ def chamfer(sources: Tensor) -> Tensor:
     In units of `_UNIT`. A shortest path takes its steps in any order, so all steps in one direction can be taken at
     once: runs of 1, 2, 4 ... steps make every number of them.
     """
-    far = _FARTHEST * _UNIT
+    far = _FARTHEST * _SHORT[1]
     n, height, width = sources.shape
     # Images lie in memory as one line each, and a step is a shift of that line. It runs over the ends of rows, which
     # are too far apart for a path from one to the next to count.
     broad = width + _FARTHEST
-    field = torch.full((n, height, broad), far, dtype=torch.int32)
-    field[:, :, :width].masked_fill_(sources, 0)
-    lines = field.view(n, -1).numpy()
+    field = np.full((n, height, broad), far, np.uint16)
+    np.copyto(field[:, :, :width], 0, where=sources.numpy())
+    lines = field.reshape(n, -1)
     spare = np.empty_like(lines)
-    for (down, right), cost in _STEPS.items():
+    for down, right, cost in _STEPS:
         run = 1
         while run * cost < far:
             shift = (down * broad + right) * run
-            start, end = max(shift, 0), max(lines.shape[1] + min(shift, 0), 0)
-            target, reached = lines[:, start:end], spare[:, start:end]
-            np.add(lines[:, start - shift : max(end - shift, 0)], np.int32(run * cost), out=reached)
+            ahead, behind = lines[:, abs(shift) :], lines[:, : -abs(shift)]
+            target, origin = (ahead, behind) if shift > 0 else (behind, ahead)
+            reached = spare[:, : target.shape[1]]
+            np.add(origin, np.uint16(run * cost), out=reached)
             np.minimum(target, reached, out=target)
             run *= 2
-    return field[:, :, :width]
+    return torch.from_numpy(_exact_distances().take(field[:, :, :width]))

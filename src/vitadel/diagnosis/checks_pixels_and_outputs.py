@@ -137,7 +137,7 @@ def gradient_mode(e: Examination) -> Outcome:
     that only inference uses) or by accident (a branch on requires_grad).
 
     What to do: let attacks see what is deployed. If a part is meant to be secret, give it to the attacker as well: a
-    secret is no defence once it is known (`vitadel ladder` tells what it is worth).
+    secret is no defence once it is known (`vitadel audit --suite ladder` tells what it is worth).
     """
     if e.at_random:
         raise NotExamined("the model answers at random, so two passes differ anyway")

@@ -32,6 +32,7 @@ from vitadel.evaluation.protocols import protocol_named, standing
 from vitadel.evaluation.results import Tally, described, heading, samples_table
 from vitadel.evaluation.stages import NOTE, PRECISIONS, Bench, Leg, attack_stage, clean_stage, rules_of
 from vitadel.evaluation.subject import Subject, open_subject
+from vitadel.instrument.gaze import attention_over_patches
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes, join_processes
@@ -376,7 +377,16 @@ def _keep_pictures(bench: Bench, run: RunFolder, tally: Tally, attack: Attack) -
         z = attack(bench.model, batch.x, batch.y, Draws.of_samples(bench.seed, batch.indices, batch.x.device))
         with torch.no_grad():
             prediction = bench.model(z).argmax(1)
+        maps = _gazes(bench.model, attention_x=batch.x, attention_z=z)
     buffer = io.BytesIO()
-    arrays = {"index": batch.indices, "x": batch.x, "z": z, "label": batch.y, "prediction": prediction}
+    arrays = {"index": batch.indices, "x": batch.x, "z": z, "label": batch.y, "prediction": prediction, **maps}
     np.savez_compressed(buffer, **{name: tensor.cpu().numpy() for name, tensor in arrays.items()})
     write_atomically(run.path / "examples.npz", buffer.getvalue())
+
+
+def _gazes(model: nn.Module, **shown: Tensor) -> dict[str, Tensor]:
+    """Where the model looks in these images; nothing of a model that has no maps over patches."""
+    try:
+        return {name: attention_over_patches(model, images) for name, images in shown.items()}
+    except Mistake:
+        return {}

@@ -68,7 +68,8 @@ class Bench:
     compiled: nn.Module | None = None  # the same model, faster, for attacks that do not look inside
 
     def chunks(self, indices: Tensor) -> list[list[int]]:
-        return [part.tolist() for part in indices.split(self.batch_size)]
+        """Never an empty one, which some models cannot take."""
+        return [part.tolist() for part in indices.split(self.batch_size) if len(part)]
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:

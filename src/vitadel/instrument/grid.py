@@ -1,4 +1,4 @@
-"""The grid of patches that a model cuts an image into, read off the tokens that enter its first block."""
+"""The grid of patches that a model cuts an image into, and what has become of it where it attends."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Never
 import torch
 from torch import Tensor, nn
 
-from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of, prefix_tokens_of
+from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of, family_of, prefix_tokens_of
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import Edge, frozen, hooked
 
-__all__ = ["patch_grid"]
+__all__ = ["grid_of_keys", "patch_grid"]
 
 
 class _Reached(Exception):
@@ -42,6 +42,23 @@ def patch_grid(model: nn.Module, x: Tensor) -> tuple[int, int]:
             "size that the model was built for, or use an attack that needs no patches."
         )
     return rows, count // rows
+
+
+def grid_of_keys(model: nn.Module, x: Tensor, keys: int) -> tuple[int, int]:
+    """Rows and columns of the patches among so many keys: those of the first block, or fewer where stages have pooled.
+
+    Other tokens may come before them: class and register tokens, robustness tokens, a late class token.
+    """
+    first = patch_grid(model, x)
+    if keys >= math.prod(first):
+        return first
+    patches, (height, width) = keys - prefix_tokens_of(model), x.shape[-2:]
+    rows = round(math.sqrt(max(patches, 0) * height / width))
+    if rows == 0 or patches % rows:
+        raise Mistake(
+            f"{patches} keys of family '{family_of(model)}' form no grid over images of {height} x {width} pixels"
+        )
+    return rows, patches // rows
 
 
 def _shape_at(name: str, module: nn.Module, model: nn.Module, x: Tensor) -> torch.Size:

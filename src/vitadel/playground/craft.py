@@ -22,8 +22,8 @@ from vitadel.evaluation.keeping import in_8_bits
 from vitadel.evaluation.ledger import MemoryLedger
 from vitadel.evaluation.metering import metered
 from vitadel.evaluation.stages import Bench, rules_of
+from vitadel.instrument.gaze import attention_over_patches
 from vitadel.instrument.hooks import frozen
-from vitadel.playground.gaze import gaze
 from vitadel.playground.models import Opened
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
@@ -116,7 +116,7 @@ def look(model: nn.Module, x: Tensor) -> Seen:
     check_logits(logits)
     attention, blind = None, ""
     try:
-        attention = gaze(model, x)
+        attention = attention_over_patches(model, x)[0].cpu()
     except Mistake as mistake:
         blind = str(mistake)
     return Seen(int(logits.argmax(1)), logits[0].double().softmax(0).cpu(), attention, blind)

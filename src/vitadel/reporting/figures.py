@@ -357,7 +357,7 @@ def _draw_class(axes: Any, y: float, score: ClassScore) -> None:
 
 
 def draw_examples(run: Run) -> Picture | None:
-    """Clean images, what the last attack added, and what came out; None without examples."""
+    """Clean images, what the last attack added, what came out, and where the model looked; None without examples."""
     if run.examples is None or len(run.examples["x"]) == 0:
         return None
     columns = 8 if max(run.examples["x"].shape[2:]) <= _SMALL_IMAGE else 4
@@ -366,11 +366,42 @@ def draw_examples(run: Run) -> Picture | None:
     factor = _grey_factor(z - x)
     rows = {"clean": x, f"perturbation\n× {factor:g}\naround grey": 0.5 + factor * (z - x), "perturbed": z}
     captions = [(run.class_name(int(a)), run.class_name(int(b)), a == b) for a, b in _pairs(shown)]
+    told = [f"{label} {'stays' if held else 'becomes'} {seen}" for label, seen, held in captions]
+    alt = f"Example images: clean, perturbation enlarged {factor:g} times around grey, perturbed"
+    maps = _attention(shown)
+    if maps is not None:
+        before, after = maps
+        largest = np.maximum(before, after).max((1, 2), keepdims=True)  # one scale for both, so that they compare
+        rows["attention,\nclean"] = _overlaid(x, before / largest)
+        rows["attention,\nperturbed"] = _overlaid(z, after / largest)
+        moved = np.abs(after - before).sum((1, 2)) / 2
+        told = [
+            f"{text}, {percent(float(share))} of its attention moves" for text, share in zip(told, moved, strict=True)
+        ]
+        alt += ", and the last layer's attention over the patches of the clean and of the perturbed image"
     with our_style():
         figure = _grid(rows, captions, columns)
-    spoken = "; ".join(f"{label} {'stays' if held else 'becomes'} {seen}" for label, seen, held in captions)
-    alt = f"Example images: clean, perturbation enlarged {factor:g} times around grey, perturbed. {spoken}."
-    return Picture("examples", figure, alt)
+    return Picture("examples", figure, f"{alt}. {'; '.join(told)}.")
+
+
+def _attention(shown: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """Maps (n, rows, columns) of clean and perturbed images that sum to 1; older runs and other models have none."""
+    if not {"attention_x", "attention_z"} <= shown.keys():
+        return None
+    maps = [np.nan_to_num(shown[name].astype(np.float64)) for name in ("attention_x", "attention_z")]
+    fitting = all(each.ndim == 3 and each.shape == maps[0].shape and each.size for each in maps)
+    if not fitting or len(maps[0]) != len(shown["x"]) or min(each.min() for each in maps) < 0:
+        return None
+    before, after = (each / np.maximum(each.sum((1, 2), keepdims=True), 1e-30) for each in maps)
+    return before, after
+
+
+def _overlaid(images: Any, shares: Any) -> Any:
+    """The images in grey under the colours of their maps: the brighter, the more attention."""
+    tall, wide = images.shape[1:3]
+    rows, columns = (np.arange(size) * kept // size for size, kept in zip((tall, wide), shares.shape[1:], strict=True))
+    colours = matplotlib.colormaps["inferno"](shares[:, rows][:, :, columns])[..., :3]
+    return 0.4 * np.clip(images, 0, 1).mean(3, keepdims=True) + 0.6 * colours
 
 
 def _pairs(shown: Mapping[str, Any]) -> Iterator[tuple[int, int]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vitadel.attacks.corruption_model import main_attentions
 from vitadel.backbones.anatomy import SoftmaxAttention, attentions_of, family_of, prefix_tokens_of
 from vitadel.errors import Mistake
-from vitadel.instrument.grid import patch_grid
+from vitadel.instrument.grid import grid_of_keys
 from vitadel.instrument.hooks import Lens, frozen, hooked
 
 __all__ = ["CENTRE", "CLASS", "LAST", "Gaze", "check_block", "check_query", "gaze_of", "rows_of", "seen_rows"]
@@ -59,7 +59,7 @@ def gaze_of(model: nn.Module, x: Tensor, query: str, block: str) -> Gaze:
             f"'{attention.name}' of family '{family}' attends inside windows, so no patch has a row over the whole "
             "image. Take a model with attention over all patches."
         )
-    rows, columns, patches = *(grid := _grid(model, x, keys)), math.prod(grid)
+    rows, columns, patches = *(grid := grid_of_keys(model, x, keys)), math.prod(grid)
     if query == CLASS:
         if queries > 1 and prefix_tokens_of(model) == 0:
             raise Mistake(
@@ -95,22 +95,6 @@ def _attention(model: nn.Module, query: str, block: str) -> SoftmaxAttention:
             f"map of the image: take --query {CLASS} --block {LAST}"
         )
     return chosen
-
-
-def _grid(model: nn.Module, x: Tensor, keys: int) -> tuple[int, int]:
-    """Of the patches among the keys: that of the first block, or a coarser one where stages have pooled it."""
-    rows, columns = patch_grid(model, x)
-    prefix = prefix_tokens_of(model)
-    if keys >= rows * columns + prefix:  # robustness tokens and a late class token may come on top
-        return rows, columns
-    patches, (height, width) = keys - prefix, x.shape[-2:]
-    coarse = max(1, round(math.sqrt(max(patches, 1) * height / width)))
-    if patches < 1 or coarse * (patches // coarse) != patches:
-        raise Mistake(
-            f"{patches} keys of family '{family_of(model)}' form no grid over images of {height} x {width} pixels; "
-            "take another --block"
-        )
-    return coarse, patches // coarse
 
 
 @contextmanager

@@ -1,0 +1,287 @@
+"""Runs a command of the docs in the small world: brings files and run folders it expects, then calls the program."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import runpy
+import socket
+import sys
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import timm
+import torch
+import typer
+from safetensors.torch import save_file
+from torch.distributed.run import get_args_parser
+from typer.testing import CliRunner, Result
+
+import vitadel
+from docs_reading import REPOSITORY, Command, Snippet
+from docs_world import FLAGS, IN_SNIPPETS, KEPT_FLAGS, LISTED, MOST, NAMES, TINY, shrink
+from vitadel.adapters.opening import open_model, options_for_features
+from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens, token_width
+from vitadel.adapters.token_files import save_tokens
+from vitadel.backbones.load import load_model
+from vitadel.backbones.record import create_backbone, save_classifier
+from vitadel.cli.main import app
+from vitadel.defenses.recipes import compose, source
+from vitadel.errors import Mistake
+
+__all__ = ["World", "WronglyTyped", "parsed", "verb_in"]
+
+ANY_RUN = ("vitadel", "harden", "shapes/standard", "--out", "run")
+"""Makes what stands for a run folder that no command of the docs makes; it is a MODEL, too."""
+ELLIPSIS = {"harden": ("shapes/trades",)}
+"""What `...` stands for where a verb needs something; else it stands for nothing."""
+_RUNS = ("runs/", "RUN")
+
+
+class WronglyTyped(Exception):
+    """A verb that there is not, or flags that its verb does not take."""
+
+
+def verb_in(words: Sequence[str]) -> tuple[str, Any, list[str]]:
+    """The verb's name, what typer made of it, and the words after it; a group of verbs, if none of them is named."""
+    command: Any = typer.main.get_command(app)
+    rest, name = list(words), "vitadel"
+    while hasattr(command, "commands") and rest:
+        name = rest.pop(0)
+        if name not in command.commands:
+            raise WronglyTyped(f"no verb {name!r}")
+        command = command.commands[name]
+    return name, command, rest
+
+
+def parsed(words: Sequence[str]) -> typer.Context:
+    """The context of a verb with its flags read."""
+    name, command, rest = verb_in(words)
+    try:
+        context: typer.Context = command.make_context(name, rest)
+    except Exception as complaint:
+        if not hasattr(complaint, "format_message"):  # typer has click's exceptions, or click of its own
+            raise
+        raise WronglyTyped(complaint.format_message()) from None
+    return context
+
+
+@dataclass
+class World:
+    """Commands run once each; those that make run folders which others read are found among `all_commands`."""
+
+    root: Path
+    patch: pytest.MonkeyPatch
+    all_commands: Sequence[Command] = ()
+    all_snippets: Sequence[Snippet] = ()
+    _done: dict[tuple[str, ...], tuple[Result, Path]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shrink(self.root, self.patch)
+        self.patch.setattr(socket.socket, "connect", _no_network)
+        self.patch.setattr("vitadel.cli.ui.threading", SimpleNamespace(Event=_Impatient))
+
+    def run(self, words: Sequence[str]) -> Result:
+        """As typed; a command is run once, however often it stands in the docs."""
+        return self._run(tuple(words))[0]
+
+    def _run(self, words: tuple[str, ...]) -> tuple[Result, Path]:
+        if words not in self._done:
+            place = self.root / f"{zlib.crc32(repr(words).encode()):08x}"
+            place.mkdir(exist_ok=True)
+            with chdir(place):
+                self._done[words] = self._called(words), place
+        return self._done[words]
+
+    def execute(self, page: str) -> None:
+        """The snippets of a page, one after the other with the same names; some names are there beforehand."""
+        my_module = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32, patch_size=8).eval()
+        x = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        y = my_module(x).argmax(1)
+        names = {"vitadel": vitadel, "model": vitadel.wrap(my_module), "my_module": my_module, "x": x, "y": y}
+        place = self.root / "snippets" / page
+        place.mkdir(parents=True)
+        with chdir(place):
+            for snippet in self.all_snippets:
+                if snippet.page == page:
+                    for name, path in re.findall(r'load_model\(\s*"([^"]+)",\s*weights="([^"]+)"', snippet.code):
+                        _write_weights(name, {"weights": path})
+                    self._bring_runs(re.findall(r'(?<!out=)"(runs/[^"]+)"', snippet.code))
+                    code = snippet.code
+                    for pattern, written in IN_SNIPPETS.items():
+                        code = re.sub(pattern, written, code)
+                    exec(compile("\n" * (snippet.line - 1) + code, page, "exec"), names)
+
+    def _called(self, words: tuple[str, ...]) -> Result:
+        if words[0].startswith("python") and words[1] != "-m":
+            self.patch.setattr(sys, "argv", list(words[1:]))
+            runpy.run_path(str(REPOSITORY / words[1]), run_name="__main__")
+            return CliRunner().invoke(app, ["--version"])
+        typed = self._substituted(_for_one_process(words))
+        self._bring_runs(typed)
+        try:
+            context = parsed(typed)
+            typed = [*typed, *_sizes(context)]
+            self._bring_files(context)
+        except (WronglyTyped, Mistake):
+            pass  # the program itself is to complain
+        self.patch.setattr(sys, "argv", ["vitadel", *typed])
+        with _swept_up() if typed[:1] == ["ui"] else nullcontext():
+            return CliRunner().invoke(app, typed)
+
+    def _substituted(self, words: Sequence[str]) -> list[str]:
+        """Without the marks of what is optional, and with NAMES' words."""
+        plain = [word if "=[" in word or not word else word.strip("[]") or "..." for word in words]
+        typed = [NAMES.get(word, word) for word in plain if word != "..."]
+        if "..." in plain and len(typed) == 1:
+            typed += ELLIPSIS.get(typed[0], ())
+        return [f"{word[:-3]}parquet:{word[:-4]}.parquet" if word.endswith("=...") else word for word in typed]
+
+    def _bring_runs(self, words: Sequence[str]) -> None:
+        """Run folders that the command reads: made by another command of the docs, or by ANY_RUN."""
+        makers = {command.out: command.words for command in self.all_commands if command.out is not None}
+        for before, word in zip(["", *words], words, strict=False):
+            path = word.partition("=")[2] or word
+            if before in ("--out", "--export") or not path.startswith(_RUNS):
+                continue
+            name = "/".join(Path(path).parts[: 2 if path.startswith("runs/") else 1])
+            made, folder = self._run(makers.get(name, ANY_RUN))
+            assert made.exit_code == 0, f"{name} could not be made: {made.output}"
+            if name not in makers:
+                _link(Path(name), folder / ANY_RUN[-1])
+            for made_too in (folder / "runs").glob("*"):  # a run may begin where another ended
+                _link(Path("runs") / made_too.name, made_too)
+
+    def _bring_files(self, context: typer.Context) -> None:
+        """Models, weights, tokens, recipes and lists that are named and not there."""
+        given = dict(context.params)
+        if str(given.get("recipe", "")).endswith((".yaml", ".yml")):
+            Path(given["recipe"]).write_text(source("shapes/trades"))
+        for path in given.get("names") or ():
+            if path.endswith((".yaml", ".yml")):
+                Path(path).write_text(source("shapes/trades"))
+        if context.info_name in ("harden", "probe"):
+            model = compose(given["recipe"], given["row"], given["overrides"] or ())["model"]
+            given |= {"model": model["name"], "weights": model.get("weights"), "input_size": model.get("input_size")}
+        named = [given.get("model"), *(given.get("models") or ()), *(given.get("runs") or ())]
+        for model in (str(each) for each in named if each is not None):
+            if model == "MODEL":
+                _write_model(Path("MODEL"), given.get("data") or "")
+            elif model.startswith("python:"):
+                self._write_factory(model.split(":")[1])
+            else:
+                _write_weights(model, given)
+        if "list=" in str(given.get("data")):
+            listed = given["data"].partition("list=")[2].partition(")")[0].partition(",")[0]
+            Path(listed).write_text("\n".join(LISTED))
+        for flag in ("tokens", "surrogates", "bank"):
+            for path in str(given.get(flag) or "").split(","):
+                if path.endswith(".safetensors") and not Path(path).exists():
+                    _write_tokens(Path(path), given)
+
+    def _write_factory(self, module: str) -> None:
+        """The user's module as a page shows it, in the snippet that begins with its file's name."""
+        shown = [snippet.code for snippet in self.all_snippets if snippet.code.startswith(f"# {module}.py\n")]
+        assert shown, f"no page shows {module}.py"
+        Path(f"{module}.py").write_text(shown[0])
+        sys.modules.pop(module, None)
+
+
+def _link(here: Path, there: Path) -> None:
+    if not here.exists():
+        here.parent.mkdir(parents=True, exist_ok=True)
+        here.symlink_to(there.resolve())
+
+
+def _for_one_process(words: Sequence[str]) -> list[str]:
+    """What follows `vitadel`; of torchrun, whose own words are only read, what it would run in each process."""
+    if words[0] == "torchrun":
+        told = get_args_parser().parse_args(list(words[1:]))
+        assert (told.module, told.training_script) == (True, "vitadel"), "torchrun runs `-m vitadel`"
+        return list(told.training_script_args)
+    return list(words[3:] if words[0].startswith("python") else words[1:])
+
+
+def _sizes(context: typer.Context) -> list[str]:
+    """Flags that make a command small, where it has them: those of FLAGS, and whole numbers above MOST."""
+    added = []
+    for option in context.command.params:
+        if option.param_type_name != "option" or option.name in KEPT_FLAGS:
+            continue
+        suite = str(getattr(option, "rich_help_panel", "") or "").partition("--suite ")[2].rstrip(")")
+        if suite and suite != context.params.get("suite"):
+            continue
+        if option.name == "limit" and context.params.get("protocol"):
+            continue
+        value = context.params.get(option.name)
+        most: Any = FLAGS.get(f"{context.info_name}.{option.name}", FLAGS.get(option.name))
+        if most is None and type(value) is int and value > MOST:
+            most = MOST
+        is_files = isinstance(value, str) and not value.isdigit() and option.name in ("surrogates", "bank")
+        if option.name == "eps" and "," in str(value):
+            most = value.partition(",")[0]
+        if most is not None and not is_files:
+            added += [option.opts[0], str(most)]
+    return added
+
+
+def _write_model(folder: Path, data: str) -> None:
+    """What MODEL stands for: a ViT for 1000 classes at 224 px, or for 10 at 32 px, as the data are."""
+    classes, size, patch = (1000, 224, 32) if data.startswith("imagenet") else (10, 32, 8)
+    shape = {**TINY["vit"], "img_size": size, "patch_size": patch}
+    classifier = load_model("vit_tiny_patch16_224", weights="random", num_classes=classes, kwargs=shape)
+    save_classifier(classifier, folder / "weights" / "best.safetensors")
+
+
+def _write_weights(model: str, given: dict[str, Any]) -> None:
+    path = given.get("weights")
+    if path in (None, "random", "pretrained") or Path(path).exists():
+        return
+    weights = create_backbone(model, None, {}).state_dict()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    if path.endswith(".safetensors"):
+        save_file(weights, path)
+    else:
+        torch.save(weights, path)
+
+
+def _write_tokens(path: Path, given: dict[str, Any]) -> None:
+    """Three tokens for the model that is named, other ones in every file."""
+    options = {key: given[key] for key in ("weights", "num_classes", "input_size") if given.get(key)}
+    classifier = open_model(given["model"], options_for_features(given["model"], options))
+    tokens = fresh_tokens(token_width(classifier), 3, seed=zlib.crc32(path.name.encode()))
+    save_tokens(Tokened(classifier, tokens), path, {})
+
+
+@contextmanager
+def _swept_up() -> Iterator[None]:
+    """Gradio leaves sockets and event loops to the garbage collector, which would complain here or in a later test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        yield
+        gc.collect()
+
+
+class _Impatient:
+    """An event that is waited for as by somebody who presses Ctrl-C at once."""
+
+    def wait(self) -> None:
+        raise KeyboardInterrupt
+
+
+def _no_network(self: socket.socket, address: Any) -> None:
+    if self.family == getattr(socket, "AF_UNIX", None) or address[0] in ("127.0.0.1", "localhost", "::1"):
+        return _CONNECT(self, address)
+    raise AssertionError(f"the docs' commands have no network here; something asked for {address}: add a rule for it")
+
+
+_CONNECT = socket.socket.connect
+os.environ.setdefault("COLUMNS", "200")

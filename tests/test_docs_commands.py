@@ -1,0 +1,95 @@
+"""Every command and every Python snippet of the docs runs: in a small world, but as it is written."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+
+from docs_reading import REPOSITORY, Command, commands_in, inline_commands_in, pages, snippets_in
+from docs_running import World, parsed, verb_in
+
+TEXTS = {str(page.relative_to(REPOSITORY)): page.read_text(encoding="utf-8") for page in pages()}
+COMMANDS = [command for name, text in TEXTS.items() for command in commands_in(text, name)]
+INLINE = [command for name, text in TEXTS.items() for command in inline_commands_in(text, name)]
+SNIPPETS = [snippet for name, text in TEXTS.items() for snippet in snippets_in(text, name)]
+
+
+def title(command: Command) -> str:
+    return f"{command.page}:{command.line} {command.text}"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        yield World(tmp_path_factory.mktemp("docs"), patch, COMMANDS, SNIPPETS)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=title)
+def test_command_runs(world, command):
+    done = world.run(command.words)
+    assert done.exit_code == 0, f"{done.exception!r}\n{done.output}"
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(snippet.page for snippet in SNIPPETS))
+def test_snippets_run(world, page):
+    world.execute(page)
+
+
+@pytest.mark.parametrize("command", INLINE, ids=title)
+def test_what_sentences_name_can_be_typed(command):
+    words = [word.strip("[]") for word in command.words[1:] if word.strip("[]") != "..."]
+    _, _, rest = verb_in(words)
+    if rest:  # a verb alone may need more than the sentence is about
+        parsed(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["audti"], "audti"),
+        (["audit", "--atacks", "fgsm"], "--atacks"),
+        (["audit", "--attacks", "pgdd-20"], "unknown attack"),
+        (["audit", "--attacks", "pgd-20(restart=5)"], "restarts"),
+        (["audit", "MODEL", "--data", "imagenett:DIR"], "unknown data"),
+        (["audit", "deit_tinny_patch16_224", "--weights", "deit.safetensors"], "unknown model"),
+        (["audit", "--suite", "lader"], "unknown suite"),
+        (["audit", "--protocol", "robustbench-cifar"], "unknown protocol"),
+        (["harden", "shapes/trade"], "shapes/trades"),
+        (["harden", "shapes/trades", "train.epoch=3"], "epochs"),
+        (["harden", "aas/table5", "--row", "trade+aas"], "trades+aas"),
+        (["audit", "--data", "hf:somebody/photos"], "no stand-in"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+)
+def test_a_misspelt_command_fails(world, words, told):
+    done = world.run(["vitadel", *words])
+    assert done.exit_code != 0
+    assert told in f"{done.exception}\n{done.output}"
+
+
+def test_commands_are_read_as_a_person_reads_them():
+    typed = "$ vitadel audit MODEL \\\n    --limit 5   # so many"
+    text = f"```\n{typed}\nclean 95.2 %\npip install .\n```\n`vitadel list data`\n"
+    (command,) = commands_in(text, "page")
+    assert (command.line, command.words) == (2, ("vitadel", "audit", "MODEL", "--limit", "5"))
+    (inline,) = inline_commands_in(text, "page")
+    assert (inline.line, inline.text) == (7, "vitadel list data")
+
+
+@pytest.mark.parametrize("page", ["api.md", "checks.md", "commands.md"])
+def test_generated_pages_are_up_to_date(page):
+    spec = importlib.util.spec_from_file_location("make_docs", REPOSITORY / "scripts" / "make_docs.py")
+    make_docs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_docs)
+    assert set(make_docs.PAGES) == {"api.md", "checks.md", "commands.md"}
+    written = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+    assert make_docs.PAGES[page]() == written, f"docs/{page} is out of date: run scripts/make_docs.py"
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", TEXTS[page]):
+        if "://" not in target:
+            assert (REPOSITORY / page).parent.joinpath(target).exists(), f"{page} links to {target}"
