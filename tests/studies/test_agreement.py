@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from vitadel.reporting.study_perturbations import against_chance
 from vitadel.studies.agreement import agreement, chance, dealt_at_random, top_classes, top_of
 
 
@@ -49,3 +50,10 @@ def test_few_pictures_and_few_classes():
     assert dealt_at_random(np.array([[1]]), np.array([1]), 3)["top1"]["accuracy"] == 1.0
     assert [top_of(classes) for classes in (2, 3, 5, 6, 1000)] == [1, 2, 4, 5, 5]
     assert chance(10) == {"top1": 0.1, "topk": 0.5}
+
+
+def test_rounding_decides_nothing():
+    """With one answer to everything and 5 balanced classes, means of shares come out a bit below a fifth."""
+    for n in range(5, 200, 5):
+        told = dealt_at_random(np.zeros((n, 1), int), np.arange(n) % 5, 5)["top1"]
+        assert against_chance({"accuracy": 0.2}, told) == "no more than chance"

@@ -84,13 +84,18 @@ def test_a_long_run_judged_on_its_way_is_the_short_run(text: str) -> None:
 
 
 def test_rises_are_told_and_falls_are_not() -> None:
-    points = [{"text": str(at), "held": held} for at, held in enumerate([9, 7, 8, 8, 3, 5])]
-    found = [{"from": "1", "to": "2", "images": 1}, {"from": "4", "to": "5", "images": 2}]
-    assert rises(points) == found
+    several = [range(9), range(7), [*range(6), 20, 21], range(8), range(3), range(8)]
+    one, other = rises(list("abcdef"), [torch.tensor(list(held)) for held in several])
+    assert (one["from"], one["to"], one["images"], one["clear"]) == ("b", "c", 1, False)
+    assert one["p"] == pytest.approx(4 / 8)  # two of three images on which they differ, or all three
+    assert (other["from"], other["to"], other["images"], other["clear"]) == ("e", "f", 5, True)
+    assert other["p"] == pytest.approx(1 / 32)
 
 
 def test_points_by_default_and_mistakes() -> None:
     assert CurvesOrder().points == pytest.approx([0, 1 / 255, 2 / 255, 4 / 255, 8 / 255, 16 / 255])
+    assert CurvesOrder(eps=0.6).points[-1] == 0.6  # twice that is beyond any pixel
+    assert CurvesOrder(eps=0.6, norm="l2").points[-1] == 1.2
     assert CurvesOrder(attack="fgsm").counts == ()
     assert CurvesOrder(attack="pgd-50").usual_steps == 50
     for wrong, said in [
@@ -100,6 +105,7 @@ def test_points_by_default_and_mistakes() -> None:
         ({"attack": "patch-fool"}, "rules of its own"),
         ({"attack": "pdg"}, "did you mean pgd"),
         ({"eps": 0.0}, "above 0"),
+        ({"budgets": (), "steps": (), "restarts": ()}, "no curve is asked for"),
     ]:
         with pytest.raises(Mistake, match=said):
             dataclasses.replace(CurvesOrder(), **wrong)

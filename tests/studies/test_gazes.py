@@ -8,6 +8,7 @@ import torch
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import Mistake
 from vitadel.instrument.attention import attention_maps
+from vitadel.instrument.tokens import extra_tokens
 from vitadel.studies.gazes import gaze_of, rows_of, seen_rows
 from vits import VITS, make_vit, pixels
 
@@ -104,3 +105,23 @@ def test_only_the_watched_attention_leaves_fused_attention(monkeypatch):
     seen_rows(model, gaze, x)
     assert len(calls) == 1
     assert len(VITS["vit"].heads) == 2
+
+
+@pytest.mark.parametrize("placement", ["prefix", "append"])
+def test_tokens_that_were_added_neither_ask_nor_answer(placement):
+    model, x = make_vit("vit"), pixels("vit")
+    extra = torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
+    with extra_tokens(model, extra, placement=placement):
+        gaze = gaze_of(model, x, "centre", "last")
+        rows = seen_rows(model, gaze, x)
+        with torch.no_grad(), attention_maps(model) as maps:
+            model(x)
+    own = [place for place in range(20) if not (1 <= place < 4 if placement == "prefix" else place >= 17)]
+    assert gaze.row == 1 + 2 * 4 + 2
+    torch.testing.assert_close(rows, maps[1][:, :, own[gaze.row]][..., own], atol=1e-5, rtol=1e-4)
+
+
+def test_a_register_is_no_class_token():
+    model = make_vit("vit", class_token=False, reg_tokens=2, global_pool="avg")
+    with pytest.raises(Mistake, match="no class token"):
+        gaze_of(model, pixels("vit"), "class", "last")

@@ -22,11 +22,16 @@ if TYPE_CHECKING:
     from vitadel.evaluation.benches import Outcome
     from vitadel.evaluation.subject import Subject
 
-__all__ = ["IMAGES", "Opening", "RunOrModel", "conduct", "revisited", "study"]
+__all__ = ["IMAGES", "Calibration", "Opening", "RunOrModel", "conduct", "revisited", "study"]
 
 RunOrModel = Annotated[
     str, typer.Argument(metavar="RUN-OR-MODEL", help="run folder of an audit, or a MODEL as 'vitadel audit' takes it")
 ]
+Calibration = Annotated[
+    str | None,
+    typer.Option(help="data that an attack may study first; else the training split or what --limit leaves out"),
+]
+"""For attacks that first study the model."""
 IMAGES = Sampling("shapes", limit=200)
 """What studies look at unless an audit or a flag says otherwise."""
 

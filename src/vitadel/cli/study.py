@@ -9,13 +9,10 @@ import typer
 from vitadel.amounts import read_amount
 from vitadel.cli import options, study_pictures
 from vitadel.cli.bundles import bundled
-from vitadel.cli.revisiting import IMAGES, Opening, RunOrModel, conduct
+from vitadel.cli.revisiting import IMAGES, Calibration, Opening, RunOrModel, conduct
 from vitadel.errors import Mistake
 
 _Images = Annotated[int, typer.Option(help="calibration images on which aas finds its factors")]
-_Calibration = Annotated[
-    str | None, typer.Option(help="data to find them on; else the training split or what --limit leaves out")
-]
 _Attack = Annotated[str, typer.Option(help="one plain attack, e.g. pgd-20; see 'vitadel list attacks'")]
 
 app = typer.Typer(help="Analyses of the papers, on your model or on the run folder of an audit.", no_args_is_help=True)
@@ -34,6 +31,7 @@ def curves(
         str | None, typer.Option(help="of the second curve, at --eps; by default 1 to 100, '' for none")
     ] = None,
     restarts: Annotated[str, typer.Option(help="of the third curve, at --eps; '' for none")] = "1,2,5",
+    calibration: Calibration = None,
     sampling: options.Sampling = IMAGES,
     threat: options.Threat = options.Threat(),
     choice: options.Choice = options.Choice(),
@@ -49,6 +47,7 @@ def curves(
         budgets=None if budgets is None else tuple(read_amount(part.strip(), "eps") for part in budgets.split(",")),
         steps=None if steps is None else _counts(steps, "--steps"),
         restarts=_counts(restarts, "--restarts"),
+        calibration=calibration,
     )
 
 
@@ -59,7 +58,7 @@ def saturation(
     model: RunOrModel = "zoo:shapes-robust",
     attack: _Attack = "pgd-20",
     images: _Images = 1280,
-    calibration: _Calibration = None,
+    calibration: Calibration = None,
     sampling: options.Sampling = IMAGES,
     threat: options.Threat = options.Threat(),
     choice: options.Choice = options.Choice(),
@@ -81,7 +80,7 @@ def scaled_blocks(
     ] = "first,single,last",
     every: Annotated[int, typer.Option(help="grow k by so many")] = 1,
     images: _Images = 1280,
-    calibration: _Calibration = None,
+    calibration: Calibration = None,
     sampling: options.Sampling = IMAGES,
     threat: options.Threat = options.Threat(),
     choice: options.Choice = options.Choice(),

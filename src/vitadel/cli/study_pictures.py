@@ -9,7 +9,7 @@ import typer
 
 from vitadel.cli import options
 from vitadel.cli.bundles import bundled
-from vitadel.cli.revisiting import IMAGES, Opening, RunOrModel, conduct
+from vitadel.cli.revisiting import IMAGES, Calibration, Opening, RunOrModel, conduct
 from vitadel.errors import Mistake
 
 _Others = Annotated[
@@ -28,6 +28,7 @@ def perturbations(
     model: RunOrModel = "zoo:shapes-robust",
     attack: _Attack = "pgd-100",
     others: _Others = None,
+    calibration: Calibration = None,
     sampling: options.Sampling = IMAGES,
     threat: options.Threat = options.Threat(),
     choice: options.Choice = options.Choice(),
@@ -35,7 +36,7 @@ def perturbations(
 ) -> None:
     """What do other models see in an attack's perturbations alone?"""
     opening = Opening(model, sampling, threat, choice)
-    conduct(ctx, "perturbations", opening, run, attack=attack, others=_listed(others))
+    conduct(ctx, "perturbations", opening, run, attack=attack, others=_listed(others), calibration=calibration)
 
 
 @app.command()
@@ -87,13 +88,14 @@ def attention(
     query: Annotated[str, typer.Option(help="who looks: centre, class, or a patch as ROW,COL")] = "centre",
     block: Annotated[str, typer.Option(help="last, or the number of an attention in running order")] = "last",
     heads: Annotated[str, typer.Option(help="mean, or each by itself, too")] = "mean",
+    calibration: Calibration = None,
     sampling: options.Sampling = IMAGES,
     threat: options.Threat = options.Threat(),
     choice: options.Choice = options.Choice(),
     run: options.Running = options.Running(),
 ) -> None:
     """Where does a patch look, clean and under attack, and how much of that stays?"""
-    own = {"attack": attack, "query": query, "block": block, "heads": heads}
+    own = {"attack": attack, "query": query, "block": block, "heads": heads, "calibration": calibration}
     conduct(ctx, "attention", Opening(model, sampling, threat, choice), run, **own)
 
 

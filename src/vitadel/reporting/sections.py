@@ -166,6 +166,8 @@ def examples(run: Run) -> Section | None:
     attack = run.attacks[-1]["name"] if run.attacks else "the last attack"
     caption = f"The first correctly classified images, and what {attack} ({threat_text(run)}) alone makes of them. "
     caption += "Above each column the true class, below it what the model sees in the perturbed image."
+    if "the last layer's attention" in picture.alt:
+        caption += " The last two rows: the last layer's attention over the patches, both on one scale."
     return Section("figure", "Examples", {"picture": picture, "caption": caption})
 
 

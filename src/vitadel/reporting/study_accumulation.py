@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vitadel.reporting.cells import Cell, Column, Table, share_cells, share_columns
 from vitadel.reporting.curves import plain_axes
-from vitadel.reporting.figures import COLOURS, Picture, blank, our_style
+from vitadel.reporting.figures import COLOURS, Picture, blank, our_style, printable
 from vitadel.reporting.gather import Run, percent
 from vitadel.reporting.picture_grid import Strip, as_images, draw_strips, height_of
 from vitadel.reporting.study import Study, Told, arrays_of
@@ -37,13 +39,17 @@ def _draw(run: Run) -> Picture | None:
         figure = blank(height)
         draw_strips(figure, strips)
         axes = figure.add_axes((0.08, (panel_height(rows) + 34) / height, 0.89, (_COURSE - 44) / height))
+        lines: list[Any] = []
         for maker, line in zip(told["models"], _LINES * len(told["models"]), strict=False):
             course = maker["confidence"]
             places, style = range(len(course["median"])), {"color": COLOURS["ink"], "linestyle": line}
             axes.fill_between(places, course["lower"], course["upper"], color=COLOURS["grid"], alpha=0.5, linewidth=0)
-            axes.plot(places, course["median"], label=maker["name"], **style)
+            lines += axes.plot(places, course["median"], **style)
         axes.set(ylim=(0, 1.02), xlabel="step", ylabel="confidence")
-        axes.legend(frameon=False, fontsize=8, labelcolor=COLOURS["muted"])
+        names_shown = [_short(printable(maker["name"])) for maker in told["models"]]
+        legend = axes.legend(lines, names_shown, frameon=False, fontsize=8, labelcolor=COLOURS["muted"])
+        for text in legend.get_texts():
+            text.set_parse_math(False)
         plain_axes(axes)
         draw_agreement(figure, rows, told["k"])
     return Picture("study-accumulation", figure, f"Pictures of {len(told['classes'])} classes. {_sentence(told)}")

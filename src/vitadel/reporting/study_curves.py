@@ -81,14 +81,18 @@ def _at(curve: Told, point: Told) -> str:
 
 
 def _monotony(told: Told) -> str:
-    found = [
-        f"with {curve['against']} from {rise['from']} to {rise['to']} by {rise['images']} of {told['n']:,} images"
-        for curve in told["curves"]
-        for rise in curve["rises"]
-    ]
-    if not found:
-        return "No curve rises."
-    return f"A curve rises where it should not, {'; '.join(found)}: see 'vitadel diagnose'."
+    def where(clear: bool) -> str:
+        return "; ".join(
+            f"with {curve['against']} from {rise['from']} to {rise['to']} by {rise['images']} of {told['n']:,} images"
+            for curve in told["curves"]
+            for rise in curve["rises"]
+            if rise["clear"] == clear
+        )
+
+    wrong, chance = where(True), where(False)
+    if wrong:
+        return f"A curve rises where it should not, {wrong}: see 'vitadel diagnose'."
+    return f"What rises does so within chance: {chance}." if chance else "No curve rises."
 
 
 def curves_tables(told: Told) -> list[Table]:

@@ -17,12 +17,13 @@ __all__ = ["PERTURBATIONS", "against_chance", "draw_agreement"]
 _WHAT = {"label": "the label", "reached": "the class that the attack reached"}
 _PANEL = 34  # points for each model and target
 _FOOT = 40
+_ROUNDING = 1e-9
 
 
 def against_chance(seen: Mapping[str, Any], dealt: Mapping[str, Any]) -> str:
     """In words: beyond the middle 95 % of what random deals of the same pictures would score, or not."""
     low, high = dealt["ci95"]
-    if low <= seen["accuracy"] <= high:
+    if low - _ROUNDING <= seen["accuracy"] <= high + _ROUNDING:
         return "no more than chance"
     return "more often than by chance" if seen["accuracy"] > high else "less often than by chance"
 

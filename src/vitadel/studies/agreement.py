@@ -58,7 +58,7 @@ def _dealt(tops: Classes, targets: Classes, classes: int) -> dict[str, Any]:
     # a[i, j]: is target j among the answers to picture i? Its means over rows, over columns and over all:
     of_picture = wanted[tops].sum(1) / n
     of_target = answered[targets] / n
-    mean = float(of_picture.mean())
+    mean = float(wanted @ answered) / n / n  # of whole numbers, so that rounding cannot lift it beside a share of n
     squares = n * n * mean + n * n * mean**2 - n * float((of_picture**2).sum() + (of_target**2).sum())
     # Zero where all deals agree, which rounding may miss on either side.
     spread = math.sqrt(max(squares, 0.0) / (n - 1)) / n if n > 1 else 0.0

@@ -60,6 +60,7 @@ class AttentionOrder:
     batch_size: int = 64
     seed: int = 0
     skip_bad: bool = False
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         check_order(self)
@@ -109,7 +110,7 @@ def study_attention(
     gaze = gaze_of(subject.model.to(device), like, order.query, order.block)  # told before anything is written
 
     def work(scene: Scene) -> tuple[dict[str, Any], Piece]:
-        attack = calibrated(order.make(), scene.bench, scene.subject, scene.tally.index, None)
+        attack = calibrated(order.make(), scene.bench, scene.subject, scene.tally.index, order.calibration)
         pieces = _stage(scene, attack, order, gaze)
         told = _told(scene, order, gaze, pieces) | {"attack": {"name": order.attack, "settings": settings_of(attack)}}
         kept = ("x", "z", "maps clean", "maps attacked", "shown")

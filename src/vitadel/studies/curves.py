@@ -11,6 +11,7 @@ An attacker who may do more, tries longer or tries again must not do worse. What
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.presets import CATALOGUE
 from vitadel.attacks.steppers import Momentum, Steepest
 from vitadel.attacks.threats import threat as make_threat
+from vitadel.diagnosis.finding import binomial_tail
 from vitadel.errors import Mistake
 from vitadel.evaluation.benches import Outcome
 from vitadel.evaluation.calibration import calibrated, studies
@@ -47,6 +49,7 @@ __all__ = ["Again", "Clocked", "CurvesOrder", "beginnings", "rises", "study_curv
 STEPS = (1, 2, 5, 10, 20, 50, 100)
 _TIMES_EPS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0)
 _TURN = "turn"
+_CLEAR = 0.05
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class CurvesOrder:
         ):
             if any(b <= a for a, b in pairwise(points)) or any(point < least for point in points):
                 raise Mistake(f"--{name} must rise, from {least} or more; got {', '.join(f'{p:g}' for p in points)}")
+        if not (self.points or self.counts or self.restarts):
+            raise Mistake("no curve is asked for: give some --budgets, --steps or --restarts")
         if self.steps and not self.takes_steps:
             raise Mistake(f"attack {self.attack!r} takes no number of steps; leave --steps out")
         for eps in filter(None, self.points):
@@ -92,7 +97,10 @@ class CurvesOrder:
 
     @property
     def points(self) -> tuple[float, ...]:
-        return tuple(times * self.eps for times in _TIMES_EPS) if self.budgets is None else self.budgets
+        if self.budgets is not None:
+            return self.budgets
+        most = 1.0 if self.norm == "linf" else math.inf  # the whole range of a pixel
+        return tuple(times * self.eps for times in _TIMES_EPS if times * self.eps <= most)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -253,13 +261,14 @@ class _Lab:
         }
 
     def _against_eps(self) -> dict[str, Any]:
-        points, worst = [], self.correct
+        standing, points, worst = [], [], self.correct
         for eps in self.order.points:
             held = self.correct if eps == 0 else self._held(eps, self.order.usual_steps)
+            standing.append(held)
             worst = worst[torch.isin(worst, held)]
             points.append(self._point(eps, amount_text(eps), held) | {"worst_so_far": self._share(worst)})
         how = "every budget attacks all images that are classified correctly; 'worst so far' counts smaller ones, too"
-        return _curve("eps", how, points)
+        return _curve("eps", how, points, standing)
 
     def _against_steps(self) -> dict[str, Any]:
         eps, counts = self.order.eps, self.order.counts
@@ -268,17 +277,19 @@ class _Lab:
         for group in groups:
             longest = attacks[group[-1]]
             if len(group) > 1 and isinstance(longest, PGD):
-                pieces = self._pieces(f"eps {eps:.6g} up to {group[-1]} steps", Clocked(longest), eps, self.correct)
+                pieces = self._pieces(f"eps {eps!r} up to {group[-1]} steps", Clocked(longest), eps, self.correct)
                 for steps in group:
                     kept = [piece["index"][piece["held"] | (piece[f"{NOTE}{_TURN}"] > steps)] for piece in pieces]
                     self.held[eps, steps] = torch.from_numpy(np.concatenate(kept or [np.empty(0, np.int64)]))
-        points = [self._point(steps, str(steps), self._held(eps, steps)) for steps in counts]
+        standing = [self._held(eps, steps) for steps in counts]
+        points = [self._point(steps, str(steps), held) for steps, held in zip(counts, standing, strict=True)]
         shared = [f"{', '.join(map(str, group))} steps are one run, judged on its way" for group in groups if group[1:]]
         alone = ", ".join(str(group[0]) for group in groups if not group[1:])
-        return _curve("steps", "; ".join(shared + ([f"runs of their own: {alone} steps"] if alone else [])), points)
+        how = "; ".join(shared + ([f"runs of their own: {alone} steps"] if alone else []))
+        return _curve("steps", how, points, standing)
 
     def _against_restarts(self) -> dict[str, Any]:
-        points = []
+        standing, points = [], []
         for turn in range(max(self.order.restarts, default=0)):
             if turn == 0:
                 held = self._held(self.order.eps, self.order.usual_steps)
@@ -286,14 +297,15 @@ class _Lab:
                 again = Again(self._ready(self.order.eps, self.order.usual_steps), turn)
                 held = _standing(self._pieces(f"again {turn}", again, self.order.eps, held))
             if turn + 1 in self.order.restarts:
+                standing.append(held)
                 points.append(self._point(turn + 1, str(turn + 1), held))
         how = "the whole attack again, with other random numbers, on the images that still stand"
-        return _curve("restarts", how, points)
+        return _curve("restarts", how, points, standing)
 
     def _held(self, eps: float, steps: int | None) -> Tensor:
         """The samples that hold against one run on all that are classified correctly."""
         if (eps, steps) not in self.held:
-            pieces = self._pieces(f"eps {eps:.6g} steps {steps}", self._ready(eps, steps), eps, self.correct)
+            pieces = self._pieces(f"eps {eps!r} steps {steps}", self._ready(eps, steps), eps, self.correct)
             self.held[eps, steps] = _standing(pieces)
         return self.held[eps, steps]
 
@@ -329,14 +341,22 @@ def _standing(pieces: list[Piece]) -> Tensor:
     return Leg("", pieces).held
 
 
-def _curve(against: str, how: str, points: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"against": against, "how": how, "points": points, "rises": rises(points)}
+def _curve(against: str, how: str, points: list[dict[str, Any]], standing: Sequence[Tensor]) -> dict[str, Any]:
+    texts = [point["text"] for point in points]
+    return {"against": against, "how": how, "points": points, "rises": rises(texts, standing)}
 
 
-def rises(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Where more effort of the attacker left more images standing, which sound gradients do not do."""
-    return [
-        {"from": before["text"], "to": after["text"], "images": after["held"] - before["held"]}
-        for before, after in pairwise(points)
-        if after["held"] > before["held"]
-    ]
+def rises(texts: Sequence[str], standing: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """Where more effort of the attacker left more images standing, and whether that is more than chance.
+
+    Two runs may differ by an image or two either way. `p` is how often as many of the images on which they differ
+    would stand for the larger effort, were that as likely as the opposite (sign test, one-sided).
+    """
+    found = []
+    for (before, first), (after, second) in pairwise(zip(texts, standing, strict=True)):
+        regained = int((~torch.isin(second, first)).sum())
+        lost = int((~torch.isin(first, second)).sum())
+        if regained > lost:
+            p = binomial_tail(regained, regained + lost, 0.5)
+            found.append({"from": before, "to": after, "images": regained - lost, "clear": p < _CLEAR, "p": p})
+    return found

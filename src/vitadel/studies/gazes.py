@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.corruption_model import main_attentions
-from vitadel.backbones.anatomy import SoftmaxAttention, attentions_of, family_of, prefix_tokens_of
+from vitadel.backbones.anatomy import SoftmaxAttention, attentions_of, backbone_of, family_of, prefix_tokens_of
 from vitadel.errors import Mistake
+from vitadel.instrument.gaze import own_part, watched
 from vitadel.instrument.grid import grid_of_keys
-from vitadel.instrument.hooks import Lens, frozen, hooked
+from vitadel.instrument.hooks import frozen
+from vitadel.instrument.tokens import own_tokens
 
 __all__ = ["CENTRE", "CLASS", "LAST", "Gaze", "check_block", "check_query", "gaze_of", "rows_of", "seen_rows"]
 
@@ -51,9 +51,9 @@ def gaze_of(model: nn.Module, x: Tensor, query: str, block: str) -> Gaze:
     check_query(query)
     check_block(block)
     attention = _attention(model, query, block)
-    with frozen(model), torch.no_grad(), _watched(model, attention) as seen:
+    with frozen(model), torch.no_grad(), watched(model, attention) as seen, own_tokens(model) as own:
         model(x[:1])
-    (batch, _, queries, keys), family = seen[0].shape, family_of(model)
+    (batch, _, queries, keys), family = own_part(seen[0], own).shape, family_of(model)
     if batch != 1:
         raise Mistake(
             f"'{attention.name}' of family '{family}' attends inside windows, so no patch has a row over the whole "
@@ -61,7 +61,9 @@ def gaze_of(model: nn.Module, x: Tensor, query: str, block: str) -> Gaze:
         )
     rows, columns, patches = *(grid := grid_of_keys(model, x, keys)), math.prod(grid)
     if query == CLASS:
-        if queries > 1 and prefix_tokens_of(model) == 0:
+        # A register is none, and where the class token comes late it takes no part in the blocks.
+        named = prefix_tokens_of(model) > 0 and getattr(backbone_of(model), "cls_token", None) is not None
+        if queries > 1 and not named:
             raise Mistake(
                 f"'{attention.name}' of family '{family}' has no class token to ask; take --query {CENTRE} or ROW,COL"
             )
@@ -97,24 +99,12 @@ def _attention(model: nn.Module, query: str, block: str) -> SoftmaxAttention:
     return chosen
 
 
-@contextmanager
-def _watched(model: nn.Module, attention: SoftmaxAttention) -> Iterator[list[Tensor]]:
-    """The map of this attention alone; all others stay fused."""
-    seen: list[Tensor] = []
-
-    def keep(_scores: Tensor, probabilities: Tensor) -> None:
-        seen[:] = [probabilities]
-
-    with hooked(model, [Lens(attention, see=keep)]):
-        yield seen
-
-
 @torch.no_grad()
 def seen_rows(model: nn.Module, gaze: Gaze, x: Tensor) -> Tensor:
     """(images, heads, keys): the query's attention to all tokens."""
-    with _watched(model, gaze.attention) as seen:
+    with watched(model, gaze.attention) as seen, own_tokens(model) as own:
         model(x)
-    return seen[0][:, :, gaze.row].float()
+    return own_part(seen[0], own)[:, :, gaze.row].float()
 
 
 def rows_of(gaze: Gaze, rows: Tensor) -> Tensor:

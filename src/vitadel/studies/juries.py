@@ -42,13 +42,16 @@ class Juror:
 
 
 def seated(subject: Subject, others: Sequence[str]) -> list[Juror]:
-    """The studied model and then the others: by default those of the zoo that fit it, which may be none.
+    """The studied model and then the others: by default those of the zoo that were trained on
+    its data, which may be none.
 
     An other is a MODEL, or MODEL=WEIGHTS where its name alone does not say which.
     """
     studied = choose_among(subject)
     jury = [Juror(studied.model_spec, studied, itself=True)]
-    for spec in others or [name for name in zoo_names() if name != studied.model_spec]:
+    kind = studied.data_spec.partition(":")[0].partition("@")[0]  # classes of other data mean other things
+    alike = [name for name in zoo_names() if name.startswith(f"zoo:{kind}-") and name != studied.model_spec]
+    for spec in others or alike:
         try:
             jury.append(Juror(spec, _fitting(studied, spec)))
         except Mistake:
@@ -63,7 +66,8 @@ def seated(subject: Subject, others: Sequence[str]) -> list[Juror]:
 
 def _fitting(studied: Subject, spec: str) -> Subject:
     name, _, weights = spec.partition("=")
-    model = choosing_like(studied.model, open_model(name, {"weights": weights or None}))
+    opened = open_model(name, {"weights": weights}) if weights else open_model(name)
+    model = choosing_like(studied.model, opened)
     other = replace(studied, model=cast(Classifier, model), model_spec=spec)
     mine = studied.model.record.num_classes or len(studied.source.classes)
     theirs = other.model.record.num_classes

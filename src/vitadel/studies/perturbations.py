@@ -55,6 +55,7 @@ class PerturbationsOrder:
     batch_size: int = 64
     seed: int = 0
     skip_bad: bool = False
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         check_order(self)
@@ -113,7 +114,7 @@ def study_perturbations(
     jury = seated(subject, order.others)
 
     def work(scene: Scene) -> tuple[dict[str, Any], Piece]:
-        attack = calibrated(order.make(), scene.bench, scene.subject, scene.tally.index, None)
+        attack = calibrated(order.make(), scene.bench, scene.subject, scene.tally.index, order.calibration)
         with at_work(jury, processes.device):
             pieces = _stage(scene, attack, order, jury)
         told = _told(scene, order, jury, pieces) | {"attack": {"name": order.attack, "settings": settings_of(attack)}}
