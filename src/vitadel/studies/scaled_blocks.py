@@ -145,8 +145,8 @@ def _tried(
         "alone": share(len(leg.held), n, "held", "robust_accuracy"),
         "paper_style": {
             **share(right, n, "held", "robust_accuracy"),
-            "remark": "the rescaled model attacked and judged instead of the deployed one, images that the deployed model "
-            "gets wrong counted as wrong: not a robustness estimate",
+            "remark": "the rescaled model attacked and judged instead of the deployed one, images that the deployed "
+            "model gets wrong counted as wrong: not a robustness estimate",
         },
         "clean_scaled": share(int(clean.correct.sum()), n, "correct", "accuracy"),
     }
