@@ -8,6 +8,7 @@ from pictures import picture, pixels_of, write_png
 
 from vitadel.data import left_out, open_dataset
 from vitadel.data.folders import ImageFiles
+from vitadel.data.imagenet import class_numbers, imagenet_classes, named_like_imagenet
 from vitadel.errors import Mistake
 
 TENCH, GOLDFISH, STINGRAY, GOOSE = "n01440764", "n01443537", "n01498041", "n01855672"  # classes 0, 1, 6 and 99
@@ -129,3 +130,15 @@ def test_a_list_of_images_picks_them_and_only_them(tmp_path: Path) -> None:
         open_dataset(f"imagenet:{tmp_path}(list={chosen})")
     with pytest.raises(Mistake, match="cannot be read"):
         open_dataset(f"imagenet:{tmp_path}(list={tmp_path / 'nowhere'})")
+
+
+def test_a_set_is_imagenet_by_what_its_classes_are_called() -> None:
+    names = list(imagenet_classes())
+    assert named_like_imagenet(names)
+    assert named_like_imagenet([name.replace(" ", "_").title() for name in names])
+    assert named_like_imagenet(list(class_numbers()))
+    own = [f"my {name}" if number % 11 == 0 else name for number, name in enumerate(names)]
+    assert named_like_imagenet(own)  # one of eleven goes by another name
+    assert not named_like_imagenet(sorted(names))  # another order is another meaning of labels
+    assert not named_like_imagenet([str(number) for number in range(1000)])
+    assert not named_like_imagenet(names[:200])

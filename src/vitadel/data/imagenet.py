@@ -24,6 +24,7 @@ from vitadel.errors import Mistake
 __all__ = [
     "class_numbers",
     "imagenet_classes",
+    "named_like_imagenet",
     "open_imagenet",
     "open_imagenet_c",
     "wnid_number",
@@ -47,6 +48,20 @@ def imagenet_classes() -> tuple[str, ...]:
     return tuple(
         name if times[name] == 1 else f"{name} ({wnid})" for name, wnid in zip(short, info.label_names(), strict=True)
     )
+
+
+def named_like_imagenet(classes: Sequence[str]) -> bool:
+    """Whether these are ImageNet's 1000 classes in their order, by WordNet ids or by nine of ten of their names.
+
+    Sources differ in how they write names ('great_white_shark', 'crane bird') and agree in what stands where.
+    """
+    if len(classes) != len(imagenet_classes()):
+        return False
+    info = ImageNetInfo()
+    known = zip(info.label_names(), info.label_descriptions(), strict=True)
+    meant = [{wnid, *(name.strip().lower() for name in told.split(","))} for wnid, told in known]
+    written = [name.replace("_", " ").lower().split(",")[0].partition(" (n")[0] for name in classes]
+    return sum(name in names for name, names in zip(written, meant, strict=True)) >= 0.9 * len(classes)
 
 
 def _numbers_of_benchmark(kind: str) -> tuple[int, ...] | None:

@@ -144,9 +144,9 @@ def corruption_samples(gathered: Gathered) -> bytes:
 def _is_imagenet(source: Source) -> bool:
     if len(source.classes) != 1000:
         return False
-    from vitadel.data.imagenet import imagenet_classes  # here, as it needs timm, which takes seconds to import
+    from vitadel.data.imagenet import named_like_imagenet  # here, as it needs timm, which takes seconds to import
 
-    return tuple(source.classes) == imagenet_classes()
+    return named_like_imagenet(source.classes)
 
 
 def _corruptions(gathered: Gathered, order: CorruptionOrder, imagenet: bool) -> dict[str, Any]:
