@@ -115,9 +115,10 @@ def test_settings_that_do_not_go_together(settings, told):
         ToraParts(**settings)
 
 
-def recipe(weights, **adapter):
-    given = document(objective=OBJECTIVE, optimiser={"rate": 1e-2}, train={"epochs": 1, "batch_size": 16})
+def recipe(weights, epochs=1, plugins=None, **adapter):
+    given = document(objective=OBJECTIVE, optimiser={"rate": 1e-2}, train={"epochs": epochs, "batch_size": 16})
     given["model"] = {**given["model"], "weights": str(weights)}
+    given["plugins"] = plugins or {}
     given["adapter"] = {"use": "tora", "reduction": 8, **adapter}
     return build_recipe(given, "tora")
 
@@ -191,3 +192,52 @@ def test_attacks_in_training_see_the_robust_branch():
 def _model_options(built):
     section = built.model
     return {"mean": section.mean, "std": section.std, "kwargs": section.kwargs}
+
+
+SCALING = {"attention_scaling": {"gap": 1, "images": 16, "steps": 2}}
+
+
+def test_attention_scaling_and_awp_go_with_phase_one(pretrained, tmp_path):
+    built = recipe(pretrained, epochs=2, plugins={**SCALING, "awp": {"gamma": 0.005}})
+    _, folder = run_harden(built, "tora", CPU, out=tmp_path / "one")
+    state = torch.load(folder.path / "checkpoint.pt", weights_only=True)
+    factors = open_model(str(folder.path)).classifier.attention_factors
+    last = load_tora(
+        folder.path / "weights" / "last.safetensors",
+        load_model("vit_tiny_patch16_224", weights=pretrained, **_model_options(built)),
+    ).classifier.attention_factors
+    assert last.min() < 1  # found before the second epoch
+    assert factors is not None
+    assert torch.equal(state["model"]["classifier.attention_factors"], last)
+    second, out = run_harden(
+        recipe(pretrained, start=str(folder.path), trade_off=0.5), "tora", CPU, out=tmp_path / "two"
+    )
+    assert second["complete"]
+    assert torch.equal(open_model(str(out.path)).classifier.attention_factors, factors)  # those that it stands on
+    with pytest.raises(Mistake, match="belongs to phase 1"):
+        run_harden(
+            recipe(pretrained, start=str(folder.path), trade_off=0.5, plugins=SCALING), "tora", CPU, out=tmp_path / "no"
+        )
+
+
+def test_a_training_with_attention_scaling_goes_on_with_its_factors(pretrained, tmp_path, monkeypatch):
+    from vitadel.defenses import loop
+
+    built = recipe(pretrained, epochs=3, plugins=SCALING)
+    _, whole = run_harden(built, "tora", CPU, out=tmp_path / "whole")
+    real, taken = loop._Learner.take, 0
+
+    def fragile(self, parts):
+        nonlocal taken
+        taken += 1
+        if taken == 5:  # in the second epoch, which has factors of its own
+            raise RuntimeError("power cut")
+        real(self, parts)
+
+    monkeypatch.setattr(loop._Learner, "take", fragile)
+    with pytest.raises(RuntimeError, match="power cut"):
+        run_harden(built, "tora", CPU, out=tmp_path / "cut")
+    monkeypatch.undo()
+    _, again = run_harden(built, "tora", CPU, out=tmp_path / "cut", resume=True)
+    one, other = ((each.path / "weights" / "last.safetensors").read_bytes() for each in (whole, again))
+    assert one == other

@@ -84,6 +84,8 @@ def load_tora(path: str | Path, classifier: Classifier, fusion: str | Path | Fus
     try:
         settings = ToraSettings(**file.about["settings"])
         classes, trade_off = int(file.about["num_classes"]), file.about["trade_off"]
+        if file.about.get("attention_factors") is not None:
+            classifier.set_attention_factors([float(each) for each in file.about["attention_factors"]])
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, _PARTS, f"{type(error).__name__}: {error}") from error
     tora = Tora(classifier, settings, num_classes=classes, trade_off=trade_off)
@@ -161,9 +163,11 @@ def _of_fusion(name: str) -> bool:
 
 
 def _base(tora: Tora) -> str:
-    """Names what a fusion stands beside: adapters, tokens and settings."""
+    """Names what a fusion stands beside: adapters, tokens, settings, and factors of attention if there are any."""
     fixed = {name: each for name, each in _trained(tora).items() if not _of_fusion(name)}
-    return _fingerprint(fixed, json.dumps(asdict(tora.settings) | {"joint": None}, sort_keys=True))
+    factors = tora.classifier.record.attention_factors
+    scaled = {} if factors is None else {"attention_factors": factors}
+    return _fingerprint(fixed, json.dumps(asdict(tora.settings) | {"joint": None} | scaled, sort_keys=True))
 
 
 def _fingerprint(weights: Mapping[str, Tensor], more: str = "") -> str:
@@ -193,6 +197,7 @@ def _write(
         "num_classes": tora.num_classes,
         "settings": asdict(tora.settings),
         "trade_off": trade_off,
+        "attention_factors": tora.classifier.record.attention_factors,
         "base": _base(tora),
         "fingerprint": _fingerprint(weights),
         "training": dict(training or {}),

@@ -18,6 +18,8 @@ from vitadel.errors import Mistake
 
 __all__ = ["ToraParts"]
 
+_FACTORS = "classifier.attention_factors"
+
 
 @dataclass(frozen=True)
 class ToraParts:
@@ -68,13 +70,18 @@ class ToraParts:
         return OneHead(cast(Tora, adapted), "rob")
 
     def state(self, adapted: nn.Module) -> dict[str, Tensor]:
-        return {name: each.detach() for name, each in adapted.named_parameters() if each.requires_grad}
+        learnt = {name: each.detach() for name, each in adapted.named_parameters() if each.requires_grad}
+        factors = cast(Tora, adapted).classifier.attention_factors  # of AAS-AT, which changes them between epochs
+        return learnt if factors is None else {**learnt, _FACTORS: factors}
 
     def load_state(self, adapted: nn.Module, state: Mapping[str, Tensor]) -> None:
         own = dict(adapted.named_parameters())
         with torch.no_grad():
             for name, each in state.items():
-                own[name].copy_(each)
+                if name != _FACTORS:
+                    own[name].copy_(each)
+        if _FACTORS in state:
+            cast(Tora, adapted).classifier.set_attention_factors(state[_FACTORS].tolist())
 
     def save(self, adapted: nn.Module, path: Path) -> None:
         tora = cast(Tora, adapted)

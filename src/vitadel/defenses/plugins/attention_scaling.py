@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vitadel.adapters.tora import Tora
 from vitadel.attacks.aas import DISTANCES, ascended_factors
 from vitadel.attacks.losses import cross_entropy
 from vitadel.backbones.anatomy import attentions_of
@@ -61,19 +62,19 @@ class AttentionScaling:
             classifier.set_attention_factors([1.0] * len(attentions_of(classifier)))
 
     def before_epoch(self, run: Training) -> None:
+        classifier = _classifier(run.model)
         if run.epoch == 0 or run.epoch % self.gap:
             return
-        classifier = _classifier(run.model)
         batches = run.training_images(self.images)
         # Found once and handed round: processes that rounded differently would train different models.
-        factors, jump = run.processes.on_main(lambda: self._sought(classifier, batches, run))
+        factors, jump = run.processes.on_main(lambda: self._sought(run.model, classifier, batches, run))
         classifier.set_attention_factors(factors)
         run.log(
             {"scales_mean": sum(factors) / len(factors), "scales_min": min(factors), "loss_jump": jump},
         )
 
     def _sought(
-        self, classifier: Classifier, batches: Iterable[tuple[Tensor, Tensor]], run: Training
+        self, model: nn.Module, classifier: Classifier, batches: Iterable[tuple[Tensor, Tensor]], run: Training
     ) -> tuple[tuple[float, ...], float]:
         """New factors, and by how much they change the mean loss on the first batch."""
         held = classifier.record.attention_factors
@@ -82,19 +83,27 @@ class AttentionScaling:
         first = next(iter(batches), None)
         if first is None:
             raise Mistake("attention scaling needs training images to find its factors on, and there are none")
-        with frozen(classifier):
-            before = _loss(classifier, *first)
+        with frozen(model):
+            before = _loss(model, *first)
             try:
                 # The ascent multiplies what the model has; with ones there, it finds the factors themselves.
                 classifier.set_attention_factors([1.0] * len(held))
-                found = ascended_factors(classifier, batches, draws, self.steps, self.pace, self.distance, held)
+                found = ascended_factors(model, batches, draws, self.steps, self.pace, self.distance, held)
                 classifier.set_attention_factors(found)
-                return found, _loss(classifier, *first) - before
+                return found, _loss(model, *first) - before
             finally:
                 classifier.set_attention_factors(held)
 
 
 def _classifier(model: nn.Module) -> Classifier:
+    """Who has the factors: the model itself, or the frozen one that TORA stands on."""
+    if isinstance(model, Tora):
+        if model.settings.fuses and model.trade_off is not None:
+            raise Mistake(
+                "attention scaling belongs to phase 1 of TORA: the fusions of all lambdas stand on one model, with the "
+                "factors that it had there. Leave plugins.attention_scaling out of phase 2."
+            )
+        return model.classifier
     if not isinstance(model, Classifier):
         raise Mistake(f"attention scaling trains a vitadel Classifier, got {type(model).__name__}; use vitadel.wrap")
     return model
