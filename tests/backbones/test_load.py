@@ -222,7 +222,8 @@ def test_a_new_head_keeps_the_rest(tmp_path: Path) -> None:
 
 def wishes(**given: Any) -> load._Wishes:
     nothing: dict[str, Any] = {"weights": None, "num_classes": None, "normalisation": None, "input_size": None}
-    return load._Wishes(**{**nothing, "patch_size": None, "new_head": False, "kwargs": {}, **given})
+    none_kept = {"patch_size": None, "new_head": False, "head_classes": None, "kwargs": {}}
+    return load._Wishes(**{**nothing, **none_kept, **given})
 
 
 def test_another_input_size_after_loading_and_back_from_disk(tmp_path: Path) -> None:
