@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import runpy
 import socket
 import sys
 import warnings
@@ -26,7 +25,7 @@ from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner, Result
 
 import vitadel
-from docs_reading import REPOSITORY, Command, Snippet
+from docs_reading import Command, Snippet
 from docs_world import FLAGS, IN_SNIPPETS, KEPT_FLAGS, LISTED, MOST, NAMES, TINY, shrink
 from vitadel.adapters.opening import open_model, options_for_features
 from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens, token_width
@@ -101,8 +100,12 @@ class World:
                 self._done[words] = self._called(words), place
         return self._done[words]
 
-    def execute(self, page: str) -> None:
-        """The snippets of a page, one after the other with the same names; some names are there beforehand."""
+    def execute(self, page: str) -> int:
+        """The snippets of a page, one after the other with the same names; some names are there beforehand.
+
+        How many came to their end.
+        """
+        finished = 0
         my_module = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32, patch_size=8).eval()
         x = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
         y = my_module(x).argmax(1)
@@ -119,12 +122,10 @@ class World:
                     for pattern, written in IN_SNIPPETS.items():
                         code = re.sub(pattern, written, code)
                     exec(compile("\n" * (snippet.line - 1) + code, page, "exec"), names)
+                    finished += 1
+        return finished
 
     def _called(self, words: tuple[str, ...]) -> Result:
-        if words[0].startswith("python") and words[1] != "-m":
-            self.patch.setattr(sys, "argv", list(words[1:]))
-            runpy.run_path(str(REPOSITORY / words[1]), run_name="__main__")
-            return CliRunner().invoke(app, ["--version"])
         typed = self._substituted(_for_one_process(words))
         self._bring_runs(typed)
         try:
@@ -132,7 +133,7 @@ class World:
             typed = [*typed, *_sizes(context)]
             self._bring_files(context)
         except (WronglyTyped, Mistake):
-            pass  # the program itself is to complain
+            pass  # a fault of the command's: below the program itself meets it, and says so
         self.patch.setattr(sys, "argv", ["vitadel", *typed])
         with _swept_up() if typed[:1] == ["ui"] else nullcontext():
             return CliRunner().invoke(app, typed)
@@ -207,7 +208,8 @@ def _for_one_process(words: Sequence[str]) -> list[str]:
         told = get_args_parser().parse_args(list(words[1:]))
         assert (told.module, told.training_script) == (True, "vitadel"), "torchrun runs `-m vitadel`"
         return list(told.training_script_args)
-    return list(words[3:] if words[0].startswith("python") else words[1:])
+    assert words[0] == "vitadel", f"no rule for running {words[0]}"
+    return list(words[1:])
 
 
 def _sizes(context: typer.Context) -> list[str]:

@@ -35,15 +35,17 @@ def test_command_runs(world, command):
 
 @pytest.mark.parametrize("page", dict.fromkeys(snippet.page for snippet in SNIPPETS))
 def test_snippets_run(world, page):
-    world.execute(page)
+    assert world.execute(page) == sum(snippet.page == page for snippet in SNIPPETS)
 
 
 @pytest.mark.parametrize("command", INLINE, ids=title)
 def test_what_sentences_name_can_be_typed(command):
     words = [word.strip("[]") for word in command.words[1:] if word.strip("[]") != "..."]
-    _, _, rest = verb_in(words)
+    name, verb, rest = verb_in(words)
     if rest:  # a verb alone may need more than the sentence is about
-        parsed(words)
+        assert parsed(words).info_name == name
+    else:
+        assert verb.name == name
 
 
 @pytest.mark.parametrize(

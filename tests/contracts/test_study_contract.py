@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,20 +124,23 @@ def test_a_study_that_was_killed_comes_to_the_same(
 
 def test_other_batches_give_the_same_numbers(done: Path, measure: Measure, tmp_path: Path) -> None:
     there = measure(tmp_path / "run", batch_size=4)["study"]
-    _compare(there, json.loads((done / "results.json").read_text())["study"], "study")
+    assert list(_differences(there, json.loads((done / "results.json").read_text())["study"], "study")) == []
 
 
-def _compare(one: Any, other: Any, where: str) -> None:
-    """Equal, with numbers up to what rounding may do on the way through an attack."""
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), where
+def test_differences_are_found() -> None:
+    one, other = {"a": [1, 0.5], "b": "x"}, {"a": [1, 0.6], "b": "y"}
+    assert list(_differences(one, other, "study")) == ["study.a[1]: 0.5 and 0.6", "study.b: x and y"]
+    assert list(_differences({"a": 1}, {"b": 1}, "study")) == ["study: {'a': 1} and {'b': 1}"]
+    assert list(_differences([0.5], [0.5004], "study")) == []
+
+
+def _differences(one: Any, other: Any, where: str) -> Iterator[str]:
+    """Where two results differ by more than what rounding may do to numbers on the way through an attack."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         for key in one:
-            _compare(one[key], other[key], f"{where}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
+            yield from _differences(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
         for place, (mine, yours) in enumerate(zip(one, other, strict=True)):
-            _compare(mine, yours, f"{where}[{place}]")
-    elif isinstance(one, float):
-        assert one == pytest.approx(other, rel=0.02, abs=1e-3), where
-    else:
-        assert one == other, where
+            yield from _differences(mine, yours, f"{where}[{place}]")
+    elif one != (pytest.approx(other, rel=0.02, abs=1e-3) if isinstance(one, float) else other):
+        yield f"{where}: {one} and {other}"

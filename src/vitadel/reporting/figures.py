@@ -42,6 +42,7 @@ __all__ = [
     "extreme_classes",
     "our_style",
     "printable",
+    "shows_attention",
 ]
 
 COLOURS = {
@@ -382,6 +383,11 @@ def draw_examples(run: Run) -> Picture | None:
     with our_style():
         figure = _grid(rows, captions, columns)
     return Picture("examples", figure, f"{alt}. {'; '.join(told)}.")
+
+
+def shows_attention(run: Run) -> bool:
+    """Whether its examples have maps that can be drawn."""
+    return run.examples is not None and _attention(run.examples) is not None
 
 
 def _attention(shown: Mapping[str, Any]) -> tuple[Any, Any] | None:

@@ -16,7 +16,7 @@ from vitadel.reporting.activations import draw_activations, where_rows
 from vitadel.reporting.adapter_maps import MAPS_REMARK, check_table, draw_maps
 from vitadel.reporting.corruptions import corruption_content
 from vitadel.reporting.curves import draw_training, draw_trainings, training_rows
-from vitadel.reporting.figures import draw_accuracies, draw_classes, draw_examples
+from vitadel.reporting.figures import draw_accuracies, draw_classes, draw_examples, shows_attention
 from vitadel.reporting.gather import (
     ClassScore,
     Run,
@@ -166,7 +166,7 @@ def examples(run: Run) -> Section | None:
     attack = run.attacks[-1]["name"] if run.attacks else "the last attack"
     caption = f"The first correctly classified images, and what {attack} ({threat_text(run)}) alone makes of them. "
     caption += "Above each column the true class, below it what the model sees in the perturbed image."
-    if "the last layer's attention" in picture.alt:
+    if shows_attention(run):
         caption += " The last two rows: the last layer's attention over the patches, both on one scale."
     return Section("figure", "Examples", {"picture": picture, "caption": caption})
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from vitadel.evaluation.subject import Subject
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
 from vitadel.studies.agreement import agreement, chance, dealt_at_random, top_classes, top_of
-from vitadel.studies.conducting import Scene, check_order, conducted
+from vitadel.studies.conducting import Running, Scene, StudyOrder, check_order, conducted
 from vitadel.studies.juries import Juror, at_work, named_alike, seated
 from vitadel.studies.perturbations import kept_pictures
 
@@ -41,7 +40,7 @@ _GRAIN = 1 / 255  # of the noise on grey: without any, all pictures of a class w
 
 
 @dataclass(frozen=True)
-class AccumulationOrder:
+class AccumulationOrder(StudyOrder):
     """`steps` of the root mean square length `step`, in pixels of [0, 1], towards each class of `classes` (none: the
     first `most`), from so many `starts`. `objective` is what is climbed: the logit, or the log-probability as in a
     targeted attack. The norm and eps of other studies play no part: there is no budget.
@@ -55,12 +54,6 @@ class AccumulationOrder:
     steps: int = 100
     step: float = 0.01
     others: tuple[str, ...] = ()
-    eps: float = 8 / 255
-    norm: str = "linf"
-    limit: int | None = 200
-    batch_size: int = 64
-    seed: int = 0
-    skip_bad: bool = False
 
     def __post_init__(self) -> None:
         check_order(self)
@@ -138,11 +131,7 @@ def study_accumulation(
     subject: Subject,
     order: AccumulationOrder,
     processes: Processes,
-    *,
-    out: str | Path | None = None,
-    resume: bool = False,
-    shown: bool = False,
-    argv: Sequence[str] = (),
+    **run: Unpack[Running],
 ) -> Outcome:
     """Every model of the jury makes its pictures of the classes, and all of them are asked what they see."""
     jury = seated(subject, order.others)
@@ -171,9 +160,7 @@ def study_accumulation(
         }, arrays
 
     inputs = {"others_fingerprint": named_alike(jury), "classes": list(targets)}
-    return conducted(
-        "accumulation", subject, order, processes, work, out=out, resume=resume, shown=shown, argv=argv, inputs=inputs
-    )
+    return conducted("accumulation", subject, order, processes, work, inputs=inputs, **run)
 
 
 def _targets(subject: Subject, order: AccumulationOrder) -> tuple[int, ...]:

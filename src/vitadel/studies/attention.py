@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from vitadel.evaluation.stages import refuse_lost_images, run_stage
 from vitadel.evaluation.subject import Subject
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
-from vitadel.studies.conducting import Scene, check_order, conducted
+from vitadel.studies.conducting import Running, Scene, StudyOrder, check_order, conducted
 from vitadel.studies.gazes import CENTRE, LAST, Gaze, check_block, check_query, gaze_of, rows_of, seen_rows
 from vitadel.studies.perturbations import SHOWN, attacked, kept_pictures
 from vitadel.types import Attack
@@ -44,7 +43,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @dataclass(frozen=True)
-class AttentionOrder:
+class AttentionOrder(StudyOrder):
     """`query` is the patch in the centre, the class token, or ROW,COL; `block` the last that has it, or a number.
 
     With `heads` each, every head is told and drawn by itself, too. The attack goes all the way.
@@ -54,12 +53,6 @@ class AttentionOrder:
     query: str = CENTRE
     block: str = LAST
     heads: str = HEADS[0]
-    eps: float = 8 / 255
-    norm: str = "linf"
-    limit: int | None = 200
-    batch_size: int = 64
-    seed: int = 0
-    skip_bad: bool = False
     calibration: str | None = None
 
     def __post_init__(self) -> None:
@@ -98,11 +91,7 @@ def study_attention(
     subject: Subject,
     order: AttentionOrder,
     processes: Processes,
-    *,
-    out: str | Path | None = None,
-    resume: bool = False,
-    shown: bool = False,
-    argv: Sequence[str] = (),
+    **run: Unpack[Running],
 ) -> Outcome:
     """Compare the query's attention on each image with that on the attacked and on a randomly changed one."""
     device = processes.device
@@ -116,7 +105,7 @@ def study_attention(
         kept = ("x", "z", "maps clean", "maps attacked", "shown")
         return told, {name: np.concatenate([piece[name] for piece in pieces]) for name in kept}
 
-    return conducted("attention", subject, order, processes, work, out=out, resume=resume, shown=shown, argv=argv)
+    return conducted("attention", subject, order, processes, work, **run)
 
 
 def _stage(scene: Scene, attack: Attack, order: AttentionOrder, gaze: Gaze) -> list[Piece]:

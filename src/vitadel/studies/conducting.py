@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from vitadel.amounts import amount_text
 from vitadel.attacks.threats import threat as make_threat
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.among import choose_among
-from vitadel.evaluation.benches import Asked, Outcome, begun, bench_for
+from vitadel.evaluation.benches import Outcome, begun, bench_for
 from vitadel.evaluation.ledger import Piece
 from vitadel.evaluation.results import Tally, described, heading
 from vitadel.evaluation.stages import Bench, clean_stage
@@ -25,22 +25,30 @@ from vitadel.runtime.processes import Processes
 from vitadel.runtime.rundir import RunFolder, write_atomically, write_json
 from vitadel.types import Threat
 
-__all__ = ["Scene", "StudyOrder", "Work", "check_order", "conducted"]
+__all__ = ["Running", "Scene", "StudyOrder", "Work", "check_order", "conducted"]
 
 VERB = "study"
 
 
-class StudyOrder(Asked, Protocol):
-    """What the orders of all studies say: frozen dataclasses, whose every field decides the result."""
+@dataclass(frozen=True, kw_only=True)
+class StudyOrder:
+    """What the orders of all studies say, besides settings of their own; every field decides the result."""
 
-    @property
-    def limit(self) -> int | None: ...
+    eps: float = 8 / 255
+    norm: str = "linf"
+    limit: int | None = 200
+    batch_size: int = 64
+    seed: int = 0
+    skip_bad: bool = False
 
-    @property
-    def eps(self) -> float: ...
 
-    @property
-    def norm(self) -> str: ...
+class Running(TypedDict, total=False):
+    """Where a study is written, whether it goes on with what is there, and how it is told."""
+
+    out: str | Path | None
+    resume: bool
+    shown: bool
+    argv: Sequence[str]
 
 
 @dataclass(frozen=True)

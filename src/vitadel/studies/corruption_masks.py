@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from vitadel.evaluation.stages import refuse_lost_images, run_stage
 from vitadel.evaluation.subject import Subject
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
-from vitadel.studies.conducting import Scene, check_order, conducted
+from vitadel.studies.conducting import Running, Scene, StudyOrder, check_order, conducted
 from vitadel.studies.perturbations import SHOWN, kept_pictures
 
 __all__ = ["CorruptionMasksOrder", "concentration", "overlap", "study_corruption_masks"]
@@ -46,7 +46,7 @@ Choose = Callable[[Tensor, Draws], Tensor]
 
 
 @dataclass(frozen=True)
-class CorruptionMasksOrder:
+class CorruptionMasksOrder(StudyOrder):
     """Noise in a `share` of the patches, `fills` times for each image; with random patches also so many masks.
 
     `selector` is a file with a corruption model, or a run folder that has one, and brings the side of its patches
@@ -62,12 +62,6 @@ class CorruptionMasksOrder:
     noise: str = "normalised"
     side: int = 0
     calibration: str | None = None
-    eps: float = 8 / 255
-    norm: str = "linf"
-    limit: int | None = 200
-    batch_size: int = 64
-    seed: int = 0
-    skip_bad: bool = False
 
     def __post_init__(self) -> None:
         check_order(self)
@@ -100,11 +94,7 @@ def study_corruption_masks(
     subject: Subject,
     order: CorruptionMasksOrder,
     processes: Processes,
-    *,
-    out: str | Path | None = None,
-    resume: bool = False,
-    shown: bool = False,
-    argv: Sequence[str] = (),
+    **run: Unpack[Running],
 ) -> Outcome:
     """Ask the corruption model for the patches of each image, and judge the model with noise in them."""
     given = _given(subject, order)
@@ -132,11 +122,8 @@ def study_corruption_masks(
         order,
         processes,
         work,
-        out=out,
-        resume=resume,
-        shown=shown,
-        argv=argv,
         inputs=inputs,
+        **run,
     )
 
 

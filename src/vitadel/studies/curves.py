@@ -16,8 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import numpy as np
 import torch
@@ -41,7 +40,7 @@ from vitadel.evaluation.stages import NOTE, Leg, attack_stage, rules_of
 from vitadel.evaluation.subject import Subject
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
-from vitadel.studies.conducting import Scene, check_order, conducted
+from vitadel.studies.conducting import Running, Scene, StudyOrder, check_order, conducted
 from vitadel.types import Aim, Attack, Goal
 
 __all__ = ["Again", "Clocked", "CurvesOrder", "beginnings", "rises", "study_curves", "variant"]
@@ -53,7 +52,7 @@ _CLEAR = 0.05
 
 
 @dataclass(frozen=True)
-class CurvesOrder:
+class CurvesOrder(StudyOrder):
     """Which attack, and the points of the three curves; `eps` is the budget of the second and third.
 
     Without `budgets` they are 0 to twice eps; without `steps` 1 to 100, if the attack takes a number of steps.
@@ -63,12 +62,6 @@ class CurvesOrder:
     budgets: tuple[float, ...] | None = None
     steps: tuple[int, ...] | None = None
     restarts: tuple[int, ...] = (1, 2, 5)
-    eps: float = 8 / 255
-    norm: str = "linf"
-    limit: int | None = 200
-    batch_size: int = 64
-    seed: int = 0
-    skip_bad: bool = False
     calibration: str | None = None
 
     def __post_init__(self) -> None:
@@ -219,18 +212,14 @@ def study_curves(
     subject: Subject,
     order: CurvesOrder,
     processes: Processes,
-    *,
-    out: str | Path | None = None,
-    resume: bool = False,
-    shown: bool = False,
-    argv: Sequence[str] = (),
+    **run: Unpack[Running],
 ) -> Outcome:
     """The three curves in a run folder."""
 
     def work(scene: Scene) -> tuple[dict[str, Any], Piece]:
         return _Lab(scene, order).curves(), {}
 
-    return conducted("curves", subject, order, processes, work, out=out, resume=resume, shown=shown, argv=argv)
+    return conducted("curves", subject, order, processes, work, **run)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from vitadel.evaluation.subject import Subject
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
 from vitadel.studies.agreement import agreement, chance, dealt_at_random, top_classes, top_of
-from vitadel.studies.conducting import Scene, check_order, conducted
+from vitadel.studies.conducting import Running, Scene, StudyOrder, check_order, conducted
 from vitadel.studies.juries import Juror, at_work, named_alike, seated
 from vitadel.types import Attack, Threat
 
@@ -44,17 +43,11 @@ _KINDS = ("perturbation", "scattered")
 
 
 @dataclass(frozen=True)
-class PerturbationsOrder:
+class PerturbationsOrder(StudyOrder):
     """`attack` goes all the way: the first image that fools is not the end of its climb. `others` are MODEL specs."""
 
     attack: str = "pgd-100"
     others: tuple[str, ...] = ()
-    eps: float = 8 / 255
-    norm: str = "linf"
-    limit: int | None = 200
-    batch_size: int = 64
-    seed: int = 0
-    skip_bad: bool = False
     calibration: str | None = None
 
     def __post_init__(self) -> None:
@@ -104,11 +97,7 @@ def study_perturbations(
     subject: Subject,
     order: PerturbationsOrder,
     processes: Processes,
-    *,
-    out: str | Path | None = None,
-    resume: bool = False,
-    shown: bool = False,
-    argv: Sequence[str] = (),
+    **run: Unpack[Running],
 ) -> Outcome:
     """Attack every image, and ask the jury what it sees in the change alone."""
     jury = seated(subject, order.others)
@@ -124,9 +113,7 @@ def study_perturbations(
         return told, {**arrays, "label": scene.tally.label.numpy()[place], "reached": reached[place]}
 
     inputs = {"others_fingerprint": named_alike(jury)}
-    return conducted(
-        "perturbations", subject, order, processes, work, out=out, resume=resume, shown=shown, argv=argv, inputs=inputs
-    )
+    return conducted("perturbations", subject, order, processes, work, inputs=inputs, **run)
 
 
 def _first(scene: Scene) -> Tensor:

@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from vitadel.evaluation.subject import Subject
 from vitadel.instrument.attention import scaled_attention, score_statistics
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
-from vitadel.studies.conducting import Scene, check_order, conducted
+from vitadel.studies.conducting import Running, Scene, StudyOrder, check_order, conducted
 from vitadel.studies.softening import ThroughScaled, found_factors, plain_search
 from vitadel.types import Attack
 
@@ -50,18 +49,12 @@ _FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class SaturationOrder:
+class SaturationOrder(StudyOrder):
     """`images` of other data to find the factors on."""
 
     attack: str = "pgd-20"
     images: int = 1280
     calibration: str | None = None
-    eps: float = 8 / 255
-    norm: str = "linf"
-    limit: int | None = 200
-    batch_size: int = 64
-    seed: int = 0
-    skip_bad: bool = False
 
     def __post_init__(self) -> None:
         check_order(self)
@@ -113,11 +106,7 @@ def study_saturation(
     subject: Subject,
     order: SaturationOrder,
     processes: Processes,
-    *,
-    out: str | Path | None = None,
-    resume: bool = False,
-    shown: bool = False,
-    argv: Sequence[str] = (),
+    **run: Unpack[Running],
 ) -> Outcome:
     """Histograms in `study.npz`, quantiles and shares in the results."""
     attentions_of(subject.model)  # a model of no known family is told before anything is written
@@ -128,7 +117,7 @@ def study_saturation(
         counts = sum(piece["counts"].astype(np.int64) for piece in pieces)
         return _told(scene, order, factors, pieces, counts), {"edges": EDGES, "counts": np.asarray(counts)}
 
-    return conducted("saturation", subject, order, processes, work, out=out, resume=resume, shown=shown, argv=argv)
+    return conducted("saturation", subject, order, processes, work, **run)
 
 
 def _precision(model: nn.Module) -> torch.dtype:

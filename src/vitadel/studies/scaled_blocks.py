@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from vitadel.evaluation.results import Tally
 from vitadel.evaluation.stages import NOTE, Leg, attack_stage, clean_stage
 from vitadel.evaluation.subject import Subject
 from vitadel.runtime.processes import Processes
-from vitadel.studies.conducting import Scene, check_order, conducted
+from vitadel.studies.conducting import Running, Scene, StudyOrder, check_order, conducted
 from vitadel.studies.softening import ThroughScaled, found_factors, plain_search, scaled
 from vitadel.types import Attack
 
@@ -35,7 +34,7 @@ WAYS = ("first", "single", "last")
 
 
 @dataclass(frozen=True)
-class ScaledBlocksOrder:
+class ScaledBlocksOrder(StudyOrder):
     """`ways` of growing the set of scaled blocks, in steps of `every`; `images` to find the factors on."""
 
     attack: str = "pgd-20"
@@ -43,12 +42,6 @@ class ScaledBlocksOrder:
     every: int = 1
     images: int = 1280
     calibration: str | None = None
-    eps: float = 8 / 255
-    norm: str = "linf"
-    limit: int | None = 200
-    batch_size: int = 64
-    seed: int = 0
-    skip_bad: bool = False
 
     def __post_init__(self) -> None:
         check_order(self)
@@ -81,11 +74,7 @@ def study_scaled_blocks(
     subject: Subject,
     order: ScaledBlocksOrder,
     processes: Processes,
-    *,
-    out: str | Path | None = None,
-    resume: bool = False,
-    shown: bool = False,
-    argv: Sequence[str] = (),
+    **run: Unpack[Running],
 ) -> Outcome:
     """Every set of blocks once, in a run folder."""
     attentions_of(subject.model)  # a model of no known family is told before anything is written
@@ -93,7 +82,7 @@ def study_scaled_blocks(
     def work(scene: Scene) -> tuple[dict[str, Any], Piece]:
         return _measured(scene, order), {}
 
-    return conducted("scaled-blocks", subject, order, processes, work, out=out, resume=resume, shown=shown, argv=argv)
+    return conducted("scaled-blocks", subject, order, processes, work, **run)
 
 
 def _measured(scene: Scene, order: ScaledBlocksOrder) -> dict[str, Any]:
