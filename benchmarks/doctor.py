@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import nn
 
-from vitadel.backbones.load import load_model
+from vitadel.adapters.opening import open_model
+from vitadel.backbones.load import load_model, zoo_names
 from vitadel.diagnosis.doctor import CHECKS, Check, examine
 from vitadel.diagnosis.examination import LEVELS
 from vitadel.diagnosis.finding import OK
@@ -28,7 +29,7 @@ from vitadel.runtime.environment import environment
 from vitadel.runtime.processes import join_processes
 from vitadel.runtime.rundir import write_json
 
-HONEST = ("zoo:shapes-standard", "zoo:shapes-robust")
+HONEST = tuple(name for name in zoo_names() if name.startswith("zoo:shapes-"))
 
 
 def visited(model: nn.Module, plan: Appointment, checks: Sequence[Check]) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def main() -> None:
     print("| model | verdict | raised (expected ones in bold) | time |\n|---|---|---|---|")
     for name in HONEST:
         if chosen is None or name in chosen:
-            kept[name] = visited(load_model(name), plan, checks)
+            kept[name] = visited(open_model(name), plan, checks)
             print(row(name, kept[name], None), flush=True)
     for liar in GALLERY:
         if chosen is None or liar.name in chosen:

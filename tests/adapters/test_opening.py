@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from importlib import resources
+
 import pytest
 import safetensors.torch
 import torch
 import yaml
 
 import vitadel
+from toras import enlivened
 from toys import images
 from vitadel.adapters.opening import open_model, options_for_features, token_run
 from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
 from vitadel.adapters.token_files import save_tokens
-from vitadel.backbones.load import load_model
+from vitadel.adapters.tora import Tora
+from vitadel.adapters.tora_files import backbone_of_parts, save_tora
+from vitadel.adapters.tora_settings import ToraSettings
+from vitadel.backbones.load import load_model, model_names, zoo_file
 from vitadel.errors import Mistake
 from vitadel.evaluation.subject import open_subject
 
@@ -90,3 +96,43 @@ def test_a_backbone_from_a_weight_file_keeps_the_classes_of_its_recipe(tmp_path)
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"model": about, "adapter": {"use": "tokens"}}))
     save_tokens(Tokened(model, fresh_tokens(24, 2, seed=1)), folder / "weights" / "best.safetensors", {})
     assert torch.equal(answers(open_model(str(folder))), answers(Tokened(model.eval(), fresh_tokens(24, 2, seed=1))))
+
+
+@pytest.fixture
+def zoo_of_tora(tmp_path, monkeypatch):
+    """A package folder with a standard model and a TORA on it, with its card."""
+    with zoo_file(ZOO) as path:
+        standard = path.read_bytes()
+    (tmp_path / "zoo").mkdir()
+    (tmp_path / "zoo" / "shapes-standard.safetensors").write_bytes(standard)
+    tora = enlivened(Tora(load_model(ZOO), ToraSettings()))
+    save_tora(tora, tmp_path / "zoo" / "shapes-two.safetensors", {"model": ZOO})
+    (tmp_path / "zoo" / "shapes-two.md").write_text("# zoo:shapes-two\n\nTwo adapters a block.\n\n- more\n")
+    monkeypatch.setattr(resources, "files", lambda _package: tmp_path)
+    return tora.eval()
+
+
+def test_the_zoo_may_hold_a_backbone_with_adapters(zoo_of_tora):
+    opened = open_model("zoo:shapes-two")
+    assert isinstance(opened, Tora)
+    assert not opened.training
+    assert torch.equal(answers(opened), answers(zoo_of_tora))
+    assert not torch.equal(answers(opened), answers(load_model(ZOO)))
+    assert model_names()["zoo:shapes-two"] == "Two adapters a block."
+
+
+def test_where_a_backbone_is_needed_such_a_model_is_refused(zoo_of_tora):
+    with pytest.raises(Mistake, match=r"'zoo:shapes-two' is a backbone with adapters.*open_model"):
+        load_model("zoo:shapes-two")
+    with pytest.raises(Mistake, match="is a backbone with adapters"):
+        open_model("zoo:shapes-two", tokens="some.safetensors")
+
+
+def test_a_parts_file_says_its_backbone_if_it_was_told(tmp_path):
+    tora = Tora(load_model(ZOO), ToraSettings())
+    save_tora(tora, tmp_path / "told.safetensors", {"model": ZOO})
+    save_tora(tora, tmp_path / "untold.safetensors")
+    assert backbone_of_parts(tmp_path / "told.safetensors") == ZOO
+    assert backbone_of_parts(tmp_path / "untold.safetensors") is None
+    with zoo_file(ZOO) as path:
+        assert backbone_of_parts(path) is None

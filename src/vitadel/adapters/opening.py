@@ -12,9 +12,9 @@ import yaml
 from vitadel.adapters.robustness_tokens import Tokened
 from vitadel.adapters.token_files import load_tokens
 from vitadel.adapters.tora import Tora
-from vitadel.adapters.tora_files import load_tora, parts_file
+from vitadel.adapters.tora_files import backbone_of_parts, load_tora, parts_file
 from vitadel.backbones.classifier import Classifier
-from vitadel.backbones.load import has_no_head, load_model
+from vitadel.backbones.load import has_no_head, load_model, zoo_file, zoo_names
 from vitadel.errors import Mistake
 
 __all__ = ["open_model", "options_for_features", "token_run"]
@@ -31,13 +31,16 @@ def open_model(
     allow_readable: bool = False,
 ) -> Classifier | Tokened | Tora:
     """What `load_model` opens, with the robustness tokens of a file, or with what the training added whose run folder
-    `spec` is: tokens, or the parts of TORA.
+    `spec` is: tokens, or the parts of TORA. A model of the zoo may be such a one, too.
 
     A token file that others can read is refused unless `allow_readable`.
     """
     given = {name: value for name, value in (options or {}).items() if value not in (None, False)}
     run = _adapted_run(spec)
     if run is None:
+        shipped = _shipped_tora(spec, given) if tokens is None else None
+        if shipped is not None:
+            return shipped
         classifier = load_model(spec, **given)
         return classifier if tokens is None else load_tokens(tokens, classifier, allow_readable=allow_readable).eval()
     if tokens is not None:
@@ -49,6 +52,15 @@ def open_model(
         return load_tokens(file, classifier, allow_readable=allow_readable).eval()
     start = run.adapter.get("start")
     return load_tora(file, classifier) if start is None else load_tora(parts_file(start), classifier, file)
+
+
+def _shipped_tora(spec: str, options: Mapping[str, Any]) -> Tora | None:
+    """The TORA of the zoo by that name, on the backbone that its file names; None if there is none."""
+    if spec not in zoo_names():
+        return None
+    with zoo_file(spec) as path:
+        backbone = backbone_of_parts(path)
+        return None if backbone is None else load_tora(path, load_model(backbone, **options))
 
 
 @dataclass(frozen=True)

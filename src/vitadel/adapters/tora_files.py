@@ -22,12 +22,14 @@ from vitadel.adapters.token_files import backbone_fingerprint
 from vitadel.adapters.tora import Tora, part_of
 from vitadel.adapters.tora_hosts import check_host
 from vitadel.adapters.tora_settings import ToraSettings, check_trade_off
+from vitadel.backbones.checkpoints import read_metadata
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import Mistake
 from vitadel.runtime.rundir import write_atomically
 
 __all__ = [
     "Fusion",
+    "backbone_of_parts",
     "fusion_of",
     "interpolated",
     "load_tora",
@@ -99,6 +101,16 @@ def parts_file(start: str | Path) -> Path:
     """Where phase 1 keeps its parts: a run folder's best epoch, or the file itself."""
     path = Path(start).expanduser()
     return path / "weights" / "best.safetensors" if path.is_dir() else path
+
+
+def backbone_of_parts(path: str | Path) -> str | None:
+    """The MODEL that a parts file of TORA says it was trained on; None if it does not say, or is another kind of file.
+
+    It says so if `save_tora` was given it as `training["model"]`.
+    """
+    text = read_metadata(path).get(_METADATA_KEY)
+    model = None if text is None else json.loads(text).get("training", {}).get("model")
+    return None if model is None else str(model)
 
 
 def read_fusion(path: str | Path) -> Fusion:

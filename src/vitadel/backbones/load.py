@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -36,7 +37,7 @@ from vitadel.backbones.registering import own_names
 from vitadel.backbones.small_images import adapt_to_small_images
 from vitadel.errors import Mistake, nearest_names
 
-__all__ = ["has_no_head", "load_model", "model_names", "zoo_names"]
+__all__ = ["has_no_head", "load_model", "model_names", "zoo_file", "zoo_names"]
 
 _PREFIXES = ("zoo", "hf", "python")
 _FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt")
@@ -125,7 +126,7 @@ def _open(spec: str, wishes: _Wishes) -> tuple[nn.Module, ModelRecord]:
         kind, rest = prefix.group(1), spec[prefix.end() :]
         if kind == "zoo":
             _refuse_own_weights(spec, wishes)
-            return _take_apart(_from_zoo(rest))
+            return _take_apart(_from_zoo(spec))
         if kind == "hf":
             return _with_weight_file(
                 *load_hugging_face(rest, needs_normalisation=wishes.normalisation is None), spec, wishes
@@ -172,9 +173,9 @@ def model_names() -> dict[str, str]:
     """Every kind of spec with one line about it; the shipped models first."""
     about = {}
     for name in zoo_names():
-        with resources.as_file(resources.files("vitadel") / "zoo" / f"{name.removeprefix('zoo:')}.safetensors") as path:
+        with zoo_file(name) as path:
             record = read_record(path)
-        about[name] = record.notes.get("about", record.name) if record else "without a record"
+            about[name] = record.notes.get("about", record.name) if record else _first_sentence(path.with_suffix(".md"))
     return (
         about
         | own_names()
@@ -187,12 +188,29 @@ def model_names() -> dict[str, str]:
     )
 
 
-def _from_zoo(name: str) -> Classifier:
+def _first_sentence(card: Path) -> str:
+    """What a card says below its title, for models whose weight file has no record: backbones with adapters."""
+    return next((line for line in card.read_text("utf-8").splitlines() if line and not line.startswith("#")), card.stem)
+
+
+@contextmanager
+def zoo_file(spec: str) -> Iterator[Path]:
+    """The weight file of `zoo:NAME`; its card lies beside it."""
     known = zoo_names()
-    if f"zoo:{name}" not in known:
+    if spec not in known:
         there = ", ".join(known) or "none in this installation"
-        raise Mistake(f"unknown zoo model 'zoo:{name}'{nearest_names(f'zoo:{name}', known) or '.'} There are: {there}.")
-    with resources.as_file(resources.files("vitadel") / "zoo" / f"{name}.safetensors") as path:
+        raise Mistake(f"unknown zoo model '{spec}'{nearest_names(spec, known) or '.'} There are: {there}.")
+    with resources.as_file(resources.files("vitadel") / "zoo" / f"{spec.removeprefix('zoo:')}.safetensors") as path:
+        yield path
+
+
+def _from_zoo(spec: str) -> Classifier:
+    with zoo_file(spec) as path:
+        if read_record(path) is None:
+            raise Mistake(
+                f"'{spec}' is a backbone with adapters, and here a backbone alone is needed. Name another model; in "
+                "Python, `open_model` opens it whole."
+            )
         return load_classifier(path)
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vitadel.adapters.opening import open_model
 from vitadel.attacks.names import make
 from vitadel.attacks.presets import CATALOGUE
 from vitadel.attacks.threats import NORMS, threat
 from vitadel.backbones.anatomy import family_of
-from vitadel.backbones.load import load_model, zoo_names
+from vitadel.backbones.load import zoo_names
 from vitadel.data.shapes import Shapes
 from vitadel.evaluation.judge import judge
 from vitadel.instrument.attention import scaled_attention
@@ -111,7 +112,7 @@ def _draws_belong_to_samples() -> Check:
 
 
 def _scale_of_one_changes_nothing(name: str) -> Check:
-    model = load_model(name)
+    model = open_model(name)
     pixels, _, _ = Shapes("val").render(range(4))
     x = pixels.float() / 255
     with torch.no_grad():
