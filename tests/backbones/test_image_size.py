@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from command_line import vitadel
 from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
 from vitadel.attacks.names import make
 from vitadel.backbones.classifier import wrap
@@ -122,11 +121,12 @@ class Inside(torch.nn.Module):
     ],
     ids=["audit", "wrapped", "harden"],
 )
-def test_the_command_line_ends_with_two_and_one_message(words: list[str], said: str, tmp_path: Path) -> None:
+def test_the_command_line_ends_with_two_and_one_message(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text(FACTORY)
-    environment, command = {**os.environ, "OMP_NUM_THREADS": "1"}, [sys.executable, "-m", "vitadel", *words]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    done = vitadel(*words, cwd=tmp_path, code=2)
     assert f"The nearest sizes are {said}" in done.stderr
     assert not (tmp_path / "runs").exists()

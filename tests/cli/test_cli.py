@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from command_line import vitadel
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
-def vitadel(*words: str, cwd: Path | None = None, code: int = 0) -> subprocess.CompletedProcess[str]:
+def from_a_shell(*words: str, cwd: Path | None = None, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: slow, so only for what depends on it."""
     done = subprocess.run(
         [sys.executable, "-m", "vitadel", *words], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
@@ -27,14 +30,14 @@ def test_help_answers_within_a_second():
     spent = []
     for _ in range(3):
         begun = os.times()
-        assert "audit" in vitadel("--help").stdout
+        assert "audit" in from_a_shell("--help").stdout
         ended = os.times()
         spent.append(ended.children_user + ended.children_system - begun.children_user - begun.children_system)
     assert min(spent) < 1.0
 
 
 def test_a_bare_audit_runs_and_ends_with_its_folder(tmp_path):
-    done = vitadel("audit", "--limit", "20", "--attacks", "fgsm", cwd=tmp_path)
+    done = from_a_shell("audit", "--limit", "20", "--attacks", "fgsm", cwd=tmp_path)
     folder = tmp_path / done.stdout.strip().splitlines()[-1]
     assert folder.parent == tmp_path / "runs"
     names = {path.name for path in folder.iterdir()}
@@ -118,4 +121,10 @@ def test_mistakes_get_one_message_and_exit_code_two(words, said, tmp_path):
     done = vitadel(*words, cwd=tmp_path, code=2)
     for part in said:
         assert part in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_shows_no_traceback_in_a_shell(tmp_path):
+    done = from_a_shell("audit", "--attacks", "pdg-20", cwd=tmp_path, code=2)
+    assert done.stderr.startswith("vitadel: unknown attack 'pdg-20'")
     assert list(tmp_path.iterdir()) == []

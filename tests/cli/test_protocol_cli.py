@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from command_line import vitadel
 
-def vitadel(*words: str, cwd: Path, code: int) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "vitadel", *words],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    return " ".join((done.stdout + done.stderr).split())
+
+def told_by(*words: str, cwd: Path, code: int) -> str:
+    said = vitadel(*words, cwd=cwd, code=code)
+    return " ".join((said.stdout + said.stderr).split())
 
 
 def test_a_name_is_refused_with_all_differences_and_nothing_is_written(tmp_path):
     own = ("--data=shapes", "--limit=20", "--eps=4/255")
-    told = vitadel("audit", "--protocol=robustbench-cifar10", *own, cwd=tmp_path, code=2)
+    told = told_by("audit", "--protocol=robustbench-cifar10", *own, cwd=tmp_path, code=2)
     assert "data: shapes instead of cifar10" in told
     assert "images: 20 instead of 10,000" in told
     assert "eps: 4/255 instead of 8/255" in told
@@ -33,12 +23,12 @@ def test_a_name_is_refused_with_all_differences_and_nothing_is_written(tmp_path)
 
 
 def test_what_is_missing_or_misspelt_is_told(tmp_path):
-    assert "needs --data imagenet:DIR, the whole" in vitadel("audit", "--protocol=rvt", cwd=tmp_path, code=2)
-    assert "did you mean rvt" in vitadel("audit", "--protocol=rtv", cwd=tmp_path, code=2)
-    idle = vitadel("audit", "--protocol=rvt", "--suite=stability", cwd=tmp_path, code=2)
+    assert "needs --data imagenet:DIR, the whole" in told_by("audit", "--protocol=rvt", cwd=tmp_path, code=2)
+    assert "did you mean rvt" in told_by("audit", "--protocol=rtv", cwd=tmp_path, code=2)
+    idle = told_by("audit", "--protocol=rvt", "--suite=stability", cwd=tmp_path, code=2)
     assert "--protocol do not go with --suite stability" in idle
 
 
 def test_protocols_are_listed(tmp_path):
-    told = vitadel("list", "protocols", cwd=tmp_path, code=0)
+    told = told_by("list", "protocols", cwd=tmp_path, code=0)
     assert "robustbench-imagenet autoattack, linf 4/255, 5,000 images of imagenet" in told

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+import command_line
 from vitadel.cli.main import app
 from vitadel.defenses.recipes import compose, rows, shipped_recipes, source
 from vitadel.errors import Mistake
@@ -71,19 +70,14 @@ def test_check_tells_what_is_good_and_every_fault_of_the_rest(tmp_path):
 
 def test_faults_end_with_exit_code_two_and_no_traceback(tmp_path):
     (tmp_path / "mine.yaml").write_text(FAULTY)
-    words = [sys.executable, "-m", "vitadel", "recipes", "check", "mine.yaml"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
+    done = command_line.vitadel("recipes", "check", "mine.yaml", cwd=tmp_path, code=2)
     assert done.stderr.startswith("vitadel: recipe mine.yaml has 2 problems:\n  - train: has no 'epoch'")
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("place", ["objective: {use: subprocess.Popen, %s}", "plugins: {subprocess.Popen: {%s}}"])
 def test_a_check_runs_no_command_that_a_recipe_names(tmp_path, place):
     (tmp_path / "mine.yaml").write_text("extends: shapes/trades\n" + place % "args: [touch, done]" + "\n")
-    words = [sys.executable, "-m", "vitadel", "recipes", "check", "mine.yaml"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    done = command_line.vitadel("recipes", "check", "mine.yaml", cwd=tmp_path, code=2)
     assert "'subprocess.Popen' is not a dataclass" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
