@@ -32,12 +32,12 @@ XCIT = {
 }
 
 
-def trained(recipe, folder, processes, *words, ends_well=True, **environment):
+def trained_by_two(recipe, folder, *words, ends_well=True, **environment):
     file = folder / "recipe.yaml"
     folder.mkdir(exist_ok=True)
     file.write_text(yaml.safe_dump(recipe))
-    launcher = ["torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", "-m"] if processes > 1 else []
-    command = [sys.executable, "-m", *launcher, "vitadel", "harden", str(file), "--device", "cpu"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command = [sys.executable, *launcher, "-m", "vitadel", "harden", str(file), "--device", "cpu"]
     done = subprocess.run(
         [*command, "--out", str(folder / "run"), *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent), **environment},
@@ -48,6 +48,15 @@ def trained(recipe, folder, processes, *words, ends_well=True, **environment):
     )
     assert (done.returncode == 0) == ends_well, done.stderr
     return folder / "run", done.stderr
+
+
+def trained_here(recipe, folder):
+    _, run = run_harden(build_recipe(recipe, "small"), "small", join_processes("cpu"), out=folder)
+    return run.path
+
+
+def by_one_and_two(recipe, folder):
+    return trained_here(recipe, folder / "one"), trained_by_two(recipe, folder)[0]
 
 
 def weights(folder):
@@ -65,9 +74,9 @@ def weights(folder):
 )
 def test_two_processes_take_the_steps_of_one(tmp_path, objective, plugins):
     recipe = document(objective=objective, plugins=plugins, **TRAINING)
-    (one, _), (two, _) = (trained(recipe, tmp_path / str(count), count) for count in (1, 2))
+    one, two = by_one_and_two(recipe, tmp_path)
     first, second = weights(one), weights(two)
-    untrained, _ = trained({**recipe, "optimiser": {**recipe["optimiser"], "rate": 1e-12}}, tmp_path / "0", 1)
+    untrained = trained_here({**recipe, "optimiser": {**recipe["optimiser"], "rate": 1e-12}}, tmp_path / "untrained")
     assert any(not torch.allclose(value, weights(untrained)[key], atol=1e-2) for key, value in first.items())
     for key, value in first.items():
         assert torch.allclose(value, second[key], atol=1e-4), key
@@ -82,12 +91,6 @@ def test_two_processes_take_the_steps_of_one(tmp_path, objective, plugins):
         factors = [json.loads(_record(run))["attention_factors"] for run in (one, two)]
         assert factors[0] == pytest.approx(factors[1], rel=1e-3)
         assert any(factor != 1 for factor in factors[0])
-
-
-def by_one_and_two(recipe, folder):
-    """Trained here, and by two other processes."""
-    _, one = run_harden(build_recipe(recipe, "small"), "small", join_processes("cpu"), out=folder / "one")
-    return one.path, trained(recipe, folder, 2)[0]
 
 
 def test_tora_in_two_processes_learns_what_one_learns(tmp_path):
@@ -124,11 +127,11 @@ def test_batch_norm_in_two_processes_and_control_c_in_one_of_them(tmp_path):
     """Both end at the same step, and go on with their own statistics to the same bits."""
     plugins = {"stopping.ControlC": {"at_step": 2, "rank": 1}}
     recipe = document(objective=TRADES, model=XCIT, train={"epochs": 1}, plugins=plugins)
-    whole, told = trained(recipe, tmp_path / "whole", 2)
+    whole, told = trained_by_two(recipe, tmp_path / "whole")
     assert "in each of 2 processes its own, averaged after every epoch" in told
-    cut, told = trained(recipe, tmp_path / "cut", 2, ends_well=False, CONTROL_C="1")
+    cut, told = trained_by_two(recipe, tmp_path / "cut", ends_well=False, CONTROL_C="1")
     assert "interrupted; what is done is saved" in told
     assert torch.load(cut / "checkpoint.pt", weights_only=True)["step"] == 3
-    trained(recipe, tmp_path / "cut", 2, "--resume")
+    trained_by_two(recipe, tmp_path / "cut", "--resume")
     first, second = weights(whole), weights(cut)
     assert all(torch.equal(first[key], second[key]) for key in first)
