@@ -91,10 +91,26 @@ def test_they_are_those_of_the_attacks_ascent_and_do_not_pile_up():
         plugin.before_epoch(run)
         draws = Draws.of_samples(run.seed, [run.epoch]).stream("attention scaling")
         with frozen(bare):
-            expected = ascended_factors(bare, run.batches, draws, 2, reference=held)
+            expected = ascended_factors(bare, run.batches, draws, 2, reference=held, smallest=0.01)
         assert model.attention_factors.tolist() == pytest.approx(expected, rel=1e-5)
-        assert 1e-7 <= min(expected) <= max(expected) <= 1
+        assert 0.01 <= min(expected) <= max(expected) <= 1
         held = model.attention_factors.tolist()
+
+
+def test_factors_end_at_the_bound_that_is_set_and_go_no_further():
+    """From sharp attention the way leads down; long steps reach the bound."""
+    for smallest in (0.2, 1e-3):
+        plugin, run, model = scaled_run(steps=8, pace=3.0, smallest=smallest)
+        run.epoch = 2
+        plugin.before_epoch(run)
+        assert float(model.attention_factors.min()) == pytest.approx(smallest, rel=1e-5)
+        assert float(model.attention_factors.max()) <= 1
+
+
+@pytest.mark.parametrize("smallest", [0.0, 1.0, -0.1])
+def test_a_bound_that_is_none_is_refused(smallest):
+    with pytest.raises(Mistake, match="must lie between 0 and 1"):
+        AttentionScaling(smallest=smallest)
 
 
 def test_the_jump_of_the_loss_is_told():

@@ -218,14 +218,15 @@ def ascended_factors(
     pace: float = 0.3,
     distance: str = "lpips",
     reference: float | Sequence[float] = 1.0,
+    smallest: float = _SMALLEST,
 ) -> tuple[float, ...]:
     """Factors of a model's attentions that move its features far from what they are with the `reference` factors.
 
     Ascent of decimal logarithms from one random start, `steps` on each batch, each of `pace` decades along the
-    normalised gradient. The model should be frozen. Labels are not used.
+    normalised gradient, between `smallest` and 1. The model should be frozen. Labels are not used.
     """
-    low, high = math.log10(_SMALLEST), math.log10(_LARGEST)
-    decades = -2 * draws.uniform(len(attentions_of(model)))[0].double()
+    low, high = math.log10(smallest), math.log10(_LARGEST)
+    decades = (-2 * draws.uniform(len(attentions_of(model)))[0].double()).clamp(low, high)
     for x, _ in calibration:
         original = _features(model, x, reference)
         for _ in range(steps):

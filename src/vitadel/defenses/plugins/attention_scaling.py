@@ -30,6 +30,9 @@ class AttentionScaling:
     attack seeks its own, from a random start in [0.01, 1]: those whose features are farthest, by `distance`, from the
     features with the factors so far. `steps` and `pace` are those of the ascent. No weight changes meanwhile; how far
     the clean loss jumps is logged. Objective, attack and averages see the model with its factors.
+
+    The ascent ends at the bounds: farthest from sharp attention is none at all. With the attack's 1e-7 as `smallest` it
+    is switched off, passes no gradient by which weights could answer, and is switched on again by the next factors.
     """
 
     gap: int = 10
@@ -37,8 +40,11 @@ class AttentionScaling:
     steps: int = 10
     pace: float = 0.3
     distance: str = "lpips"
+    smallest: float = 0.01
 
     def __post_init__(self) -> None:
+        if not 0 < self.smallest < 1:
+            raise Mistake(f"the smallest factor of attention scaling must lie between 0 and 1, got {self.smallest:g}")
         if self.distance not in DISTANCES:
             raise Mistake(f"unknown distance {self.distance!r}; allowed: {', '.join(DISTANCES)}")
         if min(self.gap, self.images, self.steps) < 1 or not 0 < self.pace < math.inf:
@@ -88,7 +94,9 @@ class AttentionScaling:
             try:
                 # The ascent multiplies what the model has; with ones there, it finds the factors themselves.
                 classifier.set_attention_factors([1.0] * len(held))
-                found = ascended_factors(model, batches, draws, self.steps, self.pace, self.distance, held)
+                found = ascended_factors(
+                    model, batches, draws, self.steps, self.pace, self.distance, held, self.smallest
+                )
                 classifier.set_attention_factors(found)
                 return found, _loss(model, *first) - before
             finally:
