@@ -139,6 +139,8 @@ def test_a_segmentation_head_is_judged_by_hand(tmp_path, tokens):
     tokened = load_tokens(tokens, model_of(masks())).eval()
     head, _ = segmenting._load_head(tmp_path / "run" / "weights" / "head.safetensors", tokened)
     deployed, public = Segmenter(tokened, head).eval(), Segmenter(tokened.classifier, head).eval()
+    own, trained_without = segmenting._load_head(tmp_path / "run" / "weights" / "attackers-head.safetensors", tokened)
+    attackers = Segmenter(tokened.classifier, own).eval()
     rows = balanced_subset(torch.zeros(10_000, dtype=torch.int64), 12, 0)
     x, truth = open_masked("shapes(size=16)@test").read(rows, Cut((16, 16)))
     with torch.no_grad():
@@ -146,14 +148,19 @@ def test_a_segmentation_head_is_judged_by_hand(tmp_path, tokens):
     low, high = told["clean"]["mean_iou_ci95"]
     assert low < told["clean"]["mean_iou"] < high
     attack = pixel_attack("pgd-3", recipe.audit)
-    assert [entry["made_on"] for entry in told["attacks"]] == ["deployed segmenter", "public backbone"]
-    for entry, maker in zip(told["attacks"], (deployed, public), strict=True):
+    made_on = ["deployed segmenter", "public backbone", "public backbone, the attacker's own head"]
+    assert [entry["made_on"] for entry in told["attacks"]] == made_on
+    for entry, maker in zip(told["attacks"], (deployed, public, attackers), strict=True):
         z = attack(maker, x, truth, Draws.of_samples(0, rows).stream("pgd-3"))
         with torch.no_grad():
             assert entry["mean_iou"] == pytest.approx(mean_iou(deployed(z).argmax(1), truth), abs=1e-3)
         assert (entry["void"], entry["judged_on"]) == (0, "deployed segmenter")
-    direct, blind = (entry["pixel_accuracy"] for entry in told["attacks"])
+    direct, blind, blindest = (entry["pixel_accuracy"] for entry in told["attacks"])
     assert direct < blind < told["clean"]["pixel_accuracy"]
+    assert direct < blindest < told["clean"]["pixel_accuracy"]
+    # The attacker's head is the one that a training without tokens ends with.
+    bare = run(document, tmp_path / "bare")["segmentation"]
+    assert trained_without["heads"] == bare["heads"] != told["heads"]
     assert told["chosen"]["rate"] == max(told["heads"], key=lambda each: each["held_out_mean_iou"])["rate"]
     assert not (tmp_path / "run" / "partial").exists()
 

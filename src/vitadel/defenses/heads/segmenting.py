@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,14 +38,17 @@ from vitadel.runtime.progress import FOUND_AGAIN, Meter, progress
 from vitadel.runtime.rundir import RunFolder, write_atomically
 from vitadel.types import Threat
 
-__all__ = ["PUBLIC", "open_mask_job"]
+__all__ = ["OWN_HEAD", "PUBLIC", "open_mask_job"]
 
 _METADATA_KEY = "vitadel-segmentation"
 _SCHEMA = 1
 
 PUBLIC = "public backbone"
 """What an attack was made on that knows model and head, but no tokens."""
+OWN_HEAD = "public backbone, the attacker's own head"
+"""What an attack was made on that knows neither tokens nor head, and trained one on the same images: the paper's."""
 _DEPLOYED = "deployed segmenter"
+_ATTACKERS = "attackers-head.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,8 +128,10 @@ class _MaskJob:
             else f"{rates * train.steps * train.batch_size:,} images through the model ({size} exceed data.cache_mb)"
         )
         gradients = sum(pixel_attack(name, audit).steps for name in audit.attacks)
-        gradients *= 2 if isinstance(self.model, Tokened) else 1
+        gradients *= 3 if isinstance(self.model, Tokened) else 1
         attacked = f", {gradients} gradients each under {', '.join(audit.attacks)}" if audit.attacks else ""
+        if attacked and isinstance(self.model, Tokened):
+            attacked += "; and the same training once more for an attacker's own head, without the tokens"
         return (
             f"{passes}, {rates} {'head' if rates == 1 else 'heads'} in {train.steps:,} steps of {train.batch_size}; "
             f"then {len(self.test_rows):,} test images of {self.cut.size[0]} x {self.cut.size[1]}{attacked}"
@@ -139,16 +144,26 @@ class _MaskJob:
         head, report = _load_head(path, self.model)
         segmenter = Segmenter(self.model, head.to(processes.device)).eval()
         clean = self._judge("clean", segmenter, None, None, folder, shown)
-        attacks = []
-        for attack in self.recipe.audit.attacks:
-            makers = {_DEPLOYED: segmenter}
-            if isinstance(self.model, Tokened):
-                makers[PUBLIC] = Segmenter(self.model.classifier, segmenter.head).eval()
-            for where, maker in makers.items():
-                attacks.append(self._judge(attack, segmenter, maker, where, folder, shown))
+        makers = {_DEPLOYED: segmenter}
+        if self.recipe.audit.attacks and isinstance(self.model, Tokened):
+            makers[PUBLIC] = Segmenter(self.model.classifier, segmenter.head).eval()
+            makers[OWN_HEAD] = self._attackers(path.with_name(_ATTACKERS), processes, shown)
+        attacks = [
+            self._judge(attack, segmenter, maker, where, folder, shown)
+            for attack in self.recipe.audit.attacks
+            for where, maker in makers.items()
+        ]
         tokens = self.model.fingerprint if isinstance(self.model, Tokened) else None
         told = {"recipe": name, "tokens": tokens, **report, "clean": clean, "attacks": attacks}
         return {**self._about(), "segmentation": told}
+
+    def _attackers(self, path: Path, processes: Processes, shown: bool) -> Segmenter:
+        """The public backbone with a head that was trained as the defender's, but without the tokens."""
+        public = replace(self, model=cast(Tokened, self.model).classifier)
+        if not path.exists():
+            public._train(path, processes, shown)
+        head, _ = _load_head(path, public.model)
+        return Segmenter(public.model, head.to(processes.device)).eval()
 
     def _train(self, path: Path, processes: Processes, shown: bool) -> None:
         """A head for every rate; the one with the best mIoU of the held-out images is saved."""
