@@ -19,7 +19,7 @@ from vitadel.diagnosis import checks_masking as masking
 from vitadel.diagnosis import checks_pixels_and_outputs as outputs
 from vitadel.diagnosis import checks_randomness as randomness
 from vitadel.diagnosis import checks_search_strength as strength
-from vitadel.diagnosis.doctor import CHECKS, Check, examine
+from vitadel.diagnosis.doctor import CHECKS, Check, examine, sentence
 from vitadel.diagnosis.examination import Examination
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined
 from vitadel.diagnosis.visit import Appointment, examination_of
@@ -155,8 +155,30 @@ def test_a_failure_is_left_out_unless_it_is_vital():
     examined = examine(visit(toy()[0]), [Check("odd", failing, free), CHECKS[0]])
     assert examined.not_examined == {"odd": "left out: ValueError: only squares"}
     assert [finding.check for finding in examined.findings] == ["pixel range"]
+    assert examined.worst == SUSPICIOUS
+    told = sentence(examined, 24)
+    assert "cannot be told: 1 of 2 checks failed, the first 'odd' (ValueError: only squares)" in told
     with pytest.raises(ValueError, match="only squares"):
         examine(visit(toy()[0]), [Check("odd", failing, free, vital=True)])
+
+
+def test_a_model_that_refuses_gradients_gets_no_clean_bill():
+    class Refusing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = toy()[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.requires_grad:
+                raise RuntimeError("for inference only")
+            return self.model(x)
+
+    _, x, y = toy()
+    examined = examine(Examination(Refusing().eval(), x[:24], y[:24], eps=0.08))
+    assert not any(finding.verdict != OK for finding in examined.findings)
+    assert "gradients are there" in examined.failed
+    assert examined.worst == SUSPICIOUS
+    assert sentence(examined, 24).startswith("Whether to trust robustness numbers of this model cannot be told")
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 64])

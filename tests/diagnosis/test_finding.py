@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from vitadel.diagnosis.doctor import CHECKS
-from vitadel.diagnosis.finding import Finding, beaten, binomial_tail, explanation_of, sign_test, surprising
+from vitadel.diagnosis.finding import Finding, explanation_of
+from vitadel.evaluation.chance import beaten, binomial_tail, sign_test, surprising
 
 
 def test_sign_test_counts_coin_tosses():

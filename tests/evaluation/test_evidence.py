@@ -62,3 +62,5 @@ def test_square_beating_gradients_is_suspicious():
     assert "broke 5 samples" in finding["evidence"]
     assert findings_about("autoattack", [leg("apgd-ce", [True] * 500), weak], 500) == []
     assert findings_about("square", [strong], 100) == []
+    lucky = leg("square", [False] * 2 + [True] * 98)  # of a hundred, two may be luck
+    assert findings_about("autoattack", [leg("apgd-ce", [True] * 100), lucky], 100) == []

@@ -9,8 +9,9 @@ from vitadel.attacks.aas import AAS, Rescaled
 from vitadel.attacks.names import make
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.diagnosis.examination import Examination, Level
-from vitadel.diagnosis.finding import OK, SUSPICIOUS, NotExamined, Outcome, beaten
+from vitadel.diagnosis.finding import OK, SUSPICIOUS, NotExamined, Outcome
 from vitadel.errors import Mistake
+from vitadel.evaluation.chance import beaten
 from vitadel.instrument.attention import score_statistics
 from vitadel.types import Calibrated
 
@@ -21,6 +22,8 @@ _VANISHES = {torch.float64: 708.0, torch.float32: 87.3, torch.float16: 9.7, torc
 _SATURATED = 0.25  # share of a block's rows
 _FLOOR = 0.03
 _SOFT = 2.0  # the gap that softened attention is brought to
+_LEARNT_ON = 64  # images for the adaptive factors
+_TO_LEARN = 50  # gradients on each: ten to climb, and ten under each of four candidates
 
 
 def _gaps(e: Examination) -> list[Tensor]:
@@ -76,10 +79,15 @@ def softening_factors(gaps: list[Tensor]) -> tuple[float, ...]:
 
 
 def cost_of_scaling(level: Level) -> tuple[float, float]:
-    """Of the softened attack, and at the thorough level of the adaptive one; the controls come only after an alarm."""
-    gradients, forwards = Rescaled(make(level.plain)).passes()
-    times = 2 if level.name == "thorough" else 1
-    return times * gradients, times * (forwards + 1) + 0.25
+    """Of the softened attack and, after an alarm, of random factors and a run in float64, which counts as two; at the
+    thorough level of the adaptive attack, too, and of finding its factors on other images."""
+    search = make(level.plain)
+    gradients, forwards = Rescaled(search).passes()
+    alone, asked = search.passes()
+    adaptive = level.name == "thorough"
+    times = 3 if adaptive else 2
+    found = _LEARNT_ON * _TO_LEARN / level.images if adaptive else 0.0
+    return times * gradients + 2 * alone + found, times * (forwards + 1) + 2 * asked + 2.25
 
 
 def attention_scaling(e: Examination) -> Outcome:
@@ -97,9 +105,9 @@ def attention_scaling(e: Examination) -> Outcome:
     soft = e.held("softened", Rescaled(search, factors))
     evidence = {e.level.restarted: e.share(plain), "softened": e.share(soft), "factors": [round(f, 6) for f in factors]}
     best = soft
-    images = e.others(64) if e.level.name == "thorough" else []
+    images = e.others(_LEARNT_ON) if e.level.name == "thorough" else []
     if images:
-        adaptive: Calibrated = AAS(search, images=64)
+        adaptive: Calibrated = AAS(search, images=_LEARNT_ON)
         best = soft & e.held("adaptive", adaptive.prepared(e.model, images, e.seed))
         evidence["adaptive factors"] = e.share(best)
     if not beaten(plain, best, _FLOOR):

@@ -10,8 +10,9 @@ from vitadel.attacks.forms import training_form
 from vitadel.attacks.names import make
 from vitadel.attacks.surrogate import Surrogate
 from vitadel.diagnosis.examination import Examination
-from vitadel.diagnosis.finding import OK, SUSPICIOUS, NotExamined, Outcome, beaten, surprising
+from vitadel.diagnosis.finding import OK, SUSPICIOUS, NotExamined, Outcome
 from vitadel.diagnosis.student import taught
+from vitadel.evaluation.chance import beaten, surprising
 from vitadel.runtime.draws import Draws
 from vitadel.types import Attack
 

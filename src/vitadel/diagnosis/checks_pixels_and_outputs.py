@@ -8,7 +8,8 @@ from torch import Tensor
 from vitadel.attacks.names import make
 from vitadel.backbones.checks import looks_like_probabilities
 from vitadel.diagnosis.examination import Examination, relative_change
-from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, beaten, binomial_tail
+from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome
+from vitadel.evaluation.chance import beaten, binomial_tail
 
 __all__ = [
     "clean_accuracy",

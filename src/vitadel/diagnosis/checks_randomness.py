@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from vitadel.backbones.checks import modules_in_train_mode
 from vitadel.diagnosis.examination import Examination, relative_change
-from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, beaten
+from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome
+from vitadel.evaluation.chance import beaten
 
 __all__ = ["batch_composition", "eot_gap", "evaluation_mode", "same_answer_twice"]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vitadel.diagnosis.examination import Examination, probing_threat
-from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, Outcome, beaten, surprising
+from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, Outcome
+from vitadel.evaluation.chance import beaten, surprising
 
 __all__ = ["loss_choice", "more_restarts", "more_steps", "unbounded_eps"]
 

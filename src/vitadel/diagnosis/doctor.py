@@ -18,7 +18,16 @@ from vitadel.diagnosis import checks_pixels_and_outputs as outputs
 from vitadel.diagnosis import checks_randomness as randomness
 from vitadel.diagnosis import checks_search_strength as strength
 from vitadel.diagnosis.examination import Examination, Level
-from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, Explanation, Finding, NotExamined, Outcome, explanation_of
+from vitadel.diagnosis.finding import (
+    BROKEN,
+    OK,
+    SUSPICIOUS,
+    Explanation,
+    Finding,
+    NotExamined,
+    Outcome,
+    explanation_of,
+)
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.following import following_command
 from vitadel.runtime.progress import progress
@@ -170,12 +179,21 @@ class Examined:
     not_examined: Mapping[str, str]
 
     @property
+    def failed(self) -> dict[str, str]:
+        """The checks that ended in an error of the model's, and which: not known is not good."""
+        told = self.not_examined.items()
+        return {check: reason.removeprefix(_FAILED) for check, reason in told if reason.startswith(_FAILED)}
+
+    @property
     def worst(self) -> str:
         verdicts = {finding.verdict for finding in self.findings}
-        return next((verdict for verdict in (BROKEN, SUSPICIOUS) if verdict in verdicts), OK)
+        return next(
+            (verdict for verdict in (BROKEN, SUSPICIOUS) if verdict in verdicts), SUSPICIOUS if self.failed else OK
+        )
 
 
 _NOTHING_YET = Examined((), {})
+_FAILED = "left out: "
 
 
 def examine(
@@ -222,7 +240,7 @@ def _found(check: Check, e: Examination) -> Finding | str:
         if check.vital:
             raise
         first_line = str(fault).strip().partition("\n")[0]
-        return f"left out: {type(fault).__name__}: {first_line}"
+        return f"{_FAILED}{type(fault).__name__}: {first_line}"
 
 
 def _finding(check: Check, e: Examination) -> Finding:
@@ -235,6 +253,13 @@ def _finding(check: Check, e: Examination) -> Finding:
 def sentence(examined: Examined, n: int, checks: Sequence[Check] = CHECKS) -> str:
     """Trust it, or why not."""
     raised = [finding for finding in examined.findings if finding.verdict != OK]
+    if not raised and examined.failed:
+        name, fault = next(iter(examined.failed.items()))
+        done, failed = len(examined.findings), len(examined.failed)
+        return (
+            f"Whether to trust robustness numbers of this model cannot be told: {failed} of {done + failed} checks "
+            f"failed, the first '{name}' ({fault}); the other {done} raised nothing on {n} images."
+        )
     if not raised:
         return f"Nothing speaks against this model's robustness numbers: {len(examined.findings)} checks, {n} images."
     worst = [finding for finding in raised if finding.verdict == examined.worst]
@@ -264,6 +289,8 @@ def next_command(
 
     raised = {finding.check: finding.verdict for finding in examined.findings if finding.verdict != OK}
     worst = [check for check in checks if raised.get(check.name) == examined.worst]
+    if not worst and examined.failed:
+        return following("diagnose") + "  # after the repair, or with a smaller --batch-size"
     if not worst:
         return following("audit", "--attacks", "autoattack")
     if worst[0].next is None:

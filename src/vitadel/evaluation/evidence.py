@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from vitadel.attacks.autoattack_fast import STAGES
+from vitadel.evaluation.chance import surprising
 from vitadel.evaluation.stages import NOTE, Leg
 
 __all__ = ["findings_about"]
 
 _FULL = "run the full ensemble: --attacks autoattack"
-_SURPRISE = 0.002  # share of all samples that Square may break after the gradients before it tells of masking
+_SURPRISE = 0.002  # share of all samples that Square may break after the gradients, and more by luck
 _CONVERGED = 0.003  # share of the survivors that the last restarts may still break
 _MISLED = 0.12  # share of all samples that may withstand the cross-entropy and fall to other losses
 _FEW = 20
@@ -48,7 +49,7 @@ def _about_square(name: str, legs: Sequence[Leg], n: int) -> list[Finding]:
     if square is None or not gradients_first:
         return []
     broken = sum(int((~piece["held"]).sum()) for piece in square.pieces)
-    if broken <= _SURPRISE * n:
+    if not surprising(broken, n, _SURPRISE):
         return []
     return [
         _finding(

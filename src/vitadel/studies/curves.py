@@ -30,10 +30,10 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.presets import CATALOGUE
 from vitadel.attacks.steppers import Momentum, Steepest
 from vitadel.attacks.threats import threat as make_threat
-from vitadel.diagnosis.finding import binomial_tail
 from vitadel.errors import Mistake
 from vitadel.evaluation.benches import Outcome
 from vitadel.evaluation.calibration import calibrated, studies
+from vitadel.evaluation.chance import binomial_tail
 from vitadel.evaluation.intervals import share
 from vitadel.evaluation.ledger import Piece
 from vitadel.evaluation.stages import NOTE, Leg, attack_stage, rules_of
