@@ -13,7 +13,7 @@ import vitadel
 from toras import enlivened
 from toys import images
 from vitadel.adapters.opening import open_model, options_for_features, token_run
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.robustness_tokens import TokenBank, Tokened, fresh_tokens
 from vitadel.adapters.token_files import save_tokens
 from vitadel.adapters.tora import Tora
 from vitadel.adapters.tora_files import backbone_of_parts, save_tora
@@ -73,6 +73,45 @@ def test_tokens_that_others_can_read_are_refused_unless_told(run_folder):
     with pytest.raises(Mistake, match="--allow-readable"):
         open_model(str(run_folder))
     assert isinstance(open_model(str(run_folder), allow_readable=True), Tokened)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two sets of three tokens, and one of three that go elsewhere."""
+    made = []
+    for name, seed, placement in (("a", 1, "prefix"), ("b", 2, "prefix"), ("elsewhere", 3, "append")):
+        made.append(str(tmp_path / f"{name}.safetensors"))
+        save_tokens(Tokened(load_model(ZOO), fresh_tokens(96, 3, seed=seed), placement=placement), made[-1], {})
+    return made
+
+
+def test_several_token_files_are_a_bank(files):
+    bank = open_model(ZOO, tokens=f"{files[0]}, {files[1]}")
+    assert isinstance(bank, TokenBank)
+    assert not bank.training
+    assert torch.equal(bank.sets, torch.stack([fresh_tokens(96, 3, seed=seed) for seed in (1, 2)]))
+    assert bank.fingerprint == open_model(ZOO, tokens=",".join(files[:2])).fingerprint  # or no run could go on
+    assert bank.fingerprint != open_model(ZOO, tokens=",".join(reversed(files[:2]))).fingerprint
+    each = torch.stack([answers(open_model(ZOO, tokens=file)) for file in files[:2]])
+    drawn = torch.stack([answers(bank) for _ in range(20)])
+    near = [(drawn - one).abs().amax(-1) < 1e-4 for one in each]
+    assert bool((near[0] ^ near[1]).all())  # every answer is that of one set
+    assert bool(near[0].any())
+    assert bool(near[1].any())
+
+
+def test_files_that_make_no_bank_are_told(files, tmp_path):
+    with pytest.raises(
+        Mistake, match=r"must have one placement, but '\S+a\.safe\S+' has prefix and '\S+elsewhere\S+ app"
+    ):
+        open_model(ZOO, tokens=f"{files[0]},{files[2]}")
+    with pytest.raises(Mistake, match="hold the same tokens: a bank needs different sets"):
+        open_model(ZOO, tokens=f"{files[0]},{files[0]}")
+    with pytest.raises(Mistake, match=r"secret file 'nowhere\.safetensors' does not exist"):
+        open_model(ZOO, tokens=f"{files[0]},nowhere.safetensors")
+    odd = tmp_path / "one,name.safetensors"
+    save_tokens(Tokened(load_model(ZOO), fresh_tokens(96, 3, seed=4)), odd, {})
+    assert isinstance(open_model(ZOO, tokens=odd), Tokened)
 
 
 def test_features_need_no_head():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -88,3 +89,60 @@ def test_a_plan_for_a_recipe_and_a_mistake_about_it(vitadel, mine):
     assert "2 epochs, 6 steps of 16 images" in " ".join(out.split())
     code, _, err = vitadel("plan", "zoo:shapes-robust", "train.epochs=2")
     assert (code, "belong to a recipe" in err) == (2, True)
+
+
+TOKENS = [
+    "tokens/shapes",
+    "data.limit=8",
+    "data.held_out=4",
+    "train.batch_size=4",
+    "data.test=null",
+    "train.tracker=none",
+]
+
+
+def test_a_budget_in_normalised_units_is_told_in_pixels_from_the_start(vitadel, tmp_path):
+    words = [*TOKENS, "objective.attack=features-2(paper=true)", "threat.eps=8/255", "--out", tmp_path / "run"]
+    code, out, err = vitadel("harden", *words, "--device", "cpu")
+    assert code == 0, err
+    first, *rest = err.splitlines()
+    assert first == "attack in training: eps 8/255 in normalised units = 1.83, 1.79, 1.80 /255 in pixels"
+    assert "eps 8/255 in normalised units, at most 1.83/255 in pixels" in rest[0]
+    told = " ".join(out.split())
+    held_out = json.loads((tmp_path / "run" / "results.json").read_text())["training"]["held_out"]
+    assert f"clean {held_out['clean']:.3f}, robust {held_out['robust']:.3f}" in told
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["validation_cosine_robust"] == held_out["robust"]
+
+
+def test_a_budget_in_pixels_needs_no_more_words(vitadel, tmp_path):
+    words = [*TOKENS, "objective.attack=features-1", "--out", tmp_path / "run"]
+    code, _, err = vitadel("harden", *words, "--device", "cpu")
+    assert code == 0, err
+    assert "eps 2/255 (best)" in err
+    assert "attack in training" not in err
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("adapter.count=0", "count of at least 1, got 0"),
+        ("adapter.placement=middle", "known: prefix, append"),
+        ("model={name: resnet18, weights: random}", "no anatomy known"),
+    ],
+)
+def test_mistakes_about_tokens_leave_no_folder(vitadel, tmp_path, word, told):
+    code, _, err = vitadel("harden", *TOKENS, word, "--out", tmp_path / "run", "--device", "cpu")
+    assert code == 2
+    assert told in " ".join(err.split())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "recipe", [TOKENS, ["tora/shapes", "data.limit=8", "train.batch_size=4", "--row", "tora"]], ids=["tokens", "tora"]
+)
+def test_a_plan_for_a_recipe_with_an_adapter(vitadel, recipe):
+    attack = "objective.attack=features-1" if recipe is TOKENS else "objective.attack=pgd-1"
+    code, out, err = vitadel("plan", *recipe, attack, "train.epochs=1", "--device", "cpu")
+    assert code == 0, err
+    assert "1 epochs" in " ".join(out.split())

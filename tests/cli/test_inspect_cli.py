@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import command_line
 from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
 from vitadel.adapters.token_files import save_tokens
 from vitadel.backbones.load import load_model
@@ -97,3 +98,19 @@ def test_a_token_file_that_others_can_read(
     assert vitadel(monkeypatch, *words) == 2
     assert "chmod 600" in capsys.readouterr().err
     assert vitadel(monkeypatch, *words, "--allow-readable") == 0
+
+
+def test_the_folder_of_an_audit_says_model_images_and_budget(tmp_path: Path) -> None:
+    audit = ["audit", "zoo:shapes-standard", "--limit=6", "--seed=3", "--eps=3/255", "--attacks=fgsm", "--no-doctor"]
+    command_line.vitadel(*audit, "--device=cpu", f"--out={tmp_path / 'audit'}")
+    again = ["--attack=features-1", "--device=cpu", "--json"]
+    asked = []
+    for words in (
+        [str(tmp_path / "audit")],
+        ["zoo:shapes-standard", "--limit=6", "--seed=3", "--eps=3/255"],
+    ):
+        out = tmp_path / str(len(asked))
+        said = command_line.vitadel("inspect", *words, *again, f"--out={out}").stdout
+        results = json.loads(said)
+        asked.append((results["model"]["spec"], results["data"]["n"], results["seed"], results["activations"]))
+    assert asked[0] == asked[1]

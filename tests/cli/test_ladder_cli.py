@@ -53,6 +53,33 @@ def test_an_audit_through_the_tokens_names_them_by_fingerprint(tokens, tmp_path)
     assert notes["tokens"].startswith("3 robustness tokens (prefix), fingerprint ")
 
 
+@pytest.fixture(scope="module")
+def bank(tokens):
+    other = tokens.parent / "other.safetensors"
+    save_tokens(Tokened(load_model("zoo:shapes-standard"), fresh_tokens(96, 3, scale=0.5, seed=5)), other, {})
+    return f"{tokens},{other}"
+
+
+def test_a_bank_of_token_files_is_audited_as_what_answers_at_random(bank, tmp_path):
+    out = tmp_path / "run"
+    words = ("--tokens", bank, "--attacks", "fgsm", "--limit", "10", "--out", out, "--device", "cpu")
+    done = called(*words)
+    assert done.exit_code == 0, done.output
+    results = json.loads((out / "results.json").read_text())
+    assert results["model"]["notes"]["tokens"].startswith(
+        "bank of 2 sets of 3 robustness tokens (prefix), fingerprint "
+    )
+    (random,) = [finding for finding in results["findings"] if finding["check"] == "same answer twice"]
+    assert "eot:20+" in random["advice"]
+    assert called(*words, "--resume").exit_code == 0  # the same bank has the same fingerprint
+
+
+def test_the_ladder_judges_one_set(bank, tmp_path):
+    done = called("--tokens", bank, "--suite", "ladder", "--levels", "T6", *SHORT, "--out", tmp_path / "run")
+    assert "give one file with --tokens, and the others with --bank" in str(done.exception)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -480,6 +480,19 @@ def test_plugins_that_do_not_go_with_the_model_are_told_together():
     assert dropping.startswith("plugins.random_dropping: no anatomy known")
 
 
+@pytest.mark.parametrize(
+    ("name", "placement", "told"),
+    [("resnet18", "prefix", "no anatomy known"), ("eva02_tiny_patch14_224", "append", "RoPE")],
+)
+def test_an_adapter_that_does_not_go_with_the_model_is_told(name, placement, told):
+    document = GOOD | {"model": {"name": name}, "adapter": {"use": "tokens", "placement": placement}}
+    with pytest.raises(Faulty) as caught:
+        build_check(build_recipe(document, "toy"), "toy")
+    (fault,) = caught.value.faults
+    assert fault.startswith("adapter: ")
+    assert told in fault
+
+
 def test_numbers_of_classes_must_agree():
     (fault,) = check_faults(data={"train": "cifar10@train", "test": "cifar100@test"})
     assert fault == "data: the numbers of classes do not agree: train 10, test 100"

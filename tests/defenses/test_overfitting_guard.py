@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from training_toys import FakeTraining
 
+from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
 from vitadel.attacks import Linf
+from vitadel.backbones.load import load_model
 from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
 from vitadel.defenses.protocols import AfterEpoch, Remembering
 from vitadel.errors import Mistake
@@ -110,6 +112,25 @@ def test_rollback_without_a_good_epoch_says_so():
     epochs(guard, run, OVERFITTED)
     assert model.wave.item() == 1
     assert "no epoch without alarm" in run.stopped
+
+
+def test_rollback_puts_secret_tokens_back(monkeypatch):
+    kwargs = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    model = Tokened(
+        load_model("vit_tiny_patch16_224", weights="random", num_classes=2, kwargs=kwargs), fresh_tokens(16, 3)
+    )
+    good, guard, run = model.tokens.detach().clone(), OverfittingGuard("rollback"), FakeTraining(model)
+    left = iter([0.5, 0.5, 0.9, 0.1])  # FGSM and PGD after two epochs, the second overfitted
+    monkeypatch.setattr(OverfittingGuard, "_left_by", lambda *_: next(left))
+    guard.after_epoch(run)
+    assert [name for name in guard.state() if "classifier.backbone" in name] == []  # frozen: nothing to put back
+    resumed = OverfittingGuard("rollback")
+    resumed.load(guard.state())
+    with torch.no_grad():
+        model.tokens.add_(1.0)
+    resumed.after_epoch(run)
+    assert torch.equal(model.tokens, good)
+    assert run.stopped.endswith("are back")
 
 
 @pytest.mark.parametrize("action", ["stop", "rollback"])

@@ -1,4 +1,4 @@
-"""What a plan counts: the images of the audit at the end."""
+"""What a plan counts: the images of the audit at the end, and what an adapter adds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import pytest
 import torch
 from small_recipes import recipe
 
+from vitadel.adapters.robustness_tokens import Tokened
+from vitadel.adapters.tora import OneHead
+from vitadel.attacks.names import make
+from vitadel.backbones.classifier import Classifier
 from vitadel.data import open_dataset
 from vitadel.defenses import planning
+from vitadel.defenses.building import build_recipe
 from vitadel.defenses.harden import open_workshop
 from vitadel.defenses.planning import plan_training
+from vitadel.defenses.recipes import compose
 from vitadel.runtime.processes import Processes
 
 CPU = Processes(0, 1, torch.device("cpu"))
@@ -43,3 +49,41 @@ def test_processes_share_the_audit(quick):
     shop = open_workshop(recipe(audit={"limit": None}), CPU)
     of_two = plan_training(shop, replace(CPU, count=2))["rows"][-1]["images"]
     assert of_two == len(open_dataset("shapes@test")) / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "attacked"),
+    [
+        ("tokens/shapes", None, Classifier),  # without the tokens, as in training
+        ("tokens/shapes-through", None, Tokened),
+        ("tora/shapes", "tora", OneHead),
+    ],
+)
+def test_recipes_with_adapters_are_planned_as_they_are_trained(monkeypatch, name, row, attacked):
+    seen, works = [], []
+
+    def once(work, device):
+        work()
+        works.append(work)
+        return float(len(works))  # every piece of work takes a second more than the one before
+
+    real = planning.craft
+    monkeypatch.setattr(planning, "seconds_of", once)
+    monkeypatch.setattr(
+        planning,
+        "craft",
+        lambda attack, model, *rest, **more: (seen.append(model), real(attack, model, *rest, **more))[1],
+    )
+    attack = "objective.attack=features-2" if name.startswith("tokens") else "objective.attack=pgd-2"
+    document = compose(name, row, ["train.batch_size=4", "data.limit=8", attack])
+    shop = open_workshop(build_recipe(document, name), CPU)
+    rows = {part["name"]: part["seconds"] / part["images"] for part in plan_training(shop, CPU)["rows"]}
+    assert [type(model) for model in seen] == [attacked]
+    learning, attacking, gradient, forward = (second / 4 for second in (1, 2, 3, 4))  # an image of four
+    assert rows["loss and update"] == learning
+    assert rows["attacks"] == attacking
+    if name.startswith("tokens"):  # validated by their own attack and measure, the fifth piece of work
+        assert rows["validation, at most"] == pytest.approx(attacking + 5 / 4)
+    else:
+        gradients, forwards = make("pgd-10").passes()
+        assert rows["validation, at most"] == pytest.approx(gradients * gradient + (forwards + 2) * forward)

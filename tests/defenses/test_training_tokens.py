@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import stat
+from dataclasses import asdict
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from small_recipes import document
 
 from toys import images
@@ -14,11 +16,16 @@ from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
 from vitadel.adapters.token_files import load_tokens, read_tokens
 from vitadel.attacks.features import feature_cosine, final_features
 from vitadel.attacks.names import make
-from vitadel.backbones.load import load_model
+from vitadel.backbones.load import has_no_head, load_model
+from vitadel.data import open_dataset
+from vitadel.data.preprocess import Preprocess
 from vitadel.defenses import loop
 from vitadel.defenses.building import build_recipe
-from vitadel.defenses.harden import run_harden
+from vitadel.defenses.checking import sketched_model
+from vitadel.defenses.harden import open_workshop, run_harden
 from vitadel.defenses.objectives.robustness_tokens import RobustnessTokens
+from vitadel.defenses.recipes import compose, rows
+from vitadel.defenses.validation import HeldOut
 from vitadel.errors import Mistake
 from vitadel.instrument import extra_tokens
 from vitadel.runtime.processes import join_processes
@@ -140,8 +147,159 @@ def test_tokens_go_back_on_the_model_they_were_made_for(trained):
 def test_mistakes_are_told(tmp_path):
     with pytest.raises(Mistake, match="did you mean tokens"):
         recipe({"use": "token"})
-    with pytest.raises(Mistake, match="count"):
-        run_harden(recipe({"count": 0}), "tokens", CPU, out=tmp_path / "none")
     given = document(objective=OBJECTIVE)
     with pytest.raises(Mistake, match="adapter"):
         run_harden(build_recipe(given, "tokens"), "tokens", CPU, out=tmp_path / "bare")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "told"),
+    [
+        ({"count": 0}, "count of at least 1, got 0"),
+        ({"count": -2}, "count of at least 1, got -2"),
+        ({"scale": float("nan")}, "scale of fresh tokens must be a finite number"),
+        ({"placement": "prefx"}, "unknown placement of tokens 'prefx'.*did you mean prefix.*known: prefix, append"),
+    ],
+)
+def test_settings_of_tokens_are_checked_with_the_recipe(adapter, told):
+    with pytest.raises(Mistake, match=f"adapter: .*{told}"):
+        recipe(adapter)
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter", "told"),
+    [
+        ({"name": "resnet18", "kwargs": {}}, {}, "no anatomy known"),
+        ({"name": "swin_tiny_patch4_window7_224", "kwargs": {"img_size": 64, "window_size": 4}}, {}, "no meaning"),
+        ({"name": "eva02_tiny_patch14_224", "kwargs": {"img_size": 28}}, {"placement": "append"}, "RoPE"),
+    ],
+    ids=["no transformer", "no seam", "rotates by place"],
+)
+def test_a_model_that_takes_no_such_tokens_leaves_no_folder(tmp_path, model, adapter, told):
+    given = recipe(adapter).document
+    given["model"] = model
+    with pytest.raises(Mistake, match=told):
+        run_harden(build_recipe(given, "tokens"), "tokens", CPU, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# Heads that have learnt nothing
+
+
+TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+DINO = "vit_small_patch14_dinov2.lvd142m"
+
+
+def weight_file(folder, name, classes):
+    """As released: without a head if there are no classes."""
+    torch.manual_seed(1)
+    made = load_model(name, weights="random", num_classes=classes or 2, kwargs=TINY).backbone.state_dict()
+    kept = {key: value for key, value in made.items() if classes or not key.startswith("head.")}
+    save_file(kept, folder / "weights.safetensors")
+    return str(folder / "weights.safetensors")
+
+
+def of_file(name, file, test, adapter=None, **more):
+    given = recipe(data={"test": test}).document
+    given["model"] = {"name": name, "weights": file, "kwargs": TINY, **more}
+    given["adapter"] = adapter or given["adapter"]
+    return build_recipe(given, "tokens")
+
+
+def test_a_backbone_without_a_head_gets_tokens(tmp_path):
+    file = weight_file(tmp_path, DINO, 0)
+    results, folder = run_harden(of_file(DINO, file, None), "tokens", CPU, out=tmp_path / "run")
+    assert results["training"]["steps"] == 6
+    assert "clean" not in results
+    path = folder.path / "weights" / "best.safetensors"
+    # With any head: tokens are tied to the released weights, which were not touched.
+    tokened = load_tokens(path, load_model(DINO, weights=file, num_classes=3, new_head=True, kwargs=TINY))
+    start = fresh_tokens(16, 3, seed=7)
+    assert (tokened.tokens - start).abs().max() > 1e-3
+
+
+def test_a_file_with_a_head_for_a_backbone_released_without_keeps_it(tmp_path):
+    file = weight_file(tmp_path, DINO, 10)
+    shop = open_workshop(of_file(DINO, file, "shapes(size=16)@test", num_classes=10), CPU)
+    head = load_model(DINO, weights=file, num_classes=10, kwargs=TINY).backbone.head.weight
+    assert torch.equal(shop.model.backbone.head.weight, head)
+
+
+@pytest.mark.parametrize(("name", "classes"), [(DINO, 0), ("vit_tiny_patch16_224", 1000)], ids=["none", "other"])
+def test_a_frozen_head_that_has_learnt_nothing_is_not_audited(tmp_path, name, classes):
+    file, test = weight_file(tmp_path, name, classes), "shapes(size=16)@test"
+    with pytest.raises(Mistake, match=r"random head. Set data.test=null .*vitadel probe"):
+        run_harden(of_file(name, file, test), "tokens", CPU, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert open_workshop(of_file(name, file, None), CPU).test is None
+    whole = of_file(name, file, test, adapter={"use": "whole_model"})  # whose head learns
+    assert open_workshop(whole, CPU).model.record.num_classes == 10
+
+
+def test_a_head_of_which_classes_are_kept_is_audited(tmp_path):
+    file = weight_file(tmp_path, "vit_tiny_patch16_224", 12)
+    built = of_file("vit_tiny_patch16_224", file, "shapes(size=16)@test", head_classes=list(range(1, 11)))
+    assert open_workshop(built, CPU).test is not None
+
+
+# The recipes
+
+
+@pytest.mark.parametrize("name", ["tokens/paper", "tokens/count"])
+def test_rows_without_a_classifier_are_not_audited(name):
+    built = [build_recipe(compose(name, row), name) for row in rows(name)]
+    assert all(
+        (each.data.test is None) == (has_no_head(each.model.name) or "clip" in each.model.name) for each in built
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [("tokens/paper", "dinov2-s"), ("tokens/paper", "deit3-b"), ("tokens/paper", "openclip-l"), ("tokens/count", "r1")],
+)
+def test_images_are_seen_as_by_the_released_code(name, row):
+    section = asdict(build_recipe(compose(name, row), name).model)
+    shallow = {**section, "num_classes": 7, "kwargs": {**section["kwargs"], "depth": 1}}
+    record = sketched_model(json.dumps(shallow)).record
+    assert (record.mean, record.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    seen = Preprocess(record.input_size, record.crop_pct, record.interpolation, record.crop_mode)
+    assert seen == Preprocess((224, 224), 1.0, "bilinear", "squash")
+
+
+# What held-out images tell
+
+
+def test_what_is_told_as_robust_is_of_attacked_images_and_both_decide():
+    source, rows = open_dataset("shapes(size=16)@train"), torch.arange(5)
+
+    def measure(model, x, z):
+        return torch.full((len(x),), 0.75), (z - x).mean((1, 2, 3))
+
+    held_out = HeldOut(source, rows, Preprocess(16))
+    model = small_model()
+    score = held_out.measured(model, model, lambda model, x, y, draws: x + 0.25, measure, "cosine", CPU, 0)
+    assert (score.clean, score.n, score.measure) == (0.75, 5, "cosine")
+    assert score.robust == pytest.approx(0.25)
+    assert score.decisive == pytest.approx(0.5)
+
+
+def test_the_cosines_are_clean_and_attacked():
+    classifier, x = small_model(), images(4, side=16)
+    tokens = fresh_tokens(16, 3, scale=1.0, seed=1)
+    z = (x + 0.2).clamp(0, 1)
+    target = final_features(classifier, x)
+    with extra_tokens(classifier, tokens), torch.no_grad():
+        expected = [feature_cosine(final_features(classifier, each), target) for each in (x, z)]
+    with torch.no_grad():
+        measured = RobustnessTokens(make("features-3")).measure(Tokened(classifier, tokens), x, z)
+    for one, other in zip(measured, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    assert (expected[0] - expected[1]).abs().min() > 1e-4
+
+
+def test_a_resumed_training_compares_epochs_by_the_same_number(trained):
+    results, folder = trained
+    state = torch.load(folder.path / "checkpoint.pt", weights_only=True)
+    again = loop.Score(*state["best"])
+    assert asdict(again) == results["training"]["held_out"]
+    assert again.decisive == pytest.approx((again.clean + again.robust) / 2)

@@ -113,6 +113,10 @@ def test_numbers_fit_together(finished):
     rows = {(row["level"], row["attack"], row["eps"]): row for row in ladder["rows"]}
     samples = pq.read_table(out / "samples.parquet").to_pandas()
     assert len(samples) == n == 20
+    columns = [name for name in samples.columns if name.startswith("held:")]
+    assert columns == [f"held:{attack['name']}" for attack in results["attacks"]]
+    assert [attack["held"] for attack in results["attacks"]] == [samples[name].sum() for name in columns]
+    assert any(name.endswith("released at 8/255 normalised") for name in columns)
     for (level, attack, eps), row in rows.items():
         column = samples[f"held:{level} {attack} at {TEXTS[eps]}"]
         assert row["held"] == column.sum()
@@ -283,6 +287,21 @@ def test_the_worst_case_keeps_what_was_found_at_smaller_budgets(subject):
     assert bank.worst(EPS[1]) is None
 
 
+def test_who_sees_verdicts_keeps_what_it_found_by_moving_features(subject):
+    """T6: all images are attacked at every budget, for their cosines, and one that fell before stays fallen."""
+    indices, _ = subject.selection(3, 0, False)
+    labels = subject.source.labels()[indices]
+    arms, tally = Arms(subject.model), Tally(indices, labels, labels, [])
+    table = LadderTable(LadderOrder(eps=EPS, levels=("T2", "T6"), recipe="x"), tally, arms, {})
+    for rung in [rung for rung in rungs(("T2", "T6"), arms, 3, 10, ()) if rung.name == "features-3"]:
+        for eps, right in ((EPS[0], [False, True, True]), (EPS[1], [True, True, False])):
+            zero = np.asarray(0)
+            piece = {"right:tokens": np.asarray(right), "void": np.zeros(3, bool), "seconds": zero}
+            table.add(rung, eps, [{**piece, "gradients": zero, "forwards": zero}], torch.ones(3, dtype=torch.bool))
+    assert table.held["T6 features-3", EPS[1]].tolist() == [False, True, False]
+    assert table.held["T2 features-3", EPS[1]].tolist() == [True, True, False]
+
+
 def test_the_secret_itself_is_no_surrogate(subject, sets, recipe, tmp_path):
     file = tmp_path / "own.safetensors"
     save_tokens(Tokened(subject.model.classifier, subject.model.tokens.detach()), file, {})
@@ -326,17 +345,15 @@ def test_ctrl_c_in_a_training_inside_names_the_climb(subject, sets, recipe, tmp_
     assert seen.value.folder == tmp_path / "run"
 
 
-def test_controls_see_noise_of_the_attack_s_budget_in_pixels(subject, tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(training.Trainer, "train", lambda self, name, seed, changes: seen.append(changes))
-    for recipe, budget in (("tokens/shapes", 2 / 255), ("tokens/deit-tiny", 2 / 255)):
-        training.Trainer(subject.model, recipe, None, None, tmp_path, CPU).controls(0)
-        assert seen[-1]["threat.eps"] == pytest.approx(budget)
+def test_controls_see_noise_of_the_attack_s_budget_in_pixels(tmp_path):
     file = tmp_path / "released.yaml"
     file.write_text("extends: tokens/shapes\nthreat: {eps: 8/255}\nobjective: {attack: 'features-30(paper=true)'}\n")
-    training.Trainer(subject.model, str(file), None, None, tmp_path, CPU).controls(0)
-    assert seen[-1]["threat.eps"] == pytest.approx(8 / 255 * 0.229)
-    assert seen[-1]["objective.attack"] == "noise"
+    budgets = {"tokens/shapes": 2 / 255, "tokens/deit-tiny": 2 / 255, str(file): 8 / 255 * 0.229}
+    for recipe, budget in budgets.items():
+        changes = training.control_changes(training.read_recipe(recipe))
+        assert len(changes) == 2
+        assert all(each["threat.eps"] == pytest.approx(budget) for each in changes.values())
+        assert all(each["objective.attack"] == "noise" for each in changes.values())
 
 
 @pytest.mark.parametrize(
@@ -346,6 +363,7 @@ def test_controls_see_noise_of_the_attack_s_budget_in_pixels(subject, tmp_path, 
         ({"eps": (2.0,)}, "at least one level, and budgets"),
         ({"levels": ("T99",)}, "unknown level"),
         ({"steps": 0}, "steps must be at least 1"),
+        ({"extraction": (0, 5)}, "extraction is .images to ask about, steps of the fit., each at least 1"),
         ({"surrogates": -1}, "surrogates is a number"),
         ({"white_box": ("pgt-3",)}, "unknown attack 'pgt-3'"),
         ({"white_box": ("patch-fool",)}, "rules of its own"),

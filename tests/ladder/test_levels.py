@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from vitadel.attacks.pgd import PGD
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import Mistake
 from vitadel.ladder.levels import LEVELS, Arms, MeanOf, check_levels, rungs
+from vitadel.ladder.order import LadderOrder
 from vits import make_vit, pixels
 
 
@@ -56,6 +59,26 @@ def test_who_cannot_ask_goes_all_the_way(arms):
         if isinstance(attack, FeatureAttack):
             assert not attack.stop_when_fooled
             assert attack.paper or attack.length <= attack.threat.eps  # steps fit into small balls
+
+
+def test_who_sees_verdicts_asks(arms):
+    assert all(rung.asks == (rung.level in ("T5", "T6")) for rung in made(arms))
+
+
+def test_the_attack_made_to_transfer_has_over_a_hundred_steps_by_default(arms):
+    tuned = next(rung for rung in rungs(("T2+",), arms, LadderOrder.steps, 50, ()))
+    assert tuned.name == "diverse-120 beside random tokens"
+    assert tuned.attack(1 / 255).steps == 120
+
+
+@pytest.mark.parametrize("kind", ["tokens", "pooled"])
+def test_feature_attacks_go_for_the_features_that_the_defence_compares(arms, kind):
+    found = [rung for rung in made(replace(arms, features=kind)) if rung.features and rung.level != "T0"]
+    assert [rung.level for rung in found] == ["T2", "T2", "T6"]
+    goals = [rung.attack(2 / 255).goal for rung in found]
+    assert {goal.kind for goal in goals} == {kind}
+    assert [goal.axis for goal in goals] == ["token", "token" if kind == "pooled" else "channel", "token"]
+    assert all(rung.name.endswith("pooled") == (kind == "pooled") for rung in found)
 
 
 def test_levels_without_means_are_left_out(arms):

@@ -80,7 +80,7 @@ def trained(path, losses=(1.0, 0.5), recipe="tokens/count:r1"):
 
 def test_cosines_of_trainings_are_told_as_cosines(tmp_path):
     page = render([trained(tmp_path / "one")])
-    assert "cosines on held-out images: clean 0.900, mean of clean and attacked 0.800" in page
+    assert "cosines on held-out images: clean 0.900, under attack 0.800" in page
     assert "the cosine of features with the token-free clean ones" in page
     assert "Trainings side by side" not in page
 
@@ -90,7 +90,7 @@ def test_trainings_side_by_side(tmp_path):
     page = render(runs)
     assert "Trainings side by side" in page
     assert "Losses of 2 trainings, first step to last: tokens/count:r1: 1.000 to 0.750; tokens/count:r10: 0.750" in page
-    assert page.count("cosine: clean 0.900, mean of clean and attacked 0.800") == 2
+    assert page.count("cosine: clean 0.900, under attack 0.800") == 2
     audits = [read_run(write_run(tmp_path / name, correct=[True], attacks={})) for name in ("three", "four")]
     assert "Trainings side by side" not in render(audits)
     many = [trained(tmp_path / f"many{number}", recipe=f"r{number}") for number in range(8)]

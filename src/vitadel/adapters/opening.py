@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from vitadel.adapters.robustness_tokens import Tokened
-from vitadel.adapters.token_files import load_tokens
+from vitadel.adapters.robustness_tokens import TokenBank, Tokened
+from vitadel.adapters.token_files import load_bank, load_tokens
 from vitadel.adapters.tora import Tora
 from vitadel.adapters.tora_files import backbone_of_parts, load_tora, parts_file
 from vitadel.backbones.classifier import Classifier
@@ -29,11 +29,12 @@ def open_model(
     *,
     tokens: str | Path | None = None,
     allow_readable: bool = False,
-) -> Classifier | Tokened | Tora:
+) -> Classifier | Tokened | TokenBank | Tora:
     """What `load_model` opens, with the robustness tokens of a file, or with what the training added whose run folder
     `spec` is: tokens, or the parts of TORA. A model of the zoo may be such a one, too.
 
-    A token file that others can read is refused unless `allow_readable`.
+    Several token files, with commas between them, are a bank: one set is drawn for each image of each call. A file
+    that others can read is refused unless `allow_readable`.
     """
     given = {name: value for name, value in (options or {}).items() if value not in (None, False)}
     run = _adapted_run(spec)
@@ -42,7 +43,7 @@ def open_model(
         if shipped is not None:
             return shipped
         classifier = load_model(spec, **given)
-        return classifier if tokens is None else load_tokens(tokens, classifier, allow_readable=allow_readable).eval()
+        return classifier if tokens is None else _with_tokens(classifier, tokens, allow_readable)
     if tokens is not None:
         raise Mistake(f"'{spec}' is a training of {run.use} and has its own; to use those of {tokens}, name a backbone")
     known = {name: run.model[name] for name in _OPTIONS if run.model.get(name)}
@@ -52,6 +53,13 @@ def open_model(
         return load_tokens(file, classifier, allow_readable=allow_readable).eval()
     start = run.adapter.get("start")
     return load_tora(file, classifier) if start is None else load_tora(parts_file(start), classifier, file)
+
+
+def _with_tokens(classifier: Classifier, tokens: str | Path, allow_readable: bool) -> Tokened | TokenBank:
+    files = [part.strip() for part in str(tokens).split(",") if part.strip()]
+    if len(files) < 2 or Path(tokens).exists():  # a name may have a comma
+        return load_tokens(tokens, classifier, allow_readable=allow_readable).eval()
+    return load_bank(files, classifier, allow_readable=allow_readable).eval()
 
 
 def _shipped_tora(spec: str, options: Mapping[str, Any]) -> Tora | None:

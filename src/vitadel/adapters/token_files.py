@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,15 @@ from vitadel.errors import Mistake
 from vitadel.instrument.tokens import token_width
 from vitadel.runtime.secrets import fingerprint, read_secret, write_secret
 
-__all__ = ["TokenFile", "backbone_fingerprint", "fingerprint_of", "load_tokens", "read_tokens", "save_tokens"]
+__all__ = [
+    "TokenFile",
+    "backbone_fingerprint",
+    "fingerprint_of",
+    "load_bank",
+    "load_tokens",
+    "read_tokens",
+    "save_tokens",
+]
 
 _METADATA_KEY = "vitadel_tokens"
 _TENSOR = "tokens"
@@ -85,6 +93,28 @@ def load_tokens(path: str | Path, classifier: Classifier, *, allow_readable: boo
             "size and head may differ), or train tokens for this one."
         )
     return Tokened(classifier, file.tokens, placement=file.placement, salt=file.salt)
+
+
+def load_bank(paths: Sequence[str | Path], classifier: Classifier, *, allow_readable: bool = False) -> TokenBank:
+    """The classifier with the tokens of several files, one of which is drawn for each image of each call.
+
+    The same files in the same order have the same fingerprint every time.
+    """
+    sets = [load_tokens(path, classifier, allow_readable=allow_readable) for path in paths]
+    for number, each in enumerate(sets):
+        if each.placement != sets[0].placement:
+            raise Mistake(
+                f"the sets of a bank must have one placement, but '{paths[0]}' has {sets[0].placement} and "
+                f"'{paths[number]}' {each.placement}. Train them by one recipe."
+            )
+        for before in range(number):
+            if torch.equal(each.tokens, sets[before].tokens):
+                raise Mistake(
+                    f"'{paths[before]}' and '{paths[number]}' hold the same tokens: a bank needs different sets. Train "
+                    "one of them again, with another seed or none."
+                )
+    salt = hashlib.sha256(b"".join(each.salt for each in sets)).digest()
+    return TokenBank(classifier, [each.tokens for each in sets], placement=sets[0].placement, salt=salt)
 
 
 def read_tokens(path: str | Path, *, allow_readable: bool = False) -> TokenFile:

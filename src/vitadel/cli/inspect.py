@@ -10,11 +10,13 @@ import typer
 
 from vitadel.cli import options, running
 from vitadel.cli.bundles import bundled
+from vitadel.cli.revisiting import Opening, RunOrModel, given_flags, open_revisited, revisited
 
 
 @bundled
 def inspect(
-    model: options.Model = "zoo:shapes-robust",
+    ctx: typer.Context,
+    model: RunOrModel = "zoo:shapes-robust",
     sampling: options.Sampling = options.Sampling("shapes", limit=100, batch_size=32),
     attack: Annotated[
         str, typer.Option(help="one attack, e.g. features-30; see 'vitadel list attacks'")
@@ -23,17 +25,19 @@ def inspect(
     choice: options.Choice = options.Choice(),
     run: options.Running = options.Running(),
 ) -> None:
-    """Where does MODEL have its largest activations, and what do attacks and tokens make of them?"""
+    """Where does a model have its largest activations, and what do attacks and tokens make of them?"""
     from vitadel.adapters.robustness_tokens import Tokened
     from vitadel.amounts import read_amount
     from vitadel.evaluation.activations import Look, inspect_activations
     from vitadel.reporting import terminal
     from vitadel.runtime.processes import join_processes
 
-    eps = read_amount(threat.eps, "eps")
-    look = Look(attack, eps, threat.norm, **sampling.for_order())
+    given = given_flags(ctx)
+    opening = revisited(Opening(model, sampling, threat, choice), given)
+    eps = read_amount(opening.threat.eps, "eps")
+    look = Look(attack, eps, opening.threat.norm, **opening.sampling.for_order())
     processes = join_processes(run.device)
-    subject = running.open_chosen(model, choice, sampling, for_features=True)
+    subject = open_revisited(opening, given, for_features=True)
     terminal.tell_notes(subject.model.record.notes)
     opened: object = subject.model
     tokened = opened if isinstance(opened, Tokened) else None

@@ -27,7 +27,9 @@ class LadderFlags:
     levels: Annotated[
         str | None, typer.Option(help="only these, e.g. T2,T3,T6; all of T0 to T8 by default", rich_help_panel=_PANEL)
     ] = None
-    steps: Annotated[int, typer.Option(help="steps of every attack with gradients", rich_help_panel=_PANEL)] = 30
+    steps: Annotated[
+        int, typer.Option(help="of attacks with gradients; T2+ has one with four times as many", rich_help_panel=_PANEL)
+    ] = 30
     queries: Annotated[int, typer.Option(help="score queries per image (T5)", rich_help_panel=_PANEL)] = 5000
     white_box: Annotated[
         str, typer.Option(help="attacks through the tokens, beside pgd (T6)", rich_help_panel=_PANEL)
@@ -43,11 +45,18 @@ class LadderFlags:
         ),
     ] = "2"
     recipe: Annotated[
-        str | None, typer.Option(help="how the tokens were trained; by default the run's own", rich_help_panel=_PANEL)
+        str | None,
+        typer.Option(
+            help="how the tokens were trained, NAME or NAME:ROW; by default the run's", rich_help_panel=_PANEL
+        ),
     ] = None
     attacker_data: Annotated[
         str | None,
-        typer.Option(help="images that attackers train and fit on; the recipe's by default", rich_help_panel=_PANEL),
+        typer.Option(
+            help="images that attackers train and fit on; by default those of the recipe, and to fit (T7) the training "
+            "split of the audited data, or images that are not audited",
+            rich_help_panel=_PANEL,
+        ),
     ] = None
     head: Annotated[
         str | None, typer.Option(help="the victim's head, made by 'vitadel probe'", rich_help_panel=_PANEL)

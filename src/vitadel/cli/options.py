@@ -47,7 +47,11 @@ class Choice:
         bool, typer.Option("--small-images", help="adapt a patch-16 ViT or XCiT to 32 px images")
     ] = False
     tokens: Annotated[
-        str | None, typer.Option(help="file of robustness tokens for the model (see 'vitadel harden')")
+        str | None,
+        typer.Option(
+            help="file of robustness tokens for the model (see 'vitadel harden'); several, with commas between them, "
+            "are a bank, from which one is drawn for each image"
+        ),
     ] = None
     allow_readable: AllowReadable = False
 

@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from vitadel.evaluation.benches import Outcome
     from vitadel.evaluation.subject import Subject
 
-__all__ = ["IMAGES", "Calibration", "Opening", "RunOrModel", "conduct", "revisited", "study"]
+__all__ = [
+    "IMAGES",
+    "Calibration",
+    "Opening",
+    "RunOrModel",
+    "conduct",
+    "given_flags",
+    "open_revisited",
+    "revisited",
+    "study",
+]
 
 RunOrModel = Annotated[
     str, typer.Argument(metavar="RUN-OR-MODEL", help="run folder of an audit, or a MODEL as 'vitadel audit' takes it")
@@ -106,10 +116,10 @@ def _taken(bundle: _B, known: Mapping[str, Any], given: set[str]) -> _B:
     )
 
 
-def open_revisited(opening: Opening, given: set[str]) -> Subject:
+def open_revisited(opening: Opening, given: set[str], *, for_features: bool = False) -> Subject:
     """Model and data; a `Mistake` if they are no more what the audit had, and no flag asked for others."""
     subject = running.open_chosen(
-        cast(str, opening.model), opening.choice, opening.sampling
+        cast(str, opening.model), opening.choice, opening.sampling, for_features=for_features
     )  # a module is taken as it is
     if opening.recorded is None:
         return subject
@@ -151,12 +161,16 @@ def _conducted(
     return outcome
 
 
+def given_flags(ctx: typer.Context) -> set[str]:
+    """Those that were typed, whose values win over an audit's."""
+    return {flag for flag in ctx.params if str(ctx.get_parameter_source(flag)).endswith("COMMANDLINE")}
+
+
 def conduct(ctx: typer.Context, name: str, opening: Opening, run: Running, **own: Any) -> None:
     """Run a study by its flags, write its report and tell it; `own` are the fields of its order that others lack."""
     from vitadel.reporting.studies import show_study
 
-    given = {flag for flag in ctx.params if str(ctx.get_parameter_source(flag)).endswith("COMMANDLINE")}
-    outcome = _conducted(name, opening, given, run, own, shown=True)
+    outcome = _conducted(name, opening, given_flags(ctx), run, own, shown=True)
     if outcome.is_main and outcome.folder is not None:
         running.tell(outcome.results, outcome.folder.path, run, show_study)
 

@@ -38,6 +38,7 @@ class Board:
     epochs: int
     shown: bool = True
     live: Live | None = None
+    pixels_per_unit: float = 1.0  # of the attack's budget, at most
     step: int = 0
     row: Mapping[str, float] = field(default_factory=dict)
     seen: list[Mapping[str, float]] = field(default_factory=list)  # this epoch's steps
@@ -83,7 +84,13 @@ class Board:
         eps, loss, accuracy = self.row.get("eps", 0.0), self._mean("loss"), self._mean("accuracy")
         seen = "no loss yet" if loss is None else f"loss {loss:.3f}"
         seen += "" if accuracy is None else f", accuracy in training {_share(accuracy)}"
-        return seen + (f", eps {255 * eps:.3g}/255" if eps else "")
+        return seen + (f", eps {self._budget(eps)}" if eps else "")
+
+    def _budget(self, eps: float) -> str:
+        told = f"{255 * eps:.3g}/255"
+        if self.pixels_per_unit == 1:
+            return told
+        return f"{told} in normalised units, at most {255 * eps * self.pixels_per_unit:.3g}/255 in pixels"
 
     def _left(self) -> str:
         each = sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
@@ -103,11 +110,11 @@ class Board:
 
 
 @contextmanager
-def board(steps: int, epochs: int, shown: bool) -> Iterator[Board]:
+def board(steps: int, epochs: int, shown: bool, pixels_per_unit: float = 1.0) -> Iterator[Board]:
     """For one process to show; on a terminal it draws itself anew four times a second."""
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
-        yield Board(steps, epochs, shown)
+        yield Board(steps, epochs, shown, pixels_per_unit=pixels_per_unit)
         return
     with Live(console=console, refresh_per_second=4) as live:
-        yield Board(steps, epochs, shown, live)
+        yield Board(steps, epochs, shown, live, pixels_per_unit)

@@ -56,6 +56,8 @@ class ChecksObjective(Protocol):
 
 @runtime_checkable
 class ChecksModel(Protocol):
+    """A plug-in or adapter that can tell from the bare model that it does not go with it."""
+
     def check_model(self, model: Classifier) -> None:
         """A `Mistake` if it cannot work with this model, which has no weights and is not to be changed."""
         ...
@@ -150,6 +152,8 @@ def build_check(recipe: Recipe, where: str) -> None:
         for name, plugin in recipe.plugins if model is not None else ():
             if isinstance(plugin, ChecksModel):
                 faults.attempt(f"plugins.{name}", guarded(plugin.check_model), model)
+        if model is not None and isinstance(recipe.adapter, ChecksModel):
+            faults.attempt("adapter", guarded(recipe.adapter.check_model), model)
     if faults.all():
         raise Faulty(where, faults.all())
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import timm
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
@@ -22,13 +21,14 @@ from accelerate.utils import LoggerType
 from timm.optim import create_optimizer_v2, list_optimizers
 from torch import Tensor, nn
 
+from vitadel.attacks.features import pixels_per_unit
 from vitadel.attacks.settings import settings_of
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.image_size import check_images_fit
-from vitadel.backbones.load import load_model
 from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
+from vitadel.defenses.adapters.tokens import Tokens
 from vitadel.defenses.augmentation import augment, seed_everything
 from vitadel.defenses.batch_statistics import whose_statistics
 from vitadel.defenses.board import board
@@ -38,7 +38,8 @@ from vitadel.defenses.metrics import Metrics
 from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
 from vitadel.defenses.protocols import ChangesEvaluation, Prepares
 from vitadel.defenses.recipes import compose, dotted
-from vitadel.defenses.sections import DataSection, ModelSection, Optimiser
+from vitadel.defenses.sections import DataSection, Optimiser
+from vitadel.defenses.starting_model import StartingModel, starting_model
 from vitadel.defenses.stream import Stream
 from vitadel.defenses.validation import HeldOut
 from vitadel.defenses.writing_recipes import recipe_text
@@ -104,7 +105,10 @@ def open_workshop(
     rows, held_out_rows = _held_out(source, section, recipe.train.seed)
     with _global_generators_kept():
         seed_everything(recipe.train.seed)
-        model = _model(recipe.model, len(source.classes), section.train) if model is None else model
+        given = None if model is None else StartingModel(model)
+        start = given or starting_model(recipe.model, len(source.classes), section.train)
+    _refuse_to_judge_a_fresh_head(recipe, start.fresh_head)
+    model = start.classifier
     if "about" in recipe.about:
         notes = {**model.record.notes, "about": recipe.about["about"]}
         model = Classifier(model.backbone, replace(model.record, notes=notes))
@@ -138,6 +142,17 @@ def open_workshop(
         workers=section.workers,
     )
     return Workshop(recipe, model, stream, HeldOut(validation_source, held_out_rows, preprocess), others["test"])
+
+
+def _refuse_to_judge_a_fresh_head(recipe: Recipe, fresh: bool) -> None:
+    """Tokens leave the head as it is: one that has learnt nothing would be audited as if it had."""
+    if fresh and recipe.data.test is not None and isinstance(recipe.adapter, Tokens):
+        raise Mistake(
+            f"the head of '{recipe.model.name}' for the classes of data.train is fresh, and training tokens does not "
+            f"train it: an audit on data.test ({recipe.data.test}) would judge a random head. Set data.test=null and "
+            "judge the features by `vitadel probe` with the trained tokens; or, if the model's own head knows these "
+            "classes, name them in model.head_classes."
+        )
 
 
 def _same_classes(source: Source, training: Source, what: str) -> Source:
@@ -194,36 +209,6 @@ def _first_size(source: Source, spec: str) -> tuple[int, int]:
     return image.height, image.width
 
 
-def _model(section: ModelSection, classes: int, data: str) -> Classifier:
-    if section.num_classes is not None and section.num_classes != classes:
-        raise Mistake(
-            f"model.num_classes is {section.num_classes}, but {data} has {classes} classes; drop it or take other data"
-        )
-    kept = section.head_classes
-    if kept is not None and len(kept) != classes:
-        raise Mistake(f"model.head_classes keeps {len(kept)} classes, but {data} has {classes}; name one for each")
-    kwargs = dict(section.kwargs)
-    if section.drop_path:
-        kwargs["drop_path_rate"] = section.drop_path
-    named = timm.is_model(section.name.partition(".")[0])
-    options: dict[str, Any] = {
-        "weights": section.weights or ("random" if named else None),
-        "mean": section.mean,
-        "std": section.std,
-        "input_size": section.input_size,
-        "small_images": section.small_images or False,
-        "kwargs": kwargs,
-    }
-    if options["weights"] == "random":
-        if kept is not None:
-            raise Mistake("model.head_classes keeps what a model has learnt, but this one starts from fresh weights")
-        return load_model(section.name, num_classes=classes, **options)
-    model = load_model(section.name, num_classes=section.num_classes, head_classes=kept, **options)
-    if model.record.num_classes != classes:
-        model = load_model(section.name, num_classes=classes, new_head=True, **options)
-    return model
-
-
 @contextmanager
 def _global_generators_kept() -> Iterator[None]:
     """The caller's random numbers go on as if nothing had been drawn here."""
@@ -251,6 +236,7 @@ def run_harden(
     """Train in a run folder, then audit; a run that is complete is only read. A `model` is used as it is."""
     _refuse_rollback_of_averages(recipe)
     shop = open_workshop(recipe, processes, data_root, model)
+    adapted = _adapted(shop, processes)  # before there is a folder: not every model takes every adapter
     settings = {**dotted(recipe.document), "--data-root": None if data_root is None else str(data_root)}
     path, words = None if out is None else Path(out), list(argv or sys.argv)
     folder = processes.on_main(lambda: open_run("harden", name, settings, out=path, resume=resume, argv=words))
@@ -260,7 +246,7 @@ def run_harden(
         write_atomically(folder.path / "recipe.yaml", recipe_text(recipe.document).encode())
         write_json(folder.path / "environment.json", environment(processes.device, processes.count))
     try:
-        run = _train(shop, processes, folder, resume, shown)
+        run = _train(shop, adapted, processes, folder, resume, shown)
         results = _audit(run, shop, name, processes, folder, shown, data_root)
     except (KeyboardInterrupt, Interrupted):  # also of the audit inside: this run is what goes on with --resume
         raise Interrupted(folder.path) from None
@@ -277,17 +263,22 @@ def _refuse_rollback_of_averages(recipe: Recipe) -> None:
         )
 
 
-def _train(shop: Workshop, processes: Processes, folder: RunFolder, resume: bool, shown: bool) -> Run:
-    recipe, main = shop.recipe, processes.is_main
-    for _, plugin in recipe.plugins:
+def _adapted(shop: Workshop, processes: Processes) -> nn.Module:
+    """What is to be trained, where it is to be trained."""
+    for _, plugin in shop.recipe.plugins:
         if isinstance(plugin, Prepares):
             plugin.prepare(shop.model)
-    model = recipe.adapter.attach(shop.model.to(processes.device)).to(processes.device)
+    return shop.recipe.adapter.attach(shop.model.to(processes.device)).to(processes.device)
+
+
+def _train(shop: Workshop, model: nn.Module, processes: Processes, folder: RunFolder, resume: bool, shown: bool) -> Run:
+    recipe, main = shop.recipe, processes.is_main
+    attack = recipe.objective.attack
     accelerator = _accelerator(recipe, processes, folder.path)
     optimiser = make_optimiser(recipe.optimiser, model)
     epochs = recipe.train.epochs + recipe.schedule.cool_down
     steps = shop.stream.steps_per_epoch * epochs
-    with _global_generators_kept(), board(steps, epochs, shown and main) as seen:
+    with _global_generators_kept(), board(steps, epochs, shown and main, pixels_per_unit(attack)) as seen:
         metrics = Metrics(folder.path / "metrics.jsonl" if main else None)
         run = Run(
             recipe,
@@ -300,6 +291,8 @@ def _train(shop: Workshop, processes: Processes, folder: RunFolder, resume: bool
             seen,
             metrics,
         )
+        if told := attack and settings_of(attack).get("effective_eps"):
+            run.tell(f"attack in training: eps {told}")
         if note := whose_statistics(model, processes, recipe.train.attack_mode):
             run.tell(note)
         train(run, accelerator, optimiser, resume)

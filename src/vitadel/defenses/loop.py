@@ -22,6 +22,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from vitadel.attacks.features import pixels_per_unit
 from vitadel.attacks.forms import threats_in, training_form
 from vitadel.attacks.names import make
 from vitadel.defenses.attacking import craft
@@ -282,7 +283,10 @@ def _eps_in(attack: Attack | None) -> dict[str, float]:
     if attack is None:
         return {"eps": 0.0}
     budgets = [threat.eps for threat in threats_in(attack)]
-    return {"eps": max(budgets)} if budgets else {}
+    if not budgets:
+        return {}
+    unit = pixels_per_unit(attack)
+    return {"eps": max(budgets)} | ({} if unit == 1 else {"eps_in_pixels": max(budgets) * unit})
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from vitadel.attacks.forms import training_form
 from vitadel.attacks.names import make
 from vitadel.defenses.attacking import craft
 from vitadel.defenses.harden import Workshop
+from vitadel.defenses.protocols import Measures
 from vitadel.evaluation.compiling import gradient_probe, seconds_of
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.processes import Processes
@@ -24,7 +25,9 @@ _IMAGES = 32
 
 def plan_training(shop: Workshop, processes: Processes) -> dict[str, Any]:
     """Seconds for each part of the work, on this number of processes; plug-ins that add passes are not timed."""
-    recipe, model, device = shop.recipe, shop.model.to(processes.device), processes.device
+    recipe, device = shop.recipe, processes.device
+    model = recipe.adapter.attach(shop.model.to(device)).to(device)
+    shown = recipe.adapter.shown(model)
     begun = time.perf_counter()
     part = next(shop.stream.steps(0, 1))[0].to(device)
     reading = (time.perf_counter() - begun) / len(part.y)
@@ -44,7 +47,7 @@ def plan_training(shop: Workshop, processes: Processes) -> dict[str, Any]:
     attacking = 0.0
     if attack is not None:
         at_work = training_form(attack)
-        attacking = measured(lambda: craft(at_work, model, x, y, mode=recipe.train.attack_mode))
+        attacking = measured(lambda: craft(at_work, shown, x, y, mode=recipe.train.attack_mode))
     with frozen(model):
         gradient = measured(gradient_probe(model, x))
         with torch.no_grad():
@@ -55,17 +58,23 @@ def plan_training(shop: Workshop, processes: Processes) -> dict[str, Any]:
         gradients, forwards = make(name, eps=threat.eps, norm=threat.norm).passes()
         return gradients * gradient + (forwards + 1) * forward
 
+    def validating() -> float:
+        objective = recipe.objective
+        if isinstance(objective, Measures) and attack is not None:  # judged by its own measure, under its own attack
+            with frozen(model), torch.no_grad():
+                return attacking + measured(lambda: objective.measure(model, x, x)[0])
+        return forward + (at_most(recipe.validation.attack) if recipe.validation.attack else 0.0)
+
     epochs = recipe.train.epochs + recipe.schedule.cool_down
     steps = shop.stream.steps_per_epoch * epochs
     images = steps * recipe.train.batch_size / processes.count
     validated = len(shop.held_out.rows) * (-(-epochs // recipe.validation.every)) / processes.count
     audited = _audited(shop) / processes.count
-    validating = forward + (at_most(recipe.validation.attack) if recipe.validation.attack else 0.0)
     parts: list[tuple[str, float, float]] = [  # what, images, seconds an image
         ("reading and augmentation", images, reading),
         ("attacks", images, attacking),
         ("loss and update", images, learning),
-        ("validation, at most", validated, validating),
+        ("validation, at most", validated, validating()),
         ("audit at the end, at most", audited, forward + sum(map(at_most, recipe.audit.attacks))),
     ]
     return {

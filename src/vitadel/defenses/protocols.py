@@ -64,7 +64,7 @@ class Measures(Protocol):
         ...
 
     def measure(self, model: nn.Module, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """(on clean images, by which epochs are compared), a number for each image, at most 1."""
+        """(on clean images, on attacked ones), a number for each image, at most 1; epochs are compared by the mean."""
         ...
 
 

@@ -32,8 +32,10 @@ class Score:
 
     @property
     def decisive(self) -> float:
-        """What epochs are compared by."""
-        return self.clean if self.robust is None else self.robust
+        """What epochs are compared by: among accuracies the robust one, which a clean one bounds; else the mean."""
+        if self.robust is None:
+            return self.clean
+        return self.robust if self.measure == "accuracy" else (self.clean + self.robust) / 2
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class HeldOut:
                 z = attack(shown, batch.x, batch.y, draws)
                 with torch.no_grad():
                     sums += torch.stack([values.double().sum() for values in measure(model, batch.x, z)])
-        clean, decisive = (processes.mean(sums) * processes.count / len(self.rows)).tolist()
-        return Score(clean, decisive, len(self.rows), name)
+        clean, robust = (processes.mean(sums) * processes.count / len(self.rows)).tolist()
+        return Score(clean, robust, len(self.rows), name)
 
     def score(self, model: nn.Module, attack: Attack | None, threat: Threat, processes: Processes, seed: int) -> Score:
         """Judged as an audit judges; every process takes its share of the images."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,29 +19,41 @@ from vitadel.evaluation.calibration import CalibrationImages, calibration_images
 from vitadel.evaluation.stages import Bench
 from vitadel.evaluation.subject import Subject
 from vitadel.ladder.controls import controls
-from vitadel.ladder.extraction import EXPOSED, Extracted, extract_tokens
+from vitadel.ladder.extraction import EXPOSED, Extracted, extract_tokens, read_extracted, save_extracted
 from vitadel.ladder.levels import Arms
 from vitadel.ladder.order import LadderOrder
-from vitadel.ladder.training import Trainer
+from vitadel.ladder.training import Lesson, TokenRecipe, Trainer, control_changes, read_recipe
+from vitadel.runtime.processes import Processes
 from vitadel.runtime.progress import progress
+from vitadel.runtime.rundir import RunFolder
 from vitadel.types import Source
 
 __all__ = ["Armed", "Supplies", "arm", "gather", "planned"]
 
 _BATCH = 16  # images to fit tokens to, at once
+_SETS = "sets"  # where in the run folder tokens are kept
 _SURROGATES, _BANK, _CONTROLS, _EXTRACTION = 1, 101, 201, 301  # what is added to the seed for each
 
 
 @dataclass(frozen=True, eq=False)
 class Supplies:
-    """What is there before anything is trained: sets from files, and the images that tokens are fitted to (T7)."""
+    """What is there before anything is trained: the recipe, by what to train which sets ("surrogates", "bank" and
+    "controls", as far as there are any to train), sets from files, and the images that tokens are fitted to (T7)."""
 
+    recipe: TokenRecipe | None = None
+    lessons: Mapping[str, Lesson] = field(default_factory=dict)
     surrogates: tuple[Tokened, ...] = ()
     bank: tuple[Tokened, ...] = ()
     images: tuple[Source, Tensor] | None = None
 
-    def fingerprints(self) -> dict[str, list[str]]:
-        return {"surrogate_sets": _names(self.surrogates), "bank_sets": _names(self.bank)}
+    def settings(self) -> dict[str, Any]:
+        """What a resumed climb must agree with; `control_data` None means the recipe's own images."""
+        controls = self.lessons.get("controls")
+        return {
+            "surrogate_sets": _names(self.surrogates),
+            "bank_sets": _names(self.bank),
+            "control_data": None if controls is None else controls.data,
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +65,9 @@ class Armed:
     extracted: dict[str, Extracted] = field(default_factory=dict)
 
 
-def gather(subject: Subject, arms: Arms, order: LadderOrder, indices: Tensor) -> Supplies:
+def gather(subject: Subject, arms: Arms, order: LadderOrder, indices: Tensor, processes: Processes) -> Supplies:
     """Open what is given and refuse what makes no sense, before a run folder exists or an hour is spent."""
+    recipe = None if order.recipe is None else read_recipe(order.recipe)
     if arms.other is not None:
         _check_classes(arms.other, subject)
     if order.attacker_data is not None and not subject.given_as_object:
@@ -68,11 +81,63 @@ def gather(subject: Subject, arms: Arms, order: LadderOrder, indices: Tensor) ->
     surrogates = _read(victim, order.surrogates, order.allow_readable) if {"T3", "T4"} & levels else ()
     bank = _read(victim, order.bank, order.allow_readable) if "T8" in levels else ()
     _refuse_equal(victim, {"--surrogates": surrogates, "--bank": bank})
-    images = None
-    if "T7" in levels:
-        wanted, seed = order.extraction[0] + _BATCH, order.seed + _EXTRACTION
-        images = calibration_images(subject, indices, order.attacker_data, wanted, seed, "--attacker-data")
-    return Supplies(surrogates, bank, images)
+    images = _images_to_fit(subject, order, indices) if "T7" in levels else None
+    lessons = {} if recipe is None else _lessons(subject, victim, order, recipe, processes)
+    return Supplies(recipe, lessons, surrogates, bank, images)
+
+
+def _images_to_fit(subject: Subject, order: LadderOrder, indices: Tensor) -> tuple[Source, Tensor]:
+    """Some to ask about, and a batch more to measure the fit by."""
+    wanted, seed = order.extraction[0] + _BATCH, order.seed + _EXTRACTION
+    source, rows = calibration_images(subject, indices, order.attacker_data, wanted, seed, "--attacker-data")
+    if len(rows) <= _BATCH:
+        where = order.attacker_data or f"{subject.data_spec}, beside the audited ones,"
+        raise Mistake(
+            f"token extraction (T7) asks about some images and measures its fit by {_BATCH} others, but {where} has "
+            f"{len(rows)}. Give more with --attacker-data, audit fewer with --limit, or leave T7 out with --levels."
+        )
+    return source, rows
+
+
+def _lessons(
+    subject: Subject, victim: Tokened, order: LadderOrder, recipe: TokenRecipe, processes: Processes
+) -> dict[str, Lesson]:
+    """For every kind of sets to train, with its images opened once: to find out later would cost hours.
+
+    Attackers train on their own images. The bank is the defender's, so it is trained on the recipe's. Controls stand
+    beside the victim: on the recipe's, too; but where these are not at hand, what an attacker has says almost as much.
+    """
+    levels, lessons = set(order.levels), dict[str, Lesson]()
+
+    def lesson(
+        what: str, advice: str, choices: Sequence[str | None], variants: Mapping[str, Mapping[str, Any]]
+    ) -> Lesson:
+        """On the first of the `choices` that can be opened."""
+        for data in choices:
+            made = Lesson(victim, recipe, data, subject.data_root)
+            try:
+                made.check(processes, variants)
+                return made
+            except Mistake as mistake:
+                reason = mistake
+        raise Mistake(f"the ladder cannot train {what} by '{recipe.text}': {reason} {advice}") from reason
+
+    theirs = order.attacker_data
+    other = f"{'Say on which images' if theirs is None else 'Give other images'} with --attacker-data SPEC, or"
+    if {"T3", "T4"} & levels and _to_train(order.surrogates):
+        advice = f"{other} bring token files with --surrogates."
+        lessons["surrogates"] = lesson("surrogates (T3, T4)", advice, [theirs], {"surrogate": {}})
+    if "T8" in levels and _to_train(order.bank):
+        advice = (
+            "A bank is the defender's and trained on the recipe's own images, whatever --attacker-data says: bring "
+            "token files with --bank, name a recipe with other data, or leave T8 out with --levels."
+        )
+        lessons["bank"] = lesson("sets for a bank (T8)", advice, [None], {"bank": {}})
+    if "T2" in levels:
+        choices = [None] if theirs is None else [None, theirs]
+        advice = f"{other} leave T2 out with --levels."
+        lessons["controls"] = lesson("controls (T2)", advice, choices, control_changes(recipe))
+    return lessons
 
 
 def planned(arms: Arms, order: LadderOrder) -> Arms:
@@ -88,27 +153,25 @@ def planned(arms: Arms, order: LadderOrder) -> Arms:
     )
 
 
-def arm(bench: Bench, subject: Subject, order: LadderOrder, arms: Arms, supplies: Supplies, folder: Path) -> Armed:
+def arm(bench: Bench, order: LadderOrder, arms: Arms, supplies: Supplies, run: RunFolder) -> Armed:
     """Train and fit what the chosen levels need; and the controls, if the paper's setting is among them."""
-    levels, victim, device = set(order.levels), arms.victim, bench.processes.device
-
-    def trainer(data: str | None) -> Trainer:
-        return Trainer(
-            victim, order.recipe, data, subject.data_root, folder / "sets", bench.processes, order.skip_bad, bench.shown
-        )
-
+    victim, device, lessons = arms.victim, bench.processes.device, supplies.lessons
+    trainer = Trainer(run.path / _SETS, bench.processes, bench.shown)
     surrogates, bank = supplies.surrogates, supplies.bank
-    if isinstance(order.surrogates, int) and {"T3", "T4"} & levels:
-        surrogates = trainer(order.attacker_data).several("surrogate", order.surrogates, order.seed + _SURROGATES)
-    if isinstance(order.bank, int) and "T8" in levels:
-        bank = trainer(None).several("bank", order.bank, order.seed + _BANK)
+    if "surrogates" in lessons:
+        count = _to_train(order.surrogates)
+        surrogates = trainer.several(lessons["surrogates"], "surrogate", count, order.seed + _SURROGATES)
+    if "bank" in lessons:
+        bank = trainer.several(lessons["bank"], "bank", _to_train(order.bank), order.seed + _BANK)
     _refuse_equal(victim, {"surrogates": surrogates, "bank": bank})
-    extracted = {} if supplies.images is None else _fit(bench, order, arms, supplies.images)
+    extracted = {} if supplies.images is None else _fit(bench, order, arms, supplies.images, run)
     witnesses: dict[str, nn.Module] = {}
-    if "T2" in levels:
-        own = trainer(None)
-        witnesses = controls(victim, arms.head, order.seed + _CONTROLS, own.scale)
-        witnesses |= {name: arms.head(each) for name, each in own.controls(order.seed + _CONTROLS + 1).items()}
+    if "T2" in order.levels:
+        scale = {} if supplies.recipe is None else {"scale": supplies.recipe.scale}
+        witnesses = controls(victim, arms.head, order.seed + _CONTROLS, **scale)
+    if "controls" in lessons:
+        trained = trainer.controls(lessons["controls"], order.seed + _CONTROLS + 1)
+        witnesses |= {name: arms.head(each) for name, each in trained.items()}
     ready = dataclasses.replace(
         arms,
         other=None if arms.other is None else arms.other.to(device),
@@ -119,28 +182,48 @@ def arm(bench: Bench, subject: Subject, order: LadderOrder, arms: Arms, supplies
     return Armed(ready, {name: each.to(device) for name, each in witnesses.items()}, extracted)
 
 
-def _fit(bench: Bench, order: LadderOrder, arms: Arms, images: tuple[Source, Tensor]) -> dict[str, Extracted]:
-    """By the main process for all of them: rounding on different devices would make different tokens."""
+def _fit(
+    bench: Bench, order: LadderOrder, arms: Arms, images: tuple[Source, Tensor], run: RunFolder
+) -> dict[str, Extracted]:
+    """By the main process for all of them, and kept: another device or number of threads would round to others."""
     source, rows = images
     steps, seed, processes = order.extraction[1], order.seed + _EXTRACTION, bench.processes
 
-    def fit(exposed: str) -> dict[str, Any]:
+    def fit(exposed: str) -> Extracted:
         reading = CalibrationImages(source, rows, bench.preprocess, processes.device, order.skip_bad)
         pixels = torch.cat([x for x, _ in reading]).split(_BATCH)
         with progress(f"fit tokens to {exposed}", steps, bench.shown) as meter:
-            found = extract_tokens(
+            return extract_tokens(
                 arms.victim, pixels, exposed, steps=steps, seed=seed, head=arms.head, told=lambda step: meter.advance(1)
             )
-        told = {"queries": found.queries, "cosine": found.cosine, "cosine_before": found.cosine_before}
-        return {**told, "tokens": found.model.tokens.detach().cpu()}
+
+    def kept_or_fitted(exposed: str) -> dict[str, Any]:
+        file = run.path / _SETS / f"extracted-from-{exposed}.safetensors"
+        if not file.exists():
+            _refuse_verdicts_about_others(run, exposed)
+            save_extracted(fit(exposed), file)
+        found = read_extracted(file, arms.victim.classifier)
+        return {**found.numbers(), "tokens": found.model.tokens.detach().cpu()}
 
     extracted = {}
     for exposed in EXPOSED:
-        told = processes.on_main(lambda exposed=exposed: fit(exposed))  # type: ignore[misc]
+        told = processes.on_main(lambda exposed=exposed: kept_or_fitted(exposed))  # type: ignore[misc]
         tokens = told.pop("tokens").to(processes.device)
         model = Tokened(arms.victim.classifier, tokens, placement=arms.victim.placement).eval()
+        model.tokens.requires_grad_(False)
         extracted[exposed] = Extracted(model, **told)
     return extracted
+
+
+def _refuse_verdicts_about_others(run: RunFolder, exposed: str) -> None:
+    """Folders of earlier versions have verdicts of T7 and not the tokens that they are about."""
+    pieces = run.piece("T7", 0).parents[1]
+    if any(pieces.glob(f"T7_*_from_{exposed}_at_*")):
+        raise Mistake(
+            f"{run.path} has verdicts about tokens fitted to {exposed} (T7), but not these tokens: it was begun by an "
+            f"earlier version, or they were deleted. Fitted again they might be others. Delete {pieces}/T7_* to have "
+            "T7 done anew, or begin with another --out."
+        )
 
 
 def _names(sets: tuple[Tokened, ...]) -> list[str]:
@@ -149,6 +232,10 @@ def _names(sets: tuple[Tokened, ...]) -> list[str]:
 
 def _count(wanted: int | tuple[str, ...]) -> int:
     return wanted if isinstance(wanted, int) else len(wanted)
+
+
+def _to_train(wanted: int | tuple[str, ...]) -> int:
+    return wanted if isinstance(wanted, int) else 0
 
 
 def _read(victim: Tokened, wanted: int | tuple[str, ...], allow_readable: bool) -> tuple[Tokened, ...]:

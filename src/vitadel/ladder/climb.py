@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.robustness_tokens import Tokened
+from vitadel.adapters.robustness_tokens import TokenBank, Tokened
 from vitadel.amounts import amount_text
 from vitadel.attacks.features import feature_cosine, final_features
 from vitadel.attacks.threats import Linf
@@ -41,6 +41,9 @@ __all__ = ["run_ladder"]
 
 VICTIM = "tokens"
 
+_COSINES = {"tokens": {"token": "token", "channel": "channel"}, "pooled": {"token": "pooled"}}
+"""Kind of features -> the axes that they are compared along, and how these cosines are called."""
+
 
 def run_ladder(
     subject: Subject,
@@ -65,8 +68,10 @@ def run_ladder(
     subject = choose_among(subject)
     arms = _all_choosing_like(subject.model, arms)
     indices, mislabelled = subject.selection(order.limit, order.seed, order.skip_bad)
-    supplies = gather(subject, arms, order, indices)
-    settings = {**_settings(subject, order, arms, indices), **supplies.fingerprints()}
+    supplies = gather(subject, arms, order, indices, processes)
+    if supplies.recipe is not None:
+        arms = dataclasses.replace(arms, features=supplies.recipe.features)
+    settings = {**_settings(subject, order, arms, indices), **supplies.settings()}
     run, done = begun("audit", subject.model_spec, settings, processes, out=out, resume=resume, argv=argv)
     if done is not None:
         return done
@@ -75,7 +80,7 @@ def run_ladder(
         with frozen(bench.model):
             tally = Tally.of_clean(clean_stage(bench, indices), mislabelled)
         _tell_cost(bench, order, planned(arms, order), tally, tell)
-        climb = _Climb(bench, order, run, arm(bench, subject, order, arms, supplies, run.path))
+        climb = _Climb(bench, order, run, arm(bench, order, arms, supplies, run))
         table = climb.all(tally)
     except (KeyboardInterrupt, Interrupted):  # also of a training inside: this run is what goes on with --resume
         raise Interrupted(run.path) from None
@@ -90,6 +95,11 @@ def run_ladder(
 
 def _victim(subject: Subject) -> Tokened:
     model: object = subject.model
+    if isinstance(model, TokenBank):
+        raise Mistake(
+            "the ladder judges one set of secret tokens, and a bank of them at T8: give one file with --tokens, and "
+            "the others with --bank."
+        )
     if not isinstance(model, Tokened):
         raise Mistake(
             f"the ladder judges secret tokens, and '{subject.model_spec}' has none. Give the run folder of `vitadel "
@@ -193,7 +203,7 @@ class _Climb:
                 piece[f"right:{name}"] = verdict.held.cpu().numpy()
                 piece["void"] = verdict.void.cpu().numpy()
             if rung.features:
-                moved = _cosines(self.armed.arms.victim, batch.x, z)
+                moved = _cosines(self.armed.arms, batch.x, z)
                 piece |= {f"cosine:{name}": each.cpu().numpy() for name, each in moved.items()}
             return piece
 
@@ -207,12 +217,16 @@ class _Climb:
 
 
 @torch.no_grad()
-def _cosines(victim: Tokened, x: Tensor, z: Tensor) -> dict[str, Tensor]:
+def _cosines(arms: Arms, x: Tensor, z: Tensor) -> dict[str, Tensor]:
     """Attacked features with the tokens, against those of the bare backbone (the paper's text) and against the
-    victim's own (the released code), and without tokens; per token, and per channel as in the released code."""
-    bare = victim.classifier
-    clean, own = final_features(bare, x), final_features(victim, x)
-    with_tokens, without = final_features(victim, z), final_features(bare, z)
-    pairs = {"to bare": (with_tokens, clean), "to own": (with_tokens, own), "no tokens": (without, clean)}
-    axes = ("token", "channel")
-    return {f"{name}, {axis}": feature_cosine(*pair, axis) for name, pair in pairs.items() for axis in axes}
+    victim's own (the released code), and without tokens; per token, and per channel as in the released code; of
+    pooled features, too, where the defence compares those."""
+    victim, bare = arms.victim, arms.victim.classifier
+    found: dict[str, Tensor] = {}
+    for kind in dict.fromkeys(("tokens", arms.features)):
+        clean, own = final_features(bare, x, kind), final_features(victim, x, kind)
+        with_tokens, without = final_features(victim, z, kind), final_features(bare, z, kind)
+        pairs = {"to bare": (with_tokens, clean), "to own": (with_tokens, own), "no tokens": (without, clean)}
+        for axis, called in _COSINES[kind].items():
+            found |= {f"{name}, {called}": feature_cosine(*pair, axis) for name, pair in pairs.items()}
+    return found

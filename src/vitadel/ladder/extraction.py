@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.token_files import load_tokens, read_tokens, save_tokens
 from vitadel.attacks.features import feature_cosine, final_features
+from vitadel.backbones.classifier import Classifier
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
 from vitadel.ladder.levels import Head
 
-__all__ = ["EXPOSED", "Extracted", "extract_tokens"]
+__all__ = ["EXPOSED", "Extracted", "extract_tokens", "read_extracted", "save_extracted"]
 
 EXPOSED = ("features", "scores")
 """What a victim may tell of an image: class and patch tokens, or logits."""
@@ -31,6 +34,23 @@ class Extracted:
     queries: int
     cosine: float
     cosine_before: float  # of the tokens that the fit started from
+
+    def numbers(self) -> dict[str, float]:
+        return {"queries": self.queries, "cosine": self.cosine, "cosine_before": self.cosine_before}
+
+
+def save_extracted(found: Extracted, path: Path) -> None:
+    """As a secret file: what was extracted well is as good as the secret."""
+    save_tokens(found.model, path, found.numbers())
+
+
+def read_extracted(path: Path, classifier: Classifier) -> Extracted:
+    """What `save_extracted` wrote; a `Mistake` if it is damaged or open to others."""
+    model, told = load_tokens(path, classifier).eval(), read_tokens(path).settings
+    try:
+        return Extracted(model, int(told["queries"]), float(told["cosine"]), float(told["cosine_before"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise Mistake(f"'{path}' does not say how its tokens were fitted ({error!r}); delete it, or its run") from error
 
 
 def extract_tokens(

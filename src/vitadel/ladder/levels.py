@@ -29,6 +29,9 @@ RELEASED_PIXELS = 2 / 255
 """What that can change of a pixel at most: 1.83 grey levels, floored to whole ones."""
 
 
+_TUNED = 4  # times as many steps for the attack made to transfer: its gradients are of random inputs
+
+
 @dataclass(frozen=True)
 class Level:
     code: str
@@ -126,6 +129,7 @@ class Arms:
     surrogates: tuple[Tokened, ...] = ()
     extracted: tuple[tuple[str, Tokened], ...] = ()  # from what, and the fitted tokens
     bank: tuple[Tokened, ...] = ()
+    features: str = "tokens"  # those that the defence compares, as attackers know from its recipe; or "pooled"
 
 
 def rungs(levels: Sequence[str], arms: Arms, steps: int, queries: int, white_box: Sequence[str]) -> list[Rung]:
@@ -143,14 +147,15 @@ def _all_rungs(
     if arms.other is not None:
         yield Rung("T1", f"pgd-{steps}", arms.other, climb)
         yield Rung("T1", f"mi-fgsm-{steps}", arms.other, _named(f"mi-fgsm-{steps}"))
-    yield Rung("T2", f"features-{steps}", public, _features(steps), features=True)
-    released = _named("features-30(paper=true)")
-    yield Rung("T2", "features-30, released", public, released, in_pixels=False, features=True)
+    away = f"features-{steps}{_of(arms)}"
+    yield Rung("T2", away, public, _features(steps, arms.features), features=True)
+    released = _named(f"features-30(paper=true,features={arms.features})")
+    yield Rung("T2", f"features-30, released{_of(arms)}", public, released, in_pixels=False, features=True)
     yield Rung("T2", f"pgd-{steps}, victim's head", public, climb)
     if arms.own_head is not None:
         yield Rung("T2", f"pgd-{steps}, own head", arms.own_head(arms.victim.classifier), climb)
-    tuned = f"diverse-{2 * steps}(tokens={len(arms.victim.tokens)})"
-    yield Rung("T2+", f"diverse-{2 * steps} beside random tokens", public, _named(tuned))
+    tuned = f"diverse-{_TUNED * steps}(tokens={len(arms.victim.tokens)})"
+    yield Rung("T2+", f"diverse-{_TUNED * steps} beside random tokens", public, _named(tuned))
     yield Rung("T2+", f"pna-patchout, {steps} steps", public, _named(f"pna-patchout(steps={steps},decay=1)"))
     for number, surrogate in enumerate(arms.surrogates, start=1):
         yield Rung("T3", f"pgd-{steps}, set {number}", arms.head(surrogate), climb)
@@ -158,10 +163,10 @@ def _all_rungs(
         mean = MeanOf([public, *map(arms.head, arms.surrogates[:count])])
         yield Rung("T4", f"pgd-{steps}, bare and {count} set{'s' * (count > 1)}", mean, climb)
     yield Rung("T5", f"square, {queries} queries", victim, _named(f"square(queries={queries})", stops=True), asks=True)
-    yield Rung("T6", f"features-{steps}", victim, _features(steps), features=True)
+    yield Rung("T6", away, victim, _features(steps, arms.features), asks=True, features=True)
     yield Rung("T6", f"pgd-{steps}", victim, _climber(steps, stops=True), asks=True)
     for name in dict.fromkeys(white_box):
-        if name not in (f"pgd-{steps}", f"features-{steps}"):  # they are there already
+        if name not in (f"pgd-{steps}", away):  # they are there already
             yield Rung("T6", name, victim, _named(name, stops=True), asks=True)
     for exposed, extracted in arms.extracted:
         yield Rung("T7", f"pgd-{steps}, from {exposed}", arms.head(extracted), climb)
@@ -179,13 +184,19 @@ def _climber(steps: int, stops: bool = False) -> Callable[[float], Attack]:
     return at
 
 
-def _features(steps: int) -> Callable[[float], Attack]:
+def _of(arms: Arms) -> str:
+    """Named where they are not the usual ones, so that verdicts on one are not taken for those on the other."""
+    return "" if arms.features == "tokens" else f", {arms.features}"
+
+
+def _features(steps: int, kind: str) -> Callable[[float], Attack]:
     """With steps that fit the budget: the usual 2/255 jump between the corners of a small ball, which costs this goal
     much of its strength (measured: cosines of 0.06 instead of -0.11 at 2/255) and the cross-entropy none."""
 
     def at(eps: float) -> Attack:
         length = max(eps / 4, 2.5 * eps / steps)
-        return make(f"features-{steps}(normed=true,stop_when_fooled=false,step={length!r})", eps=eps)
+        settings = f"normed=true,features={kind},stop_when_fooled=false,step={length!r}"
+        return make(f"features-{steps}({settings})", eps=eps)
 
     return at
 

@@ -20,9 +20,10 @@ class LadderOrder:
     """What a ladder is asked to do: everything, beside victim and data, that decides its result.
 
     `surrogates` and `bank` are numbers of token sets to train, or token files that are there already; the victim's own
-    tokens are one more set of the bank. `recipe` is how the tokens were trained, which attackers are taken to know;
-    `attacker_data` are images for them to train and fit on, those of the recipe if it is None. `extraction` is (images
-    to ask about, steps of the fit).
+    tokens are one more set of the bank. `recipe`, NAME or NAME:ROW, is how the tokens were trained, which attackers
+    are taken to know; `attacker_data` are images for them to train and fit on. If it is None they train on those of the
+    recipe, and fit (T7) to the training split of the audited data or, without one, to images that are not audited.
+    `extraction` is (images to ask about, steps of the fit).
     """
 
     eps: tuple[float, ...] = BUDGETS
@@ -49,6 +50,10 @@ class LadderOrder:
         for name in ("steps", "queries", "batch_size"):
             if getattr(self, name) < 1:
                 raise Mistake(f"{name} must be at least 1, got {getattr(self, name)}")
+        if min(self.extraction) < 1:
+            raise Mistake(
+                f"extraction is (images to ask about, steps of the fit), each at least 1; got {self.extraction}"
+            )
         for name in ("surrogates", "bank"):
             count = getattr(self, name)
             if isinstance(count, int) and count < 0:

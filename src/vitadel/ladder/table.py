@@ -24,7 +24,13 @@ from vitadel.ladder.levels import LEVELS, RELEASED_PIXELS, Arms, Rung
 from vitadel.ladder.order import LadderOrder
 from vitadel.ladder.sanity import findings_about_order
 
-__all__ = ["LadderTable", "ladder_results"]
+__all__ = ["LadderTable", "attack_name", "ladder_results"]
+
+
+def attack_name(row: Mapping[str, Any]) -> str:
+    """One attack at one budget, as results and columns of samples call it."""
+    units = "" if row["in_pixels"] else " normalised"
+    return f"{row['level']} {row['attack']} at {amount_text(row['eps'])}{units}"
 
 
 @dataclass
@@ -145,8 +151,8 @@ class LadderTable:
             "clean_correct": self.tally.correct.numpy(),
         }
         for row in self.rows:
-            title, units = f"{row['level']} {row['attack']}", "" if row["in_pixels"] else " normalised"
-            columns[f"held:{title} at {amount_text(row['eps'])}{units}"] = self.held[title, row["eps"]].numpy()
+            held = self.held[f"{row['level']} {row['attack']}", row["eps"]]
+            columns[f"held:{attack_name(row)}"] = held.numpy()
         buffer = io.BytesIO()
         pq.write_table(pa.table(columns), buffer, compression="zstd")
         return buffer.getvalue()
@@ -157,10 +163,7 @@ def ladder_results(subject: Subject, table: LadderTable, settings: Mapping[str, 
     order, tally, n = table.order, table.tally, len(table.tally.index)
     largest = max(order.eps)
     worst = table.worst(largest)
-    attacks = [
-        {**row, "name": f"{row['level']} {row['attack']} at {row['eps_text']}", "paper_style": None, "own_rules": False}
-        for row in table.rows
-    ]
+    attacks = [{**row, "name": attack_name(row), "paper_style": None, "own_rules": False} for row in table.rows]
     return {
         **heading(order.seed, suite="ladder"),
         **described(subject, tally, settings["model_fingerprint"]),
@@ -170,7 +173,7 @@ def ladder_results(subject: Subject, table: LadderTable, settings: Mapping[str, 
         "clean": share(int(tally.correct.sum()), n, "correct", "accuracy"),
         "attacks": attacks,
         "worst_case": None if worst is None else share(int(worst.sum()), n, "held", "robust_accuracy"),
-        "ladder": _ladder(table),
+        "ladder": {**_ladder(table), "control_data": settings["control_data"]},
         "findings": findings_about_order(_counts(table), n),
     }
 

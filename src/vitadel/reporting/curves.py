@@ -14,7 +14,7 @@ __all__ = ["draw_training", "draw_trainings", "plain_axes", "training_rows"]
 _ACCURACIES = {"validation_clean": ("clean", "clean"), "validation_robust": ("worst", "under attack")}
 _COSINES = {
     "validation_cosine_clean": ("clean", "clean"),
-    "validation_cosine_robust": ("worst", "mean of clean and attacked"),
+    "validation_cosine_robust": ("worst", "under attack"),
 }
 _MOST_CURVES = 6  # side by side; more would hide each other
 _LAST = 20  # steps, whose mean loss is told, as in the paper's figure 4 of Robustness Tokens

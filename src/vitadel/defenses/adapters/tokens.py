@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
 from vitadel.adapters.token_files import load_tokens, save_tokens
 from vitadel.backbones.classifier import Classifier
-from vitadel.instrument.tokens import token_width
+from vitadel.errors import Mistake, nearest_names
+from vitadel.instrument.tokens import PLACEMENTS, check_placement, token_width
 
 __all__ = ["Tokens"]
 
@@ -34,6 +35,17 @@ class Tokens:
     placement: str = "prefix"
     seed: int | None = None
     through: bool = False
+
+    def __post_init__(self) -> None:
+        fresh_tokens(1, min(self.count, 1), self.scale, self.seed or 0)  # says what is wrong with any of them
+        if self.placement not in PLACEMENTS:
+            near = nearest_names(self.placement, PLACEMENTS)
+            raise Mistake(f"unknown placement of tokens {self.placement!r}{near}; known: {', '.join(PLACEMENTS)}")
+
+    def check_model(self, model: Classifier) -> None:
+        """A `Mistake` if this model takes no tokens, or not at this place."""
+        token_width(model)
+        check_placement(model, self.placement)
 
     def attach(self, model: Classifier) -> nn.Module:
         seed = secrets.randbits(62) if self.seed is None else self.seed

@@ -37,21 +37,16 @@ class RobustnessTokens:
         check_kind(self.features, self.axis)
 
     def __call__(self, model: nn.Module, x: Tensor, z: Tensor, y: Tensor) -> dict[str, Tensor]:
-        kept, regained = self.cosines(model, x, z)
+        kept, regained = self.measure(model, x, z)
         loss = self.invariance * (1 - kept.mean()) + self.recovery * (1 - regained.mean())
         return {"loss": loss, "invariance": kept.mean().detach(), "recovery": regained.mean().detach()}
 
-    def cosines(self, model: nn.Module, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """How like the token-free clean features those with tokens are, clean and attacked; one of each per image."""
+    def measure(self, model: nn.Module, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines of features with tokens, clean and attacked, with token-free clean ones; one of each per image."""
         with torch.no_grad():
             target = final_features(_tokened(model).classifier, x, self.features)
         clean, attacked = final_features(model, torch.cat([x, z]), self.features).chunk(2)
         return feature_cosine(clean, target, self.axis), feature_cosine(attacked, target, self.axis)
-
-    def measure(self, model: nn.Module, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """What held-out images are judged by: clean cosine, and the mean of both, by which epochs are compared."""
-        kept, regained = self.cosines(model, x, z)
-        return kept, (kept + regained) / 2
 
 
 def _tokened(model: nn.Module) -> Tokened:

@@ -63,7 +63,7 @@ class OverfittingGuard:
         if alarm:
             self._act(run, alarm)
         elif self.action == "rollback":
-            self._good = {name: each.detach().to("cpu", copy=True) for name, each in run.model.state_dict().items()}
+            self._good = {name: each.detach().to("cpu", copy=True) for name, each in _changing(run.model).items()}
 
     def _alarm(self, fgsm: float, pgd: float) -> str:
         if fgsm - pgd > self.gap:
@@ -76,7 +76,9 @@ class OverfittingGuard:
         message = f"catastrophic overfitting in epoch {run.epoch}: {alarm}"
         if self.action == "rollback":
             if self._good:
-                run.model.load_state_dict(self._good)
+                with torch.no_grad():
+                    for name, each in _changing(run.model).items():
+                        each.copy_(self._good[name])
                 message += "; the weights of the last epoch without alarm are back"
             else:
                 message += "; there was no epoch without alarm to go back to"
@@ -94,6 +96,12 @@ class OverfittingGuard:
     def load(self, state: Mapping[str, Tensor]) -> None:
         self._last = float(state[_LAST]) if _LAST in state else None
         self._good = {name.removeprefix(_PREFIX): each for name, each in state.items() if name != _LAST}
+
+
+def _changing(model: nn.Module) -> dict[str, Tensor]:
+    """What training changes, itself and not by `state_dict`, which keeps secret tokens to itself."""
+    learning = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    return learning | dict(model.named_buffers())
 
 
 def _accuracy(attack: Attack, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], seed: int) -> float:

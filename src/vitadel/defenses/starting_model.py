@@ -1,0 +1,68 @@
+"""The model that a training starts from: fresh, or as it was learnt, and whether its head fits the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+
+from vitadel.backbones.checkpoints import read_weights
+from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.load import has_no_head, load_model
+from vitadel.backbones.record import read_record
+from vitadel.defenses.sections import ModelSection
+from vitadel.errors import Mistake
+
+__all__ = ["StartingModel", "starting_model"]
+
+
+@dataclass(frozen=True, eq=False)
+class StartingModel:
+    """`fresh_head`: the backbone has learnt something, its head has not."""
+
+    classifier: Classifier
+    fresh_head: bool = False
+
+
+def starting_model(section: ModelSection, classes: int, data: str) -> StartingModel:
+    """The model of a section with a head for so many classes; `data` names what has them."""
+    if section.num_classes is not None and section.num_classes != classes:
+        raise Mistake(
+            f"model.num_classes is {section.num_classes}, but {data} has {classes} classes; drop it or take other data"
+        )
+    kept = section.head_classes
+    if kept is not None and len(kept) != classes:
+        raise Mistake(f"model.head_classes keeps {len(kept)} classes, but {data} has {classes}; name one for each")
+    kwargs = dict(section.kwargs)
+    if section.drop_path:
+        kwargs["drop_path_rate"] = section.drop_path
+    named = timm.is_model(section.name.partition(".")[0])
+    weights = section.weights or ("random" if named else None)
+    options: dict[str, Any] = {
+        "weights": weights,
+        "mean": section.mean,
+        "std": section.std,
+        "input_size": section.input_size,
+        "small_images": section.small_images or False,
+        "kwargs": kwargs,
+    }
+    if weights == "random":
+        if kept is not None:
+            raise Mistake("model.head_classes keeps what a model has learnt, but this one starts from fresh weights")
+        return StartingModel(load_model(section.name, num_classes=classes, **options))
+    if kept is None and has_no_head(section.name) and not _brings_head(weights):
+        return StartingModel(load_model(section.name, num_classes=classes, new_head=True, **options), fresh_head=True)
+    model = load_model(section.name, num_classes=section.num_classes, head_classes=kept, **options)
+    if model.record.num_classes == classes:
+        return StartingModel(model)
+    return StartingModel(load_model(section.name, num_classes=classes, new_head=True, **options), fresh_head=True)
+
+
+def _brings_head(weights: str | None) -> bool:
+    """Whether a file given for a backbone that was released without a head has one after all."""
+    if weights is None or weights == "pretrained":
+        return False
+    path = Path(weights).expanduser()
+    return read_record(path) is not None or any(key.endswith("head.weight") for key in read_weights(path))
