@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from vitadel.backbones.load import load_model
+from vitadel.adapters.opening import open_model
+from vitadel.backbones.load import zoo_names
 from vitadel.diagnosis.doctor import CHECKS, examine
 from vitadel.diagnosis.examination import Examination
 from vitadel.diagnosis.finding import OK
@@ -21,7 +22,8 @@ from vitadel.runtime.processes import join_processes
 
 CHEAP = {"normalisation"}  # forwards only, and small differences: more images
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
-honest = cache(load_model)
+HONEST = [name for name in zoo_names() if name.startswith("zoo:shapes-")]
+honest = cache(open_model)
 
 
 def examination(model: nn.Module, images: int) -> Examination:
@@ -39,7 +41,7 @@ def test_every_liar_is_caught_for_the_right_reason(liar):
     assert all(finding.advice for finding in examined.findings)
 
 
-@pytest.mark.parametrize("name", ["zoo:shapes-standard", "zoo:shapes-robust"])
+@pytest.mark.parametrize("name", HONEST)
 def test_honest_models_are_not_suspected(name):
     examined = examine(examination(honest(name), 16))
     assert [finding for finding in examined.findings if finding.verdict != OK] == []
