@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.names import make
 from vitadel.backbones.classifier import wrap
+from vitadel.data.shapes import SPLITS
 from vitadel.errors import Mistake
 from vitadel.evaluation import protocols
 from vitadel.evaluation.audit import Order, audit
@@ -116,6 +117,15 @@ def test_training_images_and_nameless_data_are_other_data():
     assert "data: cifar10 instead of cifar10" in refusal(order_of("robustbench-cifar10"), nameless)
 
 
+def test_a_part_of_a_larger_set_is_not_a_split_of_its_own():
+    training = subject_of("imagenet:somewhere/train", 60_000, side=224)
+    with pytest.raises(Mistake, match="images: 50,000 of 60,000 instead of a whole split of 50,000") as caught:
+        standing(order_of("rvt"), training, torch.arange(50_000))
+    assert str(caught.value).count(" instead of ") == 1
+    unasked = standing(order_of("rvt", protocol=None), training, torch.arange(50_000))
+    assert (unasked["name"], unasked["nearest"], [*unasked["differences"]]) == (None, "rvt", ["images"])
+
+
 def test_attacks_in_a_row_are_not_attacks_alone():
     message = refusal(order_of("rvt", independent=False), subject_of("imagenet:x", 50_000, side=224))
     assert "counting: attacks one after the other instead of each alone" in message
@@ -193,13 +203,14 @@ def test_unknown_names_are_told_with_the_known_ones():
 def test_audits_write_it_down_and_refuse_before_they_run(monkeypatch, tmp_path):
     tiny = Protocol("tiny", "nobody", "no paper", ("shapes",), 20, "8/255", ("fgsm",))
     monkeypatch.setattr(protocols, "PROTOCOLS", {"tiny": tiny})
-    done = audit(limit=20, out=tmp_path / "run", **settings("tiny"))
+    monkeypatch.setitem(SPLITS, "test", 20)
+    done = audit(out=tmp_path / "run", **settings("tiny"))
     assert done["protocol"]["comparable_with"] == "nobody"
     assert json.loads((tmp_path / "run" / "results.json").read_text())["protocol"]["name"] == "tiny"
     with pytest.raises(Mistake, match="images: 10 instead of 20"):
         audit(limit=10, out=tmp_path / "other", **settings("tiny"))
     assert not (tmp_path / "other").exists()
-    off = audit(limit=20, attacks="fgsm", eps="4/255")["protocol"]
+    off = audit(attacks="fgsm", eps="4/255")["protocol"]
     assert off["differences"] == {"eps": "4/255 instead of 8/255"}
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import base64
+import gc
 import importlib.util
 import io
 import os
 import socket
 import sys
+import time
+import urllib.request
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,8 @@ from safetensors.torch import load_file
 
 from browsing import PHONE, Visit, browsing, keep_screenshot
 from vitadel.errors import Mistake
-from vitadel.playground.models import Shelf
+from vitadel.playground.models import Chosen, Shelf
+from vitadel.playground.uploads import MOST_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of a web server and its parts, in threads of their own
 
@@ -132,6 +137,58 @@ def test_mistakes_are_told_in_the_page(visit: Visit, tmp_path: Path) -> None:
     assert "<b>pgdd</b>-20${7*7}{{7*7}}" in message  # as it was written: neither markup nor template
     keep_screenshot(page, "playground-mistake", tmp_path)
     assert (visit.errors, visit.outside) == ([], [])
+
+
+def test_files_that_are_refused_are_refused_aloud(visit: Visit, tmp_path: Path) -> None:
+    page = visit.page
+    (tmp_path / "notes.txt").write_text("no picture")
+    send(visit, tmp_path / "notes.txt")
+    page.wait_for_selector("#preview .mistake:has-text('not a picture that can be read')")
+    page.locator("#number input").fill("3")
+    page.wait_for_selector("#preview figcaption:has-text('shapes test 3')")
+    (tmp_path / "large.png").write_bytes(bytes(MOST_BYTES + 1))
+    send(visit, tmp_path / "large.png")
+    page.get_by_text("exceed the maximum allowed size of 10.0 Mb").wait_for()
+    assert uploaded() == []
+    assert (visit.errors, visit.outside) == ([], [])
+
+
+def test_a_closed_page_leaves_no_picture_behind(visit: Visit, tmp_path: Path) -> None:
+    Image.new("RGB", (123, 77)).save(tmp_path / "mine.png")
+    page = visit.page.context.new_page()
+    page.goto(visit.page.url)
+    page.wait_for_selector("#preview img")
+    page.set_input_files("input[type=file]", tmp_path / "mine.png")
+    page.wait_for_selector("#preview figcaption:has-text('123 x 77 pixels')")
+    chosen = [each for each in gc.get_objects() if isinstance(each, Chosen) and each.picture.size == (123, 77)]
+    kept = [weakref.ref(each) for each in chosen]
+    del chosen
+    assert any(each() for each in kept)
+    page.close()
+    until = time.monotonic() + 20  # an hour without care
+    while any(each() for each in kept) and time.monotonic() < until:
+        time.sleep(0.1)
+        gc.collect()
+    assert not any(each() for each in kept)
+
+
+@pytest.mark.parametrize("hindrance", ["busy", "proxy"])
+def test_a_page_is_served_whatever_gradio_thinks_of_localhost(
+    address: str, hindrance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vitadel.playground.app import serving
+
+    if hindrance == "busy":
+        monkeypatch.setattr("gradio.networking.url_ok", lambda url: False)  # as where 3 seconds are too few
+    else:
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody listens there
+    with serving(shelf(), "127.0.0.1", 0) as other:
+        assert other != address
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        assert "Vitadel playground" in direct.open(other, timeout=60).read().decode()
+    assert "no_proxy" not in os.environ or hindrance == "busy"
 
 
 def test_a_port_that_is_taken_is_a_mistake(address: str) -> None:

@@ -206,6 +206,8 @@ def differences(protocol: Protocol, order: Order, subject: Subject, indices: Ten
     hold("eps", amount_text(order.eps), protocol.eps)
     found |= _about_attacks(protocol, order)
     hold("images", f"{len(indices):,}", f"{protocol.images:,}")
+    if not protocol.image_list and "images" not in found and len(subject.source) != protocol.images:
+        found["images"] = f"{len(indices):,} of {len(subject.source):,} instead of a whole split of {protocol.images:,}"
     if protocol.image_list and "images" not in found:
         names = [subject.source.name(index) for index in indices.tolist()]
         if list_digest(names) != protocol.image_list:

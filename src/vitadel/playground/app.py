@@ -40,7 +40,6 @@ ATTACKS = (
 )
 BUDGETS = {"linf": "8/255", "l2": "0.5", "l1": "12"}
 _EPS = ("1/255", "2/255", "4/255", "8/255", "16/255", "0.5", "1", "12")
-_SUFFIXES = [".png", ".jpg", ".jpeg", ".webp"]
 _QUEUE: dict[str, Any] = {"concurrency_id": "models", "concurrency_limit": 1, "api_visibility": "private"}
 """One at a time: attacks put hooks on a model, and two would see each other's."""
 
@@ -72,13 +71,26 @@ def build(shelf: Shelf) -> gr.Blocks:
                     compare = gr.Button("Attack both", variant="primary", elem_id="compare")
                     table = gr.HTML(elem_id="comparison", min_height=120)
                     compare.click(_compare(shelf), [chosen, *pair, *wish], table, scroll_to_output=True, **_QUEUE)
+        page.unload(_forget(page))
     return page
+
+
+def _forget(page: gr.Blocks) -> Callable[[gr.Request], None]:
+    """Drop what a closed page has left here: Gradio keeps a picked image for another hour, and results for longer."""
+
+    def forget(request: gr.Request) -> None:
+        session = str(request.session_hash)
+        page.state_holder.session_data.pop(session, None)
+        page.state_holder.time_last_used.pop(session, None)
+
+    return forget
 
 
 def _image_choice(shelf: Shelf, chosen: gr.State, page: gr.Blocks) -> None:
     """A number of the data, or a file; what was picked last is taken."""
     number = gr.Number(0, label=f"Image of {shelf.data}, by number", precision=0, minimum=0, elem_id="number")
-    upload = gr.UploadButton("or send your own", file_types=_SUFFIXES, size="sm", elem_id="upload")
+    # Without `file_types`: the page would drop other files without a word, where `take_upload` says what is wrong.
+    upload = gr.UploadButton("or send your own", size="sm", elem_id="upload")
     limits = (
         f"PNG, JPEG or WebP, at most {MOST_BYTES // 2**20} MB and {MOST_PIXELS // 10**6} million pixels, no side over "
         f"{MOST_SIDE:,} or {MOST_RATIO} times the other."
@@ -190,46 +202,56 @@ def _compare(shelf: Shelf) -> Callable[..., str]:
 def serving(shelf: Shelf, host: str, port: int) -> Iterator[str]:
     """Serve the page while the block runs, and give its address. What browsers send lies in a folder of its own for
     a moment, and the folder is removed at the end; `port` 0 takes any that is free."""
-    with _upload_folder():
+    # Gradio writes what a browser sends into the folder that GRADIO_TEMP_DIR names, when it begins to serve.
+    with tempfile.TemporaryDirectory(prefix="vitadel-ui-") as folder, _variable("GRADIO_TEMP_DIR", folder):
         page = build(shelf)
         try:
-            _, address, _ = page.queue(max_size=16).launch(
-                server_name=host,
-                server_port=port or None,
-                share=False,
-                inbrowser=False,
-                prevent_thread_lock=True,
-                quiet=True,
-                ssr_mode=False,
-                pwa=False,
-                mcp_server=False,
-                enable_monitoring=False,
-                max_file_size=MOST_BYTES,
-                footer_links=[],
-                theme=_theme(),
-                css=panels.CSS,
-            )
+            with _variable("no_proxy", _direct(host)):
+                _, address, _ = page.queue(max_size=16).launch(
+                    server_name=host,
+                    server_port=port or None,
+                    share=False,
+                    inbrowser=False,
+                    prevent_thread_lock=True,
+                    quiet=True,
+                    ssr_mode=False,
+                    pwa=False,
+                    mcp_server=False,
+                    enable_monitoring=False,
+                    max_file_size=MOST_BYTES,
+                    footer_links=[],
+                    theme=_theme(),
+                    css=panels.CSS,
+                    _frontend=False,  # else it gives up where the page takes over 3 seconds to answer: busy machines
+                )
         except OSError as error:
-            raise Mistake(f"cannot listen on {host}:{port}: {error}. Take another --port.") from error
+            raise Mistake(
+                f"cannot listen on {host}:{port}: {error}. Take another --port; if the machine is busy, try again."
+            ) from error
         try:
             yield address
         finally:
             page.close(verbose=False)
 
 
+def _direct(host: str) -> str:
+    """The hosts to reach without a proxy, with this machine among them: Gradio asks its own server before it serves."""
+    told = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    return ",".join(dict.fromkeys([*filter(None, told.split(",")), "localhost", "127.0.0.1", host]))
+
+
 @contextmanager
-def _upload_folder() -> Iterator[None]:
-    """Gradio writes what a browser sends into the folder that this variable names, when it begins to serve."""
-    before = os.environ.get("GRADIO_TEMP_DIR")
-    with tempfile.TemporaryDirectory(prefix="vitadel-ui-") as folder:
-        os.environ["GRADIO_TEMP_DIR"] = folder
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ["GRADIO_TEMP_DIR"]
-            else:
-                os.environ["GRADIO_TEMP_DIR"] = before
+def _variable(name: str, value: str) -> Iterator[None]:
+    """A variable of the environment, set while the block runs."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _theme() -> gr.themes.Base:

@@ -11,7 +11,7 @@ __all__ = ["following_command"]
 # better than the flags, which a protocol or a default may stand for.
 _FLAGS = {"--small-images", "--allow-readable", "--skip-bad"}
 _WITH_VALUE = {
-    *("--weights", "--num-classes", "--mean", "--std", "--input-size", "--tokens"),
+    *("--weights", "--num-classes", "--mean", "--std", "--input-size", "--head-classes", "--tokens"),
     *("--data-root", "--batch-size", "--seed", "--device"),
 }
 
