@@ -280,7 +280,7 @@ def _run(
         results["complete"] = True
         if run and main:
             if crew:
-                _keep_pictures(bench, run, tally, min((attack for _, attack in crew), key=_weight))
+                _keep_pictures(bench, run, tally, *min(crew, key=lambda named: _weight(named[1])))
             write_atomically(run.path / "samples.parquet", samples_table(tally))
             write_json(run.path / "results.json", results)
             run.finish()
@@ -346,7 +346,7 @@ def _findings_about_outputs(bench: Bench, tally: Tally) -> list[dict[str, Any]]:
         *findings,
         {
             "check": "outputs are logits",
-            "verdict": "suspicious",
+            "verdict": "broken",
             "evidence": f"all outputs of {len(outputs)} images lie in [0, 1] and add up to 1",
             "advice": "return logits instead of probabilities: a softmax before the loss hides gradients from attacks",
         },
@@ -366,7 +366,7 @@ def _weight(attack: Attack) -> int:
     return 2 * gradients + forwards
 
 
-def _keep_pictures(bench: Bench, run: RunFolder, tally: Tally, attack: Attack) -> None:
+def _keep_pictures(bench: Bench, run: RunFolder, tally: Tally, name: str, attack: Attack) -> None:
     """A few samples, clean and as an attack leaves them, for the report: the cheapest, for it runs once more."""
     rows = tally.index[tally.correct][:_PICTURES].tolist()
     if not rows:
@@ -380,7 +380,8 @@ def _keep_pictures(bench: Bench, run: RunFolder, tally: Tally, attack: Attack) -
         maps = _gazes(bench.model, attention_x=batch.x, attention_z=z)
     buffer = io.BytesIO()
     arrays = {"index": batch.indices, "x": batch.x, "z": z, "label": batch.y, "prediction": prediction, **maps}
-    np.savez_compressed(buffer, **{name: tensor.cpu().numpy() for name, tensor in arrays.items()})
+    about = {"attack": np.asarray(name), "own_rules": np.asarray(rules_of(attack) is not None)}
+    np.savez_compressed(buffer, **(about | {key: tensor.cpu().numpy() for key, tensor in arrays.items()}))
     write_atomically(run.path / "examples.npz", buffer.getvalue())
 
 
