@@ -41,9 +41,12 @@ def write_run(
     not_opened: Sequence[str] = (),
     argv: Sequence[str] | None = None,
     independent: bool = False,
+    precision: str = "fp32",
+    older: bool = False,
 ) -> Path:
     """`attacks` says for every sample whether it would hold against that attack. With `pending` attacks the run is
-    unfinished and, as in an audit, has neither samples.parquet nor environment.json nor examples.npz."""
+    unfinished and, as in an audit, has neither samples.parquet nor environment.json nor examples.npz. An `older` run
+    tells neither the size of its images nor the attack of its examples, which is the first one here."""
     tally = _tally(np.asarray(correct, bool), attacks, len(class_names), first_index, independent)
     tally.bad.extend({"name": name} for name in left_out)
     settings = {
@@ -71,10 +74,11 @@ def write_run(
             "left_out": len(left_out),
             "left_out_names": list(left_out[:20]),
             "not_opened": list(not_opened),
+            **({} if older else {"pixels": [size, size]}),
         },
         "threat": {"norm": norm, "eps": read_amount(eps), "eps_text": eps},
         "batch_size": 64,
-        "precision": "fp32",
+        "precision": precision,
         **tally.summary(),
         "findings": list(findings),
     }
@@ -86,7 +90,8 @@ def write_run(
         (path / "samples.parquet").write_bytes(samples_table(tally))
         if attacks:
             examples = _examples(tally, pictures, size, len(class_names), read_amount(eps))
-            np.savez_compressed(path / "examples.npz", **examples)
+            about = {"attack": np.asarray(next(iter(attacks))), "own_rules": np.asarray(False)}
+            np.savez_compressed(path / "examples.npz", **examples | ({} if older else about))
     return path
 
 

@@ -65,6 +65,8 @@ def test_run_that_has_only_begun(tmp_path: Path) -> None:
         "data": "shapes",
         "selection": "shapes-0-8",
         "n": "",
+        "size": "",
+        "precision": "",
         "norm": "Linf",
         "eps": "8/255",
         "attacks": "",
@@ -88,15 +90,60 @@ def test_a_folder_of_runs_points_at_them(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
+def clean(**fields: Any) -> bytes:
+    told = {"correct": 3, "n": 4, "accuracy": 0.75, "ci95": [0.3, 0.95], **fields}
+    return json.dumps({"clean": told}).encode()
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
         ("results.json", b"{", "results.json cannot be read"),
         ("results.json", b"[]", "should hold a JSON object, got list"),
         ("results.json", b'{"clean": {"n": 3}}', "it lacks correct, accuracy, ci95"),
-        ("results.json", b'{"worst_case": 3}', "it lacks held, n, robust_accuracy, ci95"),
+        ("results.json", b'{"worst_case": 3}', "'worst_case' should be an object or null, got int"),
         ("results.json", b'{"attacks": {"fgsm": 1}}', "'attacks' should be a list, got dict"),
         ("results.json", b'{"attacks": [{"name": "fgsm"}]}', "it lacks held"),
+        ("results.json", b'{"attacks": [null]}', "it lacks name, held"),
+        *(
+            ("results.json", content.encode(), f"'{content.split(chr(34))[1]}' should be")
+            for content in (
+                '{"model": null}',
+                '{"data": null}',
+                '{"threat": null}',
+                '{"threat": "linf"}',
+                '{"findings": {}}',
+                '{"protocol": "rvt"}',
+                '{"diagnosis": []}',
+                '{"study": 3}',
+                '{"suite": 1}',
+            )
+        ),
+        (
+            "results.json",
+            b'{"model": {"parameters": "5M"}}',
+            "'parameters' in 'model' should be a whole number, got str",
+        ),
+        ("results.json", b'{"data": {"n": null}}', "'n' in 'data' should be a whole number, got null"),
+        ("results.json", b'{"data": {"class_names": null}}', "'class_names' in 'data' should be a list, got null"),
+        ("results.json", b'{"data": {"pixels": 32}}', "'pixels' in 'data' should be two whole numbers, got int"),
+        ("results.json", clean(ci95=None), "'ci95' in 'clean' should be two numbers, got null"),
+        ("results.json", clean(ci95=[0.5]), "'ci95' in 'clean' should be two numbers, got list"),
+        ("results.json", clean(accuracy="all"), "'accuracy' in 'clean' should be a number, got str"),
+        ("results.json", b'{"findings": ["odd"]}', "it lacks check, verdict, evidence, advice"),
+        ("results.json", b'{"findings": [{"check": "a", "verdict": "ok"}]}', "it lacks evidence, advice"),
+        ("results.json", b'{"protocol": {"name": null}}', "it lacks nearest, differences, remark"),
+        (
+            "results.json",
+            b'{"protocol": {"name": "rvt", "nearest": null, "differences": {}, "remark": ""}}',
+            "it lacks comparable_with",
+        ),
+        ("results.json", b'{"diagnosis": {"sentence": "fine"}}', "it lacks next"),
+        (
+            "results.json",
+            b'{"diagnosis": {"sentence": "fine", "next": null, "cost": {"images": 3}}}',
+            "it lacks gradients, forwards",
+        ),
         ("command.json", b"{}", "lacks 'verb' or 'settings'"),
         ("samples.parquet", b"nothing", "samples.parquet cannot be read"),
         ("examples.npz", b"nothing", "examples.npz cannot be read"),
@@ -105,8 +152,9 @@ def test_a_folder_of_runs_points_at_them(tmp_path: Path) -> None:
 def test_damaged_files_are_named(tmp_path: Path, file: str, content: bytes, message: str) -> None:
     path = write_run(tmp_path / "run", correct=EIGHT, attacks={"fgsm": EIGHT})
     (path / file).write_bytes(content)
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(Mistake, match=message) as told:
         read_run(path)
+    assert str(path / file) in str(told.value)
 
 
 def test_examples_are_never_unpickled(tmp_path: Path) -> None:
@@ -120,6 +168,15 @@ def test_examples_without_their_arrays_are_damaged(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", correct=EIGHT, attacks={"fgsm": EIGHT})
     np.savez(path / "examples.npz", x=np.zeros((1, 3, 2, 2)), index=[0], label=[0])
     with pytest.raises(Mistake, match="it lacks z, prediction"):
+        read_run(path)
+
+
+def test_examples_tell_one_attack(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", correct=EIGHT, attacks={"fgsm": EIGHT})
+    with np.load(path / "examples.npz") as file:
+        arrays = dict(file)
+    np.savez(path / "examples.npz", **{**arrays, "attack": np.asarray(["fgsm", "pgd-20"])})
+    with pytest.raises(Mistake, match="attack should be a single value, got 2"):
         read_run(path)
 
 
@@ -167,3 +224,26 @@ def test_differing_aspects_names_only_what_differs(tmp_path: Path) -> None:
     assert differing_from_base("n", correct=[YES] * 4, attacks={"fgsm": [YES] * 4}) == ["n"]
     assert differing_from_base("selection", first_index=4) == ["selection"]
     assert differing_from_base("attacks", attacks={"pgd-20": EIGHT}) == ["attacks"]
+    assert differing_from_base("size", size=32) == ["size"]
+    assert differing_from_base("precision", precision="fp16") == ["precision"]
+
+
+def test_the_order_of_attacks_and_those_outside_the_worst_case_make_no_difference(tmp_path: Path) -> None:
+    first = read_run(write_run(tmp_path / "a", correct=EIGHT, attacks={"fgsm": EIGHT, "pgd-20": EIGHT}))
+    second = read_run(write_run(tmp_path / "b", correct=EIGHT, attacks={"pgd-20": EIGHT, "fgsm": EIGHT}))
+    assert differing_aspects([first, second]) == []
+    second.results["attacks"].append({**second.attacks[0], "name": "uap", "own_rules": True})
+    assert differing_aspects([first, second]) == []
+    second.results["attacks"][-1]["own_rules"] = False
+    assert differing_aspects([first, second]) == ["attacks"]
+
+
+def test_an_older_run_tells_its_size_by_its_examples(tmp_path: Path) -> None:
+    new = read_run(write_run(tmp_path / "new", correct=EIGHT, attacks={"fgsm": EIGHT}, size=32))
+    old = read_run(write_run(tmp_path / "old", correct=EIGHT, attacks={"fgsm": EIGHT}, older=True))
+    assert (aspects(new)["size"], aspects(old)["size"]) == ("32 x 32", "8 x 8")
+    assert differing_aspects([new, old]) == ["size"]
+    (tmp_path / "old" / "examples.npz").unlink()
+    untold = read_run(tmp_path / "old")
+    assert aspects(untold)["size"] == ""
+    assert differing_aspects([new, untold]) == differing_aspects([untold, new]) == []

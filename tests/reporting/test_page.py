@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 from run_folders import write_run
+from vitadel.diagnosis.visit import examinable
 from vitadel.errors import Mistake
+from vitadel.evaluation.audit import audit
 from vitadel.reporting.gather import read_run
 from vitadel.reporting.page import trust, verdict, write_report
 
@@ -284,7 +286,8 @@ def test_members_and_the_papers_way_of_counting_are_told(tmp_path):
 
 
 def test_trust_is_told_before_the_numbers(tmp_path: Path) -> None:
-    calm = trust(read_run(made(tmp_path / "a", model="my model", data="folder:my photos")))
+    looked = {"check": "the doctor's glance", "verdict": "ok", "evidence": "", "advice": ""}
+    calm = trust(read_run(made(tmp_path / "a", model="my model", data="folder:my photos", findings=[looked])))
     assert calm is not None
     assert calm["verdict"] == "ok"
     assert calm["command"] == "vitadel diagnose 'my model' --data 'folder:my photos' --norm linf --eps 8/255"
@@ -305,6 +308,82 @@ def test_trust_is_told_before_the_numbers(tmp_path: Path) -> None:
     assert page.index("Do not rely") < page.index("Accuracy, clean and under attack")
 
 
+@pytest.mark.parametrize("checks", [(), ("autoattack-fast: its own evidence",)])
+def test_nothing_is_said_to_be_fine_that_nobody_looked_at(tmp_path: Path, checks: tuple[str, ...]) -> None:
+    fine = [{"check": name, "verdict": "ok", "evidence": "", "advice": ""} for name in checks]
+    path = made(tmp_path / "a", findings=fine)
+    told = trust(read_run(path))
+    assert told is not None
+    assert (told["verdict"], told["sign"]) == ("unexamined", "?")
+    assert told["sentence"].startswith("Not examined: the doctor did not look at this model")
+    assert told["command"] == "vitadel diagnose zoo:shapes-robust --data shapes --norm linf --eps 8/255"
+    assert "Nothing suspicious" not in page_of(tmp_path, path)
+
+
+@pytest.mark.parametrize(("norm", "eps"), [("linf", 0.0), ("linf", 0.4), ("linf", 0.5), ("l2", 0.0), ("l2", 0.5)])
+def test_no_command_is_given_that_the_doctor_would_refuse(tmp_path: Path, norm: str, eps: float) -> None:
+    told = trust(read_run(made(tmp_path / "a", norm=norm, eps=f"{eps:g}")))
+    assert told is not None
+    assert bool(told["command"]) == examinable(norm, eps)
+
+
+@pytest.mark.parametrize(
+    ("attacks", "cheapest", "budget"),
+    [
+        (("fgsm", "pgd-3"), "fgsm", "Linf 2/255"),
+        (("pgd-3", "fgsm"), "fgsm", "Linf 2/255"),
+        (("pgd-20", "patches-random(share=0.3,masks=2)"), "patches-random(share=0.3,masks=2)", "by its own rules"),
+    ],
+)
+def test_examples_bear_the_name_of_the_attack_that_made_them(
+    tmp_path: Path, attacks: tuple[str, str], cheapest: str, budget: str
+) -> None:
+    audit("zoo:shapes-robust", "shapes", attacks=attacks, limit=8, eps="2/255", out=tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    assert run.examples is not None
+    assert str(run.examples["attack"]) == cheapest
+    assert run.results["data"]["pixels"] == list(run.examples["x"].shape[2:])
+    assert f"and what {cheapest} ({budget}) alone makes of them." in Outline(page_of(tmp_path, run.path)).text
+
+
+def test_examples_without_a_name_or_by_own_rules_claim_nothing_else(tmp_path: Path) -> None:
+    both = {"fgsm": ALL, "pgd-20": HALF}
+    old = Outline(page_of(tmp_path, made(tmp_path / "old", attacks=both, older=True))).text
+    assert "what one of the attacks alone makes of them" in old
+    path = made(tmp_path / "new", attacks=both)
+    with np.load(path / "examples.npz") as file:
+        arrays = dict(file)
+    np.savez(path / "examples.npz", **{**arrays, "own_rules": np.asarray(True)})
+    assert "what fgsm (by its own rules) alone makes of them" in Outline(page_of(tmp_path, path)).text
+
+
+def test_another_size_or_precision_is_marked(tmp_path: Path) -> None:
+    base = made(tmp_path / "a")
+    alike = Outline(page_of(tmp_path, base, made(tmp_path / "b", model="deit"))).text
+    assert "8 x 8" not in alike
+    larger = made(tmp_path / "c", model="deit", size=16)
+    text = Outline(page_of(tmp_path, base, larger, made(tmp_path / "d", model="half", precision="fp16"))).text
+    assert "These runs differ in size of attacked images and precision;" in text
+    assert "16 x 16 ≠" in text
+    assert "fp16 ≠" in text
+    assert "8 x 8 ≠" not in text
+    assert "deit: Worst cases not compared: images of another size are another threat (8 x 8, 16 x 16)." in text
+
+
+def test_the_order_of_attacks_is_no_difference_anywhere_on_the_page(tmp_path: Path) -> None:
+    first = made(tmp_path / "a", attacks={"fgsm": ALL, "pgd-20": HALF})
+    second = made(tmp_path / "b", model="deit", attacks={"pgd-20": HALF, "fgsm": HALF})
+    text = Outline(page_of(tmp_path, first, second)).text
+    assert "Not directly comparable" not in text
+    assert "≠" not in text
+    assert "deit worst case" in text
+
+
+def test_an_unfinished_run_beside_another_is_told_in_the_pairs(tmp_path: Path) -> None:
+    text = Outline(page_of(tmp_path, made(tmp_path / "a"), made(tmp_path / "b", model="deit", pending=["square"]))).text
+    assert "zoo:shapes-robust and deit: Not compared: one of them has no verdicts of single images yet." in text
+
+
 def test_a_visit_to_the_doctor_speaks_for_itself(tmp_path: Path) -> None:
     path = made(tmp_path / "a", attacks={})
     told = {
@@ -316,6 +395,10 @@ def test_a_visit_to_the_doctor_speaks_for_itself(tmp_path: Path) -> None:
     text = Outline(page_of(tmp_path, path)).text
     assert "Trust it: <nothing> raised. Next: vitadel audit x" in text
     assert "Not examined: transfer, no images." in text
+    cost = {"images": 48, "gradients": 1234.0, "forwards": 99.0, "seconds_at_most": 50.0, "seconds": 12.34}
+    rewrite(path, diagnosis=told | {"cost": cost})
+    text = Outline(page_of(tmp_path, path)).text
+    assert "Cost: 48 images, at most 1,234 gradients and 99 forwards each; it took 12.3 s." in text
 
 
 def rewrite(path: Path, **fields: Any) -> None:
@@ -347,6 +430,18 @@ def test_what_a_run_may_be_compared_with_is_said(tmp_path: Path) -> None:
     assert "eps 4/255 instead of <8/255>" in text
     rewrite(path, protocol={"name": None, "nearest": None, "differences": {}, "remark": ""})
     assert "No protocol is known for these data:" in Outline(page_of(tmp_path, path)).text
+
+
+@pytest.mark.parametrize("name", [None, "rvt"])
+def test_robustbench_is_spoken_of_where_another_protocol_is_nearer(tmp_path: Path, name: str | None) -> None:
+    path = made(tmp_path / "a")
+    told = {"name": name, "comparable_with": name and "RVT", "nearest": "rvt", "nearest_is": "RVT", "remark": ""}
+    rewrite(path, protocol={**told, "differences": {} if name else {"eps": "4/255 instead of 1/255"}})
+    text = Outline(page_of(tmp_path, path)).text
+    assert "omparable with RVT" in text
+    assert text.count("Not comparable with RobustBench: only a run of one of its protocols is.") == 1
+    rewrite(path, protocol=PROTOCOL)
+    assert "Not comparable with RobustBench" not in Outline(page_of(tmp_path, path)).text
 
 
 def test_classes_are_a_heat_map_in_numbers(tmp_path: Path) -> None:

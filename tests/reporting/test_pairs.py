@@ -120,7 +120,24 @@ def test_what_may_not_be_compared_is_said(tmp_path: Path) -> None:
         (pair,) = pairings([base, made(name, attacks=attacks)])
         assert [row.what for row in pair.rows] == ["clean"]
         assert "different attacks" in pair.remark
-    assert pairings([base, made("h", pending=["pgd-20"])]) == []
+    for name, more, told in (
+        ("i", {"size": 32}, "images of another size are another threat (8 x 8, 32 x 32)"),
+        ("j", {"precision": "fp16"}, "attacks and verdicts were computed in different precisions (fp32, fp16)"),
+    ):
+        (pair,) = pairings([base, made(name, **more)])
+        assert [row.what for row in pair.rows] == ["clean"]
+        assert pair.remark == f"Worst cases not compared: {told}."
+
+
+def test_a_run_without_verdicts_yet_is_not_left_out_unsaid(tmp_path: Path) -> None:
+    base = read_run(write_run(tmp_path / "a", correct=EIGHT, attacks={"fgsm": EIGHT}, model="a"))
+    path = write_run(tmp_path / "b", correct=EIGHT, attacks={"fgsm": EIGHT}, model="b", pending=["pgd-20"])
+    (pair,) = pairings([base, read_run(path)])
+    assert (pair.first, pair.second, pair.rows) == ("a", "b", ())
+    assert pair.remark == "Not compared: one of them has no verdicts of single images yet."
+    ended = read_run(path)
+    ended.results["complete"] = True  # such as a study, which never has any
+    assert pairings([base, ended]) == []
 
 
 def test_the_same_attacks_in_another_order_are_the_same_test(tmp_path: Path) -> None:

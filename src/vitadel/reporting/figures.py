@@ -358,11 +358,11 @@ def _draw_class(axes: Any, y: float, score: ClassScore) -> None:
 
 
 def draw_examples(run: Run) -> Picture | None:
-    """Clean images, what the last attack added, what came out, and where the model looked; None without examples."""
+    """Clean images, what an attack added, what came out, and where the model looked; None without examples."""
     if run.examples is None or len(run.examples["x"]) == 0:
         return None
     columns = 8 if max(run.examples["x"].shape[2:]) <= _SMALL_IMAGE else 4
-    shown = {name: array[:columns] for name, array in run.examples.items()}
+    shown = {name: array[:columns] for name, array in run.examples.items() if array.ndim}
     x, z = (np.nan_to_num(shown[name].astype(np.float64)).transpose(0, 2, 3, 1) for name in ("x", "z"))
     factor = _grey_factor(z - x)
     rows = {"clean": x, f"perturbation\n× {factor:g}\naround grey": 0.5 + factor * (z - x), "perturbed": z}

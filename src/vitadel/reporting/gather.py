@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vitadel.errors import Mistake
+from vitadel.reporting.expected_fields import fault_in, lacking
 
 __all__ = [
     "ClassScore",
@@ -23,6 +24,7 @@ __all__ = [
     "class_scores",
     "comparability",
     "differing_aspects",
+    "faced",
     "interval_text",
     "percent",
     "plain",
@@ -37,10 +39,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 _NORMS = {"linf": "Linf", "l2": "L2", "l1": "L1"}
 _SAMPLE_COLUMNS = ("index", "label", "clean_prediction", "clean_correct")
-_CLEAN_FIELDS = ("correct", "n", "accuracy", "ci95")
-_WORST_FIELDS = ("held", "n", "robust_accuracy", "ci95")
-_ATTACK_FIELDS = ("name", *_WORST_FIELDS, "counts", "attacked", "gradient_calls", "forward_calls", "seconds", "void")
 _EXAMPLE_ARRAYS = ("index", "x", "z", "label", "prediction")
+_ABOUT_EXAMPLES = ("attack", "own_rules")  # single values; older runs have none
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Run:
     @property
     def attacks(self) -> list[dict[str, Any]]:
         """What results.json says about each finished attack, in their order."""
-        return list(self.results.get("attacks", []))
+        return list(self.results.get("attacks") or [])
 
     @property
     def one_budget(self) -> bool:
@@ -161,17 +161,11 @@ def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
 
 
 def _read_results(path: Path) -> dict[str, Any]:
-    """Results in which whatever is there has the fields that are shown; suites with fields of their own check them."""
+    """Results in which whatever every kind of run may have can be shown; what a suite adds is for its section."""
     results = _read_json(path, required=False)
-    attacks = results.get("attacks") or []
-    if not isinstance(attacks, list):
-        raise _damaged(path, f"'attacks' should be a list, got {type(attacks).__name__}")
-    parts: list[tuple[Any, tuple[str, ...]]]
-    parts = [(results.get("clean"), _CLEAN_FIELDS), (results.get("worst_case"), _WORST_FIELDS)]
-    parts += [(entry, _ATTACK_FIELDS if results.get("suite") is None else ("name",)) for entry in attacks]
-    for part, wanted in parts:
-        if part is not None:
-            _check_names(path, wanted, list(part) if isinstance(part, dict) else [])
+    fault = fault_in(results)
+    if fault:
+        raise _damaged(path, fault)
     return results
 
 
@@ -197,6 +191,9 @@ def _read_examples(path: Path) -> dict[str, Array] | None:
     _check_names(path, _EXAMPLE_ARRAYS, list(arrays))
     if arrays["x"].ndim != 4 or arrays["x"].shape != arrays["z"].shape:
         raise _damaged(path, f"x and z should be images (n, 3, h, w), got {arrays['x'].shape} and {arrays['z'].shape}")
+    for name in _ABOUT_EXAMPLES:
+        if name in arrays and arrays[name].ndim:
+            raise _damaged(path, f"{name} should be a single value, got {len(arrays[name])}")
     return arrays
 
 
@@ -211,9 +208,9 @@ def _read_metrics(path: Path) -> tuple[dict[str, float], ...]:
 
 
 def _check_names(path: Path, wanted: Sequence[str], present: Sequence[str]) -> None:
-    missing = [name for name in wanted if name not in present]
+    missing = lacking(wanted, present)
     if missing:
-        raise _damaged(path, f"it lacks {', '.join(missing)}")
+        raise _damaged(path, missing)
 
 
 def percent(value: float) -> str:
@@ -243,11 +240,18 @@ def plain(value: object) -> str:
 def comparability(told: Mapping[str, Any]) -> str:
     """What the field `protocol` of the results comes to, in one sentence."""
     if told["name"]:
-        return f"By the protocol {told['name']}: comparable with {told['comparable_with']}."
-    if told["nearest"]:
+        sentence = f"By the protocol {told['name']}: comparable with {told['comparable_with']}."
+    elif told["nearest"]:
         differing = ", ".join(told["differences"])
-        return f"Not comparable with {told['nearest_is']}: differs from the protocol {told['nearest']} in {differing}."
-    return "No protocol is known for these data: compare only runs on the same images under the same attacks."
+        sentence = f"Not comparable with {told['nearest_is']}: "
+        sentence += f"differs from the protocol {told['nearest']} in {differing}."
+    else:
+        return "No protocol is known for these data: compare only runs on the same images under the same attacks."
+    # The leaderboard that most readers have in mind, where another protocol is nearer.
+    return sentence if "RobustBench" in sentence else f"{sentence} {_NOT_ROBUSTBENCH}"
+
+
+_NOT_ROBUSTBENCH = "Not comparable with RobustBench: only a run of one of its protocols is."
 
 
 def threat_text(run: Run) -> str:
@@ -273,18 +277,38 @@ def aspects(run: Run) -> dict[str, str]:
         "data": str(data.get("spec") or settings.get("data") or ""),
         "selection": str(settings.get("data_fingerprint") or ""),
         "n": f"{data['n']:,}" if "n" in data else "",
+        "size": " x ".join(map(str, _attacked_size(run))),
+        "precision": str(run.results.get("precision") or settings.get("precision") or ""),
         "norm": _NORMS.get(norm, norm),
         "eps": str(threat.get("eps_text") or settings.get("eps") or ""),
         "attacks": ", ".join(entry["name"] for entry in run.attacks),
     }
 
 
+def _attacked_size(run: Run) -> tuple[int, ...]:
+    """Height and width of the images that the model was attacked at; older results leave it to the examples."""
+    told = run.results.get("data", {}).get("pixels")
+    if told is not None:
+        return tuple(told)
+    return () if run.examples is None else run.examples["x"].shape[2:]
+
+
+def faced(run: Run) -> frozenset[str]:
+    """The attacks that the worst case counts, whatever their order."""
+    return frozenset(entry["name"] for entry in run.attacks if not entry.get("own_rules"))
+
+
 def differing_aspects(runs: Sequence[Run]) -> list[str]:
     """The aspects in which the runs do not all agree."""
-    known = [aspects(run) for run in runs]
-    names = [name for name in known[0] if len({entry[name] for entry in known}) > 1] if known else []
+    known = [{**aspects(run), "attacks": faced(run)} for run in runs]
+    names = [name for name in known[0] if _several(name, [entry[name] for entry in known])] if known else []
     # Another data set or number of images is another selection anyhow; saying so again would only blur it.
     return [name for name in names if name != "selection" or not {"data", "n"} & set(names)]
+
+
+def _several(name: str, values: Sequence[object]) -> bool:
+    """Whether they differ; a size or a precision that an older run does not tell is not another one."""
+    return len({value for value in values if value or name not in ("size", "precision")}) > 1
 
 
 @dataclass(frozen=True)

@@ -179,11 +179,25 @@ def trust(run: Run) -> dict[str, str] | None:
     if not run.complete or not run.attacks or run.command["verb"] != "audit" or run.results.get("suite"):
         return None
     settings, known = run.command["settings"], aspects(run)
-    norm = str(run.results.get("threat", {}).get("norm") or settings["norm"])
+    threat = run.results.get("threat", {})
+    norm = str(threat.get("norm") or settings["norm"])
     argv = [str(word) for word in run.command.get("argv") or []]
     command = following_command(argv, "diagnose", run.model, known["data"], norm, known["eps"], after="audit")
-    sentence = "Nothing suspicious came up in the audit; look closer before anything is published."
-    return {"verdict": "ok", "sign": "✓", "sentence": sentence, "command": command}
+    if not _examinable(norm, threat.get("eps", 0)):
+        command = ""
+    if any(each["check"] == _LOOKED for each in found):
+        sentence = "Nothing suspicious came up in the audit; look closer before anything is published."
+        return {"verdict": "ok", "sign": "✓", "sentence": sentence, "command": command}
+    sentence = "Not examined: the doctor did not look at this model, so nothing tells whether to rely on these numbers."
+    return {"verdict": "unexamined", "sign": "?", "sentence": sentence, "command": command}
+
+
+_LOOKED = "the doctor's glance"  # how the audit's findings call it when nothing was raised
+
+
+def _examinable(norm: str, eps: float) -> bool:
+    """Whether the doctor takes the budget. The same rule as `diagnosis.visit.examinable`, which would load torch."""
+    return eps > 0 and not (norm == "linf" and eps >= 0.5)
 
 
 def _run_view(run: Run, label: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from math import comb
 
 import numpy as np
 
-from vitadel.reporting.gather import Array, Run, aspects, run_labels, threat_text
+from vitadel.reporting.gather import Array, Run, aspects, differing_aspects, faced, run_labels, threat_text
 
 __all__ = ["PairRow", "Pairing", "difference_interval", "holm", "mcnemar", "pair_rows", "pairings", "why_not_paired"]
 
@@ -46,8 +46,9 @@ class Pairing:
 
 
 def pairings(runs: Sequence[Run]) -> list[Pairing]:
-    """Every two of the runs that have verdicts, with what may be compared between them."""
-    able = [(run, label) for run, label in zip(runs, run_labels(runs), strict=True) if _clean_known(run)]
+    """Every two of the runs that have verdicts, or will have, with what may be compared between them."""
+    labelled = zip(runs, run_labels(runs), strict=True)
+    able = [(run, label) for run, label in labelled if _clean_known(run) or _verdicts_to_come(run)]
     drafts = [
         Pairing(name, other_name, tuple(pair_rows(run, other)), remark=_remark(run, other))
         for (run, name), (other, other_name) in itertools.combinations(able, 2)
@@ -58,6 +59,10 @@ def pairings(runs: Sequence[Run]) -> list[Pairing]:
 
 def _clean_known(run: Run) -> bool:
     return run.samples is not None and run.results.get("clean") is not None
+
+
+def _verdicts_to_come(run: Run) -> bool:
+    return not run.complete and "attacks" in run.command["settings"]
 
 
 def why_not_paired(first: Run, second: Run) -> str:
@@ -72,6 +77,12 @@ def why_not_paired(first: Run, second: Run) -> str:
     return "" if all(same) else "they saw different images of the same data"
 
 
+_ANOTHER_TEST = {
+    "size": "images of another size are another threat",
+    "precision": "attacks and verdicts were computed in different precisions",
+}
+
+
 def _remark(first: Run, second: Run) -> str:
     reason = why_not_paired(first, second)
     if reason:
@@ -80,16 +91,16 @@ def _remark(first: Run, second: Run) -> str:
         return ""
     if threat_text(first) != threat_text(second):
         return f"Worst cases not compared: the threats differ ({threat_text(first)}, {threat_text(second)})."
+    differing = differing_aspects([first, second])
+    for aspect, told in _ANOTHER_TEST.items():
+        if aspect in differing:
+            one, other = aspects(first)[aspect], aspects(second)[aspect]
+            return f"Worst cases not compared: {told} ({one}, {other})."
     if not (first.one_budget and second.one_budget):
         return "Worst cases not compared: not all attacks had one budget; see the sections of the runs themselves."
-    if _faced(first) != _faced(second):
+    if faced(first) != faced(second):
         return "The two faced different attacks, so their worst cases are not the same test, and are not compared."
     return ""
-
-
-def _faced(run: Run) -> set[str]:
-    """The attacks that the worst case counts, whatever their order."""
-    return {entry["name"] for entry in run.attacks if not entry.get("own_rules")}
 
 
 def pair_rows(first: Run, second: Run) -> list[PairRow]:

@@ -65,7 +65,7 @@ def comparison(runs: Sequence[Run]) -> Section | None:
             "label": label,
             "place": place,
             "aspects": entry,
-            "odd": [name for name in entry if entry[name] != known[0][name]],
+            "odd": differing_aspects([runs[0], run]),
             "seed": run.results.get("seed", ""),
             "complete": run.complete,
             "clean": run.results.get("clean"),
@@ -73,7 +73,22 @@ def comparison(runs: Sequence[Run]) -> Section | None:
         }
         for place, (run, label, entry) in enumerate(zip(runs, run_labels(runs), known, strict=True), start=1)
     ]
-    return Section("comparison", "Side by side", {"rows": rows, "differing": differing_aspects(runs)})
+    differing = differing_aspects(runs)
+    # Size and precision are mostly the same, and the table is wide without them.
+    rare = {"size", "precision"} - set(differing)
+    columns = {name: title for name, title in _COMPARED.items() if name not in rare}
+    return Section("comparison", "Side by side", {"rows": rows, "differing": differing, "columns": columns})
+
+
+_COMPARED = {
+    "data": "Data",
+    "n": "n",
+    "size": "Size",
+    "precision": "Precision",
+    "norm": "Norm",
+    "eps": "eps",
+    "attacks": "Attacks",
+}
 
 
 def accuracies(runs: Sequence[Run]) -> Section | None:
@@ -105,8 +120,17 @@ def trainings(runs: Sequence[Run]) -> Section | None:
 
 def findings(run: Run) -> Section | None:
     found = run.results.get("findings") or []
-    skipped = (run.results.get("diagnosis") or {}).get("not_examined", {})
-    return Section("findings", "Findings", {"findings": found, "not_examined": skipped}) if found or skipped else None
+    told = run.results.get("diagnosis") or {}
+    skipped, cost = told.get("not_examined", {}), cost_sentence(told["cost"]) if told.get("cost") else ""
+    content = {"findings": found, "not_examined": skipped, "cost": cost}
+    return Section("findings", "Findings", content) if any(content.values()) else None
+
+
+def cost_sentence(cost: Mapping[str, Any]) -> str:
+    """What a visit to the doctor took, and what it could have taken."""
+    most = f"Cost: {cost['images']:,} images, at most {cost['gradients']:,.0f} gradients and "
+    most += f"{cost['forwards']:,.0f} forwards each"
+    return f"{most}; it took {cost['seconds']:,.1f} s." if "seconds" in cost else f"{most}."
 
 
 def protocol(run: Run) -> Section | None:
@@ -163,12 +187,20 @@ def examples(run: Run) -> Section | None:
     picture = draw_examples(run)
     if picture is None:
         return None
-    attack = run.attacks[-1]["name"] if run.attacks else "the last attack"
-    caption = f"The first correctly classified images, and what {attack} ({threat_text(run)}) alone makes of them. "
+    caption = f"The first correctly classified images, and what {_pictured(run)} alone makes of them. "
     caption += "Above each column the true class, below it what the model sees in the perturbed image."
     if shows_attention(run):
         caption += " The last two rows: the last layer's attention over the patches, both on one scale."
     return Section("figure", "Examples", {"picture": picture, "caption": caption})
+
+
+def _pictured(run: Run) -> str:
+    """The attack of the examples with its budget; older runs do not tell which of theirs it was."""
+    told = run.examples or {}
+    if "attack" not in told:
+        return "one of the attacks"
+    own_rules = bool(told.get("own_rules", False))
+    return f"{told['attack']} ({'by its own rules' if own_rules else threat_text(run)})"
 
 
 def training(run: Run) -> Section | None:

@@ -40,7 +40,8 @@ _RUN = Column("run")
 
 
 def _runs(runs: Sequence[Run], labels: Sequence[str]) -> Table:
-    texts = [Column(name) for name in ("data", "norm", "eps", "attacks", "seed", "finished", "protocol")]
+    shown = ("data", "size", "precision", "norm", "eps", "attacks")
+    texts = [Column(name) for name in (*shown, "seed", "finished", "protocol")]
     columns = (_RUN, Column("n", 0), *share_columns("clean"), *share_columns("worst case"), *texts)
     rows = []
     for run, label in zip(runs, labels, strict=True):
@@ -51,7 +52,7 @@ def _runs(runs: Sequence[Run], labels: Sequence[str]) -> Table:
                 results.get("data", {}).get("n"),
                 *share_cells(results.get("clean"), "accuracy"),
                 *share_cells(results.get("worst_case"), "robust_accuracy"),
-                *(known[name] for name in ("data", "norm", "eps", "attacks")),
+                *(known[name] for name in shown),
                 str(results.get("seed", "")),
                 "yes" if run.complete else "no",
                 (results.get("protocol") or {}).get("name") or "none",
