@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.features import pixels_per_unit
 from vitadel.attacks.settings import settings_of
+from vitadel.backbones.attention_kernels import fastest_attention
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.image_size import check_images_fit
 from vitadel.data import open_dataset
@@ -45,6 +46,7 @@ from vitadel.defenses.validation import HeldOut
 from vitadel.defenses.writing_recipes import recipe_text
 from vitadel.errors import Interrupted, Mistake, nearest_names
 from vitadel.evaluation.audit import Order, run_audit
+from vitadel.evaluation.stages import PRECISIONS
 from vitadel.evaluation.subject import Subject
 from vitadel.runtime.environment import environment
 from vitadel.runtime.processes import Processes, join_processes
@@ -295,7 +297,8 @@ def _train(shop: Workshop, model: nn.Module, processes: Processes, folder: RunFo
             run.tell(f"attack in training: eps {told}")
         if note := whose_statistics(model, processes, recipe.train.attack_mode):
             run.tell(note)
-        train(run, accelerator, optimiser, resume)
+        with fastest_attention(model, processes.device, PRECISIONS[recipe.train.precision]):
+            train(run, accelerator, optimiser, resume)
         for tracker in accelerator.trackers:  # `end_training` would send the other processes away before the audit
             tracker.finish()
     return run

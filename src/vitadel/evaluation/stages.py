@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.wrappers import MEMBER, WorstOf
+from vitadel.backbones.attention_kernels import fastest_attention
 from vitadel.backbones.checks import check_logits
 from vitadel.data.batches import Batch, batches
 from vitadel.data.preprocess import Preprocess
@@ -73,8 +74,11 @@ class Bench:
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
-        kind = PRECISIONS[self.precision]
-        with nullcontext() if kind is None else torch.autocast(self.processes.device.type, dtype=kind):
+        device, kind = self.processes.device, PRECISIONS[self.precision]
+        with ExitStack() as stack:
+            stack.enter_context(fastest_attention(self.model, device, kind))
+            if kind is not None:
+                stack.enter_context(torch.autocast(device.type, dtype=kind))
             yield
 
 
