@@ -2,10 +2,12 @@
 
     python scripts/validate_fast.py                                            # the zoo, hours on a small machine
     python scripts/validate_fast.py --case zoo:shapes-robust@8/255x100 --out runs/validate-fast
+    python scripts/validate_fast.py --run runs/zoo/cifar10-trades-audit         # audits that ran both, each alone
 
-Each case is audited twice on the same images, once by each ensemble; both are judged alike, and every run can be killed
-and started again. Reported are the samples that only one of them breaks, the interval of the difference (Newcombe 1998,
-paired), an upper bound of what the fast one misses, and what both cost in passes: a forward counts one, a gradient two.
+Each case is audited by both ensembles on the same images, each alone; both are judged alike, and every run can be
+killed and started again. Reported are the samples that only one of them breaks, the interval of the difference
+(Newcombe 1998, paired), an upper bound of what the fast one misses, and what both cost in passes: a forward counts one,
+a gradient two.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ CASES = (
     "zoo:shapes-standard@1/255x300",
     "zoo:shapes-standard@0.75/255x60",
 )
+BOTH = ("autoattack", "autoattack-fast")
 _CASE = re.compile(r"(?P<model>.+)@(?P<eps>[^@x]+)x(?P<limit>\d+)")
 
 
@@ -52,18 +56,19 @@ class Case:
         return re.sub(r"[^a-z0-9.]+", "-", f"{self.model}-{self.eps}-{self.limit}".lower())
 
 
-def audited(case: Case, attack: str, out: Path, batch_size: int) -> tuple[dict[str, Any], Any]:
-    folder = out / f"{case.folder}-{attack}"
-    results = vitadel.audit(
+def audited(case: Case, out: Path, batch_size: int) -> Path:
+    folder = out / case.folder
+    vitadel.audit(
         case.model,
-        attacks=[attack],
+        attacks=BOTH,
         eps=case.eps,
         limit=case.limit,
         batch_size=batch_size,
+        independent=True,
         out=folder,
         resume=(folder / "command.json").exists(),
     )
-    return results, pq.read_table(folder / "samples.parquet").column(f"held:{attack}").to_numpy()
+    return folder
 
 
 def passes(entry: dict[str, Any]) -> int:
@@ -94,21 +99,27 @@ def difference_interval(both: int, only_first: int, only_second: int, n: int) ->
     return one - two - side(one - low1, high2 - two), one - two + side(high1 - one, two - low2)
 
 
-def compare(case: Case, out: Path, batch_size: int) -> dict[str, Any]:
-    fast, fast_held = audited(case, "autoattack-fast", out, batch_size)
-    full, full_held = audited(case, "autoattack", out, batch_size)
+def compare(folder: Path) -> dict[str, Any]:
+    """Both ensembles in the run folder of an audit that let each work alone."""
+    results = json.loads((folder / "results.json").read_text())
+    entries = {entry["name"]: entry for entry in results["attacks"]}
+    alone = all(entries.get(name, {}).get("counts") == "this attack alone" for name in BOTH)
+    if not results["complete"] or not alone:
+        raise SystemExit(f"{folder} is not a complete audit with --independent and {' and '.join(BOTH)}")
+    theirs, ours = (entries[name] for name in BOTH)
+    samples = pq.read_table(folder / "samples.parquet")
+    full_held, fast_held = (samples.column(f"held:{name}").to_numpy() for name in BOTH)
     n = len(full_held)
-    ours, theirs = fast["attacks"][0], full["attacks"][0]
     only_fast_holds = int((fast_held & ~full_held).sum())
     only_full_holds = int((~fast_held & full_held).sum())
     both = int((fast_held & full_held).sum())
     low, high = difference_interval(both, only_fast_holds, only_full_holds, n)
     gradients_only = sum(passes(member) for member in theirs["members"][:2])
     return {
-        "model": case.model,
-        "eps": case.eps,
+        "model": results["model"]["spec"],
+        "eps": results["threat"]["eps_text"],
         "n": n,
-        "clean": full["clean"]["correct"],
+        "clean": results["clean"]["correct"],
         "held by autoattack": int(full_held.sum()),
         "held by autoattack-fast": int(fast_held.sum()),
         "only autoattack breaks": only_fast_holds,
@@ -119,7 +130,7 @@ def compare(case: Case, out: Path, batch_size: int) -> dict[str, Any]:
         "passes per image, autoattack-fast": passes(ours) / n,
         "cheaper than autoattack": passes(theirs) / passes(ours),
         "cheaper than apgd-ce and apgd-t": gradients_only / passes(ours),
-        "findings": [f"{finding['verdict']}: {finding['evidence']}" for finding in fast["findings"]],
+        "findings": [f"{finding['verdict']}: {finding['evidence']}" for finding in results["findings"]],
     }
 
 
@@ -152,12 +163,16 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", help="MODEL@EPSxIMAGES; may be given several times")
+    parser.add_argument("--run", action="append", type=Path, default=[], help="folder of such an audit; also several")
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("runs/validate-fast"))
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    cases = options.case or ([] if options.run else CASES)
+    folders = (audited(Case.read(text), options.out, options.batch_size) for text in cases)
     rows: list[dict[str, Any]] = []
-    for text in options.case or CASES:
-        rows.append(compare(Case.read(text), options.out, options.batch_size))
+    for folder in chain(options.run, folders):
+        rows.append(compare(folder))
         print(json.dumps(rows[-1], indent=2))
         write_json(options.out / "validation.json", {"cases": rows})
         write_atomically(options.out / "validation.md", table(rows).encode())
