@@ -91,7 +91,7 @@ def audited(name: str, entry: Entry, test: str, calibration: str | None, data_ro
         test,
         attacks=entry.attacks,
         limit=entry.images,
-        batch_size=128,
+        batch_size=32,  # which caches hold: a tenth faster on a processor than 128
         independent=True,
         calibration=calibration,
         data_root=data_root,
