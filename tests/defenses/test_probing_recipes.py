@@ -129,12 +129,11 @@ def test_overrides_know_the_sections_of_a_head():
         "train",
         "audit",
     ]
-    with pytest.raises(Mistake, match="head has no 'rate'; it takes blocks, average, rates, half"):
-        compose("probes/shapes", None, ["head.rate=1"])
-    with pytest.raises(Mistake, match=r"did you mean train\.steps"):
-        compose("probes/shapes", None, ["steps=1"])
-    with pytest.raises(Mistake, match="a recipe has no 'plugins'"):
-        compose("segmentation/shapes", None, ["plugins.awp.gamma=1"])
+    wrong = compose("probes/shapes", None, ["head.rate=1", "steps=1"])
+    with pytest.raises(Mistake, match=r"(?s)did you mean train\.steps.*head: has no 'rate'; it takes blocks"):
+        build_probe(wrong, "mine")
+    with pytest.raises(Mistake, match="it has no 'plugins'"):
+        build_probe(compose("segmentation/shapes", None, ["plugins.awp.gamma=1"]), "mine")
     assert compose("segmentation/shapes", None, ["data.size=[32, 32]"])["data"]["size"] == [32, 32]
 
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import vitadel
+from vitadel.defenses.building import build_recipe
 from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, merge, rows, shipped_recipes, source, texts
 from vitadel.defenses.writing_recipes import recipe_text
 from vitadel.errors import Mistake
@@ -195,9 +196,6 @@ def test_settings_of_a_users_own_class_can_be_overridden(write):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("train.epoch=3", r"train has no 'epoch'; it takes epochs, .*did you mean epochs"),
-        ("optimizer.rate=3", r"no 'optimizer'; it has model, .*did you mean optimiser"),
-        ("epochs=3", r"did you mean train\.epochs"),
         ("train.epochs", "write key=value"),
         ("train.epochs=[3", "not readable as YAML"),
         ("audit.attacks=&x [*x]", "contains itself"),
@@ -209,9 +207,25 @@ def test_overrides_that_make_no_sense_are_told(write, override, said):
         compose("base.yaml", None, [override])
 
 
-def test_all_unknown_overrides_are_told_together(write):
-    with pytest.raises(Mistake, match=r"train has no 'epoch'.*threat has no 'epsilon'"):
-        compose("base.yaml", None, ["train.epoch=3", "threat.epsilon=1/255"])
+def test_unknown_overrides_are_told_together_and_with_the_faults_of_the_recipe(write):
+    name = write("extends: shapes/trades\nobjective: {betta: 1}\nmodel: {name: null}\n")
+    overrides = ["train.epoch=3", "optimizer.rate=3", "epochs=3", "threat.epsilon=null", "plugins.awp.gama=1", "extra="]
+    with pytest.raises(Mistake) as caught:
+        build_recipe(compose(name, None, overrides), "mine")
+    first, *lines = str(caught.value).splitlines()
+    wanted = [
+        r"it has no 'optimizer'; there is about, .*did you mean optimiser",
+        r"it has no 'epochs'; .*did you mean train\.epochs\?",
+        r"it has no 'extra'; .*did you mean data\.extra\?",
+        r"threat: has no 'epsilon'; it takes eps, norm; did you mean eps",
+        r"train: has no 'epoch'; it takes epochs, .*did you mean epochs",
+        r"objective: has no 'betta'; .*did you mean beta",
+        r"plugins.awp: has no 'gama'; .*did you mean gamma",
+        r"model: needs 'name'",
+    ]
+    assert first == f"recipe mine has {len(wanted)} problems:"
+    for line, said in zip(lines, wanted, strict=True):
+        assert re.match(rf"  - {said}", line), (line, said)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from vitadel.defenses.checking import (
 from vitadel.defenses.components import component_names, find_component
 from vitadel.defenses.heads.building import build_probe, build_probe_check
 from vitadel.defenses.protocols import Accompanied, Adapter, Objective, Plugin
-from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, is_probe, rows, section_types
+from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, is_probe, rows, section_types, unknown_section
 from vitadel.defenses.same_images import same_images
 from vitadel.defenses.sections import (
     AuditSection,
@@ -37,7 +37,7 @@ from vitadel.defenses.sections import (
     Validation,
 )
 from vitadel.defenses.settling import Faults, Faulty, as_mapping, guarded, named_attack, settled
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import Mistake
 from vitadel.types import Calibrated, Threat
 
 __all__ = ["ChecksModel", "ChecksObjective", "Recipe", "build_check", "build_recipe", "check_recipe"]
@@ -95,10 +95,7 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     if is_probe(document):
         raise Mistake(f"recipe {where} trains a head on frozen features, not a model: run it with `vitadel probe`")
     faults = Faults()
-    known = [*TEXTS, *SECTIONS]
-    for key in document:
-        if key not in known:
-            faults.unknown.append(f"it has no '{key}'; there is {', '.join(known)}{nearest_names(key, known)}")
+    faults.unknown += [unknown_section(key, document) for key in document if key not in (*TEXTS, *SECTIONS)]
     for key in _NEEDED:
         if key not in document:
             faults.missing.append(f"it needs '{key}'")

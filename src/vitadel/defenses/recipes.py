@@ -30,6 +30,7 @@ __all__ = [
     "shipped_recipes",
     "source",
     "texts",
+    "unknown_section",
 ]
 
 Document = dict[str, Any]
@@ -118,20 +119,11 @@ def compose(name: str | Path, row: str | None = None, overrides: Sequence[str] |
     """The whole recipe as one plain document, without `extends` and `sweep`.
 
     `name` is that of a shipped recipe or a path to a .yaml file. `overrides` are texts 'train.epochs=3' or a mapping
-    {'train.epochs': 3}; values are read as YAML, fractions as numbers. A null takes a key away.
+    {'train.epochs': 3}; values are read as YAML, fractions as numbers. A null takes a key away. Keys that there are not
+    are told when the document is built, with all else that is wrong.
     """
     document = _with_row(_unfolded(str(name)), str(name), row)
-    faults = []
-    for key, value in _pairs(overrides):
-        path = _path(key, document)
-        fault = _unknown_key(path, document)
-        if fault:
-            faults.append(fault)
-        else:
-            document = merge(document, _nested(path, value))
-    if faults:
-        raise Mistake("; ".join(faults))
-    return _without_nulls(document)
+    return _without_nulls(_with_dotted(document, dict(_pairs(overrides))))
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Document:
@@ -339,33 +331,28 @@ def _nested(path: Sequence[str], value: Any) -> Document:
     return dict(value)
 
 
-def _unknown_key(path: Sequence[str], document: Mapping[str, Any]) -> str | None:
-    types, sections = section_types(document), PROBE_SECTIONS if is_probe(document) else SECTIONS
-    if path[0] not in sections and path[0] not in TEXTS:
-        homes = [f"{section}.{path[0]}" for section, cls in types.items() if path[0] in get_type_hints(cls)]
-        near = f"; did you mean {', '.join(homes)}?" if homes else nearest_names(path[0], sections)
-        return f"a recipe has no '{path[0]}'; it has {', '.join(sections)}{near}"
-    if len(path) > 1 and path[0] in types and path[1] not in get_type_hints(types[path[0]]):
-        if path == ["head", "use"]:
-            return None  # says which dataclass it is
-        known = list(get_type_hints(types[path[0]]))
-        return f"{path[0]} has no '{path[1]}'; it takes {', '.join(known)}{nearest_names(path[1], known)}"
-    return None
+def unknown_section(key: str, document: Mapping[str, Any]) -> str:
+    """What to say of a key that no recipe has: what there is, and which section has it, or what it resembles."""
+    known = [*TEXTS, *(PROBE_SECTIONS if is_probe(document) else SECTIONS)]
+    homes = [f"{section}.{key}" for section, cls in section_types(document).items() if key in get_type_hints(cls)]
+    near = f"; did you mean {', '.join(homes)}?" if homes else nearest_names(key, known)
+    return f"it has no '{key}'; there is {', '.join(known)}{near}"
 
 
 def _without_nulls(document: Mapping[str, Any]) -> Document:
     """A null takes a key away, but is a value where a section says so: `audit.limit: null` means all images.
 
-    Sections come in their usual order, whichever document had them first.
+    It stays where there is no such key, which is to be told and not passed over. Sections come in their usual order,
+    whichever document had them first.
     """
     settled: Document = {}
     types = section_types(document)
     for key in sorted(document, key=lambda key: _ORDER.index(key) if key in _ORDER else len(_ORDER)):
         value = document[key]
-        if value is None:
+        if value is None and key in _ORDER:
             continue
         if isinstance(value, Mapping):
-            stay = [inner for inner, entry in value.items() if entry is not None or _takes_null(types, key, inner)]
+            stay = [inner for inner, entry in value.items() if entry is not None or _null_stays(types, key, inner)]
             value = {inner: _pruned(value[inner]) for inner in stay}
         settled[key] = value.strip() if key in TEXTS and isinstance(value, str) else value
     return settled
@@ -377,6 +364,8 @@ def _pruned(value: Any) -> Any:
     return {key: _pruned(entry) for key, entry in value.items() if entry is not None}
 
 
-def _takes_null(types: Mapping[str, type], section: str, key: str) -> bool:
-    cls = types.get(section)
-    return cls is not None and NoneType in get_args(get_type_hints(cls).get(key))
+def _null_stays(types: Mapping[str, type], section: str, key: str) -> bool:
+    if section not in types:
+        return False
+    hints = get_type_hints(types[section])
+    return NoneType in get_args(hints.get(key)) or key not in (*hints, "use")

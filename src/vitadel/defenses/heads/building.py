@@ -24,11 +24,11 @@ from vitadel.defenses.heads.sections import (
     ProbeAudit,
     ProbeData,
 )
-from vitadel.defenses.recipes import PROBE_SECTIONS, TEXTS, is_probe, section_types
+from vitadel.defenses.recipes import PROBE_SECTIONS, TEXTS, is_probe, section_types, unknown_section
 from vitadel.defenses.same_images import same_images
 from vitadel.defenses.sections import ModelSection
 from vitadel.defenses.settling import Faults, Faulty, as_mapping, settled
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import Mistake
 from vitadel.evaluation.frozen_features import token_features
 from vitadel.evaluation.segmentation import OnPixels
 from vitadel.types import Attack
@@ -59,10 +59,8 @@ def build_probe(document: Mapping[str, Any], where: str) -> ProbeRecipe:
     """Build every section; `where` names the recipe in messages. Raises one `Faulty` with all faults."""
     if not is_probe(document) and "objective" in document:
         raise Mistake(f"recipe {where} trains a model, not a head on frozen features: run it with `vitadel harden`")
-    faults, known = Faults(), [*TEXTS, *PROBE_SECTIONS]
-    for key in document:
-        if key not in known:
-            faults.unknown.append(f"it has no '{key}'; there is {', '.join(known)}{nearest_names(key, known)}")
+    faults = Faults()
+    faults.unknown += [unknown_section(key, document) for key in document if key not in (*TEXTS, *PROBE_SECTIONS)]
     faults.missing += [f"it needs '{key}'" for key in _NEEDED if key not in document]
     for key in (*TEXTS, "tokens"):
         if key in document and not isinstance(document[key], str):
