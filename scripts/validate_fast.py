@@ -2,7 +2,7 @@
 
     python scripts/validate_fast.py                                            # the zoo, hours on a small machine
     python scripts/validate_fast.py --case zoo:shapes-robust@8/255x100 --out runs/validate-fast
-    python scripts/validate_fast.py --run runs/zoo/cifar10-trades-audit         # audits that ran both, each alone
+    python scripts/validate_fast.py --run runs/fast-and-full --run runs/fast,runs/full       # audits made before
 
 Each case is audited by both ensembles on the same images, each alone; both are judged alike, and every run can be
 killed and started again. Reported are the samples that only one of them breaks, the interval of the difference
@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -99,16 +100,19 @@ def difference_interval(both: int, only_first: int, only_second: int, n: int) ->
     return one - two - side(one - low1, high2 - two), one - two + side(high1 - one, two - low2)
 
 
-def compare(folder: Path) -> dict[str, Any]:
-    """Both ensembles in the run folder of an audit that let each work alone."""
-    results = json.loads((folder / "results.json").read_text())
-    entries = {entry["name"]: entry for entry in results["attacks"]}
+def compare(folders: Sequence[Path]) -> dict[str, Any]:
+    """Both ensembles in the run folders of audits, of the same images, that let each work alone."""
+    every = [json.loads((folder / "results.json").read_text()) for folder in folders]
+    results, entries = every[0], {entry["name"]: entry for one in every for entry in one["attacks"]}
     alone = all(entries.get(name, {}).get("counts") == "this attack alone" for name in BOTH)
-    if not results["complete"] or not alone:
-        raise SystemExit(f"{folder} is not a complete audit with --independent and {' and '.join(BOTH)}")
+    tables = [pq.read_table(folder / "samples.parquet") for folder in folders]
+    alike = all(table["index"].equals(tables[0]["index"]) for table in tables)
+    if not all(one["complete"] for one in every) or not alone or not alike:
+        names = " and ".join(map(str, folders))
+        raise SystemExit(f"{names}: not complete audits of the same images with --independent and {', '.join(BOTH)}")
     theirs, ours = (entries[name] for name in BOTH)
-    samples = pq.read_table(folder / "samples.parquet")
-    full_held, fast_held = (samples.column(f"held:{name}").to_numpy() for name in BOTH)
+    columns = {name: table[name] for table in tables for name in table.column_names}
+    full_held, fast_held = (columns[f"held:{name}"].to_numpy() for name in BOTH)
     n = len(full_held)
     only_fast_holds = int((fast_held & ~full_held).sum())
     only_full_holds = int((~fast_held & full_held).sum())
@@ -130,7 +134,7 @@ def compare(folder: Path) -> dict[str, Any]:
         "passes per image, autoattack-fast": passes(ours) / n,
         "cheaper than autoattack": passes(theirs) / passes(ours),
         "cheaper than apgd-ce and apgd-t": gradients_only / passes(ours),
-        "findings": [f"{finding['verdict']}: {finding['evidence']}" for finding in results["findings"]],
+        "findings": [f"{finding['verdict']}: {finding['evidence']}" for one in every for finding in one["findings"]],
     }
 
 
@@ -163,16 +167,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", help="MODEL@EPSxIMAGES; may be given several times")
-    parser.add_argument("--run", action="append", type=Path, default=[], help="folder of such an audit; also several")
+    parser.add_argument("--run", action="append", default=[], help="folders of audits, by comma; also several")
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("runs/validate-fast"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     cases = options.case or ([] if options.run else CASES)
-    folders = (audited(Case.read(text), options.out, options.batch_size) for text in cases)
+    made = ([audited(Case.read(text), options.out, options.batch_size)] for text in cases)
+    given = ([Path(name) for name in text.split(",")] for text in options.run)
     rows: list[dict[str, Any]] = []
-    for folder in chain(options.run, folders):
-        rows.append(compare(folder))
+    for folders in chain(given, made):
+        rows.append(compare(folders))
         print(json.dumps(rows[-1], indent=2))
         write_json(options.out / "validation.json", {"cases": rows})
         write_atomically(options.out / "validation.md", table(rows).encode())
