@@ -100,6 +100,17 @@ def test_a_token_file_that_others_can_read(
     assert vitadel(monkeypatch, *words, "--allow-readable") == 0
 
 
+def test_a_bank_is_not_taken_for_a_bare_model(
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.safetensors"
+    save_tokens(Tokened(load_model("zoo:shapes-standard"), fresh_tokens(96, 3, seed=8)), other, {})
+    words = ["inspect", "zoo:shapes-standard", f"--tokens={tokens},{other}", "--limit=2", "--device=cpu"]
+    assert vitadel(monkeypatch, *words, f"--out={tmp_path / 'run'}") == 2
+    assert "one set of tokens" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_folder_of_an_audit_says_model_images_and_budget(tmp_path: Path) -> None:
     audit = ["audit", "zoo:shapes-standard", "--limit=6", "--seed=3", "--eps=3/255", "--attacks=fgsm", "--no-doctor"]
     command_line.vitadel(*audit, "--device=cpu", f"--out={tmp_path / 'audit'}")

@@ -89,6 +89,10 @@ def test_the_ladder_judges_one_set(bank, tmp_path):
         (["--suite", "ladder", "--norm", "l2", "--compile"], "--norm, --compile do not go with --suite ladder"),
         (["--levels", "T6"], "--levels need --suite ladder"),
         (["--suite", "ladder", "--levels", "T2,T9"], "unknown level 'T9'"),
+        (["--suite", "ladder", "--levels", "T6", "--eps", "8"], "Did you mean 8/255?"),
+        (["--suite", "ladder", "--levels", "T3", "--surrogates", "-1"], "--surrogates is a number of token sets"),
+        (["--suite", "ladder", "--levels", "T8", "--bank", ""], "--bank is a number of token sets"),
+        (["--suite", "ladder", "--levels", "T1", "--other-weights", "w"], "name it with --other MODEL"),
         (["--tokens", "nowhere.safetensors"], "secret file 'nowhere.safetensors' does not exist"),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, list) else "",
@@ -97,6 +101,11 @@ def test_mistakes_are_told(words, told, tmp_path):
     done = called(*words, "--limit", "10", "--out", tmp_path / "run")
     assert isinstance(done.exception, Mistake | SystemExit)
     assert told in (str(done.exception) if isinstance(done.exception, Mistake) else done.output)
+
+
+def test_a_run_folder_that_is_not_there(tmp_path):
+    done = CliRunner().invoke(app, ["audit", str(tmp_path / "nowhere"), "--suite", "ladder"])
+    assert "nowhere' does not exist" in str(done.exception)
 
 
 def test_token_files_that_others_can_read(tokens, tmp_path):

@@ -207,6 +207,8 @@ def test_a_segmentation_that_was_stopped_goes_on(tmp_path, monkeypatch):
         (masks(data={"held_out": 60_000}), "keep fewer"),
         (linear(data={"held_out": 60_000}), "keep fewer"),
         (linear(model={"weights": None}), "no weights for"),
+        (linear(head={"blocks": [9]}), "last 9 blocks were asked for; the model has"),
+        ({**linear(), "model": {"name": "resnet18", "weights": "random"}}, "no anatomy known"),
         (masks(data={"train": "parquet:missing.parquet", "classes": 11}), "nothing matches"),
     ],
 )

@@ -74,6 +74,24 @@ def test_labels_play_no_part():
     assert torch.equal(one, other)
 
 
+def test_a_step_costs_thirty_attack_passes_and_three_of_training(tmp_path):
+    """Counted in images that enter the model; the attack needs the clean features once, beside its steps."""
+    batch, steps, passes = 8, 2, []
+    given = recipe(
+        data={"limit": steps * batch, "test": None},
+        train={"epochs": 1, "batch_size": batch},
+        validation={"limit": 5},
+    ).document
+    built = build_recipe({**given, "objective": {**OBJECTIVE, "attack": "features-30"}}, "tokens")
+    model = small_model()
+    model.backbone.register_forward_pre_hook(lambda _, given: passes.append((len(given[0]), torch.is_grad_enabled())))
+    run_harden(built, "tokens", CPU, out=tmp_path / "run", model=model)
+    of_steps = [each for each in passes if each[0] % 5]  # held-out images come in fives and tens
+    crafting, target, learning = [(batch, True)] * 30, (batch, False), (2 * batch, True)
+    assert of_steps == [(batch, False), *crafting, target, learning] * steps
+    assert sum(images for images, _ in of_steps) <= 1.1 * 33 * batch * steps
+
+
 def test_training_brings_features_back(trained):
     _, folder = trained
     rows = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]

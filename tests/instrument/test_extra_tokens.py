@@ -136,6 +136,14 @@ def test_families_without_a_place_for_them_say_why(name: str) -> None:
         pass
 
 
+def test_a_model_of_no_known_family_hears_which_would_do() -> None:
+    """Not only which families are known: most of those take no tokens either."""
+    message = r"no place is known for extra tokens: no anatomy known for .*\. Families that take them: eva, vit\."
+    for ask in (token_width, lambda model: extra_tokens(model, torch.ones(1, 24)).__enter__()):
+        with pytest.raises(Mistake, match=message):
+            ask(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()))
+
+
 @pytest.mark.parametrize("name", ABSOLUTE)
 @fused_or_not
 def test_appended_tokens_do_the_same_at_the_other_end(name: str, fused: bool) -> None:

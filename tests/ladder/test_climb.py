@@ -260,6 +260,25 @@ def test_a_model_without_tokens_is_told(tmp_path):
         run_ladder(plain, LadderOrder(limit=10, recipe="tokens/shapes"), CPU, out=tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    "changes", [{"levels": ("T1",)}, {"levels": ("T3", "T4"), "surrogates": 0}, {"levels": ("T8",), "bank": ()}]
+)
+def test_somebody_must_be_there_to_climb(subject, sets, recipe, tmp_path, changes):
+    with pytest.raises(Mistake, match=f"nobody is there to climb {', '.join(changes['levels'])}: T1 needs .*--other"):
+        run_ladder(subject, order_of(sets, recipe, **changes), CPU, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("count", "placement"), [(3, "prefix"), (4, "append")])
+def test_the_sets_of_a_bank_are_alike(subject, classifier, sets, recipe, tmp_path, count, placement):
+    file = str(tmp_path / "other.safetensors")
+    save_tokens(Tokened(classifier, fresh_tokens(96, count, seed=8), placement=placement), file, {})
+    told = rf"set 1 of --bank has {count} tokens \({placement}\), the victim 4 \(prefix\)"
+    with pytest.raises(Mistake, match=told):
+        run_ladder(subject, order_of(sets, recipe, levels=("T8",), bank=(file,)), CPU, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_another_model_must_have_the_same_classes(subject, sets, recipe, tmp_path):
     torch.manual_seed(0)
     kwargs = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
@@ -359,8 +378,12 @@ def test_controls_see_noise_of_the_attack_s_budget_in_pixels(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"eps": ()}, "at least one level, and budgets"),
-        ({"eps": (2.0,)}, "at least one level, and budgets"),
+        ({"eps": ()}, "at least one budget, such as 1/255,4/255"),
+        ({"eps": (8.0,)}, "eps 8 is larger than the whole pixel range.*Did you mean 8/255"),
+        ({"eps": (1 / 255, 1.0)}, "above 0 and below 1.*got 1, try 1/255,4/255"),
+        ({"eps": (0.0,)}, "above 0 and below 1.*got 0"),
+        ({"eps": (-1 / 255,)}, "must not be negative"),
+        ({"levels": ()}, "at least one level; there is T0, T1, T2"),
         ({"levels": ("T99",)}, "unknown level"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"extraction": (0, 5)}, "extraction is .images to ask about, steps of the fit., each at least 1"),

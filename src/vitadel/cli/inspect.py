@@ -11,6 +11,7 @@ import typer
 from vitadel.cli import options, running
 from vitadel.cli.bundles import bundled
 from vitadel.cli.revisiting import Opening, RunOrModel, given_flags, open_revisited, revisited
+from vitadel.errors import Mistake
 
 
 @bundled
@@ -26,7 +27,7 @@ def inspect(
     run: options.Running = options.Running(),
 ) -> None:
     """Where does a model have its largest activations, and what do attacks and tokens make of them?"""
-    from vitadel.adapters.robustness_tokens import Tokened
+    from vitadel.adapters.robustness_tokens import TokenBank, Tokened
     from vitadel.amounts import read_amount
     from vitadel.evaluation.activations import Look, inspect_activations
     from vitadel.reporting import terminal
@@ -40,6 +41,8 @@ def inspect(
     subject = open_revisited(opening, given, for_features=True)
     terminal.tell_notes(subject.model.record.notes)
     opened: object = subject.model
+    if isinstance(opened, TokenBank):
+        raise Mistake("activations are those of one set of tokens, not of a random one: give one file with --tokens")
     tokened = opened if isinstance(opened, Tokened) else None
     if tokened is not None:
         subject = replace(subject, model=tokened.classifier)

@@ -13,6 +13,7 @@ import typer
 from vitadel.amounts import read_amount
 from vitadel.cli import running
 from vitadel.cli.options import Choice, Running, Sampling
+from vitadel.errors import Mistake
 
 if TYPE_CHECKING:
     from vitadel.ladder.order import LadderOrder
@@ -79,6 +80,8 @@ def climb(model: str, choice: Choice, sampling: Sampling, run: Running, flags: L
     from vitadel.reporting import terminal
     from vitadel.runtime.processes import join_processes
 
+    if flags.other_weights is not None and flags.other is None:
+        raise Mistake("--other-weights are those of another model (T1): name it with --other MODEL, or leave them out")
     order = _order(model, choice, sampling, flags, eps)
     processes = join_processes(run.device)
     subject = running.open_chosen(model, choice, sampling, for_features=flags.head is not None)
@@ -112,14 +115,16 @@ def _order(model: str, choice: Choice, sampling: Sampling, flags: LadderFlags, e
     from vitadel.ladder.order import BUDGETS, LadderOrder
 
     own_recipe = str(Path(model) / "recipe.yaml") if token_run(model) is not None else None
+    if own_recipe is None and "/" in model and ":" not in model and not Path(model).exists():
+        raise Mistake(f"'{model}' does not exist: there is no run folder, and no weight file, of that name")
     return LadderOrder(
         eps=BUDGETS if eps is None else tuple(read_amount(part.strip(), "eps") for part in eps.split(",")),
         levels=tuple(LEVELS) if flags.levels is None else _listed(flags.levels.upper()),
         steps=flags.steps,
         queries=flags.queries,
         white_box=tuple(split_attack_list(flags.white_box)) if flags.white_box else (),
-        surrogates=_count_or_files(flags.surrogates),
-        bank=_count_or_files(flags.bank),
+        surrogates=_count_or_files(flags.surrogates, "--surrogates"),
+        bank=_count_or_files(flags.bank, "--bank"),
         recipe=flags.recipe or own_recipe,
         attacker_data=flags.attacker_data,
         allow_readable=choice.allow_readable,
@@ -127,9 +132,22 @@ def _order(model: str, choice: Choice, sampling: Sampling, flags: LadderFlags, e
     )
 
 
-def _count_or_files(text: str) -> int | tuple[str, ...]:
+def _count_or_files(text: str, flag: str) -> int | tuple[str, ...]:
     """A number of token sets to train, or files of sets that are there."""
-    return int(text) if text.strip().isdigit() else _listed(text)
+    if text.strip().isdigit():
+        return int(text)
+    files = _listed(text)
+    if not files or any(_is_number(file) and not Path(file).exists() for file in files):
+        raise Mistake(f"{flag} is a number of token sets to train, 0 or more, or token files a,b,...; got {text!r}")
+    return files
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _listed(text: str) -> tuple[str, ...]:

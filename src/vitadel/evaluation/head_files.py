@@ -42,7 +42,10 @@ def head_about(path: str | Path) -> dict[str, Any]:
     """What `save_head` wrote beside the weights."""
     text = read_metadata(path).get(_METADATA_KEY)
     if text is None:
-        raise Mistake(f"'{path}' is no probe's head: it was not written by save_head. Train one with train_probe.")
+        raise Mistake(
+            f"'{path}' is no linear head of a probe. Give the weights/head.safetensors of a run of `vitadel probe` (in "
+            "Python: what save_head wrote)."
+        )
     try:
         about = json.loads(text)
     except ValueError as error:

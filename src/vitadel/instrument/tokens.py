@@ -120,7 +120,8 @@ def own_tokens(model: nn.Module) -> Iterator[OwnTokens]:
 
 def token_width(model: nn.Module) -> int:
     """How wide extra tokens must be; a `Mistake` where they have no meaning."""
-    return int(getattr(backbone_of(model), _seam(model).width))
+    seam = _seam(model)
+    return int(getattr(backbone_of(model), seam.width))
 
 
 def check_placement(model: nn.Module, placement: str) -> None:
@@ -137,13 +138,14 @@ def check_placement(model: nn.Module, placement: str) -> None:
 
 
 def _seam(model: nn.Module) -> TokenSeam:
-    row = anatomy_of(model)
+    able = ", ".join(sorted(family for family, each in ANATOMIES.items() if each.tokens))
+    takers = f"Families that take them: {able}."
+    try:
+        row = anatomy_of(model)
+    except Mistake as mistake:  # which names the families that are known, not those that will do
+        raise Mistake(f"no place is known for extra tokens: {mistake} {takers}") from mistake
     if row.tokens is None:
-        able = ", ".join(sorted(family for family, each in ANATOMIES.items() if each.tokens))
-        raise Mistake(
-            f"extra tokens have no meaning for family '{family_of(model)}': {row.no_tokens}. "
-            f"Families that take them: {able}."
-        )
+        raise Mistake(f"extra tokens have no meaning for family '{family_of(model)}': {row.no_tokens}. {takers}")
     return row.tokens
 
 

@@ -81,6 +81,7 @@ def gather(subject: Subject, arms: Arms, order: LadderOrder, indices: Tensor, pr
     surrogates = _read(victim, order.surrogates, order.allow_readable) if {"T3", "T4"} & levels else ()
     bank = _read(victim, order.bank, order.allow_readable) if "T8" in levels else ()
     _refuse_equal(victim, {"--surrogates": surrogates, "--bank": bank})
+    _refuse_no_bank(victim, bank)
     images = _images_to_fit(subject, order, indices) if "T7" in levels else None
     lessons = {} if recipe is None else _lessons(subject, victim, order, recipe, processes)
     return Supplies(recipe, lessons, surrogates, bank, images)
@@ -255,6 +256,17 @@ def _refuse_equal(victim: Tokened, groups: dict[str, tuple[Tokened, ...]]) -> No
                         "who has the secret itself is the attacker of T6."
                     )
             known.append((f"set {number} of {name}", each))
+
+
+def _refuse_no_bank(victim: Tokened, bank: tuple[Tokened, ...]) -> None:
+    """Sets that no `TokenBank` could hold: every image of a batch runs beside as many tokens, at the same place."""
+    for number, each in enumerate(bank, start=1):
+        here, there = ((len(one.tokens), one.placement) for one in (each, victim))
+        if here != there:
+            raise Mistake(
+                f"set {number} of --bank has {here[0]} tokens ({here[1]}), the victim {there[0]} ({there[1]}): the "
+                "sets of a bank must have the same number at the same place. Train them by one recipe."
+            )
 
 
 def _check_classes(other: nn.Module, subject: Subject) -> None:

@@ -67,6 +67,7 @@ def run_ladder(
         subject = dataclasses.replace(subject, model=cast(Classifier, head(arms.victim)))
     subject = choose_among(subject)
     arms = _all_choosing_like(subject.model, arms)
+    _refuse_idle(order, arms)
     indices, mislabelled = subject.selection(order.limit, order.seed, order.skip_bad)
     supplies = gather(subject, arms, order, indices, processes)
     if supplies.recipe is not None:
@@ -106,6 +107,15 @@ def _victim(subject: Subject) -> Tokened:
             "harden tokens/...`, or a backbone with --tokens FILE."
         )
     return model
+
+
+def _refuse_idle(order: LadderOrder, arms: Arms) -> None:
+    """Of several levels, one without its means is left out and told; but there must be something to climb."""
+    if not rungs(order.levels, planned(arms, order), order.steps, order.queries, order.white_box):
+        raise Mistake(
+            f"nobody is there to climb {', '.join(order.levels)}: T1 needs another model (--other), T3 and T4 token "
+            "sets of the attacker (--surrogates), T8 those of a bank (--bank). Give them, or choose other levels."
+        )
 
 
 def _all_choosing_like(chosen: nn.Module, arms: Arms) -> Arms:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vitadel.attacks.names import make
+from vitadel.attacks.threats import threat
 from vitadel.errors import Mistake
 from vitadel.evaluation.calibration import studies
 from vitadel.evaluation.stages import rules_of
@@ -45,8 +46,9 @@ class LadderOrder:
     def __post_init__(self) -> None:
         object.__setattr__(self, "levels", check_levels(self.levels))
         object.__setattr__(self, "eps", tuple(sorted(set(self.eps))))
-        if not self.levels or not self.eps or not all(0 < eps < 1 for eps in self.eps):
-            raise Mistake("the ladder needs at least one level, and budgets above 0 and below 1, such as 1/255,4/255")
+        if not self.levels:
+            raise Mistake(f"the ladder needs at least one level; there is {', '.join(LEVELS)}")
+        _check_budgets(self.eps)
         for name in ("steps", "queries", "batch_size"):
             if getattr(self, name) < 1:
                 raise Mistake(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -69,6 +71,17 @@ class LadderOrder:
             raise Mistake(
                 f"token sets are to be trained: {' and '.join(trains)}. Say with --recipe how the tokens were trained, "
                 "e.g. --recipe tokens/deit-tiny, or give files of sets, or leave these levels out with --levels."
+            )
+
+
+def _check_budgets(budgets: tuple[float, ...]) -> None:
+    if not budgets:
+        raise Mistake("the ladder needs at least one budget, such as 1/255,4/255")
+    for eps in budgets:
+        threat("linf", eps)  # says what is wrong with a negative one, and with grey levels
+        if eps in (0, 1):
+            raise Mistake(
+                f"budgets of the ladder are above 0 and below 1, of pixels in [0, 1]; got {eps:g}, try 1/255,4/255"
             )
 
 

@@ -59,12 +59,15 @@ def ladder_remarks(ladder: Mapping[str, Any]) -> list[str]:
         cosines = entry["cosines"]
         if cosines and entry["level"] != "T0":
             told = "; ".join(
-                f"{what} {cosines[f'{key}, token']:.2f} per token, {cosines[f'{key}, channel']:.2f} per channel"
-                for key, what in (("to bare", "to the bare backbone"), ("to own", "to its own"))
+                f"{_cosines(cosines, key)} {what}"
+                for key, what in (
+                    ("to bare", "to the bare backbone"),
+                    ("to own", "to its own"),
+                    ("no tokens", "without tokens"),
+                )
             )
-            without = f"{cosines['no tokens, token']:.2f} and {cosines['no tokens, channel']:.2f} without tokens"
             remarks.append(
-                f"Feature cosines under {entry['level']} {entry['attack']}, eps {entry['eps_text']}: {told}; {without}."
+                f"Feature cosines under {entry['level']} {entry['attack']}, eps {entry['eps_text']}: {told}."
             )
         if "expected_accuracy" in entry:
             remarks.append(
@@ -79,6 +82,13 @@ def ladder_remarks(ladder: Mapping[str, Any]) -> list[str]:
     if ladder["left_out"]:
         remarks.append(f"Not climbed: {'; '.join(ladder['left_out'])}.")
     return remarks
+
+
+def _cosines(cosines: Mapping[str, float], key: str) -> str:
+    """Per token and per channel, and of pooled features where the defence compares those."""
+    kinds = {"token": "per token", "channel": "per channel", "pooled": "pooled"}
+    there = {called: cosines.get(f"{key}, {kind}") for kind, called in kinds.items()}
+    return ", ".join(f"{value:.2f} {called}" for called, value in there.items() if value is not None)
 
 
 def ladder_rows(ladder: Mapping[str, Any]) -> list[dict[str, Any]]:

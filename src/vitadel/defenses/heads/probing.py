@@ -19,6 +19,7 @@ from vitadel.attacks.names import make
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model
 from vitadel.data import open_dataset
+from vitadel.data.batches import batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
 from vitadel.defenses.heads.building import ProbeRecipe, build_probe, with_tokens
@@ -29,10 +30,11 @@ from vitadel.defenses.sections import ModelSection
 from vitadel.defenses.writing_recipes import recipe_text
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.audit import Order, run_audit
-from vitadel.evaluation.frozen_features import feature_width
+from vitadel.evaluation.frozen_features import feature_width, token_features
 from vitadel.evaluation.head_files import head_about, load_head, save_head
 from vitadel.evaluation.probes import HeadResult, Probe, ProbeReport, train_probe
 from vitadel.evaluation.subject import Subject
+from vitadel.instrument.hooks import frozen
 from vitadel.runtime.environment import environment
 from vitadel.runtime.processes import Processes, join_processes
 from vitadel.runtime.rundir import RunFolder, open_run, write_atomically, write_json
@@ -251,6 +253,10 @@ def _open_linear(
     _check_classes(train, test, section)
     rows, held_out = _split(train, section, recipe.train.seed)
     preprocess = Subject(cast(Classifier, model), recipe.model.name, train, section.train).preprocess
+    (first,) = batches(train, [rows[:1].tolist()], preprocess)
+    device, blocks = next(model.parameters()).device, cast(LinearHead, recipe.head).blocks
+    with frozen(model), torch.no_grad():  # a model without such tokens, or with fewer blocks, is told at once
+        token_features(model, first.to(device).x, max(blocks))
     return _LinearJob(recipe, model, train, rows, held_out, test, root, preprocess)
 
 

@@ -1,0 +1,112 @@
+"""The threat ladder for people: every number of results.json at its place, in table, words and figure."""
+
+from __future__ import annotations
+
+import pytest
+
+from vitadel.reporting.gather import Run
+from vitadel.reporting.ladder import control_rows, draw_ladder, ladder_remarks, ladder_rows, ladder_sentence
+
+SMALL, LARGE = 1 / 255, 4 / 255
+BUDGETS = [{"eps": SMALL, "eps_text": "1/255"}, {"eps": LARGE, "eps_text": "4/255"}]
+KINDS = {"token": 0.1, "channel": 0.2, "pooled": 0.3}
+
+
+def share(value, name="robust_accuracy"):
+    return {name: value, "ci95": [max(value - 0.1, 0), min(value + 0.1, 1)], "n": 10}
+
+
+def row(level, attack, eps, value, *, in_pixels=True, text=None, cosines=None, **more):
+    shown = {"level": level, "title": f"title of {level}", "knows": f"what {level} knows", "attack": attack}
+    shown |= {"eps": eps, "eps_text": text or {SMALL: "1/255", LARGE: "4/255"}[eps], "in_pixels": in_pixels}
+    return {**shown, "cosines": cosines or {}, **share(value), **more}
+
+
+def told(**changes):
+    rows = [
+        row("T2", "pgd-3", SMALL, 0.6),
+        row("T2", "pgd-3", LARGE, 0.3),
+        row("T2", "released", 8 / 255, 0.5, in_pixels=False, text="8/255 in normalised units = 1.8 /255 in pixels"),
+        row("T6", "pgd-3", SMALL, 0.2),
+        row("T6", "pgd-3", LARGE, 0.1),
+        row("T8", "bank", LARGE, 0.15, expected_accuracy=0.25),
+    ]
+    worst = [{**BUDGETS[0], **share(0.2)}, {**BUDGETS[1], **share(0.1)}]
+    ladder = {"budgets": BUDGETS, "rows": rows, "levels": [each for each in rows if each["in_pixels"]]}
+    ladder |= {"worst_case": worst, "controls": [], "extraction": [], "left_out": [], "bank_clean_accuracy": 0.75}
+    return {"ladder": {**ladder, **changes}, "clean": share(0.9, "accuracy"), "data": {"n": 10}}
+
+
+def test_every_attack_has_a_row_and_every_budget_a_cell():
+    rows = ladder_rows(told()["ladder"])
+    assert [(each["attacker"], each["cells"]) for each in rows] == [
+        ("T2 title of T2", ["60.0 (50.0–70.0)", "30.0 (20.0–40.0)"]),
+        ("T2 title of T2", ["", ""]),
+        ("T6 title of T6", ["20.0 (10.0–30.0)", "10.0 (0.0–20.0)"]),
+        ("T8 title of T8", ["", "15.0 (5.0–25.0)"]),
+    ]
+    # Another unit than pixels is no column: the row says the budget and the number itself.
+    assert rows[1]["attack"] == "released (8/255 in normalised units = 1.8 /255 in pixels): 50.0 (40.0–60.0)"
+
+
+@pytest.mark.parametrize("kinds", [("token", "channel"), ("token", "channel", "pooled")])
+def test_cosines_are_told_of_all_features_that_were_compared(kinds):
+    shifts = {"to bare": 0.0, "to own": 0.4, "no tokens": -0.5}
+    cosines = {f"{what}, {kind}": KINDS[kind] + shift for what, shift in shifts.items() for kind in kinds}
+    (remark,) = ladder_remarks(told(rows=[row("T2", "features-3", SMALL, 0.5, cosines=cosines)])["ladder"])
+    pooled = "pooled" in kinds
+    assert remark == (
+        "Feature cosines under T2 features-3, eps 1/255: "
+        f"0.10 per token, 0.20 per channel{', 0.30 pooled' * pooled} to the bare backbone; "
+        f"0.50 per token, 0.60 per channel{', 0.70 pooled' * pooled} to its own; "
+        f"-0.40 per token, -0.30 per channel{', -0.20 pooled' * pooled} without tokens."
+    )
+
+
+def test_banks_fits_and_what_is_missing_are_told():
+    fit = {"from": "scores", "queries": 128, "cosine": 0.99312, "cosine_before": 0.9}
+    remarks = ladder_remarks(told(extraction=[fit], left_out=["T1", "trained controls (--recipe)"])["ladder"])
+    assert remarks == [
+        "T8 at 4/255: one random draw of the bank is right for 25.0 % (75.0 % when clean).",
+        "Tokens fitted to the scores of 128 images: features alike to 0.9931 (cosine on other images; 0.9000 before "
+        "the fit).",
+        "Not climbed: T1; trained controls (--recipe).",
+    ]
+
+
+def test_controls_stand_under_the_attack_and_its_budget():
+    entry = {"control": "zero tokens", "attack": "T2 pgd-3", **BUDGETS[0], "in_pixels": True}
+    entry |= {"clean": share(0.8, "accuracy"), **share(0.4)}
+    other = {**entry, "attack": "T2 released", "in_pixels": False, "eps_text": "8/255", **share(0.3)}
+    (found,) = control_rows(told(controls=[entry, other])["ladder"])
+    assert found == {
+        "control": "zero tokens",
+        "clean": "80.0 (70.0–90.0)",
+        "attacks": {"T2 pgd-3, 1/255": "40.0 (30.0–50.0)", "T2 released, 8/255 normalised": "30.0 (20.0–40.0)"},
+    }
+
+
+def test_the_sentence_puts_the_papers_setting_beside_full_knowledge():
+    assert ladder_sentence(told()) == (
+        "Of 10 images 90.0 % are classified correctly when clean; at 1/255 60.0 % if the tokens stay unknown (T2), "
+        "20.0 % if they are known (T6), 20.0 % in the worst case; at 4/255 30.0 % if the tokens stay unknown (T2), "
+        "10.0 % if they are known (T6), 10.0 % in the worst case."
+    )
+
+
+def test_the_figure_is_accuracy_against_knowledge(tmp_path):
+    picture = draw_ladder(Run(tmp_path, {}, told(), {}, None, None))
+    assert picture is not None
+    (axes,) = picture.figure.axes
+    curves = [line for bar in axes.containers for line in [bar.lines[0]] if len(line.get_xdata())]
+    drawn = [(list(map(float, line.get_xdata())), [round(y, 6) for y in line.get_ydata()]) for line in curves]
+    # A line per budget over T2 and T6; the bank is another victim, so its point is on no line.
+    assert drawn == [([0, 1], [60, 20]), ([0, 1], [30, 10]), ([2], [15])]
+    assert [line.get_linestyle() for line in curves] == ["-", "-", "None"]
+    assert [tick.get_text().split("\n")[0] for tick in axes.get_xticklabels()] == ["T2", "T6", "T8"]
+    assert axes.get_xlabel() == "what the attacker knows"
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"clean", "eps 1/255", "eps 4/255"}
+
+
+def test_other_runs_have_no_such_figure(tmp_path):
+    assert draw_ladder(Run(tmp_path, {}, {"clean": share(0.9, "accuracy")}, {}, None, None)) is None
