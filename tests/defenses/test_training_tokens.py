@@ -263,6 +263,27 @@ def test_a_head_of_which_classes_are_kept_is_audited(tmp_path):
 # The recipes
 
 
+DINOV2 = [f"dinov2-{size}{more}" for more in ("", "-reg") for size in "sbgl"]
+OTHERS = [f"{family}-{size}" for family in ("deit3", "openclip") for size in "blh"]
+
+
+@pytest.mark.parametrize("row", [*DINOV2, *OTHERS])
+def test_the_papers_rows_have_the_released_settings(row):
+    """Fifty steps for DINOv2 and 300 for the others; OpenCLIP by its embedding, the others channel by channel."""
+    built = build_recipe(compose("tokens/paper", row), row)
+    adapter, optimiser, clip = built.adapter, built.optimiser, "openclip" in row
+    assert (adapter.count, adapter.scale, adapter.placement, adapter.through) == (10, 0.01, "append", False)
+    assert (optimiser.name, optimiser.rate, optimiser.weight_decay) == ("adam", 1e-3, 0)
+    assert (built.train.batch_size, built.train.epochs, built.train.precision) == (8, 1, "fp32")
+    assert built.data.limit / built.train.batch_size == (50 if row in DINOV2 else 300)
+    assert (built.objective.features, built.objective.axis) == (("pooled", "token") if clip else ("tokens", "channel"))
+    attack = built.objective.attack
+    assert (attack.steps, attack.length, attack.paper, attack.goal.weight) == (30, 0.01, True, 1.0)
+    assert (attack.goal.kind, attack.goal.axis) == (built.objective.features, built.objective.axis)
+    assert attack.effective_eps == "8/255 in normalised units = 1.83, 1.79, 1.80 /255 in pixels"
+    assert set(rows("tokens/paper")) == {*DINOV2, *OTHERS}
+
+
 @pytest.mark.parametrize("name", ["tokens/paper", "tokens/count"])
 def test_rows_without_a_classifier_are_not_audited(name):
     built = [build_recipe(compose(name, row), name) for row in rows(name)]

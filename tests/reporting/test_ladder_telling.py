@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from vitadel.reporting.gather import Run
-from vitadel.reporting.ladder import control_rows, draw_ladder, ladder_remarks, ladder_rows, ladder_sentence
+from vitadel.reporting.ladder import (
+    compare_ladders,
+    control_rows,
+    draw_ladder,
+    ladder_remarks,
+    ladder_rows,
+    ladder_sentence,
+)
 
 SMALL, LARGE = 1 / 255, 4 / 255
 BUDGETS = [{"eps": SMALL, "eps_text": "1/255"}, {"eps": LARGE, "eps_text": "4/255"}]
@@ -110,3 +117,36 @@ def test_the_figure_is_accuracy_against_knowledge(tmp_path):
 
 def test_other_runs_have_no_such_figure(tmp_path):
     assert draw_ladder(Run(tmp_path, {}, {"clean": share(0.9, "accuracy")}, {}, None, None)) is None
+
+
+def climbed(folder, results):
+    return Run(folder, {}, results, {}, None, None)
+
+
+def test_two_climbs_stand_beside_each_other_level_by_level(tmp_path):
+    """The second has no bank, and one budget less."""
+    rows = [row("T2", "pgd-3", SMALL, 0.55), row("T6", "pgd-3", SMALL, 0.4)]
+    other = told(budgets=BUDGETS[:1], rows=rows, levels=rows, worst_case=[{**BUDGETS[0], **share(0.35)}])
+    runs = [climbed(tmp_path / "as-published", told()), climbed(tmp_path / "through", other)]
+    found = compare_ladders(runs, ["as published", "through"])
+    assert found is not None
+    (table,) = found["tables"]
+    assert table["headings"] == ["attacker", "eps", "as published", "through"]
+    assert table["rows"] == [
+        ["clean", "", "90.0 (80.0–100.0)", "90.0 (80.0–100.0)"],
+        ["T2 title of T2", "1/255", "60.0 (50.0–70.0)", "55.0 (45.0–65.0)"],
+        ["T2 title of T2", "4/255", "30.0 (20.0–40.0)", ""],
+        ["T6 title of T6", "1/255", "20.0 (10.0–30.0)", "40.0 (30.0–50.0)"],
+        ["T6 title of T6", "4/255", "10.0 (0.0–20.0)", ""],
+        ["T8 title of T8", "4/255", "15.0 (5.0–25.0)", ""],
+        ["worst case", "1/255", "20.0 (10.0–30.0)", "35.0 (25.0–45.0)"],
+        ["worst case", "4/255", "10.0 (0.0–20.0)", ""],
+    ]
+    (axes,) = found["picture"].figure.axes
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == [f"{label}, eps {text}" for label in ("as published", "through") for text in ("1/255", "4/255")]
+
+
+def test_one_climb_is_compared_with_nothing(tmp_path):
+    plain = climbed(tmp_path / "audit", {"clean": share(0.9, "accuracy")})
+    assert compare_ladders([climbed(tmp_path / "ladder", told()), plain], ["ladder", "audit"]) is None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -14,7 +16,15 @@ from vitadel.reporting.curves import plain_axes
 from vitadel.reporting.figures import COLOURS, Picture, blank, our_style
 from vitadel.reporting.gather import Run, percent
 
-__all__ = ["control_rows", "draw_ladder", "ladder_remarks", "ladder_rows", "ladder_sentence", "show_ladder"]
+__all__ = [
+    "compare_ladders",
+    "control_rows",
+    "draw_ladder",
+    "ladder_remarks",
+    "ladder_rows",
+    "ladder_sentence",
+    "show_ladder",
+]
 
 _BANK = "T8"  # another victim than that of the other levels, so no line leads to it
 
@@ -128,27 +138,96 @@ def draw_ladder(run: Run) -> Picture | None:
     ladder = run.results.get("ladder")
     if not isinstance(ladder, Mapping) or not ladder.get("levels"):
         return None
-    codes = list(dict.fromkeys(entry["level"] for entry in ladder["levels"]))
-    titles = {entry["level"]: entry["title"] for entry in ladder["levels"]}
-    clean = run.results["clean"]["accuracy"]
+    lines = [
+        _Line(f"eps {budget['eps_text']}", colour, _at(ladder, budget["eps"]))
+        for budget, colour in zip(ladder["budgets"], itertools.cycle(_LINE_COLOURS))
+    ]
+    figure = _drawn(lines, clean=run.results["clean"]["accuracy"])
+    return Picture("ladder", figure, f"Accuracy by the attacker's knowledge. {ladder_sentence(run.results)}")
+
+
+def compare_ladders(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any] | None:
+    """Several climbs beside each other, such as tokens trained as in the paper and through themselves: a figure and a
+    table with a row per level and budget, and a column per climb. None if there are fewer than two."""
+    climbs = {
+        label: run.results
+        for run, label in zip(runs, labels, strict=True)
+        if (run.results.get("ladder") or {}).get("levels")
+    }
+    if len(climbs) < 2:
+        return None
+    budgets = {entry["eps"]: entry["eps_text"] for told in climbs.values() for entry in told["ladder"]["budgets"]}
+    lines = [
+        _Line(f"{label}, eps {budgets[eps]}", colour, _at(told["ladder"], eps), style)
+        for (label, told), colour in zip(climbs.items(), itertools.cycle(_LINE_COLOURS))
+        for eps, style in zip(sorted(budgets), itertools.cycle(("-", "--", "-.", ":")))
+    ]
+    picture = Picture("ladders", _drawn(lines), "Accuracy by the attacker's knowledge, climb beside climb.")
+    table = {
+        "caption": "Accuracy in % with its 95 % interval. A level counts what all of its attacks leave standing.",
+        "headings": ["attacker", "eps", *climbs],
+        "rows": _compared(list(climbs.values()), budgets),
+    }
+    return {"picture": picture, "caption": "Bars are 95 % intervals.", "tables": [table], "remarks": []}
+
+
+def _compared(climbs: Sequence[Mapping[str, Any]], budgets: Mapping[float, str]) -> list[list[str]]:
+    def cell(entry: Mapping[str, Any] | None) -> str:
+        return "" if entry is None else _accuracy(entry, "robust_accuracy")
+
+    levels = [{eps: _at(told["ladder"], eps) for eps in budgets} for told in climbs]
+    worst = [{entry["eps"]: entry for entry in told["ladder"]["worst_case"]} for told in climbs]
+    titles = {entry["level"]: entry["title"] for told in climbs for entry in told["ladder"]["levels"]}
+    rows = [["clean", "", *(_accuracy(told["clean"], "accuracy") for told in climbs)]]
+    rows += [
+        [f"{code} {titles[code]}", budgets[eps], *(cell(each[eps].get(code)) for each in levels)]
+        for code in sorted(titles)
+        for eps in sorted(budgets)
+        if any(code in each[eps] for each in levels)
+    ]
+    return rows + [["worst case", budgets[eps], *(cell(each.get(eps)) for each in worst)] for eps in sorted(budgets)]
+
+
+def _at(ladder: Mapping[str, Any], eps: float) -> dict[str, Mapping[str, Any]]:
+    """What each level left standing at one budget."""
+    return {entry["level"]: entry for entry in ladder["levels"] if entry["eps"] == eps}
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One curve of a figure: what each level left standing."""
+
+    label: str
+    colour: str
+    levels: Mapping[str, Mapping[str, Any]]
+    style: str = "-"
+
+
+_LINE_COLOURS = ("clean", "attack", "worst", "ink")
+
+
+def _drawn(lines: Sequence[_Line], clean: float | None = None) -> Figure:
+    titles = {code: entry["title"] for line in lines for code, entry in line.levels.items()}
+    codes = sorted(titles)
     with our_style():
-        figure = blank(300)
+        figure: Figure = blank(300)
         axes = figure.add_axes((0.08, 0.26, 0.9, 0.7))
-        axes.axhline(100 * clean, color=COLOURS["muted"], linewidth=1, linestyle=":", label="clean")
-        for budget, colour in zip(ladder["budgets"], itertools.cycle(("clean", "attack", "worst", "ink"))):
-            entries = {entry["level"]: entry for entry in ladder["levels"] if entry["eps"] == budget["eps"]}
-            there = [code for code in codes if code in entries]
-            for part, style in (([code for code in there if code != _BANK], "-"), ([_BANK] * (_BANK in there), "")):
-                middle = [100 * entries[code]["robust_accuracy"] for code in part]
-                ends = [[100 * end for end in entries[code]["ci95"]] for code in part]
+        if clean is not None:
+            axes.axhline(100 * clean, color=COLOURS["muted"], linewidth=1, linestyle=":", label="clean")
+        for line in lines:
+            there = [code for code in codes if code in line.levels]
+            parts = ([code for code in there if code != _BANK], line.style), ([_BANK] * (_BANK in there), "")
+            for part, style in parts:
+                middle = [100 * line.levels[code]["robust_accuracy"] for code in part]
+                ends = [[100 * end for end in line.levels[code]["ci95"]] for code in part]
                 reach = [[value - low for value, (low, _) in zip(middle, ends, strict=True)]]
                 reach += [[high - value for value, (_, high) in zip(middle, ends, strict=True)]]
                 axes.errorbar(
                     [codes.index(code) for code in part],
                     middle,
                     yerr=reach,
-                    color=COLOURS[colour],
-                    label=f"eps {budget['eps_text']}" if style else None,
+                    color=COLOURS[line.colour],
+                    label=line.label if style else None,
                     linestyle=style,
                     linewidth=1.5,
                     marker="o",
@@ -160,7 +239,7 @@ def draw_ladder(run: Run) -> Picture | None:
         axes.set_xticks(range(len(codes)), [f"{code}\n{titles[code].replace(' ', chr(10))}" for code in codes])
         axes.legend(frameon=False, fontsize=9, labelcolor=COLOURS["muted"])
         plain_axes(axes)
-    return Picture("ladder", figure, f"Accuracy by the attacker's knowledge. {ladder_sentence(run.results)}")
+    return figure
 
 
 def ladder_sentence(results: Mapping[str, Any]) -> str:

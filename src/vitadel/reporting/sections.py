@@ -27,7 +27,7 @@ from vitadel.reporting.gather import (
     run_labels,
     threat_text,
 )
-from vitadel.reporting.ladder import control_rows, draw_ladder, ladder_remarks, ladder_rows
+from vitadel.reporting.ladder import compare_ladders, control_rows, draw_ladder, ladder_remarks, ladder_rows
 from vitadel.reporting.pairs import pairings
 from vitadel.reporting.stability import draw_stability, stability_remarks, stability_tables
 from vitadel.reporting.studies import study_content
@@ -116,6 +116,12 @@ def trainings(runs: Sequence[Run]) -> Section | None:
     if len(rows) < 2:
         return None
     return Section("trainings", "Trainings side by side", {"rows": rows, "picture": draw_trainings(runs)})
+
+
+def ladders(runs: Sequence[Run]) -> Section | None:
+    """Several climbs of the threat ladder, level by level."""
+    content = compare_ladders(runs, run_labels(runs))
+    return None if content is None else Section("measured", "Threat ladders side by side", content)
 
 
 def findings(run: Run) -> Section | None:
@@ -359,7 +365,7 @@ def provenance(run: Run) -> Section | None:
     return Section("provenance", "Provenance", {"rows": kept})
 
 
-OVERVIEW: tuple[Callable[[Sequence[Run]], Section | None], ...] = (comparison, accuracies, pairs, trainings)
+OVERVIEW: tuple[Callable[[Sequence[Run]], Section | None], ...] = (comparison, accuracies, pairs, trainings, ladders)
 """Sections about all runs together."""
 
 OF_A_RUN: tuple[Callable[[Run], Section | None], ...] = (
