@@ -117,7 +117,7 @@ def test_the_backbones_fingerprint_sees_every_weight_that_tokens_pass() -> None:
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
-    with pytest.raises(Mistake, match=r"tokens 24 wide, made for 'vit'; those of 'vit' are 36 wide"):
+    with pytest.raises(Mistake, match=r"tokens 24 wide, made for 'vit'; those of 'vit' are 36 wide \(of the same"):
         load_tokens(path, classifier_of(embed_dim=36))
     with pytest.raises(Mistake, match=r"made for other weights, those of 'vit'; this is 'vit'"):
         load_tokens(path, classifier_of(seed=1))

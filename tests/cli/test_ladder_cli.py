@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
@@ -13,6 +14,8 @@ from vitadel.adapters.token_files import save_tokens
 from vitadel.backbones.load import load_model
 from vitadel.cli.main import app
 from vitadel.errors import Mistake
+from vitadel.evaluation.head_files import save_head
+from vitadel.evaluation.probes import Probe, linear_layer
 
 SHORT = ["--limit", "10", "--eps", "1/255,4/255", "--steps", "2", "--white-box", "", "--device", "cpu"]
 
@@ -43,6 +46,22 @@ def test_a_short_climb_ends_with_table_report_and_folder(tokens, tmp_path):
     assert (out / "figures" / "ladder.png").stat().st_size > 1000
     again = called("--tokens", tokens, "--suite", "ladder", "--levels", "T0,T6", *SHORT, "--out", out, "--resume")
     assert again.exit_code == 0
+
+
+def test_heads_of_both_sides_come_from_files(tokens, tmp_path):
+    """As for a backbone without a classifier: the victim's own, and the attacker's."""
+    model, files = load_model("zoo:shapes-standard"), [tmp_path / "victim.safetensors", tmp_path / "own.safetensors"]
+    for number, file in enumerate(files):
+        weight = torch.zeros(10, 96)
+        weight[number] = 1.0
+        save_head(Probe(model, linear_layer(weight, 100 * torch.eye(10)[number]), 1, False, list("abcdefghij")), file)
+    words = ["--tokens", tokens, "--suite", "ladder", "--levels", "T2", *SHORT, "--out", tmp_path / "run"]
+    done = called(*words, "--head", files[0], "--attacker-head", files[1])
+    assert done.exit_code == 0, done.output
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["clean"]["correct"] == 1  # of ten images, one per class, the head says "the first" to all
+    assert "pgd-2, own head" in {row["attack"] for row in results["ladder"]["rows"]}
+    assert results["ladder"]["left_out"] == ["trained controls (--recipe)"]
 
 
 def test_an_audit_through_the_tokens_names_them_by_fingerprint(tokens, tmp_path):

@@ -122,6 +122,11 @@ def test_a_file_of_tokens_that_others_can_read_must_be_allowed(tmp_path, tokens)
     assert run(linear(), tmp_path / "run", tokens, allow_readable=True)["complete"]
 
 
+def test_a_bank_trains_no_head(tmp_path, tokens):
+    with pytest.raises(Mistake, match=r"beside one set of tokens, got .*: give one file"):
+        run(linear(), tmp_path / "run", f"{tokens},{tokens}")
+
+
 def mean_iou(predictions, truth):
     """Over all pixels, written anew."""
     scores = []

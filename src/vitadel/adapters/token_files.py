@@ -82,9 +82,11 @@ def load_tokens(path: str | Path, classifier: Classifier, *, allow_readable: boo
     file = read_tokens(path, allow_readable=allow_readable)
     width = token_width(classifier)
     if file.tokens.shape[1] != width:
+        name = classifier.record.name
+        same = " (of the same name, built otherwise)" if name == file.backbone else ""
         raise Mistake(
-            f"'{path}' holds tokens {file.tokens.shape[1]} wide, made for '{file.backbone}'; those of "
-            f"'{classifier.record.name}' are {width} wide. Load the backbone they were made for."
+            f"'{path}' holds tokens {file.tokens.shape[1]} wide, made for '{file.backbone}'; those of '{name}' are "
+            f"{width} wide{same}. Load the backbone they were made for."
         )
     if file.backbone_fingerprint != backbone_fingerprint(classifier):
         raise Mistake(

@@ -43,7 +43,7 @@ def head_about(path: str | Path) -> dict[str, Any]:
     text = read_metadata(path).get(_METADATA_KEY)
     if text is None:
         raise Mistake(
-            f"'{path}' is no linear head of a probe. Give the weights/head.safetensors of a run of `vitadel probe` (in "
+            f"'{path}' is no probe's head. Give the weights/head.safetensors of a run of `vitadel probe` (in "
             "Python: what save_head wrote)."
         )
     try:

@@ -125,6 +125,8 @@ def _open_job(
     classifier = _frozen_model(recipe.model, recipe.train.seed).to(processes.device)
     model: Classifier | Tokened = classifier
     if recipe.tokens is not None:
+        if "," in recipe.tokens and not Path(recipe.tokens).exists():
+            raise Mistake(f"a head is trained beside one set of tokens, got '{recipe.tokens}': give one file")
         model = load_tokens(recipe.tokens, classifier, allow_readable=allow_readable).to(processes.device).eval()
     if isinstance(recipe.data, MaskData):
         return open_mask_job(recipe, model, root, HEAD_FILE), model
