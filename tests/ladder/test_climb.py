@@ -277,6 +277,10 @@ def test_the_sets_of_a_bank_are_alike(subject, classifier, sets, recipe, tmp_pat
     with pytest.raises(Mistake, match=told):
         run_ladder(subject, order_of(sets, recipe, levels=("T8",), bank=(file,)), CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+    # An attacker may guess the number of tokens, and their place, as it likes.
+    order = order_of(sets, recipe, levels=("T3", "T4"), surrogates=(file,), eps=EPS[:1], steps=1, limit=4)
+    results = run_ladder(subject, order, CPU, out=tmp_path / "run").results
+    assert [row["attack"] for row in results["ladder"]["rows"]] == ["pgd-1, set 1", "pgd-1, bare and 1 set"]
 
 
 def test_another_model_must_have_the_same_classes(subject, sets, recipe, tmp_path):
