@@ -453,6 +453,29 @@ def test_classes_are_a_heat_map_in_numbers(tmp_path: Path) -> None:
     assert page.count('heat" style="--share: 1.000"') == 6
 
 
+def as_photographs(path: Path, rng: np.random.Generator) -> None:
+    """Examples with the grain of a camera, which compress badly, and maps over them."""
+    with np.load(path / "examples.npz") as file:
+        arrays = dict(file)
+    grain = rng.normal(0, 0.04, arrays["x"].shape).astype(np.float32)
+    maps = {name: rng.random((len(grain), 24, 24)) for name in ("attention_x", "attention_z")}
+    np.savez(path / "examples.npz", **{**arrays, **maps, "x": arrays["x"] + grain, "z": arrays["z"] + grain})
+
+
+def test_figures_that_would_make_the_page_too_large_are_left_out_aloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [made(tmp_path / name, size=64) for name in "abc"]
+    whole = page_of(tmp_path, *runs)
+    assert "Left out" not in whole
+    for most in (len(whole) - 100, len(whole) // 2):
+        monkeypatch.setattr("vitadel.reporting.page.MOST_BYTES", most)
+        small = page_of(tmp_path, *runs)
+        assert len(small.encode()) <= most
+        assert Outline(small).text.count("Left out, to keep the page below 10 MB") >= 1
+        assert "Accuracy, clean and under attack" in small
+
+
 def test_five_runs_of_a_thousand_images_render_in_seconds_without_torch(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     names = [f"class {number}" for number in range(100)]
@@ -461,8 +484,9 @@ def test_five_runs_of_a_thousand_images_render_in_seconds_without_torch(tmp_path
         attacks = {name: rng.random(1000) < 0.8 for name in ("fgsm", "pgd-20", "autoattack")}
         write_run(
             tmp_path / f"run{place}", correct=correct, attacks=attacks, class_names=names, model=f"m{place}",
-            pictures=8, size=224,
+            pictures=8, size=384,
         )  # fmt: skip
+        as_photographs(tmp_path / f"run{place}", rng)
     code = (
         "import sys, time\nfrom pathlib import Path\nbegun = time.process_time()\n"
         "from vitadel.reporting.page import write_report\nfrom vitadel.reporting.exports import export\n"

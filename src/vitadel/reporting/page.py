@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import itertools
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -34,6 +33,7 @@ from vitadel.reporting.gather import (
     threat_text,
 )
 from vitadel.reporting.ladder import draw_ladder, ladder_sentence
+from vitadel.reporting.light_images import with_lighter_images
 from vitadel.reporting.sections import OF_A_RUN, OVERVIEW, command_line, from_command_line
 from vitadel.reporting.stability import draw_stability, stability_sentence
 from vitadel.reporting.studies import draw_study, study_sentence
@@ -69,25 +69,51 @@ def write_report(runs: Sequence[Path], out: Path) -> None:
     write_atomically(out, render(gathered).encode("utf-8", errors="replace"))
 
 
+MOST_BYTES = 10_000_000
+"""Of a page: what can still be mailed."""
+
+
 def render(runs: Sequence[Run]) -> str:
     """The whole page as text."""
-    numbers = itertools.count(1)
-
-    def inline(picture: Picture) -> Markup:
-        # Safe to take as it is: an XML serialiser wrote it, so every text in it is escaped.
-        return Markup(picture.svg(f"figure{next(numbers)}-"))
-
     labels = run_labels(runs)
-    page: str = _template().render(
+    page = functools.partial(
+        _template().render,
         title=f"{labels[0]} on {aspects(runs[0])['data']}" if len(runs) == 1 else f"{len(runs)} runs compared",
         overview=[section for make in OVERVIEW if (section := make(runs))],
         runs=[_run_view(run, label) for run, label in zip(runs, labels, strict=True)],
-        inline=inline,
         script=Markup(_script()),
         script_hash=f"sha256-{base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()}",
         version=__version__,
     )
-    return page
+    pictures: list[Picture] = []
+    words: str = page(inline=lambda picture: pictures.append(picture) or "")
+    drawn = [picture.svg(f"figure{number}-") for number, picture in enumerate(pictures, start=1)]
+    figures = iter(_fitting(drawn, MOST_BYTES - _bytes_of(words)))
+    whole: str = page(inline=lambda picture: next(figures))
+    return whole
+
+
+def _fitting(drawn: Sequence[str], room: int) -> list[Markup]:
+    """Figures as they are if there is room for all, else with lighter images, and without what still does not fit."""
+    if sum(map(_bytes_of, drawn)) > room:
+        drawn = [with_lighter_images(figure) for figure in drawn]
+    fitting = []
+    for figure in drawn:
+        fits = _bytes_of(figure) <= room
+        room -= _bytes_of(figure) if fits else 0
+        # Safe to take as it is: an XML serialiser wrote it, so every text in it is escaped.
+        fitting.append(Markup(figure) if fits else _LEFT_OUT)
+    return fitting
+
+
+def _bytes_of(text: str) -> int:
+    return len(text.encode("utf-8", errors="replace"))
+
+
+_LEFT_OUT = Markup(
+    '<p class="note">Left out, to keep the page below 10 MB: make a report of this run alone, or <code>--export</code> '
+    "the figures.</p>"
+)
 
 
 @functools.cache
