@@ -8,7 +8,7 @@ import torch
 from toys import TinyNet, images
 from vitadel.attacks import Linf, make
 from vitadel.attacks.goals import Gama, OnLogits, clearly_fooled, gradient
-from vitadel.attacks.losses import cross_entropy, dlr, margin, rescaled_cross_entropy, targeted_dlr
+from vitadel.attacks.losses import cross_entropy, dlr, floored_margin, margin, rescaled_cross_entropy, targeted_dlr
 from vitadel.attacks.steppers import Dropping, Fading, Momentum
 from vitadel.errors import Mistake
 from vitadel.evaluation.metering import metered
@@ -20,6 +20,16 @@ LABELS = torch.tensor([0, 3, 1])
 def test_margin_is_positive_exactly_when_wrong():
     assert torch.allclose(margin(LOGITS, LABELS), torch.tensor([-2.0, 0.1, 5.5]))
     assert torch.equal(margin(LOGITS, LABELS) > 0, LOGITS.argmax(1) != LABELS)
+
+
+def test_a_floor_hides_what_the_label_leads_by():
+    """The gradient of whoever leads by more than kappa is zero, which is why there is none unless asked for."""
+    logits = LOGITS.clone().requires_grad_()
+    value = floored_margin(logits, LABELS, kappa=1.5)
+    assert torch.allclose(value, torch.tensor([-1.5, 0.1, 5.5]))
+    slope = gradient(value, logits)
+    assert slope[0].abs().max() == 0
+    assert (slope[1:].abs().amax(1) == 1).all()
 
 
 def test_dlr_by_hand():
@@ -150,3 +160,18 @@ def test_gama_can_be_guided_by_the_start_as_in_the_released_code():
     assert torch.allclose(second, pulled)
     with pytest.raises(Mistake, match="clean, init"):
         Gama(guide="noise")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loss", [cross_entropy, margin, dlr, rescaled_cross_entropy])
+def test_losses_of_coarse_logits_are_those_of_the_same_numbers(dtype, loss):
+    """A sure answer and a tie: in half precision one has no slope at its label, the other divides zero by zero."""
+    coarse = torch.tensor([[9.0, 1.0, 0.5, -2.0], [2.0, 2.0, 2.0, 2.0]], dtype=dtype)
+    y = torch.tensor([0, 1])
+    leaf, exact = coarse.clone().requires_grad_(), coarse.float().requires_grad_()
+    assert torch.equal(loss(leaf, y), loss(exact, y))
+    slope = torch.autograd.grad(loss(leaf, y)[0], leaf)[0]
+    assert torch.equal(slope, torch.autograd.grad(loss(exact, y)[0], exact)[0].to(dtype))
+    assert slope[0, 0] < 0
+    target = torch.tensor([1, 0])
+    assert torch.equal(targeted_dlr(coarse, y, target), targeted_dlr(coarse.float(), y, target))

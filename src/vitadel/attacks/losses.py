@@ -16,6 +16,7 @@ __all__ = [
     "check_classes",
     "cross_entropy",
     "dlr",
+    "floored_margin",
     "hard_labels",
     "kl_divergence",
     "lead",
@@ -42,13 +43,18 @@ def hard_labels(y: Tensor) -> Tensor:
 
 
 def precise(logits: Tensor) -> Tensor:
-    """In float32 at least: differences of probabilities and logarithms near 1 are lost in half precision."""
+    """In float32 at least.
+
+    In half precision differences of probabilities and logarithms near 1 are lost, ties divide by zero, and a search
+    cannot tell its iterates apart by their values.
+    """
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """Cross-entropy of the label; `y` may also hold one probability per class."""
-    return F.cross_entropy(logits, y, reduction="none")
+    check_classes(logits)
+    return F.cross_entropy(precise(logits), y, reduction="none")
 
 
 def kl_divergence(clean_logits: Tensor, logits: Tensor) -> Tensor:
@@ -60,8 +66,16 @@ def kl_divergence(clean_logits: Tensor, logits: Tensor) -> Tensor:
 def margin(logits: Tensor, y: Tensor) -> Tensor:
     """Best wrong logit minus the label's: positive exactly when misclassified (Carlini & Wagner 2017)."""
     check_classes(logits)
-    label = hard_labels(y)[:, None]
+    logits, label = precise(logits), hard_labels(y)[:, None]
     return logits.scatter(1, label, -torch.inf).amax(1) - logits.gather(1, label).squeeze(1)
+
+
+def floored_margin(logits: Tensor, y: Tensor, kappa: float = 10.0) -> Tensor:
+    """The margin, or -`kappa` where the label leads by more: such a sample then has no gradient.
+
+    Some released attacks have this floor (10 in Mo et al. 2022), which hides confident answers from them.
+    """
+    return margin(logits, y).clamp(min=-kappa)
 
 
 def dlr(logits: Tensor, y: Tensor) -> Tensor:
@@ -71,6 +85,7 @@ def dlr(logits: Tensor, y: Tensor) -> Tensor:
     """
     if logits.shape[1] < 3:
         return margin(logits, y)
+    logits = precise(logits)
     ranked = logits.sort(dim=1, descending=True).values
     return margin(logits, y) / (ranked[:, 0] - ranked[:, 2] + _TINY)
 
@@ -80,7 +95,7 @@ def targeted_dlr(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
 
     The denominator needs a fourth class; with three it is that of `dlr`, with two the difference itself.
     """
-    classes = logits.shape[1]
+    logits, classes = precise(logits), logits.shape[1]
     if classes < 3:
         return lead(logits, y, target)
     ranked = logits.sort(dim=1, descending=True).values
@@ -96,6 +111,7 @@ def likeliest_wrong(logits: Tensor, y: Tensor) -> Tensor:
 
 def lead(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
     """How far the target's logit is above the label's."""
+    logits = precise(logits)
     return (logits.gather(1, target[:, None]) - logits.gather(1, hard_labels(y)[:, None])).squeeze(1)
 
 
@@ -105,6 +121,7 @@ def rescaled_cross_entropy(logits: Tensor, y: Tensor, gap: float = 10.0) -> Tens
     A cross-entropy of large logits rounds to zero, and so does its gradient; the scale itself is not differentiated.
     """
     check_classes(logits)
+    logits = precise(logits)
     best = logits.detach().topk(2, dim=1).values
     scale = gap / (best[:, 0] - best[:, 1]).clamp(min=1e-6)
     return cross_entropy(logits * scale[:, None], y)
