@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf, make
-from vitadel.attacks.aas import AAS, DISTANCES, PAPER_STYLE, Rescaled, eq3_distance, lpips_distance
+from vitadel.attacks.aas import AAS, DISTANCES, PAPER_STYLE, Rescaled, _features, eq3_distance, lpips_distance
 from vitadel.attacks.apgd import apgd_t
+from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.attacks.wrappers import Restarts
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import Mistake
 from vitadel.evaluation.audit import audit
+from vitadel.evaluation.metering import metered
 from vitadel.instrument import block_features, scaled_attention
 from vitadel.runtime.draws import Draws
 from vits import VITS, make_vit, pixels
@@ -78,6 +80,47 @@ def test_works_on_every_family_and_ascends(family):
     assert mean_distance(model, batches[0][0], found) > mean_distance(model, batches[0][0], start)
 
 
+@pytest.mark.parametrize("family", ["levit", "levit_conv", "swin"])
+def test_features_are_compared_token_by_token(family):
+    """LeViT's convolutional variant has channels first, Swin a grid of tokens: neither is a sequence."""
+    widths = {"levit": [64, 96, 96], "levit_conv": [64, 96, 96], "swin": [16, 16, 32, 32]}[family]
+    tokens = {"levit": [16, 4, 4], "levit_conv": [16, 4, 4], "swin": [64, 64, 16, 16]}[family]
+    model, x = make_vit(family), pixels(family)
+    with torch.no_grad():
+        seen = _features(model, x, 1.0)
+    assert [each.shape for each in seen] == [(2, *shape) for shape in zip(tokens, widths, strict=True)]
+    with torch.no_grad(), block_features(model) as raw:
+        model(x)
+    token = raw[-1][1, :, 1, 0] if family == "levit_conv" else raw[-1].flatten(1, -2)[1, 4 if family == "swin" else 2]
+    assert torch.equal(seen[-1][1, 4 if family == "swin" else 2], token)
+
+
+NAMES = ["aas(images=4,steps=2)", "aas-bpda(images=4,steps=2)", "aas-paper(images=4)", "scale:0.5"]
+
+
+@pytest.mark.parametrize("family", sorted(VITS))
+@pytest.mark.parametrize("name", NAMES)
+def test_every_mode_attacks_every_family(family, name):
+    """Joined with the plain attack, told apart from the scaled model's accuracy, and without a trace."""
+    model, x = make_vit(family, classes=3).double(), pixels(family, 6, dtype=torch.float64)
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    attack, plain = make(f"{name}+pgd-3", eps=4 / 255), make("pgd-3", eps=4 / 255)
+    if isinstance(attack, AAS):
+        attack = attack.prepared(model, [(pixels(family, 4, 50, torch.float64), torch.arange(4) % 3)])
+    draws = Draws.of_samples(0, range(6))
+    before = [list(vars(module)) for module in model.modules()]
+    z, notes = attack.explain(model, x, y, draws)
+    assert [list(vars(module)) for module in model.modules()] == before
+    assert Linf(4 / 255).size(z, x).max() <= 4 / 255 + 1e-6
+    broken, alone = (model(each).argmax(1) != y for each in (z, plain(model, x, y, draws)))
+    assert not (alone & ~broken).any()
+    soft = Changed(model, lambda inner: scaled_attention(inner, attack.factors))
+    right = soft(plain(soft, x, y, draws.stream("rescaled"))).argmax(1) == y
+    assert torch.equal(notes[PAPER_STYLE], right) or "bpda" in name  # there what was found otherwise counts, too
+    assert not (notes[PAPER_STYLE] & ~right).any()
+
+
 def test_preparation_repeats_and_leaves_no_trace():
     model = make_vit("vit", classes=3).train()
     before = torch.get_rng_state()
@@ -125,7 +168,7 @@ def test_factors_of_one_repeat_the_plain_attack_bit_by_bit(inner, backward_only)
     model = make_vit("vit", classes=3)
     x, y = labelled(model)
     draws = Draws.of_samples(0, range(len(x)))
-    z, notes = Rescaled(inner, 1.0, backward_only).explain(model, x, y, draws)
+    z, notes = Rescaled(inner, 1.0, backward_only, paper_style=True).explain(model, x, y, draws)
     scaled = inner(model, x, y, draws.stream("rescaled"))
     fell = model(scaled).argmax(1) != y
     assert torch.equal(z[fell], scaled[fell])
@@ -145,16 +188,60 @@ def test_never_weaker_than_the_plain_attack(factors, mode):
     assert not (plain & ~both).any()
 
 
-def test_paper_style_is_the_accuracy_of_the_scaled_model():
+MODES: dict[str, dict[str, bool]] = {"surrogate": {}, "bpda": {"backward_only": True}, "literal": {"literal": True}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inner", [PGD(BALL, steps=4), Restarts(PGD(BALL, steps=2), 2), apgd_t(BALL, 4, 2)])
+def test_paper_style_is_the_accuracy_of_the_scaled_model(inner, mode):
+    """Attacked itself and to the end: also where a sample left because the deployed model fell."""
+    model = make_vit("vit", classes=3)
+    x, y = labelled(model, 24)
+    draws = Draws.of_samples(0, range(24))
+    attack = Rescaled(inner, 0.5, **MODES[mode], paper_style=True)
+    z, notes = attack.explain(model, x, y, draws)
+    soft, own = scaled(model, 0.5), draws.stream("rescaled")
+    expected = soft(inner(soft, x, y, own)).argmax(1) == y
+    assert torch.equal(notes[PAPER_STYLE], expected)
+    assert torch.equal(z, attack(model, x, y, draws))
+    left_early = soft(inner(Surrogate(soft, model), x, y, own)).argmax(1) == y
+    assert (left_early & ~expected).sum() > 3  # whom a look at the proposals would have counted as holding
+
+
+def scaled(model: nn.Module, factor: float) -> nn.Module:
+    return Changed(model, lambda inner: scaled_attention(inner, factor))
+
+
+def test_what_fools_the_scaled_model_already_is_not_attacked_again():
     model = make_vit("vit", classes=3)
     x, y = labelled(model)
-    draws = Draws.of_samples(0, range(len(x)))
-    attack = Rescaled(PGD(BALL, steps=4), 0.01, literal=True)
-    _, notes = attack.explain(model, x, y, draws)
-    with scaled_attention(model, 0.01):
-        z = PGD(BALL, steps=4)(model, x, y, draws.stream("rescaled"))
-        expected = model(z).argmax(1) == y
-    assert torch.equal(notes[PAPER_STYLE], expected)
+    with torch.no_grad(), scaled_attention(model, 1e-3):
+        wrong = model(x).argmax(1)
+    assert (wrong != y).any()
+    x, y = x[wrong != y], y[wrong != y]
+    quiet = PGD(Linf(1e-5), steps=5, random_start=False)
+    told, untold = (Rescaled(quiet, 1e-3, paper_style=asked) for asked in (True, False))
+    with metered(model) as cost:
+        _, notes = told.explain(model, x, y)
+    with metered(model) as less:
+        assert untold.explain(model, x, y)[1] == {}
+    assert not notes[PAPER_STYLE].any()
+    assert (cost.gradients, cost.forwards) == (less.gradients, less.forwards + len(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_costs_what_it_says_where_nothing_falls(mode):
+    model = make_vit("vit", classes=3)
+    x, y = labelled(model, 6)
+    with torch.no_grad(), scaled_attention(model, 0.9):
+        x, y = x[model(x).argmax(1) == y], y[model(x).argmax(1) == y]
+    assert len(x) > 2
+    for style in (False, True):
+        attack = Rescaled(PGD(Linf(1e-6), steps=3), 0.9, **MODES[mode], paper_style=style)
+        with metered(model) as cost:
+            attack.explain(model, x, y)
+        gradients, forwards = attack.passes()
+        assert (cost.gradients, cost.forwards) == (gradients * len(x), forwards * len(x))
 
 
 def test_the_search_asks_the_deployed_model():
@@ -169,12 +256,14 @@ def test_the_search_asks_the_deployed_model():
 
 
 def test_names_build_what_they_say():
-    assert make("aas+pgd-7", eps=0.1) == AAS(make("pgd-7", eps=0.1))
+    inner = make("pgd-7", eps=0.1)
+    assert make("aas+pgd-7", eps=0.1) == AAS(inner, paper_style=True)
+    assert make("aas(paper_style=false)+pgd-7", eps=0.1) == AAS(inner)
     assert make("aas-bpda(distance=eq3,select=false)+pgd-7", eps=0.1) == AAS(
-        make("pgd-7", eps=0.1), backward_only=True, distance="eq3", select=False
+        inner, backward_only=True, distance="eq3", select=False, paper_style=True
     )
-    assert make("aas-paper+pgd-7", eps=0.1) == AAS(make("pgd-7", eps=0.1), literal=True)
-    assert make("scale:1e-3+pgd-7", eps=0.1) == Rescaled(make("pgd-7", eps=0.1), 1e-3)
+    assert make("aas-paper+pgd-7", eps=0.1) == AAS(inner, literal=True, paper_style=True)
+    assert make("scale:1e-3+pgd-7", eps=0.1) == Rescaled(inner, 1e-3, paper_style=True)
     with pytest.raises(Mistake, match="lpips, eq3"):
         make("aas(distance=cosine)+pgd-7")
 

@@ -181,7 +181,7 @@ def test_mistakes_are_told() -> None:
     with pytest.raises(Mistake, match="at least one block"):
         AwayFromFeatures(blocks=())
     y = torch.tensor([0, 1])
-    with pytest.raises(Mistake, match="no block -3; the model has 2 blocks"):
+    with pytest.raises(Mistake, match="the last 3 blocks were asked for; the model has 2"):
         features(Linf(EPS), blocks=3)(make_vit("vit"), pixels("vit"), y)
     with pytest.raises(Mistake, match="class token alone"):
         features(Linf(EPS), axis="channel")(make_vit("cait"), pixels("cait"), y)

@@ -9,11 +9,12 @@ import torch
 
 from toys import images
 from vitadel.attacks import make
-from vitadel.attacks.aas import PAPER_STYLE
+from vitadel.attacks.aas import PAPER_STYLE, Rescaled
 from vitadel.attacks.prefixes import PREFIXES
 from vitadel.attacks.settings import settings_of
 from vitadel.errors import Mistake
 from vitadel.evaluation.audit import audit
+from vitadel.runtime.draws import Draws
 from vitadel.types import Calibrated, Explaining
 from vits import VITS, make_vit
 
@@ -64,6 +65,22 @@ def test_notes_pass_through_views():
         attack = make(name)
         assert isinstance(attack, Explaining)
         assert attack.explain(model, x, y)[1][PAPER_STYLE].shape == (5,)
+
+
+def test_the_doubts_of_an_attack_inside_are_passed_on():
+    """What autoattack-fast tells about a sample: through scaled attention, or plain where that run came last."""
+    model, x = make_vit("vit", classes=4), images(12, side=VITS["vit"].size)
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    fast = make("autoattack-fast(entropy_steps=2,margin_steps=2,target_steps=1,best_steps=1)", eps=1 / 255)
+    draws = Draws.of_samples(0, range(12))
+    z, notes = Rescaled(fast, 0.5).explain(model, x, y, draws)
+    held = model(z).argmax(1) == y
+    assert 0 < int(held.sum()) < 12
+    assert torch.equal(notes["fell_in"] < 0, held)
+    plain, told = fast.explain(model, x[held], y[held], draws[held])
+    assert torch.equal(z[held], plain)
+    assert torch.equal(notes["missing"][held], told["missing"])
 
 
 @pytest.mark.parametrize(

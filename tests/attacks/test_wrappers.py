@@ -86,6 +86,33 @@ def test_restarts_ask_again_for_survivors_with_other_draws():
     assert Restarts(attack, 3).passes() == (3, 2)
 
 
+@dataclass(frozen=True)
+class Told(Paint):
+    """Paints, and tells its power and each image's mark; `name` is what it calls the latter."""
+
+    name: str = "mark"
+
+    def explain(self, model, x, y, draws=None):
+        marks = x[:, 0, 0, 0]
+        return self(model, x, y, draws), {self.name: marks, "strong": marks < self.power, "at": marks.mul(10).long()}
+
+
+def test_notes_are_those_of_the_last_attack_that_a_sample_met():
+    x, y = batch()
+    weak, strong = Told(0.3), Told(0.9, name="other")
+    z, notes = WorstOf((weak, strong)).explain(Bright(), x, y)
+    assert torch.equal(z, WorstOf((weak, strong))(Bright(), x, y))
+    assert notes["mark"].tolist() == pytest.approx([EASY, MIDDLING, HARD])
+    assert notes["other"][1:].tolist() == pytest.approx([MIDDLING, HARD])
+    assert notes["other"][0].isnan()  # it never met the second one
+    assert notes["strong"].tolist() == [True, True, True]
+    assert notes["at"].tolist() == [2, 5, 8]
+    assert WorstOf((Paint(0.3), strong)).explain(Bright(), x, y)[1]["at"].tolist() == [-1, 5, 8]
+    _, again = Restarts(weak, 2).explain(Bright(), x, y)
+    assert again["strong"].tolist() == [True, False, False]
+    assert Restarts(Paint(0.3), 2).explain(Bright(), x, y)[1] == {}
+
+
 def test_an_empty_ensemble_is_refused():
     with pytest.raises(Mistake, match="at least one"):
         WorstOf(())

@@ -12,18 +12,21 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from vitadel.attacks.features import token_sequence
 from vitadel.attacks.goals import clearly_fooled, gradient
 from vitadel.attacks.losses import cross_entropy
+from vitadel.attacks.notes import Notes, join_notes, proposals
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.surrogate import Surrogate, changed, deployed, seen_through
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.checks import check_pixels
 from vitadel.errors import Mistake
-from vitadel.instrument.attention import scaled_attention
+from vitadel.instrument.attention import Factors, scaled_attention
 from vitadel.instrument.features import block_features
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
@@ -37,6 +40,7 @@ PAPER_STYLE = "paper_style"
 _SMALLEST, _LARGEST = 1e-7, 1.0
 _GRID = (0.1, 0.01, 0.001)  # the paper's manual scales that are worth trying beside the ascent's result
 _PROBE_STEPS = 10
+_THROUGH = "rescaled"  # the stream of draws of a search through scaled attention
 
 
 def lpips_distance(features: Sequence[Tensor], reference: Sequence[Tensor]) -> Tensor:
@@ -65,7 +69,7 @@ def eq3_distance(features: Sequence[Tensor], reference: Sequence[Tensor]) -> Ten
 
 
 def _tokens(features: Tensor) -> Tensor:
-    """(batch, tokens, channels), whatever the family calls its tokens."""
+    """(batch, tokens, channels) of any shape with channels last."""
     return features.flatten(1, -2) if features.ndim > 2 else features[:, None]
 
 
@@ -81,47 +85,83 @@ class Rescaled:
     `factors`: one number, or one per softmax attention. With `backward_only` the forward pass stays that of the
     deployed model and only gradients pass through scaled attention. With `literal` the search, too, takes the scaled
     model for the one to fool, as in the paper. The plain attack draws what it would draw alone, so the two together
-    are never weaker than it.
+    are never weaker than it. With `paper_style`, `explain` also counts as the paper does.
     """
 
     attack: Attack
     factors: float | tuple[float, ...] = 0.01
     backward_only: bool = False
     literal: bool = False
+    paper_style: bool = False
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        return self.explain(model, x, y, draws)[0]
+        draws = Draws.of_pixels(x) if draws is None else draws
+        z, notes = self._through(model, x, y, draws, noted=False)
+        return self._joined(model, x, y, draws, z, notes, noted=False)
 
-    def explain(
-        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def explain(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> tuple[Tensor, Notes]:
+        """With the notes of the attack: those of its plain run where that one came last."""
+        draws = Draws.of_pixels(x) if draws is None else draws
+        z, notes = self._through(model, x, y, draws, noted=True)
+        style = {PAPER_STYLE: self._scaled_model_holds(model, x, y, draws, z)} if self.paper_style else {}
+        z = self._joined(model, x, y, draws, z, notes, noted=True)
+        return z, {**notes, **style}
+
+    def _through(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws, noted: bool) -> tuple[Tensor, Notes]:
+        """The attack through scaled attention."""
         check_pixels(x)
         attentions_of(model)  # a model without attention is refused before anything is spent on it
-        draws = Draws.of_pixels(x) if draws is None else draws
-        # With scaled gradients only, the outputs are the deployed model's and need no second look.
-        same_verdicts = self.literal or self.backward_only
-        view = seen_through(model, self._changed)
-        if not same_verdicts:
+        view = seen_through(model, lambda inner: changed(inner, self._change))
+        if not self._sees_its_own_verdicts:
             view = Surrogate(view, deployed(model))
-        z = self.attack(view, x, y, draws.stream("rescaled"))
+        return proposals(self.attack, view, x, y, draws.stream(_THROUGH), noted)
+
+    @property
+    def _sees_its_own_verdicts(self) -> bool:
+        """With scaled gradients only, outputs are the deployed model's and need no second look."""
+        return self.literal or self.backward_only
+
+    def _scaled_model_holds(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws, z: Tensor) -> Tensor:
+        """Whether the scaled model, attacked itself and to the end, gives the label.
+
+        `z` does not tell, but where it fools that model, too: samples left when the deployed model fell.
+        """
+        scaled = changed(deployed(model), partial(scaled_attention, factors=self.factors))
+
+        def right(images: Tensor, labels: Tensor) -> Tensor:
+            with frozen(model), torch.no_grad():
+                logits: Tensor = scaled(images)
+            return logits.argmax(1) == labels
+
+        holds = right(z, y)
+        if not self.literal and bool(holds.any()):
+            aimed = self.attack(scaled, x[holds], y[holds], draws[holds].stream(_THROUGH))
+            holds[holds.clone()] = right(aimed, y[holds])
+        return holds
+
+    def _joined(
+        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws, z: Tensor, notes: Notes, noted: bool
+    ) -> Tensor:
+        """`z`, with the plain attack's proposals in place of those that do not fool the deployed model."""
         with frozen(model), torch.no_grad():
-            with scaled_attention(model, self.factors):
-                notes = {PAPER_STYLE: deployed(model)(z).argmax(1) == y}
             standing = (~clearly_fooled(deployed(model)(z), y)).nonzero().squeeze(1)
         if len(standing):
-            z[standing] = self.attack(model, x[standing], y[standing], draws[standing])
-        return z, notes
+            z = z.clone()  # an attack may have handed back the clean images themselves
+            z[standing], told = proposals(self.attack, model, x[standing], y[standing], draws[standing], noted)
+            join_notes(notes, told, standing, len(x))
+        return z
 
     def _change(self, model: nn.Module) -> AbstractContextManager[None]:
         return scaled_attention(model, self.factors, backward_only=self.backward_only)
 
-    def _changed(self, model: nn.Module) -> nn.Module:
-        return changed(model, self._change)
-
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()
         # Every look at the scaled model may need one at the deployed model.
-        return 2 * gradients, 3 * forwards + gradients + 2
+        looks = 0 if self._sees_its_own_verdicts else gradients + forwards
+        runs, verdicts = 2, 1
+        if self.paper_style:
+            runs, verdicts = runs + (not self.literal), verdicts + 1 + (not self.literal)
+        return runs * gradients, runs * forwards + looks + verdicts
 
 
 @dataclass(frozen=True)
@@ -143,6 +183,7 @@ class AAS:
     pace: float = 0.3
     distance: str = "lpips"
     select: bool = True
+    paper_style: bool = False
 
     def __post_init__(self) -> None:
         if self.distance not in DISTANCES:
@@ -172,15 +213,20 @@ class AAS:
                 factors = ascended_factors(model, calibration, draws, self.ascent_steps, self.pace, self.distance)
             if self.select and not self.literal:
                 factors = self._most_harmful(model, calibration, factors, seed)
-        return Rescaled(self.attack, factors, self.backward_only, self.literal)
+        return self._through(factors)
+
+    def _through(self, factors: tuple[float, ...]) -> Rescaled:
+        return Rescaled(self.attack, factors, self.backward_only, self.literal, self.paper_style)
 
     def passes(self) -> tuple[int, int]:
-        return Rescaled(self.attack).passes()
+        """Of the attack itself; the preparation is shared by all samples."""
+        return self._through(()).passes()
 
     def _literal_ascent(self, model: nn.Module, calibration: Calibration, draws: Draws) -> tuple[float, ...]:
         factors = torch.ones(len(attentions_of(model)), dtype=torch.float64)
         for turn, (x, _) in enumerate(calibration):
-            reference = _features(model, x, tuple(factors.tolist()))
+            with torch.no_grad():
+                reference = _features(model, x, tuple(factors.tolist()))
             delta = draws.stream("noise", turn).normal(len(factors))[0].double()
             for _ in range(self.ascent_steps):
                 here = (factors + delta).clamp(_SMALLEST, _LARGEST)
@@ -203,9 +249,9 @@ class AAS:
         return candidates[losses.index(max(losses))]
 
     def _harm(self, model: nn.Module, x: Tensor, y: Tensor, factors: tuple[float, ...], seed: int) -> float:
-        through = Rescaled(self.attack, factors, self.backward_only)
         probe = PGD(_ball_of(self.attack), steps=_PROBE_STEPS, stop_when_fooled=False)
-        z = probe(through._changed(model), x, y, Draws.of_samples(seed, range(len(x)), x.device))
+        scaled = changed(model, self._through(factors)._change)
+        z = probe(scaled, x, y, Draws.of_samples(seed, range(len(x)), x.device))
         with torch.no_grad():
             return float(cross_entropy(model(z), y).double().mean())
 
@@ -228,7 +274,8 @@ def ascended_factors(
     low, high = math.log10(smallest), math.log10(_LARGEST)
     decades = (-2 * draws.uniform(len(attentions_of(model)))[0].double()).clamp(low, high)
     for x, _ in calibration:
-        original = _features(model, x, reference)
+        with torch.no_grad():
+            original = _features(model, x, reference)
         for _ in range(steps):
             slope = _slope(model, x, original, decades, DISTANCES[distance], as_decades=True)
             decades = (decades + pace * slope / slope.abs().max().clamp(min=1e-30)).clamp(low, high)
@@ -242,15 +289,14 @@ def _slope(
     with torch.enable_grad():
         free = at.detach().to(x.device).clone().requires_grad_()
         factors = 10**free if as_decades else free
-        with scaled_attention(model, factors), block_features(model) as features:
-            model(x)
-        return gradient(distance(features, reference).mean(), free).detach().cpu()
+        return gradient(distance(_features(model, x, factors), reference).mean(), free).detach().cpu()
 
 
-def _features(model: nn.Module, x: Tensor, factors: float | Sequence[float]) -> list[Tensor]:
-    with torch.no_grad(), scaled_attention(model, factors), block_features(model) as features:
+def _features(model: nn.Module, x: Tensor, factors: Factors) -> list[Tensor]:
+    """Of every block, (batch, tokens, channels)."""
+    with scaled_attention(model, factors), block_features(model) as features:
         model(x)
-        return [each.detach() for each in features]
+    return [token_sequence(model, each) for each in features]
 
 
 def _ball_of(attack: Attack) -> Threat:
@@ -263,20 +309,32 @@ def _ball_of(attack: Attack) -> Threat:
 
 
 def aas(
-    attack: Attack, images: int = 1280, steps: int = 10, pace: float = 0.3, distance: str = "lpips", select: bool = True
+    attack: Attack,
+    images: int = 1280,
+    steps: int = 10,
+    pace: float = 0.3,
+    distance: str = "lpips",
+    select: bool = True,
+    paper_style: bool = True,
 ) -> Attack:
-    return AAS(attack, False, False, images, steps, pace, distance, select)
+    return AAS(attack, False, False, images, steps, pace, distance, select, paper_style)
 
 
 def aas_bpda(
-    attack: Attack, images: int = 1280, steps: int = 10, pace: float = 0.3, distance: str = "lpips", select: bool = True
+    attack: Attack,
+    images: int = 1280,
+    steps: int = 10,
+    pace: float = 0.3,
+    distance: str = "lpips",
+    select: bool = True,
+    paper_style: bool = True,
 ) -> Attack:
-    return AAS(attack, True, False, images, steps, pace, distance, select)
+    return AAS(attack, True, False, images, steps, pace, distance, select, paper_style)
 
 
 def aas_paper(attack: Attack, images: int = 1280, steps: int = 10) -> Attack:
-    return AAS(attack, False, True, images, steps)
+    return AAS(attack, False, True, images, steps, paper_style=True)
 
 
-def scale(attack: Attack, factor: float = 0.01) -> Attack:
-    return Rescaled(attack, factor)
+def scale(attack: Attack, factor: float = 0.01, paper_style: bool = True) -> Attack:
+    return Rescaled(attack, factor, paper_style=paper_style)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from vitadel.adapters.tora import Tora
 from vitadel.adapters.tora_settings import BRANCHES
+from vitadel.attacks.notes import Notes, proposals
 from vitadel.attacks.surrogate import Surrogate, deployed
 from vitadel.backbones.checks import check_pixels
 from vitadel.errors import Mistake, nearest_names
@@ -56,11 +57,17 @@ class Aimed:
             raise Mistake(f"unknown branch {self.branch!r} to aim at{near} Known: {', '.join(BRANCHES)}.")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        return self._run(model, x, y, draws, noted=False)[0]
+
+    def explain(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> tuple[Tensor, Notes]:
+        return self._run(model, x, y, draws, noted=True)
+
+    def _run(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None, noted: bool) -> tuple[Tensor, Notes]:
         check_pixels(x)
-        draws = Draws.of_pixels(x) if draws is None else draws
+        own = (Draws.of_pixels(x) if draws is None else draws).stream("aimed", BRANCHES.index(self.branch))
         whole = deployed(model)
         shown = _Branch(whole, _with_branch(whole, self.branch), self.branch)
-        return self.attack(Surrogate(shown, whole), x, y, draws.stream("aimed", BRANCHES.index(self.branch)))
+        return proposals(self.attack, Surrogate(shown, whole), x, y, own, noted)
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()

@@ -17,7 +17,7 @@ from vitadel.attacks.steppers import Steepest, usual_length
 from vitadel.attacks.surrogate import deployed
 from vitadel.attacks.threats import Linf
 from vitadel.attacks.wrappers import repeated
-from vitadel.backbones.anatomy import anatomy_of, backbone_of, prefix_tokens_of
+from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of, prefix_tokens_of
 from vitadel.backbones.checks import check_pixels
 from vitadel.backbones.projection import projected
 from vitadel.errors import Mistake, nearest_names
@@ -38,6 +38,7 @@ __all__ = [
     "features",
     "final_features",
     "pixels_per_unit",
+    "token_sequence",
 ]
 
 AXES = ("token", "channel", "flat")
@@ -159,6 +160,9 @@ class AwayFromFeatures:
         return 1  # the clean features
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
+        there = len(blocks_of(model))
+        if -min(self.blocks) > there:
+            raise Mistake(f"features of the last {-min(self.blocks)} blocks were asked for; the model has {there}")
         with torch.no_grad():
             _, clean = self.features(model, x)
         return _FeatureAim(model, x, y, tuple(clean), self)
@@ -216,14 +220,19 @@ def _after_norm(model: nn.Module, features: Tensor) -> Tensor:
     return out
 
 
+def token_sequence(model: nn.Module, features: Tensor) -> Tensor:
+    """A block's output as (batch, tokens, channels), whatever shape the family gives it."""
+    if features.dim() != 4:
+        return features
+    # LeViT's convolutional variant has channels first, Swin has them last.
+    channels_first = getattr(backbone_of(model), "use_conv", False)
+    return features.flatten(2).mT if channels_first else features.flatten(1, 2)
+
+
 def _tokens(model: nn.Module, features: Tensor) -> Tensor:
     """(batch, tokens, channels) without registers, in float32 at least."""
-    backbone = backbone_of(model)
-    if features.dim() == 4:
-        # LeViT's convolutional variant has channels first, Swin has them last.
-        channels_first = getattr(backbone, "use_conv", False)
-        features = features.flatten(2).mT if channels_first else features.flatten(1, 2)
-    registers = getattr(backbone, "reg_token", None)
+    features = token_sequence(model, features)
+    registers = getattr(backbone_of(model), "reg_token", None)
     if isinstance(registers, Tensor):
         patches = prefix_tokens_of(model)
         features = torch.cat([features[:, : patches - registers.shape[1]], features[:, patches:]], dim=1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from vitadel.attacks.losses import check_classes, likeliest_wrong
+from vitadel.attacks.notes import Notes, join_notes, proposals
 from vitadel.attacks.surrogate import deployed, seen_through
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
@@ -60,12 +61,13 @@ class Averaged:
             raise Mistake(f"eot needs at least 1 pass to average, got {self.times}")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        return self.explain(model, x, y, draws)[0]
+        return self.attack(self._shown(model), x, y, draws)
 
-    def explain(
-        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        return explained(self.attack, seen_through(model, lambda inner: _Mean(inner, self.times)), x, y, draws)
+    def explain(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> tuple[Tensor, Notes]:
+        return explained(self.attack, self._shown(model), x, y, draws)
+
+    def _shown(self, model: nn.Module) -> nn.Module:
+        return seen_through(model, lambda inner: _Mean(inner, self.times))
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()
@@ -119,22 +121,21 @@ class Targeted:
             raise Mistake(f"unknown target {self.target!r}; give the number of a class, or {', '.join(_RULES)}")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        return self.explain(model, x, y, draws)[0]
+        return self._run(model, x, y, draws, noted=False)[0]
 
-    def explain(
-        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def explain(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> tuple[Tensor, Notes]:
+        return self._run(model, x, y, draws, noted=True)
+
+    def _run(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None, noted: bool) -> tuple[Tensor, Notes]:
         draws = Draws.of_pixels(x) if draws is None else draws
         target = self._targets(model, x.detach(), y, draws)
-        found = x.detach().clone()
-        notes: dict[str, Tensor] = {}
+        found, notes = x.detach().clone(), Notes()
         for each in target.unique().tolist():
             (place,) = torch.where(target == each)
             view = seen_through(model, partial(_OneAgainstTheRest, target=each))
             rest = torch.zeros_like(y[place])
-            found[place], told = explained(self.attack, view, x[place], rest, draws[place])
-            for name, values in told.items():
-                notes.setdefault(name, values.new_zeros(len(x)))[place] = values
+            found[place], told = proposals(self.attack, view, x[place], rest, draws[place], noted)
+            join_notes(notes, told, place, len(x))
         return found, notes
 
     def _targets(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws) -> Tensor:

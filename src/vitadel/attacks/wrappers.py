@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.goals import clearly_fooled
+from vitadel.attacks.notes import Notes, join_notes, proposals
 from vitadel.attacks.surrogate import deployed
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
@@ -28,20 +29,26 @@ def _standing(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
 
 
 def _one_after_the_other(
-    attacks: Sequence[tuple[Attack, str, int]], model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None
-) -> Tensor:
+    attacks: Sequence[tuple[Attack, str, int]],
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    draws: Draws | None,
+    noted: bool,
+) -> tuple[Tensor, Notes]:
     """Each attack, with its own stream of draws, on the samples that the ones before did not fool."""
     draws = Draws.of_pixels(x) if draws is None else draws
-    found = x.detach().clone()
+    found, notes = x.detach().clone(), Notes()
     place = torch.arange(len(x), device=x.device)
     for number, (attack, stream, turn) in enumerate(attacks):
-        z = attack(model, x[place], y[place], draws[place].stream(stream, turn))
+        z, told = proposals(attack, model, x[place], y[place], draws[place].stream(stream, turn), noted)
         found[place] = z
+        join_notes(notes, told, place, len(x))
         if number + 1 < len(attacks):  # whether the last one succeeded is for the judge to say
             place = place[_standing(model, z, y[place])]
         if len(place) == 0:
             break
-    return found
+    return found, notes
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,15 @@ class Restarts:
             raise Mistake(f"restarts must be at least 1, got {self.times}")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        turns = [(self.attack, "restart", turn) for turn in range(self.times)]
-        return _one_after_the_other(turns, model, x, y, draws)
+        return _one_after_the_other(self._turns, model, x, y, draws, noted=False)[0]
+
+    def explain(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> tuple[Tensor, Notes]:
+        """With the notes of the last run that each sample saw."""
+        return _one_after_the_other(self._turns, model, x, y, draws, noted=True)
+
+    @property
+    def _turns(self) -> list[tuple[Attack, str, int]]:
+        return [(self.attack, "restart", turn) for turn in range(self.times)]
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()
@@ -94,8 +108,15 @@ class WorstOf:
         return list(zip(names, self.attacks, strict=True))
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        crew = [(attack, MEMBER, number) for number, attack in enumerate(self.attacks)]
-        return _one_after_the_other(crew, model, x, y, draws)
+        return _one_after_the_other(self._crew, model, x, y, draws, noted=False)[0]
+
+    def explain(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> tuple[Tensor, Notes]:
+        """With the notes of the last member that each sample met."""
+        return _one_after_the_other(self._crew, model, x, y, draws, noted=True)
+
+    @property
+    def _crew(self) -> list[tuple[Attack, str, int]]:
+        return [(attack, MEMBER, number) for number, attack in enumerate(self.attacks)]
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = zip(*(attack.passes() for attack in self.attacks), strict=True)
