@@ -57,6 +57,7 @@ def test_lists_split_outside_brackets():
         ("gama-10(until=0)", "must be positive"),
         ("pgd-20(steps=5)", "twice"),
         ("pgd-20(restarts=2,restarts=3)", "twice"),
+        ("features-5(psnr=-1)", "must not be negative"),
     ],
 )
 def test_wrong_names_are_told(text, said):
@@ -68,6 +69,34 @@ def test_wrong_names_are_told(text, said):
 def test_empty_names_are_told(text):
     with pytest.raises(Mistake, match="empty name"):
         split_attack_list(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "norm", "said"),
+    [
+        ("pgd-5(random_start=false,noise=0.1)", "linf", "a search has one start"),
+        ("pgd-5(random_start=false,restarts=3)", "linf", "all 3 restarts of pgd would be the same"),
+        ("apgd-ce(rho=0.5)", "l1", "rho and momentum do nothing in L1"),
+        ("apgd-t(momentum=0.5)", "l1", "rho and momentum do nothing in L1"),
+        ("pna-patchout(patchout=false,share=0.5)", "linf", "does nothing without PatchOut"),
+        ("mifpe-5(keeping=1.5)", "linf", "from 0 to 1, got 1.5"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_told(text, norm, said):
+    with pytest.raises(Mistake, match=said):
+        make(text, norm=norm, eps=0.1)
+
+
+def test_settings_reach_what_they_are_about():
+    """One value each that is not the default."""
+    assert make("cw-5(kappa=3)").goal.loss.keywords == {"kappa": 3}
+    assert not make("mi-fgsm-5(stop_when_fooled=false)").stop_when_fooled
+    assert make("mifpe-5(keeping=0.5)").stepper.keeping == 0.5
+    assert make("diverse-5(scale=0.5)").scale == 0.5
+    assert make("patches-learned(gradient_length=2)").gradient_length == 2
+    fool = make("patch-fool(decay=0.5,every=3,layer=1,restarts=2)")
+    assert isinstance(fool, Restarts)
+    assert (fool.attack.decay, fool.attack.every, fool.attack.layer) == (0.5, 3, 1)
 
 
 def test_no_steps_are_told():

@@ -293,6 +293,52 @@ def test_other_attention_is_refused(name):
         patch_fool(BALL, steps=2)(model, x, model(x).argmax(1))
 
 
+@pytest.mark.parametrize("name", ["xcit", "swin", "swinv2", "vit"])
+def test_without_the_attention_term_no_attention_is_needed(name, monkeypatch):
+    model, x = make_vit(name), pixels(name, 4)
+    y = model(x).argmax(1)
+    attack = patch_fool(BALL, patches=2, steps=3, select="saliency", alpha=0.0)
+    monkeypatch.setattr(module, "attention_maps", None)  # whoever looks at maps fails
+    assert (attack.rules(model, x).size(attack(model, x, y), x) == 2).all()
+
+
+def test_without_the_attention_term_only_the_cross_entropy_is_climbed():
+    model = deep().requires_grad_(False)
+    x, y = sample(model)
+    scene = module._Scene(x, y, torch.tensor([[3, 7]]).expand(len(x), -1), patch_grid_of(model, x))
+    _, direction = patch_fool(BALL, patches=2, alpha=0.0)._look(model, scene, x)
+    leaf = x.clone().requires_grad_()
+    (main,) = torch.autograd.grad(F.cross_entropy(model(leaf), y, reduction="sum"), leaf)
+    assert torch.allclose(direction, main * scene.area, atol=1e-12)
+
+
+def test_the_layer_that_chooses_patches_is_number_four_or_the_last_or_the_one_given():
+    model = deep()
+    x, y = sample(model)
+    shallow = deep(3)
+
+    def chosen(net: nn.Module, **settings: int) -> Tensor:
+        return changed_patches(patch_fool(BALL, patches=3, steps=1, **settings)(net, x, y), x, 8)
+
+    assert torch.equal(chosen(model), chosen(model, layer=4))
+    assert torch.equal(chosen(shallow), chosen(shallow, layer=2))
+    assert not torch.equal(chosen(model, layer=0), chosen(model))
+    with pytest.raises(Mistake, match=r"layer 6, but 6 attention maps .* from 0 to 5"):
+        chosen(model, layer=6)
+
+
+def test_restarts_try_other_content():
+    model = make_vit("vit", depth=4)
+    x = pixels("vit", 24)
+    y = model(x).argmax(1)
+
+    def held(restarts: int) -> int:
+        attack = patch_fool(BALL, steps=1, rate=1e-6, restarts=restarts)
+        return int((model(attack(model, x, y)).argmax(1) == y).sum())
+
+    assert held(4) < held(1)
+
+
 def test_models_without_patches_are_refused():
     with pytest.raises(Mistake, match="no grid is known here"):
         patch_fool(BALL, steps=2)(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.long))
@@ -310,6 +356,8 @@ def test_more_patches_than_there_are_is_refused():
         ({"mild": "linff"}, "did you mean linf"),
         ({"patches": 0}, "at least 1 patch"),
         ({"steps": 0}, "1 step"),
+        ({"layer": 2, "select": "random"}, "only select=attention looks at one; got 2 and select=random"),
+        ({"layer": 2.5}, "got 2.5"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from toys import TinyNet, images
-from vitadel.attacks import PGD, Linf, Restarts
+from vitadel.attacks import PGD, Linf, Restarts, make
 from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.steppers import Steepest, usual_length
 from vitadel.attacks.threats import L2
@@ -40,6 +42,25 @@ def test_flips_exactly_above_the_distance():
         clear = (distance / eps - 1).abs() > 0.01
         assert torch.equal(fooled[clear], (distance < eps)[clear])
     assert int((distance < 0.008).sum()) > 0
+
+
+@pytest.mark.parametrize("eps", [0.3, 3.0, 40.0])
+def test_fgsm_in_l1_is_the_best_point_of_ball_and_box(eps):
+    """Of a linear function: pixels are filled up to black or white, the steepest first."""
+    toy, _, _ = linear_toy()
+    x = images(6)
+    y = toy(x).argmax(1)
+    z = dataclasses.replace(make("fgsm", eps=eps, norm="l1"), stop_when_fooled=False)(toy, x, y)
+    away = 1.0 - 2.0 * y.float()
+    weight = toy.weight.detach()
+    for image, best, sign in zip(x.flatten(1), z.flatten(1), away, strict=True):
+        expected, left = image.clone(), eps
+        for pixel in weight.abs().argsort(descending=True).tolist():
+            wall = float(sign * weight[pixel] > 0)
+            step = min(left, abs(wall - float(image[pixel])))
+            expected[pixel] += step if wall else -step
+            left -= step
+        assert torch.allclose(best, expected, atol=1e-5)
 
 
 def test_steps_make_the_loss_grow_on_a_concave_path():

@@ -25,6 +25,7 @@ from vitadel.types import Aim, Attack, Goal, Threat
 __all__ = ["APGD", "OverTargets", "TowardsClass", "TowardsRank", "apgd_ce", "apgd_dlr", "apgd_t", "checkpoints"]
 
 _WALL = 1e-5  # nearer to black or white than this counts as there
+_USUAL = 0.75  # the paper's rho and momentum
 _ROUNDING = 1e-7  # what may be left of a pixel's change that a projection took back
 
 
@@ -223,8 +224,8 @@ class APGD:
     steps: int = 100
     random_start: bool = True
     stop_when_fooled: bool = True
-    rho: float = 0.75
-    momentum: float = 0.75
+    rho: float = _USUAL
+    momentum: float = _USUAL
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -232,6 +233,8 @@ class APGD:
         for name, value in (("rho", self.rho), ("momentum", self.momentum)):
             if not 0 <= value <= 1:
                 raise Mistake(f"{name} must lie between 0 and 1, got {value:g}; the paper has 0.75")
+        if isinstance(self.threat, L1) and (self.rho, self.momentum) != (_USUAL, _USUAL):
+            raise Mistake("rho and momentum do nothing in L1, where steps adapt by another rule; leave them out")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
         return self.search(model, x, y, draws)[0]
@@ -423,12 +426,16 @@ class OverTargets:
         return gradients * self.targets, own * self.targets + 1
 
 
-def apgd_ce(threat: Threat, steps: int = 100, restarts: int = 1, rho: float = 0.75, momentum: float = 0.75) -> Attack:
+def apgd_ce(
+    threat: Threat, steps: int = 100, restarts: int = 1, rho: float = _USUAL, momentum: float = _USUAL
+) -> Attack:
     """APGD on the cross-entropy."""
     return repeated(APGD(threat, steps=steps, rho=rho, momentum=momentum), restarts)
 
 
-def apgd_dlr(threat: Threat, steps: int = 100, restarts: int = 1, rho: float = 0.75, momentum: float = 0.75) -> Attack:
+def apgd_dlr(
+    threat: Threat, steps: int = 100, restarts: int = 1, rho: float = _USUAL, momentum: float = _USUAL
+) -> Attack:
     """APGD on the difference of logits ratio."""
     return repeated(APGD(threat, OnLogits(dlr), steps, rho=rho, momentum=momentum), restarts)
 
@@ -438,8 +445,8 @@ def apgd_t(
     steps: int = 100,
     targets: int = 9,
     restarts: int = 1,
-    rho: float = 0.75,
-    momentum: float = 0.75,
+    rho: float = _USUAL,
+    momentum: float = _USUAL,
 ) -> Attack:
     """APGD on the targeted difference of logits ratio, over the likeliest wrong classes."""
     return repeated(OverTargets(APGD(threat, TowardsRank(), steps, rho=rho, momentum=momentum), targets), restarts)

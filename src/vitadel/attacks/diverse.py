@@ -34,6 +34,8 @@ def shrunk(z: Tensor, size: Tensor, corner: Tensor) -> Tensor:
 
     Bilinear and differentiable; a size of 1 gives the image itself up to rounding.
     """
+    if len(z) == 0:
+        return z  # torch's grid takes no empty batch
     scale = 1 / size
     # Output coordinates run from -1 to 1; the small image covers 2 * size of them.
     shift = scale[:, None] * (1 - size[:, None]) * (1 - 2 * corner)
@@ -164,6 +166,7 @@ def diverse(
     probability: float = 0.7,
     smallest: float = 0.9,
     tokens: int = 0,
+    scale: float = 0.01,
     stop_when_fooled: bool = False,
 ) -> Attack:
-    return Diverse(threat, steps, decay, step, loss, probability, smallest, tokens, stop_when_fooled=stop_when_fooled)
+    return Diverse(threat, steps, decay, step, loss, probability, smallest, tokens, scale, stop_when_fooled)

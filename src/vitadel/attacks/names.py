@@ -107,8 +107,9 @@ def _checked_setting(whose: str, key: str, text: str, default: object) -> Settin
         wanted = {bool: "true or false", int: "a whole number", str: names}.get(type(default), "a number")
         raise Mistake(f"setting {key!r} of {whose} must be {wanted}, got {text!r}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        least_allowed = value >= 0 if key in _MAY_BE_ZERO else value > 0
-        if not least_allowed:
+        if key in _MAY_BE_ZERO and value < 0:
+            raise Mistake(f"setting {key!r} of {whose} must not be negative, got {text!r}")
+        if key not in _MAY_BE_ZERO and value <= 0:
             raise Mistake(f"setting {key!r} of {whose} must be positive, got {text!r}; it could not work")
     return value
 

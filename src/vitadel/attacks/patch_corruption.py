@@ -217,10 +217,11 @@ def patches_learned(
     objective: str = "features",
     images: int = 256,
     rate: float = 5e-3,
+    gradient_length: float = 5.0,
     side: int = 0,
     noise: str = "normalised",
     paper: bool = False,
 ) -> Attack:
     return LearnedPatches(
-        threat, share, masks, training_steps, objective, images, rate, side=side, noise=noise, paper=paper
+        threat, share, masks, training_steps, objective, images, rate, gradient_length, side, noise, paper
     )

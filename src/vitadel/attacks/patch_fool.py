@@ -4,12 +4,13 @@ Where paper and released code differ from what the method means, the meaning is 
 chosen patches (there only the first), conflicting gradients are projected with the squared norm (there with the norm,
 which leaves them in conflict), the first adversarial iterate is kept (there the last iterate, adversarial or not),
 random patches are distinct, and the mild L2 ball is one per image (there one per channel). `paper=True` follows the
-released code in all but the last.
+released code in all but the last. The paper's sparse variant, a few pixels inside the patches, is not part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,6 +20,7 @@ from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.patches import Patches, PatchGrid, check_images, cut, patch_grid_of, pixel_mask
 from vitadel.attacks.threats import L2, Linf
+from vitadel.attacks.wrappers import repeated
 from vitadel.errors import Mistake, nearest_names
 from vitadel.instrument.attention import attention_maps
 from vitadel.instrument.hooks import frozen
@@ -30,6 +32,7 @@ __all__ = ["PatchFool", "attention_drawn", "patch_fool", "token_maps", "without_
 
 _SELECTIONS = ("attention", "saliency", "random")
 _MILD: dict[str, type[Linf] | type[L2]] = {"linf": Linf, "l2": L2}
+_FIFTH = 4  # the layer that the paper chooses patches by, counted from 0
 _NOTHING = 1e-300  # below every squared length of a gradient that is not zero
 
 
@@ -44,7 +47,8 @@ def token_maps(maps: Sequence[Tensor], tokens: int, batch: int, own: OwnTokens) 
         raise Mistake(
             "Patch-Fool follows the attention between patches, and this model has none: none of its "
             f"{len(maps)} attention maps is between the {tokens} tokens of its first block (XCiT attends over "
-            "channels, Swin inside windows). Use patches-random or patches-learned, which need no attention."
+            "channels, Swin inside windows). Use patch-fool(select=saliency,alpha=0), patches-random or "
+            "patches-learned, which need no attention."
         )
     return fitting
 
@@ -117,8 +121,10 @@ class PatchFool:
 
     The patches are chosen on the clean image: those that all tokens attend to most in attention number `layer`, those
     with the largest gradient ("saliency"), or any. Layers whose tokens are not those of the first block are left out;
-    of the others, the second to the middle one take part. With `mild` the change also stays in a ball of that norm,
-    whose radius is the given threat's eps; otherwise only an eps of zero counts, which forbids any change.
+    of the others, the second to the middle one take part. Without a `layer` it is number 4, counted from 0, or the last
+    that there is. With an `alpha` of 0 only the cross-entropy is climbed, on any model with patches. With `mild` the
+    change also stays in a ball of that norm, whose radius is the given threat's eps; otherwise only an eps of zero
+    counts, which forbids any change.
     """
 
     threat: Threat
@@ -130,7 +136,7 @@ class PatchFool:
     rate: float = 0.2
     decay: float = 0.95
     every: int = 10
-    layer: int = 4
+    layer: int | None = None
     paper: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -142,6 +148,11 @@ class PatchFool:
         if self.select not in _SELECTIONS:
             near = nearest_names(self.select, _SELECTIONS) or "."
             raise Mistake(f"unknown selection of patches {self.select!r}{near} Known: {', '.join(_SELECTIONS)}.")
+        if self.layer is not None and (self.select != "attention" or self.layer != int(self.layer)):
+            raise Mistake(
+                f"layer is the number of an attention map, from 0, and only select=attention looks at one; got "
+                f"{self.layer:g} and select={self.select}"
+            )
         if self.mild != "none" and self.mild not in _MILD:
             near = nearest_names(self.mild, ["none", *_MILD]) or "."
             raise Mistake(f"unknown mild norm {self.mild!r}{near} Known: none, {', '.join(_MILD)}.")
@@ -185,8 +196,18 @@ class PatchFool:
             with torch.no_grad(), attention_maps(model) as maps, own_tokens(model) as own:
                 model(x)
                 fitting = token_maps(maps, grid.tokens, len(x), own)
-            scores = fitting[min(self.layer, len(fitting) - 1)].float().mean((1, 2))[:, grid.prefix :]
+            scores = self._looked_at(fitting).float().mean((1, 2))[:, grid.prefix :]
         return scores.argsort(dim=1, descending=True, stable=True)[:, : self.patches]
+
+    def _looked_at(self, maps: Sequence[Tensor]) -> Tensor:
+        if self.layer is None:
+            return maps[min(_FIFTH, len(maps) - 1)]
+        if self.layer >= len(maps):
+            raise Mistake(
+                f"Patch-Fool was asked for layer {self.layer:g}, but {len(maps)} attention maps are between patches: "
+                f"choose one from 0 to {len(maps) - 1}"
+            )
+        return maps[int(self.layer)]
 
     def _start(self, scene: _Scene, rules: Patches, draws: Draws) -> Tensor:
         if rules.mild is not None:
@@ -215,9 +236,9 @@ class PatchFool:
         """(who is fooled and leaves, where to go): one forward pass, one whole backward pass and one for each layer."""
         leaf = z.detach().clone().requires_grad_()
         # Backward inside the block: a model that recomputes its forward pass there must do so as it ran first.
-        with torch.enable_grad(), attention_maps(model) as maps, own_tokens(model) as own:
+        with torch.enable_grad(), self._watched(model) as (maps, own):
             logits = model(leaf)
-            terms = self._attention_terms(maps, scene, own)
+            terms = self._attention_terms(maps, scene, own) if self.alpha else []
             # After the terms: asking the deployed model behind a surrogate replaces the maps.
             wrong = fooled(model, leaf.detach(), logits, scene.y)
             if self.paper:
@@ -228,6 +249,13 @@ class PatchFool:
             main = gradient(cross_entropy(logits, scene.y), leaf) * scene.area
         drawn = [without_conflict(grad * scene.area, main, squared=not self.paper) for grad in sideways]
         return wrong, main + self.alpha * sum(drawn, torch.zeros_like(main))
+
+    @contextmanager
+    def _watched(self, model: nn.Module) -> Iterator[tuple[Sequence[Tensor], OwnTokens]]:
+        """With an alpha of 0 nobody looks at maps, and attention may stay fused."""
+        seen: AbstractContextManager[Sequence[Tensor]] = attention_maps(model) if self.alpha else nullcontext(())
+        with seen as maps, own_tokens(model) as own:
+            yield maps, own
 
     def _attention_terms(self, maps: Sequence[Tensor], scene: _Scene, own: OwnTokens) -> list[Tensor]:
         fitting = token_maps(maps, scene.grid.tokens, len(scene.x), own)
@@ -250,7 +278,11 @@ def patch_fool(
     paper: bool = False,
     alpha: float = 0.002,
     rate: float | None = None,
-    layer: int = 4,
+    decay: float = 0.95,
+    every: int = 10,
+    layer: int | None = None,
+    restarts: int = 1,
 ) -> Attack:
     rate = (0.22 if paper else 0.2) if rate is None else rate
-    return PatchFool(threat, patches, steps, select, mild, alpha, rate, layer=layer, paper=paper)
+    search = PatchFool(threat, patches, steps, select, mild, alpha, rate, decay, every, layer, paper=paper)
+    return repeated(search, restarts)

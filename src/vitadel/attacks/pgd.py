@@ -43,6 +43,11 @@ class PGD:
             raise Mistake(f"an attack needs at least 1 step, got {self.steps}")
         if self.start_noise is not None and self.start_noise <= 0:
             raise Mistake(f"start_noise must be positive, got {self.start_noise:g}; without noise leave it out")
+        if self.surface_start + (self.start_noise is not None) > self.random_start:
+            raise Mistake(
+                "a search has one start: without random_start the clean image, with it a point of the ball, of its "
+                "surface (surface_start) or near the clean image (start_noise, or noise in a name)"
+            )
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
         check_pixels(x)

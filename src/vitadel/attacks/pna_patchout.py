@@ -115,6 +115,8 @@ class PnaPatchOut:
             raise Mistake(
                 f"share is the part of the patches kept at each step, above 0 and at most 1, got {self.share}"
             )
+        if not self.patchout and self.share != _SHARE:
+            raise Mistake(f"share={self.share:g} does nothing without PatchOut; leave it out, or patchout=false")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
         check_pixels(x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,18 +24,18 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.pna_patchout import pna_patchout
 from vitadel.attacks.self_ensemble import self_ensemble
 from vitadel.attacks.square import square
-from vitadel.attacks.steppers import Dropping, Fading, Momentum, Steepest, usual_length
+from vitadel.attacks.steppers import Dropping, Fading, Filling, Momentum, Steepest, usual_length
 from vitadel.attacks.threats import L1
 from vitadel.attacks.wrappers import repeated
+from vitadel.errors import Mistake
 from vitadel.types import Attack, Goal, Threat
 
 __all__ = ["CATALOGUE", "Preset"]
 
 
 def fgsm(threat: Threat) -> Attack:
-    if isinstance(threat, L1):
-        threat = dataclasses.replace(threat, sparsity=0.0)
-    return PGD(threat, stepper=Steepest(threat.eps), steps=1, random_start=False)
+    stepper = Filling() if isinstance(threat, L1) else Steepest(threat.eps)
+    return PGD(threat, stepper=stepper, steps=1, random_start=False)
 
 
 def fgsm_rs(threat: Threat, reach: float = 1.25, restarts: int = 1) -> Attack:
@@ -51,13 +50,18 @@ def pgd(
     random_start: bool = True,
     noise: float | None = None,
 ) -> Attack:
+    if restarts > 1 and not random_start:
+        raise Mistake(f"from the clean image all {restarts} restarts of pgd would be the same; leave restarts out")
     length = usual_length(threat, max(steps, 1)) if step is None else step
     search = PGD(threat, stepper=Steepest(length), steps=steps, random_start=random_start, start_noise=noise or None)
     return repeated(search, restarts)
 
 
-def cw(threat: Threat, steps: int = 100, step: float | None = None, restarts: int = 1) -> Attack:
-    return _climbing(OnLogits(margin), threat, steps, step, restarts)
+def cw(
+    threat: Threat, steps: int = 100, step: float | None = None, restarts: int = 1, kappa: float | None = None
+) -> Attack:
+    loss = margin if kappa is None else partial(losses.floored_margin, kappa=kappa)
+    return _climbing(OnLogits(loss), threat, steps, step, restarts)
 
 
 def dlr(threat: Threat, steps: int = 100, step: float | None = None, restarts: int = 1) -> Attack:
@@ -77,13 +81,18 @@ def gama(
     return repeated(PGD(threat, goal, Dropping(reach), steps, surface_start=True), restarts)
 
 
-def mifpe(threat: Threat, steps: int = 100, gap: float = 10.0, reach: float = 2.0, restarts: int = 1) -> Attack:
+def mifpe(
+    threat: Threat, steps: int = 100, gap: float = 10.0, reach: float = 2.0, keeping: float = 0.75, restarts: int = 1
+) -> Attack:
     goal = OnLogits(partial(losses.rescaled_cross_entropy, gap=gap))
-    return repeated(PGD(threat, goal, Fading(reach), steps, surface_start=True), restarts)
+    return repeated(PGD(threat, goal, Fading(reach, keeping), steps, surface_start=True), restarts)
 
 
-def mi_fgsm(threat: Threat, steps: int = 10, decay: float = 1.0, step: float | None = None) -> Attack:
-    return PGD(threat, stepper=Momentum(decay, step), steps=steps, random_start=False)
+def mi_fgsm(
+    threat: Threat, steps: int = 10, decay: float = 1.0, step: float | None = None, stop_when_fooled: bool = True
+) -> Attack:
+    stepper = Momentum(decay, step)
+    return PGD(threat, stepper=stepper, steps=steps, random_start=False, stop_when_fooled=stop_when_fooled)
 
 
 def kl(threat: Threat, steps: int = 10, step: float | None = None, noise: float = 0.001, restarts: int = 1) -> Attack:

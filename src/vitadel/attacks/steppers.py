@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from vitadel.attacks.threats import Linf, per_sample
+from vitadel.errors import Mistake
 from vitadel.types import Step, Threat
 
-__all__ = ["Dropping", "Fading", "Momentum", "Scripted", "Steepest", "usual_length"]
+__all__ = ["Dropping", "Fading", "Filling", "Momentum", "Scripted", "Steepest", "usual_length"]
 
 
 def usual_length(threat: Threat, steps: int) -> float:
@@ -65,6 +67,33 @@ class Dropping:
     def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
         passed = [sum(turn >= drop * steps for drop in self.drops) for turn in range(steps)]
         return _Along(threat, tuple(self.reach * threat.eps * 0.1**count for count in passed))
+
+
+@dataclass(frozen=True)
+class _Filling:
+    eps: float
+
+    def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
+        slope, here = grad.flatten(1).double(), z.flatten(1).double()
+        steepest, order = slope.abs().sort(dim=1, descending=True, stable=True)
+        room = torch.where(slope > 0, 1 - here, here).gather(1, order) * (steepest > 0)
+        spent = torch.minimum(room, (self.eps - (room.cumsum(1) - room)).clamp(min=0))
+        step = torch.zeros_like(here).scatter(1, order, spent) * slope.sign()
+        return (here + step).to(z.dtype).view_as(z)
+
+    def keep(self, chosen: Tensor) -> Step:
+        return self
+
+
+@dataclass(frozen=True)
+class Filling:
+    """The whole L1 budget in one step: pixel after pixel to black or white, the steepest first, until it is spent.
+
+    No other point of ball and box raises a linear function more; a single pixel, the ball's corner, takes at most 1.
+    """
+
+    def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
+        return _Filling(threat.eps)
 
 
 @dataclass
@@ -124,6 +153,10 @@ class Fading:
 
     reach: float = 2.0
     keeping: float = 0.75
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.keeping <= 1:
+            raise Mistake(f"keeping is the new step's share of a move, from 0 to 1, got {self.keeping:g}; try 0.75")
 
     def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
         lengths = tuple(self.reach * threat.eps * (1 - turn / steps) for turn in range(steps))
