@@ -136,6 +136,8 @@ def test_sections_speak_for_themselves():
         ({"plugins": {"awp": {"gamma": -1}}}, r"plugins.awp: gamma"),
         ({"plugins": {"awp": 0.01}}, r"plugins.awp: should be keys with values, got 0.01"),
         ({"optimiser": {"name": "adamww"}}, r"optimiser.name: timm has no optimiser 'adamww'.*did you mean adamw"),
+        ({"optimiser": {"name": "adahessian"}}, r"optimiser.name: 'adahessian' needs second derivatives"),
+        ({"plugins": {"overfitting-guard": {"action": "rollback"}, "weight_average": {}}}, r"plugins: .*action: stop"),
         ({"validation": {"attack": "pdg-10"}}, r"validation.attack: unknown attack 'pdg-10'"),
         ({"validation": {"attack": "aas+pgd-10"}}, r"validation.attack: 'aas\+pgd-10' first studies the model"),
         ({"train": {"tracker": "tensorbord"}}, r"train.tracker: there is no tracker.*did you mean tensorboard"),

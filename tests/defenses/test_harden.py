@@ -7,6 +7,9 @@ import json
 import pytest
 import torch
 import yaml
+from accelerate import tracking
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from small_recipes import document, recipe
@@ -138,6 +141,57 @@ def test_a_tracker_that_does_not_exist_is_told(tmp_path):
         run_harden(recipe(train={"tracker": "tensorbord"}), "small", CPU, out=tmp_path / "run")
 
 
+class Notebook(GeneralTracker):
+    """What stands for a tracker that keeps runs elsewhere, as wandb does."""
+
+    name = "wandb"
+    requires_logging_directory = False
+
+    def __init__(self, project, **_):
+        super().__init__()
+        self.kept = [project]
+        notebooks.append(self)
+
+    @property
+    def tracker(self):
+        return self.kept
+
+    def store_init_configuration(self, values):
+        self.kept.append(values)
+
+    def log(self, values, step=None, **_):
+        self.kept.append((step, values))
+
+    def finish(self):
+        self.kept.append("finished")
+
+
+notebooks = []
+
+
+def test_another_tracker_by_name_gets_the_settings_and_every_step(tmp_path, monkeypatch):
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Notebook)
+    monkeypatch.setattr(tracking, "_available_trackers", [*tracking.get_available_trackers(), LoggerType.WANDB])
+    notebooks.clear()
+    run_harden(recipe(train={"epochs": 1, "tracker": "wandb"}), "small", CPU, out=tmp_path / "run")
+    (project, settings, *steps, end) = notebooks[0].kept
+    assert (project, end) == ("vitadel", "finished")
+    assert settings["objective.attack"] == "pgd-2(step=5/255)"
+    assert [step for step, _ in steps] == [1, 2, 3, 3]
+    assert "loss" in steps[0][1]
+    assert "validation_robust" in steps[3][1]
+    assert not (tmp_path / "run" / "tracker").exists()
+    run_harden(recipe(train={"epochs": 1, "tracker": "all"}), "small", CPU, out=tmp_path / "all")
+    assert len(notebooks) == 2
+    assert list((tmp_path / "all" / "tracker").iterdir())
+
+
+def test_an_optimiser_that_this_machine_lacks_leaves_no_folder(tmp_path):
+    with pytest.raises(Mistake, match=r"optimiser 'fusedlamb' cannot be made .*CUDA"):
+        run_harden(recipe(optimiser={"name": "fusedlamb"}), "small", CPU, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_second_source_is_mixed_in(tmp_path):
     data = {"extra": "shapes(size=16,texture=0)@val", "extra_share": 0.5}
     results, _ = run_harden(recipe(data=data, train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
@@ -177,6 +231,22 @@ def test_a_weight_file_of_a_named_model_keeps_its_head_if_the_recipe_says_how_ma
     changed["model"]["weights"] = str(tmp_path / "ten.safetensors")
     shop = open_workshop(build_recipe(changed, "small"), CPU)
     assert torch.equal(shop.model.backbone.head.weight, made.backbone.head.weight)
+
+
+@pytest.mark.parametrize("classes", [10, 12])
+def test_a_weight_file_keeps_its_head_if_it_is_one_for_the_classes_of_the_data(tmp_path, classes):
+    small = {"depth": 1, "embed_dim": 12, "num_heads": 2, "patch_size": 8, "img_size": 32}
+    made = load_model("vit_tiny_patch16_224", weights="random", num_classes=classes, kwargs=small).backbone
+    save_file(made.state_dict(), tmp_path / "file.safetensors")
+    changed = document()
+    changed["model"] = {"name": "vit_tiny_patch16_224", "kwargs": small, "weights": str(tmp_path / "file.safetensors")}
+    opened = open_workshop(build_recipe(changed, "small"), CPU).model.backbone
+    assert opened.head.weight.shape[0] == 10
+    assert (opened.head.weight.tolist() == made.head.weight.tolist()) == (classes == 10)
+    assert torch.equal(opened.blocks[0].attn.qkv.weight, made.blocks[0].attn.qkv.weight)
+    changed["model"]["kwargs"] = {**small, "embed_dim": 24}
+    with pytest.raises(Mistake, match="do not fit the model"):
+        open_workshop(build_recipe(changed, "small"), CPU)
 
 
 def test_of_a_head_for_more_classes_a_recipe_keeps_those_of_its_data(tmp_path):

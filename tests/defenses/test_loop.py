@@ -20,12 +20,20 @@ import vitadel
 from vitadel.defenses import loop
 from vitadel.defenses.harden import run_harden
 from vitadel.defenses.metrics import Metrics
+from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
 from vitadel.defenses.validation import HeldOut
 from vitadel.errors import Interrupted, Mistake
 from vitadel.runtime.processes import join_processes
 
 CPU = join_processes("cpu")
-EVERYTHING = {"awp": {"gamma": 0.01}, "epsilon_warmup": {"epochs": 1}, "weight_average": {"decay": 0.9}}
+EVERYTHING = {
+    "awp": {"gamma": 0.01},
+    "epsilon_warmup": {"epochs": 1},
+    "weight_average": {"decay": 0.9},
+    "attention_scaling": {"gap": 1, "images": 16, "steps": 1},
+    "random_dropping": {"epochs": 1.5},
+    "overfitting_guard": {"images": 10, "steps": 1},
+}
 
 
 def weights(folder, name="last"):
@@ -77,9 +85,8 @@ def test_metrics_tell_of_every_step_and_epoch(finished):
     assert all({"validation_clean", "validation_robust"} <= row.keys() for row in epochs)
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 5])
-def test_a_training_that_broke_off_ends_with_the_same_bits(finished, tmp_path, monkeypatch, cut):
-    """Broken off in the middle of a step, with a checkpoint every second step and at the end of an epoch."""
+def broken_off(folder, monkeypatch, cut, **changes):
+    """A training that ended for good in the middle of a step, after so many of them, and was resumed."""
     taken = 0
     real = loop._Learner.take
 
@@ -91,15 +98,30 @@ def test_a_training_that_broke_off_ends_with_the_same_bits(finished, tmp_path, m
         taken += 1
         real(self, parts)
 
-    monkeypatch.setattr(loop._Learner, "take", fragile)
-    with pytest.raises(RuntimeError, match="power cut"):
-        run_harden(recipe(plugins=EVERYTHING), "small", CPU, out=tmp_path / "run")
-    monkeypatch.undo()
-    run_harden(recipe(plugins=EVERYTHING), "small", CPU, out=tmp_path / "run", resume=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(loop._Learner, "take", fragile)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run_harden(recipe(**changes), "small", CPU, out=folder)
+    run_harden(recipe(**changes), "small", CPU, out=folder, resume=True)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5])
+def test_a_training_that_broke_off_ends_with_the_same_bits(finished, tmp_path, monkeypatch, cut):
+    """With a checkpoint every second step and at the end of an epoch."""
+    broken_off(tmp_path / "run", monkeypatch, cut, plugins=EVERYTHING)
     folder, _ = finished
     assert same(weights(tmp_path / "run"), weights(folder))
     assert same(weights(tmp_path / "run", "best"), weights(folder, "best"))
     assert lines(tmp_path / "run") == lines(folder)
+
+
+def test_in_half_precision_it_ends_with_the_same_bits_too(finished, tmp_path, monkeypatch):
+    changes = {"plugins": EVERYTHING, "train": {"precision": "bf16"}}
+    run_harden(recipe(**changes), "small", CPU, out=tmp_path / "whole")
+    broken_off(tmp_path / "cut", monkeypatch, 5, **changes)
+    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+    assert not same(weights(tmp_path / "whole"), weights(finished[0]))  # so that it was another precision
 
 
 def test_killed_for_good_and_resumed_it_ends_with_the_same_bits(finished, tmp_path):
@@ -107,7 +129,7 @@ def test_killed_for_good_and_resumed_it_ends_with_the_same_bits(finished, tmp_pa
     file.write_text(yaml.safe_dump(document(plugins=EVERYTHING)))
     command = [sys.executable, "-m", "vitadel", "harden", str(file), "--out", str(tmp_path / "run"), "--resume"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums in the same order
-    for wait_for in (0, 2, 4):
+    for wait_for, then in ((0, 0.0), (2, 0.15), (4, 0.4)):  # in the middle of a step, an epoch's end, an audit
         process = subprocess.Popen([*command, "--device", "cpu"], env=environment, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 120
         checkpoint = tmp_path / "run" / "checkpoint.pt"
@@ -115,6 +137,7 @@ def test_killed_for_good_and_resumed_it_ends_with_the_same_bits(finished, tmp_pa
             if checkpoint.exists() and torch.load(checkpoint, weights_only=True)["step"] > wait_for:
                 break
             time.sleep(0.02)
+        time.sleep(then)
         process.send_signal(signal.SIGKILL)
         process.wait()
     done = subprocess.run([*command, "--device", "cpu"], env=environment, capture_output=True, text=True, check=False)
@@ -152,6 +175,40 @@ def test_a_finished_run_is_only_read(finished):
 def test_another_recipe_cannot_go_on_with_a_run(finished):
     with pytest.raises(Mistake, match="other settings"):
         run_harden(recipe(plugins={}), "small", CPU, out=finished[0], resume=True)
+
+
+def test_the_checkpoint_of_another_recipe_is_refused_and_nothing_is_lost(finished, tmp_path):
+    """Brought into the folder of a training that has not saved anything yet."""
+    folder, _ = run_harden(recipe(train={"epochs": 1}), "small", CPU, out=tmp_path / "run")[1].path, None
+    (folder / "results.json").unlink()
+    foreign = (finished[0] / "checkpoint.pt").read_bytes()
+    (folder / "checkpoint.pt").write_bytes(foreign)
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    with pytest.raises(
+        Mistake, match=r"(?s)checkpoint of another recipe.*plugins\.awp\.gamma: 0\.01 there, None here"
+    ) as e:
+        run_harden(recipe(train={"epochs": 1}), "small", CPU, out=folder, resume=True)
+    assert "train.epochs: 2 there, 1 here" in str(e.value)
+    changed = {file for file, content in before.items() if file.read_bytes() != content}
+    assert {file.name for file in changed} <= {"environment.json"}
+    torch.save({"weights": torch.zeros(2)}, folder / "checkpoint.pt")
+    with pytest.raises(Mistake, match="is no checkpoint of `vitadel harden`"):
+        run_harden(recipe(train={"epochs": 1}), "small", CPU, out=folder, resume=True)
+
+
+def test_what_a_kill_left_half_written_is_taken_away(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    names = [".checkpoint.pt.k3j4h5", ".metrics.jsonl.aaaaaa", "weights/.best.safetensors.xyz123"]
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "_write_weights", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_harden(recipe(), "small", CPU, out=folder)
+    (folder / "weights").mkdir()
+    for name in names:
+        (folder / name).write_bytes(b"half")
+    run_harden(recipe(), "small", CPU, out=folder, resume=True)
+    assert not [name for name in names if (folder / name).exists()]
+    assert (folder / "weights" / "best.safetensors").exists()
 
 
 def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_checkpoint(tmp_path, monkeypatch):
@@ -301,18 +358,54 @@ def test_half_precision_trains_and_is_validated_in_full(tmp_path, monkeypatch):
     assert set(seen) == {torch.float32}
     with pytest.raises(Mistake, match="fp16 needs a GPU"):
         run_harden(recipe(train={"precision": "fp16"}), "small", CPU, out=tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+OBJECTIVES = {
+    "standard": {"use": "standard"},
+    "at": {"use": "adversarial", "attack": "pgd-1"},
+    "trades": TRADES,
+    "mart": {"use": "mart", "attack": "pgd-1"},
+    "apgd": {"use": "adversarial", "attack": "apgd-ce(steps=2)"},
+}
 
 
 def test_mixed_labels_reach_every_objective(tmp_path):
-    for name, objective in {
-        "standard": {"use": "standard"},
-        "at": {"use": "adversarial", "attack": "pgd-1"},
-        "trades": TRADES,
-        "mart": {"use": "mart", "attack": "pgd-1"},
-        "apgd": {"use": "adversarial", "attack": "apgd-ce(steps=2)"},
-    }.items():
+    for name, objective in OBJECTIVES.items():
         built = recipe(objective=objective, augmentation={"mixup": 0.8, "cutmix": 1.0}, train={"epochs": 1})
         assert run_harden(built, "small", CPU, out=tmp_path / name)[0]["complete"]
+
+
+def test_attention_scaling_goes_with_every_objective(tmp_path):
+    """New factors before the second epoch are in the file, and in the model that is opened from it."""
+    for name, objective in OBJECTIVES.items():
+        plugins = {"attention_scaling": {"gap": 1, "images": 16, "steps": 1}}
+        built = recipe(objective=objective, plugins=plugins, data={"limit": 16, "test": None})
+        _, folder = run_harden(built, "small", CPU, out=tmp_path / name)
+        factors = vitadel.load_model(str(folder.path / "weights" / "last.safetensors")).record.attention_factors
+        assert len(factors) == 2, name
+        assert all(0.0099 < factor <= 1 for factor in factors), name
+        assert factors != (1.0, 1.0), name
+
+
+def test_an_overfitted_epoch_is_rolled_back_and_the_good_one_deployed(tmp_path, monkeypatch):
+    left = iter([0.5, 0.5, 0.4, 0.5, 0.9, 0.1])  # by FGSM and PGD: two good epochs, then one that overfits
+    at_each = []
+
+    def left_by(self, attack, run):
+        at_each.append({name: tensor.clone() for name, tensor in run.model.backbone.state_dict().items()})
+        return next(left)
+
+    monkeypatch.setattr(OverfittingGuard, "_left_by", left_by)
+    built = recipe(train={"epochs": 4}, plugins={"overfitting_guard": {"action": "rollback"}})
+    results, folder = run_harden(built, "small", CPU, out=tmp_path / "run")
+    assert "the weights of the last epoch without alarm are back" in results["training"]["stopped"]
+    assert results["training"]["steps"] == 9
+    first, good, overfitted = at_each[::2]
+    kept = weights(folder.path)
+    assert same(kept, good)
+    assert not same(kept, overfitted)
+    assert same(weights(folder.path, "best"), (first, good)[results["training"]["best_epoch"]])
 
 
 def test_a_batch_norm_backbone_trains_and_says_whose_statistics_it_uses(tmp_path, capsys):

@@ -51,6 +51,26 @@ def test_processes_share_the_audit(quick):
     assert of_two == len(open_dataset("shapes@test")) / 2
 
 
+@pytest.mark.parametrize(("precision", "kinds"), [("fp32", {torch.float32}), ("bf16", {torch.bfloat16})])
+def test_loss_and_attack_are_timed_in_the_precision_of_the_training(monkeypatch, precision, kinds):
+    seen = []
+
+    def once(work, device):
+        met = set()
+        with block.register_forward_hook(lambda _module, _args, out: met.add(out.dtype)):
+            work()
+        seen.append(met)
+        return 1.0
+
+    monkeypatch.setattr(planning, "seconds_of", once)
+    shop = open_workshop(recipe(train={"precision": precision}), CPU)
+    block = shop.model.backbone.blocks[0].mlp.fc1
+    plan_training(shop, CPU)
+    loss, attack, *validated = seen
+    assert loss == attack == kinds
+    assert validated == [{torch.float32}] * 2  # a gradient and a pass
+
+
 @pytest.mark.parametrize(
     ("name", "row", "attacked"),
     [

@@ -27,6 +27,12 @@ def test_a_cycle_rises_and_falls():
     assert [rate_at(schedule, 0.2, 15, p) for p in (0, 3, 6, 10.5, 15)] == pytest.approx([0, 0.1, 0.2, 0.1, 0])
 
 
+def test_a_cycle_between_other_rates_than_zero_with_a_cool_down():
+    schedule = Schedule("cyclic", peak=0.25, warm_up_rate=0.2, final_rate=0.1, cool_down=2)
+    rates = [rate_at(schedule, 1.0, 8, progress) for progress in (0, 1, 2, 5, 8, 9.5)]
+    assert rates == pytest.approx([0.2, 0.6, 1.0, 0.55, 0.1, 0.1])
+
+
 def test_steps_multiply():
     schedule = Schedule("steps", milestones=(35, 38), factor=0.1)
     assert [rate_at(schedule, 0.1, 40, p) for p in (34.9, 35, 37.9, 38, 40)] == pytest.approx(

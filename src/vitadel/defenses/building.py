@@ -22,7 +22,8 @@ from vitadel.defenses.checking import (
 )
 from vitadel.defenses.components import component_names, find_component
 from vitadel.defenses.heads.building import build_probe, build_probe_check
-from vitadel.defenses.protocols import Accompanied, Adapter, Objective, Plugin
+from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
+from vitadel.defenses.protocols import Accompanied, Adapter, ChangesEvaluation, Objective, Plugin
 from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, is_probe, rows, section_types, unknown_section
 from vitadel.defenses.same_images import same_images
 from vitadel.defenses.sections import (
@@ -114,6 +115,7 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     adapter = _adapter(document.get("adapter"), faults)
     _check_values(parts, threat, faults)
     _check_together(parts, faults)
+    faults.attempt("plugins", _check_rollback, plugins)
     if objective is not None and isinstance(parts["threat"], ThreatSection):
         for name, plugin in plugins:
             if isinstance(plugin, ChecksObjective):
@@ -227,6 +229,15 @@ def _plugins(section: Mapping[str, Any], threat: ThreatSection, faults: Faults) 
         if made is not None:
             plugins[plain] = made
     return tuple(plugins.items())
+
+
+def _check_rollback(plugins: tuple[tuple[str, Plugin], ...]) -> None:
+    rolls_back = any(isinstance(plugin, OverfittingGuard) and plugin.action == "rollback" for _, plugin in plugins)
+    if rolls_back and any(isinstance(plugin, ChangesEvaluation) for _, plugin in plugins):
+        raise Mistake(
+            "overfitting_guard can roll back weights, but not an average that already holds the overfitted epoch; with "
+            "weight_average use action: stop, after which weights/best is still there"
+        )
 
 
 # Values that only mean something elsewhere

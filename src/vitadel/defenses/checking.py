@@ -70,6 +70,10 @@ def check_optimiser(name: str) -> None:
     known = timm.optim.list_optimizers()
     if name not in known:
         raise Mistake(f"timm has no optimiser '{name}'{nearest_names(name, known) or '; usual are adamw and momentum'}")
+    if name == "adahessian":
+        raise Mistake(
+            "'adahessian' needs second derivatives, which the loop does not compute; usual are adamw, momentum"
+        )
 
 
 def check_rand_augment(text: str) -> None:

@@ -13,7 +13,9 @@ from vitadel.errors import Mistake
 from vitadel.runtime.rundir import write_atomically
 from vitadel.runtime.secrets import write_secret
 
-__all__ = ["read_state", "state_file", "write_state"]
+__all__ = ["check_same_recipe", "clear_torn_files", "read_state", "state_file", "write_state"]
+
+_TORN = (".checkpoint.pt.*", ".metrics.jsonl.*", "weights/.*.safetensors.*")
 
 
 def state_file(folder: Path) -> Path:
@@ -39,4 +41,28 @@ def read_state(folder: Path) -> dict[str, Any] | None:
         raise Mistake(
             f"{path} cannot be read ({str(error).splitlines()[0]}). Take it away to start this training anew."
         ) from error
+    if not isinstance(state, dict) or "step" not in state:
+        raise Mistake(f"{path} is no checkpoint of `vitadel harden`. Take it away to start this training anew.")
     return state
+
+
+def check_same_recipe(folder: Path, state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """A `Mistake` if the state is that of another recipe, brought here from another folder."""
+    theirs = state.get("recipe", settings)
+    different = [
+        f"{key}: {theirs.get(key)!r} there, {settings.get(key)!r} here"
+        for key in sorted(theirs.keys() | settings.keys())
+        if theirs.get(key) != settings.get(key)
+    ]
+    if different:
+        raise Mistake(
+            f"{state_file(folder)} is the checkpoint of another recipe, so this training cannot go on from it; nothing "
+            "was changed.\n  " + "\n  ".join(different) + "\nTake it away to start anew, or use another --out."
+        )
+
+
+def clear_torn_files(folder: Path) -> None:
+    """Take away what a life that was killed while it wrote had not finished; each may be as large as a checkpoint."""
+    for pattern in _TORN:
+        for torn in folder.glob(pattern):
+            torn.unlink(missing_ok=True)

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
-from accelerate.tracking import get_available_trackers
-from accelerate.utils import LoggerType
 from timm.optim import create_optimizer_v2, list_optimizers
 from torch import Tensor, nn
 
@@ -36,8 +34,7 @@ from vitadel.defenses.board import board
 from vitadel.defenses.building import Recipe, build_recipe
 from vitadel.defenses.loop import Run, train
 from vitadel.defenses.metrics import Metrics
-from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
-from vitadel.defenses.protocols import ChangesEvaluation, Prepares
+from vitadel.defenses.protocols import Prepares
 from vitadel.defenses.recipes import compose, dotted
 from vitadel.defenses.sections import DataSection, Optimiser
 from vitadel.defenses.starting_model import StartingModel, starting_model
@@ -97,6 +94,7 @@ def open_workshop(
     recipe: Recipe, processes: Processes, data_root: str | Path | None = None, model: Classifier | None = None
 ) -> Workshop:
     """Open the data and build the model, with fresh weights drawn from the recipe's seed, unless it is given."""
+    _refuse_fp16_on_a_processor(recipe, processes)
     section = recipe.data
     root = section.root if data_root is None else data_root
     source = open_dataset(section.train, root=root)
@@ -144,6 +142,11 @@ def open_workshop(
         workers=section.workers,
     )
     return Workshop(recipe, model, stream, HeldOut(validation_source, held_out_rows, preprocess), others["test"])
+
+
+def _refuse_fp16_on_a_processor(recipe: Recipe, processes: Processes) -> None:
+    if recipe.train.precision == "fp16" and processes.device.type == "cpu":
+        raise Mistake("train.precision fp16 needs a GPU; use bf16 or fp32 on a processor")
 
 
 def _refuse_to_judge_a_fresh_head(recipe: Recipe, fresh: bool) -> None:
@@ -236,9 +239,10 @@ def run_harden(
     model: Classifier | None = None,
 ) -> tuple[dict[str, Any], RunFolder]:
     """Train in a run folder, then audit; a run that is complete is only read. A `model` is used as it is."""
-    _refuse_rollback_of_averages(recipe)
     shop = open_workshop(recipe, processes, data_root, model)
-    adapted = _adapted(shop, processes)  # before there is a folder: not every model takes every adapter
+    # Before there is a folder: not every model takes every adapter, nor every machine every optimiser.
+    adapted = _adapted(shop, processes)
+    make_optimiser(recipe.optimiser, adapted)
     settings = {**dotted(recipe.document), "--data-root": None if data_root is None else str(data_root)}
     path, words = None if out is None else Path(out), list(argv or sys.argv)
     folder = processes.on_main(lambda: open_run("harden", name, settings, out=path, resume=resume, argv=words))
@@ -253,16 +257,6 @@ def run_harden(
     except (KeyboardInterrupt, Interrupted):  # also of the audit inside: this run is what goes on with --resume
         raise Interrupted(folder.path) from None
     return results, folder
-
-
-def _refuse_rollback_of_averages(recipe: Recipe) -> None:
-    plugins = [plugin for _, plugin in recipe.plugins]
-    rolls_back = any(isinstance(plugin, OverfittingGuard) and plugin.action == "rollback" for plugin in plugins)
-    if rolls_back and any(isinstance(plugin, ChangesEvaluation) for plugin in plugins):
-        raise Mistake(
-            "overfitting_guard can roll back weights, but not an average that already holds the overfitted epoch; with "
-            "weight_average use action: stop, after which weights/best is still there"
-        )
 
 
 def _adapted(shop: Workshop, processes: Processes) -> nn.Module:
@@ -324,20 +318,11 @@ def make_optimiser(section: Optimiser, model: nn.Module) -> torch.optim.Optimize
 
 
 def _accelerator(recipe: Recipe, processes: Processes, folder: Path) -> Accelerator:
-    precision, tracker = recipe.train.precision, recipe.train.tracker
-    if precision == "fp16" and processes.device.type == "cpu":
-        raise Mistake("train.precision fp16 needs a GPU; use bf16 or fp32 on a processor")
-    trackers = [kind.value for kind in LoggerType]
-    if tracker not in ("none", *trackers):
-        raise Mistake(
-            f"unknown train.tracker '{tracker}'{nearest_names(tracker, trackers)}; known: none, {', '.join(trackers)}"
-        )
-    if tracker != "none" and tracker not in {kind.value for kind in get_available_trackers()}:
-        raise Mistake(f"train.tracker '{tracker}' is not installed: pip install {tracker}, or set train.tracker=none")
+    tracker = recipe.train.tracker
     AcceleratorState._reset_state()  # else a second training in this process could not have another precision
     accelerator = Accelerator(
         cpu=processes.device.type == "cpu",
-        mixed_precision=_PRECISIONS[precision],
+        mixed_precision=_PRECISIONS[recipe.train.precision],
         device_placement=False,  # the model is where it belongs, which may be another GPU than the first
         log_with=None if tracker == "none" else tracker,
         project_dir=folder,
@@ -346,8 +331,11 @@ def _accelerator(recipe: Recipe, processes: Processes, folder: Path) -> Accelera
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
     try:
-        if tracker != "none":
-            accelerator.init_trackers("tracker")
+        if tracker in ("tensorboard", "all"):
+            accelerator.init_trackers("tracker")  # a folder in the run's, beside recipe.yaml
+        elif tracker != "none":  # elsewhere, so that the run must say itself what it is
+            settings = {key: str(value) for key, value in dotted(recipe.document).items()}
+            accelerator.init_trackers("vitadel", config=settings)
     except (ImportError, ValueError) as error:
         raise Mistake(
             f"train.tracker '{tracker}' cannot be used: {error}. Install it, or set train.tracker=none."

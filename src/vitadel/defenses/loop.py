@@ -30,7 +30,7 @@ from vitadel.defenses.augmentation import mixing, seed_everything
 from vitadel.defenses.batch_statistics import average_statistics, restore_statistics, statistics_of_all
 from vitadel.defenses.board import Board
 from vitadel.defenses.building import Recipe
-from vitadel.defenses.checkpoints import read_state, write_state
+from vitadel.defenses.checkpoints import check_same_recipe, clear_torn_files, read_state, write_state
 from vitadel.defenses.metrics import Metrics
 from vitadel.defenses.protocols import (
     AfterEpoch,
@@ -43,6 +43,7 @@ from vitadel.defenses.protocols import (
     Measures,
     Remembering,
 )
+from vitadel.defenses.recipes import dotted
 from vitadel.defenses.schedules import rate_at, scaling_of
 from vitadel.defenses.stream import Part, Stream, whole_key
 from vitadel.defenses.validation import HeldOut, Score
@@ -155,6 +156,10 @@ def _found_by_all(run: Run) -> dict[str, Any] | None:
             f"process {run.processes.rank} does not see the checkpoint of the main process in {run.folder}; "
             "with several machines, --out must lie on a disk that they share"
         )
+    if run.processes.is_main:
+        clear_torn_files(run.folder)
+    if state is not None:
+        check_same_recipe(run.folder, state, dotted(run.recipe.document))
     return state
 
 
@@ -380,6 +385,7 @@ def _save(run: Run, optimiser: Any, accelerator: Accelerator) -> None:
         best = run.best
         state = {
             "step": run.step,
+            "recipe": dotted(run.recipe.document),
             "model": run.recipe.adapter.state(run.model),
             "optimiser": optimiser.state_dict(),
             "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else {},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from vitadel.attacks.forms import training_form
 from vitadel.attacks.names import make
+from vitadel.backbones.attention_kernels import fastest_attention
 from vitadel.defenses.attacking import craft
 from vitadel.defenses.harden import Workshop
 from vitadel.defenses.protocols import Measures
 from vitadel.evaluation.compiling import gradient_probe, seconds_of
+from vitadel.evaluation.stages import PRECISIONS
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.processes import Processes
 
@@ -32,22 +35,31 @@ def plan_training(shop: Workshop, processes: Processes) -> dict[str, Any]:
     part = next(shop.stream.steps(0, 1))[0].to(device)
     reading = (time.perf_counter() - begun) / len(part.y)
     x, y = part.x[:_IMAGES], part.y[:_IMAGES]
+    half = PRECISIONS[recipe.train.precision]
+
+    def in_half(kind: torch.dtype | None) -> AbstractContextManager[object]:
+        return nullcontext() if kind is None else torch.autocast(device.type, kind)
 
     def learn() -> Tensor:
-        loss = recipe.objective(model.train(), x, x, y)["loss"]
+        with in_half(half):
+            loss = recipe.objective(model.train(), x, x, y)["loss"]
         loss.backward()
         return loss
 
     def measured(work: Callable[[], Tensor]) -> float:
         return seconds_of(work, device) / len(y)
 
-    learning = measured(learn)
-    model.zero_grad(set_to_none=True)
+    def attack_once() -> Tensor:
+        assert at_work is not None
+        with in_half(half if half == torch.bfloat16 else None):  # fp16 is for the loss only, as in the loop
+            return craft(at_work, shown, x, y, mode=recipe.train.attack_mode)
+
     attack = recipe.objective.attack
-    attacking = 0.0
-    if attack is not None:
-        at_work = training_form(attack)
-        attacking = measured(lambda: craft(at_work, shown, x, y, mode=recipe.train.attack_mode))
+    at_work = None if attack is None else training_form(attack)
+    with fastest_attention(model, device, half):
+        learning = measured(learn)
+        model.zero_grad(set_to_none=True)
+        attacking = 0.0 if at_work is None else measured(attack_once)
     with frozen(model):
         gradient = measured(gradient_probe(model, x))
         with torch.no_grad():

@@ -28,7 +28,9 @@ def rate_at(schedule: Schedule, rate: float, epochs: int, progress: float) -> fl
     if schedule.shape == "cosine":
         return schedule.final_rate + (rate - schedule.final_rate) * 0.5 * (1 + math.cos(math.pi * done))
     if schedule.shape == "cyclic":
-        return rate * (done / schedule.peak if done < schedule.peak else (1 - done) / (1 - schedule.peak))
+        rising = done < schedule.peak
+        low = schedule.warm_up_rate if rising else schedule.final_rate
+        return low + (rate - low) * (done / schedule.peak if rising else (1 - done) / (1 - schedule.peak))
     if schedule.shape == "steps":
         return rate * schedule.factor ** sum(progress >= milestone for milestone in schedule.milestones)
     return rate

@@ -187,8 +187,8 @@ class Optimiser:
 @dataclass(frozen=True)
 class Schedule:
     """How the rate changes, in epochs: up from `warm_up_rate` over `warm_up`, by `shape` down to `final_rate`, then
-    `cool_down` epochs at it (on top of train.epochs). 'cyclic' rises from 0 to the rate at `peak` of the way and falls
-    to 0 again, without a warm-up; 'steps' multiplies by `factor` at each of `milestones`."""
+    `cool_down` epochs at it (on top of train.epochs). 'cyclic' rises by itself, from `warm_up_rate` to the rate at
+    `peak` of the way, and falls to `final_rate`; 'steps' multiplies by `factor` at each of `milestones`."""
 
     shape: Literal["cosine", "cyclic", "steps", "constant"] = "cosine"
     warm_up: float = 0.0

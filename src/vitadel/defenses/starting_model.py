@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,20 @@ def starting_model(section: ModelSection, classes: int, data: str) -> StartingMo
         return StartingModel(load_model(section.name, num_classes=classes, **options))
     if kept is None and has_no_head(section.name) and not _brings_head(weights):
         return StartingModel(load_model(section.name, num_classes=classes, new_head=True, **options), fresh_head=True)
+    if kept is None and section.num_classes is None and named and weights != "pretrained":
+        return _from_file(section.name, classes, options)
     model = load_model(section.name, num_classes=section.num_classes, head_classes=kept, **options)
     if model.record.num_classes == classes:
         return StartingModel(model)
     return StartingModel(load_model(section.name, num_classes=classes, new_head=True, **options), fresh_head=True)
+
+
+def _from_file(name: str, classes: int, options: Mapping[str, Any]) -> StartingModel:
+    """With the file's head, if that is one for so many classes: how many it has, few files say."""
+    try:
+        return StartingModel(load_model(name, num_classes=classes, **options))
+    except Mistake:  # whatever else it is about is told again
+        return StartingModel(load_model(name, num_classes=classes, new_head=True, **options), fresh_head=True)
 
 
 def _brings_head(weights: str | None) -> bool:
