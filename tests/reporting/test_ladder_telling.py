@@ -12,6 +12,7 @@ from vitadel.reporting.ladder import (
     ladder_remarks,
     ladder_rows,
     ladder_sentence,
+    show_ladder,
 )
 
 SMALL, LARGE = 1 / 255, 4 / 255
@@ -91,6 +92,36 @@ def test_controls_stand_under_the_attack_and_its_budget():
         "clean": "80.0 (70.0–90.0)",
         "attacks": {"T2 pgd-3, 1/255": "40.0 (30.0–50.0)", "T2 released, 8/255 normalised": "30.0 (20.0–40.0)"},
     }
+
+
+def test_the_terminal_shows_every_control_in_full_at_eighty_columns(monkeypatch, capsys):
+    """With four budgets, the ladder's own: nothing is cut short."""
+    budgets = [{"eps": level / 255, "eps_text": f"{level}/255"} for level in (1, 2, 4, 8)]
+    entries = [
+        {"control": name, "attack": attack, **budget, "in_pixels": True, "clean": share(0.9, "accuracy")}
+        | share(0.4 + 0.001 * place)
+        for name in ("no tokens", "tokens trained to change nothing")
+        for attack in ("T2 features-30", "T2 pgd-30, victim's head", "T2 pgd-30, own head")
+        for place, budget in enumerate(budgets)
+    ]
+    released = {**entries[0], "attack": "T2 released", "in_pixels": False, "eps": 8 / 255, "eps_text": "8/255"}
+    rows = [{**row("T4", "pgd-30, bare and 2 sets", SMALL, 0.987), **budget} for budget in budgets]
+    shown = told(budgets=budgets, rows=rows, worst_case=[], controls=[*entries, {**released, **share(0.123)}])
+    shown |= {"model": {"spec": "m"}, "seed": 0}
+    shown["data"]["spec"] = "d"
+    shown["ladder"] |= {"tokens": 10, "fingerprint": "f"}
+    monkeypatch.setenv("COLUMNS", "80")
+    show_ladder(shown)
+    said = capsys.readouterr().out
+    assert "…" not in said
+    assert max(map(len, said.splitlines())) <= 80
+    words = " ".join(said.replace("│", " ").split())
+    for attack in ("T2 features-30", "T2 pgd-30, own head"):
+        assert attack in words
+    assert words.count("(30.3–50.3)") == 6  # at 8/255: two controls, three attacks
+    assert words.count("(88.7–100.0)") == 4
+    assert "T2 released, 8/255" in words
+    assert "(2.3–22.3)" in words
 
 
 def test_the_sentence_puts_the_papers_setting_beside_full_knowledge():

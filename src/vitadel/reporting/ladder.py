@@ -30,36 +30,63 @@ _BANK = "T8"  # another victim than that of the other levels, so no line leads t
 
 
 def show_ladder(results: Mapping[str, Any]) -> None:
-    """The table in the terminal: one row per attack, one column per budget, then controls and what else was seen."""
+    """The table in the terminal: a part per attacker, a row per attack, a column per budget; then controls and what
+    else was seen."""
     console, ladder = Console(), results["ladder"]
     title = (
         f"{escape(results['model']['spec'])} on {escape(results['data']['spec'])}: {ladder['tokens']} secret tokens "
         f"({ladder['fingerprint']}), n = {results['data']['n']}, seed {results['seed']}, Linf; accuracy in % with its "
         "95 % interval"
     )
-    table = Table("attacker", "attack", title=title, title_justify="left")
-    for budget in ladder["budgets"]:
-        table.add_column(budget["eps_text"], justify="right")
+    table = _table("attacker and attack", ladder, title)
     clean = _accuracy(results["clean"], "accuracy")
-    table.add_row("clean", "", *[clean] * len(ladder["budgets"]))
-    for row in ladder_rows(ladder):
-        table.add_row(escape(row["attacker"]), escape(row["attack"]), *map(escape, row["cells"]))
+    table.add_row("clean", *[clean] * len(ladder["budgets"]))
+    for attacker, rows in itertools.groupby(ladder_rows(ladder), key=lambda row: row["attacker"]):
+        table.add_section()
+        table.add_row(f"[bold]{escape(attacker)}[/]")
+        for row in rows:
+            table.add_row(escape(row["attack"]), *map(escape, row["cells"]))
     if ladder["worst_case"]:
         table.add_section()
         worst = [_accuracy(entry, "robust_accuracy") for entry in ladder["worst_case"]]
-        table.add_row("worst case", "per image", *worst)
+        table.add_row("[bold]worst case per image[/]", *worst)
     console.print(table)
-    controls = control_rows(ladder)
-    if controls:
-        title = "Controls, under attacks that know none of them (T2)"
-        beside = Table("instead of the tokens", "clean", title=title, title_justify="left")
-        for heading in controls[0]["attacks"]:
-            beside.add_column(heading, justify="right")
-        for row in controls:
-            beside.add_row(escape(row["control"]), row["clean"], *row["attacks"].values())
-        console.print(beside)
+    if ladder["controls"]:
+        console.print(_control_table(ladder))
     for remark in ladder_remarks(ladder):
         console.print(f"[dim]{escape(remark)}[/]")
+
+
+def _control_table(ladder: Mapping[str, Any]) -> Table:
+    """As narrow as the ladder's own: a part for clean images and for each attack, a row per control."""
+    table = _table("instead of the tokens", ladder, "Controls, under attacks that know none of them (T2)")
+    budgets = [budget["eps"] for budget in ladder["budgets"]]
+    clean = {entry["control"]: _accuracy(entry["clean"], "accuracy") for entry in ladder["controls"]}
+    table.add_row("[bold]clean[/]")
+    for name, accuracy in clean.items():
+        table.add_row(escape(name), *[accuracy] * len(budgets))
+    for attack in dict.fromkeys(entry["attack"] for entry in ladder["controls"]):
+        entries = [entry for entry in ladder["controls"] if entry["attack"] == attack]
+        units = "" if entries[0]["in_pixels"] else f", {entries[0]['eps_text']} normalised"
+        table.add_section()
+        table.add_row(f"[bold]{escape(attack + units)}[/]")
+        for name in clean:
+            told = {each["eps"]: _accuracy(each, "robust_accuracy") for each in entries if each["control"] == name}
+            if units:  # of a budget that has no column
+                table.add_row(escape(f"{name}: {', '.join(told.values())}"))
+            else:
+                table.add_row(escape(name), *(told.get(eps, "") for eps in budgets))
+    return table
+
+
+def _table(heading: str, ladder: Mapping[str, Any], title: str) -> Table:
+    """A column of words, and one per budget, narrow enough for the four of the ladder in a terminal of 80 columns:
+    numbers are never cut short, words are broken where there is no room for them."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(heading, overflow="fold")
+    for budget in ladder["budgets"]:
+        table.add_column(budget["eps_text"], justify="right", min_width=len("(10.0\u2013100.0)"))
+    return table
 
 
 def ladder_remarks(ladder: Mapping[str, Any]) -> list[str]:
