@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="no further audit than the one that ends the training")
     parser.add_argument("--light", action="store_true", help="without the attacks that take long")
     parser.add_argument("--data-root")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     entry = ENTRIES[options.name]
     training = None if options.card else trained(options.name, entry, options.overrides, options.data_root)
     given = dict(pair.split("=", 1) for pair in options.overrides)
