@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from vitadel.adapters.opening import open_model
 from vitadel.backbones.anatomy import family_of
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.image_size import check_images_fit
+from vitadel.backbones.load import zoo_names
 from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
 from vitadel.data.checks import BadSample, check_labels
@@ -94,6 +96,7 @@ def open_subject(
 ) -> Subject:
     """Load what is given by name, with its robustness tokens if there are any, and take what is given as an object."""
     if isinstance(model, str):
+        _refuse_shapes_for_others(model, data)
         opened = open_model(model, model_options, tokens=tokens, allow_readable=allow_readable)
         classifier, model_spec = cast(Classifier, opened), model
     else:
@@ -105,3 +108,15 @@ def open_subject(
         source = open_dataset(data, root=data_root, skip_bad=skip_bad)
         return Subject(classifier, model_spec, source, data, data_root)
     return Subject(classifier, model_spec, data, repr(data), data_root, given_as_object=True)
+
+
+def _refuse_shapes_for_others(model: str, data: str | Source) -> None:
+    """The built-in images are the default: a model of the zoo for other ones would be judged on them unasked."""
+    place, _, name = model.partition(":")
+    trained_on = name.partition("-")[0]
+    shapes = isinstance(data, str) and re.match(r"shapes\b", data) is not None
+    if place == "zoo" and trained_on != "shapes" and shapes and model in zoo_names():
+        raise Mistake(
+            f"{model} was trained on {trained_on}; shapes, the built-in images, are the default of --data and mean "
+            f"nothing to it. Give --data {trained_on}@test with --data-root DIR, or --data parquet:FILE."
+        )
