@@ -186,6 +186,28 @@ def test_another_tracker_by_name_gets_the_settings_and_every_step(tmp_path, monk
     assert list((tmp_path / "all" / "tracker").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [
+        (OSError(28, "No space left on device"), r"no space left on the disk while writing .*tracker.*--resume"),
+        (ConnectionResetError(104, "reset by peer"), r"'wandb' cannot be reached: .*reset by peer.*--resume"),
+    ],
+)
+@pytest.mark.parametrize("moment", ["store_init_configuration", "log", "finish"])
+def test_a_tracker_that_fails_is_told_and_the_training_goes_on_later(tmp_path, monkeypatch, trouble, told, moment):
+    def fails(*_, **__):
+        raise trouble
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Notebook)
+    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.WANDB])
+    built = recipe(data={"limit": 16, "test": None}, train={"epochs": 1, "tracker": "wandb"})
+    with monkeypatch.context() as patched:
+        patched.setattr(Notebook, moment, fails)
+        with pytest.raises(Mistake, match=told):
+            run_harden(built, "small", CPU, out=tmp_path / "run")
+    assert run_harden(built, "small", CPU, out=tmp_path / "run", resume=True)[0]["complete"]
+
+
 def test_an_optimiser_that_this_machine_lacks_leaves_no_folder(tmp_path):
     with pytest.raises(Mistake, match=r"optimiser 'fusedlamb' cannot be made .*CUDA"):
         run_harden(recipe(optimiser={"name": "fusedlamb"}), "small", CPU, out=tmp_path / "run")

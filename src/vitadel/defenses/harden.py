@@ -39,6 +39,7 @@ from vitadel.defenses.recipes import compose, dotted
 from vitadel.defenses.sections import DataSection, Optimiser
 from vitadel.defenses.starting_model import StartingModel, starting_model
 from vitadel.defenses.stream import Stream
+from vitadel.defenses.tracking import begin_tracking, end_tracking
 from vitadel.defenses.validation import HeldOut
 from vitadel.defenses.writing_recipes import recipe_text
 from vitadel.errors import Interrupted, Mistake, nearest_names
@@ -293,8 +294,7 @@ def _train(shop: Workshop, model: nn.Module, processes: Processes, folder: RunFo
             run.tell(note)
         with fastest_attention(model, processes.device, PRECISIONS[recipe.train.precision]):
             train(run, accelerator, optimiser, resume)
-        for tracker in accelerator.trackers:  # `end_training` would send the other processes away before the audit
-            tracker.finish()
+        end_tracking(accelerator, recipe.train.tracker, folder.path)
     return run
 
 
@@ -330,16 +330,7 @@ def _accelerator(recipe: Recipe, processes: Processes, folder: Path) -> Accelera
         # between the two passes of one loss, which autograd refuses.
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
-    try:
-        if tracker in ("tensorboard", "all"):
-            accelerator.init_trackers("tracker")  # a folder in the run's, beside recipe.yaml
-        elif tracker != "none":  # elsewhere, so that the run must say itself what it is
-            settings = {key: str(value) for key, value in dotted(recipe.document).items()}
-            accelerator.init_trackers("vitadel", config=settings)
-    except (ImportError, ValueError) as error:
-        raise Mistake(
-            f"train.tracker '{tracker}' cannot be used: {error}. Install it, or set train.tracker=none."
-        ) from error
+    begin_tracking(accelerator, tracker, dotted(recipe.document), folder)
     return accelerator
 
 

@@ -46,6 +46,7 @@ from vitadel.defenses.protocols import (
 from vitadel.defenses.recipes import dotted
 from vitadel.defenses.schedules import rate_at, scaling_of
 from vitadel.defenses.stream import Part, Stream, whole_key
+from vitadel.defenses.tracking import track
 from vitadel.defenses.validation import HeldOut, Score
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.calibration import CalibrationImages
@@ -214,7 +215,7 @@ class _Learner:
         row = {"rate": rate, **_eps_in(attack), **told, **run.told}
         run.told.clear()
         run.metrics.add(run.step, row)
-        self.accelerator.log(row, step=run.step)
+        track(self.accelerator, recipe.train.tracker, row, run.step, run.folder)
         run.board.stepped(run.step, row, time.monotonic() - begun)
 
     def _set_rate(self) -> float:
@@ -348,7 +349,7 @@ def _close_epoch(run: Run, accelerator: Accelerator) -> None:
         row |= _told_as(score)
     run.told.clear()
     run.metrics.add(run.step, {"epoch": epoch, **row})
-    accelerator.log(row, step=run.step)
+    track(accelerator, run.recipe.train.tracker, row, run.step, run.folder)
     run.board.epoch_over(epoch, row, best=run.best_epoch == epoch)
 
 
