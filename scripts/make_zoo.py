@@ -148,7 +148,7 @@ def table(told: Measured) -> str:
     return "\n".join(["| | accuracy | 95 % interval |", "|---|---|---|", *rows])
 
 
-def card(name: str, entry: Entry, told: Measured, training: dict[str, Any] | None) -> str:
+def card(name: str, entry: Entry, told: Measured, training: dict[str, Any] | None, remark: str) -> str:
     document, results = compose(entry.recipe), told.results
     model, threat = results["model"], results["threat"]
     about = texts(entry.recipe)
@@ -177,7 +177,7 @@ def card(name: str, entry: Entry, told: Measured, training: dict[str, Any] | Non
 - {model["parameters"]:,} parameters: `{document["model"]["name"]}` {json.dumps(document["model"].get("kwargs", {}))}.
 - Pixels in [0, 1]; normalisation inside the model.{course}
 - Made by {" and ".join(commands)}, measured by `scripts/make_zoo.py {name}`.
-- Meant for demonstrations, tests and comparisons of methods at a small scale.
+- Meant for demonstrations, tests and comparisons of methods at a small scale.{remark and f"{chr(10)}- {remark}"}
 """
 
 
@@ -188,6 +188,7 @@ def main() -> None:
     parser.add_argument("--card", action="store_true", help="only audit the shipped weights and write the card")
     parser.add_argument("--short", action="store_true", help="no further audit than the one that ends the training")
     parser.add_argument("--light", action="store_true", help="without the attacks that take long")
+    parser.add_argument("--remark", default="", help="a sentence for the card, e.g. about the data at hand")
     parser.add_argument("--data-root")
     options = parser.parse_intermixed_args()
     entry = ENTRIES[options.name]
@@ -198,7 +199,7 @@ def main() -> None:
     else:
         test, calibration = given.get("data.test", entry.test), given.get("data.train")
         told = audited(options.name, entry, test, calibration, options.data_root, options.light)
-    text = card(options.name, entry, told, training)
+    text = card(options.name, entry, told, training, options.remark)
     (ZOO / f"{options.name}.md").write_text(text)
     print(text)
 
