@@ -95,7 +95,8 @@ def test_features_are_compared_token_by_token(family):
     assert torch.equal(seen[-1][1, 4 if family == "swin" else 2], token)
 
 
-NAMES = ["aas(images=4,steps=2)", "aas-bpda(images=4,steps=2)", "aas-paper(images=4)", "scale:0.5"]
+SHORT = "(images=4,steps=2,select=false)"
+NAMES = [f"aas{SHORT}", f"aas-bpda{SHORT}", "aas-paper(images=4)", "scale:0.5"]
 
 
 @pytest.mark.parametrize("family", sorted(VITS))
