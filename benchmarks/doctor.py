@@ -1,20 +1,27 @@
 """The doctor's confusion table: every liar of the gallery and the honest models, and which checks they raise.
 
-    python benchmarks/doctor.py                            # all, some 40 minutes on one core
-    python benchmarks/doctor.py --images 24 --without-attacks --only "bit depth" memory
+    python benchmarks/doctor.py                                      # all, some 20 minutes on one core
+    python benchmarks/doctor.py --only "bit depth" memory            # these, as another process may do the others
+    python benchmarks/doctor.py --images 24 --without-attacks        # only what takes a few passes
+    python benchmarks/doctor.py --only zoo:cifar10-trades --data parquet:test.parquet
+    python benchmarks/doctor.py --table                              # nothing but the tables of what is there
 
-Prints a table in Markdown, for docs/doctor.md, and leaves the verdicts with their numbers in `--out`. A liar is
-caught if every check that must see it, and was run, is raised.
+Every verdict is a file of the folder `--out`, written as soon as it is known. What is there already is not done again,
+so the script can be stopped and started at will. At the end the tables are printed in Markdown, for docs/doctor.md. A
+liar is caught if every check that must see it, and was run, is raised. One thread; times are the processor's.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from vitadel.adapters.opening import open_model
@@ -30,19 +37,35 @@ from vitadel.runtime.processes import join_processes
 from vitadel.runtime.rundir import write_json
 
 HONEST = tuple(name for name in zoo_names() if name.startswith("zoo:shapes-"))
+LIARS = {liar.name: liar for liar in GALLERY}
+OUT = Path("runs/doctor")
+SHAPES = "shapes"
 
 
-def visited(model: nn.Module, plan: Appointment, checks: Sequence[Check]) -> dict[str, Any]:
-    subject = open_subject(model, "shapes")
-    begun = time.monotonic()
+def patient(name: str) -> nn.Module:
+    return LIARS[name].lie(load_model(LIARS[name].patient)) if name in LIARS else open_model(name)
+
+
+def visited(name: str, data: str, plan: Appointment, checks: Sequence[Check]) -> dict[str, Any]:
     processes = join_processes("cpu")
-    examined = examine(examination_of(subject, plan, processes)[0], checks)
+    subject = open_subject(patient(name), data)
+    begun = time.process_time()
+    e = examination_of(subject, plan, processes)[0]
+    examined = examine(e, checks)
     return {
+        "model": name,
+        "data": data,
+        "level": plan.level,
+        "images": plan.images,
+        "checks": [check.name for check in checks],
+        "clean": e.share(e.correct),
+        # As far as a check has asked for it: an attack is run once.
+        "plain attack": e.share(e.held(e.level.plain)) if any(c.attacks(e.level) for c in checks) else None,
         "raised": {f.check: f.verdict for f in examined.findings if f.verdict != OK},
-        "examined": [f.check for f in examined.findings],
         "findings": [f.as_dict() for f in examined.findings],
         "not_examined": dict(examined.not_examined),
-        "seconds": round(time.monotonic() - begun, 1),
+        "seconds": round(time.process_time() - begun, 1),
+        "environment": environment(processes.device, 1),
     }
 
 
@@ -50,40 +73,81 @@ def is_cheap(check: Check, level: str) -> bool:
     return not check.attacks(LEVELS[level]) and sum(check.own(LEVELS[level])) < 10
 
 
-def row(name: str, told: dict[str, Any], expected: tuple[str, ...] | None) -> str:
-    raised = told["raised"]
-    marked = [f"**{check}**" if expected and check in expected else check for check in raised]
-    if expected is None:
-        result = "false alarm" if raised else "clear"
-    else:
-        asked = [check for check in expected if check in told["examined"]]
-        result = "caught" if asked and all(check in raised for check in asked) else "missed" if asked else "not asked"
-    return f"| {name} | {result} | {', '.join(marked) or 'none'} | {told['seconds']:.0f} s |"
+def kept_in(folder: Path, name: str) -> Path:
+    return folder / (re.sub(r"[^\w-]+", "-", name).strip("-") + ".json")
+
+
+def told_before(path: Path, wanted: Mapping[str, Any]) -> bool:
+    """Whether a verdict is there; one that answers another question ends the run before anything is spent."""
+    if not path.is_file():
+        return False
+    kept = json.loads(path.read_text())
+    other = [key for key, value in wanted.items() if kept[key] != value]
+    if other:
+        raise SystemExit(f"{path} was made with other {', '.join(other)}; choose another --out, or remove it")
+    return True
+
+
+def verdict(kept: Mapping[str, Any]) -> str:
+    raised = kept["raised"]
+    if kept["model"] not in LIARS:
+        return "false alarm" if raised else "clear"
+    asked = [check for check in LIARS[kept["model"]].seen_by if check in kept["checks"]]
+    if not asked:
+        return "not asked"
+    return "caught" if all(check in raised for check in asked) else "missed"
+
+
+def row(kept: Mapping[str, Any]) -> str:
+    name, plain = kept["model"], kept["plain attack"]
+    expected = LIARS[name].seen_by if name in LIARS else ()
+    marked = [f"**{check}**" if check in expected else check for check in kept["raised"]]
+    shares = [f"{kept['clean']:.1%}", "" if plain is None else f"{plain:.1%}"]
+    cells = [name, verdict(kept), *shares, ", ".join(marked) or "none", f"{kept['seconds']:.0f} s"]
+    return f"| {' | '.join(cells)} |"
+
+
+def tables(kept: Sequence[Mapping[str, Any]]) -> str:
+    """Honest models first, liars in the order of the gallery, then how many of each were told right."""
+    honest = sorted((one for one in kept if one["model"] not in LIARS), key=lambda one: str(one["model"]))
+    liars = [one for name in LIARS for one in kept if one["model"] == name]
+    parts = []
+    for title, told in (("honest model", honest), ("liar", liars)):
+        head = f"| {title} | verdict | clean | after pgd | raised | time |\n|---|---|---|---|---|---|"
+        parts.append("\n".join([head, *map(row, told)]))
+    clear, caught = ([verdict(one) for one in told] for told in (honest, liars))
+    parts.append(
+        f"Honest models: {clear.count('clear')} of {len(clear)} clear. "
+        f"Liars: {caught.count('caught')} of {len(caught)} caught by every check that must see them."
+    )
+    return "\n\n".join(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=48)
+    parser.add_argument("--images", type=int)
     parser.add_argument("--level", default="quick")
     parser.add_argument("--without-attacks", action="store_true", help="only checks that take a few passes")
-    parser.add_argument("--only", nargs="+", help="names of liars or honest models")
-    parser.add_argument("--out", type=Path, help="a JSON file for verdicts and numbers")
+    parser.add_argument("--only", nargs="+", help="names of liars or of models of the zoo", metavar="NAME")
+    parser.add_argument("--data", default=SHAPES, help="for honest models; liars are made of models of shapes")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"a folder of verdicts ({OUT})")
+    parser.add_argument("--table", action="store_true", help="only print the tables of what is there")
     options = parser.parse_args()
-    checks = [check for check in CHECKS if not options.without_attacks or is_cheap(check, options.level)]
+    unknown = set(options.only or ()) - set(LIARS) - set(zoo_names())
+    if unknown:
+        parser.error(f"neither a liar nor a model of the zoo: {', '.join(sorted(unknown))}")
+    torch.set_num_threads(1)
     plan = Appointment(level=options.level, limit=options.images)
-    chosen = options.only
-    kept: dict[str, Any] = {"environment": environment(join_processes("cpu").device, 1), "images": options.images}
-    print("| model | verdict | raised (expected ones in bold) | time |\n|---|---|---|---|")
-    for name in HONEST:
-        if chosen is None or name in chosen:
-            kept[name] = visited(open_model(name), plan, checks)
-            print(row(name, kept[name], None), flush=True)
-    for liar in GALLERY:
-        if chosen is None or liar.name in chosen:
-            kept[liar.name] = visited(liar.lie(load_model(liar.patient)), plan, checks)
-            print(row(liar.name, kept[liar.name], liar.seen_by), flush=True)
-    if options.out is not None:
-        write_json(options.out, kept)
+    checks = [check for check in CHECKS if not options.without_attacks or is_cheap(check, options.level)]
+    wanted = {"level": plan.level, "images": plan.images, "checks": [check.name for check in checks]}
+    names = [] if options.table else options.only or [*HONEST, *LIARS]
+    images = {name: SHAPES if name in LIARS else options.data for name in names}
+    todo = [name for name in names if not told_before(kept_in(options.out, name), wanted | {"data": images[name]})]
+    for name in todo:
+        kept = visited(name, images[name], plan, checks)
+        write_json(kept_in(options.out, name), kept)
+        print(row(kept), flush=True)
+    print(f"\n{tables([json.loads(path.read_text()) for path in sorted(options.out.glob('*.json'))])}")
 
 
 if __name__ == "__main__":

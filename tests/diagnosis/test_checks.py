@@ -42,6 +42,7 @@ HONEST = [
     outputs.clean_accuracy,
     outputs.normalisation,
     outputs.probabilities,
+    outputs.answers_by_search,
     outputs.eps_zero,
     outputs.gradient_mode,
     randomness.evaluation_mode,
@@ -132,7 +133,9 @@ def test_a_reversed_or_wrong_gradient_is_not_true():
 
 def test_outputs():
     assert outputs.probabilities(visit(after=lambda z: z.softmax(1)))[0] == BROKEN
+    assert outputs.probabilities(visit(after=lambda z: 100 * z.softmax(1)))[0] == BROKEN
     assert outputs.probabilities(visit(after=lambda z: z.log_softmax(1)))[0] == OK
+    assert outputs.probabilities(visit(after=lambda z: 7 * z.softmax(1)))[0] == OK  # a temperature, and no percentages
     assert outputs.finite_outputs(visit(after=lambda z: z / 0))[0] == BROKEN
     assert outputs.clean_accuracy(visit(after=lambda z: z.roll(1, 1)))[0] == BROKEN  # classes in another order
     model, x, y = toy()
@@ -145,6 +148,69 @@ def test_normalisation_is_missed_and_found_again():
     verdict, evidence = outputs.normalisation(visit(lambda x: x / 255))
     assert verdict == BROKEN
     assert evidence["bytes"] == visit().share(visit().correct) > evidence["as given"] + 0.2
+
+
+class Normalise(nn.Module):
+    """As other libraries have it: the numbers are plain lists."""
+
+    def __init__(self, mean: list[float], std: list[float]) -> None:
+        super().__init__()
+        self.mean, self.std = mean, std
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, std = (torch.tensor(numbers).view(1, 3, 1, 1) for numbers in (self.mean, self.std))
+        return (x - mean) / std
+
+
+@pytest.mark.parametrize(
+    ("before", "verdict"),
+    [
+        (nn.Identity(), OK),
+        (Normalise([0.0] * 3, [1.0] * 3), OK),  # which changes nothing
+        (Normalise([0.5] * 3, [0.5] * 3), BROKEN),
+    ],
+)
+def test_pixels_normalised_twice_are_seen_where_nothing_is_lost_by_it(before, verdict):
+    model, x, y = toy()
+    times = 2 if verdict == BROKEN else 1
+
+    def undone(x: Tensor) -> Tensor:  # so that not one answer differs
+        for _ in range(times):
+            x = 0.5 * x + 0.5
+        return x
+
+    patient = nn.Sequential(before, Normalise([0.5] * 3, [0.5] * 3), Around(model, undone)).eval()
+    assert torch.equal(patient(x[:60]).argmax(1), model(x[:60]).argmax(1))
+    outcome, evidence = outputs.normalisation(Examination(patient, x[:60], y[:60], eps=0.08))
+    assert outcome == verdict, evidence
+
+
+class Searching(nn.Module):
+    """Moves an image to where its answer is clearer, in one of the ways to ask for a gradient."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.model, self.way = toy()[0], way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "func":
+            return self.model(x + torch.func.grad(lambda z: self.model(z).amax(1).sum())(x))
+        with torch.enable_grad():
+            z = x.detach().clone().requires_grad_()
+            clear = self.model(z).amax(1).sum()
+            if self.way == "grad":
+                (slope,) = torch.autograd.grad(clear, z)
+            else:
+                clear.backward()
+                slope = z.grad
+        return self.model(x + slope)
+
+
+@pytest.mark.parametrize("way", ["func", "grad", "backward"])
+def test_a_model_that_takes_gradients_to_answer_is_told(way):
+    _, x, y = toy()
+    e = Examination(Searching(way).eval(), x[:16], y[:16])
+    assert outputs.answers_by_search(e) == (SUSPICIOUS, {"gradients taken per answer": 1})
 
 
 def test_gradient_mode_tells_two_faces():

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from vitadel.attacks.names import make
 from vitadel.backbones.checks import looks_like_probabilities
 from vitadel.diagnosis.examination import Examination, relative_change
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome
 from vitadel.evaluation.chance import beaten, binomial_tail
+from vitadel.instrument.hooks import Edge, hooked
 
 __all__ = [
+    "answers_by_search",
     "clean_accuracy",
     "eps_zero",
     "finite_outputs",
@@ -25,6 +30,7 @@ _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _HALF = ((0.5,) * 3, (0.5,) * 3)
 _UNLIKELY = 0.01
 _WEAK = 0.2  # of the way from guessing to being always right
+_SLACK = 0.3  # by which resizing may overshoot black and white; normalised pixels are further out
 
 
 def pixel_range(e: Examination) -> Outcome:
@@ -79,18 +85,46 @@ def clean_accuracy(e: Examination) -> Outcome:
 
 def normalisation(e: Examination) -> Outcome:
     """Raised if the model is clearly more often right when its images are normalised first, when a normalisation is
-    undone, when they are bytes, or when their channels are swapped.
+    undone, when they are bytes, or when their channels are swapped; or if its own normalisation is given no pixels.
 
     Why it matters: then the model is not given what it was trained on: its normalisation is missing or applied twice.
-    Clean accuracy suffers, and eps means another budget than it says.
+    Clean accuracy suffers, if the model is not lucky, and eps means another budget than it says.
 
     What to do: normalise exactly once, inside the model: vitadel.wrap(model, mean=..., std=...), or --mean and --std.
     """
     changed = {name: e.answers(images) for name, images in _other_preprocessing(e).items()}
     right = {name: logits.argmax(1) == e.y for name, logits in changed.items()}
     best = max(right, key=lambda name: int(right[name].sum()))
-    evidence = {"as given": e.share(e.correct)} | {name: e.share(held) for name, held in right.items()}
-    return (BROKEN if beaten(right[best], e.correct, 0.03) else OK), evidence
+    evidence: dict[str, object] = {"as given": e.share(e.correct)}
+    evidence |= {name: e.share(held) for name, held in right.items()}
+    ranges = _given_to_normalisers(e)
+    if ranges:
+        evidence["range of what is normalised"] = [list(each) for each in ranges]
+    no_pixels = any(low < -_SLACK or high > 1 + _SLACK or high <= 1.01 / 255 for low, high in ranges)
+    return (BROKEN if no_pixels or beaten(right[best], e.correct, 0.03) else OK), evidence
+
+
+def _given_to_normalisers(e: Examination) -> list[tuple[float, float]]:
+    """The least and largest value that each module with a mean and a standard deviation per colour gets to see."""
+    seen: list[tuple[float, float]] = []
+
+    def look(images: Tensor) -> None:
+        seen.append((round(float(images.amin()), 4), round(float(images.amax()), 4)))
+
+    sites = [Edge(name, part, look, before=True) for name, part in e.model.named_modules() if _normalises(part)]
+    with hooked(e.model, sites):
+        e.answers(e.few(min(16, e.batch_size)))
+    return seen
+
+
+def _normalises(part: nn.Module) -> bool:
+    numbers = []
+    for name in ("mean", "std"):
+        told = getattr(part, name, None)
+        if not isinstance(told, Tensor | list | tuple):
+            return False
+        numbers.append([float(number) for number in torch.as_tensor(told).flatten()])
+    return len(numbers[0]) == len(numbers[1]) == 3 and numbers != [[0.0] * 3, [1.0] * 3]
 
 
 def _other_preprocessing(e: Examination) -> dict[str, Tensor]:
@@ -105,16 +139,22 @@ def _other_preprocessing(e: Examination) -> dict[str, Tensor]:
 
 
 def probabilities(e: Examination) -> Outcome:
-    """Raised if the outputs are probabilities: all in [0, 1], every row adding up to 1.
+    """Raised if the outputs are probabilities or percentages: none below 0, and every row adding up to 1 or to 100.
 
     Why it matters: attacks apply a softmax of their own. Of probabilities it is nearly flat, the cross-entropy is
-    squeezed between two close values, and confident images give hardly any gradient.
+    squeezed between two close values, and confident images give hardly any gradient. Of percentages it is so sharp that
+    the cross-entropy rounds to nothing.
 
     What to do: return logits, without the final softmax.
     """
-    evidence = {"lowest": float(e.logits.min()), "highest": float(e.logits.max())}
-    evidence["sum of the first row"] = float(e.logits[0].sum())
-    return (BROKEN if looks_like_probabilities(e.logits) else OK), evidence
+    sums = e.logits.double().sum(1)
+    evidence = {
+        "lowest": float(e.logits.min()),
+        "highest": float(e.logits.max()),
+        "sum of the first row": float(sums[0]),
+    }
+    shares = looks_like_probabilities(e.logits) or looks_like_probabilities(e.logits / 100)
+    return (BROKEN if shares else OK), evidence
 
 
 def eps_zero(e: Examination) -> Outcome:
@@ -150,3 +190,33 @@ def gradient_mode(e: Examination) -> Outcome:
     flipped = int((plain.argmax(1) != watched.argmax(1)).sum())
     # Fused kernels may round otherwise when a graph is kept.
     return e.verdict_on_change(change, flipped), {"change of logits": change, "predictions changed": flipped}
+
+
+class _Counting(TorchFunctionMode):
+    """Counts how often gradients are asked for, by whatever name."""
+
+    asking = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in self.asking
+        return func(*args, **(kwargs or {}))
+
+
+def answers_by_search(e: Examination) -> Outcome:
+    """Raised if the model takes gradients of its own before it answers.
+
+    Why it matters: it optimises the image, or itself, while it is asked (purification, anti-adversaries, adaptation at
+    test time). Attacks seldom climb through such a loop, so that they see gradients of a part of the model only, and
+    every answer costs many passes. Nearly all such defences fall to attacks on the model below (Croce et al. 2022,
+    arXiv:2202.13711).
+
+    What to do: attack the model below without its loop, judge on the whole, and run square; report the worst case
+    beside that of the model below.
+    """
+    with _Counting() as asked:
+        e.answers(e.few(min(4, e.batch_size)))
+    return (SUSPICIOUS if asked.count else OK), {"gradients taken per answer": asked.count}

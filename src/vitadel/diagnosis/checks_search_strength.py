@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from vitadel.amounts import amount_text
+from vitadel.attacks.steppers import usual_length
 from vitadel.diagnosis.examination import Examination, probing_threat
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, Outcome
 from vitadel.evaluation.chance import beaten, surprising
@@ -13,16 +15,21 @@ _MISLED = 0.12  # of all images that other losses may break beyond the cross-ent
 
 
 def more_steps(e: Examination) -> Outcome:
-    """Raised if twice the steps break clearly more images, or clearly fewer.
+    """Raised if twice the steps, or twice as many of half the length, break clearly more images, or clearly fewer.
 
-    Why it matters: an attack that still gains has not converged, and its number is too high. One that loses by
-    going on is thrown about by gradients that do not describe the model.
+    Why it matters: an attack that still gains has not converged, and its number is too high. One that loses by going
+    on, or by treading more carefully, is thrown about by gradients that describe the model only next to where they
+    are taken.
 
-    What to do: double the steps until the number stays: pgd-100, pgd-200, or apgd-ce, which sets its own step size.
+    What to do: double the steps and halve their length until the number stays: pgd-100(step=1/255),
+    pgd-200(step=0.5/255), or apgd-ce, which sets its own step size.
     """
-    few, many = e.held(e.level.plain), e.held(e.level.longer)
-    evidence = {e.level.plain: e.share(few), e.level.longer: e.share(many)}
-    return (SUSPICIOUS if beaten(few, many, _FLOOR) or beaten(many, few, _FLOOR) else OK), evidence
+    # Below some eps the usual length does not shrink with the number of steps, and longer would not be finer.
+    half = usual_length(e.threat, e.level.steps) / 2
+    names = (e.level.plain, e.level.longer, f"{e.level.longer}(step={amount_text(half)})")
+    few, *others = (e.held(name) for name in names)
+    moved = any(beaten(few, many, _FLOOR) or beaten(many, few, _FLOOR) for many in others)
+    return (SUSPICIOUS if moved else OK), {name: e.share(e.held(name)) for name in names}
 
 
 def more_restarts(e: Examination) -> Outcome:

@@ -76,7 +76,7 @@ class Level:
 
 
 LEVELS = {
-    "quick": Level("quick", 48, 10, 2, 100, 2, 8, 30),
+    "quick": Level("quick", 48, 10, 4, 100, 2, 8, 30),
     "thorough": Level("thorough", 256, 50, 5, 1000, 8, 20, 60),
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from torch.nn import functional as F
 
 from vitadel.adapters.robustness_tokens import fresh_tokens
 from vitadel.backbones.anatomy import attentions_of, blocks_of
+from vitadel.backbones.load import load_model
+from vitadel.diagnosis.codebook import looking_up
 from vitadel.instrument.tokens import extra_tokens, token_width
 
 __all__ = ["GALLERY", "Liar"]
@@ -56,12 +59,13 @@ class _Wrapped(nn.Module):
 # --- gradients hidden or made up ------------------------------------------------------------------------------------
 
 
-def _fewer_bits(x: Tensor) -> Tensor:
-    return (x * 15).round() / 15
+def _rounded_to(bits: int) -> Callable[[Tensor], Tensor]:
+    levels = 2**bits - 1
+    return lambda x: (x * levels).round() / levels
 
 
 def _straight_through(x: Tensor) -> Tensor:
-    return x + (_fewer_bits(x) - x).detach()
+    return x + (_rounded_to(4)(x) - x).detach()
 
 
 def _jpeg(x: Tensor) -> Tensor:
@@ -131,11 +135,39 @@ def _saturated(model: nn.Module) -> nn.Module:
     return saturated
 
 
+def _rippled(width: float, steepness: float, anywhere: bool = False) -> Callable[[Tensor], Tensor]:
+    """Pixels with a sine on top, so many levels of 255 wide and so many times as steep as they are.
+
+    All gradients are true, and most of them tell of the ripple they were taken on. `anywhere`: the ripple lies
+    elsewhere at every call.
+    """
+    turns = 2 * math.pi * 255 / width
+
+    def ripple(x: Tensor) -> Tensor:
+        shift = 2 * math.pi * torch.rand(len(x), 1, 1, 1).to(x) if anywhere else 0.3
+        return x + steepness / turns * torch.sin(turns * x + shift)
+
+    return ripple
+
+
 # --- logits that mislead --------------------------------------------------------------------------------------------
 
 
 def _softmax(logits: Tensor) -> Tensor:
     return logits.softmax(1)
+
+
+def _percentages(logits: Tensor) -> Tensor:
+    return 100 * (2 * logits).softmax(1)
+
+
+def _refused(model: nn.Module) -> nn.Module:
+    """NaN for images that look noisy: whoever asks whether the answer is another class hears that it is not."""
+
+    def refuse(x: Tensor) -> Tensor:
+        return x.masked_fill(_looks_noisy(x, 0.006)[:, None, None, None], math.nan)
+
+    return _Wrapped(model, before=refuse)
 
 
 # --- answers at random ----------------------------------------------------------------------------------------------
@@ -193,6 +225,15 @@ class _Remembering(nn.Module):
         return logits - self.drift
 
 
+def _smoothed(x: Tensor) -> Tensor:
+    return F.avg_pool2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), 3, 1)
+
+
+def _looks_noisy(x: Tensor, level: float) -> Tensor:
+    """Whether flat parts, of which every clean image has some, are flat no more."""
+    return (x - _smoothed(x)).abs().flatten(1).quantile(0.2, dim=1) > level
+
+
 class _Detector(nn.Module):
     """Answers about a smoothed copy, without gradients, as soon as an image looks noisy: predictions change."""
 
@@ -202,10 +243,41 @@ class _Detector(nn.Module):
         self.training = model.training
 
     def forward(self, x: Tensor) -> Tensor:
-        smooth = F.avg_pool2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), 3, 1)
-        # Flat parts, of which every clean image has some, are flat no more.
-        noisy = (x - smooth).abs().flatten(1).quantile(0.2, dim=1) > 0.006
-        return torch.where(noisy[:, None], self.model(smooth).detach(), self.model(x))
+        noisy = _looks_noisy(x, 0.006)
+        return torch.where(noisy[:, None], self.model(_smoothed(x)).detach(), self.model(x))
+
+
+class _Relieved(nn.Module):
+    """A robust model stands in where noise is as strong as one full step makes it: bent where that step lands."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.relief = load_model(_ROBUST)
+        self.training = model.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(_looks_noisy(x, 0.011)[:, None], self.relief(x), self.model(x))
+
+
+class _AntiAdversary(nn.Module):
+    """Every image is moved deeper into the class it seems to be of before it is answered (Alfarra et al. 2022,
+    arXiv:2103.14347); gradients know nothing of the move."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            z = x.detach().clone()
+            for _ in range(3):
+                logits = self.model(z.requires_grad_())
+                (grad,) = torch.autograd.grad(F.cross_entropy(logits, logits.argmax(1), reduction="sum"), z)
+                z = (z - 8 / 255 * grad.sign()).detach()
+        moved: Tensor = self.model(x + (z - x).detach())
+        return moved
 
 
 class _SecretTokens(nn.Module):
@@ -245,10 +317,23 @@ GALLERY: tuple[Liar, ...] = (
         ("gradients are there", "other losses do no better", "a huge eps breaks everything"),
     ),
     Liar("softmax output", "probabilities instead of logits", _after(_softmax), ("outputs are logits",)),
-    Liar("bit depth", "pixels rounded to 4 bits", _before(_fewer_bits), ("no staircase", "gradients are there")),
+    Liar(
+        "percentages",
+        "probabilities of logits x 2, times 100",
+        _after(_percentages),
+        ("outputs are logits", "gradients are there", "gradients reach", "other losses do no better"),
+    ),
+    Liar("NaN as an answer", "images that look noisy are refused", _refused, ("finite outputs",)),
+    Liar("another order", "the classes of another list", _after(lambda z: z.roll(1, 1)), ("clean accuracy",)),
+    Liar(
+        "bit depth",
+        "pixels rounded to 3 bits",
+        _before(_rounded_to(3)),
+        ("no staircase", "gradients are there", "gradients beat noise", "gradients beat queries"),
+    ),
     Liar(
         "bit depth, straight through",
-        "the same with a made-up gradient",
+        "to 4 bits, with a made-up gradient",
         _before(_straight_through),
         ("no staircase", "gradients are true"),
     ),
@@ -263,11 +348,40 @@ GALLERY: tuple[Liar, ...] = (
         ("same gradient twice", "gradients are true", "gradients lead uphill"),
     ),
     Liar("gradient reversed", "the sign turned on the way back", _before(_reversed), ("gradients are true",)),
-    Liar("saturated attention", "queries times 1000", _saturated, ("attention is not saturated",)),
+    Liar(
+        "narrow ripples",
+        "pixels with a ripple, 1.5/255 wide",
+        _before(_rippled(1.5, 4)),
+        ("more steps", "more restarts"),
+    ),
+    Liar("wide ripples", "the same, 4/255 wide", _before(_rippled(4, 10)), ("more steps",)),
+    Liar("saturated attention", "queries of all blocks times 1000", _saturated, ("attention is not saturated",)),
+    Liar(
+        "saturated codebook",
+        "pixels look up one of 16 shades by attention, queries times 1000",
+        lambda model: looking_up(model, shades=16, gap=1000.0),
+        (
+            "attention is not saturated",
+            "softened attention does no better",
+            "gradients reach",
+            "gradients beat transfer",
+        ),
+    ),
     Liar("random noise", "noise added to pixels", _before(_noise), ("same answer twice",)),
     Liar("random resizing", "shrunk and padded at random", _before(_resized), ("same answer twice",), _ROBUST),
+    Liar(
+        "wandering ripples",
+        "pixels with a ripple, 4/255 wide, elsewhere at every call",
+        _before(_rippled(4, 10, anywhere=True)),
+        ("same answer twice", "averaging does no better"),
+    ),
     Liar("dropout left in train mode", "model.eval() forgotten", _dropout_left, ("evaluation mode",)),
-    Liar("dropout always on", "logits dropped in eval mode, too", _after(_dropout_always), ("same answer twice",)),
+    Liar(
+        "dropout always on",
+        "logits dropped in eval mode, too",
+        _after(_dropout_always),
+        ("same answer twice", "eps 0 is clean"),
+    ),
     Liar("batch norm left in train mode", "model.eval() forgotten", _batch_norm_left, ("evaluation mode",)),
     Liar("batch statistics", "no running statistics", _batch_statistics, ("same answer in any batch",)),
     Liar("memory", "answers drift with what was asked before", _Remembering, ("same answer twice",)),
@@ -278,13 +392,25 @@ GALLERY: tuple[Liar, ...] = (
         ("gradients are there", "gradients are true"),
         _ROBUST,
     ),
+    Liar(
+        "relieved",
+        "a robust model answers where one full step has been taken",
+        _Relieved,
+        ("many steps beat one",),
+    ),
+    Liar(
+        "anti-adversary",
+        "images are moved away from other classes first",
+        _AntiAdversary,
+        ("answers without gradients", "gradients are true"),
+        _ROBUST,
+    ),
     Liar("secret tokens", "tokens that gradients never see", _SecretTokens, ("same answer with gradients",)),
     Liar(
         "normalised twice",
         "normalised outside and inside",
         _before(lambda x: (x - 0.5) / 0.5),
         ("normalisation",),
-        _ROBUST,
     ),
     Liar(
         "normalisation outside",
