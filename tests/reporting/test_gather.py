@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from run_folders import write_run
@@ -145,6 +147,14 @@ def clean(**fields: Any) -> bytes:
             "it lacks gradients, forwards",
         ),
         ("command.json", b"{}", "lacks 'verb' or 'settings'"),
+        ("command.json", b'{"verb": "audit", "settings": []}', "'settings' should be an object, got list"),
+        ("command.json", b'{"verb": "audit", "settings": {}, "argv": "x"}', "'argv' should be a list, got str"),
+        (
+            "command.json",
+            b'{"verb": "audit", "settings": {"attacks": "fgsm"}}',
+            "'attacks' in 'settings' should be a list of texts, got str",
+        ),
+        ("environment.json", b'{"packages": "torch"}', "'packages' should be an object, got str"),
         ("samples.parquet", b"nothing", "samples.parquet cannot be read"),
         ("examples.npz", b"nothing", "examples.npz cannot be read"),
     ],
@@ -155,6 +165,18 @@ def test_damaged_files_are_named(tmp_path: Path, file: str, content: bytes, mess
     with pytest.raises(Mistake, match=message) as told:
         read_run(path)
     assert str(path / file) in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [("clean_correct", ["yes"] * 8), ("held:fgsm", [YES] * 7 + [None]), ("label", [0.5] * 8)],
+)
+def test_samples_of_another_kind_are_damaged(tmp_path: Path, column: str, values: list[object]) -> None:
+    path = write_run(tmp_path / "run", correct=EIGHT, attacks={"fgsm": EIGHT}) / "samples.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(table.column_names.index(column), column, pa.array(values)), path)
+    with pytest.raises(Mistake, match=f"samples.parquet cannot be read: column '{column}' holds"):
+        read_run(path.parent)
 
 
 def test_examples_are_never_unpickled(tmp_path: Path) -> None:
@@ -178,6 +200,10 @@ def test_examples_tell_one_attack(tmp_path: Path) -> None:
     np.savez(path / "examples.npz", **{**arrays, "attack": np.asarray(["fgsm", "pgd-20"])})
     with pytest.raises(Mistake, match="attack should be a single value, got 2"):
         read_run(path)
+    for name, value in (("label", arrays["label"][:-1]), ("prediction", arrays["prediction"] * 0.5)):
+        np.savez(path / "examples.npz", **{**arrays, name: value})
+        with pytest.raises(Mistake, match=f"{name} should be {len(arrays['x'])} whole numbers, got"):
+            read_run(path)
 
 
 def test_shares_are_not_rounded_to_none_or_all() -> None:

@@ -19,7 +19,8 @@ from run_folders import write_run
 from vitadel.diagnosis.visit import examinable
 from vitadel.errors import Mistake
 from vitadel.evaluation.audit import audit
-from vitadel.reporting.gather import read_run
+from vitadel.reporting.exports import export
+from vitadel.reporting.gather import Run, read_run
 from vitadel.reporting.page import trust, verdict, write_report
 
 ALL, NONE, HALF = [True] * 40, [False] * 40, [True, False] * 20
@@ -401,6 +402,41 @@ def test_a_visit_to_the_doctor_speaks_for_itself(tmp_path: Path) -> None:
     assert "Cost: 48 images, at most 1,234 gradients and 99 forwards each; it took 12.3 s." in text
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"study": {"name": "curves"}},
+        {"study": {"name": "saturation", "conditions": []}},
+        {"activations": {"conditions": [{"name": "clean"}]}},
+        {"suite": "ladder", "ladder": {"levels": ["T0"], "rows": [{}], "budgets": [{"eps_text": "8/255"}]}},
+        {"suite": "stability", "stability": {"blocks": 3}},
+        {"suite": "corruptions", "corruptions": {"severities": None, "rows": 3, "errors": []}},
+    ],
+    ids=lambda part: next(iter(part["study"].values())) if "study" in part else next(reversed(part)),
+)
+def test_a_suite_that_lacks_what_it_should_show_is_damage_and_nothing_is_written(
+    tmp_path: Path, part: dict[str, Any]
+) -> None:
+    path, fine = made(tmp_path / "a"), made(tmp_path / "b")
+    rewrite(path, **part)
+    for write in (lambda: page_of(tmp_path, fine, path), lambda: export([fine, path], tmp_path / "files")):
+        with pytest.raises(Mistake, match="should have written is not as expected") as told:
+            write()
+        assert str(path / "results.json") in str(told.value)
+        assert str(fine) not in str(told.value)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "b"]
+    assert not (path / "figures").exists()
+
+
+def test_a_fault_of_ours_is_not_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(run: Run) -> str:
+        raise KeyError("ours")
+
+    monkeypatch.setattr("vitadel.reporting.page.verdict", faulty)
+    with pytest.raises(KeyError, match="ours"):
+        page_of(tmp_path, made(tmp_path / "a"))
+
+
 def rewrite(path: Path, **fields: Any) -> None:
     results = json.loads((path / "results.json").read_text())
     (path / "results.json").write_text(json.dumps(results | fields))
@@ -429,7 +465,10 @@ def test_what_a_run_may_be_compared_with_is_said(tmp_path: Path) -> None:
     assert "Not comparable with RobustBench, CIFAR-10, Linf 8/255: differs from the protocol robustbench-c" in text
     assert "eps 4/255 instead of <8/255>" in text
     rewrite(path, protocol={"name": None, "nearest": None, "differences": {}, "remark": ""})
-    assert "No protocol is known for these data:" in Outline(page_of(tmp_path, path)).text
+    assert (
+        "No protocol is known for these data, so this is not comparable with RobustBench"
+        in Outline(page_of(tmp_path, path)).text
+    )
 
 
 @pytest.mark.parametrize("name", [None, "rvt"])
@@ -462,17 +501,21 @@ def as_photographs(path: Path, rng: np.random.Generator) -> None:
     np.savez(path / "examples.npz", **{**arrays, **maps, "x": arrays["x"] + grain, "z": arrays["z"] + grain})
 
 
-def test_figures_that_would_make_the_page_too_large_are_left_out_aloud(
+def test_pages_that_would_be_too_large_have_lighter_figures_and_then_fewer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = [made(tmp_path / name, size=64) for name in "abc"]
+    runs = [made(tmp_path / name, size=224) for name in "ab"]
+    for run in runs:
+        as_photographs(run, np.random.default_rng(0))
     whole = page_of(tmp_path, *runs)
-    assert "Left out" not in whole
-    for most in (len(whole) - 100, len(whole) // 2):
-        monkeypatch.setattr("vitadel.reporting.page.MOST_BYTES", most)
+    assert "data:image/jpeg" not in whole
+    told = "Left out, to keep the page below 10 MB"
+    for share, left_out in ((0.8, False), (0.1, True)):
+        monkeypatch.setattr("vitadel.reporting.page.MOST_BYTES", int(share * len(whole)))
         small = page_of(tmp_path, *runs)
-        assert len(small.encode()) <= most
-        assert Outline(small).text.count("Left out, to keep the page below 10 MB") >= 1
+        assert len(small.encode()) <= share * len(whole)
+        assert "data:image/jpeg" in small or left_out
+        assert (told in Outline(small).text) == left_out
         assert "Accuracy, clean and under attack" in small
 
 
@@ -484,7 +527,7 @@ def test_five_runs_of_a_thousand_images_render_in_seconds_without_torch(tmp_path
         attacks = {name: rng.random(1000) < 0.8 for name in ("fgsm", "pgd-20", "autoattack")}
         write_run(
             tmp_path / f"run{place}", correct=correct, attacks=attacks, class_names=names, model=f"m{place}",
-            pictures=8, size=384,
+            pictures=8, size=224,
         )  # fmt: skip
         as_photographs(tmp_path / f"run{place}", rng)
     code = (

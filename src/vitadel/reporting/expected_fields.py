@@ -1,4 +1,4 @@
-"""What `results.json` must look like to be shown; a file that does not is damaged, and its reader is told where."""
+"""What a run's JSON files must look like to be shown; one that does not is damaged, and its reader is told where."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["fault_in", "lacking"]
+__all__ = ["COMMAND", "ENVIRONMENT", "SETTINGS", "fault_in", "has_own_part", "lacking", "misfit"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,9 @@ _HELD = {"held": _COUNT, "n": _COUNT, "robust_accuracy": _NUMBER, "ci95": _INTER
 _COSTS = dict.fromkeys(("gradient_calls", "forward_calls", "seconds", "void"), _NUMBER)
 _OF_SUITES = ("activations", "ladder", "trade_off", "stability", "corruptions", "perturbations", "study", "training")
 
+COMMAND = Fields({"verb": _TEXT, "settings": _OBJECT}, {"argv": _LIST_OR_NULL})
+SETTINGS = Fields({}, {"attacks": _TEXTS})
+ENVIRONMENT = Fields({}, {"packages": _OBJECT})
 _WHOLE = Fields(
     {},
     {
@@ -101,15 +104,20 @@ _PAPER_STYLE = Fields({"robust_accuracy": _NUMBER, "ci95": _INTERVAL, "remark": 
 
 def fault_in(results: Mapping[str, Any]) -> str:
     """The first thing that keeps results from being shown, in words; nothing if all that is there can be."""
-    return _misfit("", results, _WHOLE) or next(filter(None, _faults_in_parts(results)), "")
+    return misfit("", results, _WHOLE) or next(filter(None, _faults_in_parts(results)), "")
+
+
+def has_own_part(results: Mapping[str, Any]) -> bool:
+    """Whether a suite, a study or a training wrote something that is not looked into here."""
+    return any(results.get(name) for name in _OF_SUITES)
 
 
 def _faults_in_parts(results: Mapping[str, Any]) -> Iterator[str]:
     parts = [(name, results.get(name), expected) for name, expected in _PARTS.items()]
     parts.append(("cost", (results.get("diagnosis") or {}).get("cost"), _COST))
-    yield from (_misfit(name, value, expected) for name, value, expected in parts if value is not None)
+    yield from (misfit(name, value, expected) for name, value, expected in parts if value is not None)
     yield _about_protocol(results.get("protocol") or {})
-    yield from (_misfit("findings", entry, _FINDING) for entry in results.get("findings") or [])
+    yield from (misfit("findings", entry, _FINDING) for entry in results.get("findings") or [])
     yield from (_about_attack(entry, results.get("suite")) for entry in results.get("attacks") or [])
 
 
@@ -119,12 +127,12 @@ def lacking(wanted: Sequence[str], present: Sequence[str]) -> str:
     return f"it lacks {', '.join(missing)}" if missing else ""
 
 
-def _misfit(name: str, value: Any, expected: Fields) -> str:
+def misfit(name: str, value: Any, expected: Fields) -> str:
     """What is missing from an object called `name`, or of another kind than it should be."""
     fields = value if isinstance(value, Mapping) else {}
     missing = lacking(list(expected.needed), list(fields))
     if missing:
-        return f"{missing} in '{name}'"
+        return f"{missing} in '{name}'" if name else missing
     for key, kind in {**expected.needed, **expected.optional}.items():
         if key in fields and not kind.fits(fields[key]):
             where = f"'{key}' in '{name}'" if name else f"'{key}'"
@@ -142,11 +150,11 @@ def _about_protocol(told: Mapping[str, Any]) -> str:
 def _about_attack(entry: Any, suite: str | None) -> str:
     """Suites with entries of their own are told in sections of their own, and need only the name here."""
     if suite is not None:
-        return _misfit("attacks", entry, _ATTACK_OF_A_SUITE)
-    fault = _misfit("attacks", entry, _ATTACK)
+        return misfit("attacks", entry, _ATTACK_OF_A_SUITE)
+    fault = misfit("attacks", entry, _ATTACK)
     if fault:
         return fault
     style = entry.get("paper_style")
-    inner = [_misfit("members", member, _MEMBER) for member in entry.get("members", [])]
-    inner += [] if style is None else [_misfit("paper_style", style, _PAPER_STYLE)]
+    inner = [misfit("members", member, _MEMBER) for member in entry.get("members", [])]
+    inner += [] if style is None else [misfit("paper_style", style, _PAPER_STYLE)]
     return next(filter(None, inner), "")

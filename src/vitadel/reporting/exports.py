@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vitadel.errors import Mistake
 from vitadel.reporting.figures import Picture
-from vitadel.reporting.gather import Run, read_all
+from vitadel.reporting.gather import Run, read_all, shown_from
 from vitadel.reporting.sections import OF_A_RUN, OVERVIEW
 from vitadel.reporting.tables import FORMATS, tables_of
 from vitadel.runtime.rundir import write_atomically
@@ -30,16 +30,18 @@ def export(paths: Sequence[Path], out: Path) -> list[Path]:
     if out.is_file():
         raise Mistake(f"{out} is a file; --export takes a folder, for tables/ and figures/ below it")
     runs = read_all(paths)
+    with shown_from(*runs):
+        tables, pictures = tables_of(runs), list(pictures_of(runs))
     written: list[Path] = []
 
     def write(path: Path, content: bytes) -> None:
         write_atomically(path, content)
         written.append(path)
 
-    for table in tables_of(runs):
+    for table in tables:
         for ending, convert in FORMATS.items():
             write(out / "tables" / f"{table.name}.{ending}", convert(table).encode("utf-8", errors="replace"))
-    for name, picture in pictures_of(runs):
+    for name, picture in pictures:
         write(out / "figures" / f"{name}.svg", picture.svg_file())
         write(out / "figures" / f"{name}.png", picture.png())
     return written

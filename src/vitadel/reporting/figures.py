@@ -124,7 +124,7 @@ def _for_page(root: ElementTree.Element, prefix: str) -> str:
                 value = prefix + value
             elif plain in ("href", "clip-path"):
                 value = value.replace("#", f"#{prefix}", 1) if value.startswith(("#", "url(#")) else value
-                value = value.replace("\n", "")  # with which matplotlib begins the bytes of an image
+                value = "".join(value.split())  # matplotlib begins the bytes of an image on a new line
             elif plain == "style":
                 value = _themed(value)
             element.set(plain, value)

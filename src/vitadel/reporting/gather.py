@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import zipfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vitadel.errors import Mistake
-from vitadel.reporting.expected_fields import fault_in, lacking
+from vitadel.reporting.expected_fields import (
+    COMMAND,
+    ENVIRONMENT,
+    SETTINGS,
+    fault_in,
+    has_own_part,
+    lacking,
+    misfit,
+)
 
 __all__ = [
     "ClassScore",
@@ -26,11 +35,13 @@ __all__ = [
     "differing_aspects",
     "faced",
     "interval_text",
+    "listed",
     "percent",
     "plain",
     "read_all",
     "read_run",
     "run_labels",
+    "shown_from",
     "threat_text",
 ]
 
@@ -38,7 +49,10 @@ Table = Any  # pyarrow has no types
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _NORMS = {"linf": "Linf", "l2": "L2", "l1": "L1"}
-_SAMPLE_COLUMNS = ("index", "label", "clean_prediction", "clean_correct")
+_SAMPLE_COLUMNS = {
+    **dict.fromkeys(("index", "label", "clean_prediction"), pa.types.is_integer),
+    "clean_correct": pa.types.is_boolean,
+}
 _EXAMPLE_ARRAYS = ("index", "x", "z", "label", "prediction")
 _ABOUT_EXAMPLES = ("attack", "own_rules")  # single values; older runs have none
 
@@ -106,13 +120,16 @@ def read_run(path: Path) -> Run:
     """Read the folder that a run left behind, finished or not."""
     _check_is_run(path)
     command = _read_json(path / "command.json")
-    if not isinstance(command.get("settings"), dict) or not isinstance(command.get("verb"), str):
+    if not {"verb", "settings"} <= command.keys():
         raise Mistake(f"{path / 'command.json'} lacks 'verb' or 'settings', so {path} is not a run folder of Vitadel")
+    _check(path / "command.json", misfit("", command, COMMAND) or misfit("settings", command["settings"], SETTINGS))
+    environment = _read_json(path / "environment.json", required=False)
+    _check(path / "environment.json", misfit("", environment, ENVIRONMENT))
     return Run(
         path=path,
         command=command,
         results=_read_results(path / "results.json"),
-        environment=_read_json(path / "environment.json", required=False),
+        environment=environment,
         samples=_read_samples(path / "samples.parquet"),
         examples=_read_examples(path / "examples.npz"),
         metrics=_read_metrics(path / "metrics.jsonl"),
@@ -144,8 +161,21 @@ def _check_is_run(path: Path) -> None:
     )
 
 
-def _damaged(path: Path, why: object) -> Mistake:
+def _damaged(path: Path | str, why: object) -> Mistake:
     return Mistake(f"{path} cannot be read: {why}. Run the command again, or leave this run out of the report.")
+
+
+@contextmanager
+def shown_from(*runs: Run) -> Iterator[None]:
+    """What only a suite's own sections look at is not checked on reading: what they stumble over is damage, too."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration) as error:
+        odd = [run.path / "results.json" for run in runs if has_own_part(run.results)]
+        if not odd:
+            raise
+        what = f"what the suite or study should have written is not as expected, {type(error).__name__} {error}"
+        raise _damaged(" or ".join(map(str, odd)), what) from error
 
 
 def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
@@ -163,9 +193,7 @@ def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
 def _read_results(path: Path) -> dict[str, Any]:
     """Results in which whatever every kind of run may have can be shown; what a suite adds is for its section."""
     results = _read_json(path, required=False)
-    fault = fault_in(results)
-    if fault:
-        raise _damaged(path, fault)
+    _check(path, fault_in(results))
     return results
 
 
@@ -176,7 +204,11 @@ def _read_samples(path: Path) -> Table | None:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
         raise _damaged(path, error) from error
-    _check_names(path, _SAMPLE_COLUMNS, table.column_names)
+    _check(path, lacking(list(_SAMPLE_COLUMNS), table.column_names))
+    for field in table.schema:
+        fits = _SAMPLE_COLUMNS.get(field.name) or (pa.types.is_boolean if field.name.startswith("held:") else None)
+        if fits is not None and (not fits(field.type) or table.column(field.name).null_count):
+            raise _damaged(path, f"column '{field.name}' holds {field.type}, not all of it verdicts or labels")
     return table
 
 
@@ -188,9 +220,13 @@ def _read_examples(path: Path) -> dict[str, Array] | None:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise _damaged(path, error) from error
-    _check_names(path, _EXAMPLE_ARRAYS, list(arrays))
+    _check(path, lacking(_EXAMPLE_ARRAYS, list(arrays)))
     if arrays["x"].ndim != 4 or arrays["x"].shape != arrays["z"].shape:
         raise _damaged(path, f"x and z should be images (n, 3, h, w), got {arrays['x'].shape} and {arrays['z'].shape}")
+    for name in ("label", "prediction"):
+        if arrays[name].shape != arrays["x"].shape[:1] or not np.issubdtype(arrays[name].dtype, np.integer):
+            wanted, given = len(arrays["x"]), f"{arrays[name].shape} of {arrays[name].dtype}"
+            raise _damaged(path, f"{name} should be {wanted} whole numbers, got {given}")
     for name in _ABOUT_EXAMPLES:
         if name in arrays and arrays[name].ndim:
             raise _damaged(path, f"{name} should be a single value, got {len(arrays[name])}")
@@ -207,10 +243,9 @@ def _read_metrics(path: Path) -> tuple[dict[str, float], ...]:
         raise _damaged(path, error) from error
 
 
-def _check_names(path: Path, wanted: Sequence[str], present: Sequence[str]) -> None:
-    missing = lacking(wanted, present)
-    if missing:
-        raise _damaged(path, missing)
+def _check(path: Path, fault: str) -> None:
+    if fault:
+        raise _damaged(path, fault)
 
 
 def percent(value: float) -> str:
@@ -237,6 +272,11 @@ def plain(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
+def listed(names: Sequence[str]) -> str:
+    """'a', 'a and b', 'a, b and c'."""
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
+
+
 def comparability(told: Mapping[str, Any]) -> str:
     """What the field `protocol` of the results comes to, in one sentence."""
     if told["name"]:
@@ -246,7 +286,10 @@ def comparability(told: Mapping[str, Any]) -> str:
         sentence = f"Not comparable with {told['nearest_is']}: "
         sentence += f"differs from the protocol {told['nearest']} in {differing}."
     else:
-        return "No protocol is known for these data: compare only runs on the same images under the same attacks."
+        return (
+            "No protocol is known for these data, so this is not comparable with RobustBench or another leaderboard: "
+            "compare only runs on the same images under the same attacks."
+        )
     # The leaderboard that most readers have in mind, where another protocol is nearer.
     return sentence if "RobustBench" in sentence else f"{sentence} {_NOT_ROBUSTBENCH}"
 

@@ -26,14 +26,18 @@ from vitadel.reporting.gather import (
     Run,
     aspects,
     interval_text,
+    listed,
     percent,
     plain,
     read_all,
     run_labels,
+    shown_from,
     threat_text,
 )
+from vitadel.reporting.headline import headline
 from vitadel.reporting.ladder import draw_ladder, ladder_sentence
 from vitadel.reporting.light_images import with_lighter_images
+from vitadel.reporting.pairs import p_text
 from vitadel.reporting.sections import OF_A_RUN, OVERVIEW, command_line, from_command_line
 from vitadel.reporting.stability import draw_stability, stability_sentence
 from vitadel.reporting.studies import draw_study, study_sentence
@@ -50,6 +54,7 @@ def write_report(runs: Sequence[Path], out: Path) -> None:
     if out.suffix.lower() not in (".html", ".htm"):
         raise Mistake(f"the report is an HTML page and must be named like one, got {out}; take for example report.html")
     gathered = read_all(runs)
+    page = render(gathered)  # first: where anything cannot be shown, nothing is written
     for run in gathered:
         if out.resolve().is_relative_to(run.path.resolve()):
             alone = (
@@ -66,7 +71,7 @@ def write_report(runs: Sequence[Path], out: Path) -> None:
             drawn = (draw_accuracies([run]), draw_classes(run)) if run.one_budget else ()
             for picture in filter(None, (*drawn, *(draw(run) for draw in alone))):
                 write_atomically(run.path / "figures" / f"{picture.name}.png", picture.png())
-    write_atomically(out, render(gathered).encode("utf-8", errors="replace"))
+    write_atomically(out, page.encode("utf-8", errors="replace"))
 
 
 MOST_BYTES = 10_000_000
@@ -76,17 +81,27 @@ MOST_BYTES = 10_000_000
 def render(runs: Sequence[Run]) -> str:
     """The whole page as text."""
     labels = run_labels(runs)
+    views = [_run_view(run, label) for run, label in zip(runs, labels, strict=True)]
+    with shown_from(*runs):
+        overview = [section for make in OVERVIEW if (section := make(runs))]
     page = functools.partial(
         _template().render,
         title=f"{labels[0]} on {aspects(runs[0])['data']}" if len(runs) == 1 else f"{len(runs)} runs compared",
-        overview=[section for make in OVERVIEW if (section := make(runs))],
-        runs=[_run_view(run, label) for run, label in zip(runs, labels, strict=True)],
+        headline=headline(runs, next((part.content["pairs"] for part in overview if part.kind == "pairs"), ())),
+        doubted=[view for view in views if view["trust"] and view["trust"]["verdict"] in ("broken", "suspicious")],
+        overview=overview,
+        runs=views,
         script=Markup(_script()),
         script_hash=f"sha256-{base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()}",
         version=__version__,
     )
     pictures: list[Picture] = []
-    words: str = page(inline=lambda picture: pictures.append(picture) or "")
+
+    def noted(picture: Picture) -> str:
+        pictures.append(picture)
+        return ""
+
+    words: str = page(inline=noted)
     drawn = [picture.svg(f"figure{number}-") for number, picture in enumerate(pictures, start=1)]
     figures = iter(_fitting(drawn, MOST_BYTES - _bytes_of(words)))
     whole: str = page(inline=lambda picture: next(figures))
@@ -132,9 +147,9 @@ def _template() -> Any:
         percent=percent,
         interval=interval_text,
         duration=_duration,
-        p_value=_p_value,
+        p_value=p_text,
         points=lambda share: f"{100 * share:+.1f}",
-        listed=_listed,
+        listed=listed,
         plain=plain,
         unbroken=lambda text: text.replace(" %", "\u00a0%"),  # no line begins with a percent sign
     )
@@ -145,15 +160,6 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def _p_value(value: float) -> str:
-    return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    """'a', 'a and b', 'a, b and c'."""
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
 
 
 def verdict(run: Run) -> str:
@@ -182,7 +188,7 @@ def verdict(run: Run) -> str:
     if not worst or not run.attacks:
         what = "was run" if run.complete else "is finished"
         return f"{sentence}no attack {what}, so nothing is known about how they fare under attack."
-    names = _listed([entry["name"] for entry in run.attacks])
+    names = listed([entry["name"] for entry in run.attacks])
     share = "none of them survives" if worst["held"] == 0 else f"{percent(worst['robust_accuracy'])} still are"
     return (
         f"{sentence}under {names} with {threat_text(run)}, seed {run.results.get('seed')}, "
@@ -199,7 +205,7 @@ def trust(run: Run) -> dict[str, str] | None:
     if told:
         return {"verdict": kind, "sign": sign, "sentence": str(told["sentence"]), "command": str(told["next"] or "")}
     if kind != "ok":
-        raised = _listed([str(each["check"]) for each in found if each["verdict"] == kind])
+        raised = listed([str(each["check"]) for each in found if each["verdict"] == kind])
         sentence = f"Do not rely on these numbers yet. {kind.capitalize()}: {raised}; see the findings."
         return {"verdict": kind, "sign": sign, "sentence": sentence, "command": ""}
     if not run.complete or not run.attacks or run.command["verb"] != "audit" or run.results.get("suite"):
@@ -230,15 +236,16 @@ def _run_view(run: Run, label: str) -> dict[str, Any]:
     model = run.results.get("model", {})
     parameters = f"{model['parameters']:,} parameters" if "parameters" in model else ""
     family = f"family {model['family']}" if model.get("family") else ""
-    return {
-        "label": label,
-        "facts": [fact for fact in (f"data {aspects(run)['data']}", family, parameters) if fact],
-        "verdict": verdict(run),
-        "trust": trust(run),
-        "unfinished": None if run.complete else _unfinished(run),
-        "gauges": _gauges(run),
-        "sections": [section for make in OF_A_RUN if (section := make(run))],
-    }
+    with shown_from(run):
+        return {
+            "label": label,
+            "facts": [fact for fact in (f"data {aspects(run)['data']}", family, parameters) if fact],
+            "verdict": verdict(run),
+            "trust": trust(run),
+            "unfinished": None if run.complete else _unfinished(run),
+            "gauges": _gauges(run),
+            "sections": [section for make in OF_A_RUN if (section := make(run))],
+        }
 
 
 def _unfinished(run: Run) -> dict[str, Any]:

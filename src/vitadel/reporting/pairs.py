@@ -15,7 +15,17 @@ import numpy as np
 
 from vitadel.reporting.gather import Array, Run, aspects, differing_aspects, faced, run_labels, threat_text
 
-__all__ = ["PairRow", "Pairing", "difference_interval", "holm", "mcnemar", "pair_rows", "pairings", "why_not_paired"]
+__all__ = [
+    "PairRow",
+    "Pairing",
+    "difference_interval",
+    "holm",
+    "mcnemar",
+    "p_text",
+    "pair_rows",
+    "pairings",
+    "why_not_paired",
+]
 
 _ROUNDS = 5_000
 
@@ -146,6 +156,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
         least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))
         adjusted[place] = least
     return adjusted
+
+
+def p_text(value: float) -> str:
+    return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
 
 
 def mcnemar(only_first: int, only_second: int) -> float:

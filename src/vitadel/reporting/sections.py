@@ -27,6 +27,7 @@ from vitadel.reporting.gather import (
     run_labels,
     threat_text,
 )
+from vitadel.reporting.headline import ASPECTS
 from vitadel.reporting.ladder import compare_ladders, control_rows, draw_ladder, ladder_remarks, ladder_rows
 from vitadel.reporting.pairs import pairings
 from vitadel.reporting.stability import draw_stability, stability_remarks, stability_tables
@@ -66,6 +67,7 @@ def comparison(runs: Sequence[Run]) -> Section | None:
             "place": place,
             "aspects": entry,
             "odd": differing_aspects([runs[0], run]),
+            "eps": run.results.get("threat", {}).get("eps", ""),
             "seed": run.results.get("seed", ""),
             "complete": run.complete,
             "clean": run.results.get("clean"),
@@ -77,7 +79,8 @@ def comparison(runs: Sequence[Run]) -> Section | None:
     # Size and precision are mostly the same, and the table is wide without them.
     rare = {"size", "precision"} - set(differing)
     columns = {name: title for name, title in _COMPARED.items() if name not in rare}
-    return Section("comparison", "Side by side", {"rows": rows, "differing": differing, "columns": columns})
+    content = {"rows": rows, "differing": [ASPECTS[name] for name in differing], "columns": columns}
+    return Section("comparison", "Side by side", content)
 
 
 _COMPARED = {
@@ -165,7 +168,16 @@ def attacks(run: Run) -> Section | None:
         }
         for entry in (run.attacks if run.one_budget else ())
     ]
-    return Section("attacks", "Attacks", {"rows": rows, "threat": threat_text(run)}) if rows else None
+    if not rows:
+        return None
+    return Section("attacks", "Attacks", {"rows": rows, "threat": threat_text(run), "total": _total(run)})
+
+
+def _total(run: Run) -> dict[str, Any]:
+    """What all attacks cost together, and on what."""
+    spent = {name: sum(entry[name] for entry in run.attacks) for name in ("gradient_calls", "forward_calls", "seconds")}
+    device = run.environment.get("device_name") or run.environment.get("device") or ""
+    return {**spent, "device": str(device)}
 
 
 def _about_judging(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,66 @@
+"""The verdict over several runs names the best of those that took the same test, and how sure that is."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from run_folders import write_run
+from vitadel.reporting.gather import Run, read_run
+from vitadel.reporting.headline import headline
+from vitadel.reporting.page import render
+from vitadel.reporting.pairs import pairings
+
+
+def holding(path: Path, model: str, held: int, **settings: Any) -> Run:
+    holds = [number < held for number in range(100)]
+    chosen = {"correct": [True] * 100, "attacks": {"fgsm": holds}, "model": model, **settings}
+    return read_run(write_run(path, **chosen))
+
+
+def told(*runs: Run) -> str:
+    return headline(runs, pairings(runs))
+
+
+def test_the_best_is_named_with_its_lead(tmp_path: Path) -> None:
+    runs = [holding(tmp_path / name, name, held) for name, held in (("a", 20), ("b", 70), ("c", 50))]
+    sentence = told(*runs)
+    assert sentence.startswith(
+        "b withstands most: 70.0 % under fgsm with Linf 8/255 on 100 images of shapes, before c with 50.0 %. "
+        "That is +20.0 points (95 % interval +"
+    )  # b stands after a and before c: the difference is told from the best
+    assert sentence.endswith("p < 0.0001 by Holm over all comparisons).")
+    other = told(*reversed(runs))
+    assert other == sentence
+    assert escape(sentence.replace(" %", "\u00a0%")) in render(runs)
+
+
+def test_what_a_few_images_cannot_tell_is_not_told(tmp_path: Path) -> None:
+    sentence = told(holding(tmp_path / "a", "a", 52), holding(tmp_path / "b", "b", 50))
+    assert "a withstands most: 52.0 %" in sentence
+    assert "Too close to call: +2.0 points" in sentence
+    even = told(holding(tmp_path / "c", "c", 50), holding(tmp_path / "d", "d", 50))
+    assert even.startswith("c and d withstand most, and as much as each other: 50.0 % under fgsm")
+
+
+def test_runs_that_took_another_test_or_none_do_not_compete(tmp_path: Path) -> None:
+    a, b = holding(tmp_path / "a", "a", 30), holding(tmp_path / "b", "b", 90, eps="4/255")
+    assert told(a, b) == ""
+    unfinished = holding(tmp_path / "c", "c", 95, pending=["square"])
+    assert told(a, unfinished) == ""
+    clean_only = holding(tmp_path / "d", "d", 95, attacks={})
+    assert told(a, clean_only) == ""
+    sentence = told(a, b, unfinished, holding(tmp_path / "e", "e", 80))
+    assert sentence.startswith("Of the 2 runs that took the same test, e withstands most: 80.0 %")
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_nobody_wins_where_nothing_holds(tmp_path: Path, others: int) -> None:
+    runs = [holding(tmp_path / name, name, 0) for name in ("a", "b")]
+    runs += [holding(tmp_path / "c", "c", 9, eps="4/255")] * others
+    among = "Of the 2 runs that took the same test" if others else "Of all runs"
+    sentence = f"{among}, none withstands fgsm with Linf 8/255 on 100 images of shapes: 95 % interval 0.0 to 3.7 %."
+    assert told(*runs) == sentence
