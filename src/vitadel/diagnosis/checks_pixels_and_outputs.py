@@ -211,8 +211,8 @@ def answers_by_search(e: Examination) -> Outcome:
 
     Why it matters: it optimises the image, or itself, while it is asked (purification, anti-adversaries, adaptation at
     test time). Attacks seldom climb through such a loop, so that they see gradients of a part of the model only, and
-    every answer costs many passes. Nearly all such defences fall to attacks on the model below (Croce et al. 2022,
-    arXiv:2202.13711).
+    every answer costs many passes. Of the defences of this kind that were examined with care none was much better than
+    the model below (Croce et al. 2022, arXiv:2202.13711).
 
     What to do: attack the model below without its loop, judge on the whole, and run square; report the worst case
     beside that of the model below.
