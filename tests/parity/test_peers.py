@@ -24,6 +24,7 @@ from vitadel.attacks import L1, L2, PGD, Linf, make
 from vitadel.attacks.losses import dlr, targeted_dlr
 from vitadel.attacks.steppers import Momentum, Steepest
 from vitadel.attacks.threats import threat
+from vitadel.attacks.views import Averaged
 from vitadel.backbones.load import load_model
 from vitadel.data.shapes import Shapes
 from vitadel.evaluation.judge import judge
@@ -31,6 +32,7 @@ from vitadel.runtime.draws import Draws
 from vits import make_vit
 
 EPS = 8 / 255
+BALL = Linf(EPS)
 BATCH = 8  # a power of two: losses averaged over the batch then have the same gradients, but for an exact factor
 
 
@@ -217,6 +219,65 @@ def test_mi_fgsm_gives_the_same_images(peer: str, decay: float) -> None:
     assert ((attack(model, x, y) - theirs).abs() > 1e-7).double().mean() < 1e-4  # sums near zero may round either way
 
 
+@dataclass(frozen=True, eq=False)
+class FromTheirStart:
+    """An Linf ball whose random start is the one that the other library drew."""
+
+    start: Tensor
+    ball: Linf = BALL
+
+    @property
+    def eps(self) -> float:
+        return self.ball.eps
+
+    def project(self, z: Tensor, x: Tensor) -> Tensor:
+        return self.ball.project(z, x)
+
+    def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
+        return self.project(self.start, x)
+
+    def ascent(self, grad: Tensor, z: Tensor) -> Tensor:
+        return self.ball.ascent(grad, z)
+
+    def size(self, z: Tensor, x: Tensor) -> Tensor:
+        return self.ball.size(z, x)
+
+
+def test_fgsm_from_a_random_start_gives_the_same_images() -> None:
+    library = pytest.importorskip("torchattacks")
+    model, x, y = batch(torch.float64)
+    torch.manual_seed(5)
+    start = x + torch.randn_like(x).uniform_(-EPS, EPS)
+    torch.manual_seed(5)
+    theirs = library.FFGSM(copy.deepcopy(model), eps=EPS, alpha=1.25 * EPS)(x, y)
+    attack = make("fgsm-rs", eps=EPS)
+    assert isinstance(attack, PGD)
+    ours = dataclasses.replace(attack, threat=FromTheirStart(start), stop_when_fooled=False)(model, x, y)
+    assert (ours - theirs).abs().max() < 1e-7
+
+
+def test_the_attack_inside_trades_gives_the_same_images() -> None:
+    library = pytest.importorskip("torchattacks")
+    model, x, y = batch(torch.float64)
+    torch.manual_seed(6)
+    start = x + 0.001 * torch.randn_like(x)
+    torch.manual_seed(6)
+    theirs = library.TPGD(copy.deepcopy(model), eps=EPS, alpha=2 / 255, steps=6)(x, y)
+    attack = make("kl-6(step=2/255,noise=0)", eps=EPS)
+    assert isinstance(attack, PGD)
+    ours = dataclasses.replace(attack, threat=FromTheirStart(start), stop_when_fooled=False)(model, x, y)
+    assert (ours - theirs).abs().max() < 1e-7
+
+
+def test_expectation_over_several_passes_gives_the_same_images() -> None:
+    """Of a model that is not random: theirs averages gradients, ours logits."""
+    library = pytest.importorskip("torchattacks")
+    model, x, y = batch(torch.float64)
+    settings = {"eps": EPS, "alpha": 2 / 255, "steps": 6, "random_start": False}
+    theirs = library.EOTPGD(copy.deepcopy(model), **settings, eot_iter=3)(x, y)
+    assert (Averaged(LINF.ours(), 3)(model, x, y) - theirs).abs().max() < 1e-7
+
+
 # --- the same losses -------------------------------------------------------------------------------------------------
 
 
@@ -297,7 +358,23 @@ def with_art(ours: str, name: str, eps: float = EPS, apart: int = 2, **settings:
     return Pair(ours, theirs, eps, apart)
 
 
+def torchattacks_autoattack(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Its parts put together as in the paper: its own AutoAttack has another schedule and no number of steps."""
+    library = pytest.importorskip("torchattacks")
+    targets = {"eps": EPS, "steps": FAB_STEPS, "n_classes": TARGETS + 1}
+    parts = [
+        library.APGD(model, eps=EPS, steps=FAB_STEPS, loss="ce"),
+        library.APGDT(model, **targets),
+        library.FAB(model, **targets, multi_targeted=True),
+        library.Square(model, eps=EPS, n_queries=QUERIES, resc_schedule=False),
+    ]
+    found: Tensor = library.MultiAttack(parts)(x, y)
+    return found
+
+
 APGD, FAB, SQUARE = f"apgd-ce-{STEPS}", f"fab-t-{FAB_STEPS}(targets={TARGETS})", f"square(queries={QUERIES})"
+APGD_T = f"apgd-t-{STEPS}(targets={TARGETS})"
+AUTOATTACK = f"autoattack(steps={FAB_STEPS},targets={TARGETS},queries={QUERIES})"
 CHANCE: dict[str, Any] = {"eps": 24 / 255, "apart": 6}  # a random search of so few queries is mostly luck
 ART_APGD: dict[str, Any] = {"eps_step": 2 * EPS, "max_iter": STEPS, "nb_random_init": 1, "loss_type": "cross_entropy"}
 PAIRS = {
@@ -306,6 +383,8 @@ PAIRS = {
     "pgd-art": with_pgd(art_pgd),
     "pgd-secml-torch": with_pgd(secml_pgd),
     "apgd-torchattacks": with_torchattacks(APGD, "APGD", steps=STEPS, loss="ce"),
+    "apgd-t-torchattacks": with_torchattacks(APGD_T, "APGDT", steps=STEPS, n_classes=TARGETS + 1),
+    "autoattack-torchattacks": Pair(AUTOATTACK, torchattacks_autoattack),
     "apgd-art": with_art(APGD, "AutoProjectedGradientDescent", **ART_APGD),
     "fab-t-torchattacks": with_torchattacks(FAB, "FAB", steps=FAB_STEPS, multi_targeted=True, n_classes=TARGETS + 1),
     "square-torchattacks": with_torchattacks(SQUARE, "Square", **CHANCE, n_queries=QUERIES, resc_schedule=False),
