@@ -329,10 +329,10 @@ def test_the_rest_of_the_batch_does_not_matter(build, norm):
 
 def test_costs_what_it_says_and_nothing_twice():
     model, x, y = tiny(6, classes=4)
-    for ball, forwards in ((Linf(1e-6), 1), (L2(1e-6), 1), (L1(1e-6), 4)):
+    for ball, balls, forwards in ((Linf(1e-6), 1, 1), (L2(1e-6), 1, 1), (L1(1e-6), 3, 4)):
         for attack, expected in (
             (APGD(ball, steps=20), (20, forwards)),
-            (OverTargets(APGD(ball, TowardsRank(), steps=20), targets=3), (60, 3 * forwards + 1)),
+            (OverTargets(APGD(ball, TowardsRank(), steps=20), targets=3), (60, 3 * balls + 1)),
             (APGD(ball, TowardsRank(3), steps=20), (20, forwards + 1)),
         ):
             with metered(model) as cost:

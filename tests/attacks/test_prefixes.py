@@ -90,6 +90,8 @@ def test_the_doubts_of_an_attack_inside_are_passed_on():
         ("eot:7+pgd-10", {"restarts": 1, "times": 7}),
         ("scale:0.1+pgd-2(restarts=3)", {"restarts": 3, "factors": 0.1}),
         ("targeted:next+eot:3+pgd-2(restarts=4)", {"restarts": 4, "times": 3, "target": "next"}),
+        ("eot:2+eot:3+eot:4+pgd-2", {"times": 2, "inner.times": 3, "inner.inner.times": 4, "steps": 2}),
+        ("aas(images=8)+patches-learned(images=99)", {"images": 8, "inner.images": 99}),
     ],
 )
 def test_settings_tell_every_layer(name, expected):

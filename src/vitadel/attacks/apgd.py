@@ -239,8 +239,13 @@ class APGD:
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
         return self.search(model, x, y, draws)[0]
 
-    def search(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
-        """The attack's images, and the places of the samples that it has not fooled: nobody need look again."""
+    def search(
+        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None, right: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The attack's images, and the places of the samples that it has not fooled: nobody need look again.
+
+        With `right` the clean images are known to be classified as labelled.
+        """
         check_pixels(x)
         x = x.detach()
         draws = Draws.of_pixels(x) if draws is None else draws
@@ -249,7 +254,7 @@ class APGD:
             standing = _Standing(self.goal(model, x, y), x, torch.arange(len(x), device=x.device))
             if self.random_start:
                 best = _start(phases[0].threat, x, draws.stream("start"))
-                if self.stop_when_fooled and len(phases) > 1:
+                if self.stop_when_fooled and len(phases) > 1 and not right:
                     standing = _without_wrong_from_the_start(standing, best)
             else:
                 best = x.clone()
@@ -317,9 +322,9 @@ class APGD:
             return fooled & (self.threat.size(z, x) <= self.threat.eps)
         return fooled
 
-    def passes(self) -> tuple[int, int]:
+    def passes(self, right: bool = False) -> tuple[int, int]:
         phases = len(self._phases())
-        look_at_x = phases > 1 and self.random_start and self.stop_when_fooled
+        look_at_x = phases > 1 and self.random_start and self.stop_when_fooled and not right
         return self.steps, phases + look_at_x + self.goal.forwards
 
 
@@ -416,12 +421,13 @@ class OverTargets:
             if len(place) == 0:
                 break
             attack = replace(self.attack, goal=TowardsClass(target[place]))
-            found[place], standing = attack.search(model, x[place], y[place], draws[place].stream("target", turn))
+            own = draws[place].stream("target", turn)
+            found[place], standing = attack.search(model, x[place], y[place], own, right=True)
             place = place[standing]
         return found
 
     def passes(self) -> tuple[int, int]:
-        gradients, forwards = self.attack.passes()
+        gradients, forwards = self.attack.passes(right=True)
         own = forwards - self.attack.goal.forwards  # clean logits are computed once for all targets
         return gradients * self.targets, own * self.targets + 1
 

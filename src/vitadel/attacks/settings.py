@@ -11,16 +11,19 @@ from vitadel.types import Attack
 
 __all__ = ["settings_of"]
 
+_INSIDE = "inner."  # before a setting of the attack inside, where what goes around it has one of the same name
+
 
 def settings_of(attack: Attack) -> dict[str, object]:
     """Every setting of a built attack, flat, as results record it: nothing about a number stays implicit."""
     settings: dict[str, object] = {} if hasattr(attack, "attack") else {"restarts": 1}
+    inside: dict[str, object] = {}
     for part in dataclasses.fields(attack):  # type: ignore[arg-type]
         if not part.repr:
             continue  # what was learned, not set
         value = getattr(attack, part.name)
         if part.name == "attack":
-            settings = {**settings_of(value), **settings}
+            inside = settings_of(value)
         elif isinstance(attack, Restarts) and part.name == "times":
             settings["restarts"] = value
         elif part.name == "attacks":
@@ -31,7 +34,9 @@ def settings_of(attack: Attack) -> dict[str, object]:
             settings.update({f"{part.name}.{key}": _told(key, entry) for key, entry in inner.items()})
         else:
             settings[part.name] = _told(part.name, value)
-    return settings
+    # Layers may call a setting alike; how often a search is run again is said by the layer that does it.
+    alike = settings.keys() - {"restarts"}
+    return {f"{_INSIDE}{key}" if key.split(_INSIDE)[-1] in alike else key: inside[key] for key in inside} | settings
 
 
 def _told(key: str, value: object) -> object:

@@ -79,15 +79,12 @@ class L2:
 
     def project(self, z: Tensor, x: Tensor) -> Tensor:
         # Clipping to a box that contains x never increases the distance to x, so the order is ball, then box.
-        delta = z - x
+        delta = (z - x).double() if x.dtype in _HALF else z - x
         length = torch.linalg.vector_norm(delta.flatten(1), dim=1).clamp(min=_TINY)
+        kept = delta * per_sample((self.eps / length).clamp(max=1), delta)
         if x.dtype in _HALF:
-            shrink = (self.eps / torch.linalg.vector_norm(delta.double().flatten(1), dim=1).clamp(min=_TINY)).clamp(
-                max=1
-            )
-            kept = delta.double() * per_sample(shrink, delta.double())
             return _rounded_towards(x, (x.double() + kept).clamp(0, 1), kept.abs())
-        inside = x + delta * per_sample((self.eps / length).clamp(max=1), x)
+        inside = x + kept
         return _tightened(inside.clamp(0, 1), x, self.eps, self.size)
 
     def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
