@@ -43,10 +43,9 @@ def hard_labels(y: Tensor) -> Tensor:
 
 
 def precise(logits: Tensor) -> Tensor:
-    """In float32 at least.
+    """In float32 at least: in half precision differences of probabilities and logarithms near 1 are lost.
 
-    In half precision differences of probabilities and logarithms near 1 are lost, ties divide by zero, and a search
-    cannot tell its iterates apart by their values.
+    Besides, ties divide by zero there, and a search cannot tell its iterates apart by their values.
     """
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
