@@ -52,6 +52,8 @@ def visited(name: str, data: str, plan: Appointment, checks: Sequence[Check]) ->
     begun = time.process_time()
     e = examination_of(subject, plan, processes)[0]
     examined = examine(e, checks)
+    done = {finding.check for finding in examined.findings}
+    attacked = any(check.attacks(e.level) for check in checks if check.name in done)
     return {
         "model": name,
         "data": data,
@@ -59,8 +61,7 @@ def visited(name: str, data: str, plan: Appointment, checks: Sequence[Check]) ->
         "images": plan.images,
         "checks": [check.name for check in checks],
         "clean": e.share(e.correct),
-        # As far as a check has asked for it: an attack is run once.
-        "plain attack": e.share(e.held(e.level.plain)) if any(c.attacks(e.level) for c in checks) else None,
+        "plain attack": e.share(e.held(e.level.plain)) if attacked else None,  # which was run already
         "raised": {f.check: f.verdict for f in examined.findings if f.verdict != OK},
         "findings": [f.as_dict() for f in examined.findings],
         "not_examined": dict(examined.not_examined),
@@ -102,7 +103,7 @@ def row(kept: Mapping[str, Any]) -> str:
     name, plain = kept["model"], kept["plain attack"]
     expected = LIARS[name].seen_by if name in LIARS else ()
     marked = [f"**{check}**" if check in expected else check for check in kept["raised"]]
-    shares = [f"{kept['clean']:.1%}", "" if plain is None else f"{plain:.1%}"]
+    shares = ["" if share is None else f"{100 * share:.0f} %" for share in (kept["clean"], plain)]
     cells = [name, verdict(kept), *shares, ", ".join(marked) or "none", f"{kept['seconds']:.0f} s"]
     return f"| {' | '.join(cells)} |"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from imagenet_a import RIGHT, answering, write_imagenet_a
 from toys import trained_toy
+from vitadel.adapters.opening import open_model
 from vitadel.backbones.classifier import wrap
 from vitadel.diagnosis import checks_attention as attention
 from vitadel.diagnosis import checks_gradients as gradients
@@ -19,6 +21,7 @@ from vitadel.diagnosis import checks_masking as masking
 from vitadel.diagnosis import checks_pixels_and_outputs as outputs
 from vitadel.diagnosis import checks_randomness as randomness
 from vitadel.diagnosis import checks_search_strength as strength
+from vitadel.diagnosis.codebook import looking_up
 from vitadel.diagnosis.doctor import CHECKS, Check, examine, sentence
 from vitadel.diagnosis.examination import Examination
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined
@@ -97,6 +100,38 @@ def test_attention_is_looked_at_batch_by_batch():
     parts = attention.attention_saturation(Examination(model, x, e.y, batch_size=4))
     assert parts[0] == whole[0]
     assert parts[1]["99th percentile, per block"] == pytest.approx(whole[1]["99th percentile, per block"], abs=2e-3)
+
+
+@pytest.mark.parametrize("precision", list(attention._ROUNDS_TO_ONE))
+def test_attention_saturates_where_numbers_of_its_precision_do(precision):
+    def largest(gap: float) -> float:
+        return float(torch.tensor([gap, 0.0], dtype=precision).softmax(0)[0])
+
+    at = attention._ROUNDS_TO_ONE[precision]
+    # Who computes in float32 and rounds at the end gets there by a factor of two, 0.7, later.
+    assert largest(at - 0.2) < 1 == largest(at + 0.8)
+    assert math.exp(-attention._VANISHES[precision]) == pytest.approx(torch.finfo(precision).tiny, rel=0.5)
+
+
+def test_a_saturated_book_hides_what_softened_attention_finds():
+    model = open_model("zoo:shapes-standard")
+
+    def reader(gap: float) -> Examination:
+        subject = open_subject(looking_up(model, 16, gap), "shapes")
+        return examination_of(subject, Appointment(limit=16), CPU)[0]
+
+    sharp, blurred = reader(1000.0), reader(1.0)
+    assert attention.attention_saturation(sharp)[1]["rows that vanish, per block"][0] > 0.8
+    verdict, evidence = attention.attention_scaling(sharp)
+    assert verdict == SUSPICIOUS
+    assert evidence["pgd-10(restarts=4)"] > 0.9
+    assert evidence["softened"] == evidence["random factors"] == 0
+    # What rounds to nothing in float32 is there in float64, in part.
+    assert 0 < evidence["in float64"] < 0.9
+    assert evidence["clean, of the softened model"] == 1
+    # The same book, not so sharp, hides nothing.
+    assert attention.attention_saturation(blurred)[0] == attention.attention_scaling(blurred)[0] == OK
+    assert blurred.share(blurred.held("pgd-10")) == 0
 
 
 def softened(model: nn.Module, **more) -> Examination:

@@ -185,6 +185,16 @@ def test_pixels_normalised_twice_are_seen_where_nothing_is_lost_by_it(before, ve
     assert outcome == verdict, evidence
 
 
+def test_what_only_looks_like_a_normalisation_is_left_alone():
+    model, x, y = toy()
+    patient = Around(model).eval()
+    patient.spare = Normalise([0.5] * 3, [0.5] * 3)  # never run
+    patient.odd = nn.Identity()
+    patient.odd.mean, patient.odd.std = "mean", [object()] * 3
+    verdict, evidence = outputs.normalisation(Examination(patient, x[:60], y[:60], eps=0.08))
+    assert (verdict, "range of what is normalised" in evidence) == (OK, False)
+
+
 class Searching(nn.Module):
     """Moves an image to where its answer is clearer, in one of the ways to ask for a gradient."""
 

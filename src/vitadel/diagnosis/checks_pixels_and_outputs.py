@@ -12,6 +12,7 @@ from vitadel.attacks.names import make
 from vitadel.backbones.checks import looks_like_probabilities
 from vitadel.diagnosis.examination import Examination, relative_change
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome
+from vitadel.errors import Mistake
 from vitadel.evaluation.chance import beaten, binomial_tail
 from vitadel.instrument.hooks import Edge, hooked
 
@@ -111,19 +112,26 @@ def _given_to_normalisers(e: Examination) -> list[tuple[float, float]]:
     def look(images: Tensor) -> None:
         seen.append((round(float(images.amin()), 4), round(float(images.amax()), 4)))
 
-    sites = [Edge(name, part, look, before=True) for name, part in e.model.named_modules() if _normalises(part)]
-    with hooked(e.model, sites):
-        e.answers(e.few(min(16, e.batch_size)))
+    for name, part in e.model.named_modules():
+        if _normalises(part):
+            try:
+                with hooked(e.model, [Edge(name, part, look, before=True)]):
+                    e.answers(e.few(min(16, e.batch_size)))
+            except (Mistake, IndexError):  # it has no part in the answer, or is given its images by name
+                continue
     return seen
 
 
 def _normalises(part: nn.Module) -> bool:
     numbers = []
     for name in ("mean", "std"):
-        told = getattr(part, name, None)
-        if not isinstance(told, Tensor | list | tuple):
+        told: Any = getattr(part, name, None)
+        try:
+            numbers.append(
+                [float(each) for each in told] if isinstance(told, list | tuple) else told.flatten().tolist()
+            )
+        except (AttributeError, TypeError, ValueError):  # anything may be called so
             return False
-        numbers.append([float(number) for number in torch.as_tensor(told).flatten()])
     return len(numbers[0]) == len(numbers[1]) == 3 and numbers != [[0.0] * 3, [1.0] * 3]
 
 
