@@ -2,6 +2,7 @@
 
     python benchmarks/doctor.py                                      # all, some 20 minutes on one core
     python benchmarks/doctor.py --only "bit depth" memory            # these, as another process may do the others
+    python benchmarks/doctor.py --seed 7 --out runs/doctor-7         # on other images; --norm and --eps as well
     python benchmarks/doctor.py --images 24 --without-attacks        # only what takes a few passes
     python benchmarks/doctor.py --only zoo:cifar10-trades --data parquet:test.parquet
     python benchmarks/doctor.py --table                              # nothing but the tables of what is there
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 
 from vitadel.adapters.opening import open_model
+from vitadel.amounts import amount_text, read_amount
 from vitadel.backbones.load import load_model, zoo_names
 from vitadel.diagnosis.doctor import CHECKS, Check, examine
 from vitadel.diagnosis.examination import LEVELS
@@ -57,9 +59,7 @@ def visited(name: str, data: str, plan: Appointment, checks: Sequence[Check]) ->
     return {
         "model": name,
         "data": data,
-        "level": plan.level,
-        "images": plan.images,
-        "checks": [check.name for check in checks],
+        **settings(plan, checks),
         "clean": e.share(e.correct),
         "plain attack": e.share(e.held(e.level.plain)) if attacked else None,  # which was run already
         "raised": {f.check: f.verdict for f in examined.findings if f.verdict != OK},
@@ -67,6 +67,18 @@ def visited(name: str, data: str, plan: Appointment, checks: Sequence[Check]) ->
         "not_examined": dict(examined.not_examined),
         "seconds": round(time.process_time() - begun, 1),
         "environment": environment(processes.device, 1),
+    }
+
+
+def settings(plan: Appointment, checks: Sequence[Check]) -> dict[str, Any]:
+    """What makes two verdicts comparable."""
+    return {
+        "level": plan.level,
+        "images": plan.images,
+        "norm": plan.norm,
+        "eps": amount_text(plan.eps),
+        "seed": plan.seed,
+        "checks": [check.name for check in checks],
     }
 
 
@@ -128,6 +140,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int)
     parser.add_argument("--level", default="quick")
+    parser.add_argument("--norm", default="linf")
+    parser.add_argument("--eps", default="8/255")
+    parser.add_argument("--seed", type=int, default=0, help="chooses other images")
     parser.add_argument("--without-attacks", action="store_true", help="only checks that take a few passes")
     parser.add_argument("--only", nargs="+", help="names of liars or of models of the zoo", metavar="NAME")
     parser.add_argument("--data", default=SHAPES, help="for honest models; liars are made of models of shapes")
@@ -138,9 +153,10 @@ def main() -> None:
     if unknown:
         parser.error(f"neither a liar nor a model of the zoo: {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
-    plan = Appointment(level=options.level, limit=options.images)
+    eps = read_amount(options.eps, "eps")
+    plan = Appointment(level=options.level, limit=options.images, norm=options.norm, eps=eps, seed=options.seed)
     checks = [check for check in CHECKS if not options.without_attacks or is_cheap(check, options.level)]
-    wanted = {"level": plan.level, "images": plan.images, "checks": [check.name for check in checks]}
+    wanted = settings(plan, checks)
     names = [] if options.table else options.only or [*HONEST, *LIARS]
     images = {name: SHAPES if name in LIARS else options.data for name in names}
     todo = [name for name in names if not told_before(kept_in(options.out, name), wanted | {"data": images[name]})]
