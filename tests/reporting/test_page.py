@@ -286,6 +286,43 @@ def test_members_and_the_papers_way_of_counting_are_told(tmp_path):
     assert "no &lt;estimate&gt;" in told
 
 
+def with_own_rules(path: Path, name: str) -> Path:
+    """The run, with one of its attacks outside the worst case, as patches are."""
+    attacks = json.loads((path / "results.json").read_text())["attacks"]
+    for entry in attacks:
+        entry["own_rules"] = entry["name"] == name
+    inside = [entry for entry in attacks if not entry["own_rules"]]
+    worst = {key: inside[-1][key] for key in ("held", "n", "robust_accuracy", "ci95")} if inside else None
+    rewrite(path, attacks=attacks, worst_case=worst)
+    return path
+
+
+def test_what_is_no_part_of_the_worst_case_is_not_said_to_be_withstood(tmp_path: Path) -> None:
+    both = with_own_rules(made(tmp_path / "a", attacks={"fgsm": ALL, "patch-fool": HALF}), "patch-fool")
+    told = verdict(read_run(both))
+    assert "under fgsm with Linf 8/255, seed 0, 100.0 % still are" in told
+    assert told.endswith("By rules of their own, so each alone: patch-fool 50.0 % (35.2 to 64.8 %).")
+    text = Outline(page_of(tmp_path, both)).text
+    assert "holds against every attack within the budget" in text
+    assert "By rules of their own, and no part of it: patch-fool." in text
+    only = verdict(read_run(with_own_rules(made(tmp_path / "b", attacks={"patch-fool": HALF}), "patch-fool")))
+    assert "no attack within the budget was run, so nothing is known about how they fare under one." in only
+    assert only.endswith("patch-fool 50.0 % (35.2 to 64.8 %).")
+
+
+def test_a_run_without_attacks_needs_no_chart_of_one_bar(tmp_path: Path) -> None:
+    clean, attacked = made(tmp_path / "a", attacks={}), made(tmp_path / "b")
+    assert "Accuracy, clean and under attack" not in page_of(tmp_path, clean)
+    assert "Accuracy, clean and under attack" in page_of(tmp_path, attacked)
+    assert "Accuracy, clean and under attack" in page_of(tmp_path, clean, attacked)
+
+
+def test_what_all_attacks_cost_together_is_told(tmp_path: Path) -> None:
+    text = Outline(page_of(tmp_path, made(tmp_path / "a", attacks={"fgsm": HALF, "pgd-20": ALL}))).text
+    # 40 images, then the 20 that still stand, at 20 gradients, 22 forwards and 3.25 seconds a stage.
+    assert "All together: 1,200 gradients and 1,320 forwards of single images, 6.5 s on cpu." in text
+
+
 def test_trust_is_told_before_the_numbers(tmp_path: Path) -> None:
     looked = {"check": "the doctor's glance", "verdict": "ok", "evidence": "", "advice": ""}
     calm = trust(read_run(made(tmp_path / "a", model="my model", data="folder:my photos", findings=[looked])))

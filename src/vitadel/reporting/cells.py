@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vitadel.reporting.figures import printable
 
-__all__ = ["Cell", "Column", "Table", "share_cells", "share_columns", "texts"]
+__all__ = ["Cell", "Column", "Table", "folded", "share_cells", "share_columns", "texts"]
 
 Cell = str | int | float | None
 
@@ -39,6 +39,34 @@ def share_cells(entry: Mapping[str, Any] | None, name: str) -> tuple[Cell, Cell,
 
 def share_columns(name: str) -> tuple[Column, Column, Column]:
     return Column(f"{name}, %", 1), Column(f"{name}, from", 1), Column(f"{name}, to", 1)
+
+
+def folded(table: Table) -> Table:
+    """The table to be read: intervals in brackets behind their numbers instead of in two columns of their own."""
+    headings = [column.heading for column in table.columns]
+    keep = [place for place in range(len(headings)) if not _is_end(headings, place)]
+    columns = tuple(table.columns[place] for place in keep)
+    rows = tuple(tuple(_with_interval(row, table, headings, place) for place in keep) for row in table.rows)
+    return replace(table, columns=columns, rows=rows)
+
+
+def _is_end(headings: Sequence[str], place: int) -> bool:
+    return any(_has_ends(headings, before) for before in (place - 1, place - 2) if before >= 0)
+
+
+def _has_ends(headings: Sequence[str], place: int) -> bool:
+    """Whether the two columns after this one hold the ends of its interval."""
+    endings = [heading.rpartition(", ")[2] for heading in headings[place + 1 : place + 3]]
+    return endings == ["from", "to"]
+
+
+def _with_interval(row: Sequence[Cell], table: Table, headings: Sequence[str], place: int) -> Cell:
+    if not _has_ends(headings, place) or row[place] is None:
+        return row[place]
+    value, low, high = (
+        _rounded(cell, column) for cell, column in list(zip(row, table.columns, strict=True))[place : place + 3]
+    )
+    return f"{value} ({low} to {high})" if low and high else value
 
 
 def texts(row: Sequence[Cell], table: Table) -> list[str]:

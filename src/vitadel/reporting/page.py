@@ -8,7 +8,8 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from vitadel.reporting.figures import Picture, draw_accuracies, draw_classes, dr
 from vitadel.reporting.gather import (
     Run,
     aspects,
+    faced,
     interval_text,
     listed,
     percent,
@@ -151,9 +153,19 @@ def _template() -> Any:
         points=lambda share: f"{100 * share:+.1f}",
         listed=listed,
         plain=plain,
+        numeric=_numeric,
         unbroken=lambda text: text.replace(" %", "\u00a0%"),  # no line begins with a percent sign
     )
     return environment.get_template("report.html")
+
+
+def _numeric(table: Mapping[str, Any]) -> list[bool]:
+    """Which columns hold numbers, with or without what stands behind them; these are set flush right."""
+    columns = [[row[place] for row in table["rows"]] for place in range(len(table["headings"]))]
+    return [all(_NUMBER.match(cell) for cell in column if cell) and any(column) for column in columns]
+
+
+_NUMBER = re.compile(r"[-+<>−]?\s*\d")
 
 
 def _duration(seconds: float) -> str:
@@ -185,15 +197,28 @@ def verdict(run: Run) -> str:
     sentence = "" if run.complete else "So far: "
     sentence += f"{percent(clean['accuracy'])} of {clean['n']:,} images are classified correctly "
     sentence += f"(95 % interval {interval_text(clean['ci95'])}); "
-    if not worst or not run.attacks:
+    within = [entry for entry in run.attacks if not entry.get("own_rules")]
+    if not worst or not within:
         what = "was run" if run.complete else "is finished"
-        return f"{sentence}no attack {what}, so nothing is known about how they fare under attack."
-    names = listed([entry["name"] for entry in run.attacks])
+        kind = "attack" if within == run.attacks else "attack within the budget"
+        unknown = f"{sentence}no {kind} {what}, so nothing is known about how they fare under "
+        return f"{unknown}{'attack' if within == run.attacks else 'one'}.{_by_own_rules(run)}"
+    names = listed([entry["name"] for entry in within])
     share = "none of them survives" if worst["held"] == 0 else f"{percent(worst['robust_accuracy'])} still are"
     return (
         f"{sentence}under {names} with {threat_text(run)}, seed {run.results.get('seed')}, "
-        f"{share} (95 % interval {interval_text(worst['ci95'])})."
+        f"{share} (95 % interval {interval_text(worst['ci95'])}).{_by_own_rules(run)}"
     )
+
+
+def _by_own_rules(run: Run) -> str:
+    """Attacks with a budget of another kind are no part of the worst case, and are told beside it."""
+    told = [
+        f"{entry['name']} {percent(entry['robust_accuracy'])} ({interval_text(entry['ci95'])})"
+        for entry in run.attacks
+        if entry.get("own_rules")
+    ]
+    return f" By rules of their own, so each alone: {listed(told)}." if told else ""
 
 
 def trust(run: Run) -> dict[str, str] | None:
@@ -265,7 +290,8 @@ def _gauges(run: Run) -> list[dict[str, Any]]:
     base = f"n = {clean['n']:,}, seed {run.results.get('seed')}"
     gauges = [_gauge("clean", "clean images", clean["accuracy"], clean["ci95"], base)]
     if worst and run.attacks:
-        note = f"{threat_text(run)}, {base}; a sample counts only if it holds against every attack"
+        every = "every attack" if len(faced(run)) == len(run.attacks) else "every attack within the budget"
+        note = f"{threat_text(run)}, {base}; a sample counts only if it holds against {every}"
         gauges.append(_gauge("worst", "worst case under attack", worst["robust_accuracy"], worst["ci95"], note))
     return gauges
 

@@ -95,10 +95,14 @@ _COMPARED = {
 
 
 def accuracies(runs: Sequence[Run]) -> Section | None:
-    picture = draw_accuracies([run for run in runs if run.one_budget])
+    shown = [run for run in runs if run.one_budget]
+    # Of one run without attacks the gauge above says it all.
+    picture = draw_accuracies(shown) if len(runs) > 1 or any(run.attacks for run in shown) else None
     if picture is None:
         return None
-    return Section("figure", "Accuracy, clean and under attack", {"picture": picture, "caption": _ACCURACIES})
+    outside = sorted({entry["name"] for run in shown for entry in run.attacks if entry.get("own_rules")})
+    apart = f" By rules of their own, and no part of it: {', '.join(outside)}." if outside else ""
+    return Section("figure", "Accuracy, clean and under attack", {"picture": picture, "caption": _ACCURACIES + apart})
 
 
 _ACCURACIES = (
@@ -382,19 +386,19 @@ OVERVIEW: tuple[Callable[[Sequence[Run]], Section | None], ...] = (comparison, a
 
 OF_A_RUN: tuple[Callable[[Run], Section | None], ...] = (
     findings,
-    attacks,
-    classes,
-    examples,
-    training,
-    activations,
     ladder,
     trade_off,
     adapter_maps,
     stability,
     corruptions,
     study,
+    activations,
+    attacks,
+    classes,
+    examples,
+    training,
     left_out,
     protocol,
     provenance,
 )
-"""Sections about one run."""
+"""Sections about one run: what a suite was asked for stands before what every run has."""

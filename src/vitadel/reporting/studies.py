@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Shown
 
-from vitadel.reporting.cells import Table, texts
+from vitadel.reporting.cells import Table, folded, texts
 from vitadel.reporting.figures import Picture
 from vitadel.reporting.gather import Run
 from vitadel.reporting.study import Study, Told
@@ -67,7 +67,7 @@ def study_content(run: Run) -> tuple[str, dict[str, Any]] | None:
             "headings": [column.heading for column in table.columns],
             "rows": [texts(row, table) for row in table.rows],
         }
-        for table in study.tables(told)
+        for table in map(folded, study.tables(told))
     ]
     content = {"picture": picture, "caption": study.caption, "tables": tables, "remarks": study.remarks(told)}
     return study.title, content
@@ -84,7 +84,7 @@ def show_study(results: Mapping[str, Any]) -> None:
     console, told = Console(), results["study"]
     study = STUDIES[told["name"]]
     console.print(escape(study.sentence(told)))
-    for table in study.tables(told):
+    for table in map(folded, study.tables(told)):
         shown = Shown(title=escape(table.caption), title_justify="left")
         for column in table.columns:
             shown.add_column(escape(column.heading), justify="left" if column.digits is None else "right")

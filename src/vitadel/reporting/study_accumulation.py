@@ -46,6 +46,7 @@ def _draw(run: Run) -> Picture | None:
             axes.fill_between(places, course["lower"], course["upper"], color=COLOURS["grid"], alpha=0.5, linewidth=0)
             lines += axes.plot(places, course["median"], **style)
         axes.set(ylim=(0, 1.02), xlabel="step", ylabel="confidence")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         names_shown = [_short(printable(maker["name"])) for maker in told["models"]]
         legend = axes.legend(lines, names_shown, frameon=False, fontsize=8, labelcolor=COLOURS["muted"])
         for text in legend.get_texts():
@@ -64,19 +65,20 @@ def _short(name: str) -> str:
 
 
 def _sentence(told: Told) -> str:
-    parts = []
-    for maker in told["models"]:
-        others = [seen for seen in maker["seen_by"] if not seen["itself"]]
-        said = [
-            f"{seen['name']} names the class in {percent(seen['pictures']['top1']['accuracy'])}, "
-            f"{against_chance(seen['pictures']['top1'], seen['dealt']['top1'])}"
-            for seen in others
-        ]
-        sure = f"its own confidence has a median of {maker['confidence']['median'][-1]:.2f}"
-        parts.append(f"of the pictures that {maker['name']} makes, {' and '.join([*said, sure])}")
+    """About the model that is studied; what other models make is in the table."""
+    maker = told["models"][0]
+    said = [
+        f"{seen['name']} names the class in {percent(seen['pictures']['top1']['accuracy'])}, "
+        f"{against_chance(seen['pictures']['top1'], seen['dealt']['top1'])}"
+        for seen in maker["seen_by"]
+        if not seen["itself"]
+    ]
+    sure = f"it is sure of its own by {maker['confidence']['median'][-1]:.2f} (median), which is what was climbed"
     start = "noise" if told["start"] == "noise" else "grey"
-    text = "; ".join(parts)
-    return f"After {told['steps']} steps from {start}, {told['n']} pictures of {len(told['classes'])} classes: {text}."
+    return (
+        f"After {told['steps']} steps from {start}, of {told['n']} pictures of {len(told['classes'])} classes that "
+        f"{maker['name']} makes: {'; '.join([*said, sure])}."
+    )
 
 
 def _tables(told: Told) -> list[Table]:

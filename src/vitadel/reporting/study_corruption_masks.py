@@ -39,7 +39,7 @@ def _draw(run: Run) -> Picture | None:
 def _sentence(told: Told) -> str:
     accuracy, harm, masks = told["accuracy"], told["harm"]["learned"], told["masks"]["learned"]
     low, high = harm["ci95"]
-    sure = "not clearly different" if low <= 0 <= high else "worse" if low > 0 else "better"
+    sure = "not clearly different" if low <= 0 <= high else f"so its choice {'harms more' if low > 0 else 'harms less'}"
     return (
         f"With noise in {told['corrupted']} of {told['patches']} patches {percent(accuracy['learned']['mean'])} of "
         f"{told['n']:,} images are right if the corruption model chooses them, and "
