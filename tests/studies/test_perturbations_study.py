@@ -93,5 +93,5 @@ def test_models_that_cannot_be_compared(monkeypatch, tmp_path):
     with pytest.raises(Mistake, match="classes"):
         juries.seated(subject, ("vit_tiny_patch16_224=random",))
     assert [juror.name for juror in juries.seated(open_subject(patterned(), Faint()), ())] == ["wrapped"]
-    renamed = replace(subject, data_spec="cifar10")  # ten classes as well, but of other things
+    renamed = replace(subject, data_spec="svhn")  # ten classes as well, but of other things
     assert [juror.name for juror in juries.seated(renamed, ())] == ["zoo:shapes-standard"]
