@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.losses import cross_entropy, kl_divergence, margin
+from vitadel.attacks.losses import cross_entropy, kl_divergence, margin, precise
 from vitadel.attacks.surrogate import Surrogate
 from vitadel.errors import Mistake
 from vitadel.types import Aim, Loss
@@ -112,7 +112,7 @@ class _GamaAim:
 
     def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         logits = self.model(z)
-        probabilities = logits.softmax(1)
+        probabilities = precise(logits).softmax(1)
         if self.guide is None:
             self.guide = probabilities.detach()
         pull = self.weight * max(0.0, 1 - progress / self.until)
@@ -148,5 +148,5 @@ class Gama:
         if self.guide == "init":
             return _GamaAim(model, y, None, self.weight, self.until)
         with torch.no_grad():
-            guide = model(x).softmax(1)
+            guide = precise(model(x)).softmax(1)
         return _GamaAim(model, y, guide, self.weight, self.until)
