@@ -6,6 +6,7 @@ import base64
 import gc
 import importlib.util
 import io
+import itertools
 import os
 import socket
 import sys
@@ -22,7 +23,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from browsing import PHONE, Visit, browsing, keep_screenshot
+from browsing import DESKTOP, PHONE, Visit, browsing, keep_screenshot
 from vitadel.errors import Mistake
 from vitadel.playground.models import Chosen, Shelf
 from vitadel.playground.uploads import MOST_BYTES
@@ -84,7 +85,6 @@ def test_an_attack_from_click_to_picture(visit: Visit, tmp_path: Path) -> None:
     assert page.locator("#result .verdict").inner_text().startswith("Fooled: disc became ")
     assert page.locator("#result img").count() == 5
     assert page.evaluate("[...document.querySelectorAll('#result img')].every(i => i.naturalWidth >= 192 && i.alt)")
-    keep_screenshot(page, "playground-desktop", tmp_path)
     for name in ("adversarial.png", "adversarial.safetensors"):
         with page.expect_download() as coming:
             page.click(f"#result a[download='{name}']")
@@ -95,18 +95,41 @@ def test_an_attack_from_click_to_picture(visit: Visit, tmp_path: Path) -> None:
     assert (visit.errors, visit.outside) == ([], [])
 
 
-def test_two_models_and_a_phone(visit: Visit, tmp_path: Path) -> None:
+def test_passes_are_counted_while_an_attack_runs(visit: Visit) -> None:
     page = visit.page
-    page.get_by_role("tab", name="Compare two models").click()
+    choose(visit, "model", "zoo:shapes-robust")
+    choose(visit, "name", "square(queries=500)")
+    choose(visit, "eps", "1/255")  # too little to be fooled by, so that it goes all the way
+    page.click("#attack")
+    page.wait_for_function(r"/\d+\/50\d passes/.test(document.querySelector('#result').innerText)")
+    page.locator("#result .verdict", has_text="It holds").wait_for()
+    choose(visit, "name", "pgd-20")
+    choose(visit, "eps", "8/255")
+    assert (visit.errors, visit.outside) == ([], [])
+
+
+def test_two_models_on_all_screens(visit: Visit, tmp_path: Path) -> None:
+    page = visit.page
+    choose(visit, "model", "zoo:shapes-standard")
+    press(visit, "attack", "result")
+    page.get_by_role("tab", name="Two models").click()
     press(visit, "compare", "comparison")
     assert page.locator("#comparison td").count() == 6
-    keep_screenshot(page, "playground-compare", tmp_path)
-    page.get_by_role("tab", name="Attack one model").click()
-    page.set_viewport_size(PHONE)
-    page.wait_for_timeout(300)
-    assert not visit.scrolls_sideways()
-    keep_screenshot(page, "playground-phone", tmp_path)
-    page.set_viewport_size({"width": 1280, "height": 900})
+    assert "What fools zoo:shapes-standard does not fool zoo:shapes-robust." in page.locator("#comparison").inner_text()
+    for screen, tab in itertools.product((DESKTOP, PHONE), ("One model", "Two models")):
+        page.set_viewport_size(screen)
+        page.get_by_role("tab", name=tab).click()  # both are there, on a phone too
+        page.wait_for_timeout(300)
+        assert not visit.scrolls_sideways()
+        for scheme in ("light", "dark"):
+            # What the system's setting does when a page is opened; opening it anew would forget the results.
+            page.evaluate(f"document.body.classList.toggle('dark', {str(scheme == 'dark').lower()})")
+            page.wait_for_timeout(500)  # colours fade over
+            name = f"playground-{tab.partition(' ')[0].lower()}-{screen['width']}-{scheme}"
+            keep_screenshot(page, name, tmp_path)
+    page.evaluate("document.body.classList.remove('dark')")
+    page.get_by_role("tab", name="One model").click()
+    page.set_viewport_size(DESKTOP)
     assert (visit.errors, visit.outside) == ([], [])
 
 

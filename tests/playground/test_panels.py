@@ -35,6 +35,8 @@ def test_everything_about_a_success_is_told() -> None:
     page = result_panel(crafted(), ("cat", "dog"), Wish("pgd-20", 8 / 255), "cat")
     assert "Fooled: cat became dog." in page
     assert "pgd-20, linf 8/255: used Linf 2.00/255, L2 0.054; 20 gradients, 3 other passes, 1.2 s." in page
+    once = result_panel(replace(crafted(), gradients=1, forwards=1), ("cat", "dog"), Wish(), "cat")
+    assert "; 1 gradient, 1 other pass, 1.2 s." in once
     assert "75.0 %" in page
     assert "87.5 %" in page
     assert "no longer fools the model" in page
@@ -82,6 +84,21 @@ def test_comparison_says_who_is_fooled_by_whose_image() -> None:
         ("fooled", "dog (87.5 %)"),  # B on its own
     ]
     assert "different sizes" in page
+    assert "Only B is fooled. What fools B also fools A." in page
+
+
+def test_comparison_begins_with_its_verdict() -> None:
+    stays, moves = Seen(0, torch.tensor([0.9, 0.1]), None), Seen(1, torch.tensor([0.2, 0.8]), None)
+    moved = {True: Transferred(stays, moves, False), False: Transferred(stays, stays, False)}
+    for fooled, also, told in (
+        ((False, False), (False, True), "Both hold.</p>"),
+        ((True, False), (False, False), "Only A is fooled. What fools A does not fool B.</p>"),
+        ((True, True), (True, False), "Both are fooled. What fools A also fools B. What fools B does not fool A.</p>"),
+    ):
+        made = [crafted(fooled=each) for each in fooled]
+        page = comparison_panel(("A", "B"), [("cat", "dog")] * 2, made, [moved[each] for each in also], Wish())
+        assert told in page
+        assert page.index(told) < page.index("<img")
 
 
 def test_hostile_names_stay_words() -> None:

@@ -42,12 +42,24 @@ def test_only_what_was_named_or_shipped_can_be_opened() -> None:
         shelf().open(named)
 
 
+def test_the_page_begins_with_models_of_its_data() -> None:
+    assert shelf().pair == ("zoo:shapes-robust", "zoo:shapes-standard")
+    assert shelf(named=["zoo:shapes-standard"]).pair[0] == "zoo:shapes-standard"
+    kinds = [spec.partition("-")[0] for spec in shelf().specs]
+    assert kinds == sorted(kinds, key=lambda kind: kind != "zoo:shapes")
+    others = [spec.partition("-")[0] for spec in shelf(data="cifar10@test").specs]
+    assert others == sorted(others, key=lambda kind: kind != "zoo:cifar10")
+    assert shelf(data="folder:x").pair[0] in zoo_names()  # none is for these; the first must do
+
+
 def test_named_models_come_first_with_their_options_and_few_stay_open() -> None:
     timm = ["vit_tiny_patch16_224", "deit_tiny_patch16_224"]
     small = {"depth": 1, "embed_dim": 24, "num_heads": 3, "img_size": 32, "patch_size": 8}
     options = {"model_options": {"weights": "random", "num_classes": 10, "kwargs": small}}
     some = shelf(named=timm, options=options)
-    assert some.specs == [*timm, *zoo_names()]
+    assert some.specs[:2] == timm
+    assert sorted(some.specs[2:]) == sorted(zoo_names())
+    assert some.pair == (timm[0], "zoo:shapes-standard")
     for spec in (*timm, "zoo:shapes-standard", "zoo:shapes-robust"):
         some.open(spec)
     assert list(some._open) == [timm[1], "zoo:shapes-standard", "zoo:shapes-robust"]

@@ -55,18 +55,15 @@ def build(shelf: Shelf) -> gr.Blocks:
                 _image_choice(shelf, chosen, page)
                 wish = _wish_choice()
             with gr.Column(scale=3, min_width=300), gr.Tabs():
-                with gr.Tab("Attack one model"):
-                    model = gr.Dropdown(shelf.specs, value=shelf.specs[0], label="Model", elem_id="model")
+                with gr.Tab("One model"):
+                    model = gr.Dropdown(shelf.specs, value=shelf.pair[0], label="Model", elem_id="model")
                     button = gr.Button("Attack", variant="primary", elem_id="attack")
                     result = gr.HTML(elem_id="result", min_height=120)
                     button.click(_attack(shelf), [chosen, model, *wish], result, scroll_to_output=True, **_QUEUE)
-                with gr.Tab("Compare two models"):
+                with gr.Tab("Two models"):
                     pair = [
-                        gr.Dropdown(shelf.specs, value=spec, label=label, elem_id=elem_id)
-                        for spec, label, elem_id in (
-                            (shelf.specs[0], "First model", "first"),
-                            (shelf.specs[-1], "Second model", "second"),
-                        )
+                        gr.Dropdown(shelf.specs, value=spec, label=f"{place.capitalize()} model", elem_id=place)
+                        for spec, place in zip(shelf.pair, ("first", "second"), strict=True)
                     ]
                     compare = gr.Button("Attack both", variant="primary", elem_id="compare")
                     table = gr.HTML(elem_id="comparison", min_height=120)

@@ -18,7 +18,9 @@ from vitadel.data import open_dataset
 from vitadel.data.cifar_names import CIFAR10_CLASSES
 from vitadel.data.imagenet import imagenet_classes
 from vitadel.data.shapes import CLASSES
+from vitadel.data.spec import parse_spec
 from vitadel.errors import Mistake, nearest_names
+from vitadel.evaluation.audit import DEFAULT_MODEL
 from vitadel.evaluation.subject import Subject, open_subject
 from vitadel.types import Source
 
@@ -72,7 +74,21 @@ class Shelf:
 
     @property
     def specs(self) -> list[str]:
-        return list(dict.fromkeys([*self.named, *zoo_names()]))
+        """Those named by the user, then those of the zoo, first the ones for these data."""
+        return list(dict.fromkeys([*self.named, *sorted(zoo_names(), key=lambda spec: not self._is_for_data(spec))]))
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """What the page begins with: a model, and one that was trained without attacks to compare it with."""
+        default = DEFAULT_MODEL if self._is_for_data(DEFAULT_MODEL) else self.specs[0]
+        first = self.named[0] if self.named else default
+        others = [spec for spec in self.specs if spec != first] or [first]
+        plain = [spec for spec in others if spec.endswith("-standard") and self._is_for_data(spec)]
+        return first, (plain or others)[0]
+
+    def _is_for_data(self, spec: str) -> bool:
+        kind = parse_spec(self.data, root=Path(), split=None, skip_bad=False).kind
+        return spec.startswith(f"zoo:{kind}-")
 
     @property
     def source(self) -> Source:

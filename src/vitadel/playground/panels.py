@@ -27,7 +27,8 @@ CSS = """
 .vd { color: var(--body-text-color); font-size: 15px; line-height: 1.45; }
 .vd figure { margin: 0; max-width: 224px; min-width: 0; }
 .vd figcaption { margin-top: 6px; overflow-wrap: anywhere; }
-.vd small, .vd .muted { font-weight: 400; color: var(--body-text-color-subdued); font-size: 13px; }
+.vd small, .vd .muted { font-weight: 400; font-size: 13px;
+  color: color-mix(in srgb, var(--body-text-color) 72%, transparent); }
 .vd img { display: block; width: 100%; height: auto; border-radius: 6px; image-rendering: pixelated; }
 .vd .row { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(128px, 1fr)); margin: 14px 0; }
 .vd .two { display: grid; gap: 24px; grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); margin: 14px 0; }
@@ -53,7 +54,9 @@ CSS = """
 .vd table, .vd table thead, .vd table tbody, .vd table tr { border: 0 !important; }
 .vd th, .vd td { border: 0; border-bottom: 1px solid var(--border-color-primary); padding: 8px 12px 8px 0;
   text-align: left; vertical-align: top; }
-.vd td.fooled { color: #b3402a; font-weight: 600; } .dark .vd td.fooled { color: #ff9d85; }
+.vd td { white-space: nowrap; }
+.vd td.fooled { color: #b3402a; font-weight: 600; } .dark .vd td { white-space: nowrap; }
+.vd td.fooled { color: #ff9d85; }
 """
 
 Names = Sequence[str]
@@ -113,9 +116,21 @@ def comparison_panel(
     if any(each.resized for each in transferred):
         note += " The models take images of different sizes: each other's were resampled, which can undo an attack."
     return _page(
+        _who_falls(specs, crafted, transferred),
         Markup('<div class="row">{}</div>').format(Markup("").join(pictures)),
         Markup('<div class="scroll"><table>{}{}</table></div><p class="muted">{}</p>').format(head, rows, note),
     )
+
+
+def _who_falls(specs: Sequence[str], crafted: Sequence[Crafted], transferred: Sequence[Transferred]) -> Markup:
+    """Whose answer changes on the image crafted for it, and on the other's."""
+    fallen = [spec for spec, each in zip(specs, crafted, strict=True) if each.fooled]
+    said = {0: "Both hold.", 1: f"Only {(fallen or [''])[0]} is fooled.", 2: "Both are fooled."}[len(fallen)]
+    for spec, each, moved, other in zip(specs, crafted, transferred, reversed(specs), strict=True):
+        if each.fooled:
+            said += f" What fools {spec} {'also fools' if moved.fooled else 'does not fool'} {other}."
+    kind = "fooled" if fallen else "held"
+    return Markup('<p class="verdict {}" role="status">{}</p>').format(kind, said)
 
 
 def _page(*parts: Markup) -> str:
@@ -138,9 +153,14 @@ def _verdict(crafted: Crafted, names: Names, label: str | None) -> Markup:
 
 def _spent(crafted: Crafted, wish: Wish) -> Markup:
     used = f"Linf {crafted.size('linf') * 255:.2f}/255, L2 {crafted.size('l2'):.3f}"
-    return Markup('<p class="muted">{}, {} {}: used {}; {:,} gradients, {:,} other passes, {:.1f} s.</p>').format(
-        wish.attack, wish.norm, amount_text(wish.eps), used, crafted.gradients, crafted.forwards, crafted.seconds
+    gradients, passes = _count(crafted.gradients, "gradient"), _count(crafted.forwards, "other pass", "es")
+    return Markup('<p class="muted">{}, {} {}: used {}; {}, {}, {:.1f} s.</p>').format(
+        wish.attack, wish.norm, amount_text(wish.eps), used, gradients, passes, crafted.seconds
     )
+
+
+def _count(number: int, what: str, ending: str = "s") -> str:
+    return f"{number:,} {what}{'' if number == 1 else ending}"
 
 
 def _pictures(crafted: Crafted, names: Names) -> Markup:
