@@ -52,6 +52,14 @@ def test_the_page_begins_with_models_of_its_data() -> None:
     assert shelf(data="folder:x").pair[0] in zoo_names()  # none is for these; the first must do
 
 
+def test_zoo_models_of_other_data_can_be_shown_any_picture() -> None:
+    other = next(spec for spec in zoo_names() if spec.startswith("zoo:cifar10-"))
+    opened = shelf().open(other)
+    assert opened.names[0] == "airplane"
+    assert not opened.knows_data
+    assert opened.pixels(shelf().image(0).picture).shape == (1, 3, 32, 32)
+
+
 def test_named_models_come_first_with_their_options_and_few_stay_open() -> None:
     timm = ["vit_tiny_patch16_224", "deit_tiny_patch16_224"]
     small = {"depth": 1, "embed_dim": 24, "num_heads": 3, "img_size": 32, "patch_size": 8}

@@ -134,9 +134,10 @@ def ready_attack(opened: Opened, wish: Wish, index: int | None = None, tell: Tel
     if not studies(attack):
         return attack
     if not opened.knows_data:
+        at_hand = "what is at hand" if opened.subject.given_as_object else opened.subject.data_spec
         raise Mistake(
-            f"{wish.attack} studies the model on images of its own data first, and {opened.subject.data_spec} is not "
-            "that. Start the playground with --data SPEC, or take an attack without such a study."
+            f"{wish.attack} studies the model on images of its own data first, and {at_hand} is not that. "
+            "Start the playground with --data SPEC, or take an attack without such a study."
         )
     subject, here = opened.subject, Processes(0, 1, opened.device)
     bench = Bench(subject.model, subject.source, subject.preprocess, MemoryLedger(), here, BATCH, wish.seed)

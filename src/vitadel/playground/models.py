@@ -124,7 +124,10 @@ class Shelf:
 
     def _opened(self, spec: str) -> Opened:
         given: Mapping[str, Any] = self.options if spec in self.named else {}
-        subject = open_subject(spec, self.data, data_root=self.data_root, skip_bad=True, **given)
+        # A zoo model of other data may be shown any picture here, as nobody counts its answers: its data stay unnamed.
+        known = spec in self.named or self._is_for_data(spec)
+        data = self.data if known else self.source
+        subject = open_subject(spec, data, data_root=self.data_root, skip_bad=True, **given)
         subject.model.to(self.device)
         subject.model.eval()
         with torch.no_grad():
