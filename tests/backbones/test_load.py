@@ -223,7 +223,14 @@ def test_a_new_head_keeps_the_rest(tmp_path: Path) -> None:
 def wishes(**given: Any) -> load._Wishes:
     nothing: dict[str, Any] = {"weights": None, "num_classes": None, "normalisation": None, "input_size": None}
     none_kept = {"patch_size": None, "new_head": False, "head_classes": None, "kwargs": {}}
+    none_kept |= {"crop_pct": None, "interpolation": None}
     return load._Wishes(**{**nothing, **none_kept, **given})
+
+
+def test_another_way_to_the_input_size() -> None:
+    own = load_model(VIT, weights="random", kwargs=KWARGS).record
+    record = load_model(VIT, weights="random", kwargs=KWARGS, crop_pct=0.875, interpolation="bilinear").record
+    assert record == replace(own, crop_pct=0.875, interpolation="bilinear") != own
 
 
 def test_another_input_size_after_loading_and_back_from_disk(tmp_path: Path) -> None:

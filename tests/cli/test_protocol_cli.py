@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from PIL import Image
+
 from command_line import vitadel
 
 
@@ -27,6 +29,22 @@ def test_what_is_missing_or_misspelt_is_told(tmp_path):
     assert "did you mean rvt" in told_by("audit", "--protocol=rtv", cwd=tmp_path, code=2)
     idle = told_by("audit", "--protocol=rvt", "--suite=stability", cwd=tmp_path, code=2)
     assert "--protocol do not go with --suite stability" in idle
+
+
+def test_a_protocol_says_how_images_come_to_their_size(tmp_path):
+    for name in ("n01440764", "n01855672"):
+        folder = tmp_path / "imagenet" / "val" / name
+        folder.mkdir(parents=True)
+        Image.new("RGB", (260, 240)).save(folder / "0.JPEG")
+    model = ("vit_tiny_patch16_224", "--weights=random", "--num-classes=1000")
+    words = ("audit", *model, "--protocol=rvt", "--data=imagenet:imagenet")
+    told = told_by(*words, cwd=tmp_path, code=2)
+    assert "images: 2 instead of 50,000" in told
+    assert "preprocessing" not in told  # timm's own would be a crop of 0.9
+    told = told_by(*words, "--crop-pct=0.9", cwd=tmp_path, code=2)
+    assert "preprocessing: shorter side to 248 pixels (bicubic), then the central 224 x 224 instead of shorter" in told
+    told = told_by(*words, "--interpolation=cubic", cwd=tmp_path, code=2)
+    assert "unknown interpolation 'cubic'" in told
 
 
 def test_protocols_are_listed(tmp_path):

@@ -62,3 +62,11 @@ def test_the_centre_is_what_is_kept() -> None:
 def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
     with pytest.raises(Mistake, match=message):
         Preprocess(**settings)  # type: ignore[arg-type]
+
+
+def test_it_can_be_told_in_words() -> None:
+    assert Preprocess(224, 0.875).about == "shorter side to 256 pixels (bicubic), then the central 224 x 224"
+    squashed = Preprocess(32, 1.0, "bilinear", "squash")
+    assert squashed.about == "squashed to 32 x 32 pixels (bilinear), then the central 32 x 32"
+    padded = Preprocess((24, 40), 0.8, crop_mode="border")
+    assert padded.about == "longer side to 30 x 50 pixels, then padded (bicubic), then the central 24 x 40"

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitadel.attacks.names import make
-from vitadel.backbones.classifier import wrap
+from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.data.shapes import SPLITS
 from vitadel.errors import Mistake
 from vitadel.evaluation import protocols
@@ -44,8 +44,8 @@ class Blank:
         return f"n{index % 10:08d}/{index}.JPEG"
 
 
-def subject_of(data: str = "cifar10", n: int = 10_000, side: int = 32) -> Subject:
-    model = wrap(nn.Sequential(nn.Flatten(), nn.LazyLinear(10)))
+def subject_of(data: str = "cifar10", n: int = 10_000, side: int = 32, crop_pct: float = 0.875) -> Subject:
+    model = wrap(nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), crop_pct=crop_pct)
     return Subject(model, "toy", Blank(n, side), data)
 
 
@@ -159,6 +159,32 @@ def test_rvt_is_at_224_pixels():
     message = refusal(order_of("rvt"), subject_of("imagenet:x", 50_000, side=384))
     assert "size of attacked images: 384 x 384 instead of 224 x 224" in message
     assert message.count(" instead of ") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "own"),
+    [
+        ({"crop_pct": 0.9}, "shorter side to 248 pixels (bicubic)"),
+        ({"interpolation": "bilinear"}, "shorter side to 256 pixels (bilinear)"),
+        ({"crop_mode": "squash"}, "squashed to 256 x 256 pixels (bicubic)"),
+    ],
+)
+def test_rvt_is_at_the_crop_of_its_paper(changes, own):
+    subject = subject_of("imagenet:x", 50_000, side=224)
+    other = Classifier(subject.model.backbone, replace(subject.model.record, **changes))
+    subject = replace(subject, model=other)
+    message = refusal(order_of("rvt"), subject)
+    wanted = "shorter side to 256 pixels (bicubic), then the central 224 x 224"
+    assert f"preprocessing: {own}, then the central 224 x 224 instead of {wanted}" in message
+    assert message.count(" instead of ") == 1
+    board = replace(PROTOCOLS["robustbench-imagenet"], image_list=None, images=50_000)
+    found = differences(board, order_of("robustbench-imagenet"), subject, torch.arange(50_000))
+    assert found == {}  # there every model has its own way
+
+
+def test_what_a_protocol_asks_of_opening_a_model():
+    assert PROTOCOLS["rvt"].model_options == {"crop_pct": 0.875, "interpolation": "bicubic"}
+    assert PROTOCOLS["robustbench-cifar10"].model_options == {}
 
 
 def test_studies_on_other_images_are_other_attacks():

@@ -133,8 +133,13 @@ def wrap(
     std: Sequence[float] = (1.0, 1.0, 1.0),
     input_size: int | tuple[int, int] | None = None,
     num_classes: int | None = None,
+    crop_pct: float = 1.0,
+    interpolation: str = "bicubic",
 ) -> Classifier:
-    """Make any module a classifier on pixels in [0, 1]. Without mean and std the module gets the pixels as they are."""
+    """Make any module a classifier on pixels in [0, 1]. Without mean and std the module gets the pixels as they are.
+
+    Images of another size than `input_size` are resized to `input_size / crop_pct`, and their centre is taken.
+    """
     if not isinstance(module, nn.Module):
         raise Mistake(
             f"wrap takes an nn.Module, got {type(module).__name__}. Put a plain function into a module first."
@@ -150,6 +155,8 @@ def wrap(
         mean=normalisation[0],
         std=normalisation[1],
         input_size=(input_size, input_size) if isinstance(input_size, int) else input_size,
+        crop_pct=crop_pct,
+        interpolation=interpolation,
         notes=_normalisation_note(module, *normalisation),
     )
     return Classifier(module, record)

@@ -52,6 +52,8 @@ class _Wishes:
     num_classes: int | None
     normalisation: tuple[tuple[float, float, float], tuple[float, float, float]] | None
     input_size: int | None
+    crop_pct: float | None
+    interpolation: str | None
     patch_size: int | None
     new_head: bool
     head_classes: tuple[int, ...] | None
@@ -69,6 +71,8 @@ def load_model(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     input_size: int | None = None,
+    crop_pct: float | None = None,
+    interpolation: str | None = None,
     small_images: bool | int = False,
     new_head: bool = False,
     head_classes: Sequence[int] | None = None,
@@ -82,7 +86,8 @@ def load_model(
     Normalisation: `mean` and `std` if given, else the checkpoint's own record, else a normalising layer saved with the
     weights, else timm's data configuration (its training size, because that is what a ViT's positions are made for).
     `input_size`: resample the position embedding for images of another size. `small_images`: shrink the patches too
-    (to 4 pixels, or to the number given; 32-pixel images unless `input_size` says otherwise).
+    (to 4 pixels, or to the number given; 32-pixel images unless `input_size` says otherwise). `crop_pct` and
+    `interpolation`: how images of other sizes are brought to the model's, where it is not to be the model's own way.
     `new_head`: replace the classification layer by a fresh one with `num_classes`, for training on other data; without
     it a number of classes that is not the checkpoint's is a mistake. `head_classes`: keep these of the model's classes,
     in this order, for data that have no others. `kwargs` go to `timm.create_model`.
@@ -100,6 +105,8 @@ def load_model(
         num_classes=num_classes if head_classes is None else None,  # how many the checkpoint has is its own affair
         normalisation=None if mean is None or std is None else (three_numbers(mean, "mean"), three_numbers(std, "std")),
         input_size=input_size,
+        crop_pct=crop_pct,
+        interpolation=interpolation,
         patch_size=(4 if small_images is True else small_images) if small_images is not False else None,
         new_head=new_head,
         head_classes=None if head_classes is None else tuple(head_classes),
@@ -369,6 +376,10 @@ def _as_wished(backbone: nn.Module, record: ModelRecord, wishes: _Wishes, spec: 
     record = _reshaped(backbone, record, wishes)
     if wishes.normalisation is not None:
         record = replace(record, mean=wishes.normalisation[0], std=wishes.normalisation[1])
+    if wishes.crop_pct is not None:
+        record = replace(record, crop_pct=wishes.crop_pct)
+    if wishes.interpolation is not None:
+        record = replace(record, interpolation=wishes.interpolation)
     return Classifier(backbone, record)
 
 

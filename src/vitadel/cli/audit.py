@@ -75,6 +75,7 @@ def audit(
     else:
         if protocol is not None:
             attacking, sampling, independent = _under(protocol, attacking, sampling, independent, given)
+            choice = _opened_under(protocol, choice, given)
         order = running.order_of(attacking, sampling, conduct, independent=independent, protocol=protocol)
         done = running.run_attacks("audit", order, model, choice, sampling, run, doctor=doctor)
         if done is not None:
@@ -95,6 +96,14 @@ def _under(
         sampling = replace(sampling, data=protocol.data[0])
     fixed = {flag: asked[flag] for flag in ("attacks", "eps", "norm") if flag in asked}
     return replace(attacking, **fixed), sampling, asked.get("independent", independent)
+
+
+def _opened_under(name: str, choice: options.Choice, given: set[str]) -> options.Choice:
+    """How a protocol wants the model opened, likewise."""
+    from vitadel.evaluation.protocols import protocol_named
+
+    asked = protocol_named(name).model_options
+    return replace(choice, **{flag: value for flag, value in asked.items() if flag not in given})
 
 
 def _refuse_idle_flags(suite: str | None, given: set[str]) -> None:

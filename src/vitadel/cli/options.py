@@ -40,6 +40,13 @@ class Choice:
     input_size: Annotated[
         int | None, typer.Option(help="image size in pixels, where it differs from the model's own")
     ] = None
+    crop_pct: Annotated[
+        float | None,
+        typer.Option(help="share of a resized image that is kept, e.g. 0.875, where it differs from the model's own"),
+    ] = None
+    interpolation: Annotated[
+        str | None, typer.Option(help="how images are resized, e.g. bicubic, where it differs from the model's own")
+    ] = None
     head_classes: Annotated[
         str | None, typer.Option(help="keep these of its classes, for data that have no others, e.g. 0,217,482")
     ] = None
@@ -63,6 +70,8 @@ class Choice:
             "mean": _numbers(self.mean, "--mean"),
             "std": _numbers(self.std, "--std"),
             "input_size": self.input_size,
+            "crop_pct": self.crop_pct,
+            "interpolation": self.interpolation,
             "small_images": self.small_images,
             "head_classes": _whole_numbers(self.head_classes, "--head-classes"),
         }

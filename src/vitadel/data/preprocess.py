@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -51,6 +52,16 @@ class Preprocess:
     def shape(self) -> tuple[int, int]:
         """(height, width)."""
         return (self.size, self.size) if isinstance(self.size, int) else self.size
+
+    @property
+    def about(self) -> str:
+        """In words, for images of another size than this one."""
+        height, width = self.shape
+        tall, wide = (math.floor(side / self.crop_pct) for side in self.shape)
+        size = f"{tall} pixels" if tall == wide else f"{tall} x {wide} pixels"
+        how = {"center": f"shorter side to {size}", "squash": f"squashed to {tall} x {wide} pixels"}
+        first = how.get(self.crop_mode, f"longer side to {size}, then padded")
+        return f"{first} ({self.interpolation}), then the central {height} x {width}"
 
     def __call__(self, image: Image.Image) -> Tensor:
         """An RGB picture as uint8, (3, height, width)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,10 @@ class Protocol:
     """What is the same in all runs that bear the name.
 
     `data` are the kinds of `--data` it is for, on their split for testing. `pixels` is the side of the images that are
-    attacked: an image enlarged first is another threat; None leaves it to the model. `image_list` is the `list_digest`
-    of the images, where they are not the whole split. With `independent` every attack is counted alone.
+    attacked: an image enlarged first is another threat; None leaves it to the model. `crop_pct` and `interpolation` say
+    how images come to that size; None leaves it to the model, as leaderboards with models of many sizes do.
+    `image_list` is the `list_digest` of the images, where they are not the whole split. With `independent` every attack
+    is counted alone.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Protocol:
     attacks: tuple[str, ...]
     norm: str = "linf"
     pixels: int | None = None
+    crop_pct: float | None = None
+    interpolation: str | None = None
     image_list: str | None = None
     independent: bool = False
     needs: str = ""
@@ -51,6 +55,12 @@ class Protocol:
     @property
     def budget(self) -> float:
         return read_amount(self.eps, "eps")
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """What it asks of how a model is opened, as `load_model` takes it."""
+        asked = {"crop_pct": self.crop_pct, "interpolation": self.interpolation}
+        return {name: value for name, value in asked.items() if value is not None}
 
     @property
     def about(self) -> str:
@@ -106,6 +116,8 @@ RVT = Protocol(
     eps="1/255",
     attacks=("fgsm", "pgd-5(step=0.5/255)"),
     pixels=224,
+    crop_pct=0.875,
+    interpolation="bicubic",
     independent=True,
     needs="imagenet:DIR, the whole validation split",
     remark="Five small steps at 1/255 say little about robustness: models that pass may fail stronger attacks.",
@@ -144,7 +156,10 @@ def protocol_named(name: str) -> Protocol:
 
 
 def settings(name: str) -> dict[str, Any]:
-    """What a protocol fixes, as `audit` takes it: `audit(model, "cifar10", **settings("robustbench-cifar10"))`."""
+    """What a protocol fixes, as `audit` takes it: `audit(model, "cifar10", **settings("robustbench-cifar10"))`.
+
+    How a model is opened is apart, in `protocol_named(name).model_options`.
+    """
     protocol = protocol_named(name)
     return {
         "protocol": protocol.name,
@@ -215,6 +230,10 @@ def differences(protocol: Protocol, order: Order, subject: Subject, indices: Ten
     if protocol.pixels is not None:
         height, width = subject.preprocess.shape
         hold("size of attacked images", f"{height} x {width}", f"{protocol.pixels} x {protocol.pixels}")
+    if protocol.crop_pct is not None and protocol.interpolation is not None:
+        own = subject.preprocess
+        wanted = replace(own, crop_pct=protocol.crop_pct, interpolation=protocol.interpolation, crop_mode="center")
+        hold("preprocessing", own.about, wanted.about)
     hold("precision", order.precision, "fp32")
     hold("precision of weights", _weights(subject), "float32")
     if order.skip_bad:

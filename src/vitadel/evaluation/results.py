@@ -127,6 +127,7 @@ def described(subject: Subject, tally: Tally, fingerprint: str) -> dict[str, Any
             "classes": len(subject.source.classes),
             "class_names": list(subject.source.classes),
             "pixels": list(subject.preprocess.shape),
+            "preprocessing": subject.preprocess.about,
             "left_out": len(tally.bad),
             "left_out_names": [entry["name"] for entry in tally.bad[:20]],
             "not_opened": list(left_out(subject.source)),

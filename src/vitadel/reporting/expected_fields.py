@@ -78,6 +78,7 @@ _PARTS: Mapping[str, Fields] = {
             "left_out_names": _TEXTS,
             "not_opened": _TEXTS,
             "pixels": _SIZE,
+            "preprocessing": _TEXT,
         },
     ),
     "threat": Fields({}, {"norm": _TEXT_OR_NULL, "eps": _NUMBER, "eps_text": _TEXT_OR_NULL}),

@@ -369,6 +369,7 @@ def provenance(run: Run) -> Section | None:
         "seed": results.get("seed", settings.get("seed")),
         "model fingerprint": results.get("model", {}).get("fingerprint") or settings.get("model_fingerprint"),
         "data fingerprint": settings.get("data_fingerprint"),
+        "preprocessing": results.get("data", {}).get("preprocessing"),
         "precision": results.get("precision"),
         "batch size": results.get("batch_size"),
         "platform": made_with.get("platform"),

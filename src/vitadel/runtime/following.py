@@ -11,7 +11,8 @@ __all__ = ["following_command"]
 # better than the flags, which a protocol or a default may stand for.
 _FLAGS = {"--small-images", "--allow-readable", "--skip-bad"}
 _WITH_VALUE = {
-    *("--weights", "--num-classes", "--mean", "--std", "--input-size", "--head-classes", "--tokens"),
+    *("--weights", "--num-classes", "--mean", "--std", "--input-size", "--crop-pct", "--interpolation"),
+    *("--head-classes", "--tokens"),
     *("--data-root", "--batch-size", "--seed", "--device"),
 }
 
