@@ -167,7 +167,9 @@ def _shrink_data(world: Path, patch: pytest.MonkeyPatch) -> None:
             return replace(request, root=_once(written, world, "cifar", _cifar))
         if request.argument and request.kind in vitadel.data.opening.DATA_KINDS:
             assert request.kind in STAND_INS, f"no stand-in for --data {spec}: add {request.kind} to STAND_INS"
-            place = _once(written, world, request.kind, STAND_INS[request.kind])
+            whole = request.kind == "folder" and Path(request.argument).name == "imagenet"
+            kind = "folder of imagenet" if whole else request.kind  # whose classes a model's own head knows
+            place = _once(written, world, kind, STAND_INS[kind])
             return replace(request, argument=str(place))
         return request
 
@@ -203,6 +205,12 @@ def _write_pictures(folder: Path, classes: tuple[str, ...], each: int) -> Path:
 def _write_folder(place: Path) -> Path:
     for split in ("train", "val"):
         _write_pictures(place / split, ("cat", "dog"), 12)
+    return place
+
+
+def _write_thousand(place: Path) -> Path:
+    for split in ("train", "val"):
+        _write_pictures(place / split, tuple(f"class{number:03d}" for number in range(1000)), 1)
     return place
 
 
@@ -268,6 +276,7 @@ def _write_cifar(place: Path, patch: pytest.MonkeyPatch) -> Path:
 
 STAND_INS: dict[str, Callable[[Path], Path]] = {
     "folder": _write_folder,
+    "folder of imagenet": _write_thousand,
     "parquet": _write_parquet,
     "npz": _write_npz,
     "imagenet": _write_imagenet,
