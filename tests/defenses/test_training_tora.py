@@ -81,6 +81,17 @@ def test_trades_on_the_robust_branch():
     torch.testing.assert_close(found[name], expected)
 
 
+@pytest.mark.parametrize("beta", [None, 3.0])
+def test_mixed_labels_are_taken_as_they_are(beta):
+    tora, (x, z, y) = tora_of(lively=True, precise=True), batch()
+    one, other = (F.one_hot(each, 5).double() for each in (y, (y + 1) % 5))
+    objective = TwoBranches(make("pgd-1"), beta=beta)
+    losses = [objective(tora, x, z, label) for label in (y, (y + 1) % 5, 0.7 * one + 0.3 * other)]
+    first, second, mixed = (float(each["loss"].detach()) for each in losses)
+    assert mixed == pytest.approx(0.7 * first + 0.3 * second, abs=1e-9)  # cross-entropies are linear in the label
+    assert losses[2]["accuracy"] == losses[0]["accuracy"]
+
+
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
 def test_lambda_weighs_the_robust_loss(weight):
     tora, (x, z, y) = tora_of(lively=True, precise=True), batch()
