@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vitadel import attacks, studies
     from vitadel.adapters.opening import open_model
     from vitadel.backbones import Classifier, load_model, wrap
+    from vitadel.cli.inspect import massive_activations
     from vitadel.cli.revisiting import study
     from vitadel.data import open_dataset
     from vitadel.defenses.harden import harden
@@ -35,6 +36,7 @@ __all__ = [
     "extra_tokens",
     "harden",
     "load_model",
+    "massive_activations",
     "open_dataset",
     "open_model",
     "probe",
@@ -54,6 +56,7 @@ _HOMES = {
     "extra_tokens": "vitadel.instrument",
     "harden": "vitadel.defenses.harden",
     "load_model": "vitadel.backbones",
+    "massive_activations": "vitadel.cli.inspect",
     "open_dataset": "vitadel.data",
     "open_model": "vitadel.adapters.opening",
     "probe": "vitadel.defenses.heads.probing",

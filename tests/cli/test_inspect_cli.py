@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 import command_line
+import vitadel as vitadel_package
 from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
 from vitadel.adapters.token_files import save_tokens
 from vitadel.backbones.load import load_model
 from vitadel.cli import main
+from vitadel.errors import Mistake
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +127,14 @@ def test_the_folder_of_an_audit_says_model_images_and_budget(tmp_path: Path) -> 
         results = json.loads(said)
         asked.append((results["model"]["spec"], results["data"]["n"], results["seed"], results["activations"]))
     assert asked[0] == asked[1]
+
+
+def test_the_folder_of_an_audit_from_python(tmp_path: Path) -> None:
+    audited = tmp_path / "audit"
+    vitadel_package.audit("zoo:shapes-standard", attacks="fgsm", eps="2/255", limit=5, seed=3, out=audited)
+    told = vitadel_package.massive_activations(audited, attack="features-2", out=tmp_path / "run")
+    assert (told["model"]["spec"], told["data"]["n"], told["seed"]) == ("zoo:shapes-standard", 5, 3)
+    assert json.loads((tmp_path / "run" / "command.json").read_text())["settings"]["eps"] == "2/255"
+    assert [entry["name"] for entry in told["activations"]["conditions"]] == ["clean", "attacked"]
+    with pytest.raises(Mistake, match="no setting 'limt'; did you mean limit"):
+        vitadel_package.massive_activations(audited, limt=5)

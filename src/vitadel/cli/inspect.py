@@ -3,50 +3,90 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vitadel.cli import options, running
 from vitadel.cli.bundles import bundled
-from vitadel.cli.revisiting import Opening, RunOrModel, given_flags, open_revisited, revisited
-from vitadel.errors import Mistake
+from vitadel.cli.revisiting import (
+    Opening,
+    RunOrModel,
+    given_flags,
+    open_revisited,
+    opened_from_python,
+    revisited,
+    shared_settings,
+)
+from vitadel.errors import Mistake, nearest_names
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vitadel.runtime.rundir import RunFolder
+
+_MODEL, _ATTACK, _IMAGES = "zoo:shapes-robust", "features-30", options.Sampling("shapes", limit=100, batch_size=32)
 
 
 @bundled
 def inspect(
     ctx: typer.Context,
-    model: RunOrModel = "zoo:shapes-robust",
-    sampling: options.Sampling = options.Sampling("shapes", limit=100, batch_size=32),
-    attack: Annotated[
-        str, typer.Option(help="one attack, e.g. features-30; see 'vitadel list attacks'")
-    ] = "features-30",
+    model: RunOrModel = _MODEL,
+    sampling: options.Sampling = _IMAGES,
+    attack: Annotated[str, typer.Option(help="one attack, e.g. features-30; see 'vitadel list attacks'")] = _ATTACK,
     threat: options.Threat = options.Threat(),
     choice: options.Choice = options.Choice(),
     run: options.Running = options.Running(),
 ) -> None:
     """Where does a model have its largest activations, and what do attacks and tokens make of them?"""
+    from vitadel.reporting import terminal
+
+    opening = Opening(model, sampling, threat, choice)
+    results, folder = _inspected(opening, given_flags(ctx), attack, run, sys.argv[1:], shown=True)
+    running.tell(results, folder.path, run, terminal.show_activations)
+
+
+def massive_activations(
+    run_or_model: str | Path | nn.Module = _MODEL, *, attack: str = _ATTACK, **settings: Any
+) -> dict[str, Any]:
+    """`vitadel inspect` from Python: the largest activations of every layer, clean and attacked.
+
+    `run_or_model` is the run folder of an audit, whose model, data, limit, seed, eps and norm are taken, or any model.
+    Settings are the command's flags (`data`, `limit`, `tokens`, `out`, ...). Writes `out`, or a new run folder below
+    runs/; returns what `results.json` holds.
+    """
+    opening, run, unknown = opened_from_python(run_or_model, settings, _IMAGES)
+    if unknown:
+        name = next(iter(unknown))
+        raise Mistake(f"massive_activations has no setting {name!r}{nearest_names(name, shared_settings()) or '.'}")
+    return _inspected(opening, set(settings), attack, run, (), shown=False)[0]
+
+
+def _inspected(
+    opening: Opening, given: set[str], attack: str, run: options.Running, argv: Sequence[str], *, shown: bool
+) -> tuple[dict[str, Any], RunFolder]:
     from vitadel.adapters.robustness_tokens import TokenBank, Tokened
     from vitadel.amounts import read_amount
     from vitadel.evaluation.activations import Look, inspect_activations
     from vitadel.reporting import terminal
     from vitadel.runtime.processes import join_processes
 
-    given = given_flags(ctx)
-    opening = revisited(Opening(model, sampling, threat, choice), given)
+    opening = revisited(opening, given)
     eps = read_amount(opening.threat.eps, "eps")
     look = Look(attack, eps, opening.threat.norm, **opening.sampling.for_order())
     processes = join_processes(run.device)
     subject = open_revisited(opening, given, for_features=True)
-    terminal.tell_notes(subject.model.record.notes)
+    if shown:
+        terminal.tell_notes(subject.model.record.notes)
     opened: object = subject.model
     if isinstance(opened, TokenBank):
         raise Mistake("activations are those of one set of tokens, not of a random one: give one file with --tokens")
     tokened = opened if isinstance(opened, Tokened) else None
     if tokened is not None:
         subject = replace(subject, model=tokened.classifier)
-    results, folder = inspect_activations(
-        subject, tokened, look, processes, out=run.out, resume=run.resume, shown=True, argv=sys.argv[1:]
+    return inspect_activations(
+        subject, tokened, look, processes, out=run.out, resume=run.resume, shown=shown, argv=argv
     )
-    running.tell(results, folder.path, run, terminal.show_activations)

@@ -30,7 +30,9 @@ __all__ = [
     "conduct",
     "given_flags",
     "open_revisited",
+    "opened_from_python",
     "revisited",
+    "shared_settings",
     "study",
 ]
 
@@ -186,16 +188,28 @@ def study(name: str, run_or_model: str | Path | nn.Module = _DEFAULT, **settings
 
     if name not in STUDIES:
         raise Mistake(f"unknown study {name!r}{nearest_names(name, STUDIES) or '.'} Known: {', '.join(STUDIES)}.")
+    opening, run, own = opened_from_python(run_or_model, settings, IMAGES)
+    return _conducted(name, opening, set(settings), run, own, shown=False).results
+
+
+def opened_from_python(
+    run_or_model: str | Path | nn.Module, settings: Mapping[str, Any], images: Sampling
+) -> tuple[Opening, Running, dict[str, Any]]:
+    """What a command's bundles of flags would be for these settings, and the settings that belong to none of them."""
     own = dict(settings)
     taken = {kind: {flag: own.pop(flag) for flag in flags_of(kind) if flag in own} for kind in _BUNDLES}
-    run = Running(**taken[Running])
     opening = Opening(
         str(run_or_model) if isinstance(run_or_model, Path) else run_or_model,
-        Sampling(**{**asdict(IMAGES), **taken[Sampling]}),
+        Sampling(**{**asdict(images), **taken[Sampling]}),
         Threat(**taken[Threat]),
         Choice(**taken[Choice]),
     )
-    return _conducted(name, opening, set(settings), run, own, shown=False).results
+    return opening, Running(**taken[Running]), own
+
+
+def shared_settings() -> list[str]:
+    """Those that `opened_from_python` takes, whatever is studied."""
+    return [flag for kind in _BUNDLES for flag in flags_of(kind)]
 
 
 _BUNDLES: tuple[type[Any], ...] = (Sampling, Threat, Choice, Running)
