@@ -2,17 +2,20 @@
 
     python scripts/compare_autoattack.py                                  # 500 images, the standard version: hours
     python scripts/compare_autoattack.py --limit 500 --steps 20 --queries 300
+    python scripts/compare_autoattack.py zoo:cifar10-trades --data parquet:test.parquet --audit runs/audit-of-it
 
 torchattacks' own `AutoAttack` runs its parts with 10 steps instead of 100, and Square with another schedule; here its
 parts are put together as in the paper (Croce & Hein 2020, arXiv:2003.01690). Only images that the model gets right are
-attacked. Ends with exit code 1 if ours leaves more than one sample in 500 more standing. The result is written after
-every batch, so that an interrupted run has still compared something.
+attacked. With `--audit`, ours is not run again: its verdicts are those of an audit by `autoattack` alone, made before
+on the same model, images and budget. Ends with exit code 1 if ours leaves more than one sample in 500 more standing.
+The result is written after every batch, and an interrupted run goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -20,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -28,10 +32,10 @@ from torch import Tensor, nn
 from vitadel.amounts import amount_text, read_amount
 from vitadel.attacks import Linf
 from vitadel.attacks.autoattack import autoattack
-from vitadel.backbones.load import load_model
-from vitadel.data.shapes import Shapes
+from vitadel.data.batches import batches
 from vitadel.evaluation.judge import judge
 from vitadel.evaluation.metering import Cost, metered
+from vitadel.evaluation.subject import Subject, open_subject
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.rundir import write_json
 
@@ -45,6 +49,7 @@ class Settings:
     """What both sides get."""
 
     model: str
+    data: str
     eps: float
     limit: int
     steps: int
@@ -52,6 +57,7 @@ class Settings:
     queries: int
     batch_size: int
     seed: int
+    audit: str | None = None
 
 
 def ours(settings: Settings) -> Run:
@@ -97,7 +103,9 @@ class Side:
         self.cost = Cost(self.cost.gradients + cost.gradients, self.cost.forwards + cost.forwards)
 
 
-def summary(settings: Settings, attacked: list[int], us: Side, them: Side, complete: bool) -> dict[str, object]:
+def summary(
+    settings: Settings, attacked: list[int], us: Side, them: Side, batches_done: int, complete: bool
+) -> dict[str, object]:
     mine, other = set(us.broken), set(them.broken)
     sets = {
         "only_ours_breaks": sorted(mine - other),
@@ -109,6 +117,7 @@ def summary(settings: Settings, attacked: list[int], us: Side, them: Side, compl
     deficit = len(sets["only_theirs_breaks"]) - len(sets["only_ours_breaks"])
     return {
         "complete": complete,
+        "batches": batches_done,
         "settings": asdict(settings),
         "attacked": n,
         "ours": {"held": n - len(mine), "void": us.void, **asdict(us.cost)},
@@ -117,6 +126,49 @@ def summary(settings: Settings, attacked: list[int], us: Side, them: Side, compl
         "as_strong": deficit <= max(1, n * ALLOWED),
         **sets,
     }
+
+
+@dataclass
+class Begun:
+    """What an interrupted comparison has so far."""
+
+    batches: int = 0
+    attacked: list[int] = field(default_factory=list)
+    us: Side = field(default_factory=Side)
+    them: Side = field(default_factory=Side)
+
+    @classmethod
+    def read(cls, path: Path, settings: Settings) -> Begun:
+        told = json.loads(path.read_text()) if path.exists() else {}
+        if told.get("settings") != asdict(settings):
+            return cls()
+
+        def side(name: str, broken: list[int]) -> Side:
+            cost = Cost(told[name]["gradients"], told[name]["forwards"])
+            return Side(sorted(broken + told["both_break"]), told[name]["void"], cost)
+
+        us, them = side("ours", told["only_ours_breaks"]), side("theirs", told["only_theirs_breaks"])
+        return cls(told["batches"], sorted({*us.broken, *them.broken, *told["both_hold"]}), us, them)
+
+
+def told_by_audit(folder: Path, settings: Settings, subject: Subject) -> Side:
+    """What an audit says that `autoattack` broke, as it is in the paper; the whole cost is its own."""
+    length = (settings.steps, settings.targets, settings.queries)
+    assert length == (100, 9, 5000), f"audits run autoattack with 100 steps, 9 targets, 5,000 queries, not {length}"
+    results = json.loads((folder / "results.json").read_text())
+    (entry,) = (entry for entry in results["attacks"] if entry["name"] == "autoattack")
+    alone = entry["counts"] == "this attack alone" or results["attacks"][0] is entry
+    assert alone, f"{folder}: autoattack ran on what others left"
+    assert results["threat"]["norm"] == "linf", f"{folder}: in another norm"
+    assert abs(results["threat"]["eps"] - settings.eps) < 1e-9, f"{folder}: at another eps"
+    assert results["precision"] == "fp32", f"{folder}: in another precision"
+    assert results["model"]["fingerprint"] == subject.model_fingerprint(), f"{folder}: of another model"
+    samples = pq.read_table(folder / "samples.parquet").to_pydict()
+    chosen = subject.selection(settings.limit, settings.seed, skip_bad=False)[0].tolist()
+    assert samples["index"] == chosen, f"{folder}: of other images"
+    rows = zip(samples["index"], samples["clean_correct"], samples["held:autoattack"], strict=True)
+    broken = [index for index, right, held in rows if right and not held]
+    return Side(broken, cost=Cost(entry["gradient_calls"], entry["forward_calls"]))
 
 
 def show(settings: Settings, attacked: int, us: Side, them: Side) -> None:
@@ -135,39 +187,40 @@ def show(settings: Settings, attacked: int, us: Side, them: Side) -> None:
     Console().print(table)
 
 
-def right_ones(model: nn.Module, settings: Settings, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The images of one batch that the model gets right, with their place in the data."""
-    index = torch.arange(start, min(start + settings.batch_size, settings.limit))
-    pixels, y, _ = Shapes().render(index)
-    x = pixels.float() / 255
-    with torch.no_grad():
-        right = model(x).argmax(1) == y
-    return index[right], x[right], y[right]
-
-
 def compare(settings: Settings, out: Path) -> bool:
     """Both attacks batch by batch; whether ours is as strong as is asked."""
-    model, ball = load_model(settings.model), Linf(settings.eps)
-    us, them, attacked = Side(), Side(), list[int]()
-    sides = ((us, ours(settings), model), (them, theirs(settings), copy.deepcopy(model)))
-    told: dict[str, object] = {}
-    for start in range(0, settings.limit, settings.batch_size):
-        batch = right_ones(model, settings, start)
+    subject, ball = open_subject(settings.model, settings.data), Linf(settings.eps)
+    path = out / "comparison.json"
+    begun = Begun.read(path, settings)
+    us, them, attacked = begun.us, begun.them, begun.attacked
+    whole = None if settings.audit is None else told_by_audit(Path(settings.audit), settings, subject)
+    model, twin = subject.model, copy.deepcopy(subject.model)
+    chosen = subject.selection(settings.limit, settings.seed, skip_bad=False)[0].tolist()
+    chunks = [chosen[at : at + settings.batch_size] for at in range(0, len(chosen), settings.batch_size)]
+    left = batches(subject.source, chunks[begun.batches :], subject.preprocess)
+    for done, read in enumerate(left, start=begun.batches + 1):
+        with torch.no_grad():
+            right = model(read.x).argmax(1) == read.y
+        batch = (read.indices[right], read.x[right], read.y[right])
         attacked += batch[0].tolist()
-        for side, run, subject in sides:
-            side.attack(run, subject, ball, batch, settings.seed)
-        told = summary(settings, attacked, us, them, complete=start + settings.batch_size >= settings.limit)
-        write_json(out / "comparison.json", told)
+        if whole is None:
+            us.attack(ours(settings), model, ball, batch, settings.seed)
+        else:
+            us = Side([index for index in whole.broken if index in set(attacked)], cost=whole.cost)
+        them.attack(theirs(settings), twin, ball, batch, settings.seed)
+        told = summary(settings, attacked, us, them, done, complete=done == len(chunks))
+        write_json(path, told)
         print(f"{len(attacked)} attacked: {told['counts']}", flush=True)
     show(settings, len(attacked), us, them)
-    print(out / "comparison.json")
-    return bool(told["as_strong"])
+    print(path)
+    return bool(summary(settings, attacked, us, them, len(chunks), complete=True)["as_strong"])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="zoo:shapes-robust")
-    parser.add_argument("--limit", type=int, default=500, help="how many images of the shapes test split to look at")
+    parser.add_argument("--data", default="shapes")
+    parser.add_argument("--limit", type=int, default=500, help="how many images, class-balanced")
     parser.add_argument("--eps", type=lambda text: read_amount(text, "eps"), default=8 / 255)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--targets", type=int, default=9)
@@ -175,6 +228,7 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "0")))
+    parser.add_argument("--audit", metavar="FOLDER", help="where ours was run before")
     parser.add_argument("--out", type=Path, default=Path("runs/compare-autoattack"))
     given = vars(parser.parse_args())
     out, threads = given.pop("out"), given.pop("threads")

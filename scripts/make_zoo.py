@@ -51,6 +51,10 @@ class Entry:
     slow: tuple[str, ...] = ()  # audited after them, on the same images
     images: int = 200
 
+    def document(self) -> dict[str, Any]:
+        """The recipe, or its last row."""
+        return compose(self.recipe, self.rows[-1] if self.rows else None)
+
 
 def on_cifar10(recipe: str) -> Entry:
     attacks = ("pgd-100", "aas+pgd-100", "aas-paper+pgd-100", "autoattack-fast")
@@ -85,7 +89,7 @@ def trained(name: str, entry: Entry, overrides: list[str], data_root: str | None
         before = out
     model = vitadel.open_model(str(out))
     if isinstance(model, Tora):
-        save_tora(model, ZOO / f"{name}.safetensors", {"model": compose(entry.recipe)["model"]["name"]})
+        save_tora(model, ZOO / f"{name}.safetensors", {"model": entry.document()["model"]["name"]})
     else:
         shutil.copyfile(out / "weights" / "best.safetensors", ZOO / f"{name}.safetensors")
     return dict(results["training"])
@@ -131,6 +135,12 @@ def audited(
     return measured(folders)
 
 
+def told_by_training(name: str) -> dict[str, Any] | None:
+    """What the training that made the shipped weights says of itself, if its folder is still there."""
+    results = RUNS / name / "results.json"
+    return dict(json.loads(results.read_text())["training"]) if results.exists() else None
+
+
 def row(label: str, share: float, interval: list[float]) -> str:
     return f"| {label} | {100 * share:.1f} % | {100 * interval[0]:.1f} to {100 * interval[1]:.1f} % |"
 
@@ -149,7 +159,7 @@ def table(told: Measured) -> str:
 
 
 def card(name: str, entry: Entry, told: Measured, training: dict[str, Any] | None, remark: str) -> str:
-    document, results = compose(entry.recipe), told.results
+    document, results = entry.document(), told.results
     model, threat = results["model"], results["threat"]
     about = texts(entry.recipe)
     alone = any(attack["counts"] == "this attack alone" for attack in told.attacks)
@@ -192,7 +202,10 @@ def main() -> None:
     parser.add_argument("--data-root")
     options = parser.parse_intermixed_args()
     entry = ENTRIES[options.name]
-    training = None if options.card else trained(options.name, entry, options.overrides, options.data_root)
+    if options.card:
+        training = told_by_training(options.name)
+    else:
+        training = trained(options.name, entry, options.overrides, options.data_root)
     given = dict(pair.split("=", 1) for pair in options.overrides)
     if options.short:
         told = measured([RUNS / options.name])

@@ -106,10 +106,12 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
     results, entries = every[0], {entry["name"]: entry for one in every for entry in one["attacks"]}
     alone = all(entries.get(name, {}).get("counts") == "this attack alone" for name in BOTH)
     tables = [pq.read_table(folder / "samples.parquet") for folder in folders]
-    alike = all(table["index"].equals(tables[0]["index"]) for table in tables)
+    asked = {(one["model"]["fingerprint"], one["threat"]["norm"], one["threat"]["eps"]) for one in every}
+    alike = len(asked) == 1 and all(table["index"].equals(tables[0]["index"]) for table in tables)
     if not all(one["complete"] for one in every) or not alone or not alike:
         names = " and ".join(map(str, folders))
-        raise SystemExit(f"{names}: not complete audits of the same images with --independent and {', '.join(BOTH)}")
+        asked_for = f"--independent and {', '.join(BOTH)}"
+        raise SystemExit(f"{names}: not complete audits of one model, budget and set of images with {asked_for}")
     theirs, ours = (entries[name] for name in BOTH)
     columns = {name: table[name] for table in tables for name in table.column_names}
     full_held, fast_held = (columns[f"held:{name}"].to_numpy() for name in BOTH)
