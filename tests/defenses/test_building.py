@@ -16,6 +16,7 @@ from vitadel.defenses.building import Faulty, Recipe, build_check, build_recipe,
 from vitadel.defenses.checking import check_tracker, sketched_model
 from vitadel.defenses.components import component_names
 from vitadel.defenses.recipes import compose, merge, shipped_recipes
+from vitadel.defenses.starting_model import starting_model
 from vitadel.defenses.writing_recipes import recipe_text
 from vitadel.errors import Mistake
 
@@ -55,6 +56,13 @@ def test_a_recipe_is_built_as_it_says():
     assert recipe.about == {"about": "a toy"}
     assert recipe.validation.attack == "pgd-10"
     build_check(recipe, "toy")
+
+
+def test_how_images_come_to_their_size_reaches_the_model():
+    section = built(model={"crop_pct": 0.5, "interpolation": "bilinear"}).model
+    record = starting_model(section, 10, "shapes").classifier.record
+    assert (record.crop_pct, record.interpolation) == (0.5, "bilinear")
+    assert compose("probes/paper", "dinov2-b")["model"]["crop_pct"] == 0.875  # 256 pixels, of which 224
 
 
 def test_the_norm_of_the_threat_reaches_the_attack():
@@ -151,6 +159,18 @@ def test_sections_speak_for_themselves():
          r"data.extra_share: .*no image would come from data.extra"),
         ({"data": {"extra": "npz:x.npz", "extra_share": 0.99}, "train": {"batch_size": 16}},
          r"data.extra_share: .*every image would come from data.extra"),
+        ({"objective": {"use": "robustness_tokens", "attack": "features-3"}},
+         r"adapter: this objective trains tokens .*write `use: tokens`"),
+        ({"objective": {"use": "tora", "attack": "pgd-2"}, "adapter": {"use": "tokens"}},
+         r"adapter: this objective trains tora .*write `use: tora`"),
+        ({"data": {"validation": "shapes@train"}},
+         r"data.train: 'shapes@train' holds the images that models are selected on"),
+        ({"data": {"extra": "shapes@train"}}, r"data.extra: .* the images that models are selected on"),
+        ({"plugins": {"epsilon-warmup": {"epochs": 2}}, "objective": {"use": "standard"}},
+         r"plugins.epsilon_warmup: this objective makes no attack"),
+        ({"plugins": {"random_dropping": {}}, "objective": {"use": "standard"}},
+         r"plugins.random_dropping: this objective makes no attack"),
+        ({"schedule": {"shape": "constant", "final_rate": 0.1}}, r"schedule: the shape 'constant' has no final_rate"),
         ({"train": {"epochs": True}}, r"train.epochs: should be a valid integer, got True"),
     ],
     ids=str,
@@ -393,6 +413,7 @@ def test_mixing_of_pairs_is_good():
         ({"validation": "dtd@validation", "test": "dtd@val"}, "data.validation: "),
         ({"extra": "npz:./a/../x.npz", "test": "npz:x.npz@test"}, "data.extra: "),
         ({"validation": "imagenet:dir@val", "test": "imagenet:dir"}, "data.validation: "),
+        ({"extra": "parquet:x.parquet(label=fine)", "test": "parquet:x.parquet"}, "data.extra: "),
         ({"train": "folder:dir", "test": "folder:dir@test"}, "data.train: "),
         ({"train": "shapes(colour=red)@train"}, "data.train: shapes has no setting 'colour'"),
     ],
@@ -411,6 +432,7 @@ def test_test_images_are_for_testing_however_they_are_written(data, said):
         {"validation": "shapes(seed=1)@test", "test": "shapes@test"},
         {"validation": "flowers102@val", "train": "flowers102@train", "test": "flowers102"},
         {"extra": "npz:x.npz", "test": "npz:y.npz"},
+        {"extra": "npz:x.npz(images=x_train,labels=y_train)", "test": "npz:x.npz(images=x_test,labels=y_test)"},
         {"extra": "svhn@extra", "train": "svhn@train", "test": "svhn"},
         {"train": "imagenet:dir@train", "test": "imagenet:dir"},
     ],

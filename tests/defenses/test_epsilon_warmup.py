@@ -86,7 +86,8 @@ def test_a_first_budget_above_the_full_one_is_told_before_and_in_training():
     with pytest.raises(Mistake, match=r"to 4/255 cannot start at 5/255"):
         warm_up.change_attack(FakeTraining(nn.Identity(), threat=Linf(4 / 255)), attack)
     warm_up.check_objective(Adversarial(attack), Linf(5 / 255))
-    warm_up.check_objective(Standard(), Linf(5 / 255))
+    with pytest.raises(Mistake, match="makes no attack whose budget could grow"):
+        warm_up.check_objective(Standard(), Linf(5 / 255))
 
 
 def test_an_attack_without_a_budget_is_told():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+import requests
 import torch
 import yaml
 from accelerate import tracking
@@ -67,7 +69,7 @@ def test_without_a_test_set_nothing_is_audited(tmp_path):
 
 
 def test_the_best_epoch_by_robust_accuracy_is_kept(tmp_path, monkeypatch):
-    scores = iter([Score(0.9, 0.1, 20), Score(0.2, 0.3, 20), Score(0.95, 0.2, 20), Score(0.9, 0.3, 20)])
+    scores = iter([Score(0.9, 0.1, 20), Score(0.2, 0.3, 20), Score(0.95, 0.2, 20), Score(0.2, 0.3, 20)])
     at_each = []
 
     def score(self, model, *_):
@@ -79,6 +81,44 @@ def test_the_best_epoch_by_robust_accuracy_is_kept(tmp_path, monkeypatch):
     assert results["training"]["best_epoch"] == 1
     kept = load_file(folder.path / "weights" / "best.safetensors")
     assert all(torch.equal(kept[name], tensor) for name, tensor in at_each[1].items())
+
+
+def test_among_epochs_that_withstand_as_much_the_more_accurate_is_kept():
+    """A standard model withstands nothing in any epoch; its first one is hardly trained."""
+    scores = [Score(0.1, 0.0, 20), Score(0.8, 0.0, 20), Score(0.7, 0.0, 20)]
+    assert max(scores, key=lambda score: score.decisive) is scores[1]
+    assert Score(0.2, 0.3, 20).decisive > Score(0.9, 0.2, 20).decisive
+
+
+def test_plug_ins_for_which_a_training_is_too_short_are_told(tmp_path, capsys):
+    plugins = {
+        "awp": {"from_epoch": 1},
+        "weight_average": {"from_epoch": 3},
+        "overfitting_guard": {"from_epoch": 2, "images": 10, "steps": 1},
+        "attention_scaling": {"gap": 2, "images": 16, "steps": 1},
+        "epsilon_warmup": {"epochs": 2},
+    }
+    run_harden(recipe(plugins=plugins), "small", CPU, out=tmp_path / "run", shown=True)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "plugins.awp" not in told  # it has one of the two epochs
+    for name, first in (("weight_average", 3), ("overfitting_guard", 2), ("attention_scaling", 2)):
+        assert f"plugins.{name}: begins at epoch {first} (from 0), and there are 2: it will do nothing" in told
+    assert "plugins.epsilon_warmup: lasts 2 epochs, and there are 2: eps never gets full" in told
+
+
+def test_what_is_said_to_people_does_not_decide_whether_a_run_goes_on(tmp_path):
+    first = {**document(), "about": "one thing"}
+    run_harden(build_recipe(first, "small"), "small", CPU, out=tmp_path / "run")
+    again = build_recipe({**first, "about": "another", "expected": "more"}, "small")
+    results, _ = run_harden(again, "small", CPU, out=tmp_path / "run", resume=True)
+    assert results["complete"]
+
+
+def test_pairs_to_mix_must_fit_each_process():
+    built = recipe(augmentation={"mixup": 0.8}, train={"batch_size": 6})
+    open_workshop(built, CPU)
+    with pytest.raises(Mistake, match=r"each of 2 processes would get 3 images at once; choose a multiple of 4"):
+        open_workshop(built, replace(CPU, count=2))
 
 
 def test_validation_is_at_full_eps_while_training_warms_up(tmp_path, monkeypatch):
@@ -191,6 +231,11 @@ def test_another_tracker_by_name_gets_the_settings_and_every_step(tmp_path, monk
     [
         (OSError(28, "No space left on device"), r"no space left on the disk while writing .*tracker.*--resume"),
         (ConnectionResetError(104, "reset by peer"), r"'wandb' cannot be reached: .*reset by peer.*--resume"),
+        (
+            requests.ConnectionError("Max retries exceeded"),
+            r"'wandb' cannot be reached: Max retries exceeded.*--resume",
+        ),
+        (ValueError("no project"), r"'wandb' cannot be used: no project\. Mend that"),
     ],
 )
 @pytest.mark.parametrize("moment", ["store_init_configuration", "log", "finish"])
@@ -331,7 +376,7 @@ def test_from_python_by_name_with_overrides(tmp_path):
 def test_a_plan_counts_every_part():
     cost = plan_training(open_workshop(recipe(), CPU), CPU)
     assert (cost["epochs"], cost["steps"]) == (2, 6)
-    assert [row["images"] for row in cost["rows"]] == [96, 96, 96, 40, 20]
+    assert [row["images"] for row in cost["rows"]] == [96, 96, 96, 96, 40, 20]
     assert all(row["seconds"] > 0 for row in cost["rows"])
     assert cost["seconds"] == pytest.approx(sum(row["seconds"] for row in cost["rows"]))
     clean = recipe(objective={"use": "standard"})

@@ -321,6 +321,38 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path, monkeypatch):
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 3
 
 
+def test_ctrl_c_while_the_last_epoch_is_judged_is_heeded(tmp_path, monkeypatch):
+    real = loop._score
+
+    def interrupted(run):
+        if run.epoch == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(run)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "_score", interrupted)
+        with pytest.raises(Interrupted):
+            run_harden(recipe(), "small", CPU, out=tmp_path / "run")
+    assert not (tmp_path / "run" / "audit").exists()
+    results, _ = run_harden(recipe(), "small", CPU, out=tmp_path / "run", resume=True)
+    assert (results["complete"], results["training"]["steps"]) == (True, 6)
+
+
+def test_attacks_in_train_mode_meet_it_from_the_first_step_of_every_life(tmp_path, monkeypatch):
+    settings = {"model": {"drop_path": 0.4}, "train": {"attack_mode": "train", "checkpoint_every": 1}}
+    modes, real = [], loop.craft
+
+    def watched(attack, model, *rest):
+        modes.append(model.training)
+        return real(attack, model, *rest)
+
+    monkeypatch.setattr(loop, "craft", watched)
+    run_harden(recipe(**settings), "small", CPU, out=tmp_path / "whole")
+    broken_off(tmp_path / "cut", monkeypatch, 2, **settings)
+    assert all(modes)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
 def test_attacks_leave_no_trace_on_a_training(tmp_path, monkeypatch):
     """No gradient reaches a parameter while an attack runs, and every module has its own mode before and after."""
     real = loop.craft

@@ -66,7 +66,8 @@ def test_loss_and_attack_are_timed_in_the_precision_of_the_training(monkeypatch,
     shop = open_workshop(recipe(train={"precision": precision}), CPU)
     block = shop.model.backbone.blocks[0].mlp.fc1
     plan_training(shop, CPU)
-    loss, attack, *validated = seen
+    loss, update, attack, *validated = seen
+    assert not update  # which takes no pass
     assert loss == attack == kinds
     assert validated == [{torch.float32}] * 2  # a gradient and a pass
 
@@ -99,11 +100,12 @@ def test_recipes_with_adapters_are_planned_as_they_are_trained(monkeypatch, name
     shop = open_workshop(build_recipe(document, name), CPU)
     rows = {part["name"]: part["seconds"] / part["images"] for part in plan_training(shop, CPU)["rows"]}
     assert [type(model) for model in seen] == [attacked]
-    learning, attacking, gradient, forward = (second / 4 for second in (1, 2, 3, 4))  # an image of four
-    assert rows["loss and update"] == learning
+    learning, updating, attacking, gradient, forward = (second / 4 for second in (1, 2, 3, 4, 5))  # an image of four
+    assert rows["loss and gradients"] == learning
+    assert rows["update"] == updating
     assert rows["attacks"] == attacking
-    if name.startswith("tokens"):  # validated by their own attack and measure, the fifth piece of work
-        assert rows["validation, at most"] == pytest.approx(attacking + 5 / 4)
+    if name.startswith("tokens"):  # validated by their own attack and measure, the sixth piece of work
+        assert rows["validation, at most"] == pytest.approx(attacking + 6 / 4)
     else:
         gradients, forwards = make("pgd-10").passes()
         assert rows["validation, at most"] == pytest.approx(gradients * gradient + (forwards + 2) * forward)

@@ -242,7 +242,8 @@ def test_what_it_cannot_change_is_told_before_training():
     with pytest.raises(Mistake, match="training attack is Restarts"):
         RandomDropping().check_objective(Adversarial(Restarts(ATTACK, 2)), ATTACK.threat)
     RandomDropping().check_objective(Adversarial(ATTACK), ATTACK.threat)
-    RandomDropping().check_objective(Standard(), ATTACK.threat)
+    with pytest.raises(Mistake, match="makes no attack that could begin weak"):
+        RandomDropping().check_objective(Standard(), ATTACK.threat)
     parallel = wrap(make_vit("vit", block_fn=timm.models.vision_transformer.ParallelScalingBlock))
     with pytest.raises(Mistake, match="ParallelScalingBlock computes attention and MLP at once"):
         RandomDropping().check_model(parallel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -188,6 +189,31 @@ def test_overrides_by_text_and_by_mapping(write):
     assert by_text["model"]["kwargs"] == {"depth": 9, "img_size": 32}
 
 
+def test_a_null_for_what_is_not_there_is_told_and_never_switches_anything_on(write):
+    overrides = ["plugins.awp.gama=null", "objective.bta=null", "plugins.awpp=null", "adapter.ues=null"]
+    with pytest.raises(Mistake) as caught:
+        build_recipe(compose("shapes/trades", None, overrides), "mine")
+    for said in ("plugins.awp: has no 'gama'", "objective: has no 'bta'", "no plug-in 'awpp'", "adapter: has no 'ues'"):
+        assert said in str(caught.value)
+    off = ["plugins.awp=null", "plugins.weight-average=null"]  # which it has not
+    assert not compose("shapes/trades", None, off)["plugins"]
+    without = compose("base.yaml", None, ["plugins.epsilon-warmup=null", "train.batch-size=3"])
+    assert "epsilon_warmup" not in without["plugins"]
+
+
+def test_settings_stay_whichever_stands_first_they_or_what_they_belong_to():
+    words = ["objective.beta=3", "objective.use=mart", "objective.attack=pgd-2"]
+    for order in (words, words[::-1]):
+        assert compose("shapes/trades", None, order)["objective"] == {"use": "mart", "beta": 3, "attack": "pgd-2"}
+
+
+def test_numbers_of_numpy_are_numbers():
+    given = {"optimiser.rate": np.float64(1e-3), "train.epochs": np.int64(3), "audit.limit": np.int32(5)}
+    document = compose("shapes/trades", None, given)
+    values = (document["optimiser"]["rate"], document["train"]["epochs"], document["audit"]["limit"])
+    assert [type(value) for value in values] == [float, int, int]
+
+
 def test_settings_of_a_users_own_class_can_be_overridden(write):
     name = write("plugins: {my.package.Plugin: {pace: 1}}\n")
     assert compose(name, None, ["plugins.my.package.Plugin.pace=2"])["plugins"] == {"my.package.Plugin": {"pace": 2}}
@@ -214,9 +240,9 @@ def test_unknown_overrides_are_told_together_and_with_the_faults_of_the_recipe(w
         build_recipe(compose(name, None, overrides), "mine")
     first, *lines = str(caught.value).splitlines()
     wanted = [
-        r"it has no 'optimizer'; there is about, .*did you mean optimiser",
         r"it has no 'epochs'; .*did you mean train\.epochs\?",
         r"it has no 'extra'; .*did you mean data\.extra\?",
+        r"it has no 'optimizer'; there is about, .*did you mean optimiser",
         r"threat: has no 'epsilon'; it takes eps, norm; did you mean eps",
         r"train: has no 'epoch'; it takes epochs, .*did you mean epochs",
         r"objective: has no 'betta'; .*did you mean beta",

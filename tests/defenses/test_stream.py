@@ -128,6 +128,17 @@ def test_a_second_source_fills_its_share_of_every_batch_and_starts_over_when_it_
     assert all(len(each.unique()) == 20 for each in passes)
 
 
+def test_a_second_source_that_is_seen_several_times_in_an_epoch_is_varied_anew():
+    ours = stream(extra=Numbered(4), extra_rows=torch.arange(4), extra_share=0.5)
+    names = []
+    for (part,) in ours.steps(0, 5):
+        second = part.names // 2**40 % 2**4 == 1
+        assert torch.equal(part.y[second], part.names[second] % 2**40)
+        names += part.names[second].tolist()
+    assert len(names) == len(set(names)) == 40  # by which images are varied and attacks are started
+    assert {name % 2**40 for name in names} == {0, 1, 2, 3}
+
+
 def test_mistakes_are_told():
     with pytest.raises(Mistake, match="only 100"):
         stream(batch_size=128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 from dataclasses import asdict
 
@@ -113,6 +114,20 @@ def test_only_tokens_are_saved_and_only_their_owner_reads_them(trained):
         assert not any(value in path.read_text() for value in values if len(value.strip("-0.")) > 3), path
 
 
+def test_a_checkpoint_that_others_can_read_is_not_gone_on_from(tmp_path, trained):
+    loop.write_state(tmp_path, {"step": 1}, secret=True)
+    assert loop.read_state(tmp_path, secret=True) == {"step": 1}
+    (tmp_path / "checkpoint.pt").chmod(0o644)
+    with pytest.raises(Mistake, match=r"mode 0644: others than its owner .* `chmod 600 .*checkpoint.pt`\.$"):
+        loop.read_state(tmp_path, secret=True)
+    assert loop.read_state(tmp_path) == {"step": 1}  # of what is no secret
+    unfinished = shutil.copytree(trained[1].path, tmp_path / "run")
+    (unfinished / "results.json").unlink()
+    (unfinished / "checkpoint.pt").chmod(0o640)
+    with pytest.raises(Mistake, match="mode 0640"):
+        run_harden(recipe(), "tokens", CPU, out=unfinished, resume=True)
+
+
 def test_the_backbone_stays_as_it_was(trained):
     _, folder = trained
     state = torch.load(folder.path / "checkpoint.pt", weights_only=True)
@@ -217,10 +232,11 @@ def weight_file(folder, name, classes):
     return str(folder / "weights.safetensors")
 
 
-def of_file(name, file, test, adapter=None, **more):
+def of_file(name, file, test, adapter=None, objective=None, **more):
     given = recipe(data={"test": test}).document
     given["model"] = {"name": name, "weights": file, "kwargs": TINY, **more}
     given["adapter"] = adapter or given["adapter"]
+    given["objective"] = objective or given["objective"]
     return build_recipe(given, "tokens")
 
 
@@ -250,7 +266,9 @@ def test_a_frozen_head_that_has_learnt_nothing_is_not_audited(tmp_path, name, cl
         run_harden(of_file(name, file, test), "tokens", CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert open_workshop(of_file(name, file, None), CPU).test is None
-    whole = of_file(name, file, test, adapter={"use": "whole_model"})  # whose head learns
+    whole = of_file(
+        name, file, test, adapter={"use": "whole_model"}, objective={"use": "adversarial", "attack": "pgd-1"}
+    )  # whose head learns
     assert open_workshop(whole, CPU).model.record.num_classes == 10
 
 
@@ -319,7 +337,7 @@ def test_what_is_told_as_robust_is_of_attacked_images_and_both_decide():
     score = held_out.measured(model, model, lambda model, x, y, draws: x + 0.25, measure, "cosine", CPU, 0)
     assert (score.clean, score.n, score.measure) == (0.75, 5, "cosine")
     assert score.robust == pytest.approx(0.25)
-    assert score.decisive == pytest.approx(0.5)
+    assert score.decisive == pytest.approx((0.5, 0.25))
 
 
 def test_the_cosines_are_clean_and_attacked():
@@ -341,4 +359,4 @@ def test_a_resumed_training_compares_epochs_by_the_same_number(trained):
     state = torch.load(folder.path / "checkpoint.pt", weights_only=True)
     again = loop.Score(*state["best"])
     assert asdict(again) == results["training"]["held_out"]
-    assert again.decisive == pytest.approx((again.clean + again.robust) / 2)
+    assert again.decisive == pytest.approx(((again.clean + again.robust) / 2, again.robust))

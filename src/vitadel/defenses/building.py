@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, cast, runtime_checkable
 
 from vitadel.backbones.classifier import Classifier
-from vitadel.data.spec import DATA_KINDS
+from vitadel.data.spec import DATA_KINDS, Request
 from vitadel.defenses.checking import (
     check_extra_share,
     check_model_name,
@@ -23,7 +23,7 @@ from vitadel.defenses.checking import (
 from vitadel.defenses.components import component_names, find_component
 from vitadel.defenses.heads.building import build_probe, build_probe_check
 from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
-from vitadel.defenses.protocols import Accompanied, Adapter, ChangesEvaluation, Objective, Plugin
+from vitadel.defenses.protocols import Accompanied, Adapter, ChangesEvaluation, NeedsAdapter, Objective, Plugin
 from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, is_probe, rows, section_types, unknown_section
 from vitadel.defenses.same_images import same_images
 from vitadel.defenses.sections import (
@@ -116,6 +116,8 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     _check_values(parts, threat, faults)
     _check_together(parts, faults)
     faults.attempt("plugins", _check_rollback, plugins)
+    if objective is not None and adapter is not None:
+        faults.attempt("adapter", _check_adapter, objective, adapter)
     if objective is not None and isinstance(parts["threat"], ThreatSection):
         for name, plugin in plugins:
             if isinstance(plugin, ChecksObjective):
@@ -213,6 +215,16 @@ def _adapter(section: object, faults: Faults) -> Adapter | None:
     return cast(Adapter | None, cls and settled("adapter", cls, given, faults))
 
 
+def _check_adapter(objective: Objective, adapter: Adapter) -> None:
+    """An adapter of the user's own may hold what the objective needs; of ours it is known which does."""
+    if not isinstance(objective, NeedsAdapter):
+        return
+    own = {name: find_component("adapters", name) for name in component_names("adapters")}
+    if type(adapter) in own.values() and not isinstance(adapter, own[objective.adapter]):
+        needed = objective.adapter
+        raise Mistake(f"this objective trains {needed} and nothing else of a model; write `use: {needed}`")
+
+
 def _plugins(section: Mapping[str, Any], threat: ThreatSection, faults: Faults) -> tuple[tuple[str, Plugin], ...]:
     plugins: dict[str, Plugin] = {}
     spelled: dict[str, str] = {}
@@ -282,11 +294,25 @@ def _specs(data: DataSection) -> dict[str, str]:
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 
+def _check_selection(data: DataSection, requests: Mapping[str, Request | None], faults: Faults) -> None:
+    """Models are selected on data.validation, or on images held out from data.train: never on what they learn from."""
+    learned = ("train", "easier", "extra") if data.validation is not None else ("extra",)
+    selected = requests["train"] if data.validation is None else requests["validation"]
+    for name in learned:
+        request = requests.get(name)
+        if request and selected and faults.attempt(f"data.{name}", same_images, request, selected):
+            faults.wrong.append(
+                f"data.{name}: '{request.spec}' holds the images that models are selected on, '{selected.spec}'; "
+                "choose another split"
+            )
+
+
 def _check_data(data: DataSection, faults: Faults) -> None:
     requests = {
         name: faults.attempt(f"data.{name}", read_data_spec, spec, data.root) for name, spec in _specs(data).items()
     }
     train, test = requests["train"], requests.pop("test", None)
+    _check_selection(data, requests, faults)
     if train is not None and train.split is None and ":" not in DATA_KINDS[train.kind].form:
         faults.wrong.append(f"data.train: '{train.spec}' means the test images; write {train.spec}@train")
         del requests["train"]

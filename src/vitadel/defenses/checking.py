@@ -156,6 +156,8 @@ def sketched_model(section: str) -> Classifier | None:
                 mean=model.mean,
                 std=model.std,
                 input_size=model.input_size,
+                crop_pct=model.crop_pct,
+                interpolation=model.interpolation,
                 small_images=model.small_images or False,
                 new_head=from_zoo,
                 kwargs=model.kwargs | ({"drop_path_rate": model.drop_path} if model.drop_path else {}),

@@ -11,7 +11,7 @@ import torch
 
 from vitadel.errors import Mistake
 from vitadel.runtime.rundir import write_atomically
-from vitadel.runtime.secrets import write_secret
+from vitadel.runtime.secrets import read_secret, write_secret
 
 __all__ = ["check_same_recipe", "clear_torn_files", "read_state", "state_file", "write_state"]
 
@@ -30,13 +30,17 @@ def write_state(folder: Path, state: Mapping[str, Any], secret: bool = False) ->
     write(state_file(folder), buffer.getvalue())
 
 
-def read_state(folder: Path) -> dict[str, Any] | None:
-    """On the CPU, from where everything finds its own device; None if the training has not saved anything yet."""
+def read_state(folder: Path, secret: bool = False) -> dict[str, Any] | None:
+    """On the CPU, from where everything finds its own device; None if the training has not saved anything yet.
+
+    With `secret`, a `Mistake` if others than the owner could read or change it.
+    """
     path = state_file(folder)
     if not path.exists():
         return None
+    content = read_secret(path, allow_readable=None) if secret else path.read_bytes()
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a file that is not its own
         raise Mistake(
             f"{path} cannot be read ({str(error).splitlines()[0]}). Take it away to start this training anew."

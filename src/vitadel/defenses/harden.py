@@ -34,8 +34,8 @@ from vitadel.defenses.board import board
 from vitadel.defenses.building import Recipe, build_recipe
 from vitadel.defenses.loop import Run, train
 from vitadel.defenses.metrics import Metrics
-from vitadel.defenses.protocols import Prepares
-from vitadel.defenses.recipes import compose, dotted
+from vitadel.defenses.protocols import MindsLength, Prepares
+from vitadel.defenses.recipes import compose, deciding, dotted
 from vitadel.defenses.sections import DataSection, Optimiser
 from vitadel.defenses.starting_model import StartingModel, starting_model
 from vitadel.defenses.stream import Stream
@@ -142,7 +142,17 @@ def open_workshop(
         processes=processes.count,
         workers=section.workers,
     )
+    _refuse_odd_pairs(recipe, processes)
     return Workshop(recipe, model, stream, HeldOut(validation_source, held_out_rows, preprocess), others["test"])
+
+
+def _refuse_odd_pairs(recipe: Recipe, processes: Processes) -> None:
+    each = recipe.train.batch_size // (recipe.train.accumulation * processes.count)
+    if each % 2 and (recipe.augmentation.mixup or recipe.augmentation.cutmix):
+        raise Mistake(
+            f"mixup and cutmix mix images in pairs, but each of {processes.count} processes would get {each} images at "
+            f"once; choose a multiple of {2 * recipe.train.accumulation * processes.count} for train.batch_size"
+        )
 
 
 def _refuse_fp16_on_a_processor(recipe: Recipe, processes: Processes) -> None:
@@ -244,7 +254,7 @@ def run_harden(
     # Before there is a folder: not every model takes every adapter, nor every machine every optimiser.
     adapted = _adapted(shop, processes)
     make_optimiser(recipe.optimiser, adapted)
-    settings = {**dotted(recipe.document), "--data-root": None if data_root is None else str(data_root)}
+    settings = {**deciding(recipe.document), "--data-root": None if data_root is None else str(data_root)}
     path, words = None if out is None else Path(out), list(argv or sys.argv)
     folder = processes.on_main(lambda: open_run("harden", name, settings, out=path, resume=resume, argv=words))
     if folder.complete:
@@ -290,6 +300,14 @@ def _train(shop: Workshop, model: nn.Module, processes: Processes, folder: RunFo
         )
         if told := attack and settings_of(attack).get("effective_eps"):
             run.tell(f"attack in training: eps {told}")
+        if isinstance(recipe.adapter, Tokens) and recipe.adapter.seed is not None:
+            run.tell(
+                "adapter.seed stands in the recipe: who reads it can train the same tokens. Leave it out for tokens "
+                "to deploy."
+            )
+        for name, plugin in recipe.plugins:
+            if isinstance(plugin, MindsLength) and (note := plugin.said_of_length(epochs)):
+                run.tell(f"plugins.{name}: {note}")
         if note := whose_statistics(model, processes, recipe.train.attack_mode):
             run.tell(note)
         with fastest_attention(model, processes.device, PRECISIONS[recipe.train.precision]):

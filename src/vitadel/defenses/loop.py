@@ -43,7 +43,7 @@ from vitadel.defenses.protocols import (
     Measures,
     Remembering,
 )
-from vitadel.defenses.recipes import dotted
+from vitadel.defenses.recipes import deciding
 from vitadel.defenses.schedules import rate_at, scaling_of
 from vitadel.defenses.stream import Part, Stream, whole_key
 from vitadel.defenses.tracking import track
@@ -145,11 +145,13 @@ def train(run: Run, accelerator: Accelerator, optimiser: torch.optim.Optimizer, 
                 break
             if learner.interrupted:
                 raise Interrupted(run.folder)
+        if run.processes.any(asked()):  # while the last epoch was judged
+            raise Interrupted(run.folder)
     _write_weights(run, "last")
 
 
 def _found_by_all(run: Run) -> dict[str, Any] | None:
-    state = read_state(run.folder)
+    state = read_state(run.folder, secret=run.recipe.adapter.secret)
     step = -1 if state is None else int(state["step"])
     of_main = run.processes.from_main(step)
     if step != of_main:
@@ -160,7 +162,7 @@ def _found_by_all(run: Run) -> dict[str, Any] | None:
     if run.processes.is_main:
         clear_torn_files(run.folder)
     if state is not None:
-        check_same_recipe(run.folder, state, dotted(run.recipe.document))
+        check_same_recipe(run.folder, state, deciding(run.recipe.document))
     return state
 
 
@@ -188,6 +190,7 @@ class _Learner:
         seed_everything(whole_key(run.seed, "step", run.step, run.processes.rank))
         rate = self._set_rate()
         attack = self._attack_now()
+        run.model.train()  # before the attacks: with attack_mode 'train' they meet it so, also right after a resume
         batch = [self._attacked(part.to(run.processes.device), attack) for part in parts]
 
         def losses() -> Iterator[Tensor]:
@@ -196,7 +199,6 @@ class _Learner:
                     loss = recipe.objective(run.model, x, z, y)["loss"]
                 yield loss
 
-        run.model.train()
         with ExitStack() as around:
             for plugin in run.plugins:
                 if isinstance(plugin, AroundStep):
@@ -335,8 +337,7 @@ def _close_epoch(run: Run, accelerator: Accelerator) -> None:
         for plugin in run.plugins:
             if isinstance(plugin, AfterEpoch):
                 plugin.after_epoch(run)
-    asked = float(run.processes.mean(torch.tensor(float(bool(run.stopped)))))  # a plug-in may have, in one process only
-    if asked > 0 and not run.stopped:
+    if run.processes.any(bool(run.stopped)) and not run.stopped:  # a plug-in may have, in one process only
         run.stopped = "another process asked for it"
     validation = run.recipe.validation
     row: dict[str, float] = dict(run.told)
@@ -386,7 +387,7 @@ def _save(run: Run, optimiser: Any, accelerator: Accelerator) -> None:
         best = run.best
         state = {
             "step": run.step,
-            "recipe": dotted(run.recipe.document),
+            "recipe": deciding(run.recipe.document),
             "model": run.recipe.adapter.state(run.model),
             "optimiser": optimiser.state_dict(),
             "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else {},

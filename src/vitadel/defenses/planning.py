@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitadel.attacks.forms import training_form
 from vitadel.attacks.names import make
 from vitadel.backbones.attention_kernels import fastest_attention
 from vitadel.defenses.attacking import craft
-from vitadel.defenses.harden import Workshop
+from vitadel.defenses.building import Recipe
+from vitadel.defenses.harden import Workshop, make_optimiser
 from vitadel.defenses.protocols import Measures
 from vitadel.evaluation.compiling import gradient_probe, seconds_of
 from vitadel.evaluation.stages import PRECISIONS
@@ -58,6 +59,7 @@ def plan_training(shop: Workshop, processes: Processes) -> dict[str, Any]:
     at_work = None if attack is None else training_form(attack)
     with fastest_attention(model, device, half):
         learning = measured(learn)
+        updating = seconds_of(_update(recipe, model), device)
         model.zero_grad(set_to_none=True)
         attacking = 0.0 if at_work is None else measured(attack_once)
     with frozen(model):
@@ -85,7 +87,8 @@ def plan_training(shop: Workshop, processes: Processes) -> dict[str, Any]:
     parts: list[tuple[str, float, float]] = [  # what, images, seconds an image
         ("reading and augmentation", images, reading),
         ("attacks", images, attacking),
-        ("loss and update", images, learning),
+        ("loss and gradients", images, learning),
+        ("update", steps * recipe.train.batch_size, updating / recipe.train.batch_size),
         ("validation, at most", validated, validating()),
         ("audit at the end, at most", audited, forward + sum(map(at_most, recipe.audit.attacks))),
     ]
@@ -101,6 +104,20 @@ def plan_training(shop: Workshop, processes: Processes) -> dict[str, Any]:
         "rows": [{"name": name, "images": count, "seconds": count * each} for name, count, each in parts],
         "seconds": sum(count * each for _, count, each in parts),
     }
+
+
+def _update(recipe: Recipe, model: nn.Module) -> Callable[[], Tensor]:
+    """A step of the optimiser that leaves the weights where they are."""
+    optimiser = make_optimiser(recipe.optimiser, model)
+    for group in optimiser.param_groups:
+        group["lr"] = 0.0
+    some = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+    def step() -> Tensor:
+        optimiser.step()
+        return some
+
+    return step
 
 
 def _audited(shop: Workshop) -> int:

@@ -28,6 +28,8 @@ __all__ = [
     "ChangesEvaluation",
     "Losses",
     "Measures",
+    "MindsLength",
+    "NeedsAdapter",
     "Objective",
     "Plugin",
     "Prepares",
@@ -65,6 +67,25 @@ class Measures(Protocol):
 
     def measure(self, model: nn.Module, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """(on clean images, on attacked ones), a number for each image, at most 1; epochs are compared by the mean."""
+        ...
+
+
+@runtime_checkable
+class MindsLength(Protocol):
+    """A plug-in that may have nothing to do in a short training."""
+
+    def said_of_length(self, epochs: int) -> str | None:
+        """What to tell if it comes to nothing, or not to its end, in so many epochs."""
+        ...
+
+
+@runtime_checkable
+class NeedsAdapter(Protocol):
+    """An objective of one kind of adapter."""
+
+    @property
+    def adapter(self) -> str:
+        """The adapter's name in recipes."""
         ...
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+import numpy as np
 import yaml
 
 from vitadel.amounts import read_amount
@@ -22,6 +23,7 @@ __all__ = [
     "SECTIONS",
     "TEXTS",
     "compose",
+    "deciding",
     "dotted",
     "is_probe",
     "merge",
@@ -53,6 +55,8 @@ SECTIONS = (
     "audit",
 )
 """What a recipe says to the machine."""
+
+_BUILT = ("objective", "plugins", "adapter")  # which keys they have depends on what they name
 
 PROBE_SECTIONS = ("model", "tokens", "data", "head", "train", "audit")
 """What a recipe for a head on frozen features says to the machine; `tokens` is a file, the others are sections."""
@@ -123,7 +127,11 @@ def compose(name: str | Path, row: str | None = None, overrides: Sequence[str] |
     are told when the document is built, with all else that is wrong.
     """
     document = _with_row(_unfolded(str(name)), str(name), row)
-    return _without_nulls(_with_dotted(document, dict(_pairs(overrides))))
+    # Whole sections first, then what they are made of, then its settings: another `use` takes settings away.
+    asked = dict(sorted(_pairs(overrides), key=lambda pair: (pair[0].count("."), not pair[0].endswith(".use"))))
+    idle = [_path(key, document) for key, value in asked.items() if value is None]
+    kept = (_nested(path, None) for path in idle if _takes_nothing_away(path, document))
+    return reduce(merge, kept, _without_nulls(_with_dotted(document, asked)))
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Document:
@@ -141,6 +149,11 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Document:
         )
         merged[key] = merge(old, value) if deep and isinstance(old, Mapping) else value
     return merged
+
+
+def deciding(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide what comes out, one key per value: all but what is said to people."""
+    return dotted({key: value for key, value in document.items() if key not in TEXTS})
 
 
 def dotted(document: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -226,14 +239,14 @@ def _check_node(node: yaml.Node | None, what: str, around: tuple[yaml.Node, ...]
 
 
 def _with_numbers(value: Any) -> Any:
-    """Fractions as numbers, and 1e-3, which YAML takes for a text."""
+    """Fractions as numbers, and 1e-3, which YAML takes for a text; numpy's numbers, which no file of ours can hold."""
     if isinstance(value, Mapping):
         return {str(key): _with_numbers(entry) for key, entry in value.items()}
     if isinstance(value, list):
         return [_with_numbers(entry) for entry in value]
     if isinstance(value, str) and _NUMBER.fullmatch(value) and ("/" in value or "e" in value.lower()):
         return read_amount(value)
-    return value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 # Extending and sweeping
@@ -313,16 +326,36 @@ def _pairs(overrides: Sequence[str] | Mapping[str, object]) -> list[tuple[str, A
 
 
 def _path(key: str, document: Mapping[str, Any]) -> list[str]:
-    """'plugins.awp.gamma' taken apart; keys with dots of their own, such as a user's class, are found whole."""
+    """'plugins.awp.gamma' taken apart, spelled as in the document, where dashes and underscores are the same.
+
+    Keys with dots of their own, such as a user's class, are found whole.
+    """
     parts, path = key.split("."), []
     here: Any = document
     while parts:
-        known = [n for n in range(len(parts), 0, -1) if isinstance(here, Mapping) and ".".join(parts[:n]) in here]
-        length = known[0] if known else 1
-        path.append(".".join(parts[:length]))
+        spelled = {each.replace("-", "_"): each for each in here} if isinstance(here, Mapping) else {}
+        starts = [(n, ".".join(parts[:n])) for n in range(len(parts), 0, -1)]
+        length, found = next(((n, start) for n, start in starts if start.replace("-", "_") in spelled), starts[-1])
+        path.append(spelled.get(found.replace("-", "_"), found))
         here = here.get(path[-1]) if isinstance(here, Mapping) else None
         parts = parts[length:]
     return path
+
+
+def _takes_nothing_away(path: Sequence[str], document: Mapping[str, Any]) -> bool:
+    """Whether a null names what is not there, in a section whose keys only its builder knows: it is to tell that.
+
+    A plug-in that exists may be taken away from any recipe; a null for it would switch it on.
+    """
+    if path[0] not in _BUILT or len(path) < 2:
+        return False
+    here: Any = document
+    for key in path:
+        if not isinstance(here, Mapping) or key not in here:
+            own = resources.files("vitadel.defenses.plugins") / f"{path[-1].replace('-', '_')}.py"
+            return not (path[0] == "plugins" and len(path) == 2 and own.is_file())
+        here = here[key]
+    return False
 
 
 def _nested(path: Sequence[str], value: Any) -> Document:

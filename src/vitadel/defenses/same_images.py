@@ -15,6 +15,7 @@ __all__ = ["same_images"]
 
 _USUAL = ("test", "val", "train", "trainval")
 _IN_FOLDERS = ("folder", "imagenet")  # a split of these is a sub-folder
+_COLUMNS = ("image", "label", "labels", "mask", "classes")  # other ones of the same file are of the same images
 
 
 def same_images(one: Request, other: Request) -> bool:
@@ -25,7 +26,7 @@ def same_images(one: Request, other: Request) -> bool:
 def _identity(request: Request) -> object:
     if request.kind == "shapes":
         return open_shapes(request)  # generated: opening costs nothing and knows the defaults
-    settings = {name: _number_or_text(text) for name, text in request.settings.items()}
+    settings = {name: _number_or_text(text) for name, text in request.settings.items() if name not in _COLUMNS}
     if request.kind in _IN_FOLDERS:
         return request.kind, _folder(request), settings
     path = os.path.realpath(Path(request.argument).expanduser()) if request.argument else ""

@@ -41,8 +41,9 @@ class ModelSection:
 
     Without `weights` training starts from fresh ones, drawn with the training's seed. `num_classes` is the data's if
     absent, and a checkpoint with another number then gets a new head; if it is given, the checkpoint must have a head
-    of that many. `input_size` resamples positions; `small_images` is the patch size (4) to which a patch-16 model is
-    adapted for 32 px. `head_classes` keeps these of a checkpoint's classes, in the order of the data's.
+    of that many. `input_size` resamples positions; `crop_pct` and `interpolation` say how images come to that size;
+    `small_images` is the patch size (4) to which a patch-16 model is adapted for 32 px. `head_classes` keeps these of a
+    checkpoint's classes, in the order of the data's.
     """
 
     name: str
@@ -51,6 +52,8 @@ class ModelSection:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     input_size: int | None = None
+    crop_pct: float | None = None
+    interpolation: str | None = None
     small_images: int | None = None
     head_classes: tuple[int, ...] | None = None
     drop_path: float = 0.0
@@ -187,8 +190,8 @@ class Optimiser:
 @dataclass(frozen=True)
 class Schedule:
     """How the rate changes, in epochs: up from `warm_up_rate` over `warm_up`, by `shape` down to `final_rate`, then
-    `cool_down` epochs at it (on top of train.epochs). 'cyclic' rises by itself, from `warm_up_rate` to the rate at
-    `peak` of the way, and falls to `final_rate`; 'steps' multiplies by `factor` at each of `milestones`."""
+    `cool_down` epochs at where it ended (on top of train.epochs). 'cyclic' rises by itself, from `warm_up_rate` to the
+    rate at `peak` of the way, and falls to `final_rate`; 'steps' multiplies by `factor` at each of `milestones`."""
 
     shape: Literal["cosine", "cyclic", "steps", "constant"] = "cosine"
     warm_up: float = 0.0
@@ -212,6 +215,8 @@ class Schedule:
                 f"'cyclic' rises by itself and would ignore warm_up, got {self.warm_up:g}; set warm_up to 0, and peak "
                 "to where the rate is highest"
             )
+        if self.shape in ("steps", "constant") and self.final_rate:
+            raise Mistake(f"the shape '{self.shape}' has no final_rate, got {self.final_rate:g}; use cosine or cyclic")
         if (self.shape == "steps") != bool(self.milestones):
             raise Mistake(
                 f"the shape 'steps' and milestones belong together, got '{self.shape}' and {list(self.milestones)}"

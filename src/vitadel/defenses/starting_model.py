@@ -46,6 +46,8 @@ def starting_model(section: ModelSection, classes: int, data: str) -> StartingMo
         "mean": section.mean,
         "std": section.std,
         "input_size": section.input_size,
+        "crop_pct": section.crop_pct,
+        "interpolation": section.interpolation,
         "small_images": section.small_images or False,
         "kwargs": kwargs,
     }

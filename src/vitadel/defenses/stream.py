@@ -21,6 +21,7 @@ __all__ = ["Part", "Stream", "whole_key"]
 
 _EXTRA = 1 << 40  # where the names of the second source's samples begin
 _COPY = 1 << 44  # and those of a sample's further versions
+_PASSES = 1 << 15  # versions of the second source's samples, which are told apart
 
 
 def whole_key(seed: int, name: str, *numbers: int) -> int:
@@ -121,7 +122,9 @@ class Stream:
         names = rows[place // self.repeats - first] + (place % self.repeats) * _COPY
         if not self._extra:
             return names
-        more = self._pools[1].take(step * self._extra, self._extra, self.seed, "extra order") + _EXTRA
+        place = torch.arange(step * self._extra, (step + 1) * self._extra)
+        passes = place // len(self._pools[1].rows) % _PASSES  # which make versions, too, however often in an epoch
+        more = self._pools[1].take(int(place[0]), self._extra, self.seed, "extra order") + _EXTRA + passes * _COPY
         # Mixed, so that every process gets its share of both.
         order = Draws.of_samples(self.seed, [step]).stream("mix").order(self.batch_size)[0]
         return torch.cat([names, more])[order]

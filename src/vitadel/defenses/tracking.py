@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from vitadel.runtime.rundir import disk_trouble_told
 __all__ = ["begin_tracking", "end_tracking", "track"]
 
 _FOLDER = "tracker"
+_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOENT, errno.ENOTDIR}
 
 
 def begin_tracking(accelerator: Accelerator, tracker: str, settings: Mapping[str, Any], folder: Path) -> None:
@@ -43,12 +45,19 @@ def _trouble_told(tracker: str, folder: Path) -> Iterator[None]:
     with disk_trouble_told(folder / _FOLDER):
         try:
             yield
-        except (ImportError, ValueError) as error:
+        except ImportError as error:
             raise Mistake(
                 f"train.tracker '{tracker}' cannot be used: {error}. Install it, or set train.tracker=none."
             ) from error
-        except ConnectionError as error:
+        except OSError as error:
+            # Libraries of the network raise kinds of it of their own, and only a disk has these numbers.
+            if error.errno in _OF_DISKS:
+                raise
             raise Mistake(
                 f"train.tracker '{tracker}' cannot be reached: {error}. What was saved before is kept: go on with the "
                 "same command and --resume when it can."
+            ) from error
+        except ValueError as error:
+            raise Mistake(
+                f"train.tracker '{tracker}' cannot be used: {error}. Mend that, or set train.tracker=none."
             ) from error

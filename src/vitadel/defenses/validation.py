@@ -31,11 +31,16 @@ class Score:
     measure: str = "accuracy"
 
     @property
-    def decisive(self) -> float:
-        """What epochs are compared by: among accuracies the robust one, which a clean one bounds; else the mean."""
+    def decisive(self) -> tuple[float, float]:
+        """What epochs are compared by: the robust accuracy, among equal ones the clean one; of other measures the mean.
+
+        Equal ones are common: none of a standard model's epochs withstands anything.
+        """
         if self.robust is None:
-            return self.clean
-        return self.robust if self.measure == "accuracy" else (self.clean + self.robust) / 2
+            return self.clean, 0.0
+        if self.measure == "accuracy":
+            return self.robust, self.clean
+        return (self.clean + self.robust) / 2, self.robust
 
 
 @dataclass(frozen=True)

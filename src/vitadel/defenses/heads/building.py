@@ -144,9 +144,7 @@ def _check_data(data: ProbeData | MaskData, faults: Faults) -> None:
     if train.split is None and ":" not in DATA_KINDS[train.kind].form:
         faults.wrong.append(f"data.train: '{train.spec}' means the test images; write {train.spec}@train")
         return
-    # Other columns of the same file are the same images.
-    bare = [request if request.kind == "shapes" else replace(request, settings={}) for request in (train, test)]
-    if faults.attempt("data.train", same_images, *bare):
+    if faults.attempt("data.train", same_images, train, test):
         faults.wrong.append(
             f"data.train: '{train.spec}' are the images of data.test, '{test.spec}': a head trained on them is not "
             "tested by them; choose another split"

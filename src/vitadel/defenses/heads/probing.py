@@ -25,7 +25,7 @@ from vitadel.data.subset import balanced_subset
 from vitadel.defenses.heads.building import ProbeRecipe, build_probe, with_tokens
 from vitadel.defenses.heads.sections import LinearHead, MaskData, ProbeData
 from vitadel.defenses.heads.segmenting import open_mask_job
-from vitadel.defenses.recipes import compose, dotted
+from vitadel.defenses.recipes import compose, deciding
 from vitadel.defenses.sections import ModelSection
 from vitadel.defenses.writing_recipes import recipe_text
 from vitadel.errors import Interrupted, Mistake
@@ -96,7 +96,7 @@ def run_probe(
     root = recipe.data.root if data_root is None else data_root
     job, model = _open_job(recipe, root, processes, allow_readable)
     settings = {
-        **dotted(recipe.document),
+        **deciding(recipe.document),
         "--data-root": None if data_root is None else str(data_root),
         "backbone": backbone_fingerprint(_bare(model)),
         "tokens fingerprint": model.fingerprint if isinstance(model, Tokened) else None,
@@ -146,6 +146,8 @@ def _frozen_model(section: ModelSection, seed: int) -> Classifier:
             mean=section.mean,
             std=section.std,
             input_size=section.input_size,
+            crop_pct=section.crop_pct,
+            interpolation=section.interpolation,
             small_images=section.small_images or False,
             head_classes=section.head_classes,
             kwargs=section.kwargs,

@@ -26,6 +26,7 @@ class RobustnessTokens:
     """
 
     measured_as: ClassVar[str] = "cosine"
+    adapter: ClassVar[str] = "tokens"
 
     attack: Attack
     axis: str = "token"

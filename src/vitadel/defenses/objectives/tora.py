@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ class TwoBranches:
     Attacks see the robust branch alone. AdapterFusion's pull of its value matrices towards the identity is added for
     that baseline.
     """
+
+    adapter: ClassVar[str] = "tora"
 
     attack: Attack
     beta: float | None = None

@@ -14,6 +14,7 @@ from vitadel.attacks.aas import DISTANCES, ascended_factors
 from vitadel.attacks.losses import cross_entropy
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import Classifier
+from vitadel.defenses.plugins.lengths import never_begins
 from vitadel.defenses.protocols import Training
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
@@ -52,6 +53,9 @@ class AttentionScaling:
                 "attention scaling needs gap, images and steps of at least 1 and a positive pace, got "
                 f"gap={self.gap}, images={self.images}, steps={self.steps}, pace={self.pace:g}"
             )
+
+    def said_of_length(self, epochs: int) -> str | None:
+        return never_begins(self.gap, epochs)
 
     def check_model(self, model: Classifier) -> None:
         if not attentions_of(model):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vitadel.defenses.plugins.lengths import never_begins
 from vitadel.defenses.protocols import Losses, Training
 from vitadel.errors import Mistake
 
@@ -34,6 +35,9 @@ class AWP:
             )
         if self.from_epoch < 0:
             raise Mistake(f"from_epoch, the first epoch of AWP, must be at least 0, got {self.from_epoch}")
+
+    def said_of_length(self, epochs: int) -> str | None:
+        return never_begins(self.from_epoch, epochs)
 
     @contextmanager
     def around_step(self, run: Training, losses: Losses) -> Iterator[None]:

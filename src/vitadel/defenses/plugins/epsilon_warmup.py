@@ -42,10 +42,18 @@ class EpsilonWarmup:
         if not 0 <= self.first < math.inf:
             raise Mistake(f"first, the budget that the warm-up starts at, must be at least 0, got {self.first:g}")
 
+    def said_of_length(self, epochs: int) -> str | None:
+        return (
+            f"lasts {self.epochs} epochs, and there are {epochs}: eps never gets full"
+            if self.epochs >= epochs
+            else None
+        )
+
     def check_objective(self, objective: Objective, threat: Threat) -> None:
         self._check_budget(threat.eps)
-        if objective.attack is not None:
-            at_eps(objective.attack, threat.eps)  # tells if there is no budget in it that could grow
+        if objective.attack is None:
+            raise Mistake("this objective makes no attack whose budget could grow; leave epsilon_warmup out")
+        at_eps(objective.attack, threat.eps)  # tells if there is no budget in it that could grow
 
     def _check_budget(self, full: float) -> None:
         if self.first > full:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest
+from vitadel.defenses.plugins.lengths import never_begins
 from vitadel.defenses.protocols import Training
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
@@ -48,6 +49,9 @@ class OverfittingGuard:
             raise Mistake(
                 f"the overfitting guard needs at least 1 image and 1 step, got {self.images} and {self.steps}"
             )
+
+    def said_of_length(self, epochs: int) -> str | None:
+        return never_begins(self.from_epoch, epochs)
 
     def after_epoch(self, run: Training) -> None:
         if run.epoch < self.from_epoch:

@@ -46,9 +46,14 @@ class RandomDropping:
         if not 0 < self.epochs < math.inf:
             raise Mistake(f"random dropping needs a positive number of epochs, got {self.epochs:g}")
 
+    def said_of_length(self, epochs: int) -> str | None:
+        short = self.epochs >= epochs
+        return f"lasts {self.epochs:g} epochs, and there are {epochs}: the attack never gets full" if short else None
+
     def check_objective(self, objective: Objective, threat: Threat) -> None:
-        if objective.attack is not None:
-            _as_pgd(objective.attack)
+        if objective.attack is None:
+            raise Mistake("this objective makes no attack that could begin weak; leave random_dropping out")
+        _as_pgd(objective.attack)
 
     def check_model(self, model: Classifier) -> None:
         if self.attention:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from vitadel.defenses.plugins.lengths import never_begins
 from vitadel.defenses.protocols import Training
 from vitadel.errors import Mistake
 
@@ -39,6 +40,9 @@ class WeightAverage:
             raise Mistake(f"unknown kind {self.kind!r} of weight average; allowed: {', '.join(_KINDS)}")
         if not 0 <= self.decay < 1:
             raise Mistake(f"decay must lie in [0, 1), got {self.decay:g}; 0.999 forgets over a thousand steps")
+
+    def said_of_length(self, epochs: int) -> str | None:
+        return never_begins(self.from_epoch, epochs)
 
     def after_step(self, run: Training) -> None:
         if self.kind == "ema" and run.epoch >= self.from_epoch:
