@@ -158,6 +158,9 @@ def main() -> None:
     checks = [check for check in CHECKS if not options.without_attacks or is_cheap(check, options.level)]
     wanted = settings(plan, checks)
     names = [] if options.table else options.only or [*HONEST, *LIARS]
+    if not options.table:  # all verdicts of a folder stand in one table
+        for path in options.out.glob("*.json"):
+            told_before(path, wanted)
     images = {name: SHAPES if name in LIARS else options.data for name in names}
     todo = [name for name in names if not told_before(kept_in(options.out, name), wanted | {"data": images[name]})]
     for name in todo:

@@ -25,7 +25,7 @@ from vitadel.diagnosis.codebook import looking_up
 from vitadel.diagnosis.doctor import CHECKS, Check, examine, sentence
 from vitadel.diagnosis.examination import Examination
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined
-from vitadel.diagnosis.visit import Appointment, examination_of
+from vitadel.diagnosis.visit import Appointment, diagnose, examination_of
 from vitadel.evaluation.subject import open_subject
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import join_processes
@@ -110,7 +110,7 @@ def test_attention_saturates_where_numbers_of_its_precision_do(precision):
     at = attention._ROUNDS_TO_ONE[precision]
     # Who computes in float32 and rounds at the end gets there by a factor of two, 0.7, later.
     assert largest(at - 0.2) < 1 == largest(at + 0.8)
-    assert math.exp(-attention._VANISHES[precision]) == pytest.approx(torch.finfo(precision).tiny, rel=0.5)
+    assert math.exp(-attention._LEAVES_NORMAL[precision]) == pytest.approx(torch.finfo(precision).tiny, rel=0.5)
 
 
 def test_a_saturated_book_hides_what_softened_attention_finds():
@@ -121,7 +121,7 @@ def test_a_saturated_book_hides_what_softened_attention_finds():
         return examination_of(subject, Appointment(limit=16), CPU)[0]
 
     sharp, blurred = reader(1000.0), reader(1.0)
-    assert attention.attention_saturation(sharp)[1]["rows that vanish, per block"][0] > 0.8
+    assert attention.attention_saturation(sharp)[1]["rows beyond the normal range, per block"][0] > 0.8
     verdict, evidence = attention.attention_scaling(sharp)
     assert verdict == SUSPICIOUS
     assert evidence["pgd-10(restarts=4)"] > 0.9
@@ -213,6 +213,9 @@ def test_a_model_that_refuses_gradients_gets_no_clean_bill():
     assert not any(finding.verdict != OK for finding in examined.findings)
     assert "gradients are there" in examined.failed
     assert examined.worst == SUSPICIOUS
+    told = {finding.check: finding for finding in diagnose(Refusing(), (x[:24], y[:24]), eps=0.08, device="cpu")}
+    assert told["gradients are there"].verdict == SUSPICIOUS
+    assert "for inference only" in str(told["gradients are there"].evidence)
     assert sentence(examined, 24).startswith("Whether to trust robustness numbers of this model cannot be told")
 
 

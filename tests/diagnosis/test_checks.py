@@ -17,6 +17,7 @@ from vitadel.diagnosis import checks_randomness as randomness
 from vitadel.diagnosis import checks_search_strength as strength
 from vitadel.diagnosis.examination import LEVELS, Examination, level_named, probing_threat
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined
+from vitadel.diagnosis.student import taught
 from vitadel.errors import Mistake
 
 toy = cache(trained_toy)
@@ -185,6 +186,19 @@ def test_pixels_normalised_twice_are_seen_where_nothing_is_lost_by_it(before, ve
     assert outcome == verdict, evidence
 
 
+@pytest.mark.parametrize(("factor", "mean", "verdict"), [(255, 127.5, OK), (1, 127.5, BROKEN), (255, 0.5, BROKEN)])
+def test_a_normalisation_is_given_what_it_is_for_bytes_or_pixels(factor, mean, verdict):
+    model, x, y = toy()
+
+    def undone(x: Tensor) -> Tensor:  # so that not one answer differs
+        return (mean * x + mean) / factor
+
+    bytes_of = Around(nn.Identity(), lambda x: factor * x)
+    patient = nn.Sequential(bytes_of, Normalise([mean] * 3, [mean] * 3), Around(model, undone)).eval()
+    outcome, evidence = outputs.normalisation(Examination(patient, x[:60], y[:60], eps=0.08))
+    assert outcome == verdict, evidence
+
+
 def test_what_only_looks_like_a_normalisation_is_left_alone():
     model, x, y = toy()
     patient = Around(model).eval()
@@ -193,6 +207,47 @@ def test_what_only_looks_like_a_normalisation_is_left_alone():
     patient.odd.mean, patient.odd.std = "mean", [object()] * 3
     verdict, evidence = outputs.normalisation(Examination(patient, x[:60], y[:60], eps=0.08))
     assert (verdict, "range of what is normalised" in evidence) == (OK, False)
+
+
+class Autocast(nn.Module):
+    """As many deployed models are: half precision inside, float32 outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = toy()[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(x).float()
+
+
+def test_an_honest_model_with_autocast_inside_has_true_gradients():
+    _, x, y = toy()
+    e = Examination(Autocast().eval(), x[:24], y[:24], eps=0.08)
+    for check in (gradients.finite_differences, gradients.staircase):
+        verdict, evidence = check(e)
+        assert verdict == OK, evidence
+    assert not e.answers_exactly
+    assert e.exact is not e.model
+
+
+def test_a_defence_that_is_asleep_on_clean_images_answers_at_random():
+    model, x, y = toy()
+
+    def shaken(z: Tensor) -> Tensor:
+        flat = (z[..., 1:] - z[..., :-1]).abs().flatten(1).mean(1) < 1e-6
+        return torch.where(flat[:, None, None, None], z, z + 0.1 * torch.randn_like(z))
+
+    flat = x[:24].mean((2, 3), keepdim=True).expand_as(x[:24]).contiguous()
+    e = Examination(Around(model, shaken).eval(), flat, y[:24], eps=0.08)
+    assert torch.equal(e.answers(flat), e.answers(flat))
+    assert e.at_random
+
+
+def test_pictures_of_one_channel_have_a_student_too():
+    teacher = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    lessons = [(torch.rand(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64))]
+    assert taught(teacher, lessons, 1)(lessons[0][0]).shape == (8, 3)
 
 
 class Searching(nn.Module):

@@ -10,7 +10,6 @@ import pytest
 from torch import nn
 
 from vitadel.adapters.opening import open_model
-from vitadel.backbones.load import zoo_names
 from vitadel.diagnosis.doctor import CHECKS, examine
 from vitadel.diagnosis.examination import Examination
 from vitadel.diagnosis.finding import OK
@@ -23,7 +22,7 @@ from vitadel.runtime.processes import join_processes
 # Small differences, which take more images to be told from luck.
 SUBTLE = {"normalisation", "more restarts", "gradients beat noise", "averaging does no better"}
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
-HONEST = [name for name in zoo_names() if name.startswith("zoo:shapes-")]
+HONEST = [f"zoo:shapes-{name}" for name in ("standard", "pgd-at", "trades", "aas-at", "tora")]
 honest = cache(open_model)
 
 

@@ -18,7 +18,7 @@ from vitadel.types import Calibrated
 __all__ = ["attention_saturation", "attention_scaling", "cost_of_scaling", "softening_factors"]
 
 _ROUNDS_TO_ONE = {torch.float64: 36.7, torch.float32: 16.6, torch.float16: 7.6, torch.bfloat16: 5.5}
-_VANISHES = {torch.float64: 708.0, torch.float32: 87.3, torch.float16: 9.7, torch.bfloat16: 87.3}
+_LEAVES_NORMAL = {torch.float64: 708.0, torch.float32: 87.3, torch.float16: 9.7, torch.bfloat16: 87.3}
 _SATURATED = 0.25  # share of a block's rows
 _FLOOR = 0.03
 _SOFT = 2.0  # the gap that softened attention is brought to
@@ -44,9 +44,9 @@ def _gaps(e: Examination) -> list[Tensor]:
 def attention_saturation(e: Examination) -> Outcome:
     """Raised if in some block a quarter of all attention rows are one-hot to the last bit of the model's precision.
 
-    Why it matters: from a gap of 16.6 between the two best scores on, float32 rounds the softmax to exactly one, and
-    from 87 on the rest vanishes. Hardly any gradient passes such a row, whatever the model would do under larger
-    changes (Jain & Dutta, CVPR 2024).
+    Why it matters: from a gap of 16.6 between the two best scores on, float32 rounds the softmax to exactly one; from
+    87 on the rest leaves its normal range, and from 103 on it is zero. Hardly any gradient passes such a row, whatever
+    the model would do under larger changes (Jain & Dutta, CVPR 2024).
 
     What to do: compare pgd-100 with aas+pgd-100 at equal compute, and with a run in float64.
     """
@@ -54,12 +54,12 @@ def attention_saturation(e: Examination) -> Outcome:
     if not gaps:
         raise NotExamined("every row of its attention has a single key")
     precision = next((p.dtype for p in e.model.parameters() if p.is_floating_point()), torch.float32)
-    at, beyond = _ROUNDS_TO_ONE[precision], _VANISHES[precision]
+    at, beyond = _ROUNDS_TO_ONE[precision], _LEAVES_NORMAL[precision]
     saturated = [float((gap > at).double().mean()) for gap in gaps]
     evidence = {
         "rounds to one from": at,
         "rows beyond, per block": [round(share, 4) for share in saturated],
-        "rows that vanish, per block": [round(float((gap > beyond).double().mean()), 4) for gap in gaps],
+        "rows beyond the normal range, per block": [round(float((gap > beyond).double().mean()), 4) for gap in gaps],
         "median gap, per block": [round(float(gap.median()), 3) for gap in gaps],
         "99th percentile, per block": [round(_quantile(gap, 0.99), 3) for gap in gaps],
     }

@@ -102,7 +102,7 @@ def finite_differences(e: Examination) -> Outcome:
     replacement of it (BPDA, Athalye et al. 2018), or run square, which asks for logits only.
     """
     x = _where_attacks_go(e)
-    in_double = x.dtype == torch.float64
+    in_double = e.answers_exactly
     step, allowed = (1e-6, 0.05) if in_double else (1e-3, 0.2)  # short: saturated attention bends sharply
     weights = e.lots(len(x)).stream("projection").signs(_asked(e, x).shape[1]).to(x)
     if not torch.equal(_asked(e, x), _asked(e, x)):
@@ -158,7 +158,7 @@ def staircase(e: Examination) -> Outcome:
     """
     x = _where_attacks_go(e)
     along = e.lots(len(x)).stream("staircase").signs(*x.shape[1:]).to(x)
-    little = 1e-7 if x.dtype == torch.float64 else 1e-5
+    little = 1e-7 if e.answers_exactly else 1e-5
     here, near, far = (_asked(e, x + move * along) for move in (0.0, little, 0.02))
     stuck = ((here == near).all(1) & (here != far).any(1)).double().mean()
     evidence = {"images that stay": float(stuck), "when every pixel moves by": little}

@@ -106,14 +106,20 @@ def normalisation(e: Examination) -> Outcome:
 
 
 def _given_to_normalisers(e: Examination) -> list[tuple[float, float]]:
-    """The least and largest value that each module with a mean and a standard deviation per colour gets to see."""
+    """The least and largest value that each module with a mean and a standard deviation per colour gets to see.
+
+    In its own unit: one whose standard deviations are those of bytes is rightly given bytes.
+    """
     seen: list[tuple[float, float]] = []
-
-    def look(images: Tensor) -> None:
-        seen.append((round(float(images.amin()), 4), round(float(images.amax()), 4)))
-
     for name, part in e.model.named_modules():
-        if _normalises(part):
+        numbers = _normalisation_of(part)
+        if numbers is not None:
+            unit = 255.0 if max(numbers[1]) > 1 else 1.0
+
+            def look(images: Tensor, unit: float = unit) -> None:
+                low, high = (float(end) / unit for end in images.detach().aminmax())
+                seen.append((round(low, 4), round(high, 4)))
+
             try:
                 with hooked(e.model, [Edge(name, part, look, before=True)]):
                     e.answers(e.few(min(16, e.batch_size)))
@@ -122,7 +128,8 @@ def _given_to_normalisers(e: Examination) -> list[tuple[float, float]]:
     return seen
 
 
-def _normalises(part: nn.Module) -> bool:
+def _normalisation_of(part: nn.Module) -> list[list[float]] | None:
+    """Mean and standard deviation of each colour, if it has them."""
     numbers = []
     for name in ("mean", "std"):
         told: Any = getattr(part, name, None)
@@ -131,8 +138,9 @@ def _normalises(part: nn.Module) -> bool:
                 [float(each) for each in told] if isinstance(told, list | tuple) else told.flatten().tolist()
             )
         except (AttributeError, TypeError, ValueError):  # anything may be called so
-            return False
-    return len(numbers[0]) == len(numbers[1]) == 3 and numbers != [[0.0] * 3, [1.0] * 3]
+            return None
+    per_colour = len(numbers[0]) == len(numbers[1]) == 3 and numbers != [[0.0] * 3, [1.0] * 3]
+    return numbers if per_colour else None
 
 
 def _other_preprocessing(e: Examination) -> dict[str, Tensor]:

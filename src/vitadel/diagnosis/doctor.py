@@ -76,7 +76,7 @@ CHECKS: tuple[Check, ...] = (
     Check("normalisation", outputs.normalisation, _fixed(0, 6.4)),
     Check("clean accuracy", outputs.clean_accuracy, _fixed(0, 0), vital=True),
     Check("outputs are logits", outputs.probabilities, _fixed(0, 0)),
-    Check("same answer twice", randomness.same_answer_twice, _fixed(0, 0.75), next="autoattack-rand"),
+    Check("same answer twice", randomness.same_answer_twice, _fixed(0, 1.75), next="autoattack-rand"),
     Check("same answer in any batch", randomness.batch_composition, _fixed(0, 0.6)),
     Check("same answer with gradients", outputs.gradient_mode, _fixed(0, 0.5), next="square"),
     Check("answers without gradients", outputs.answers_by_search, _fixed(0, 0.1), next="square"),

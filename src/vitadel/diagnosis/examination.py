@@ -149,12 +149,16 @@ class Examination:
 
     @cached_property
     def randomised(self) -> float:
-        """How far the same images' logits differ between two calls in eval mode, as a share of their size."""
-        few = self.few(16)
+        """How far the same images' logits differ between two calls in eval mode, as a share of their size.
+
+        Of clean images and of noisy ones: a defence may be asleep until something looks attacked.
+        """
+        clean = self.few(16)
+        few = torch.cat([clean, self.threat.random(clean, self.lots(len(clean)).stream("asked twice"), surface=True)])
         small = replace(self, batch_size=min(4, self.batch_size))  # what is drawn once per batch may fall alike once
         with frozen(self.model):
             first = small.answers(few)
-            small.answers(self.x[-len(few) :].flip(3))  # a model with a memory has other images to remember now
+            small.answers(self.x[-16:].flip(3))  # a model with a memory has other images to remember now
             again = small.answers(few)
         return relative_change(first, again)
 
@@ -214,10 +218,16 @@ class Examination:
         try:
             double = copy.deepcopy(self.model).double().eval()
             with torch.no_grad():
-                runs_exactly = double(self.few(min(2, self.batch_size)).double()).dtype == torch.float64
+                double(self.few(min(2, self.batch_size)).double())
         except Exception:  # whatever a foreign model has against it, float32 will do
             return self.model
-        return double if runs_exactly else self.model
+        return double
+
+    @cached_property
+    def answers_exactly(self) -> bool:
+        """A model that ends in `.float()` computes exactly and answers in float32."""
+        few = self.few(1).to(self.exact_dtype)
+        return self.exact is not self.model and self.answers(few, self.exact).dtype == torch.float64
 
     @property
     def exact_dtype(self) -> torch.dtype:

@@ -234,6 +234,13 @@ def _looks_noisy(x: Tensor, level: float) -> Tensor:
     return (x - _smoothed(x)).abs().flatten(1).quantile(0.2, dim=1) > level
 
 
+def _asleep_on_clean(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def changed(x: Tensor) -> Tensor:
+        return torch.where(_looks_noisy(x, 0.006)[:, None, None, None], change(x), x)
+
+    return changed
+
+
 class _Detector(nn.Module):
     """Answers about a smoothed copy, without gradients, as soon as an image looks noisy: predictions change."""
 
@@ -374,6 +381,12 @@ GALLERY: tuple[Liar, ...] = (
         "pixels with a ripple, 4/255 wide, elsewhere at every call",
         _before(_rippled(4, 10, anywhere=True)),
         ("same answer twice", "averaging does no better"),
+    ),
+    Liar(
+        "sleeping ripples",
+        "the same, but only where an image looks noisy",
+        _before(_asleep_on_clean(_rippled(4, 10, anywhere=True))),
+        ("same answer twice",),
     ),
     Liar("dropout left in train mode", "model.eval() forgotten", _dropout_left, ("evaluation mode",)),
     Liar(

@@ -25,7 +25,8 @@ def taught(
     """
     with frozen(teacher), torch.no_grad():
         answers = [torch.cat([teacher(part) for part in x.split(at_once)]) for x, _ in lessons]
-    student = _network(answers[0].shape[1], lessons[0][0].shape[-1], seed).to(lessons[0][0].device)
+    first = lessons[0][0]
+    student = _network(answers[0].shape[1], first.shape[1], first.shape[-1], seed).to(first.device)
     optimiser = torch.optim.AdamW(student.parameters(), _RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs * len(lessons))
     with torch.enable_grad():
@@ -38,11 +39,11 @@ def taught(
     return student.eval().requires_grad_(False)
 
 
-def _network(classes: int, side: int, seed: int) -> nn.Module:
+def _network(classes: int, channels: int, side: int, seed: int) -> nn.Module:
     stride = max(1, side // 32)  # large images are looked at coarsely
     with torch.random.fork_rng():  # layers draw their first weights, which are replaced below
         student = nn.Sequential(
-            nn.Conv2d(3, 32, 4 * stride, 2 * stride, stride),
+            nn.Conv2d(channels, 32, 4 * stride, 2 * stride, stride),
             nn.GELU(),
             nn.Conv2d(32, 64, 3, 2, 1),
             nn.GELU(),

@@ -23,7 +23,7 @@ from vitadel.data.checks import BadSample
 from vitadel.data.subset import balanced_subset
 from vitadel.diagnosis.doctor import CHECKS, Examined, cost_of, examine, next_command, sentence
 from vitadel.diagnosis.examination import Examination, Images, Level, level_named
-from vitadel.diagnosis.finding import Finding
+from vitadel.diagnosis.finding import SUSPICIOUS, Finding
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.among import choose_among, choosing_like
 from vitadel.evaluation.calibration import BATCH, CalibrationImages, calibration_images
@@ -41,6 +41,7 @@ __all__ = ["Appointment", "diagnose", "examinable", "examination_of", "expected_
 
 FEWEST = 16
 """Images: a comparison of attacks needs ten that fall to one of them only."""
+_UNEXAMINED = "Repair the model, or take a smaller batch_size: what cannot be examined cannot be trusted."
 _SO_FAR = "findings.json"
 
 
@@ -119,7 +120,9 @@ def diagnose(
             subject = open_subject(model, data, data_root=data_root, model_options=model_options, **secrets)
             e = examination_of(subject, plan, processes, surrogate)[0]
         _check_enough(len(e.x))
-        return list(examine(e).findings)
+        examined = examine(e)
+    lost = [Finding(name, SUSPICIOUS, {"ended in": fault}, _UNEXAMINED) for name, fault in examined.failed.items()]
+    return [*examined.findings, *lost]
 
 
 @contextmanager
