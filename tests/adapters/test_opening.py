@@ -123,6 +123,20 @@ def test_features_need_no_head():
     assert model.record.num_classes == 2
 
 
+def test_a_stand_in_head_is_the_same_every_time():
+    """Runs are known by the weights of their models, and go on in another process."""
+    dino = "vit_small_patch14_dinov2.lvd142m"
+    kwargs = {"img_size": 28, "embed_dim": 24, "depth": 1, "num_heads": 3}
+    heads = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.random.get_rng_state()
+        opened = open_model(dino, {**options_for_features(dino, {}), "weights": "random", "kwargs": kwargs})
+        assert torch.equal(torch.random.get_rng_state(), before)
+        heads.append(opened.backbone.head.weight)
+    assert torch.equal(*heads)
+
+
 def test_a_backbone_from_a_weight_file_keeps_the_classes_of_its_recipe(tmp_path):
     small = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
     name = "deit_tiny_patch16_224"  # of 1,000 classes, unless told

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from functools import partial
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -17,6 +19,8 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.load import load_model
 from vitadel.data.batches import batches
+from vitadel.defenses.building import build_recipe
+from vitadel.defenses.recipes import compose
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.judge import judge
 from vitadel.evaluation.probes import Probe
@@ -308,6 +312,10 @@ def test_the_worst_case_keeps_what_was_found_at_smaller_budgets(subject):
     bank.rows.append({"level": "T8", "attack": "pgd", "eps": EPS[0], "in_pixels": True})
     bank.held["T8 pgd", EPS[0]] = torch.tensor([False] * 4)
     assert bank.worst(EPS[1]) is None
+    table.rows.append({"level": "T8", "attack": "pgd", "eps": EPS[0], "in_pixels": True})
+    table.held["T8 pgd", EPS[0]] = torch.tensor([False] * 4)  # for some set of the bank
+    table.by_victim["T8 pgd", EPS[0]] = torch.tensor([True, True, True, False])
+    assert table.worst(EPS[0]).tolist() == [True, False, True, False]
 
 
 def test_who_sees_verdicts_keeps_what_it_found_by_moving_features(subject):
@@ -341,6 +349,22 @@ def test_attackers_do_not_train_on_the_audited_images(subject, sets, recipe, tmp
     order = order_of(sets, recipe, levels=("T7",), attacker_data="shapes@test")
     with pytest.raises(Mistake, match="--attacker-data shapes@test are the audited images, shapes"):
         run_ladder(subject, order, CPU, out=tmp_path / "run")
+
+
+def test_nor_do_those_who_have_the_recipe_s_images(subject, sets, recipe, tmp_path):
+    order = order_of(sets, recipe, levels=("T3",), surrogates=1)
+    audited = dataclasses.replace(subject, data_spec=build_recipe(compose(recipe), "short").data.train)
+    with pytest.raises(Mistake, match=r"trains surrogates on, shapes.*, are the audited images"):
+        run_ladder(audited, order, CPU, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_attacker_s_head_must_have_the_victim_s_classes(subject, sets, recipe, tmp_path):
+    head = torch.nn.Linear(96, 3)
+    own = partial(Probe, head=head, blocks=1, average=False, classes=["a", "b", "c"])
+    with pytest.raises(Mistake, match="the attacker's own head has 3 classes, the victim 10"):
+        run_ladder(subject, order_of(sets, recipe, levels=("T2",)), CPU, out=tmp_path / "run", own_head=own)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_resumed_climb_has_the_same_weapons(subject, sets, recipe, tmp_path):

@@ -58,7 +58,6 @@ def test_who_cannot_ask_goes_all_the_way(arms):
             assert attack.stop_when_fooled == rung.asks
         if isinstance(attack, FeatureAttack):
             assert not attack.stop_when_fooled
-            assert attack.paper or attack.length <= attack.threat.eps  # steps fit into small balls
 
 
 def test_who_sees_verdicts_asks(arms):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from vitadel.adapters.robustness_tokens import TokenBank, Tokened
@@ -20,7 +21,10 @@ from vitadel.errors import Mistake
 __all__ = ["open_model", "options_for_features", "token_run"]
 
 _BEST = Path("weights") / "best.safetensors"
-_OPTIONS = ("weights", "num_classes", "mean", "std", "input_size", "small_images", "head_classes", "kwargs")
+_OPTIONS = (
+    *("weights", "num_classes", "mean", "std", "input_size", "crop_pct", "interpolation"),
+    *("small_images", "head_classes", "kwargs"),
+)
 
 
 def open_model(
@@ -36,18 +40,18 @@ def open_model(
     Several token files, with commas between them, are a bank: one set is drawn for each image of each call. A file
     that others can read is refused unless `allow_readable`.
     """
-    given = {name: value for name, value in (options or {}).items() if value not in (None, False)}
+    given = {name: value for name, value in (options or {}).items() if value is not None and value is not False}
     run = _adapted_run(spec)
     if run is None:
         shipped = _shipped_tora(spec, given) if tokens is None else None
         if shipped is not None:
             return shipped
-        classifier = load_model(spec, **given)
+        classifier = _loaded(spec, given)
         return classifier if tokens is None else _with_tokens(classifier, tokens, allow_readable)
     if tokens is not None:
         raise Mistake(f"'{spec}' is a training of {run.use} and has its own; to use those of {tokens}, name a backbone")
     known = {name: run.model[name] for name in _OPTIONS if run.model.get(name)}
-    classifier = load_model(run.model["name"], **{**known, **given})
+    classifier = _loaded(run.model["name"], {**known, **given})
     file = Path(spec) / _BEST
     if run.use == "tokens":
         return load_tokens(file, classifier, allow_readable=allow_readable).eval()
@@ -94,6 +98,15 @@ def token_run(spec: str) -> Mapping[str, Any] | None:
     """What the recipe of a token training says of its model; None if `spec` is no folder of one."""
     run = _adapted_run(spec)
     return run.model if run is not None and run.use == "tokens" else None
+
+
+def _loaded(name: str, options: Mapping[str, Any]) -> Classifier:
+    """A head that stands in for none is the same every time: runs are known by the weights of their models."""
+    if not options.get("new_head"):
+        return load_model(name, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return load_model(name, **options)
 
 
 def options_for_features(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,15 +69,12 @@ class Armed:
 def gather(subject: Subject, arms: Arms, order: LadderOrder, indices: Tensor, processes: Processes) -> Supplies:
     """Open what is given and refuse what makes no sense, before a run folder exists or an hour is spent."""
     recipe = None if order.recipe is None else read_recipe(order.recipe)
-    if arms.other is not None:
-        _check_classes(arms.other, subject)
-    if order.attacker_data is not None and not subject.given_as_object:
-        root = None if subject.data_root is None else str(subject.data_root)
-        if same_images(*(read_data_spec(spec, root) for spec in (order.attacker_data, subject.data_spec))):
-            raise Mistake(
-                f"--attacker-data {order.attacker_data} are the audited images, {subject.data_spec}: an attacker who "
-                "trained on them would know too much. Choose another split."
-            )
+    own = None if arms.own_head is None else arms.own_head(arms.victim.classifier)
+    for what, model in (("the other model", arms.other), ("the attacker's own head", own)):
+        if model is not None:
+            _check_classes(what, model, subject)
+    if order.attacker_data is not None:
+        _refuse_audited(f"--attacker-data {order.attacker_data}", order.attacker_data, subject, subject.data_root)
     levels, victim = set(order.levels), arms.victim
     surrogates = _read(victim, order.surrogates, order.allow_readable) if {"T3", "T4"} & levels else ()
     bank = _read(victim, order.bank, order.allow_readable) if "T8" in levels else ()
@@ -84,6 +82,10 @@ def gather(subject: Subject, arms: Arms, order: LadderOrder, indices: Tensor, pr
     _refuse_no_bank(victim, bank)
     images = _images_to_fit(subject, order, indices) if "T7" in levels else None
     lessons = {} if recipe is None else _lessons(subject, victim, order, recipe, processes)
+    if "surrogates" in lessons and recipe is not None and order.attacker_data is None:
+        data = recipe.built().data
+        where = f"the images that {order.recipe} trains surrogates on, {data.train},"
+        _refuse_audited(where, data.train, subject, subject.data_root or data.root)
     return Supplies(recipe, lessons, surrogates, bank, images)
 
 
@@ -269,11 +271,22 @@ def _refuse_no_bank(victim: Tokened, bank: tuple[Tokened, ...]) -> None:
             )
 
 
-def _check_classes(other: nn.Module, subject: Subject) -> None:
+def _refuse_audited(what: str, spec: str, subject: Subject, root: str | Path | None) -> None:
+    if subject.given_as_object:
+        return
+    where = None if root is None else str(root)
+    if same_images(*(read_data_spec(each, where) for each in (spec, subject.data_spec))):
+        raise Mistake(
+            f"{what} are the audited images, {subject.data_spec}: an attacker who trained on them would know too much. "
+            "Choose another split, or other images with --attacker-data."
+        )
+
+
+def _check_classes(what: str, model: nn.Module, subject: Subject) -> None:
     ours = subject.model.record.num_classes
-    theirs = getattr(other, "record", subject.model.record).num_classes
+    theirs = getattr(model, "record", subject.model.record).num_classes
     if theirs != ours:
         raise Mistake(
-            f"the other model has {theirs} classes, the victim {ours}; images crafted on it only say something about "
-            "the victim if the classes are the same"
+            f"{what} has {theirs} classes, the victim {ours}; images crafted on it only say something about the victim "
+            "if the classes are the same"
         )

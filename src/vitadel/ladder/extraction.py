@@ -78,10 +78,12 @@ def extract_tokens(
     start = fresh_tokens(width, count, seed=seed).to(victim.tokens)
     model = Tokened(classifier, start, placement=victim.placement)
 
-    def see(seen: nn.Module, x: Tensor) -> Tensor:
+    headed = {each: each if head is None else head(each) for each in (victim, model)}
+
+    def see(seen: Tokened, x: Tensor) -> Tensor:
         if exposed == "features":
             return final_features(seen, x)
-        scores: Tensor = (seen if head is None else head(seen))(x)
+        scores: Tensor = headed[seen](x)
         return scores
 
     with frozen(victim), torch.no_grad():

@@ -42,6 +42,7 @@ class LadderTable:
     arms: Arms
     extracted: Mapping[str, Extracted]
     held: dict[tuple[str, float], Tensor] = field(default_factory=dict)
+    by_victim: dict[tuple[str, float], Tensor] = field(default_factory=dict)  # of the first set, where banks are judged
     rows: list[dict[str, Any]] = field(default_factory=list)
     controls: list[dict[str, Any]] = field(default_factory=list)
     correct: dict[str, Tensor] = field(default_factory=dict)  # of other models than the victim, on clean images
@@ -58,6 +59,7 @@ class LadderTable:
         if rung.judges:
             each = torch.stack([clean & right[name] for clean, name in zip(self._bank(), names, strict=True)])
             held, expected = each.all(0), float(each.double().mean())
+            self.by_victim[rung.title, eps] = each[0]
         else:
             held, expected = before & right["tokens"], None
         row = self._row(rung, eps, pieces, held)
@@ -121,14 +123,16 @@ class LadderTable:
     def worst(self, eps: float) -> Tensor | None:
         """Held against every image that any attacker found within this budget, those of smaller ones too.
 
-        A bank is another victim. None if nothing else was climbed.
+        A bank is another victim, but what was made for it is shown to ours, too. None if nothing else was climbed.
         """
         columns = []
         for row in self.rows:
             budget = row["eps"] if row["in_pixels"] else RELEASED_PIXELS
-            if row["level"] != "T8" and budget <= eps * (1 + 1e-9):
-                columns.append(self.held[f"{row['level']} {row['attack']}", row["eps"]])
-        return torch.stack([self.tally.correct, *columns]).all(0) if columns else None
+            if budget <= eps * (1 + 1e-9):
+                key = f"{row['level']} {row['attack']}", row["eps"]
+                columns.append(self.by_victim.get(key, self.held[key]))
+        alone = all(row["level"] == "T8" for row in self.rows)
+        return torch.stack([self.tally.correct, *columns]).all(0) if columns and not alone else None
 
     def level(self, code: str, eps: float) -> Tensor | None:
         """Held against all attacks of a level; None if it was not climbed."""

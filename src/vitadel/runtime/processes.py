@@ -47,6 +47,10 @@ class Processes:
         # On our device: what carries messages between GPUs takes no tensors of the CPU.
         return cast(torch.Tensor, reduce(tensor.to(self.device), reduction="mean")).to(tensor.device)
 
+    def any(self, told: bool) -> bool:
+        """Whether it is so in any process; all must call it."""
+        return float(self.mean(torch.tensor(float(told)))) > 0
+
     def on_main(self, work: Callable[[], T]) -> T:
         """Let the main process do the work, and give its result, or the mistake that it found, to all."""
         answer: T | Mistake | None = None

@@ -25,14 +25,17 @@ def write_secret(path: str | Path, content: bytes) -> None:
     write_atomically(Path(path), content, mode=_OWNER_ONLY)
 
 
-def read_secret(path: str | Path, allow_readable: bool = False) -> bytes:
-    """The content of a file that nobody but its owner can read or change; with `allow_readable`, of any file."""
+def read_secret(path: str | Path, allow_readable: bool | None = False) -> bytes:
+    """The content of a file that nobody but its owner can read or change; with `allow_readable`, of any file.
+
+    None is for callers that leave no choice: no way around is told.
+    """
     try:
         with open(path, "rb") as file:
             # Of the open file, not of its name: that may mean another file a moment later.
             status = os.fstat(file.fileno())
             if not allow_readable:
-                _refuse_open_doors(path, status.st_mode)
+                _refuse_open_doors(path, status.st_mode, way_around=allow_readable is not None)
             return file.read()
     except FileNotFoundError:
         raise Mistake(
@@ -45,12 +48,12 @@ def read_secret(path: str | Path, allow_readable: bool = False) -> bytes:
         ) from error
 
 
-def _refuse_open_doors(path: str | Path, mode: int) -> None:
+def _refuse_open_doors(path: str | Path, mode: int, way_around: bool) -> None:
     if os.name == "posix" and mode & _BY_OTHERS:
+        around = "; to use it as it is, pass --allow-readable (in Python: allow_readable=True)" if way_around else ""
         raise Mistake(
             f"secret file '{path}' has mode {stat.S_IMODE(mode):04o}: others than its owner can read or change it, and "
-            f"may have done so. Close it with `chmod 600 {path}`; to use it as it is, pass --allow-readable "
-            "(in Python: allow_readable=True)."
+            f"may have done so. Close it with `chmod 600 {path}`{around}."
         )
 
 
