@@ -116,7 +116,7 @@ def test_settings_of_the_name():
     assert make("kl-5(step=2/255,noise=0.01)", eps=0.03) == PGD(
         Linf(0.03), FromClean(), Steepest(2 / 255), 5, start_noise=0.01
     )
-    assert kl(Linf(0.03), noise=0) == PGD(Linf(0.03), FromClean(), Steepest(2 / 255), 10)
+    assert kl(Linf(0.03), noise=0) == PGD(Linf(0.03), FromClean(), Steepest(0.03 / 4), 10)
     assert kl(Linf(0.03), restarts=3) == Restarts(kl(Linf(0.03)), 3)
     with pytest.raises(Mistake, match="start_noise must be positive, got -1"):
         PGD(Linf(0.03), start_noise=-1.0)

@@ -116,6 +116,7 @@ def test_restarts_only_help_and_only_retry_what_held():
 
 def test_usual_step_can_cross_a_large_ball():
     assert usual_length(Linf(8 / 255), 100) == pytest.approx(2 / 255)
+    assert usual_length(Linf(1 / 255), 20) == pytest.approx(0.25 / 255)
     assert usual_length(Linf(105 / 255), 20) * 20 >= 2 * 105 / 255
     assert usual_length(L2(0.5), 10) == pytest.approx(0.125)
 

@@ -15,11 +15,13 @@ __all__ = ["Dropping", "Fading", "Filling", "Momentum", "Scripted", "Steepest", 
 
 
 def usual_length(threat: Threat, steps: int) -> float:
-    """2.5 * eps / steps, which can cross the ball, and for Linf at least 2/255, the papers' value.
+    """2.5 * eps / steps, which can cross the ball, and for Linf at least 2/255 or a quarter of eps, whichever is less.
 
-    A fixed 2/255 alone cannot reach the far side of a large ball, which then looks like robustness.
+    At 8/255 that is the papers' 2/255. A fixed 2/255 cannot reach the far side of a large ball, and in a small one it
+    leaps from corner to corner: both then look like robustness.
     """
-    return max(2 / 255 if isinstance(threat, Linf) else 0.0, 2.5 * threat.eps / steps)
+    least = min(2 / 255, threat.eps / 4) if isinstance(threat, Linf) else 0.0
+    return max(least, 2.5 * threat.eps / steps)
 
 
 @dataclass(frozen=True)
