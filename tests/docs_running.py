@@ -33,7 +33,7 @@ from vitadel.adapters.token_files import save_tokens
 from vitadel.backbones.load import load_model
 from vitadel.backbones.record import create_backbone, save_classifier
 from vitadel.cli.main import app
-from vitadel.defenses.recipes import compose, source
+from vitadel.defenses.recipes import compose, shipped_recipes, source
 from vitadel.errors import Mistake
 
 __all__ = ["World", "WronglyTyped", "parsed", "verb_in"]
@@ -214,6 +214,8 @@ def _for_one_process(words: Sequence[str]) -> list[str]:
 
 def _sizes(context: typer.Context) -> list[str]:
     """Flags that make a command small, where it has them: those of FLAGS, and whole numbers above MOST."""
+    if context.info_name == "plan" and context.params["model"] in shipped_recipes():
+        return []  # which says itself how large it is
     added = []
     for option in context.command.params:
         if option.param_type_name != "option" or option.name in KEPT_FLAGS:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vitadel.defenses.heads.probing import probe
     from vitadel.diagnosis.visit import diagnose
     from vitadel.evaluation.audit import audit
+    from vitadel.evaluation.trade_off import trade_off
     from vitadel.instrument import attention_maps, block_features, extra_tokens, scaled_attention, score_statistics
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "score_statistics",
     "studies",
     "study",
+    "trade_off",
     "wrap",
 ]
 
@@ -63,6 +65,7 @@ _HOMES = {
     "scaled_attention": "vitadel.instrument",
     "score_statistics": "vitadel.instrument",
     "study": "vitadel.cli.revisiting",
+    "trade_off": "vitadel.evaluation.trade_off",
     "wrap": "vitadel.backbones",
 }
 

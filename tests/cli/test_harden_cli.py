@@ -87,6 +87,9 @@ def test_a_plan_for_a_recipe_and_a_mistake_about_it(vitadel, mine):
     code, out, err = vitadel("plan", mine, "train.epochs=2", "--device", "cpu")
     assert code == 0, err
     assert "2 epochs, 6 steps of 16 images" in " ".join(out.split())
+    code, _, err = vitadel("plan", mine, "--eps", "4/255", "--limit", "7", "--device", "cpu")
+    assert code == 2
+    assert "--limit, --eps: a recipe says these itself" in " ".join(err.split())
     code, _, err = vitadel("plan", "zoo:shapes-robust", "train.epochs=2")
     assert (code, "belong to a recipe" in err) == (2, True)
 
@@ -121,6 +124,11 @@ def test_a_budget_in_pixels_needs_no_more_words(vitadel, tmp_path):
     assert code == 0, err
     assert "eps 2/255 (best)" in err
     assert "attack in training" not in err
+    assert "adapter.seed" not in err
+    words = [*TOKENS, "objective.attack=features-1", "adapter.seed=1", "--out", tmp_path / "seeded"]
+    code, _, err = vitadel("harden", *words, "--device", "cpu")
+    assert code == 0, err
+    assert "who reads it can train the same tokens" in " ".join(err.split())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_a_short_climb_ends_with_table_report_and_folder(tokens, tmp_path):
     assert again.exit_code == 0
 
 
-def test_heads_of_both_sides_come_from_files(tokens, tmp_path):
+def test_heads_of_both_sides_come_from_files(tokens, tmp_path, monkeypatch):
     """As for a backbone without a classifier: the victim's own, and the attacker's."""
     model, files = load_model("zoo:shapes-standard"), [tmp_path / "victim.safetensors", tmp_path / "own.safetensors"]
     for number, file in enumerate(files):
@@ -56,12 +57,23 @@ def test_heads_of_both_sides_come_from_files(tokens, tmp_path):
         weight[number] = 1.0
         save_head(Probe(model, linear_layer(weight, 100 * torch.eye(10)[number]), 1, False, list("abcdefghij")), file)
     words = ["--tokens", tokens, "--suite", "ladder", "--levels", "T2", *SHORT, "--out", tmp_path / "run"]
-    done = called(*words, "--head", files[0], "--attacker-head", files[1])
+    words += ["--head", files[0], "--attacker-head", files[1]]
+    monkeypatch.setattr(sys, "argv", ["vitadel", "audit", "zoo:shapes-standard", *map(str, words)])
+    done = called(*words)
     assert done.exit_code == 0, done.output
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["clean"]["correct"] == 1  # of ten images, one per class, the head says "the first" to all
     assert "pgd-2, own head" in {row["attack"] for row in results["ladder"]["rows"]}
     assert results["ladder"]["left_out"] == ["trained controls (--recipe)"]
+    look = ["inspect", tmp_path / "run", "--attack", "features-1", "--limit", "4", "--out", tmp_path / "look"]
+    looked = CliRunner().invoke(app, [*map(str, look), "--device", "cpu"])  # at the model below the head
+    assert looked.exit_code == 0, looked.output
+
+
+def test_a_backbone_without_a_head_needs_one_for_the_ladder(tmp_path):
+    words = ["audit", "vit_small_patch14_dinov2.lvd142m", "--suite", "ladder", "--levels", "T6", "--tokens", "x"]
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "run")])
+    assert "train a head by `vitadel probe`" in str(done.exception or done.output)
 
 
 def test_an_audit_through_the_tokens_names_them_by_fingerprint(tokens, tmp_path):

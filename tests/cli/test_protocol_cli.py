@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from PIL import Image
 
 from command_line import vitadel
+from vitadel.cli import options, running
+from vitadel.cli.audit import _opened_under
+from vitadel.runtime.following import following_command
 
 
 def told_by(*words: str, cwd: Path, code: int) -> str:
@@ -50,3 +54,23 @@ def test_a_protocol_says_how_images_come_to_their_size(tmp_path):
 def test_protocols_are_listed(tmp_path):
     told = told_by("list", "protocols", cwd=tmp_path, code=0)
     assert "robustbench-imagenet autoattack, linf 4/255, 5,000 images of imagenet" in told
+
+
+def test_what_a_protocol_stands_for_is_kept_with_the_command(tmp_path, monkeypatch):
+    """So that studies and further commands open the model as the audit did."""
+    seen = {}
+    monkeypatch.setattr("vitadel.evaluation.audit.run_audit", lambda *_, **kept: seen.update(kept) or Unfinished())
+    monkeypatch.setattr(sys, "argv", ["vitadel", "audit", "zoo:shapes-robust", "--protocol=rvt"])
+    order = running.order_of(options.Attacking("pgd-5"), options.Sampling("shapes"), options.Conduct())
+    choice, words = _opened_under("rvt", options.Choice(), {"interpolation"})
+    assert (choice.crop_pct, words) == (0.875, ["--crop-pct=0.875"])
+    running.run_attacks(
+        "audit", order, "zoo:shapes-robust", choice, options.Sampling("shapes"), options.Running(), unsaid=words
+    )
+    assert seen["argv"] == [*sys.argv[1:], *words]
+    command = following_command(seen["argv"], "diagnose", "m", "shapes", "linf", "1/255", after="audit")
+    assert "--crop-pct=0.875" in command
+
+
+class Unfinished:
+    is_main, folder = False, None

@@ -8,6 +8,7 @@ import inspect
 import pytest
 from typer.testing import CliRunner
 
+from vitadel.amounts import read_amount
 from vitadel.cli import study_pictures
 from vitadel.errors import Mistake
 from vitadel.studies.accumulation import AccumulationOrder
@@ -30,7 +31,9 @@ def test_defaults_are_those_of_the_order(command, order):
     for field in dataclasses.fields(order):
         flag = {"side": "patch_side"}.get(field.name, field.name)
         if flag in flags and field.name not in ("eps", "others", "classes"):
-            assert flags[flag].default == field.default, flag
+            default = flags[flag].default
+            numbers = isinstance(default, str) and isinstance(field.default, float)  # typed, as fractions may be
+            assert (read_amount(default) if numbers else default) == field.default, flag
     assert {"limit", "batch_size", "seed", "skip_bad"} <= flags.keys()
 
 

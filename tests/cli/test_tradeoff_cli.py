@@ -10,6 +10,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+import vitadel
 from toras import MEAN, STD, enlivened
 from vitadel.adapters.opening import open_model
 from vitadel.adapters.tora import Tora
@@ -115,3 +116,12 @@ def test_a_mistake_is_told_before_anything_is_opened(runs, tmp_path):
     done = called(runs[0], *SHORT, "--knob", 2, "--out", tmp_path / "run")
     assert "--knob goes from one fusion to another" in str(done.exception)
     assert not (tmp_path / "run").exists()
+
+
+def test_from_python(runs, tmp_path):
+    settings = {"data": "shapes(size=32)", "limit": 20, "attacks": "fgsm", "aimed": "", "device": "cpu"}
+    told = vitadel.trade_off(runs[0], eps="1/255, 2/255", out=tmp_path / "run", **settings)
+    assert told == json.loads((tmp_path / "run" / "results.json").read_text())
+    assert [entry["name"] for entry in told["trade_off"]["contenders"]] == ["lambda-0.1"]
+    both = vitadel.trade_off(runs[:2], eps=[2 / 255], knob=1, out=tmp_path / "both", **settings)
+    assert len(both["trade_off"]["contenders"]) == 3

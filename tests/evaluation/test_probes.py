@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitadel import attacks, audit, wrap
+from vitadel.adapters.token_files import backbone_fingerprint
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.data.preprocess import Preprocess
@@ -323,6 +324,13 @@ def test_heads_that_do_not_belong_are_refused(tmp_path: Path) -> None:
     save_head(probe, path)
     with pytest.raises(Mistake, match="head for 'vit', the model is 'deit3'"):
         load_head(path, classifier("deit3"))
+    save_head(probe, path, {"backbone_fingerprint": backbone_fingerprint(cast(Classifier, probe.model))})
+    with pytest.raises(Mistake, match="head for other weights, those of 'vit'; the model is 'deit3'"):
+        load_head(path, classifier("deit3"))
+    same = cast(Classifier, probe.model)
+    load_head(
+        path, Classifier(same.backbone, replace(same.record, name="vit.with_a_tag"))
+    )  # the weights decide, not what they are called
     with pytest.raises(Mistake, match="does not fit this model"):
         load_head(path, make_vit("vit", embed_dim=48))
     weights = dict(probe.head.state_dict())

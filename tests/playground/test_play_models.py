@@ -22,6 +22,7 @@ def test_names_of_classes() -> None:
     assert class_names("runs/mine", 10) == tuple(f"class {n}" for n in range(10))  # not the shapes by chance
     assert class_names("runs/mine", 2, ("cat", "dog")) == ("cat", "dog")
     assert class_names("runs/mine", 3, ("cat", "dog")) == ("class 0", "class 1", "class 2")
+    assert class_names("zoo:shapes-robust", 10, [f"other {n}" for n in range(10)]) == CLASSES
 
 
 def test_images_by_number_with_their_true_class() -> None:
@@ -58,6 +59,9 @@ def test_zoo_models_of_other_data_can_be_shown_any_picture() -> None:
     assert opened.names[0] == "airplane"
     assert not opened.knows_data
     assert opened.pixels(shelf().image(0).picture).shape == (1, 3, 32, 32)
+    named = shelf(named=[other], data_is_told=True).open(other)  # as `vitadel ui zoo:cifar10-... --data shapes` does
+    assert named.names[0] == "airplane"
+    assert not named.knows_data
 
 
 def test_named_models_come_first_with_their_options_and_few_stay_open() -> None:

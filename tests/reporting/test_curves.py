@@ -48,6 +48,13 @@ def test_a_training_without_an_epoch_yet_is_drawn(tmp_path):
 
 def test_damaged_metrics_are_told(tmp_path):
     folder = write_run(tmp_path / "run", correct=[True, False], attacks={})
-    (folder / "metrics.jsonl").write_text("{torn")
-    with pytest.raises(Mistake, match=r"metrics.jsonl cannot be read"):
-        read_run(folder)
+    for line in ("{torn\n", '{"loss": 2}\n'):
+        (folder / "metrics.jsonl").write_text(line)
+        with pytest.raises(Mistake, match=r"metrics.jsonl cannot be read"):
+            read_run(folder)
+
+
+def test_the_last_line_of_a_killed_training_may_be_torn(tmp_path):
+    folder = write_run(tmp_path / "run", correct=[True, False], attacks={})
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert read_run(folder).metrics == ({"step": 1.0, "loss": 2.0},)

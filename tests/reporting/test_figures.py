@@ -11,12 +11,14 @@ from xml.etree import ElementTree
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from run_folders import write_run
 from vitadel.evaluation.intervals import wilson
 from vitadel.reporting.figures import (
     COLOURS,
+    Picture,
     accuracy_figure,
     draw_accuracies,
     draw_classes,
@@ -229,6 +231,18 @@ def test_names_are_text_never_markup_or_mathematics(tmp_path: Path) -> None:
     assert pictures[1] is not None
     written = texts(pictures[1].svg("p-"))
     assert {hostile[0], hostile[1], "a\ufffdb\ufffd", hostile[3], hostile[4]} <= set(written)
+
+
+def test_whatever_a_figure_says_it_can_be_drawn_and_read() -> None:
+    figure = Figure()
+    axes = figure.add_subplot(title="$\\frac$\x01 & <b>", xlabel="a\ud800b\x1b$x$")
+    axes.plot([0, 1], label="$\\undefined{")
+    axes.legend()
+    axes.set_xticks([0, 1], ["$\\frac$", "\x02"])
+    picture = Picture("odd", figure, "odd\x01")
+    ElementTree.fromstring(picture.svg_file())
+    assert "<b>" not in picture.svg("p-")
+    assert Image.open(io.BytesIO(picture.png())).width > 100
 
 
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:

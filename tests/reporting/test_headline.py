@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ def test_what_a_few_images_cannot_tell_is_not_told(tmp_path: Path) -> None:
     assert "Too close to call: +2.0 points" in sentence
     even = told(holding(tmp_path / "c", "c", 50), holding(tmp_path / "d", "d", 50))
     assert even.startswith("c and d withstand most, and as much as each other: 50.0 % under fgsm")
+    three = told(*(holding(tmp_path / name, name, 50) for name in ("e", "f", "g")))
+    assert three.startswith("e, f and g withstand most, and as much as each other")
 
 
 def test_runs_that_took_another_test_or_none_do_not_compete(tmp_path: Path) -> None:
@@ -53,6 +56,9 @@ def test_runs_that_took_another_test_or_none_do_not_compete(tmp_path: Path) -> N
     assert told(a, unfinished) == ""
     clean_only = holding(tmp_path / "d", "d", 95, attacks={})
     assert told(a, clean_only) == ""
+    sized = [holding(tmp_path / f"s{side}", f"s{side}", side, size=side) for side in (32, 64)]
+    old = replace(holding(tmp_path / "old", "old", 30, older=True), examples=None)  # which may have been like either
+    assert "Of the 2 runs that took the same test" in told(old, *sized)
     sentence = told(a, b, unfinished, holding(tmp_path / "e", "e", 80))
     assert sentence.startswith("Of the 2 runs that took the same test, e withstands most: 80.0 %")
 

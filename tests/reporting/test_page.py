@@ -342,6 +342,11 @@ def test_trust_is_told_before_the_numbers(tmp_path: Path) -> None:
     assert (worst["verdict"], worst["sign"]) == ("broken", "✗")
     assert worst["sentence"] == "Do not rely on these numbers yet. Broken: gradients; see the findings."
     assert trust(read_run(made(tmp_path / "c", pending=["pgd-20"]))) is None
+    failed = read_run(made(tmp_path / "e", findings=[fine]))
+    failed.results["diagnosis"] = {"verdict": "suspicious", "sentence": "It cannot be told.", "next": None}
+    told = trust(failed)
+    assert told is not None
+    assert (told["verdict"], told["sign"]) == ("suspicious", "!")
     page = Outline(page_of(tmp_path, tmp_path / "b")).text
     assert page.index("Do not rely") < page.index("Accuracy, clean and under attack")
 
@@ -527,6 +532,9 @@ def test_classes_are_a_heat_map_in_numbers(tmp_path: Path) -> None:
     assert "star 20 100.0 % 100.0 % 0.0 % 0.0 %" in Outline(page).text
     assert page.count('heat" style="--share: 0.000"') == 2
     assert page.count('heat" style="--share: 1.000"') == 6
+    assert "up to pgd-20" in Outline(page).text  # which was shown what fgsm had left
+    alone = made(tmp_path / "b", class_names=("disc", "star"), attacks={"fgsm": ALL, "pgd-20": HALF}, independent=True)
+    assert "up to" not in Outline(page_of(tmp_path, alone)).text
 
 
 def as_photographs(path: Path, rng: np.random.Generator) -> None:

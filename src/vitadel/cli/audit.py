@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from vitadel.cli import corruptions, ladder, options, running, stability
-from vitadel.cli.bundles import bundled, flags_of
+from vitadel.cli.bundles import bundled, flags_of, given_flags, spelled
 from vitadel.errors import Mistake, nearest_names
 
 _OF_ATTACKS = (
@@ -63,7 +63,7 @@ def audit(
     """How accurate is MODEL, and how much of that survives an attack? Writes a run folder and a report."""
     from vitadel.reporting import terminal
 
-    given = {name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")}
+    given = given_flags(ctx)
     _refuse_idle_flags(suite, given)
     if suite == "ladder":
         eps = attacking.eps if "eps" in given else None  # the ladder has budgets of its own unless told otherwise
@@ -73,11 +73,12 @@ def audit(
     elif suite == "stability":
         stability.measure(model, choice, sampling, run, measuring, conduct.calibration)
     else:
+        words: list[str] = []
         if protocol is not None:
             attacking, sampling, independent = _under(protocol, attacking, sampling, independent, given)
-            choice = _opened_under(protocol, choice, given)
+            choice, words = _opened_under(protocol, choice, given)
         order = running.order_of(attacking, sampling, conduct, independent=independent, protocol=protocol)
-        done = running.run_attacks("audit", order, model, choice, sampling, run, doctor=doctor)
+        done = running.run_attacks("audit", order, model, choice, sampling, run, doctor=doctor, unsaid=words)
         if done is not None:
             running.tell(*done, run, terminal.show_results)
 
@@ -98,12 +99,12 @@ def _under(
     return replace(attacking, **fixed), sampling, asked.get("independent", independent)
 
 
-def _opened_under(name: str, choice: options.Choice, given: set[str]) -> options.Choice:
-    """How a protocol wants the model opened, likewise."""
+def _opened_under(name: str, choice: options.Choice, given: set[str]) -> tuple[options.Choice, list[str]]:
+    """How a protocol wants the model opened, likewise, and the flags that would have said so."""
     from vitadel.evaluation.protocols import protocol_named
 
-    asked = protocol_named(name).model_options
-    return replace(choice, **{flag: value for flag, value in asked.items() if flag not in given})
+    asked = {flag: value for flag, value in protocol_named(name).model_options.items() if flag not in given}
+    return replace(choice, **asked), [f"{spelled(flag)}={value}" for flag, value in asked.items()]
 
 
 def _refuse_idle_flags(suite: str | None, given: set[str]) -> None:
@@ -122,5 +123,5 @@ def _refuse_idle_flags(suite: str | None, given: set[str]) -> None:
 
 def _refuse(idle: list[str], why: str) -> None:
     if idle:
-        flags = ", ".join(f"--{name.removesuffix('_model').replace('_', '-')}" for name in idle)
+        flags = ", ".join(map(spelled, idle))
         raise Mistake(f"{flags} {why}")

@@ -8,7 +8,9 @@ from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any, get_type_hints
 
-__all__ = ["bundled", "flags_of"]
+import typer
+
+__all__ = ["bundled", "flags_of", "given_flags", "spelled"]
 
 
 def bundled(verb: Callable[..., None]) -> Callable[..., None]:
@@ -45,3 +47,13 @@ def bundled(verb: Callable[..., None]) -> Callable[..., None]:
 def flags_of(bundle: type[Any]) -> tuple[str, ...]:
     """The names of a bundle's flags, as parameters."""
     return tuple(each.name for each in fields(bundle))
+
+
+def given_flags(ctx: typer.Context) -> set[str]:
+    """Those that were typed, as parameters."""
+    return {name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")}
+
+
+def spelled(name: str) -> str:
+    """A parameter's flag, as it is typed."""
+    return f"--{name.removesuffix('_model').replace('_', '-')}"

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitadel.cli import options, running
-from vitadel.cli.bundles import bundled
+from vitadel.cli.bundles import bundled, given_flags
 from vitadel.cli.revisiting import (
     Opening,
     RunOrModel,
-    given_flags,
     open_revisited,
     opened_from_python,
     revisited,

@@ -73,7 +73,8 @@ class LadderFlags:
 
 def climb(model: str, choice: Choice, sampling: Sampling, run: Running, flags: LadderFlags, eps: str | None) -> None:
     """The whole ladder, told; `eps` None means its own budgets."""
-    from vitadel.backbones.load import load_model
+    from vitadel.adapters.opening import token_run
+    from vitadel.backbones.load import has_no_head, load_model
     from vitadel.evaluation.head_files import load_head
     from vitadel.ladder.climb import run_ladder
     from vitadel.reporting import ladder as told
@@ -82,6 +83,12 @@ def climb(model: str, choice: Choice, sampling: Sampling, run: Running, flags: L
 
     if flags.other_weights is not None and flags.other is None:
         raise Mistake("--other-weights are those of another model (T1): name it with --other MODEL, or leave them out")
+    name = str((token_run(model) or {}).get("name", model))
+    if flags.head is None and has_no_head(name):
+        raise Mistake(
+            f"'{name}' has no classifier of its own: train a head by `vitadel probe`, with the tokens, and give it "
+            "with --head"
+        )
     order = _order(model, choice, sampling, flags, eps)
     processes = join_processes(run.device)
     subject = running.open_chosen(model, choice, sampling, for_features=flags.head is not None)

@@ -41,7 +41,7 @@ class Choice:
         int | None, typer.Option(help="image size in pixels, where it differs from the model's own")
     ] = None
     crop_pct: Annotated[
-        float | None,
+        str | None,
         typer.Option(help="share of a resized image that is kept, e.g. 0.875, where it differs from the model's own"),
     ] = None
     interpolation: Annotated[
@@ -70,7 +70,7 @@ class Choice:
             "mean": _numbers(self.mean, "--mean"),
             "std": _numbers(self.std, "--std"),
             "input_size": self.input_size,
-            "crop_pct": self.crop_pct,
+            "crop_pct": None if self.crop_pct is None else read_amount(self.crop_pct, "--crop-pct"),
             "interpolation": self.interpolation,
             "small_images": self.small_images,
             "head_classes": _whole_numbers(self.head_classes, "--head-classes"),

@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 
 from vitadel.cli import options, running
-from vitadel.cli.bundles import bundled
+from vitadel.cli.bundles import bundled, flags_of, given_flags, spelled
 from vitadel.errors import Mistake
 
 
 @bundled
 def plan(
+    ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="a MODEL as for audit, or a recipe as for harden")] = "zoo:shapes-robust",
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="for a recipe, e.g. train.epochs=3")
@@ -30,6 +31,13 @@ def plan(
     from vitadel.defenses.recipes import shipped_recipes
 
     if model in shipped_recipes() or model.endswith((".yaml", ".yml")):
+        own = [*flags_of(options.Sampling), *flags_of(options.Attacking), *flags_of(options.Choice)]
+        odd = [spelled(name) for name in own if name in given_flags(ctx) and name != "data_root"]
+        if odd:
+            raise Mistake(
+                f"{', '.join(odd)}: a recipe says these itself; write KEY=VALUE instead, e.g. threat.eps=4/255 "
+                "audit.limit=100 audit.attacks=[pgd-20]"
+            )
         _plan_training(model, row, overrides or [], sampling.data_root, device, as_json)
         return
     if overrides or row:

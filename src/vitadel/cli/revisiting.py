@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 import typer
 
 from vitadel.cli import audit, running
-from vitadel.cli.bundles import flags_of
+from vitadel.cli.bundles import flags_of, given_flags
 from vitadel.cli.options import Choice, Running, Sampling, Threat
 from vitadel.errors import Mistake, nearest_names
 
@@ -28,7 +28,6 @@ __all__ = [
     "Opening",
     "RunOrModel",
     "conduct",
-    "given_flags",
     "open_revisited",
     "opened_from_python",
     "revisited",
@@ -75,6 +74,8 @@ def revisited(opening: Opening, given: set[str]) -> Opening:
     # audit that was called from Python does not have.
     flags = _parsed(argv[1:], str(opening.model)) if argv[:1] == ["audit"] else {}
     single = {name: value for name, value in asked.items() if not isinstance(value, list | dict)}  # a suite has several
+    if isinstance(asked.get("eps"), list):  # budgets of a suite: the command's own default holds
+        flags.pop("eps", None)
     known = {**flags, **single}
     return Opening(
         model=str(asked["model"]),
@@ -129,7 +130,12 @@ def open_revisited(opening: Opening, given: set[str], *, for_features: bool = Fa
 
     judged, asked = choose_among(subject), opening.recorded
     if not given & {*flags_of(Choice)}:
-        _check("model", str(asked["model"]), asked.get("model_fingerprint"), judged.model_fingerprint())
+        _check(
+            "model",
+            str(asked["model"]),
+            asked.get("opened_fingerprint", asked.get("model_fingerprint")),
+            judged.model_fingerprint(),
+        )
     if not given & {"data", "data_root"}:
         indices, _ = judged.selection(asked.get("limit"), int(asked.get("seed", 0)), bool(asked.get("skip_bad")))
         _check("data", str(asked["data"]), asked.get("data_fingerprint"), judged.data_fingerprint(indices))
@@ -161,11 +167,6 @@ def _conducted(
     argv = sys.argv[1:] if shown else ()
     outcome: Outcome = measure(subject, order, processes, out=run.out, resume=run.resume, shown=shown, argv=argv)
     return outcome
-
-
-def given_flags(ctx: typer.Context) -> set[str]:
-    """Those that were typed, whose values win over an audit's."""
-    return {flag for flag in ctx.params if str(ctx.get_parameter_source(flag)).endswith("COMMANDLINE")}
 
 
 def conduct(ctx: typer.Context, name: str, opening: Opening, run: Running, **own: Any) -> None:

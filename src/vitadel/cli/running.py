@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +55,20 @@ def order_of(attacking: Attacking, sampling: Sampling, conduct: Conduct = Conduc
 
 
 def run_attacks(
-    verb: str, order: Order, model: str, choice: Choice, sampling: Sampling, running: Running, *, doctor: bool = False
+    verb: str,
+    order: Order,
+    model: str,
+    choice: Choice,
+    sampling: Sampling,
+    running: Running,
+    *,
+    doctor: bool = False,
+    unsaid: Sequence[str] = (),
 ) -> tuple[dict[str, Any], Path] | None:
     """The results and their folder; None in a process of the run that is not the one to tell.
 
-    With `doctor` the model is looked at before it is attacked.
+    With `doctor` the model is looked at before it is attacked. `unsaid` are flags that a protocol stands for: they are
+    kept with the command, so that studies and further commands open the same model.
     """
     from vitadel.diagnosis.glance import glance
     from vitadel.evaluation.audit import run_audit
@@ -78,7 +87,7 @@ def run_attacks(
         in_folder=True,
         resume=running.resume,
         shown=True,
-        argv=sys.argv[1:],
+        argv=[*sys.argv[1:], *unsaid],
         verb=verb,
         examine=(lambda opened: glance(opened, order, processes)) if doctor else (lambda opened: []),
     )

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from vitadel.amounts import read_amount
 from vitadel.cli import running
 from vitadel.cli.options import Choice, Running, Sampling
 
@@ -19,7 +20,7 @@ _PANEL = "Stability (--suite stability)"
 class StabilityFlags:
     """Which patches, how many masks, what is compared."""
 
-    share: Annotated[float, typer.Option(help="share of patches that get noise", rich_help_panel=_PANEL)] = 0.1
+    share: Annotated[str, typer.Option(help="share of patches that get noise", rich_help_panel=_PANEL)] = "0.1"
     masks: Annotated[int, typer.Option(help="random masks per image", rich_help_panel=_PANEL)] = 100
     watched: Annotated[
         int, typer.Option(help="masks per image on which attention and features are compared", rich_help_panel=_PANEL)
@@ -56,7 +57,7 @@ def measure(
     from vitadel.runtime.processes import join_processes
 
     order = StabilityOrder(
-        share=flags.share,
+        share=read_amount(flags.share, "--share"),
         masks=flags.masks,
         watched=min(flags.watched, flags.masks),
         similarity=flags.similarity,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vitadel.amounts import read_amount
 from vitadel.cli import options
 from vitadel.cli.bundles import bundled
 from vitadel.cli.revisiting import IMAGES, Calibration, Opening, RunOrModel, conduct
@@ -52,7 +53,7 @@ def accumulation(
     start: Annotated[str, typer.Option(help="what they begin as: noise or grey")] = "noise",
     objective: Annotated[str, typer.Option(help="what is climbed: logit or probability")] = "logit",
     steps: Annotated[int, typer.Option(help="steps of the climb")] = 100,
-    step: Annotated[float, typer.Option(help="length of a step, root mean square over pixels in [0, 1]")] = 0.01,
+    step: Annotated[str, typer.Option(help="length of a step, root mean square over pixels in [0, 1]")] = "0.01",
     others: _Others = None,
     sampling: options.Sampling = IMAGES,
     choice: options.Choice = options.Choice(),
@@ -74,7 +75,7 @@ def accumulation(
         start=start,
         objective=objective,
         steps=steps,
-        step=step,
+        step=read_amount(step, "--step"),
         others=_listed(others),
     )
 
@@ -107,7 +108,7 @@ def corruption_masks(
     selector: Annotated[
         Path | None, typer.Option(help="corruption-model.safetensors, or the run folder that has it; else trained")
     ] = None,
-    share: Annotated[float, typer.Option(help="share of patches that get noise")] = 0.1,
+    share: Annotated[str, typer.Option(help="share of patches that get noise")] = "0.1",
     fills: Annotated[int, typer.Option(help="times that the patches of an image are filled with noise")] = 10,
     training_steps: Annotated[int, typer.Option(help="of a corruption model that is trained here")] = 60,
     noise: Annotated[
@@ -126,7 +127,7 @@ def corruption_masks(
         Opening(model, sampling, options.Threat(), choice),
         run,
         selector=None if selector is None else str(selector),
-        share=share,
+        share=read_amount(share, "--share"),
         fills=fills,
         training_steps=training_steps,
         noise=noise,

@@ -29,8 +29,6 @@ def trade_off(
     run: options.Running = options.Running(),
 ) -> None:
     """Which RUN is more accurate, which more robust? All on the same images, every head and the joint output."""
-    from vitadel.amounts import read_amount
-    from vitadel.attacks.names import split_attack_list
     from vitadel.evaluation.contenders import open_contenders
     from vitadel.evaluation.trade_off import TradeOffOrder, run_trade_off
     from vitadel.reporting import terminal
@@ -38,13 +36,7 @@ def trade_off(
     from vitadel.reporting.trade_off import show_trade_off
     from vitadel.runtime.processes import join_processes
 
-    order = TradeOffOrder(
-        eps=tuple(read_amount(part.strip(), "eps") for part in eps.split(",")),
-        attacks=tuple(split_attack_list(attacks)),
-        aimed=tuple(split_attack_list(aimed)) if aimed else (),
-        maps=maps,
-        **sampling.for_order(),
-    )
+    order = TradeOffOrder.read(eps, attacks, aimed, maps=maps, **sampling.for_order())
     processes = join_processes(run.device)
     contenders = open_contenders(
         runs, sampling.data, data_root=sampling.data_root, skip_bad=sampling.skip_bad, knob=knob

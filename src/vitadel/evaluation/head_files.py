@@ -68,11 +68,15 @@ def load_head(path: str | Path, model: nn.Module) -> Probe:
     if schema != _SCHEMA:
         raise Mistake(f"'{path}' is a probe's head of schema {schema}, this version reads {_SCHEMA}. Update vitadel.")
     here = _record_name(model)
-    if sits_on is not None and here is not None and sits_on != here:
-        raise Mistake(f"'{path}' is a head for '{sits_on}', the model is '{here}'. Give the model it was trained on.")
     trained_on, bare = about.get("backbone_fingerprint"), getattr(model, "classifier", model)
-    if trained_on is not None and isinstance(bare, Classifier) and trained_on != backbone_fingerprint(bare):
-        raise Mistake(f"'{path}' is a head for other weights of '{here}'. Give those that it was trained on.")
+    if trained_on is not None and isinstance(bare, Classifier):  # names differ for the same weights, e.g. by a tag
+        if trained_on != backbone_fingerprint(bare):
+            raise Mistake(
+                f"'{path}' is a head for other weights, those of '{sits_on}'; the model is '{here}'. Give the model "
+                "that it was trained on."
+            )
+    elif sits_on is not None and here is not None and sits_on != here:
+        raise Mistake(f"'{path}' is a head for '{sits_on}', the model is '{here}'. Give the model it was trained on.")
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return Probe(model, head.to(device), blocks, average, classes)
 

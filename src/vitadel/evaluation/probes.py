@@ -286,7 +286,7 @@ def _judged(heads: Heads, held_out: Features, batch_size: int) -> list[HeadResul
         truth = labels[:, None].expand(-1, logits.shape[1])
         correct += ((logits.argmax(2) == truth) & logits.isfinite().all(2)).sum(0)
         loss += F.cross_entropy(logits.double().mT, truth, reduction="none").sum(0)
-    loss = (loss / len(held_out)).nan_to_num(nan=math.inf)
+    loss = (loss / len(held_out)).nan_to_num(nan=math.inf, posinf=math.inf)
     return [
         HeadResult(HeadSetting(heads.blocks, heads.average, rate), int(hits), len(held_out), float(mean))
         for rate, hits, mean in zip(heads.rates, correct, loss, strict=True)

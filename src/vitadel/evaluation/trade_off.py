@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
-from vitadel.amounts import amount_text
+from vitadel.amounts import amount_text, read_amount
 from vitadel.attacks.aimed import Aimed
-from vitadel.attacks.names import make
+from vitadel.attacks.names import make, split_attack_list
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import Linf
 from vitadel.data.checks import BadSample
@@ -29,18 +29,18 @@ from vitadel.evaluation.adapter_maps import look_at_maps
 from vitadel.evaluation.among import choose_among
 from vitadel.evaluation.benches import Outcome, begun, bench_for
 from vitadel.evaluation.calibration import studies
-from vitadel.evaluation.contenders import JOINT, Contender
+from vitadel.evaluation.contenders import JOINT, Contender, open_contenders
 from vitadel.evaluation.evidence import findings_about
 from vitadel.evaluation.intervals import share
 from vitadel.evaluation.protocols import RVT
 from vitadel.evaluation.results import Tally, described, heading
 from vitadel.evaluation.stages import Bench, attack_stage, clean_stage, rules_of
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.processes import Processes
+from vitadel.runtime.processes import Processes, join_processes
 from vitadel.runtime.rundir import write_atomically, write_json
-from vitadel.types import Attack
+from vitadel.types import Attack, Source
 
-__all__ = ["SUITE", "TradeOffOrder", "run_trade_off"]
+__all__ = ["SUITE", "TradeOffOrder", "run_trade_off", "trade_off"]
 
 SUITE = "trade-off"
 _MISLED = 0.01  # share of all images that attacks aimed at a head may break beyond those on the joint output
@@ -62,6 +62,18 @@ class TradeOffOrder:
     seed: int = 0
     skip_bad: bool = False
 
+    @classmethod
+    def read(
+        cls, eps: str | Sequence[float | str], attacks: str | Sequence[str], aimed: str | Sequence[str], **more: Any
+    ) -> TradeOffOrder:
+        """From lists, or from texts with commas as on the command line; `aimed` may be an empty one."""
+        return cls(
+            eps=tuple(read_amount(each, "eps") for each in (eps.split(",") if isinstance(eps, str) else eps)),
+            attacks=tuple(split_attack_list(attacks) if isinstance(attacks, str) else attacks),
+            aimed=tuple(split_attack_list(aimed) if isinstance(aimed, str) and aimed else aimed),
+            **more,
+        )
+
     def __post_init__(self) -> None:
         if not self.eps or list(self.eps) != sorted(set(self.eps)) or self.eps[0] <= 0 or self.eps[-1] >= 1:
             raise Mistake(
@@ -80,6 +92,36 @@ class TradeOffOrder:
             raise Mistake(
                 f"--batch-size must be at least 1 and --maps at least 0, got {self.batch_size} and {self.maps}"
             )
+
+
+def trade_off(
+    runs: str | Path | Sequence[str | Path],
+    data: str | Source = "shapes",
+    *,
+    eps: str | Sequence[float | str] = TradeOffOrder.eps,
+    attacks: str | Sequence[str] = TradeOffOrder.attacks,
+    aimed: str | Sequence[str] = TradeOffOrder.aimed,
+    knob: int = 0,
+    maps: int = 0,
+    limit: int | None = None,
+    batch_size: int = 64,
+    seed: int = 0,
+    skip_bad: bool = False,
+    device: str = "auto",
+    data_root: str | Path | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """`vitadel trade-off` from Python: run folders of `harden`, or other models, on the same images.
+
+    Writes `out`, or a new run folder below runs/; returns what `results.json` holds.
+    """
+    order = TradeOffOrder.read(
+        eps, attacks, aimed, maps=maps, limit=limit, batch_size=batch_size, seed=seed, skip_bad=skip_bad
+    )
+    specs = [str(each) for each in ([runs] if isinstance(runs, str | Path) else runs)]
+    contenders = open_contenders(specs, data, data_root=data_root, skip_bad=skip_bad, knob=knob)
+    return run_trade_off(contenders, order, join_processes(device), out=out, resume=resume).results
 
 
 def run_trade_off(

@@ -125,7 +125,7 @@ class Shelf:
     def _opened(self, spec: str) -> Opened:
         given: Mapping[str, Any] = self.options if spec in self.named else {}
         # A zoo model of other data may be shown any picture here, as nobody counts its answers: its data stay unnamed.
-        known = spec in self.named or self._is_for_data(spec)
+        known = self._is_for_data(spec) or not spec.startswith("zoo:")
         data = self.data if known else self.source
         subject = open_subject(spec, data, data_root=self.data_root, skip_bad=True, **given)
         subject.model.to(self.device)
@@ -138,11 +138,8 @@ class Shelf:
 
 
 def class_names(spec: str, count: int, told: Sequence[str] = ()) -> tuple[str, ...]:
-    """`told` if there are as many; those of the set that a zoo model's name begins with; ImageNet's; else numbers."""
-    if len(told) == count:
-        return tuple(told)
+    """Those of the set that a zoo model's name begins with; else `told`, or ImageNet's, if as many; else numbers."""
     kind, _, name = spec.partition(":")
-    known = _ZOO_CLASSES.get(name.partition("-")[0], ()) if kind == "zoo" else imagenet_classes()
-    if len(known) == count:
-        return tuple(known)
-    return tuple(f"class {number}" for number in range(count))
+    own = _ZOO_CLASSES.get(name.partition("-")[0], ()) if kind == "zoo" else ()
+    fitting = (names for names in (own, told, () if kind == "zoo" else imagenet_classes()) if len(names) == count)
+    return tuple(next(fitting, [f"class {number}" for number in range(count)]))

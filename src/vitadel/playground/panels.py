@@ -55,8 +55,7 @@ CSS = """
 .vd th, .vd td { border: 0; border-bottom: 1px solid var(--border-color-primary); padding: 8px 12px 8px 0;
   text-align: left; vertical-align: top; }
 .vd td { white-space: nowrap; }
-.vd td.fooled { color: #b3402a; font-weight: 600; } .dark .vd td { white-space: nowrap; }
-.vd td.fooled { color: #ff9d85; }
+.vd td.fooled { color: #b3402a; font-weight: 600; } .dark .vd td.fooled { color: #ff9d85; }
 """
 
 Names = Sequence[str]

@@ -30,7 +30,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def _two(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -88,7 +88,9 @@ _PARTS: Mapping[str, Fields] = {
         {"name": _TEXT_OR_NULL, "nearest": _TEXT_OR_NULL, "differences": _OBJECT, "remark": _TEXT_OR_NULL},
         {"comparable_with": _TEXT_OR_NULL, "nearest_is": _TEXT_OR_NULL},
     ),
-    "diagnosis": Fields({"sentence": _TEXT, "next": _TEXT_OR_NULL}, {"not_examined": _OBJECT, "cost": _OBJECT}),
+    "diagnosis": Fields(
+        {"sentence": _TEXT, "next": _TEXT_OR_NULL}, {"not_examined": _OBJECT, "cost": _OBJECT, "verdict": _TEXT}
+    ),
 }
 _COST = Fields(
     {"images": _COUNT, "gradients": _NUMBER, "forwards": _NUMBER}, {"seconds": _NUMBER, "seconds_at_most": _NUMBER}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from vitadel.evaluation.intervals import wilson
 from vitadel.reporting.gather import (
@@ -80,6 +82,10 @@ def our_style() -> Iterator[None]:
         yield
 
 
+# What no XML file may hold.
+_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
 @dataclass(frozen=True)
 class Picture:
     """A drawn figure with the words that stand in for it."""
@@ -102,9 +108,16 @@ class Picture:
 
     def _saved(self, **how: Any) -> bytes:
         buffer = io.BytesIO()
+        # Names of models and classes may hold anything, and are no formulas.
+        for text in self.figure.findobj(Text):
+            text.set_text(_ILLEGAL.sub("\ufffd", text.get_text()))
+            text.set_parse_math(False)
         with our_style():
             self.figure.savefig(buffer, **how)
-        return buffer.getvalue()
+        content = buffer.getvalue()
+        if how["format"] != "svg":
+            return content
+        return _ILLEGAL.sub("\ufffd", content.decode("utf-8", "replace")).encode()
 
 
 def _for_page(root: ElementTree.Element, prefix: str) -> str:

@@ -183,7 +183,7 @@ def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, error) from error
     if not isinstance(value, dict):
         raise _damaged(path, f"it should hold a JSON object, got {type(value).__name__}")
@@ -223,7 +223,8 @@ def _read_examples(path: Path) -> dict[str, Array] | None:
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise _damaged(path, error) from error
     _check(path, lacking(_EXAMPLE_ARRAYS, list(arrays)))
-    if arrays["x"].ndim != 4 or arrays["x"].shape != arrays["z"].shape:
+    shape = arrays["x"].shape
+    if len(shape) != 4 or shape[1] != 3 or 0 in shape[2:] or shape != arrays["z"].shape:
         raise _damaged(path, f"x and z should be images (n, 3, h, w), got {arrays['x'].shape} and {arrays['z'].shape}")
     for name in ("label", "prediction"):
         if arrays[name].shape != arrays["x"].shape[:1] or not np.issubdtype(arrays[name].dtype, np.integer):
@@ -239,7 +240,10 @@ def _read_metrics(path: Path) -> tuple[dict[str, float], ...]:
     if not path.exists():
         return ()
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        # A training that was killed may have left a line that is not whole.
+        rows = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if any("step" not in row for row in rows):
+            raise ValueError("a row has no step")
         return tuple({str(name): float(value) for name, value in row.items()} for row in rows)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise _damaged(path, error) from error
@@ -373,7 +377,9 @@ def class_scores(run: Run) -> list[ClassScore]:
         return []
     label, correct, held = run.column("label"), run.column("clean_correct"), run.held()
     columns = [name for name in run.samples.column_names if name.startswith("held:")]
-    by_attack = [(name.removeprefix("held:"), run.column(name)) for name in columns]
+    after_others = {entry["name"] for entry in run.attacks[1:] if str(entry.get("counts")).startswith("after")}
+    names = [column.removeprefix("held:") for column in columns]
+    by_attack = [(f"up to {name}" if name in after_others else name, run.column(f"held:{name}")) for name in names]
     return [
         ClassScore(
             name=run.class_name(int(value)),

@@ -44,20 +44,30 @@ def headline(runs: Sequence[Run], pairs: Sequence[Pairing]) -> str:
         return ""
     order = sorted(together, key=lambda each: -float(each[0].results["worst_case"]["robust_accuracy"]))
     (best, first), (next_best, second) = order[:2]
+    winners = [label for run, label in order if _held(run) == _held(best)]
     worst, names = best.results["worst_case"], [entry["name"] for entry in best.attacks if not entry.get("own_rules")]
     test = f"{listed(names)} with {threat_text(best)} on {worst['n']:,} images of {aspects(best)['data']}"
     among = "" if len(together) == len(runs) else f"Of the {len(together)} runs that took the same test, "
     if worst["held"] == 0:
         return f"{among or 'Of all runs, '}none withstands {test}: 95 % interval {interval_text(worst['ci95'])}."
     share, next_share = (percent(run.results["worst_case"]["robust_accuracy"]) for run in (best, next_best))
-    if worst["held"] == next_best.results["worst_case"]["held"]:
-        return f"{among}{first} and {second} withstand most, and as much as each other: {share} under {test}."
+    if len(winners) > 1:
+        return f"{among}{listed(winners)} withstand most, and as much as each other: {share} under {test}."
     told = f"{among}{first} withstands most: {share} under {test}, before {second} with {next_share}."
     return told + _by_how_much(pairs, first, second)
 
 
 def _same_test(one: tuple[Run, str], named: Sequence[tuple[Run, str]]) -> list[tuple[Run, str]]:
-    return [each for each in named if not differing_aspects([one[0], each[0]])]
+    """With `one`, and each with every other: what an old run does not tell may be anything, but not two things."""
+    group = [one]
+    for each in named:
+        if each is not one and not differing_aspects([run for run, _ in (*group, each)]):
+            group.append(each)
+    return [each for each in named if each in group]
+
+
+def _held(run: Run) -> int:
+    return int(run.results["worst_case"]["held"])
 
 
 def _by_how_much(pairs: Sequence[Pairing], first: str, second: str) -> str:

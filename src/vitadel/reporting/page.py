@@ -225,7 +225,8 @@ def trust(run: Run) -> dict[str, str] | None:
     """Whether to rely on the numbers, in one sentence from the findings, and what to run next."""
     told = run.results.get("diagnosis")
     found = run.results.get("findings") or []
-    kind = next((kind for kind in ("broken", "suspicious") if any(each["verdict"] == kind for each in found)), "ok")
+    seen = {each["verdict"] for each in found} | {(told or {}).get("verdict")}  # the whole's, if checks failed
+    kind = next((kind for kind in ("broken", "suspicious") if kind in seen), "ok")
     sign = {"broken": "✗", "suspicious": "!", "ok": "✓"}[kind]
     if told:
         return {"verdict": kind, "sign": sign, "sentence": str(told["sentence"]), "command": str(told["next"] or "")}
@@ -237,10 +238,10 @@ def trust(run: Run) -> dict[str, str] | None:
         return None
     settings, known = run.command["settings"], aspects(run)
     threat = run.results.get("threat", {})
-    norm = str(threat.get("norm") or settings["norm"])
+    norm = str(threat.get("norm") or settings.get("norm") or "")
     argv = [str(word) for word in run.command.get("argv") or []]
     command = following_command(argv, "diagnose", run.model, known["data"], norm, known["eps"], after="audit")
-    if not _examinable(norm, threat.get("eps", 0)):
+    if not norm or not known["eps"] or not _examinable(norm, threat.get("eps", 0)):
         command = ""
     if any(each["check"] == _LOOKED for each in found):
         sentence = "Nothing suspicious came up in the audit; look closer before anything is published."

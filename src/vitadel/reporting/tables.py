@@ -271,7 +271,7 @@ _LATEX = str.maketrans(
 
 
 def _in_markdown(text: str) -> str:
-    return text.translate(_MARKDOWN)
+    return printable(text).translate(_MARKDOWN)
 
 
 def as_latex(table: Table) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import gradient
 from vitadel.data.batches import Batch
 from vitadel.errors import Mistake, nearest_names
+from vitadel.evaluation.among import choose_among
 from vitadel.evaluation.benches import Outcome
 from vitadel.evaluation.ledger import Piece
 from vitadel.evaluation.stability_measures import quartiles_of
@@ -135,7 +136,7 @@ def study_accumulation(
 ) -> Outcome:
     """Every model of the jury makes its pictures of the classes, and all of them are asked what they see."""
     jury = seated(subject, order.others)
-    targets = _targets(subject, order)
+    targets = _targets(choose_among(subject), order)  # the classes that count
 
     def work(scene: Scene) -> tuple[dict[str, Any], Piece]:
         canvases = Canvases(scene.subject.source.classes, targets, order.starts, scene.bench.preprocess.shape)
