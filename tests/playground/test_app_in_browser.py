@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gc
 import importlib.util
@@ -212,6 +213,33 @@ def test_a_page_is_served_whatever_gradio_thinks_of_localhost(
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         assert "Vitadel playground" in direct.open(other, timeout=60).read().decode()
     assert "no_proxy" not in os.environ or hindrance == "busy"
+
+
+def test_no_event_loop_is_left_open(address: str) -> None:
+    """They would be complained of wherever they are collected: in a test that has nothing to do with them."""
+    from vitadel.playground.app import serving
+
+    def open_loops() -> int:
+        gc.collect()
+        return sum(isinstance(each, asyncio.BaseEventLoop) and not each.is_closed() for each in gc.get_objects())
+
+    made: list[asyncio.AbstractEventLoop] = []  # kept, so that none is collected before it is counted
+    policy = asyncio.get_event_loop_policy()
+
+    class Noting(type(policy)):  # type: ignore[misc]
+        def new_event_loop(self) -> asyncio.AbstractEventLoop:
+            made.append(super().new_event_loop())
+            return made[-1]
+
+    before = open_loops()
+    asyncio.set_event_loop_policy(Noting())
+    try:
+        with serving(shelf(), "127.0.0.1", 0):
+            pass
+    finally:
+        asyncio.set_event_loop_policy(policy)
+    assert made
+    assert open_loops() == before
 
 
 def test_a_port_that_is_taken_is_a_mistake(address: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -201,26 +204,9 @@ def serving(shelf: Shelf, host: str, port: int) -> Iterator[str]:
     a moment, and the folder is removed at the end; `port` 0 takes any that is free."""
     # Gradio writes what a browser sends into the folder that GRADIO_TEMP_DIR names, when it begins to serve.
     with tempfile.TemporaryDirectory(prefix="vitadel-ui-") as folder, _variable("GRADIO_TEMP_DIR", folder):
-        page = build(shelf)
         try:
             with _variable("no_proxy", _direct(host)):
-                _, address, _ = page.queue(max_size=16).launch(
-                    server_name=host,
-                    server_port=port or None,
-                    share=False,
-                    inbrowser=False,
-                    prevent_thread_lock=True,
-                    quiet=True,
-                    ssr_mode=False,
-                    pwa=False,
-                    mcp_server=False,
-                    enable_monitoring=False,
-                    max_file_size=MOST_BYTES,
-                    footer_links=[],
-                    theme=_theme(),
-                    css=panels.CSS,
-                    _frontend=False,  # else it gives up where the page takes over 3 seconds to answer: busy machines
-                )
+                page, address = _launched(shelf, host, _free_port(host, port))
         except OSError as error:
             raise Mistake(
                 f"cannot listen on {host}:{port}: {error}. Take another --port; if the machine is busy, try again."
@@ -229,6 +215,43 @@ def serving(shelf: Shelf, host: str, port: int) -> Iterator[str]:
             yield address
         finally:
             page.close(verbose=False)
+
+
+def _free_port(host: str, port: int) -> int:
+    """The port itself, or for 0 any that is free. Gradio asks too, but leaves its sockets open where one is not."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as trial:
+        return int(trial.getsockname()[1])
+
+
+def _launched(shelf: Shelf, host: str, port: int) -> tuple[gr.Blocks, str]:
+    """The page, served, and its address."""
+
+    async def launch() -> tuple[gr.Blocks, str]:
+        page = build(shelf)
+        _, address, _ = page.queue(max_size=16).launch(
+            server_name=host,
+            server_port=port,
+            share=False,
+            inbrowser=False,
+            prevent_thread_lock=True,
+            quiet=True,
+            ssr_mode=False,
+            pwa=False,
+            mcp_server=False,
+            enable_monitoring=False,
+            max_file_size=MOST_BYTES,
+            footer_links=[],
+            theme=_theme(),
+            css=panels.CSS,
+            _frontend=False,  # else it gives up where the page takes over 3 seconds to answer: busy machines
+        )
+        return page, str(address)
+
+    # Where no event loop runs, Gradio makes several and closes none. So one runs, which `asyncio.run` closes, in a
+    # thread of its own, because in a notebook one runs here already.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, launch()).result()
 
 
 def _direct(host: str) -> str:
