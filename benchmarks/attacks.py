@@ -7,6 +7,9 @@ All contenders of a job get the same images, settings and threads and take turns
 in an order that rotates, and compares it with the floor of the same round, so that a machine that slows down slows
 down everybody. The result is the median of these ratios; times as such mean nothing on another machine.
 
+`x own passes` is a contender's time over that of as many bare passes as it took itself, by the meter: all above 1 is
+overhead.
+
 In `pgd`, `apgd`, `square`, `fab-t` and `autoattack-standing` the budget is so small that every sample stands to the
 end: all do the same work and the ratio is overhead. So the ratio of a peer is also the most that anybody can gain over
 it without leaving passes out. In the jobs called `-dropping` and in `autoattack` samples fall, and who stops working on
@@ -53,6 +56,7 @@ from vitadel.runtime.rundir import write_json
 from vitadel.types import Attack
 
 STANDING_EPS = 1e-6  # nobody falls within this
+LEAST_PASSES = 5
 
 
 @dataclass(frozen=True)
@@ -251,6 +255,7 @@ class Measured:
 
     contender: str
     ratios: list[float] = field(default_factory=list)
+    own_ratios: list[float] = field(default_factory=list)  # over the time of the passes that it took itself
     gradients: float = 0.0
     forwards: float = 0.0
     held: int | None = None
@@ -307,6 +312,33 @@ class Turn:
     held: int
 
 
+@dataclass(frozen=True)
+class Floor:
+    """The bare passes of one round, and what one of each kind takes on all images."""
+
+    gradient: float
+    forward: float
+    passes: tuple[int, int]
+
+    @property
+    def seconds(self) -> float:
+        return self.passes[0] * self.gradient + self.passes[1] * self.forward
+
+    def of(self, cost: Cost, images: int) -> float:
+        """What the passes that somebody took would take bare."""
+        return (cost.gradients * self.gradient + cost.forwards * self.forward) / images
+
+
+def lay_floor(job: Job, scene: Scene, work: Work) -> Floor:
+    """Each kind of pass by itself, and a few of it at least, so that its cost is known even where the job has none."""
+    frozen = copy.deepcopy(scene.model).requires_grad_(False)  # or the floor would keep what weight gradients need
+    passes = job.floor(work)
+    gradients, forwards = (max(count, LEAST_PASSES) for count in passes)
+    backward = take_turn(bare(frozen, gradients, 0), frozen, scene, work).seconds / gradients
+    forward = take_turn(bare(frozen, 0, forwards), frozen, scene, work).seconds / forwards
+    return Floor(backward, forward, passes)
+
+
 def take_turn(run: Run, model: Classifier, scene: Scene, work: Work) -> Turn:
     batches = list(zip(scene.x.split(work.batch_size), scene.y.split(work.batch_size), strict=True))
     with metered(model) as cost:
@@ -320,8 +352,7 @@ def take_turn(run: Run, model: Classifier, scene: Scene, work: Work) -> Turn:
 
 def bind(job: Job, scene: Scene, work: Work) -> tuple[dict[str, tuple[Run, Classifier]], list[Measured]]:
     """Every contender with a model of its own, because some leave gradients in it; and who cannot take part."""
-    frozen = copy.deepcopy(scene.model).requires_grad_(False)  # or the floor would keep what weight gradients need
-    bound: dict[str, tuple[Run, Classifier]] = {"floor": (bare(frozen, *job.floor(work)), frozen)}
+    bound: dict[str, tuple[Run, Classifier]] = {}
     missing = []
     for name in PACKAGES:
         if name not in job.contenders:
@@ -341,12 +372,14 @@ def measure(job: Job, scene: Scene, work: Work, rounds: int) -> list[Measured]:
     bound, missing = bind(job, scene, work)
     take_turn(bare(scene.model, 2, 0), scene.model, scene, work)  # the first passes of a process are slow
     rows, names = {name: Measured(name) for name in bound}, list(bound)
+    n = len(scene.y)
     for number in range(rounds):
         first = number % len(names)
-        turns = {name: take_turn(*bound[name], scene, work) for name in names[first:] + names[:first]}
-        for name, turn in turns.items():
-            row, n = rows[name], len(scene.y)
-            row.ratios.append(turn.seconds / turns["floor"].seconds)
+        floor = lay_floor(job, scene, work)
+        for name in names[first:] + names[:first]:
+            turn, row = take_turn(*bound[name], scene, work), rows[name]
+            row.ratios.append(turn.seconds / floor.seconds)
+            row.own_ratios.append(turn.seconds / floor.of(turn.cost, n))
             row.gradients, row.forwards, row.held = turn.cost.gradients / n, turn.cost.forwards / n, turn.held
     return [*rows.values(), *missing]
 
@@ -376,17 +409,18 @@ class Outcome:
 
 def show(outcome: Outcome) -> None:
     table = Table("", title=outcome.title(), title_justify="left")
-    for heading in ("x floor", "range", "x vitadel", "gradients", "forwards", "held"):
+    for heading in ("x floor", "range", "x own passes", "x vitadel", "gradients", "forwards", "held"):
         table.add_column(heading, justify="right")
     ours_ratio = next((row.ratios for row in outcome.rows if row.contender == "vitadel"), [])
     for row in outcome.rows:
         if row.ratio is None:
-            table.add_row(row.contender, *["–"] * 6)
+            table.add_row(row.contender, *["–"] * 7)
             continue
         against = median(theirs / own for theirs, own in zip(row.ratios, ours_ratio, strict=True)) if ours_ratio else 0
         spread = f"{min(row.ratios):.2f} to {max(row.ratios):.2f}"
-        passes = (f"{row.gradients:.1f}", f"{row.forwards:.1f}", "" if row.contender == "floor" else str(row.held))
-        table.add_row(row.contender, f"{row.ratio:.2f}", spread, f"{against:.2f}", *passes)
+        own = f"{median(row.own_ratios):.2f}"
+        passes = (f"{row.gradients:.1f}", f"{row.forwards:.1f}", str(row.held))
+        table.add_row(row.contender, f"{row.ratio:.2f}", spread, own, f"{against:.2f}", *passes)
     console = Console()
     console.print(table)
     for row in outcome.rows:
@@ -398,7 +432,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     """One panel per job, because their ratios differ by more than one scale can show."""
     figure = Figure(figsize=(8, 0.6 + 1.9 * len(outcomes)), layout="constrained")
     for axes, outcome in zip(figure.subplots(len(outcomes), squeeze=False)[:, 0], outcomes, strict=True):
-        rows = {row.contender: row for row in outcome.rows if row.ratio is not None and row.contender != "floor"}
+        rows = {row.contender: row for row in outcome.rows if row.ratio is not None}
         for number, name in enumerate(PACKAGES):
             ratios = rows[name].ratios if name in rows else []
             middle = median(ratios) if ratios else 0.0
