@@ -33,7 +33,7 @@ test: lint ## lint, type-check and run all tests
 	OMP_NUM_THREADS=1 VITADEL_SCREENSHOTS=$(CURDIR)/runs/screenshots $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=40 --durations-min=2
 
 zoo: setup ## train the shipped models again (hours; CIFAR-10 below data/)
-	for name in shapes-pgd-at shapes-trades shapes-trades-awp shapes-mart shapes-aas-at shapes-tora cifar10-standard cifar10-fast-at cifar10-trades cifar10-aas-at; do $(BIN)/python scripts/make_zoo.py $$name || exit 1; done
+	for name in shapes-ordinary shapes-pgd-at shapes-trades shapes-trades-awp shapes-mart shapes-aas-at shapes-tora cifar10-standard cifar10-fast-at cifar10-trades cifar10-aas-at; do $(BIN)/python scripts/make_zoo.py $$name || exit 1; done
 
 clean: ## remove the environment and caches, keep runs/
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

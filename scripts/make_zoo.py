@@ -62,8 +62,9 @@ def on_cifar10(recipe: str) -> Entry:
 
 
 # `shapes-standard` and `shapes-robust` were made by an earlier script, and stay: recipes, token files and measurements
-# stand on their very weights.
+# stand on their very weights. `shapes-ordinary` and `shapes-pgd-at` are the same trainings by the loop.
 ENTRIES = {
+    "shapes-ordinary": Entry("shapes/standard", slow=("autoattack",), images=500),  # nothing stands for long
     "shapes-pgd-at": Entry("shapes/pgd-at"),
     "shapes-trades": Entry("shapes/trades"),
     "shapes-trades-awp": Entry("shapes/trades-awp"),
@@ -158,6 +159,10 @@ def table(told: Measured) -> str:
     return "\n".join(["| | accuracy | 95 % interval |", "|---|---|---|", *rows])
 
 
+def sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def card(name: str, entry: Entry, told: Measured, training: dict[str, Any] | None, remark: str) -> str:
     document, results = entry.document(), told.results
     model, threat = results["model"], results["threat"]
@@ -177,7 +182,7 @@ def card(name: str, entry: Entry, told: Measured, training: dict[str, Any] | Non
         )
     return f"""# zoo:{name}
 
-{about["about"][0].upper()}{about["about"][1:]}. {about["paper"]}.
+{sentence(about["about"])} {sentence(about["paper"])}
 
 {table(told)}
 

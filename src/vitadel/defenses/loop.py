@@ -344,7 +344,8 @@ def _close_epoch(run: Run, accelerator: Accelerator) -> None:
     if (epoch + 1) % validation.every == 0 or epoch + 1 == run.epochs or run.stopped:
         with _deployed(run):
             score = _score(run)
-            if run.best is None or score.decisive > run.best.decisive:
+            # Among equals the later one: the schedule is nearer to its end.
+            if run.best is None or score.decisive >= run.best.decisive:
                 run.best, run.best_epoch = score, epoch
                 _write_weights(run, "best", already_deployed=True)
         row |= _told_as(score)
