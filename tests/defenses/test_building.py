@@ -180,6 +180,11 @@ def test_each_fault_is_told_under_its_name(changes, said):
     assert any(re.match(said, fault) for fault in found), found
 
 
+def test_a_wrong_spec_is_told_once_and_under_its_own_name():
+    (fault,) = faults(data={"validation": "shapes(colour=red)@val"})
+    assert re.match(r"data.validation: .*no setting 'colour'", fault)
+
+
 def test_the_threats_own_fault_does_not_hide_those_of_attacks():
     found = faults(threat={"eps": "lots"}, objective={"attack": "kll-3"})
     assert any(fault.startswith("threat.eps") for fault in found)
@@ -194,6 +199,7 @@ from vitadel.types import Attack
 class Mine:
     attack: Attack | None = None
     weight: float = 1.0
+    adapter: str = "none of ours"
     def __call__(self, model, x, z, y):
         return {}
 
@@ -217,7 +223,7 @@ def test_classes_of_the_users_own_by_dotted_path(tmp_path, monkeypatch):
     assert recipe.objective.weight == 0.1  # type: ignore[attr-defined]
     assert recipe.plugins[-1][1].every == 2  # type: ignore[attr-defined]
     (fault,) = faults(**merge(changes, {"objective": {"wait": 1}}))
-    assert fault == "objective: has no 'wait'; it takes attack, weight; did you mean weight?"
+    assert fault == "objective: has no 'wait'; it takes attack, weight, adapter; did you mean weight?"
 
 
 DANGEROUS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from dataclasses import replace
 
 import pytest
@@ -109,6 +110,10 @@ def test_plug_ins_for_which_a_training_is_too_short_are_told(tmp_path, capsys):
 def test_what_is_said_to_people_does_not_decide_whether_a_run_goes_on(tmp_path):
     first = {**document(), "about": "one thing"}
     run_harden(build_recipe(first, "small"), "small", CPU, out=tmp_path / "run")
+    (tmp_path / "run" / "results.json").unlink()  # killed at the very end: checkpoint and audit are looked at again
+    command = json.loads((tmp_path / "run" / "command.json").read_text())
+    command["settings"]["about"] = "one thing"  # as earlier versions noted it
+    (tmp_path / "run" / "command.json").write_text(json.dumps(command))
     again = build_recipe({**first, "about": "another", "expected": "more"}, "small")
     results, _ = run_harden(again, "small", CPU, out=tmp_path / "run", resume=True)
     assert results["complete"]
@@ -235,6 +240,8 @@ def test_another_tracker_by_name_gets_the_settings_and_every_step(tmp_path, monk
             requests.ConnectionError("Max retries exceeded"),
             r"'wandb' cannot be reached: Max retries exceeded.*--resume",
         ),
+        (ssl.SSLCertVerificationError(1, "verify failed"), r"'wandb' cannot be reached: .*verify failed"),
+        (OSError(24, "Too many open files"), r"cannot write .*tracker: .*Too many open files"),
         (ValueError("no project"), r"'wandb' cannot be used: no project\. Mend that"),
     ],
 )

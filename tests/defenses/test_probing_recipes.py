@@ -55,6 +55,11 @@ def test_all_faults_are_told_at_once():
         (linear(data={"train": "shapes(size=16)"}), "means the test images; write shapes(size=16)@train"),
         (linear(data={"train": "shapes(size=16)@test"}), "are the images of data.test"),
         (linear(data={"train": "parquet:a.parquet", "test": "parquet:a.parquet"}), "are the images of data.test"),
+        (linear(data={"train": "npz:a.npz(images=images)", "test": "npz:a.npz"}), "are the images of data.test"),
+        (
+            linear(data={"train": "imagenet:a@val", "test": "imagenet:a(list=some.txt)@val"}),
+            "are the images of data.test",
+        ),
         (linear(head={"blocks": [1, 1]}), "none twice"),
         (linear(head={"rates": [-1]}), "rates must be"),
         (linear(data={"classes": 3}), "data: has no 'classes'"),

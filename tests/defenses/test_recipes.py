@@ -195,10 +195,23 @@ def test_a_null_for_what_is_not_there_is_told_and_never_switches_anything_on(wri
         build_recipe(compose("shapes/trades", None, overrides), "mine")
     for said in ("plugins.awp: has no 'gama'", "objective: has no 'bta'", "no plug-in 'awpp'", "adapter: has no 'ues'"):
         assert said in str(caught.value)
-    off = ["plugins.awp=null", "plugins.weight-average=null"]  # which it has not
-    assert not compose("shapes/trades", None, off)["plugins"]
+    off = ["plugins.awp=null", "plugins.weight-average=null", "plugins.awp.gamma=null"]  # which it has not
+    assert not compose("shapes/trades", None, off).get("plugins")
+    usual = build_recipe(compose("shapes/trades", None, ["objective.label_smoothing=null"]), "mine")
+    assert usual.objective == build_recipe(compose("shapes/trades"), "mine").objective
+    with pytest.raises(Mistake, match="there is no plug-in 'lengths'"):  # a file beside the plug-ins
+        build_recipe(compose("shapes/trades", None, ["plugins.lengths=null"]), "mine")
     without = compose("base.yaml", None, ["plugins.epsilon-warmup=null", "train.batch-size=3"])
     assert "epsilon_warmup" not in without["plugins"]
+
+
+def test_the_last_override_wins(write):
+    assert compose("base.yaml", None, ["threat.eps=4/255", "threat={eps: 2/255}"])["threat"]["eps"] == 2 / 255
+    assert "awp" not in compose("base.yaml", None, ["plugins.awp.gamma=0.01", "plugins.awp=null"])["plugins"]
+    table = write(
+        "extends: base.yaml\nsweep: [{a: {objective.beta: 3, objective.attack: pgd-2, objective.use: mart}}]\n"
+    )
+    assert compose(table, "a")["objective"] == {"use": "mart", "beta": 3, "attack": "pgd-2"}
 
 
 def test_settings_stay_whichever_stands_first_they_or_what_they_belong_to():
@@ -240,9 +253,9 @@ def test_unknown_overrides_are_told_together_and_with_the_faults_of_the_recipe(w
         build_recipe(compose(name, None, overrides), "mine")
     first, *lines = str(caught.value).splitlines()
     wanted = [
+        r"it has no 'optimizer'; there is about, .*did you mean optimiser",
         r"it has no 'epochs'; .*did you mean train\.epochs\?",
         r"it has no 'extra'; .*did you mean data\.extra\?",
-        r"it has no 'optimizer'; there is about, .*did you mean optimiser",
         r"threat: has no 'epsilon'; it takes eps, norm; did you mean eps",
         r"train: has no 'epoch'; it takes epochs, .*did you mean epochs",
         r"objective: has no 'betta'; .*did you mean beta",

@@ -186,15 +186,18 @@ def test_pixels_normalised_twice_are_seen_where_nothing_is_lost_by_it(before, ve
     assert outcome == verdict, evidence
 
 
-@pytest.mark.parametrize(("factor", "mean", "verdict"), [(255, 127.5, OK), (1, 127.5, BROKEN), (255, 0.5, BROKEN)])
-def test_a_normalisation_is_given_what_it_is_for_bytes_or_pixels(factor, mean, verdict):
+@pytest.mark.parametrize(
+    ("factor", "mean", "std", "verdict"),
+    [(255, 127.5, 127.5, OK), (255, 116.3, 1.0, OK), (1, 127.5, 127.5, BROKEN), (255, 0.5, 0.5, BROKEN)],
+)
+def test_a_normalisation_is_given_what_it_is_for_bytes_or_pixels(factor, mean, std, verdict):
     model, x, y = toy()
 
     def undone(x: Tensor) -> Tensor:  # so that not one answer differs
-        return (mean * x + mean) / factor
+        return (std * x + mean) / factor
 
     bytes_of = Around(nn.Identity(), lambda x: factor * x)
-    patient = nn.Sequential(bytes_of, Normalise([mean] * 3, [mean] * 3), Around(model, undone)).eval()
+    patient = nn.Sequential(bytes_of, Normalise([mean] * 3, [std] * 3), Around(model, undone)).eval()
     outcome, evidence = outputs.normalisation(Examination(patient, x[:60], y[:60], eps=0.08))
     assert outcome == verdict, evidence
 

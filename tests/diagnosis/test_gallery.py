@@ -22,7 +22,7 @@ from vitadel.runtime.processes import join_processes
 # Small differences, which take more images to be told from luck.
 SUBTLE = {"normalisation", "more restarts", "gradients beat noise", "averaging does no better"}
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
-HONEST = [f"zoo:shapes-{name}" for name in ("standard", "pgd-at", "trades", "aas-at", "tora")]
+HONEST = [f"zoo:shapes-{name}" for name in ("standard", "robust", "pgd-at", "trades", "aas-at", "tora")]
 honest = cache(open_model)
 
 

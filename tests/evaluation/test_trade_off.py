@@ -312,6 +312,13 @@ def test_models_by_name_share_data():
         open_contenders([], "shapes")
 
 
+@pytest.mark.parametrize("eps", [2 / 255, "2/255", [2 / 255], ["2/255"]])
+def test_budgets_and_attacks_however_they_are_written(eps):
+    order = TradeOffOrder.read(eps, "pgd-2(step=1/255,restarts=2),fgsm", None)
+    assert (order.eps, order.attacks, order.aimed) == ((2 / 255,), ("pgd-2(step=1/255,restarts=2)", "fgsm"), ())
+    assert TradeOffOrder.read("1/255,2/255", ["fgsm"], "").eps == (1 / 255, 2 / 255)
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

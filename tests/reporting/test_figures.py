@@ -245,6 +245,15 @@ def test_whatever_a_figure_says_it_can_be_drawn_and_read() -> None:
     assert Image.open(io.BytesIO(picture.png())).width > 100
 
 
+def test_powers_on_a_logarithmic_axis_are_set_as_such() -> None:
+    figure = Figure()
+    axes = figure.add_subplot(xscale="log", title="$names$ are none")
+    axes.plot([0.01, 1000], [0, 1])
+    drawn = re.sub("<!--.*?-->", "", Picture("log", figure, "log").svg_file().decode())
+    assert "mathdefault" not in drawn
+    assert "$names$ are none" in drawn
+
+
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:
     import matplotlib
 

@@ -17,7 +17,7 @@ from timm.layers import PatchEmbed
 from timm.models.xcit import Xcit
 from torch import nn
 
-from vitadel.backbones.checkpoints import Checkpoint, fit_to, load_strict, read_checkpoint
+from vitadel.backbones.checkpoints import Checkpoint, fit_to, load_strict, read_checkpoint, read_weights
 from vitadel.backbones.checks import modules_in_train_mode
 from vitadel.backbones.chosen_classes import keep_classes
 from vitadel.backbones.classifier import Classifier, wrap
@@ -121,10 +121,18 @@ def load_model(
         raise Mistake(f"the model cannot be put on device '{device}': {reason}. Try --device cpu.") from error
 
 
-def has_no_head(spec: str) -> bool:
-    """Whether it is a timm name of a backbone that was released without a classifier, as DINOv2's."""
+def has_no_head(spec: str, weights: str | None = None) -> bool:
+    """Whether it is a timm name of a backbone that was released without a classifier, as DINOv2's, and no file of
+    weights brings one after all."""
     config = timm.get_pretrained_cfg(spec) if timm.is_model(spec.partition(".")[0]) else None
-    return config is not None and config.num_classes == 0
+    return config is not None and config.num_classes == 0 and not _brings_head(weights)
+
+
+def _brings_head(weights: str | None) -> bool:
+    if weights is None or weights in ("pretrained", "random"):
+        return False
+    path = Path(weights).expanduser()
+    return read_record(path) is not None or any(key.endswith("head.weight") for key in read_weights(path))
 
 
 def _open(spec: str, wishes: _Wishes) -> tuple[nn.Module, ModelRecord]:

@@ -83,8 +83,9 @@ def climb(model: str, choice: Choice, sampling: Sampling, run: Running, flags: L
 
     if flags.other_weights is not None and flags.other is None:
         raise Mistake("--other-weights are those of another model (T1): name it with --other MODEL, or leave them out")
-    name = str((token_run(model) or {}).get("name", model))
-    if flags.head is None and has_no_head(name):
+    trained = token_run(model) or {}
+    name = str(trained.get("name", model))
+    if flags.head is None and has_no_head(name, choice.weights or trained.get("weights")):
         raise Mistake(
             f"'{name}' has no classifier of its own: train a head by `vitadel probe`, with the tokens, and give it "
             "with --head"

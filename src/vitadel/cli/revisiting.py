@@ -128,17 +128,16 @@ def open_revisited(opening: Opening, given: set[str], *, for_features: bool = Fa
         return subject
     from vitadel.evaluation.among import choose_among
 
-    judged, asked = choose_among(subject), opening.recorded
+    asked = opening.recorded
     if not given & {*flags_of(Choice)}:
-        _check(
-            "model",
-            str(asked["model"]),
-            asked.get("opened_fingerprint", asked.get("model_fingerprint")),
-            judged.model_fingerprint(),
-        )
+        if "opened_fingerprint" in asked:  # of a climb, which may put a head on what it opened
+            then, now = asked["opened_fingerprint"], subject.model_fingerprint()
+        else:
+            then, now = asked.get("model_fingerprint"), choose_among(subject).model_fingerprint()
+        _check("model", str(asked["model"]), then, now)
     if not given & {"data", "data_root"}:
-        indices, _ = judged.selection(asked.get("limit"), int(asked.get("seed", 0)), bool(asked.get("skip_bad")))
-        _check("data", str(asked["data"]), asked.get("data_fingerprint"), judged.data_fingerprint(indices))
+        indices, _ = subject.selection(asked.get("limit"), int(asked.get("seed", 0)), bool(asked.get("skip_bad")))
+        _check("data", str(asked["data"]), asked.get("data_fingerprint"), subject.data_fingerprint(indices))
     return subject
 
 

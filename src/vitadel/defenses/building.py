@@ -25,7 +25,7 @@ from vitadel.defenses.heads.building import build_probe, build_probe_check
 from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
 from vitadel.defenses.protocols import Accompanied, Adapter, ChangesEvaluation, NeedsAdapter, Objective, Plugin
 from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, is_probe, rows, section_types, unknown_section
-from vitadel.defenses.same_images import same_images
+from vitadel.defenses.same_images import identity, same_images
 from vitadel.defenses.sections import (
     AuditSection,
     Augmentation,
@@ -220,9 +220,10 @@ def _check_adapter(objective: Objective, adapter: Adapter) -> None:
     if not isinstance(objective, NeedsAdapter):
         return
     own = {name: find_component("adapters", name) for name in component_names("adapters")}
-    if type(adapter) in own.values() and not isinstance(adapter, own[objective.adapter]):
-        needed = objective.adapter
-        raise Mistake(f"this objective trains {needed} and nothing else of a model; write `use: {needed}`")
+    needed = own.get(objective.adapter)  # an objective of the user's own may mean anything by it
+    if needed is not None and type(adapter) in own.values() and not isinstance(adapter, needed):
+        name = objective.adapter
+        raise Mistake(f"this objective trains {name} and nothing else of a model; write `use: {name}`")
 
 
 def _plugins(section: Mapping[str, Any], threat: ThreatSection, faults: Faults) -> tuple[tuple[str, Plugin], ...]:
@@ -294,13 +295,19 @@ def _specs(data: DataSection) -> dict[str, str]:
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 
+def _request(path: str, spec: str, data: DataSection, faults: Faults) -> Request | None:
+    """What a spec asks for; None if it is wrong, which is told once, whatever it is compared with later."""
+    request = faults.attempt(path, read_data_spec, spec, data.root)
+    return request if request is not None and faults.attempt(path, identity, request) is not None else None
+
+
 def _check_selection(data: DataSection, requests: Mapping[str, Request | None], faults: Faults) -> None:
     """Models are selected on data.validation, or on images held out from data.train: never on what they learn from."""
     learned = ("train", "easier", "extra") if data.validation is not None else ("extra",)
     selected = requests["train"] if data.validation is None else requests["validation"]
     for name in learned:
         request = requests.get(name)
-        if request and selected and faults.attempt(f"data.{name}", same_images, request, selected):
+        if request and selected and same_images(request, selected):
             faults.wrong.append(
                 f"data.{name}: '{request.spec}' holds the images that models are selected on, '{selected.spec}'; "
                 "choose another split"
@@ -308,16 +315,14 @@ def _check_selection(data: DataSection, requests: Mapping[str, Request | None], 
 
 
 def _check_data(data: DataSection, faults: Faults) -> None:
-    requests = {
-        name: faults.attempt(f"data.{name}", read_data_spec, spec, data.root) for name, spec in _specs(data).items()
-    }
+    requests = {name: _request(f"data.{name}", spec, data, faults) for name, spec in _specs(data).items()}
     train, test = requests["train"], requests.pop("test", None)
     _check_selection(data, requests, faults)
     if train is not None and train.split is None and ":" not in DATA_KINDS[train.kind].form:
         faults.wrong.append(f"data.train: '{train.spec}' means the test images; write {train.spec}@train")
         del requests["train"]
     for name, request in requests.items():
-        if request is None or test is None or not faults.attempt(f"data.{name}", same_images, request, test):
+        if request is None or test is None or not same_images(request, test):
             continue
         use = "selected on" if name == "validation" else "trained on"
         faults.wrong.append(

@@ -35,7 +35,7 @@ from vitadel.defenses.building import Recipe, build_recipe
 from vitadel.defenses.loop import Run, train
 from vitadel.defenses.metrics import Metrics
 from vitadel.defenses.protocols import MindsLength, Prepares
-from vitadel.defenses.recipes import compose, deciding, dotted
+from vitadel.defenses.recipes import TEXTS, compose, deciding, dotted
 from vitadel.defenses.sections import DataSection, Optimiser
 from vitadel.defenses.starting_model import StartingModel, starting_model
 from vitadel.defenses.stream import Stream
@@ -256,7 +256,9 @@ def run_harden(
     make_optimiser(recipe.optimiser, adapted)
     settings = {**deciding(recipe.document), "--data-root": None if data_root is None else str(data_root)}
     path, words = None if out is None else Path(out), list(argv or sys.argv)
-    folder = processes.on_main(lambda: open_run("harden", name, settings, out=path, resume=resume, argv=words))
+    folder = processes.on_main(
+        lambda: open_run("harden", name, settings, out=path, resume=resume, argv=words, telling=TEXTS)
+    )
     if folder.complete:
         return json.loads((folder.path / "results.json").read_text()), folder
     if processes.is_main:

@@ -107,7 +107,7 @@ def plan_training(shop: Workshop, processes: Processes) -> dict[str, Any]:
 
 
 def _update(recipe: Recipe, model: nn.Module) -> Callable[[], Tensor]:
-    """A step of the optimiser that leaves the weights where they are."""
+    """A step of the optimiser at a rate of 0: nearly all leave the weights where they are."""
     optimiser = make_optimiser(recipe.optimiser, model)
     for group in optimiser.param_groups:
         group["lr"] = 0.0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, reduce
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -127,8 +128,7 @@ def compose(name: str | Path, row: str | None = None, overrides: Sequence[str] |
     are told when the document is built, with all else that is wrong.
     """
     document = _with_row(_unfolded(str(name)), str(name), row)
-    # Whole sections first, then what they are made of, then its settings: another `use` takes settings away.
-    asked = dict(sorted(_pairs(overrides), key=lambda pair: (pair[0].count("."), not pair[0].endswith(".use"))))
+    asked = dict(_pairs(overrides))
     idle = [_path(key, document) for key, value in asked.items() if value is None]
     kept = (_nested(path, None) for path in idle if _takes_nothing_away(path, document))
     return reduce(merge, kept, _without_nulls(_with_dotted(document, asked)))
@@ -305,9 +305,35 @@ def _with_row(document: Document, where: str, row: str | None) -> Document:
 
 
 def _with_dotted(document: Document, overrides: Mapping[str, Any]) -> Document:
-    for key, value in overrides.items():
-        document = merge(document, _nested(_path(key, document), value))
+    for key in _uses_first(overrides):
+        path, value = _path(key, document), overrides[key]
+        if (
+            value is not None or _found(path, document) >= len(path) - 1
+        ):  # or a null would make what it is to be taken from
+            document = merge(document, _nested(path, value))
     return document
+
+
+def _found(path: Sequence[str], document: Mapping[str, Any]) -> int:
+    """How many keys of the path there are; those before the last one must lead to mappings."""
+    here: Any = document
+    for place, key in enumerate(path):
+        if not isinstance(here, Mapping):
+            return place - 1
+        if key not in here:
+            return place
+        here = here[key]
+    return len(path)
+
+
+def _uses_first(keys: Iterable[str]) -> list[str]:
+    """In the order given, so that the last wins; but a `use` before its settings, which another one takes away."""
+    ordered = list(keys)
+    for key in [key for key in ordered if key.endswith(".use")]:
+        section = key.removesuffix("use")
+        ordered.remove(key)
+        ordered.insert(next((at for at, each in enumerate(ordered) if each.startswith(section)), len(ordered)), key)
+    return ordered
 
 
 # Overrides
@@ -345,17 +371,22 @@ def _path(key: str, document: Mapping[str, Any]) -> list[str]:
 def _takes_nothing_away(path: Sequence[str], document: Mapping[str, Any]) -> bool:
     """Whether a null names what is not there, in a section whose keys only its builder knows: it is to tell that.
 
-    A plug-in that exists may be taken away from any recipe; a null for it would switch it on.
+    A plug-in that exists may be taken away from any recipe, as may its settings; a null for them would switch it on.
     """
     if path[0] not in _BUILT or len(path) < 2:
         return False
-    here: Any = document
-    for key in path:
-        if not isinstance(here, Mapping) or key not in here:
-            own = resources.files("vitadel.defenses.plugins") / f"{path[-1].replace('-', '_')}.py"
-            return not (path[0] == "plugins" and len(path) == 2 and own.is_file())
-        here = here[key]
-    return False
+    there = _found(path, document)
+    return there < len(path) and (path[0] != "plugins" or there > 1 or not _has_plugin(*path[1:3]))
+
+
+def _has_plugin(name: str, setting: str | None = None) -> bool:
+    from vitadel.defenses.components import find_component  # it imports all of them, and torch
+
+    try:
+        takes = inspect.signature(find_component("plugins", name)).parameters
+    except Mistake:
+        return False
+    return setting is None or setting.replace("-", "_") in takes
 
 
 def _nested(path: Sequence[str], value: Any) -> Document:

@@ -5,32 +5,40 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from vitadel.amounts import read_amount
 from vitadel.data.generated import open_shapes
 from vitadel.data.spec import Request
 from vitadel.data.splits import SPLIT_NAMES, pick_split
 from vitadel.errors import Mistake
 
-__all__ = ["same_images"]
+__all__ = ["identity", "same_images"]
 
 _USUAL = ("test", "val", "train", "trainval")
 _IN_FOLDERS = ("folder", "imagenet")  # a split of these is a sub-folder
-_COLUMNS = ("image", "label", "labels", "mask", "classes")  # other ones of the same file are of the same images
 
 
 def same_images(one: Request, other: Request) -> bool:
-    """By kind, path, settings and split; a spec without a split means the one to test on. Nothing is read."""
-    return _identity(one) == _identity(other)
+    """By kind, path and split; a spec without a split means the one to test on. Nothing is read.
+
+    Settings such as columns or a list of files lead to the same images, or to some of them. Only two arrays of one
+    file, or two configurations, are different ones.
+    """
+    if one.kind != "shapes":
+        first, second = (request.settings.get("images") for request in (one, other))
+        if None not in (first, second) and first != second:
+            return False
+        if one.settings.get("config") != other.settings.get("config"):
+            return False
+    return identity(one) == identity(other)
 
 
-def _identity(request: Request) -> object:
+def identity(request: Request) -> object:
+    """What it is known by, but for settings; a `Mistake` if those of generated images are wrong."""
     if request.kind == "shapes":
         return open_shapes(request)  # generated: opening costs nothing and knows the defaults
-    settings = {name: _number_or_text(text) for name, text in request.settings.items() if name not in _COLUMNS}
     if request.kind in _IN_FOLDERS:
-        return request.kind, _folder(request), settings
+        return request.kind, _folder(request)
     path = os.path.realpath(Path(request.argument).expanduser()) if request.argument else ""
-    return request.kind, path, settings, _split(request, _USUAL)
+    return request.kind, path, _split(request, _USUAL)
 
 
 def _folder(request: Request) -> str:
@@ -49,10 +57,3 @@ def _split(request: Request, there: list[str] | tuple[str, ...]) -> str:
         return pick_split(there, request.split, request.spec)
     except Mistake:  # told when it is opened; here it is only a name
         return request.split or ""
-
-
-def _number_or_text(text: str) -> float | str:
-    try:
-        return read_amount(text)
-    except Mistake:
-        return text

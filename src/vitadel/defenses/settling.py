@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
@@ -76,6 +77,7 @@ def settled(
     before = len(faults.all())
     parameters = inspect.signature(cls).parameters
     hints = _hints(cls)
+    given = {key: value for key, value in given.items() if value is not None or _may_be_nothing(key, hints)}
     for key in given:
         if key not in parameters:
             takes = f"it takes {', '.join(parameters)}" if parameters else "it takes nothing"
@@ -88,6 +90,11 @@ def settled(
         if key in parameters:
             values[key] = _value(f"{path}.{key}", key, hints.get(key), value, faults, threat)
     return faults.attempt(path, guarded(cls), **values) if len(faults.all()) == before else None
+
+
+def _may_be_nothing(key: str, hints: Mapping[str, Any]) -> bool:
+    """A null takes a setting away, so that its default holds; unless it is a value of it, or there is none such."""
+    return key not in hints or NoneType in get_args(hints[key])
 
 
 def _hints(cls: Any) -> dict[str, Any]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import timm
 
-from vitadel.backbones.checkpoints import read_weights
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model
-from vitadel.backbones.record import read_record
 from vitadel.defenses.sections import ModelSection
 from vitadel.errors import Mistake
 
@@ -55,7 +52,7 @@ def starting_model(section: ModelSection, classes: int, data: str) -> StartingMo
         if kept is not None:
             raise Mistake("model.head_classes keeps what a model has learnt, but this one starts from fresh weights")
         return StartingModel(load_model(section.name, num_classes=classes, **options))
-    if kept is None and has_no_head(section.name) and not _brings_head(weights):
+    if kept is None and has_no_head(section.name, weights):
         return StartingModel(load_model(section.name, num_classes=classes, new_head=True, **options), fresh_head=True)
     if kept is None and section.num_classes is None and named and weights != "pretrained":
         return _from_file(section.name, classes, options)
@@ -71,11 +68,3 @@ def _from_file(name: str, classes: int, options: Mapping[str, Any]) -> StartingM
         return StartingModel(load_model(name, num_classes=classes, **options))
     except Mistake:  # whatever else it is about is told again
         return StartingModel(load_model(name, num_classes=classes, new_head=True, **options), fresh_head=True)
-
-
-def _brings_head(weights: str | None) -> bool:
-    """Whether a file given for a backbone that was released without a head has one after all."""
-    if weights is None or weights == "pretrained":
-        return False
-    path = Path(weights).expanduser()
-    return read_record(path) is not None or any(key.endswith("head.weight") for key in read_weights(path))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import socket
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ from vitadel.runtime.rundir import disk_trouble_told
 __all__ = ["begin_tracking", "end_tracking", "track"]
 
 _FOLDER = "tracker"
-_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOENT, errno.ENOTDIR}
+_OF_NETWORKS = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.EADDRNOTAVAIL}
 
 
 def begin_tracking(accelerator: Accelerator, tracker: str, settings: Mapping[str, Any], folder: Path) -> None:
@@ -50,8 +52,7 @@ def _trouble_told(tracker: str, folder: Path) -> Iterator[None]:
                 f"train.tracker '{tracker}' cannot be used: {error}. Install it, or set train.tracker=none."
             ) from error
         except OSError as error:
-            # Libraries of the network raise kinds of it of their own, and only a disk has these numbers.
-            if error.errno in _OF_DISKS:
+            if not _of_a_network(error):
                 raise
             raise Mistake(
                 f"train.tracker '{tracker}' cannot be reached: {error}. What was saved before is kept: go on with the "
@@ -61,3 +62,10 @@ def _trouble_told(tracker: str, folder: Path) -> Iterator[None]:
             raise Mistake(
                 f"train.tracker '{tracker}' cannot be used: {error}. Mend that, or set train.tracker=none."
             ) from error
+
+
+def _of_a_network(error: OSError) -> bool:
+    """By its kind first: some of them have numbers that mean something else on a disk. Libraries raise kinds of their
+    own, without a number."""
+    kinds = (ConnectionError, TimeoutError, ssl.SSLError, socket.gaierror)
+    return isinstance(error, kinds) or error.errno is None or error.errno in _OF_NETWORKS

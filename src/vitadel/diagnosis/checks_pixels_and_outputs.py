@@ -108,13 +108,13 @@ def normalisation(e: Examination) -> Outcome:
 def _given_to_normalisers(e: Examination) -> list[tuple[float, float]]:
     """The least and largest value that each module with a mean and a standard deviation per colour gets to see.
 
-    In its own unit: one whose standard deviations are those of bytes is rightly given bytes.
+    In its own unit: one whose means or standard deviations are those of bytes is rightly given bytes.
     """
     seen: list[tuple[float, float]] = []
     for name, part in e.model.named_modules():
         numbers = _normalisation_of(part)
         if numbers is not None:
-            unit = 255.0 if max(numbers[1]) > 1 else 1.0
+            unit = 255.0 if max(*numbers[0], *numbers[1]) > 1 else 1.0
 
             def look(images: Tensor, unit: float = unit) -> None:
                 low, high = (float(end) / unit for end in images.detach().aminmax())

@@ -50,11 +50,13 @@ def begun(
     out: str | Path | None,
     resume: bool,
     argv: Sequence[str] = (),
+    telling: Sequence[str] = (),
 ) -> tuple[RunFolder, Outcome | None]:
-    """The run's folder, in which a resumed run must agree in all `settings`; and what came of it, if it is finished."""
+    """The run's folder, in which a resumed run must agree in all `settings` but those that are only `telling`; and what
+    came of it, if it is finished."""
     path, words = None if out is None else Path(out), list(argv or sys.argv)
     run = processes.on_main(  # only one process touches the disk
-        lambda: open_run(verb, name, settings, out=path, resume=resume, argv=words)
+        lambda: open_run(verb, name, settings, out=path, resume=resume, argv=words, telling=telling)
     )
     if run.complete:
         return run, Outcome(json.loads((run.path / "results.json").read_text()), run, processes.is_main)

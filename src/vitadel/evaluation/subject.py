@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -71,8 +71,11 @@ class Subject:
         return balanced_subset(labels[rows], limit, seed, rows), mislabelled
 
     def model_fingerprint(self) -> str:
-        """Names weights and normalisation, so that a run is not resumed with other ones."""
-        digest = hashlib.sha256(self.model.record.to_json().encode())
+        """Names weights and normalisation, so that a run is not resumed with other ones; what a recipe tells people is
+        none of it."""
+        record = self.model.record
+        notes = {key: note for key, note in record.notes.items() if key != "about"}
+        digest = hashlib.sha256(replace(record, notes=notes).to_json().encode())
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

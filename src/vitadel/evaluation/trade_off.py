@@ -43,6 +43,7 @@ from vitadel.types import Attack, Source
 __all__ = ["SUITE", "TradeOffOrder", "run_trade_off", "trade_off"]
 
 SUITE = "trade-off"
+Budgets = float | str | Sequence[float | str]
 _MISLED = 0.01  # share of all images that attacks aimed at a head may break beyond those on the joint output
 
 
@@ -64,13 +65,14 @@ class TradeOffOrder:
 
     @classmethod
     def read(
-        cls, eps: str | Sequence[float | str], attacks: str | Sequence[str], aimed: str | Sequence[str], **more: Any
+        cls, eps: Budgets, attacks: str | Sequence[str], aimed: str | Sequence[str] | None, **more: Any
     ) -> TradeOffOrder:
-        """From lists, or from texts with commas as on the command line; `aimed` may be an empty one."""
+        """From lists, or from texts with commas as on the command line; `eps` may be one number, `aimed` nothing."""
+        budgets = eps.split(",") if isinstance(eps, str) else [eps] if isinstance(eps, int | float) else eps
         return cls(
-            eps=tuple(read_amount(each, "eps") for each in (eps.split(",") if isinstance(eps, str) else eps)),
+            eps=tuple(read_amount(each, "eps") for each in budgets),
             attacks=tuple(split_attack_list(attacks) if isinstance(attacks, str) else attacks),
-            aimed=tuple(split_attack_list(aimed) if isinstance(aimed, str) and aimed else aimed),
+            aimed=tuple(split_attack_list(aimed) if isinstance(aimed, str) and aimed else aimed or ()),
             **more,
         )
 
@@ -98,9 +100,9 @@ def trade_off(
     runs: str | Path | Sequence[str | Path],
     data: str | Source = "shapes",
     *,
-    eps: str | Sequence[float | str] = TradeOffOrder.eps,
+    eps: Budgets = TradeOffOrder.eps,
     attacks: str | Sequence[str] = TradeOffOrder.attacks,
-    aimed: str | Sequence[str] = TradeOffOrder.aimed,
+    aimed: str | Sequence[str] | None = TradeOffOrder.aimed,
     knob: int = 0,
     maps: int = 0,
     limit: int | None = None,

@@ -62,7 +62,7 @@ def run_ladder(
     """Climb in a run folder. `head` is the victim's, if not the one that the backbone came with; `own_head` is the
     attacker's (T2), `other` the model of T1. `tell` hears the plan."""
     arms = Arms(_victim(subject).to(processes.device), own_head=own_head, other=other)
-    opened = choose_among(subject).model_fingerprint()  # without a head that is put on it here
+    opened = subject.model_fingerprint()  # as it came: without a head that is put on it here, and with all its classes
     if head is not None:
         arms = dataclasses.replace(arms, head=head)
         subject = dataclasses.replace(subject, model=cast(Classifier, head(arms.victim)))
@@ -74,7 +74,16 @@ def run_ladder(
     if supplies.recipe is not None:
         arms = dataclasses.replace(arms, features=supplies.recipe.features)
     settings = {**_settings(subject, order, arms, indices), **supplies.settings(), "opened_fingerprint": opened}
-    run, done = begun("audit", subject.model_spec, settings, processes, out=out, resume=resume, argv=argv)
+    run, done = begun(
+        "audit",
+        subject.model_spec,
+        settings,
+        processes,
+        out=out,
+        resume=resume,
+        argv=argv,
+        telling=("opened_fingerprint",),  # which earlier versions did not note
+    )
     if done is not None:
         return done
     bench = bench_for(subject, order, processes, run, shown=shown)

@@ -20,6 +20,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from matplotlib.ticker import LogFormatter
 
 from vitadel.evaluation.intervals import wilson
 from vitadel.reporting.gather import (
@@ -108,10 +109,17 @@ class Picture:
 
     def _saved(self, **how: Any) -> bytes:
         buffer = io.BytesIO()
-        # Names of models and classes may hold anything, and are no formulas.
+        # Names of models and classes may hold anything, and are no formulas; powers on a logarithmic axis are.
+        powers = {
+            label
+            for axes in self.figure.axes
+            for axis in (axes.xaxis, axes.yaxis)
+            if isinstance(axis.get_major_formatter(), LogFormatter)
+            for label in axis.get_ticklabels(which="both")
+        }
         for text in self.figure.findobj(Text):
             text.set_text(_ILLEGAL.sub("\ufffd", text.get_text()))
-            text.set_parse_math(False)
+            text.set_parse_math(text in powers)
         with our_style():
             self.figure.savefig(buffer, **how)
         content = buffer.getvalue()

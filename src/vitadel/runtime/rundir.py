@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,47 +104,56 @@ def _read_command(path: Path) -> dict[str, Any] | None:
     return command if isinstance(command, dict) and "verb" in command and "settings" in command else None
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    keys = sorted(old.keys() | new.keys())
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], telling: Collection[str]) -> list[str]:
+    keys = sorted((old.keys() | new.keys()) - set(telling))
     return [f"{k}: was {old.get(k)!r}, now {new.get(k)!r}" for k in keys if old.get(k) != new.get(k)]
 
 
-def _unfinished(verb: str, settings: Mapping[str, Any]) -> Path | None:
+def _unfinished(verb: str, settings: Mapping[str, Any], telling: Collection[str]) -> Path | None:
     """The newest unfinished run of exactly this command below runs/."""
     candidates = sorted(Path("runs").glob(f"{verb}-*/{_COMMAND}"), key=lambda p: p.stat().st_mtime, reverse=True)
     for file in candidates:
         command = _read_command(file.parent)
-        same = command is not None and command["verb"] == verb and not _differences(command["settings"], settings)
-        if same and not RunFolder(file.parent).complete:
+        if command is None or command["verb"] != verb or _differences(command["settings"], settings, telling):
+            continue
+        if not RunFolder(file.parent).complete:
             return file.parent
     return None
 
 
 def open_run(
-    verb: str, subject: str, settings: Mapping[str, Any], *, out: Path | None, resume: bool, argv: list[str]
+    verb: str,
+    subject: str,
+    settings: Mapping[str, Any],
+    *,
+    out: Path | None,
+    resume: bool,
+    argv: list[str],
+    telling: Collection[str] = (),
 ) -> RunFolder:
     """Create the folder of a run, or find it again to go on; never overwrite another run.
 
-    `settings` is everything that decides the result: a resumed run must agree in all of it.
+    `settings` is everything that decides the result: a resumed run must agree in all of it. Those called `telling` only
+    tell something, here or in runs of earlier versions.
     """
     settings = json.loads(json.dumps(settings))  # as it will be read back, so that comparisons are fair
     path = out
     if path is None:
-        path = (_unfinished(verb, settings) if resume else None) or _new_folder(verb, subject)
+        path = (_unfinished(verb, settings, telling) if resume else None) or _new_folder(verb, subject)
     if path.is_file():
         raise Mistake(f"{path} is a file; --out takes a folder that is new or holds a run to go on with")
     if path.is_dir():
         for torn in path.glob(f".{_COMMAND}.*"):  # a life that was killed while it wrote its first file
             torn.unlink(missing_ok=True)
     if path.is_dir() and any(path.iterdir()):
-        _check_same_run(path, verb, settings, resume)
+        _check_same_run(path, verb, settings, resume, telling)
         return RunFolder(path)
     command = {"verb": verb, "argv": argv, "settings": settings, "version": __version__}
     write_json(path / _COMMAND, command)
     return RunFolder(path)
 
 
-def _check_same_run(path: Path, verb: str, settings: Mapping[str, Any], resume: bool) -> None:
+def _check_same_run(path: Path, verb: str, settings: Mapping[str, Any], resume: bool, telling: Collection[str]) -> None:
     command = _read_command(path)
     if command is None:
         raise Mistake(f"{path} is not empty and not a run folder; nothing was written. Choose another --out.")
@@ -156,7 +165,7 @@ def _check_same_run(path: Path, verb: str, settings: Mapping[str, Any], resume: 
     if not resume:
         state = "a finished" if RunFolder(path).complete else "an unfinished"
         raise Mistake(f"{path} already holds {state} run; nothing was written. Add --resume or choose another --out.")
-    changed = _differences(command["settings"], settings)
+    changed = _differences(command["settings"], settings, telling)
     if changed:
         raise Mistake(
             f"{path} was begun with other settings, so it cannot go on; nothing was written.\n  "

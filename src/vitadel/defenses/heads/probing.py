@@ -25,7 +25,7 @@ from vitadel.data.subset import balanced_subset
 from vitadel.defenses.heads.building import ProbeRecipe, build_probe, with_tokens
 from vitadel.defenses.heads.sections import LinearHead, MaskData, ProbeData
 from vitadel.defenses.heads.segmenting import open_mask_job
-from vitadel.defenses.recipes import compose, deciding
+from vitadel.defenses.recipes import TEXTS, compose, deciding
 from vitadel.defenses.sections import ModelSection
 from vitadel.defenses.writing_recipes import recipe_text
 from vitadel.errors import Interrupted, Mistake
@@ -102,7 +102,7 @@ def run_probe(
         "tokens fingerprint": model.fingerprint if isinstance(model, Tokened) else None,
     }
     path = None if out is None else Path(out)
-    folder = open_run("probe", name, settings, out=path, resume=resume, argv=list(argv or sys.argv))
+    folder = open_run("probe", name, settings, out=path, resume=resume, argv=list(argv or sys.argv), telling=TEXTS)
     if folder.complete:
         return json.loads((folder.path / "results.json").read_text()), folder
     write_atomically(folder.path / "recipe.yaml", recipe_text(recipe.document).encode())
