@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import timm
+from safetensors.torch import save_file
+
+from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.load import has_no_head
 from vitadel.errors import Mistake
-from vitadel.evaluation.subject import open_subject
+from vitadel.evaluation.subject import Subject, open_subject
 
 
 @pytest.mark.parametrize("data", ["shapes", "shapes(size=32)@test"])
@@ -21,3 +27,26 @@ def test_a_zoo_model_of_shapes_is():
 def test_an_unknown_name_is_told_as_such():
     with pytest.raises(Mistake, match="unknown zoo model"):
         open_subject("zoo:cifar10-tredes", "shapes")
+
+
+def test_a_model_is_the_same_whatever_a_recipe_says_about_it():
+    subject = open_subject("zoo:shapes-robust", "shapes")
+
+    def noted(**notes: str) -> Subject:
+        record = replace(subject.model.record, notes={**subject.model.record.notes, **notes})
+        return replace(subject, model=Classifier(subject.model.backbone, record))
+
+    assert noted(about="words").model_fingerprint() == subject.model_fingerprint()
+    assert noted(tokens="some").model_fingerprint() != subject.model_fingerprint()
+
+
+def test_a_file_may_bring_the_head_that_a_release_lacks(tmp_path):
+    name = "vit_small_patch14_dinov2.lvd142m"
+    small = {"img_size": 28, "depth": 1, "embed_dim": 12, "num_heads": 2}
+    for classes in (0, 5):
+        model = timm.create_model(name.partition(".")[0], num_classes=classes, **small)
+        save_file(model.state_dict(), tmp_path / f"{classes}.safetensors")
+    assert has_no_head(name)
+    assert has_no_head(name, str(tmp_path / "0.safetensors"))
+    assert not has_no_head(name, str(tmp_path / "5.safetensors"))
+    assert not has_no_head("vit_tiny_patch16_224")
