@@ -9,7 +9,7 @@ from toys import TinyNet, images
 from vitadel.attacks import Linf, make
 from vitadel.attacks.goals import Gama, OnLogits, clearly_fooled, gradient
 from vitadel.attacks.losses import cross_entropy, dlr, floored_margin, margin, rescaled_cross_entropy, targeted_dlr
-from vitadel.attacks.steppers import Dropping, Fading, Momentum
+from vitadel.attacks.steppers import Dropping, Fading, Momentum, Steepest
 from vitadel.errors import Mistake
 from vitadel.evaluation.metering import metered
 
@@ -111,6 +111,13 @@ def test_momentum_gathers_normalised_gradients():
     # Normalised, the second gradient weighs 1 against a memory of 0.5: it turns the direction round.
     assert torch.allclose(step.move(x, second, 1), x - 0.01 * first.sign())
     assert len(step.keep(torch.tensor([True, False])).memory) == 1
+
+
+def test_steps_of_one_length_are_the_same_on_every_turn_of_however_many():
+    x, grad = torch.full((1, 3, 2, 2), 0.5), torch.ones(1, 3, 2, 2)
+    step = Steepest(0.01).start(Linf(0.1), 10**20, x)
+    for turn in (0, 10**20 - 1):
+        assert torch.allclose(step.move(x, grad, turn), x + 0.01)
 
 
 def test_fading_is_apgds_momentum_with_a_linear_step():

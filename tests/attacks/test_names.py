@@ -50,7 +50,20 @@ def test_lists_split_outside_brackets():
         ("pgd-20(restarts=1.5)", "whole number"),
         ("pgd-20(random_start=3)", "true or false"),
         ("pgd-20(step=big)", "a number"),
-        ("pgd-20(step)", "no setting 'step'|write them like"),
+        ("pgd-20(step)", "setting 'step' of attack 'pgd' is given no value; write step=N"),
+        ("pgd-5(restarts)", "write restarts=N"),
+        ("pgd-5(random_start)", "write random_start=true"),
+        ("gama-5(guide)", "write guide=NAME"),
+        ("pgd-20(nonsense)", "no setting 'nonsense'"),
+        ("pgd-99999999999999999999", "'steps' of attack 'pgd' must be at most 1,000,000, got 99999999999999999999"),
+        (f"pgd-{'9' * 5000}", "at most 1,000,000, got 9{40}[.]{3}"),
+        ("pgd(steps=1000001)", "at most 1,000,000"),
+        ("pgd-20(restarts=2000000)", "at most 1,000,000"),
+        ("pgd-20(step=1e40)", "at most 1,000,000"),
+        ("square(queries=1000000000)", "at most 1,000,000"),
+        ("eot:1000001+pgd-20", "at most 1,000,000"),
+        ("targeted:least+targeted:next+pgd-20", "two targets.*keep one"),
+        ("targeted:3+eot:2+targeted:4+pgd-20", "two targets.*keep one"),
         ("pgd-20(restarts=2", "not readable"),
         ("pgd-20(step=0)", "must be positive"),
         ("pgd-20(step=-1/255)", "must be positive"),
@@ -80,6 +93,17 @@ def test_empty_names_are_told(text):
         ("apgd-t(momentum=0.5)", "l1", "rho and momentum do nothing in L1"),
         ("pna-patchout(patchout=false,share=0.5)", "linf", "does nothing without PatchOut"),
         ("mifpe-5(keeping=1.5)", "linf", "from 0 to 1, got 1.5"),
+        ("mifpe-5(gap=100)", "linf", "at most 80"),
+        ("mi-fgsm-2(decay=11)", "linf", "from 0 to 10, got 11"),
+        ("diverse-2(decay=11)", "linf", "from 0 to 10, got 11"),
+        ("pna-patchout-2(decay=11)", "linf", "from 0 to 10, got 11"),
+        ("self-ensemble-2(decay=11)", "linf", "from 0 to 10, got 11"),
+        ("patch-fool(decay=1.1)", "linf", "from 0 to 1, got 1.1"),
+        ("fab-2(eta=0.1)", "linf", "from 1 to 10, got 0.1; the paper has 1.05"),
+        ("fab-t-2(eta=11)", "linf", "from 1 to 10, got 11"),
+        ("fab-2(alpha_max=7)", "linf", "alpha_max of FAB is a share of the way, from 0 to 1, got 7"),
+        ("fab-2(beta=7)", "linf", "beta of FAB is a share of the way, from 0 to 1, got 7"),
+        ("gama-2(until=7)", "linf", "at most 1, got 7; the paper has 0.25"),
     ],
 )
 def test_settings_that_would_do_nothing_are_told(text, norm, said):
@@ -97,6 +121,11 @@ def test_settings_reach_what_they_are_about():
     fool = make("patch-fool(decay=0.5,every=3,layer=1,restarts=2)")
     assert isinstance(fool, Restarts)
     assert (fool.attack.decay, fool.attack.every, fool.attack.layer) == (0.5, 3, 1)
+
+
+@pytest.mark.parametrize("text", ["mi-fgsm-2(decay=10)", "fab-2(eta=1,beta=1)", "gama-2(until=1)", "pgd-1000000"])
+def test_the_ends_of_ranges_are_allowed(text):
+    assert make(text).passes()[0] >= 2
 
 
 def test_no_steps_are_told():

@@ -59,6 +59,13 @@ class FAB:
         for name, value in (("steps", self.steps), ("targets", self.targets), ("restarts", self.restarts)):
             if value is not None and value < 1:
                 raise Mistake(f"{name} of FAB must be at least 1, got {value}")
+        if not 1 <= self.eta <= 10:
+            raise Mistake(
+                f"eta of FAB is a step to the boundary and beyond, from 1 to 10, got {self.eta:g}; the paper has 1.05"
+            )
+        for name, share, usual in (("alpha_max", self.alpha_max, 0.1), ("beta", self.beta, 0.9)):
+            if not 0 <= share <= 1:
+                raise Mistake(f"{name} of FAB is a share of the way, from 0 to 1, got {share:g}; the paper has {usual}")
         if type(self.threat) not in _ORDERS:
             raise Mistake(f"FAB knows the balls Linf, L2 and L1, got {type(self.threat).__name__}")
 

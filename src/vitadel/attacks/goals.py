@@ -139,6 +139,11 @@ class Gama:
     def __post_init__(self) -> None:
         if self.guide not in ("clean", "init"):
             raise Mistake(f"unknown guide {self.guide!r} of GAMA; allowed: clean, init")
+        if not 0 < self.until <= 1:
+            raise Mistake(
+                f"until is the share of GAMA's steps after which nothing pulls, above 0 and at most 1, got "
+                f"{self.until:g}; the paper has 0.25"
+            )
 
     @property
     def forwards(self) -> int:

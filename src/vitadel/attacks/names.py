@@ -19,6 +19,7 @@ Setting = float | int | bool | str
 
 _NAME = re.compile(r"^(?P<base>[a-z][a-z-]*?)(?:-(?P<steps>\d+))?(?:\((?P<settings>.*)\))?$")
 _PREFIX = re.compile(r"^(?P<name>[a-z][a-z-]*)(?::(?P<value>[^()]+))?(?:\((?P<settings>.*)\))?$")
+_MOST = 1_000_000  # of anything: more steps would not end, and larger numbers overflow single precision
 _MAY_BE_ZERO = ("decay", "weight", "target", "psnr", "side", "alpha", "layer", "noise", "probability", "tokens")
 
 
@@ -57,8 +58,12 @@ def read_attack_name(text: str) -> AttackName:
             raise Mistake(f"attack {base!r} takes no number of steps, got {text!r}; write {base!r}")
         if "steps" in settings:
             raise Mistake(f"attack {text!r} sets steps twice; set it once")
+        _refuse_too_many(f"attack {base!r}", "steps", match["steps"], float(match["steps"]))
         settings["steps"] = int(match["steps"])
-    return AttackName(base, settings, tuple(_read_prefix(prefix) for prefix in prefixes))
+    around = tuple(_read_prefix(prefix) for prefix in prefixes)
+    if [name for name, _ in around].count("targeted") > 1:
+        raise Mistake(f"attack {text!r} has two targets, and only the outer one would count; keep one targeted:TARGET+")
+    return AttackName(base, settings, around)
 
 
 def _read_prefix(text: str) -> tuple[str, dict[str, Setting]]:
@@ -81,7 +86,10 @@ def _read_settings(whose: str, base: str, text: str | None, allowed: Mapping[str
     settings: dict[str, Setting] = {}
     for part in filter(None, (text or "").split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or key not in allowed:
+        if not equals and key in allowed:
+            sample = {bool: "true", str: "NAME"}.get(type(allowed[key]), "N")
+            raise Mistake(f"setting {key!r} of {whose} is given no value; write {key}={sample}")
+        if key not in allowed:
             names = ", ".join(allowed) or "none"
             raise Mistake(
                 f"{whose} has no setting {key!r}{nearest_names(key, allowed) or '.'} It takes: {names}; "
@@ -111,7 +119,14 @@ def _checked_setting(whose: str, key: str, text: str, default: object) -> Settin
             raise Mistake(f"setting {key!r} of {whose} must not be negative, got {text!r}")
         if key not in _MAY_BE_ZERO and value <= 0:
             raise Mistake(f"setting {key!r} of {whose} must be positive, got {text!r}; it could not work")
+        _refuse_too_many(whose, key, text, value)
     return value
+
+
+def _refuse_too_many(whose: str, key: str, text: str, value: float) -> None:
+    if value > _MOST:
+        given = text if len(text) <= 40 else f"{text[:40]}..."
+        raise Mistake(f"setting {key!r} of {whose} must be at most {_MOST:,}, got {given}; take less")
 
 
 def looks_inside(text: str) -> bool:

@@ -145,6 +145,8 @@ class PatchFool:
                 "Patch-Fool needs at least 1 patch, 1 step and a decay every 1 step, "
                 f"got {self.patches}, {self.steps} and {self.every}"
             )
+        if not 0 <= self.decay <= 1:
+            raise Mistake(f"decay is what the rate is multiplied by, from 0 to 1, got {self.decay:g}; try 0.95")
         if self.select not in _SELECTIONS:
             near = nearest_names(self.select, _SELECTIONS) or "."
             raise Mistake(f"unknown selection of patches {self.select!r}{near} Known: {', '.join(_SELECTIONS)}.")

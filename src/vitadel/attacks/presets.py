@@ -84,6 +84,8 @@ def gama(
 def mifpe(
     threat: Threat, steps: int = 100, gap: float = 10.0, reach: float = 2.0, keeping: float = 0.75, restarts: int = 1
 ) -> Attack:
+    if gap > 80:
+        raise Mistake(f"gap={gap:g} leaves mifpe no slope in single precision; give at most 80, the usual one is 10")
     goal = OnLogits(partial(losses.rescaled_cross_entropy, gap=gap))
     return repeated(PGD(threat, goal, Fading(reach, keeping), steps, surface_start=True), restarts)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import fooled
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.steppers import Momentum
+from vitadel.attacks.steppers import Momentum, check_decay
 from vitadel.attacks.surrogate import deployed
 from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of
 from vitadel.backbones.checks import check_pixels
@@ -125,6 +125,9 @@ class SelfEnsemble:
     decay: float = 1.0
     length: float | None = None
     stop_when_fooled: bool = False
+
+    def __post_init__(self) -> None:
+        check_decay(self.decay)
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
         check_pixels(x)

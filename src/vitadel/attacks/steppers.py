@@ -11,7 +11,7 @@ from vitadel.attacks.threats import Linf, per_sample
 from vitadel.errors import Mistake
 from vitadel.types import Step, Threat
 
-__all__ = ["Dropping", "Fading", "Filling", "Momentum", "Scripted", "Steepest", "usual_length"]
+__all__ = ["Dropping", "Fading", "Filling", "Momentum", "Scripted", "Steepest", "check_decay", "usual_length"]
 
 
 def usual_length(threat: Threat, steps: int) -> float:
@@ -39,6 +39,20 @@ class _Along:
 
 
 @dataclass(frozen=True)
+class _Steady:
+    """The same with one length for all turns."""
+
+    threat: Threat
+    length: float
+
+    def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
+        return z + self.length * self.threat.ascent(grad, z)
+
+    def keep(self, chosen: Tensor) -> Step:
+        return self
+
+
+@dataclass(frozen=True)
 class Steepest:
     """Steps of one length along the norm's direction of steepest ascent; without `length`, the usual one."""
 
@@ -46,7 +60,7 @@ class Steepest:
 
     def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
         length = usual_length(threat, steps) if self.length is None else self.length
-        return _Along(threat, (length,) * steps)
+        return _Steady(threat, length)
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,12 @@ class Filling:
         return _Filling(threat.eps)
 
 
+def check_decay(decay: float) -> None:
+    """A mistake unless MI-FGSM's direction can still turn: its factor outgrows every new gradient if it is large."""
+    if not 0 <= decay <= 10:
+        raise Mistake(f"decay is what the gathered gradient is multiplied by, from 0 to 10, got {decay:g}; try 1")
+
+
 @dataclass
 class _Gathering:
     threat: Threat
@@ -120,6 +140,9 @@ class Momentum:
 
     decay: float = 1.0
     length: float | None = None
+
+    def __post_init__(self) -> None:
+        check_decay(self.decay)
 
     def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
         length = threat.eps / steps if self.length is None else self.length
