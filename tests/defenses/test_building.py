@@ -165,6 +165,7 @@ def test_sections_speak_for_themselves():
          r"adapter: this objective trains tora .*write `use: tora`"),
         ({"data": {"validation": "shapes@train"}},
          r"data.train: 'shapes@train' holds the images that models are selected on"),
+        ({"data": {"train": "shapes(agreement=0.98)@test"}}, r"data.train: .* are the images of data.test"),
         ({"data": {"extra": "shapes@train"}}, r"data.extra: .* the images that models are selected on"),
         ({"plugins": {"epsilon-warmup": {"epochs": 2}}, "objective": {"use": "standard"}},
          r"plugins.epsilon_warmup: this objective makes no attack"),

@@ -69,6 +69,13 @@ def test_without_a_test_set_nothing_is_audited(tmp_path):
     assert not (folder.path / "audit").exists()
 
 
+@pytest.mark.parametrize("name", ["targeted:99+pgd-2", "targeted:0+pgd-2", "patches-random(side=7)"])
+def test_an_audit_that_cannot_be_is_told_before_the_training(tmp_path, name):
+    with pytest.raises(Mistake):
+        run_harden(recipe(audit={"attacks": ["pgd-2", name]}), "small", CPU, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_best_epoch_by_robust_accuracy_is_kept_and_among_equals_the_last(tmp_path, monkeypatch):
     scores = iter([Score(0.9, 0.1, 20), Score(0.2, 0.3, 20), Score(0.2, 0.3, 20), Score(0.95, 0.2, 20)])
     at_each = []

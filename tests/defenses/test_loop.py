@@ -226,6 +226,23 @@ def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_checkpoint(tm
     run_harden(recipe(), "small", CPU, out=tmp_path / "run", resume=True)
 
 
+def test_weights_that_give_no_answer_are_neither_judged_nor_saved(tmp_path, monkeypatch):
+    """They may be numbers, and the loss of the step that made them, too."""
+    real = loop._Learner.take
+
+    def thrown(self, parts):
+        real(self, parts)
+        if self.run.step == 4:
+            next(self.run.model.parameters()).data.fill_(1e38)
+
+    monkeypatch.setattr(loop._Learner, "take", thrown)
+    with pytest.raises(Mistake, match=r"NaN or infinite logits at step 4 .*checkpoint of step 3 is kept"):
+        run_harden(recipe(), "small", CPU, out=tmp_path / "run")
+    monkeypatch.undo()
+    assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 3
+    run_harden(recipe(), "small", CPU, out=tmp_path / "run", resume=True)
+
+
 def test_a_real_overflow_is_told(tmp_path):
     with pytest.raises(Mistake, match="so the training was stopped"):
         run_harden(recipe(optimiser={"rate": 1e30, "clip": None, "name": "sgd"}), "small", CPU, out=tmp_path / "run")
@@ -437,7 +454,8 @@ def test_an_overfitted_epoch_is_rolled_back_and_the_good_one_deployed(tmp_path, 
     kept = weights(folder.path)
     assert same(kept, good)
     assert not same(kept, overfitted)
-    assert same(weights(folder.path, "best"), (first, good)[results["training"]["best_epoch"]])
+    at_the_end = (first, good, good)  # of each epoch; the last one was rolled back before it was judged
+    assert same(weights(folder.path, "best"), at_the_end[results["training"]["best_epoch"]])
 
 
 def test_a_batch_norm_backbone_trains_and_says_whose_statistics_it_uses(tmp_path, capsys):

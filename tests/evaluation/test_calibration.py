@@ -32,6 +32,13 @@ def test_other_data_can_be_named():
     assert source.split == "val"
 
 
+@pytest.mark.parametrize("spec", ["shapes", "shapes@test", "shapes(agreement=0.9)@test"])
+def test_the_audited_images_are_refused(spec):
+    subject = open_subject("zoo:shapes-robust", "shapes")
+    with pytest.raises(Mistake, match="are the audited images"):
+        calibration_images(subject, torch.arange(10), spec, 40, seed=0)
+
+
 @pytest.mark.parametrize("data", [Shapes("test"), "shapes@train"])
 def test_without_a_training_split_it_is_what_the_audit_leaves_out(data):
     subject = open_subject("zoo:shapes-robust", data)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -37,6 +40,35 @@ def test_an_unfinished_run_goes_on_only_when_told(tmp_path):
         begin(tmp_path / "run")
     assert begin(tmp_path / "run", resume=True).path == tmp_path / "run"
     assert files(tmp_path) == before
+
+
+def test_two_processes_do_not_work_in_one_folder(tmp_path):
+    folder, told = tmp_path / "run", tmp_path / "told"
+    code = f"""
+import pathlib, time
+from vitadel.runtime.rundir import open_run
+open_run("audit", "m", {dict(SETTINGS)!r}, out=pathlib.Path({str(folder)!r}), resume=False, argv=[])
+pathlib.Path({str(told)!r}).touch()
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code]) as other:
+        while not told.exists():
+            assert other.poll() is None
+            time.sleep(0.05)
+        with pytest.raises(Mistake, match="another process is working in"):
+            begin(folder, resume=True)
+        other.kill()
+    run = begin(folder, resume=True)  # however it ended
+    assert begin(folder, resume=True) == run
+
+
+def test_what_a_run_only_tells_does_not_keep_it_from_going_on(tmp_path):
+    begin(tmp_path / "run", settings={**SETTINGS, "about": "one"})
+    other = {**SETTINGS, "about": "another"}
+    with pytest.raises(Mistake, match="about: was 'one', now 'another'"):
+        begin(tmp_path / "run", resume=True, settings=other)
+    again = {"out": tmp_path / "run", "resume": True, "argv": ["audit", "m"]}
+    assert open_run("audit", "m", other, **again, telling=("about",)).path == tmp_path / "run"
 
 
 def test_other_settings_are_named_one_by_one(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
 import sys
 from pathlib import Path
@@ -86,6 +87,10 @@ def main() -> None:
     except Interrupted as stop:
         again = resuming_command(sys.argv[1:], stop.folder)
         _end(f"vitadel: interrupted; what is done is saved. Go on with:\n  {again}", 130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _end(f"vitadel: no space left where the output goes: {error.strerror}. Files of the run are kept.", 2)
 
 
 def _end(message: str, code: int) -> NoReturn:

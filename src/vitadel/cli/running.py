@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -108,7 +109,12 @@ def tell(
     if report:
         from vitadel.reporting import page
 
-        page.write_report([folder], folder / "report.html")
+        try:
+            page.write_report([folder], folder / "report.html")
+        except KeyboardInterrupt:
+            again = shlex.join(["vitadel", "report", str(folder)])
+            typer.echo(f"vitadel: interrupted; the results are saved. Make the page with:\n  {again}", err=True)
+            raise
     if running.as_json:
         typer.echo(json.dumps(results, indent=2))
         typer.echo(str(folder), err=True)

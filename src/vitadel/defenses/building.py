@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, cast, runtime_checkable
 
 from vitadel.backbones.classifier import Classifier
+from vitadel.data.same_images import identity, same_images
 from vitadel.data.spec import DATA_KINDS, Request
 from vitadel.defenses.checking import (
     check_extra_share,
@@ -25,7 +26,6 @@ from vitadel.defenses.heads.building import build_probe, build_probe_check
 from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
 from vitadel.defenses.protocols import Accompanied, Adapter, ChangesEvaluation, NeedsAdapter, Objective, Plugin
 from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, is_probe, rows, section_types, unknown_section
-from vitadel.defenses.same_images import identity, same_images
 from vitadel.defenses.sections import (
     AuditSection,
     Augmentation,

@@ -43,7 +43,8 @@ from vitadel.defenses.tracking import begin_tracking, end_tracking
 from vitadel.defenses.validation import HeldOut
 from vitadel.defenses.writing_recipes import recipe_text
 from vitadel.errors import Interrupted, Mistake, nearest_names
-from vitadel.evaluation.audit import Order, run_audit
+from vitadel.evaluation.among import choose_among
+from vitadel.evaluation.audit import Order, check_order, run_audit
 from vitadel.evaluation.stages import PRECISIONS
 from vitadel.evaluation.subject import Subject
 from vitadel.runtime.environment import environment
@@ -254,6 +255,8 @@ def run_harden(
     # Before there is a folder: not every model takes every adapter, nor every machine every optimiser.
     adapted = _adapted(shop, processes)
     make_optimiser(recipe.optimiser, adapted)
+    if not resume:
+        _check_audit(shop, adapted, data_root, processes.device)
     settings = {**deciding(recipe.document), "--data-root": None if data_root is None else str(data_root)}
     path, words = None if out is None else Path(out), list(argv or sys.argv)
     folder = processes.on_main(
@@ -354,6 +357,29 @@ def _accelerator(recipe: Recipe, processes: Processes, folder: Path) -> Accelera
     return accelerator
 
 
+def _order(recipe: Recipe) -> Order:
+    """The audit at the end."""
+    return Order(
+        attacks=recipe.audit.attacks,
+        eps=recipe.threat.eps,
+        norm=recipe.threat.norm,
+        limit=recipe.audit.limit,
+        batch_size=recipe.audit.batch_size,
+        seed=recipe.train.seed,
+    )
+
+
+def _check_audit(shop: Workshop, model: nn.Module, data_root: str | Path | None, device: torch.device) -> None:
+    """An attack that does not suit the model is told before it is trained, not after."""
+    recipe = shop.recipe
+    if shop.test is None or recipe.data.test is None:
+        return
+    root = recipe.data.root if data_root is None else data_root
+    subject = Subject(cast(Classifier, model), "the model", shop.test, recipe.data.test, root)
+    subject, order = choose_among(subject), _order(recipe)
+    check_order(subject, order, subject.selection(order.limit, order.seed, order.skip_bad)[0], device)
+
+
 def _audit(
     run: Run,
     shop: Workshop,
@@ -381,15 +407,7 @@ def _audit(
         root = recipe.data.root if data_root is None else data_root
         model = recipe.adapter.deployed(folder.path / "weights" / "best.safetensors", run.model)
         subject = Subject(cast(Classifier, model), str(folder.path), shop.test, recipe.data.test, root)
-        order = Order(
-            attacks=recipe.audit.attacks,
-            eps=recipe.threat.eps,
-            norm=recipe.threat.norm,
-            limit=recipe.audit.limit,
-            batch_size=recipe.audit.batch_size,
-            seed=recipe.train.seed,
-        )
-        outcome = run_audit(subject, order, processes, out=folder.path / "audit", resume=True, shown=shown)
+        outcome = run_audit(subject, _order(recipe), processes, out=folder.path / "audit", resume=True, shown=shown)
         results = dict(outcome.results)
     results["training"] = training
     if processes.is_main:

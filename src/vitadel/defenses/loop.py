@@ -50,11 +50,14 @@ from vitadel.defenses.tracking import track
 from vitadel.defenses.validation import HeldOut, Score
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.calibration import CalibrationImages
+from vitadel.instrument.hooks import frozen
 from vitadel.runtime.draws import Draws
 from vitadel.runtime.processes import Processes
 from vitadel.types import Attack, Source, Threat
 
 __all__ = ["Run", "train"]
+
+_ASKED = 16  # held-out images that a model must have an answer to before it is saved
 
 
 @dataclass
@@ -137,9 +140,12 @@ def train(run: Run, accelerator: Accelerator, optimiser: torch.optim.Optimizer, 
                 _open_epoch(run)
             learner.take(parts)
             over = run.step % run.steps_per_epoch == 0
+            to_be_saved = over or learner.interrupted or run.step % run.recipe.train.checkpoint_every == 0
+            if to_be_saved:
+                _check_answers(run)
             if over:
                 _close_epoch(run, accelerator)
-            if over or learner.interrupted or run.step % run.recipe.train.checkpoint_every == 0:
+            if to_be_saved:
                 _save(run, prepared, accelerator)
             if over and run.stopped:
                 break
@@ -275,15 +281,25 @@ class _Learner:
         scaled = run.recipe.train.precision == "fp16"  # whose scaler meets infinite gradients and leaves steps out
         wrong = [name for name, value in told.items() if not math.isfinite(value) and not (scaled and "norm" in name)]
         if wrong:
-            given = ", ".join(f"{name} = {told[name]}" for name in wrong)
-            kept = (
-                f"the checkpoint of step {run.metrics.saved} is kept" if run.metrics.saved else "nothing was saved yet"
-            )
-            raise Mistake(
-                f"{given} at step {run.step + 1} (epoch {run.epoch}), so the training was stopped; {kept} in "
-                f"{run.folder}. Lower optimiser.rate, set optimiser.clip, or train in fp32, in a new run."
-            )
+            raise _diverged(run, ", ".join(f"{name} = {told[name]}" for name in wrong), run.step + 1)
         return told
+
+
+def _diverged(run: Run, what: str, step: int) -> Mistake:
+    kept = f"the checkpoint of step {run.metrics.saved} is kept" if run.metrics.saved else "nothing was saved yet"
+    clip = "set" if run.recipe.optimiser.clip is None else "lower"
+    return Mistake(
+        f"{what} at step {step} (epoch {run.epoch}), so the training was stopped; {kept} in {run.folder}. Lower "
+        f"optimiser.rate, {clip} optimiser.clip, or train in fp32, in a new run."
+    )
+
+
+def _check_answers(run: Run) -> None:
+    """A step may leave weights that are numbers and give none: they are neither judged nor saved."""
+    with _full_precision(run.model), frozen(run.model), torch.no_grad():
+        for x, _ in run.held_out_images(_ASKED):
+            if not bool(run.model(x).isfinite().all()):
+                raise _diverged(run, "the model answers with NaN or infinite logits", run.step)
 
 
 def _eps_in(attack: Attack | None) -> dict[str, float]:

@@ -24,11 +24,12 @@ from vitadel.data.checks import BadSample
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation.among import choose_among, told_among_all
 from vitadel.evaluation.benches import Outcome, begun, bench_for
-from vitadel.evaluation.calibration import calibrated
+from vitadel.evaluation.calibration import calibrated, calibration_images, studies
 from vitadel.evaluation.compiling import Compilation, compiled
 from vitadel.evaluation.evidence import findings_about
 from vitadel.evaluation.keeping import IMAGES, PICTURES, PNG_HOLDS, Keeper
 from vitadel.evaluation.protocols import protocol_named, standing
+from vitadel.evaluation.rehearsal import rehearse
 from vitadel.evaluation.results import Tally, described, heading, samples_table
 from vitadel.evaluation.stages import NOTE, PRECISIONS, Bench, Leg, attack_stage, clean_stage, rules_of
 from vitadel.evaluation.subject import Subject, open_subject
@@ -39,7 +40,7 @@ from vitadel.runtime.processes import Processes, join_processes
 from vitadel.runtime.rundir import RunFolder, write_atomically, write_json
 from vitadel.types import Attack, Source, Threat
 
-__all__ = ["DEFAULT_ATTACKS", "DEFAULT_DATA", "DEFAULT_MODEL", "Order", "Outcome", "audit", "run_audit"]
+__all__ = ["DEFAULT_ATTACKS", "DEFAULT_DATA", "DEFAULT_MODEL", "Order", "Outcome", "audit", "check_order", "run_audit"]
 
 DEFAULT_MODEL = "zoo:shapes-robust"
 DEFAULT_DATA = "shapes"
@@ -185,7 +186,8 @@ def run_audit(
     """
     subject = choose_among(subject)
     indices, mislabelled = subject.selection(order.limit, order.seed, order.skip_bad)
-    _check_sense(subject, order, indices)
+    if not resume:
+        check_order(subject, order, indices, processes.device)
     comparable = standing(order, subject, indices)
     settings = order.settings(subject, indices)
     run = None
@@ -208,6 +210,15 @@ def run_audit(
         if run is not None:
             raise Interrupted(run.path) from None
         raise
+
+
+def check_order(subject: Subject, order: Order, indices: Tensor, device: torch.device) -> None:
+    """Whether model, images and attacks go together: told before anything long begins, or is written."""
+    _check_sense(subject, order, indices)
+    crew = order.crew()
+    if any(studies(attack) for _, attack in crew):
+        calibration_images(subject, indices, order.calibration, 1, order.seed)
+    rehearse(subject.model.to(device), crew, subject.preprocess.shape)
 
 
 def _check_sense(subject: Subject, order: Order, indices: Tensor) -> None:

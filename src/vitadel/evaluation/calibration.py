@@ -12,6 +12,8 @@ from torch import Tensor
 from vitadel.data import open_dataset
 from vitadel.data.batches import batches
 from vitadel.data.preprocess import Preprocess
+from vitadel.data.same_images import same_images
+from vitadel.data.spec import parse_spec
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import Mistake
 from vitadel.evaluation.among import numbered_alike
@@ -72,6 +74,11 @@ def calibration_images(
 ) -> tuple[Source, Tensor]:
     """From `spec`, which `flag` gives, else from the training split of the audited data, else from what is left out."""
     source = _training_split(subject) if spec is None else open_dataset(spec, root=subject.data_root, skip_bad=True)
+    if spec is not None and _is_audited(subject, spec):
+        raise Mistake(
+            f"{flag} {spec} are the audited images, and an attack that has studied them proves nothing. Give others, "
+            "or leave the flag out: then the training split is taken, or what --limit leaves over."
+        )
     left_over = source is None
     source = subject.source if source is None else numbered_alike(source, subject.source)
     labels = source.labels()
@@ -88,6 +95,14 @@ def calibration_images(
             f"and no image left over. Give some with {flag} SPEC, or leave some out with --limit."
         )
     return source, balanced_subset(labels[rows], min(wanted, len(rows)), seed, rows)
+
+
+def _is_audited(subject: Subject, spec: str) -> bool:
+    if subject.given_as_object:
+        return False
+    root = Path("data" if subject.data_root is None else subject.data_root)
+    specs = (spec, subject.data_spec)
+    return same_images(*(parse_spec(each, root=root, split=None, skip_bad=True) for each in specs))
 
 
 def _training_split(subject: Subject) -> Source | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vitadel.attacks.names import is_adaptive, make
 from vitadel.evaluation.compiling import compiled, gradient_probe, seconds_of
+from vitadel.evaluation.rehearsal import rehearse
 from vitadel.evaluation.subject import Subject
 from vitadel.instrument.hooks import frozen
 
@@ -37,6 +38,7 @@ def plan(
     crew = [(name, make(name, eps=eps, norm=norm)) for name in attacks]
     batch = min(batch_size, samples)
     model = subject.model.to(device)
+    rehearse(model, crew, subject.preprocess.shape)  # what cannot run costs nothing
     x = torch.full((batch, 3, *subject.preprocess.shape), 0.5, device=device)
 
     def take_forward() -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from vitadel.adapters.robustness_tokens import Tokened
 from vitadel.adapters.token_files import load_tokens
+from vitadel.data.same_images import same_images
 from vitadel.defenses.checking import read_data_spec
-from vitadel.defenses.same_images import same_images
 from vitadel.errors import Mistake
 from vitadel.evaluation.calibration import CalibrationImages, calibration_images
 from vitadel.evaluation.stages import Bench

@@ -16,6 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # not a Unix: nobody is kept from working in a folder twice
+    fcntl = None  # type: ignore[assignment]
+
 from vitadel.errors import Mistake
 from vitadel.version import __version__
 
@@ -80,6 +85,7 @@ class RunFolder:
 
     def finish(self) -> None:
         shutil.rmtree(self.path / _PARTIAL, ignore_errors=True)
+        _let_go(self.path)
 
     @property
     def complete(self) -> bool:
@@ -147,10 +153,42 @@ def open_run(
             torn.unlink(missing_ok=True)
     if path.is_dir() and any(path.iterdir()):
         _check_same_run(path, verb, settings, resume, telling)
+        if not RunFolder(path).complete:
+            _hold(path)
         return RunFolder(path)
     command = {"verb": verb, "argv": argv, "settings": settings, "version": __version__}
     write_json(path / _COMMAND, command)
+    _hold(path)
     return RunFolder(path)
+
+
+_held: dict[str, int] = {}
+"""Folders that this process works in. The system lets go of them when the process ends, however it ends."""
+
+
+def _hold(path: Path) -> None:
+    """Work in the folder alone; a `Mistake` if another process does. In this process it may be opened again."""
+    key = os.path.realpath(path)
+    if fcntl is None or key in _held:
+        return
+    handle = os.open(key, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise Mistake(
+            f"another process is working in {path}; nothing was written. Wait until it ends, or choose another --out."
+        ) from None
+    except OSError:  # a file system without locks
+        os.close(handle)
+        return
+    _held[key] = handle
+
+
+def _let_go(path: Path) -> None:
+    handle = _held.pop(os.path.realpath(path), None)
+    if handle is not None:
+        os.close(handle)
 
 
 def _check_same_run(path: Path, verb: str, settings: Mapping[str, Any], resume: bool, telling: Collection[str]) -> None:

@@ -13,6 +13,7 @@ from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.names import make
 from vitadel.attacks.pgd import PGD
 from vitadel.data.masks import MASKED_KINDS
+from vitadel.data.same_images import same_images
 from vitadel.data.spec import DATA_KINDS
 from vitadel.defenses.checking import check_model_name, class_count, read_data_spec, sketched_model
 from vitadel.defenses.heads.sections import (
@@ -25,7 +26,6 @@ from vitadel.defenses.heads.sections import (
     ProbeData,
 )
 from vitadel.defenses.recipes import PROBE_SECTIONS, TEXTS, is_probe, section_types, unknown_section
-from vitadel.defenses.same_images import same_images
 from vitadel.defenses.sections import ModelSection
 from vitadel.defenses.settling import Faults, Faulty, as_mapping, settled
 from vitadel.errors import Mistake

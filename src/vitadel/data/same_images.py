@@ -34,7 +34,8 @@ def same_images(one: Request, other: Request) -> bool:
 def identity(request: Request) -> object:
     """What it is known by, but for settings; a `Mistake` if those of generated images are wrong."""
     if request.kind == "shapes":
-        return open_shapes(request)  # generated: opening costs nothing and knows the defaults
+        shapes = open_shapes(request)  # generated: opening costs nothing and knows the defaults
+        return request.kind, shapes.seed, shapes.split  # of which settings are variants
     if request.kind in _IN_FOLDERS:
         return request.kind, _folder(request)
     path = os.path.realpath(Path(request.argument).expanduser()) if request.argument else ""
