@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from vitadel.attacks.goals import clearly_fooled
 from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.steppers import Momentum, check_decay
+from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.surrogate import deployed
 from vitadel.backbones.checks import check_pixels
 from vitadel.errors import Mistake, nearest_names
@@ -134,7 +134,7 @@ class Diverse:
         for name, value, allowed in (("probability", self.probability, 0.0), ("smallest", self.smallest, 0.1)):
             if not allowed <= value <= 1:
                 raise Mistake(f"{name} must be from {allowed:g} to 1, got {value:g}")
-        check_decay(self.decay)
+        Momentum(self.decay)  # refuses what would not work
         if self.tokens < 0:
             raise Mistake(f"tokens is a number of random tokens beside the image's, 0 or more; got {self.tokens}")
 

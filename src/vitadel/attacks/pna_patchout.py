@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import clearly_fooled
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.steppers import Momentum, check_decay
+from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.surrogate import deployed
 from vitadel.backbones.checks import check_pixels
 from vitadel.errors import Mistake
@@ -111,7 +111,7 @@ class PnaPatchOut:
     stop_when_fooled: bool = False
 
     def __post_init__(self) -> None:
-        check_decay(self.decay)
+        Momentum(self.decay)  # refuses what would not work
         if not 0 < self.share <= 1:
             raise Mistake(
                 f"share is the part of the patches kept at each step, above 0 and at most 1, got {self.share}"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import fooled
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.steppers import Momentum, check_decay
+from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.surrogate import deployed
 from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of
 from vitadel.backbones.checks import check_pixels
@@ -127,7 +127,7 @@ class SelfEnsemble:
     stop_when_fooled: bool = False
 
     def __post_init__(self) -> None:
-        check_decay(self.decay)
+        Momentum(self.decay)  # refuses what would not work
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
         check_pixels(x)

@@ -11,7 +11,7 @@ from vitadel.attacks.threats import Linf, per_sample
 from vitadel.errors import Mistake
 from vitadel.types import Step, Threat
 
-__all__ = ["Dropping", "Fading", "Filling", "Momentum", "Scripted", "Steepest", "check_decay", "usual_length"]
+__all__ = ["Dropping", "Fading", "Filling", "Momentum", "Scripted", "Steepest", "usual_length"]
 
 
 def usual_length(threat: Threat, steps: int) -> float:
@@ -112,12 +112,6 @@ class Filling:
         return _Filling(threat.eps)
 
 
-def check_decay(decay: float) -> None:
-    """A mistake unless MI-FGSM's direction can still turn: its factor outgrows every new gradient if it is large."""
-    if not 0 <= decay <= 10:
-        raise Mistake(f"decay is what the gathered gradient is multiplied by, from 0 to 10, got {decay:g}; try 1")
-
-
 @dataclass
 class _Gathering:
     threat: Threat
@@ -142,7 +136,8 @@ class Momentum:
     length: float | None = None
 
     def __post_init__(self) -> None:
-        check_decay(self.decay)
+        if not 0 <= self.decay <= 10:  # beyond, the first gradient outweighs all later ones
+            raise Mistake(f"decay is the weight of the gradients before, from 0 to 10, got {self.decay:g}; try 1")
 
     def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
         length = threat.eps / steps if self.length is None else self.length
