@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+import re
 from typing import Annotated
 
 import typer
+
+from vitadel.errors import Mistake, nearest_names
 
 
 class Kind(enum.StrEnum):
@@ -24,7 +27,20 @@ def listing(
     from vitadel.reporting.terminal import show_names
 
     rows = _rows(kind, search)
-    show_names([(name, about) for name, about in rows.items() if search.lower() in name.lower()])
+    found = [(name, about) for name, about in rows.items() if search.lower() in name.lower()]
+    if not found:
+        near = _near(kind, search.lower(), rows)
+        raise Mistake(f"no name among the {kind} contains {search!r}{near} See 'vitadel list {kind}'.")
+    show_names(found)
+
+
+def _near(kind: Kind, search: str, rows: dict[str, str]) -> str:
+    """Names as they are typed, without what stands for a number or a place: 'pgd', not 'pgd[-K]'."""
+    if kind is Kind.models:
+        from vitadel.backbones.record import near_models
+
+        return near_models(search, rows)
+    return nearest_names(search, [re.split(r"\[|\+|:(?=[A-Z])", name)[0] for name in rows]) or "."
 
 
 def _rows(kind: Kind, search: str) -> dict[str, str]:

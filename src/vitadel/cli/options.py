@@ -88,6 +88,10 @@ class Sampling:
     seed: Annotated[int, typer.Option(help="random numbers are keyed by this and the sample")] = 0
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="leave out unreadable samples and count them")] = False
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed <= 2**62:  # as in recipes
+            raise Mistake(f"--seed must be a whole number from 0 to 2**62, got {self.seed}")
+
     def for_order(self) -> dict[str, Any]:
         """What every order of a run takes of it; the data themselves are opened apart."""
         return {"limit": self.limit, "batch_size": self.batch_size, "seed": self.seed, "skip_bad": self.skip_bad}

@@ -10,7 +10,7 @@ import typer
 
 from vitadel.cli import options, running
 from vitadel.cli.bundles import bundled, flags_of, given_flags, spelled
-from vitadel.errors import Mistake
+from vitadel.errors import Mistake, nearest_names
 
 
 @bundled
@@ -30,7 +30,8 @@ def plan(
     """Passes, memory and time of an audit, or of a training by a recipe, on this machine, measured by a short probe."""
     from vitadel.defenses.recipes import shipped_recipes
 
-    if model in shipped_recipes() or model.endswith((".yaml", ".yml")):
+    shipped = shipped_recipes()
+    if model in shipped or model.endswith((".yaml", ".yml")):
         own = [*flags_of(options.Sampling), *flags_of(options.Attacking), *flags_of(options.Choice)]
         odd = [spelled(name) for name in own if name in given_flags(ctx) and name != "data_root"]
         if odd:
@@ -40,6 +41,7 @@ def plan(
             )
         _plan_training(model, row, overrides or [], sampling.data_root, device, as_json)
         return
+    _refuse_mistyped_recipe(model, shipped)
     if overrides or row:
         raise Mistake(f"KEY=VALUE and --row belong to a recipe, and '{model}' is none; see 'vitadel list recipes'")
     from vitadel.evaluation.plan import plan as estimate
@@ -62,6 +64,16 @@ def plan(
         typer.echo(json.dumps(cost, indent=2))
     else:
         show_plan(cost)
+
+
+def _refuse_mistyped_recipe(name: str, shipped: list[str]) -> None:
+    """What looks like a recipe's name, or is one without its folder, and leads to no file."""
+    if ":" in name or Path(name).expanduser().exists():
+        return
+    alike = [recipe for recipe in shipped if recipe.endswith(f"/{name}")]
+    near = nearest_names(name, shipped) if "/" in name else f"; did you mean {', '.join(alike)}?" if alike else ""
+    if near:
+        raise Mistake(f"'{name}' is no recipe, and no file or folder{near} See 'vitadel list recipes'.")
 
 
 def _plan_training(
