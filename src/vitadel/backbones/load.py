@@ -121,10 +121,15 @@ def load_model(
         raise Mistake(f"the model cannot be put on device '{device}': {reason}. Try --device cpu.") from error
 
 
+def is_timm_name(spec: str) -> bool:
+    """Whether timm builds it, with any number of classes; a name may carry a tag."""
+    return bool(timm.is_model(spec.partition(".")[0]))
+
+
 def has_no_head(spec: str, weights: str | None = None) -> bool:
     """Whether it is a timm name of a backbone that was released without a classifier, as DINOv2's, and no file of
     weights brings one after all."""
-    config = timm.get_pretrained_cfg(spec) if timm.is_model(spec.partition(".")[0]) else None
+    config = timm.get_pretrained_cfg(spec) if is_timm_name(spec) else None
     return config is not None and config.num_classes == 0 and not _brings_head(weights)
 
 
@@ -152,7 +157,7 @@ def _open(spec: str, wishes: _Wishes) -> tuple[nn.Module, ModelRecord]:
         raise Mistake(
             f"unknown kind of model '{kind}:' in '{spec}'{nearest_names(kind, _PREFIXES) or '.'} Known: {known}."
         )
-    if timm.is_model(spec.partition(".")[0]):
+    if is_timm_name(spec):
         return _from_timm(spec, wishes)
     path = Path(spec).expanduser()
     if path.exists() or "/" in spec or spec.startswith((".", "~")) or path.suffix in _FILE_SUFFIXES:

@@ -19,10 +19,13 @@ class BadSample:
     reason: str
 
 
-def check_labels(source: Source, num_classes: int, *, skip_bad: bool = False) -> tuple[BadSample, ...]:
+def check_labels(
+    source: Source, num_classes: int, *, skip_bad: bool = False, fixed: bool = False
+) -> tuple[BadSample, ...]:
     """The samples whose label is not one of the model's classes: a mistake, or with `skip_bad` a list to leave out.
 
-    Label -1 marks a sample whose label is missing or cannot be read.
+    Label -1 marks a sample whose label is missing or cannot be read. `fixed` says that no flag gives the model another
+    number of classes.
     """
     labels = source.labels()
     bad = ((labels < 0) | (labels >= num_classes)).nonzero()[:, 0].tolist()
@@ -31,9 +34,9 @@ def check_labels(source: Source, num_classes: int, *, skip_bad: bool = False) ->
     if not bad:
         return ()
     first = bad[0]
+    setting = "" if fixed else f", or with --weights random set --num-classes {len(source.classes)}"
     advice = (
-        f"the data has {len(source.classes)} classes and the model {num_classes}: take a model for this data, or set "
-        f"--num-classes {len(source.classes)}"
+        f"the data has {len(source.classes)} classes and the model {num_classes}: take a model for this data{setting}"
         if len(source.classes) != num_classes
         else "put the labels right"
     )

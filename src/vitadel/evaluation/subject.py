@@ -17,7 +17,7 @@ from vitadel.adapters.opening import open_model
 from vitadel.backbones.anatomy import family_of
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.image_size import check_images_fit
-from vitadel.backbones.load import zoo_names
+from vitadel.backbones.load import is_timm_name, zoo_names
 from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
 from vitadel.data.checks import BadSample, check_labels
@@ -64,7 +64,7 @@ class Subject:
         labels = self.source.labels()
         usable = torch.ones(len(labels), dtype=torch.bool)
         classes = self.model.record.num_classes or len(self.source.classes)
-        mislabelled = check_labels(self.source, classes, skip_bad=skip_bad)
+        mislabelled = check_labels(self.source, classes, skip_bad=skip_bad, fixed=not is_timm_name(self.model_spec))
         for bad in mislabelled:
             usable[bad.index] = False
         rows = usable.nonzero()[:, 0]
