@@ -427,6 +427,14 @@ def test_a_factory_in_the_working_folder(factories: str) -> None:
     torch.testing.assert_close(shifted(images()), (images().mean(dim=(2, 3)) - 0.5) / 0.25)
 
 
+def test_what_a_factory_prints_is_not_among_the_results(tmp_path, monkeypatch, capsys) -> None:
+    text = "import torch\nprint('importing')\ndef model():\n    print('making')\n    return torch.nn.Identity()\n"
+    (tmp_path / "talkative.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    load_model("python:talkative:model", num_classes=3)
+    assert capsys.readouterr() == ("", "importing\nmaking\n")
+
+
 def test_a_factory_that_returns_a_classifier(factories: str) -> None:
     model = load_model(f"python:{factories}:normalising")
     torch.testing.assert_close(model(images()), (images().mean(dim=(2, 3)) - 0.5) / 0.5)

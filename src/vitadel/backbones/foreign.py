@@ -6,7 +6,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 from vitadel.backbones.record import ModelRecord, three_numbers
 from vitadel.errors import Mistake, nearest_names
 
-__all__ = ["call_factory", "load_hugging_face", "processor_normalisation", "working_folder_importable"]
+__all__ = ["call_factory", "load_hugging_face", "processor_normalisation", "users_code"]
 
 Triple = tuple[float, float, float]
 
@@ -24,13 +24,15 @@ _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box"
 
 
 @contextmanager
-def working_folder_importable() -> Iterator[None]:
-    """A console script, unlike `python -m`, does not look in the working folder for the user's modules."""
+def users_code() -> Iterator[None]:
+    """Around code of the user's that is imported or called: modules in the working folder are found, which a console
+    script, unlike `python -m`, does not look for; and what it prints is not mixed with our results."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     importlib.invalidate_caches()
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
         if here in sys.path:
             sys.path.remove(here)
@@ -47,7 +49,7 @@ def call_factory(spec: str) -> nn.Module:
     module_name, _, function_name = spec.rpartition(":")
     if not module_name or not function_name:
         raise Mistake(f"'python:{spec}' names no function. Write python:package.module:function.")
-    with working_folder_importable():
+    with users_code():
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
