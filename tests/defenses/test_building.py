@@ -423,6 +423,7 @@ def test_mixing_of_pairs_is_good():
         ({"extra": "parquet:x.parquet(label=fine)", "test": "parquet:x.parquet"}, "data.extra: "),
         ({"train": "folder:dir", "test": "folder:dir@test"}, "data.train: "),
         ({"train": "shapes(colour=red)@train"}, "data.train: shapes has no setting 'colour'"),
+        ({"validation": "shapes(size=16)@test", "test": "shapes(size=24)"}, r"data.validation: .* images of data.test"),
     ],
     ids=str,
 )
@@ -435,7 +436,6 @@ def test_test_images_are_for_testing_however_they_are_written(data, said):
 @pytest.mark.parametrize(
     "data",
     [
-        {"validation": "shapes(size=16)@test", "test": "shapes(size=24)"},
         {"validation": "shapes(seed=1)@test", "test": "shapes@test"},
         {"validation": "flowers102@val", "train": "flowers102@train", "test": "flowers102"},
         {"extra": "npz:x.npz", "test": "npz:y.npz"},
