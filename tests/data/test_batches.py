@@ -118,7 +118,7 @@ def test_an_exception_of_the_caller_leaves_no_thread() -> None:
 
 
 def test_a_bad_sample_is_a_mistake_that_names_it() -> None:
-    stream = batches(Counted(broken=frozenset({39})), CHUNKS, Preprocess(8))
+    stream = batches(Counted(broken=frozenset({39})), CHUNKS, Preprocess(8), skip_bad=False)
     assert next(stream).indices.tolist() == CHUNKS[0]
     assert next(stream).indices.tolist() == CHUNKS[1]
     with pytest.raises(Mistake, match=r"sample 39 \(39.png\) cannot be read: torn.*--skip-bad"):

@@ -25,7 +25,7 @@ def test_labels_that_fit(tmp_path: Path) -> None:
 def test_a_label_outside_names_the_sample_the_range_and_the_cause(tmp_path: Path) -> None:
     source = labelled(tmp_path, [0, 12, 1, 10])
     with pytest.raises(Mistake) as caught:
-        check_labels(source, 10)
+        check_labels(source, 10, skip_bad=False)
     message = str(caught.value)
     for part in (
         "sample 1 (set.npz row 1)",
@@ -36,6 +36,9 @@ def test_a_label_outside_names_the_sample_the_range_and_the_cause(tmp_path: Path
         "--skip-bad",
     ):
         assert part in message
+    with pytest.raises(Mistake) as caught:
+        check_labels(source, 10)
+    assert "--skip-bad" not in str(caught.value)  # where there is no such flag
     assert check_labels(source, 10, skip_bad=True) == (
         BadSample(1, "set.npz row 1", "label 12 is outside 0..9"),
         BadSample(3, "set.npz row 3", "label 10 is outside 0..9"),

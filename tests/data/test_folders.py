@@ -61,6 +61,8 @@ def test_an_empty_class_is_named_or_keeps_its_number(tmp_path: Path) -> None:
     write_png(tmp_path / "zebra" / "x.png", 1)
     (tmp_path / "dog").mkdir()
     with pytest.raises(Mistake, match=r"class 'dog' is empty.*--skip-bad"):
+        open_dataset(f"folder:{tmp_path}", skip_bad=False)
+    with pytest.raises(Mistake, match=r"is empty.*if it is not a class$"):  # a training has no such flag
         open_dataset(f"folder:{tmp_path}")
     source = open_dataset(f"folder:{tmp_path}", skip_bad=True)
     assert tuple(source.classes) == ("cat", "dog", "zebra")

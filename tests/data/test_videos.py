@@ -50,7 +50,7 @@ def test_every_frame_is_a_sample(root: Path) -> None:
 def test_a_broken_video(root: Path) -> None:
     (root / "snow" / GOOSE / "b.mp4").write_bytes(b"not a video")
     with pytest.raises(Mistake, match=r"b.mp4' cannot be read.*--skip-bad"):
-        open_dataset(f"imagenet-p:{root}")
+        open_dataset(f"imagenet-p:{root}", skip_bad=False)
     source = open_dataset(f"imagenet-p:{root}", skip_bad=True)
     assert len(source) == 9
     assert len(left_out(source)) == 1

@@ -98,12 +98,39 @@ def test_all_faults_are_told_at_once_unknown_then_missing_then_wrong():
         r"train.batch_size: should be a valid integer.*got 2.5",
         r"train.precision: should be 'fp32', 'bf16' or 'fp16', got 'fp8'",
         r"plugins: there is no plug-in 'aw'.*did you mean awp",
+        r"data.train: unknown data 'shaps@train'.*did you mean shapes",
+        r"optimiser.name: timm has no optimiser 'adamww'",
         r"audit.attacks: unknown attack 'pdg-20'",
     ]
     assert first == f"recipe aas/table5 (row trades) has {len(wanted)} problems:"
     assert len(lines) == len(wanted)
     for line, pattern in zip(lines, wanted, strict=True):
         assert re.match(rf"  - {pattern}", line), (line, pattern)
+
+
+def test_a_number_out_of_range_hides_no_name_that_means_nothing():
+    told = faults(
+        data={"held_out": -1, "test": "shaps@test"},
+        train={"seed": -1, "tracker": "tensorbord"},
+        validation={"every": 0, "attack": "pdg-10"},
+        audit={"limit": 0, "attacks": ["pdg-20"]},
+        augmentation={"flip": 2, "rand_augment": "strong"},
+        optimiser={"clip": 0, "name": "adamww"},
+    )
+    for name in ("data.test", "train.tracker", "validation.attack", "audit.attacks", "optimiser.name"):
+        assert sum(fault.startswith(f"{name}: ") for fault in told) == 1, (name, told)
+    assert any(fault.startswith("augmentation.rand_augment: ") for fault in told)
+    assert len(told) == 12  # and one about each number
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "meant"),
+    [("optimiser", "lr", "rate"), ("optimiser", "wd", "weight_decay"), ("schedule", "min_lr", "final_rate")],
+)
+def test_words_of_other_libraries_lead_to_ours(section, key, meant):
+    (fault,) = faults(**{section: {key: 1e-3}})
+    assert fault.startswith(f"{section}: has no '{key}'")
+    assert fault.endswith(f"; did you mean {meant}?")
 
 
 def test_sections_speak_for_themselves():

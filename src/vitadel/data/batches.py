@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vitadel.data.checks import BadSample
+from vitadel.data.checks import BadSample, by_skipping
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import Mistake
 from vitadel.types import Source
@@ -41,7 +41,7 @@ def batches(
     preprocess: Preprocess,
     *,
     threads: int = 2,
-    skip_bad: bool = False,
+    skip_bad: bool | None = None,
 ) -> Iterator[Batch]:
     """One batch per chunk of stable indices, in order. At most one further batch is being decoded at any time.
 
@@ -53,7 +53,7 @@ def batches(
     return _batches(source, _read_ahead(source, chunks, preprocess, threads), preprocess.shape, skip_bad)
 
 
-def _batches(source: Source, chunks: _Chunks, shape: tuple[int, int], skip_bad: bool) -> Iterator[Batch]:
+def _batches(source: Source, chunks: _Chunks, shape: tuple[int, int], skip_bad: bool | None) -> Iterator[Batch]:
     labels = source.labels()
     with closing(chunks):
         for chunk in chunks:
@@ -66,7 +66,7 @@ def _batches(source: Source, chunks: _Chunks, shape: tuple[int, int], skip_bad: 
             if bad and not skip_bad:
                 raise Mistake(
                     f"sample {bad[0].index} ({bad[0].name}) cannot be read: {bad[0].reason}. "
-                    f"Replace it, or leave such samples out, counted, with --skip-bad"
+                    f"Replace it{by_skipping(skip_bad, ', or leave such samples out, counted,')}"
                 )
             indices = torch.tensor([index for index, _ in good], dtype=torch.int64)
             x = torch.empty(len(good), 3, *shape)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from vitadel.errors import Mistake
 from vitadel.types import Source
 
-__all__ = ["BadSample", "check_labels", "left_out"]
+__all__ = ["BadSample", "by_skipping", "check_labels", "left_out"]
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,13 @@ class BadSample:
     reason: str
 
 
+def by_skipping(skip_bad: bool | None, words: str) -> str:
+    """What else can be done about bad samples: `words` and the flag, unless the caller (None) has no such flag."""
+    return "" if skip_bad is None else f"{words} with --skip-bad"
+
+
 def check_labels(
-    source: Source, num_classes: int, *, skip_bad: bool = False, fixed: bool = False
+    source: Source, num_classes: int, *, skip_bad: bool | None = None, fixed: bool = False
 ) -> tuple[BadSample, ...]:
     """The samples whose label is not one of the model's classes: a mistake, or with `skip_bad` a list to leave out.
 
@@ -40,7 +45,8 @@ def check_labels(
         if len(source.classes) != num_classes
         else "put the labels right"
     )
-    remedy = "" if len(bad) == len(labels) else ", or leave such samples out, counted, with --skip-bad"
+    all_bad = len(bad) == len(labels)
+    remedy = "" if all_bad else by_skipping(skip_bad, ", or leave such samples out, counted,")
     raise Mistake(
         f"sample {first} ({source.name(first)}): {_fault(int(labels[first]), num_classes)}. "
         f"This concerns {len(bad)} of {len(labels)} samples; {advice}{remedy}"

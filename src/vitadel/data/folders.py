@@ -11,6 +11,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from vitadel.data.checks import by_skipping
 from vitadel.data.images import IMAGE_EXTENSIONS, attempts, load
 from vitadel.data.spec import Request
 from vitadel.data.splits import SPLIT_NAMES, pick_split
@@ -69,8 +70,8 @@ def open_folder(request: Request) -> ImageFiles:
     if empty and not request.skip_bad:
         raise Mistake(
             f"class '{empty[0]}' is empty: no picture ({', '.join(_ENDINGS)}) in '{root / empty[0]}'"
-            f"{f' (and {len(empty) - 1} more)' if len(empty) > 1 else ''}. Remove the folder, if it is not a class, "
-            f"or keep it without samples with --skip-bad"
+            f"{f' (and {len(empty) - 1} more)' if len(empty) > 1 else ''}. Remove the folder, if it is not a class"
+            f"{by_skipping(request.skip_bad, ', or keep it without samples')}"
         )
     targets = torch.arange(len(names)).repeat_interleave(torch.tensor(counts))
     return ImageFiles(root, tuple(names), tuple(files), targets, tuple(f"class '{name}' is empty" for name in empty))

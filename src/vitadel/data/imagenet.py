@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from timm.data import ImageNetInfo
 
+from vitadel.data.checks import by_skipping
 from vitadel.data.folders import ImageFiles, class_folders, files_below, split_folder
 from vitadel.data.spec import Request
 from vitadel.errors import Mistake
@@ -93,7 +94,10 @@ def open_imagenet(request: Request) -> ImageFiles:
         if not members:
             empty.append(name)
     if empty and found and not request.skip_bad:
-        raise Mistake(f"class '{empty[0]}' is empty: no picture in '{root / empty[0]}'; fill it, or use --skip-bad")
+        raise Mistake(
+            f"class '{empty[0]}' is empty: no picture in '{root / empty[0]}'; fill it"
+            f"{by_skipping(request.skip_bad, ', or do without it')}"
+        )
     left_out = tuple(f"class '{name}' is empty" for name in empty)
     if listed is not None:
         found = _only_listed(found, listed.expanduser(), root)

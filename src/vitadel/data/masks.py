@@ -149,7 +149,7 @@ def open_masked(
     A folder holds images/ and masks/ (or annotations/, labels/), with a sub-folder per split in both or above both;
     a mask has the path of its image but for the ending.
     """
-    request = parse_spec(spec, root=Path("data" if root is None else root).expanduser(), split=None, skip_bad=False)
+    request = parse_spec(spec, root=Path("data" if root is None else root).expanduser(), split=None)
     if request.kind == "shapes":
         if classes not in (None, len(CLASSES) + 1) or void or from_one:
             raise Mistake(

@@ -15,7 +15,7 @@ __all__ = ["open_dataset"]
 
 
 def open_dataset(
-    spec: str, *, root: str | Path | None = None, split: str | None = None, skip_bad: bool = False
+    spec: str, *, root: str | Path | None = None, split: str | None = None, skip_bad: bool | None = None
 ) -> Source:
     """The source that `spec` means; `root` (default ./data) is where the sets are that have no path of their own.
 

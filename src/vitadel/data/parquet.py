@@ -91,7 +91,7 @@ def open_parquet(request: Request) -> ParquetImages:
     image, label = _columns(schema, request, chosen)
     labels, classes = number_labels(_label_column(files, label), _feature_names(schema, label))
     if not len(labels):
-        raise Mistake(f"{_the(files)} has no rows (from --data {request.spec})")
+        raise Mistake(f"{_the(files)} has no rows (from {request.spec})")
     groups = tuple((file, inner) for file, sizes in enumerate(rows_of_groups) for inner in range(len(sizes)))
     sizes = np.array([size for sizes in rows_of_groups for size in sizes], dtype=np.int64)
     totals = np.array([sum(sizes) for sizes in rows_of_groups], dtype=np.int64)

@@ -27,7 +27,7 @@ def matching_files(request: Request, ending: str) -> list[Path]:
         found = _found(Path(pattern).expanduser(), ending)
         if not found:
             raise Mistake(
-                f"nothing matches '{pattern}' (from --data {request.spec}); expected a {ending} file, a folder of "
+                f"nothing matches '{pattern}' (from {request.spec}); expected a {ending} file, a folder of "
                 f"them, or a pattern such as 'part-{{00..07}}{ending}'"
             )
         files += found

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
+from vitadel.data.checks import by_skipping
 from vitadel.data.images import IMAGE_EXTENSIONS, attempts, decode
 from vitadel.data.labelling import number_labels, read_class_names
 from vitadel.data.paths import matching_files
@@ -78,7 +79,7 @@ def open_shards(request: Request) -> ShardImages:
             if not request.skip_bad:
                 raise Mistake(
                     f"{message}; expected an uncompressed tar file (unpack .tar.gz first: samples are read by their "
-                    f"place in the file). Replace it, or do without the rest of it with --skip-bad"
+                    f"place in the file). Replace it{by_skipping(request.skip_bad, ', or do without the rest of it')}"
                 ) from fault
             left_out.append(message)
     if not samples:

@@ -85,7 +85,7 @@ class Request:
     settings: Mapping[str, str] = field(default_factory=dict)
     split: str | None = None
     root: Path = Path("data")
-    skip_bad: bool = False
+    skip_bad: bool | None = None  # None: whoever asks has no such flag, so that none is advised
 
     def path(self, expected: str) -> Path:
         """The argument as a path that exists."""
@@ -93,7 +93,7 @@ class Request:
             raise Mistake(f"'{self.spec}' names no path; write {self.kind}:PATH, where PATH is {expected}")
         path = Path(self.argument).expanduser()
         if not path.exists():
-            raise Mistake(f"'{path}' does not exist (from --data {self.spec}); expected {expected}")
+            raise Mistake(f"'{path}' does not exist (from {self.spec}); expected {expected}")
         return path
 
     def chosen(self, **known: Callable[[str], Value]) -> dict[str, Value]:
@@ -115,7 +115,7 @@ class Request:
             raise Mistake(f"{self.kind} has no split '{self.split}'; it is for testing only: drop the @{self.split}")
 
 
-def parse_spec(spec: str, *, root: Path, split: str | None, skip_bad: bool) -> Request:
+def parse_spec(spec: str, *, root: Path, split: str | None, skip_bad: bool | None = None) -> Request:
     """Takes a spec apart; whether its kind is known is for the caller to say."""
     text = spec.strip()
     suffix: str | None = None

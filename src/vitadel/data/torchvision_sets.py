@@ -102,7 +102,7 @@ def open_torchvision(request: Request) -> TorchvisionImages:
     """The set below `--data-root`, in the layout that torchvision itself makes."""
     request.chosen()
     if request.argument:
-        raise Mistake(f"'{request.spec}': {request.kind} takes no path; use --data-root DIR and --data {request.kind}")
+        raise Mistake(f"'{request.spec}': {request.kind} takes no path; write {request.kind}, and --data-root DIR")
     entry = TORCHVISION_SETS[request.kind]
     split = pick_split(entry.splits, request.split, request.kind)
     keywords = entry.splits[split]

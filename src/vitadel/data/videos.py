@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
+from vitadel.data.checks import by_skipping
 from vitadel.data.folders import files_below
 from vitadel.data.imagenet import imagenet_classes, wnid_number
 from vitadel.data.spec import Request
@@ -79,7 +80,8 @@ def open_imagenet_p(request: Request) -> VideoFrames:
         except (OSError, ValueError) as fault:  # PyAV's errors are among these
             if not request.skip_bad:
                 raise Mistake(
-                    f"'{root / path}' cannot be read: {fault}; replace it, or leave it out with --skip-bad"
+                    f"'{root / path}' cannot be read: {fault}; replace it"
+                    f"{by_skipping(request.skip_bad, ', or leave it out')}"
                 ) from fault
             left_out.append(f"'{path}' cannot be read: {fault}")
             continue

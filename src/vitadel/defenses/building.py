@@ -37,7 +37,7 @@ from vitadel.defenses.sections import (
     TrainSection,
     Validation,
 )
-from vitadel.defenses.settling import Faults, Faulty, as_mapping, guarded, named_attack, settled
+from vitadel.defenses.settling import Faults, Faulty, as_given, as_mapping, guarded, named_attack, settled
 from vitadel.errors import Mistake
 from vitadel.types import Calibrated, Threat
 
@@ -103,17 +103,16 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     for key in TEXTS:
         if key in document and not isinstance(document[key], str):
             faults.wrong.append(f"{key}: should be a text, got {document[key]!r}")
-    parts = {
-        name: settled(name, cls, as_mapping(name, document.get(name), faults), faults)
-        for name, cls in section_types().items()
-        if name in document or name not in _NEEDED
-    }
+    types = {name: cls for name, cls in section_types().items() if name in document or name not in _NEEDED}
+    given = {name: as_mapping(name, document.get(name), faults) for name in types}
+    parts = {name: settled(name, cls, given[name], faults) for name, cls in types.items()}
     # With a threat that is no good the names of attacks are still worth checking.
     threat = parts["threat"] if isinstance(parts["threat"], ThreatSection) else ThreatSection()
     objective = _objective(document.get("objective"), threat, faults)
     plugins = _plugins(as_mapping("plugins", document.get("plugins"), faults), threat, faults)
     adapter = _adapter(document.get("adapter"), faults)
-    _check_values(parts, threat, faults)
+    told = {name: part or as_given(name, types[name], given[name]) for name, part in parts.items()}
+    _check_values(told, threat, faults)
     _check_together(parts, faults)
     faults.attempt("plugins", _check_rollback, plugins)
     if objective is not None and adapter is not None:
@@ -257,27 +256,25 @@ def _check_rollback(plugins: tuple[tuple[str, Plugin], ...]) -> None:
 
 
 def _check_values(parts: Mapping[str, Any], threat: ThreatSection, faults: Faults) -> None:
-    """Of the sections that could be built: whether what they name exists."""
-    model, data, train, audit = (parts.get(name) for name in ("model", "data", "train", "audit"))
-    augmentation, optimiser, validation = (parts.get(name) for name in ("augmentation", "optimiser", "validation"))
-    if model is not None:
-        faults.attempt("model.name", check_model_name, model.name)
-    if data is not None:
-        _check_data(data, faults)
-    if augmentation is not None and augmentation.rand_augment is not None:
+    """Whether what the sections name exists, also of those that have other faults; what they need may be missing."""
+    augmentation, optimiser, validation = (parts[name] for name in ("augmentation", "optimiser", "validation"))
+    if hasattr(parts.get("model"), "name"):
+        faults.attempt("model.name", check_model_name, parts["model"].name)
+    if hasattr(parts.get("data"), "train"):
+        _check_data(parts["data"], faults)
+    if augmentation.rand_augment is not None:
         faults.attempt("augmentation.rand_augment", check_rand_augment, augmentation.rand_augment)
-    if optimiser is not None:
-        faults.attempt("optimiser.name", check_optimiser, optimiser.name)
-    if train is not None:
-        faults.attempt("train.tracker", check_tracker, train.tracker)
-    if validation is not None and validation.attack is not None:
+    faults.attempt("optimiser.name", check_optimiser, optimiser.name)
+    if "train" in parts:
+        faults.attempt("train.tracker", check_tracker, parts["train"].tracker)
+    if validation.attack is not None:
         made: object = named_attack("validation.attack", validation.attack, threat, faults)
         if isinstance(made, Calibrated):
             faults.wrong.append(
                 f"validation.attack: '{validation.attack}' first studies the model on other images, which validation "
                 "has no time for; it belongs into audit.attacks"
             )
-    for name in audit.attacks if audit is not None else ():
+    for name in parts["audit"].attacks:
         named_attack("audit.attacks", name, threat, faults)
 
 

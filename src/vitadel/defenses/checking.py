@@ -118,7 +118,7 @@ def check_extra_share(data: DataSection, train: TrainSection) -> None:
 
 def read_data_spec(spec: str, root: str | None) -> Request:
     """A data spec taken apart, if its kind is known and has the path that it needs; the data is not opened."""
-    request = parse_spec(spec, root=Path(root or "data"), split=None, skip_bad=False)
+    request = parse_spec(spec, root=Path(root or "data"), split=None)
     kind = DATA_KINDS.get(request.kind)
     if kind is None:
         near = nearest_names(request.kind, DATA_KINDS) or "."

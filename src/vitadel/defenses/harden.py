@@ -377,7 +377,7 @@ def _check_audit(shop: Workshop, model: nn.Module, data_root: str | Path | None,
     root = recipe.data.root if data_root is None else data_root
     subject = Subject(cast(Classifier, model), "the model", shop.test, recipe.data.test, root)
     subject, order = choose_among(subject), _order(recipe)
-    check_order(subject, order, subject.selection(order.limit, order.seed, order.skip_bad)[0], device)
+    check_order(subject, order, subject.selection(order.limit, order.seed, None)[0], device)
 
 
 def _audit(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from types import NoneType
+from dataclasses import MISSING, dataclass, field, fields
+from types import NoneType, SimpleNamespace
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
@@ -15,7 +15,23 @@ from vitadel.defenses.sections import ThreatSection
 from vitadel.errors import Mistake, nearest_names
 from vitadel.types import Attack, Calibrated
 
-__all__ = ["Faults", "Faulty", "as_mapping", "guarded", "named_attack", "settled"]
+__all__ = ["Faults", "Faulty", "as_given", "as_mapping", "guarded", "named_attack", "settled"]
+
+# What torch, timm and papers call the same things, where no spelling leads from one to the other.
+_OTHER_WORDS = {
+    "lr": "rate",
+    "learning_rate": "rate",
+    "min_lr": "final_rate",
+    "warmup_lr": "warm_up_rate",
+    "wd": "weight_decay",
+    "opt": "name",
+    "max_norm": "clip",
+    "grad_accum_steps": "accumulation",
+    "amp": "precision",
+    "reprob": "erasing",
+    "aa": "rand_augment",
+    "lambda": "beta",
+}
 
 Made = TypeVar("Made")
 
@@ -81,7 +97,7 @@ def settled(
     for key in given:
         if key not in parameters:
             takes = f"it takes {', '.join(parameters)}" if parameters else "it takes nothing"
-            faults.unknown.append(f"{path}: has no '{key}'; {takes}{nearest_names(key, parameters)}")
+            faults.unknown.append(f"{path}: has no '{key}'; {takes}{_meant(key, parameters)}")
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in given:
             faults.missing.append(f"{path}: needs '{key}'")
@@ -90,6 +106,26 @@ def settled(
         if key in parameters:
             values[key] = _value(f"{path}.{key}", key, hints.get(key), value, faults, threat)
     return faults.attempt(path, guarded(cls), **values) if len(faults.all()) == before else None
+
+
+def as_given(path: str, cls: Any, given: Mapping[str, Any]) -> Any:
+    """The settings of a section that cannot be built: those that are given and make sense, and defaults.
+
+    So that what they name is looked up all the same, and one fault does not hide another.
+    """
+    hints = get_type_hints(cls)
+    known = {each.name: each.default for each in fields(cls) if each.default is not MISSING}
+    for key, value in given.items():
+        faults = Faults()
+        made = _value(f"{path}.{key}", key, hints.get(key), value, faults, None) if key in hints else None
+        if key in hints and not faults.all():
+            known[key] = made
+    return SimpleNamespace(**known)
+
+
+def _meant(key: str, known: Mapping[str, object]) -> str:
+    other = _OTHER_WORDS.get(key)
+    return f"; did you mean {other}?" if other in known else nearest_names(key, known)
 
 
 def _may_be_nothing(key: str, hints: Mapping[str, Any]) -> bool:

@@ -35,7 +35,7 @@ class CalibrationImages:
     indices: Tensor
     preprocess: Preprocess
     device: torch.device
-    skip_bad: bool = False
+    skip_bad: bool | None = None
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         chunks = [part.tolist() for part in self.indices.split(BATCH)]
@@ -102,7 +102,7 @@ def _is_audited(subject: Subject, spec: str) -> bool:
         return False
     root = Path("data" if subject.data_root is None else subject.data_root)
     specs = (spec, subject.data_spec)
-    return same_images(*(parse_spec(each, root=root, split=None, skip_bad=True) for each in specs))
+    return same_images(*(parse_spec(each, root=root, split=None) for each in specs))
 
 
 def _training_split(subject: Subject) -> Source | None:

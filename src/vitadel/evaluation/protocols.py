@@ -253,7 +253,7 @@ def _kind(subject: Subject) -> tuple[str, str | None]:
 
     if subject.given_as_object:
         return "", None
-    request = parse_spec(subject.data_spec, root=Path(), split=None, skip_bad=False)
+    request = parse_spec(subject.data_spec, root=Path(), split=None)
     return request.kind, request.split
 
 

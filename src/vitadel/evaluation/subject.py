@@ -59,7 +59,7 @@ class Subject:
         except Mistake:
             return "unknown"
 
-    def selection(self, limit: int | None, seed: int, skip_bad: bool) -> tuple[Tensor, tuple[BadSample, ...]]:
+    def selection(self, limit: int | None, seed: int, skip_bad: bool | None) -> tuple[Tensor, tuple[BadSample, ...]]:
         """The sorted indices of the samples to work on, and what was left out for its label."""
         labels = self.source.labels()
         usable = torch.ones(len(labels), dtype=torch.bool)

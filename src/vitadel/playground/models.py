@@ -87,7 +87,7 @@ class Shelf:
         return first, (plain or others)[0]
 
     def _is_for_data(self, spec: str) -> bool:
-        kind = parse_spec(self.data, root=Path(), split=None, skip_bad=False).kind
+        kind = parse_spec(self.data, root=Path(), split=None).kind
         return spec.startswith(f"zoo:{kind}-")
 
     @property
