@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from timm.layers import DropPath
 from torch import Tensor, nn
 
 from vitadel.backbones import Classifier, load, load_model, wrap
@@ -142,6 +143,22 @@ def test_a_file_of_another_architecture_by_its_record(tmp_path: Path) -> None:
         load_model(DEIT, weights=tmp_path / "m.safetensors")
     with pytest.raises(Mistake, match=r"was built with .* by its own record, not with \{'depth': 9\}"):
         load_model(VIT, weights=tmp_path / "m.safetensors", kwargs={"depth": 9})
+
+
+def test_a_model_that_has_learnt_may_drop_more_or_less(tmp_path: Path) -> None:
+    """Fine-tuning with another rate of drop-path: no weight depends on it, and the new rate is recorded."""
+    before = saved(tmp_path / "m.safetensors")
+    file = str(tmp_path / "m.safetensors")
+    for spec, weights in ((file, None), (VIT, file)):
+        model = load_model(spec, weights=weights, kwargs={"drop_path_rate": 0.3})
+        rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
+        assert max(rates) == pytest.approx(0.3)
+        assert model.record.kwargs["drop_path_rate"] == 0.3
+        assert torch.equal(model(images()), before(images()))
+    zoo = load_model("zoo:shapes-standard", kwargs={"drop_path_rate": 0.1})
+    assert any(isinstance(module, DropPath) for module in zoo.modules())
+    with pytest.raises(Mistake, match="drop the arguments depth"):
+        load_model("zoo:shapes-standard", kwargs={"drop_path_rate": 0.1, "depth": 3})
 
 
 def test_unknown_models_get_the_nearest_names() -> None:

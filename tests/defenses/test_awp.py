@@ -31,13 +31,14 @@ class Halves:
             yield nn.functional.cross_entropy(self.model(x), y)
 
 
-def test_a_linear_loss_in_closed_form():
-    """loss = sum(c * W) has the gradient c everywhere: W moves by gamma * |W| * c / |c|."""
+@pytest.mark.parametrize("times", [1, 2**16])
+def test_a_linear_loss_in_closed_form(times):
+    """loss = sum(c * W) has the gradient c everywhere: W moves by gamma * |W| * c / |c|, however the loss is scaled."""
     model = nn.Linear(3, 2)
     slope = torch.tensor([[3.0, 0.0, -4.0], [0.0, 12.0, 0.0]])  # of length 13
     before = weights_of(model)
     run = FakeTraining(model)
-    losses = lambda: [(slope * model.weight).sum() + model.bias.sum()]  # noqa: E731
+    losses = lambda: [times * ((slope * model.weight).sum() + model.bias.sum())]  # noqa: E731
     with AWP(gamma=0.1).around_step(run, losses):
         expected = before["weight"] + 0.1 * before["weight"].norm() * slope / 13
         torch.testing.assert_close(model.weight.detach(), expected)

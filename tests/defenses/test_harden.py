@@ -25,7 +25,7 @@ from vitadel.defenses import loop
 from vitadel.defenses.building import build_recipe
 from vitadel.defenses.harden import make_optimiser, open_workshop, run_harden
 from vitadel.defenses.planning import plan_training
-from vitadel.defenses.sections import Optimiser
+from vitadel.defenses.sections import Optimiser, Schedule
 from vitadel.defenses.validation import HeldOut, Score
 from vitadel.errors import Mistake
 from vitadel.runtime.processes import join_processes
@@ -106,12 +106,19 @@ def test_plug_ins_for_which_a_training_is_too_short_are_told(tmp_path, capsys):
         "attention_scaling": {"gap": 2, "images": 16, "steps": 1},
         "epsilon_warmup": {"epochs": 2},
     }
-    run_harden(recipe(plugins=plugins), "small", CPU, out=tmp_path / "run", shown=True)
+    late = {"shape": "steps", "milestones": [1, 2, 5]}
+    run_harden(recipe(plugins=plugins, schedule=late), "small", CPU, out=tmp_path / "run", shown=True)
     told = " ".join(capsys.readouterr().err.split())
     assert "plugins.awp" not in told  # it has one of the two epochs
     for name, first in (("weight_average", 3), ("overfitting_guard", 2), ("attention_scaling", 2)):
         assert f"plugins.{name}: begins at epoch {first} (from 0), and there are 2: it will do nothing" in told
     assert "plugins.epsilon_warmup: lasts 2 epochs, and there are 2: eps never gets full" in told
+    assert "schedule: there are 2 epochs, so nothing happens at 2, 5" in told
+
+
+def test_a_rate_that_never_gets_full_is_told():
+    note = "the rate rises for 3 epochs, and there are 3: it never gets full"
+    assert [Schedule(warm_up=3).said_of_length(epochs) for epochs in (3, 4)] == [note, None]
 
 
 def test_what_is_said_to_people_does_not_decide_whether_a_run_goes_on(tmp_path):

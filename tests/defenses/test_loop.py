@@ -17,9 +17,11 @@ from safetensors.torch import load_file
 from small_recipes import TRADES, document, recipe
 
 import vitadel
+from vitadel.defenses import harden as harden_module
 from vitadel.defenses import loop
 from vitadel.defenses.harden import run_harden
 from vitadel.defenses.metrics import Metrics
+from vitadel.defenses.plugins.awp import AWP
 from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
 from vitadel.defenses.validation import HeldOut
 from vitadel.errors import Interrupted, Mistake
@@ -170,6 +172,23 @@ def test_a_finished_run_is_only_read(finished):
     again, _ = run_harden(recipe(plugins=EVERYTHING), "small", CPU, out=folder, resume=True)
     assert again == results
     assert (folder / "weights" / "best.safetensors").stat().st_mtime_ns == before
+
+
+def test_what_decides_nothing_may_change_while_a_run_goes_on(finished, tmp_path, monkeypatch):
+    built, save = recipe(plugins=EVERYTHING), loop._save
+
+    def once(*arguments):
+        save(*arguments)
+        raise Interrupted(tmp_path / "run")
+
+    monkeypatch.setattr(loop, "_save", once)
+    with pytest.raises(Interrupted):
+        run_harden(built, "small", CPU, out=tmp_path / "run")
+    monkeypatch.setattr(loop, "_save", save)
+    other = recipe(plugins=EVERYTHING, data={"workers": 1}, train={"tracker": "tensorboard", "checkpoint_every": 1})
+    assert other.document != built.document
+    run_harden(other, "small", CPU, out=tmp_path / "run", resume=True)
+    assert same(weights(tmp_path / "run"), weights(finished[0]))
 
 
 def test_another_recipe_cannot_go_on_with_a_run(finished):
@@ -454,8 +473,34 @@ def test_an_overfitted_epoch_is_rolled_back_and_the_good_one_deployed(tmp_path, 
     kept = weights(folder.path)
     assert same(kept, good)
     assert not same(kept, overfitted)
-    at_the_end = (first, good, good)  # of each epoch; the last one was rolled back before it was judged
-    assert same(weights(folder.path, "best"), at_the_end[results["training"]["best_epoch"]])
+    assert same(weights(folder.path, "best"), (first, good)[results["training"]["best_epoch"]])
+    last = [row for row in lines(folder.path) if "epoch" in row][-1]
+    assert (last["epoch"], last["back_to_epoch"], last["pgd_accuracy"]) == (2, 1, 0.1)
+    assert "validation_clean" not in last  # of weights that are gone
+
+
+def test_weights_are_moved_by_the_scaled_loss_where_the_step_is_taken_by_it(tmp_path, monkeypatch):
+    """fp16 multiplies the loss lest gradients round to zero."""
+    seen = []
+    build, around = harden_module._accelerator, AWP.around_step
+
+    def scaled(*arguments):
+        accelerator = build(*arguments)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        return accelerator
+
+    def noting(self, run, losses):
+        seen.append([float(loss.detach()) for loss in losses()])
+        return around(self, run, losses)
+
+    monkeypatch.setattr(AWP, "around_step", noting)
+    built = recipe(plugins={"awp": {"gamma": 0.01}}, train={"epochs": 1})
+    run_harden(built, "small", CPU, out=tmp_path / "plain")
+    monkeypatch.setattr(harden_module, "_accelerator", scaled)
+    run_harden(built, "small", CPU, out=tmp_path / "scaled")
+    plain, multiplied = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    for losses, times in zip(plain, multiplied, strict=True):
+        assert times == pytest.approx([1024 * loss for loss in losses], rel=1e-4)
 
 
 def test_a_batch_norm_backbone_trains_and_says_whose_statistics_it_uses(tmp_path, capsys):

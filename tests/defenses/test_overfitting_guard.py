@@ -85,6 +85,20 @@ def test_a_fall_counts_only_against_the_epoch_before():
     ]
 
 
+def test_new_attention_factors_are_no_fall():
+    """AAS-AT changes the model between two epochs: what it does to the accuracy is not overfitting."""
+    guard, run, model = guarded("stop")
+    model.register_buffer("attention_factors", torch.ones(2))
+    epochs(guard, run, HEALTHY)
+    model.attention_factors.fill_(0.5)
+    resumed = OverfittingGuard("stop")
+    resumed.load({name: each.clone() for name, each in guard.state().items()})
+    epochs(resumed, run, BEATEN)
+    assert not run.stopped
+    epochs(resumed, run, HEALTHY, BEATEN)  # with the factors of the epoch before
+    assert run.stopped.startswith("catastrophic overfitting in epoch 3")
+
+
 def test_limits_are_settings():
     guard, run, _ = guarded(gap=1.0, fall=1.0)
     epochs(guard, run, HEALTHY, OVERFITTED)
@@ -104,6 +118,7 @@ def test_rollback_puts_the_last_good_epoch_back():
     guard, run, model = guarded("rollback")
     epochs(guard, run, HEALTHY, {"slope": 0.125}, OVERFITTED)
     assert (model.wave.item(), model.slope.item(), int(model.epochs_seen)) == (0, 0.125, 2)
+    assert run.back_to == 1
     assert run.stopped.endswith("the weights of the last epoch without alarm are back")
 
 

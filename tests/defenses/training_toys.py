@@ -29,6 +29,7 @@ class FakeTraining:
     logged: dict[str, float] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
     stopped: str = ""
+    back_to: int | None = None
     asked: list[int] = field(default_factory=list)
 
     def training_images(self, count: int) -> Iterable[tuple[Tensor, Tensor]]:
@@ -43,5 +44,5 @@ class FakeTraining:
     def tell(self, message: str) -> None:
         self.told.append(message)
 
-    def stop(self, reason: str) -> None:
-        self.stopped = reason
+    def stop(self, reason: str, back_to: int | None = None) -> None:
+        self.stopped, self.back_to = reason, back_to

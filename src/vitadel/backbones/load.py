@@ -26,6 +26,7 @@ from vitadel.backbones.image_size import not_a_multiple
 from vitadel.backbones.mismatch import class_count, find_mismatch
 from vitadel.backbones.projection import keep_projection
 from vitadel.backbones.record import (
+    DROP_RATES,
     ModelRecord,
     create_backbone,
     load_classifier,
@@ -59,6 +60,15 @@ class _Wishes:
     head_classes: tuple[int, ...] | None
     kwargs: Mapping[str, Any]
 
+    @property
+    def dropping(self) -> dict[str, Any]:
+        """Of the arguments, those that may be set anew for a model that has learnt."""
+        return {key: value for key, value in self.kwargs.items() if key in DROP_RATES}
+
+    @property
+    def building(self) -> dict[str, Any]:
+        return {key: value for key, value in self.kwargs.items() if key not in DROP_RATES}
+
     def weight_file(self) -> Path | None:
         return None if self.weights in (None, "random", "pretrained") else Path(str(self.weights)).expanduser()
 
@@ -90,7 +100,8 @@ def load_model(
     `interpolation`: how images of other sizes are brought to the model's, where it is not to be the model's own way.
     `new_head`: replace the classification layer by a fresh one with `num_classes`, for training on other data; without
     it a number of classes that is not the checkpoint's is a mistake. `head_classes`: keep these of the model's classes,
-    in this order, for data that have no others. `kwargs` go to `timm.create_model`.
+    in this order, for data that have no others. `kwargs` go to `timm.create_model`;
+    of a model that vitadel wrote only the rates of dropout and drop-path may be set anew.
     """
     if (mean is None) != (std is None):
         raise Mistake("give mean and std together: one alone would be mixed with another model's other half.")
@@ -146,7 +157,7 @@ def _open(spec: str, wishes: _Wishes) -> tuple[nn.Module, ModelRecord]:
         kind, rest = prefix.group(1), spec[prefix.end() :]
         if kind == "zoo":
             _refuse_own_weights(spec, wishes)
-            return _take_apart(_from_zoo(spec))
+            return _take_apart(_from_zoo(spec, wishes.dropping))
         if kind == "hf":
             return _with_weight_file(
                 *load_hugging_face(rest, needs_normalisation=wishes.normalisation is None), spec, wishes
@@ -162,7 +173,7 @@ def _open(spec: str, wishes: _Wishes) -> tuple[nn.Module, ModelRecord]:
     path = Path(spec).expanduser()
     if path.exists() or "/" in spec or spec.startswith((".", "~")) or path.suffix in _FILE_SUFFIXES:
         _refuse_own_weights(spec, wishes)
-        return _take_apart(load_classifier(_weights_in(path) if path.is_dir() else path))
+        return _take_apart(load_classifier(_weights_in(path) if path.is_dir() else path, wishes.dropping))
     near = near_models(spec.partition(".")[0], zoo_names())
     raise Mistake(f"unknown model '{spec}'{near} It is no timm name, no file and no folder. See `vitadel list models`.")
 
@@ -172,8 +183,8 @@ def _refuse_own_weights(spec: str, wishes: _Wishes) -> None:
         raise Mistake(
             f"'{spec}' brings its own weights; drop --weights {wishes.weights}, or name a timm model with it."
         )
-    if wishes.kwargs:
-        raise Mistake(f"'{spec}' is built as its record says; drop the arguments {', '.join(wishes.kwargs)}.")
+    if wishes.building:
+        raise Mistake(f"'{spec}' is built as its record says; drop the arguments {', '.join(wishes.building)}.")
 
 
 def _take_apart(classifier: Classifier) -> tuple[nn.Module, ModelRecord]:
@@ -224,14 +235,14 @@ def zoo_file(spec: str) -> Iterator[Path]:
         yield path
 
 
-def _from_zoo(spec: str) -> Classifier:
+def _from_zoo(spec: str, dropping: Mapping[str, float]) -> Classifier:
     with zoo_file(spec) as path:
         if read_record(path) is None:
             raise Mistake(
                 f"'{spec}' is a backbone with adapters, and here a backbone alone is needed. Name another model; in "
                 "Python, `open_model` opens it whole."
             )
-        return load_classifier(path)
+        return load_classifier(path, dropping)
 
 
 def _weights_in(folder: Path) -> Path:
@@ -352,9 +363,10 @@ def _from_timm_file(name: str, path: Path, wishes: _Wishes) -> tuple[nn.Module, 
             raise Mistake(
                 f"'{path}' holds '{own.name}' by its own record, not '{name}'. Give the file itself as MODEL."
             )
-        if wishes.kwargs and dict(wishes.kwargs) != own.kwargs:
-            raise Mistake(f"'{path}' was built with {own.kwargs} by its own record, not with {dict(wishes.kwargs)}.")
-        return _take_apart(load_classifier(path))
+        theirs = {key: value for key, value in own.kwargs.items() if key not in DROP_RATES}
+        if wishes.building and wishes.building != theirs:
+            raise Mistake(f"'{path}' was built with {theirs} by its own record, not with {wishes.building}.")
+        return _take_apart(load_classifier(path, wishes.dropping))
     checkpoint = read_checkpoint(path)
     backbone = create_backbone(name, wishes.num_classes, wishes.kwargs)
     fitted = fit_to(backbone, checkpoint.weights).weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vitadel.backbones.classifier import Classifier
 
 __all__ = [
+    "DROP_RATES",
     "ModelRecord",
     "build_classifier",
     "create_backbone",
@@ -32,6 +33,9 @@ __all__ = [
     "save_classifier",
     "three_numbers",
 ]
+
+DROP_RATES = ("drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate", "pos_drop_rate", "patch_drop_rate")
+"""Arguments of timm's models that no weight depends on: what is left out at random while they train."""
 
 _METADATA_KEY = "vitadel"
 _SCHEMA = 1
@@ -180,8 +184,8 @@ def save_classifier(classifier: Classifier, path: str | Path) -> None:
     write_atomically(Path(path), safetensors.torch.save(weights, metadata=metadata))
 
 
-def load_classifier(path: str | Path) -> Classifier:
-    """The model that `save_classifier` wrote, in eval mode on the CPU."""
+def load_classifier(path: str | Path, dropping: Mapping[str, float] | None = None) -> Classifier:
+    """The model that `save_classifier` wrote, in eval mode on the CPU; `dropping` has `DROP_RATES` to be set anew."""
     checkpoint = read_checkpoint(path)
     text = checkpoint.metadata.get(_METADATA_KEY)
     if text is None:
@@ -189,6 +193,7 @@ def load_classifier(path: str | Path) -> Classifier:
             f"'{path}' has no model record: it was not written by vitadel. "
             "Name the model and give the file as its weights: vitadel audit TIMM_NAME --weights FILE."
         )
-    classifier = build_classifier(ModelRecord.from_json(text, str(path)))
+    record = ModelRecord.from_json(text, str(path))
+    classifier = build_classifier(replace(record, kwargs=record.kwargs | dict(dropping or {})))
     load_strict(classifier.backbone, checkpoint.weights, str(path))
     return classifier

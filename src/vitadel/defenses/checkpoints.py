@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vitadel.defenses.recipes import TEXTS
+from vitadel.defenses.recipes import IDLE
 from vitadel.errors import Mistake
 from vitadel.runtime.rundir import write_atomically
 from vitadel.runtime.secrets import read_secret, write_secret
@@ -53,10 +53,10 @@ def read_state(folder: Path, secret: bool = False) -> dict[str, Any] | None:
 
 def check_same_recipe(folder: Path, state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """A `Mistake` if the state is that of another recipe, brought here from another folder."""
-    theirs = {key: value for key, value in state.get("recipe", settings).items() if key not in TEXTS}
+    theirs = state.get("recipe", settings)
     different = [
         f"{key}: {theirs.get(key)!r} there, {settings.get(key)!r} here"
-        for key in sorted(theirs.keys() | settings.keys())
+        for key in sorted((theirs.keys() | settings.keys()) - set(IDLE))
         if theirs.get(key) != settings.get(key)
     ]
     if different:

@@ -35,7 +35,7 @@ from vitadel.defenses.building import Recipe, build_recipe
 from vitadel.defenses.loop import Run, train
 from vitadel.defenses.metrics import Metrics
 from vitadel.defenses.protocols import MindsLength, Prepares
-from vitadel.defenses.recipes import TEXTS, compose, deciding, dotted
+from vitadel.defenses.recipes import IDLE, compose, deciding, dotted
 from vitadel.defenses.sections import DataSection, Optimiser
 from vitadel.defenses.starting_model import StartingModel, starting_model
 from vitadel.defenses.stream import Stream
@@ -260,7 +260,7 @@ def run_harden(
     settings = {**deciding(recipe.document), "--data-root": None if data_root is None else str(data_root)}
     path, words = None if out is None else Path(out), list(argv or sys.argv)
     folder = processes.on_main(
-        lambda: open_run("harden", name, settings, out=path, resume=resume, argv=words, telling=TEXTS)
+        lambda: open_run("harden", name, settings, out=path, resume=resume, argv=words, telling=IDLE)
     )
     if folder.complete:
         return json.loads((folder.path / "results.json").read_text()), folder
@@ -310,6 +310,8 @@ def _train(shop: Workshop, model: nn.Module, processes: Processes, folder: RunFo
                 "adapter.seed stands in the recipe: who reads it can train the same tokens. Leave it out for tokens "
                 "to deploy."
             )
+        if note := recipe.schedule.said_of_length(recipe.train.epochs):
+            run.tell(f"schedule: {note}")
         for name, plugin in recipe.plugins:
             if isinstance(plugin, MindsLength) and (note := plugin.said_of_length(epochs)):
                 run.tell(f"plugins.{name}: {note}")

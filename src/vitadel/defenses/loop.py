@@ -78,6 +78,7 @@ class Run:
     best: Score | None = None
     best_epoch: int = -1
     stopped: str = ""
+    back_to: int | None = None  # the epoch whose weights the model has again
     told: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -117,8 +118,8 @@ class Run:
     def tell(self, message: str) -> None:
         self.board.note(message)
 
-    def stop(self, reason: str) -> None:
-        self.stopped = reason
+    def stop(self, reason: str, back_to: int | None = None) -> None:
+        self.stopped, self.back_to = reason, back_to
 
 
 def train(run: Run, accelerator: Accelerator, optimiser: torch.optim.Optimizer, resume: bool) -> None:
@@ -200,10 +201,11 @@ class _Learner:
         batch = [self._attacked(part.to(run.processes.device), attack) for part in parts]
 
         def losses() -> Iterator[Tensor]:
+            scaler = self.accelerator.scaler
             for x, z, y in batch:
                 with self.accelerator.autocast():
                     loss = recipe.objective(run.model, x, z, y)["loss"]
-                yield loss
+                yield loss if scaler is None else loss * scaler.get_scale()
 
         with ExitStack() as around:
             for plugin in run.plugins:
@@ -362,9 +364,10 @@ def _close_epoch(run: Run, accelerator: Accelerator) -> None:
             score = _score(run)
             # Among equals the later one: the schedule is nearer to its end.
             if run.best is None or score.decisive >= run.best.decisive:
-                run.best, run.best_epoch = score, epoch
+                run.best, run.best_epoch = score, epoch if run.back_to is None else run.back_to
                 _write_weights(run, "best", already_deployed=True)
-        row |= _told_as(score)
+        # Of an epoch whose weights are gone there is no score.
+        row |= _told_as(score) if run.back_to is None else {"back_to_epoch": run.back_to}
     run.told.clear()
     run.metrics.add(run.step, {"epoch": epoch, **row})
     track(accelerator, run.recipe.train.tracker, row, run.step, run.folder)

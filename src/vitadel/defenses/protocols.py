@@ -38,7 +38,10 @@ __all__ = [
 ]
 
 Losses = Callable[[], Iterable[Tensor]]
-"""The loss of every part of the step's batch, computed anew on the bare model, in train mode and with gradients."""
+"""The loss of every part of the step's batch, computed anew on the bare model, in train mode and with gradients.
+
+In fp16 it is multiplied as the optimiser's own is, lest small gradients round to zero: directions are to be trusted,
+lengths are not."""
 
 
 class Objective(Protocol):
@@ -176,8 +179,8 @@ class Training(Protocol):
         """One line for the person who watches."""
         ...
 
-    def stop(self, reason: str) -> None:
-        """End the training after this epoch, as if it had been its last."""
+    def stop(self, reason: str, back_to: int | None = None) -> None:
+        """End the training after this epoch, as if it had been its last; with the weights of `back_to`, if given."""
         ...
 
 

@@ -20,6 +20,7 @@ from vitadel.amounts import read_amount
 from vitadel.errors import Mistake, nearest_names
 
 __all__ = [
+    "IDLE",
     "PROBE_SECTIONS",
     "SECTIONS",
     "TEXTS",
@@ -40,6 +41,9 @@ Document = dict[str, Any]
 
 TEXTS = ("about", "paper", "expected", "hardware")
 """What a recipe says to people; `expected` is what the paper reports, `hardware` on what and in how many hours."""
+
+IDLE = (*TEXTS, "data.workers", "train.tracker", "train.checkpoint_every")
+"""Keys that leave the result as it is: a run may go on with others."""
 
 SECTIONS = (
     "model",

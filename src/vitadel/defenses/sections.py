@@ -224,6 +224,12 @@ class Schedule:
         if list(self.milestones) != sorted(set(self.milestones)):
             raise Mistake(f"milestones must be epochs in ascending order, got {list(self.milestones)}")
 
+    def said_of_length(self, epochs: int) -> str | None:
+        if self.warm_up >= epochs:
+            return f"the rate rises for {self.warm_up:g} epochs, and there are {epochs}: it never gets full"
+        late = [f"{milestone:g}" for milestone in self.milestones if milestone >= epochs]
+        return f"there are {epochs} epochs, so nothing happens at {', '.join(late)}" if late else None
+
 
 @dataclass(frozen=True)
 class TrainSection:

@@ -20,7 +20,7 @@ from vitadel.types import Attack
 __all__ = ["OverfittingGuard"]
 
 _ACTIONS = ("warn", "stop", "rollback")
-_LAST, _PREFIX = "pgd_accuracy", "good."
+_LAST, _FACTORS, _PREFIX = "pgd_accuracy", "attention_factors", "good."
 
 
 @dataclass
@@ -30,7 +30,8 @@ class OverfittingGuard:
     There is an alarm if the accuracy under FGSM is more than `gap` above that under PGD, or if the latter is more than
     `fall` below what it was an epoch ago. 'warn' only tells, 'stop' ends training, 'rollback' ends it with the weights
     of the last epoch without alarm, as in arXiv:2001.03994. A model that has met no attack yet looks much like a
-    collapsed one: with an epsilon warm-up, let the guard begin at the epoch where eps is full (`from_epoch`).
+    collapsed one: with an epsilon warm-up, let the guard begin at the epoch where eps is full (`from_epoch`). An epoch
+    that began with new attention factors (AAS-AT) is not compared with the one before.
     """
 
     action: str = "warn"
@@ -40,6 +41,7 @@ class OverfittingGuard:
     steps: int = 10
     from_epoch: int = 0
     _last: float | None = field(init=False, default=None, repr=False)
+    _factors: Tensor | None = field(init=False, default=None, repr=False)
     _good: dict[str, Tensor] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -62,8 +64,11 @@ class OverfittingGuard:
             lambda: (self._left_by(one_step, run), self._left_by(PGD(run.threat, steps=self.steps), run))
         )
         run.log({"fgsm_accuracy": fgsm, "pgd_accuracy": pgd})
+        factors = _factors_of(run.model)
+        if factors is not None and (self._factors is None or not torch.equal(factors, self._factors)):
+            self._last = None
         alarm = self._alarm(fgsm, pgd)
-        self._last = pgd
+        self._last, self._factors = pgd, factors
         if alarm:
             self._act(run, alarm)
         elif self.action == "rollback":
@@ -77,29 +82,41 @@ class OverfittingGuard:
         return ""
 
     def _act(self, run: Training, alarm: str) -> None:
-        message = f"catastrophic overfitting in epoch {run.epoch}: {alarm}"
+        message, back_to = f"catastrophic overfitting in epoch {run.epoch}: {alarm}", None
         if self.action == "rollback":
             if self._good:
                 with torch.no_grad():
                     for name, each in _changing(run.model).items():
                         each.copy_(self._good[name])
+                back_to = run.epoch - 1  # the first alarm ends the training, so there was none before
                 message += "; the weights of the last epoch without alarm are back"
             else:
                 message += "; there was no epoch without alarm to go back to"
         run.tell(message)
         if self.action != "warn":
-            run.stop(message)
+            run.stop(message, back_to)
 
     def _left_by(self, attack: Attack, run: Training) -> float:
         return _accuracy(attack, run.model, run.held_out_images(self.images), run.seed)
 
     def state(self) -> dict[str, Tensor]:
-        good = {_PREFIX + name: each for name, each in self._good.items()}
-        return good if self._last is None else {_LAST: torch.tensor(self._last, dtype=torch.float64), **good}
+        held = {_PREFIX + name: each for name, each in self._good.items()}
+        if self._last is not None:
+            held[_LAST] = torch.tensor(self._last, dtype=torch.float64)
+        if self._factors is not None:
+            held[_FACTORS] = self._factors
+        return held
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         self._last = float(state[_LAST]) if _LAST in state else None
-        self._good = {name.removeprefix(_PREFIX): each for name, each in state.items() if name != _LAST}
+        self._factors = state.get(_FACTORS)
+        self._good = {name.removeprefix(_PREFIX): each for name, each in state.items() if name.startswith(_PREFIX)}
+
+
+def _factors_of(model: nn.Module) -> Tensor | None:
+    """The attention factors that the model, or what it is built around, has; as AAS-AT sets them."""
+    named = (each for name, each in model.named_buffers() if name.rpartition(".")[2] == "attention_factors")
+    return next((each.detach().to("cpu", copy=True) for each in named), None)
 
 
 def _changing(model: nn.Module) -> dict[str, Tensor]:
