@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 
 from vitadel.cli.main import main
 
@@ -71,6 +72,45 @@ def test_mistakes_end_with_one_message(vitadel, tmp_path, words, told):
     assert "Traceback" not in err
     assert out == ""
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_the_users_is_asked_first_and_what_it_prints_is_no_result(vitadel, mine, tmp_path, monkeypatch):
+    (tmp_path / "chatty.py").write_text(
+        "import torch\n\n\nclass Chatty(torch.nn.Linear):\n"
+        "    def forward(self, x):\n        print('hello')\n        return super().forward(x.flatten(1))\n\n\n"
+        "def make():\n    return Chatty(3 * 32 * 32, 12)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    own = ["model.name=python:chatty:make", "model.kwargs=null"]
+    code, _, err = vitadel("harden", mine, *own, "--out", tmp_path / "run")
+    assert (code, "'python:chatty:make' cannot take images of 16 x 16 pixels" in err) == (2, True)
+    code, _, err = vitadel("harden", mine, *own, "data.train=shapes@train", "data.test=null", "--out", tmp_path / "run")
+    assert (code, "a tensor of shape (1, 12), but data.train has 10 classes" in err) == (2, True)
+    (tmp_path / "chatty.py").write_text((tmp_path / "chatty.py").read_text().replace("12)", "10)"))
+    del sys.modules["chatty"]
+    words = ["harden", mine, *own, "data.train=shapes@train", "data.test=shapes@test", "audit.attacks=fgsm"]
+    code, out, err = vitadel(*words, "--out", tmp_path / "run", "--device", "cpu", "--json")
+    assert code == 0, err
+    assert json.loads(out)["complete"]
+    assert "hello" in err
+    trained = tmp_path / "run" / "weights" / "best.safetensors"
+    words = ["audit", "python:chatty:make", "--weights", trained, "--attacks", "fgsm", "--json", "--device", "cpu"]
+    code, again, err = vitadel(*words, "--limit", json.loads(out)["data"]["n"], "--seed", json.loads(out)["seed"])
+    assert code == 0, err
+    assert json.loads(again)["clean"] == json.loads(out)["clean"]
+
+
+def test_a_test_image_that_cannot_be_read_is_told_without_a_flag_that_there_is_not(vitadel, mine, tmp_path):
+    for number in range(20):
+        name = str(number % 10)
+        (tmp_path / "test" / name).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (number * 9, 0, 0)).save(tmp_path / "test" / name / f"{number}.png")
+    (tmp_path / "test" / "0" / "0.png").write_bytes(b"torn")
+    words = ["harden", mine, f"data.test=folder:{tmp_path / 'test'}", "--out", tmp_path / "run", "--device", "cpu"]
+    code, _, err = vitadel(*words)
+    assert code == 2
+    assert "cannot be read" in err
+    assert "--skip-bad" not in err
 
 
 def test_a_folder_of_another_run_is_left_as_it_is(vitadel, mine, tmp_path):

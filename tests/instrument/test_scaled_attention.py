@@ -146,6 +146,30 @@ def test_gradients_of_factors(name: str, fused: bool) -> None:
             torch.testing.assert_close(slope[place], difference, rtol=1e-5, atol=1e-8)
 
 
+@fused_or_not
+@pytest.mark.parametrize("factor", [0.3, 2.0, 0.0, -0.5])
+def test_numbers_tensors_and_rows_of_heads_mean_the_same(factor: float, fused: bool) -> None:
+    """One positive number is left to the fused kernel, all else goes over the queries."""
+    model, x = precise_vit("vit", fused)
+    x.requires_grad_()
+    parts = attentions_of(model)
+    same = [
+        factor,
+        torch.tensor(factor, dtype=torch.float64),
+        torch.tensor(factor, dtype=torch.float64, requires_grad=True),
+        [[factor] * part.heads for part in parts],
+    ]
+    found = []
+    for factors in same:
+        with scaled_attention(model, factors):
+            logits = model(x)
+        found.append((logits.detach(), *torch.autograd.grad(logits[:, 0].sum(), x)))
+    for logits, slope in found[1:]:
+        torch.testing.assert_close(logits, found[0][0])
+        torch.testing.assert_close(slope, found[0][1])
+    assert not torch.allclose(found[0][0], model(x))
+
+
 def test_factors_are_read_when_the_model_runs() -> None:
     model, x = precise_vit("vit")
     factors = torch.tensor([[0.5] * 3, [0.6] * 3], dtype=torch.float64, requires_grad=True)

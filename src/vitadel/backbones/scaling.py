@@ -8,6 +8,7 @@ top of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -22,10 +23,13 @@ from torch.overrides import TorchFunctionMode
 from vitadel.backbones.anatomy import ScoreSeam, SoftmaxAttention, attentions_of
 from vitadel.errors import Mistake
 
-__all__ = ["Lens", "multiplied_by", "noting", "refuse_silence", "scaled_scores"]
+__all__ = ["Factor", "Lens", "noting", "refuse_silence", "scaled_scores"]
 
 _PRODUCTS = (torch.Tensor.matmul, torch.matmul)  # `a @ b` arrives as the first
 _SOFTMAXES = (torch.Tensor.softmax, torch.softmax, F.softmax)
+
+Factor = Callable[[], float | Tensor]
+"""What to multiply scores by, asked for in every run: one number, or one for each head."""
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -35,14 +39,14 @@ _Result = TypeVar("_Result")
 class Lens:
     """What to do inside one attention module; several lenses on a module work together, whatever their order.
 
-    `scale` multiplies scores at the module's seam; `see` is given (scores, probabilities) as the softmax takes and
-    returns them, after every scaling; what `hand_on` makes of the probabilities is what the module goes on with. Both
-    keep the module off fused attention, which shows neither. `more_prefix` is added to the module's
+    `scale` is what scores are multiplied by at the module's seam; `see` is given (scores, probabilities) as the softmax
+    takes and returns them, after every scaling; what `hand_on` makes of the probabilities is what the module goes on
+    with. Both keep the module off fused attention, which shows neither. `more_prefix` is added to the module's
     `num_prefix_tokens`. With `backward_only` the scaling acts on gradients and not on values.
     """
 
     attention: SoftmaxAttention
-    scale: Callable[[Tensor], Tensor] | None = None
+    scale: Factor | None = None
     see: Callable[[Tensor, Tensor], None] | None = None
     hand_on: Callable[[Tensor], Tensor] | None = None
     more_prefix: int = 0
@@ -88,6 +92,21 @@ class _ValueAndSlope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[None, Tensor]:
         return None, grads[0]
+
+
+class _Witnessed(torch.autograd.Function):
+    """The first input, with the second one kept for the backward pass: gradient checkpointing counts what is kept, and
+    so notices (and refuses) a second run without the factor."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, number: Tensor) -> Tensor:
+        ctx.save_for_backward(number)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        _ = ctx.saved_tensors
+        return grads[0], None
 
 
 class _Inside:
@@ -152,7 +171,7 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return func(self._scaled(args[0], ScoreSeam.CONTENT), *args[1:], **kwargs)
+            return self._fused(func, args, kwargs)
         if func in _PRODUCTS and ScoreSeam.CONTENT not in self.met:
             return self._product(func(*args, **kwargs))
         if func in _SOFTMAXES and ScoreSeam.WHOLE not in self.met:
@@ -160,12 +179,28 @@ class _Calls(TorchFunctionMode):
             return self._softmax(func, args, kwargs)
         return func(*args, **kwargs)
 
+    def _factors(self, seam: ScoreSeam) -> list[float | Tensor]:
+        """What the scaling lenses say, if this is the module's seam."""
+        return [lens.scale() for lens in self.lenses if lens.scale is not None and seam is self.attention.seam]
+
     def _scaled(self, scores: Tensor, seam: ScoreSeam) -> Tensor:
-        """Through every scaling lens if this is the module's seam; scaled queries make scaled scores."""
-        if seam is self.attention.seam:
-            for lens in self.lenses:
-                scores = scores if lens.scale is None else lens.scale(scores)
+        for number in self._factors(seam):
+            scores = scores * _fitting(number, scores)
         return scores
+
+    def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The kernel scales scores anyway, so a plain number costs nothing; others go over the queries, there and back,
+        which is a few percent of a pass."""
+        query: Tensor = args[0]
+        scale = kwargs.get("scale")
+        for number in self._factors(ScoreSeam.CONTENT):
+            if _is_plain(number):
+                scale = (1 / math.sqrt(query.shape[-1]) if scale is None else scale) * float(number)
+                if query.requires_grad:
+                    query = cast(Tensor, _Witnessed.apply(query, _fitting(number, query)))
+            else:
+                query = query * _fitting(number, query)
+        return func(query, *args[1:], **(kwargs if scale is None else kwargs | {"scale": scale}))
 
     def _product(self, product: Tensor) -> Tensor:
         if product.dim() != 4 or product.shape[1] != self.attention.heads:
@@ -202,19 +237,20 @@ def noting(fired: Callable[[], object], act: Callable[_Args, _Result]) -> Callab
     return noted
 
 
-def multiplied_by(factor: Callable[[], float | Tensor]) -> Callable[[Tensor], Tensor]:
-    """A lens's scaling: by one factor, or one per head. Scores (or queries) are (batch, heads, ..., ...)."""
+def _fitting(number: float | Tensor, scores: Tensor) -> Tensor:
+    """As scores (or queries), which are (batch, heads, ..., ...), can be multiplied by it."""
+    if not isinstance(number, Tensor):
+        # As a tensor, so that gradient checkpointing notices (and refuses) a second run without the factor.
+        return torch.tensor(number, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return number.to(scores).view(-1, 1, 1) if number.dim() else number  # half precision must not be promoted
 
-    def times(scores: Tensor) -> Tensor:
-        number = factor()
-        if not isinstance(number, Tensor):
-            # As a tensor, so that gradient checkpointing notices (and refuses) a second run without the factor.
-            number = torch.tensor(number, dtype=torch.promote_types(scores.dtype, torch.float32))
-        if number.dim():
-            number = number.to(scores).view(-1, 1, 1)  # the same type: half precision must not be promoted
-        return scores * number
 
-    return times
+def _is_plain(number: float | Tensor) -> bool:
+    """Whether it is one positive number that needs no gradient, and can be read without waiting for a GPU. Some
+    kernels take the largest score before they scale, which goes wrong with negative numbers."""
+    if isinstance(number, Tensor) and (number.dim() or number.requires_grad or number.device.type != "cpu"):
+        return False
+    return float(number) > 0
 
 
 @contextmanager
@@ -224,7 +260,7 @@ def scaled_scores(backbone: nn.Module, factors: Tensor) -> Iterator[None]:
     silent = dict(enumerate(part.name for part in parts))
     with ExitStack() as undo:
         for place, part in enumerate(parts):
-            lens = Lens(part, multiplied_by(partial(factors.select, 0, place)))
+            lens = Lens(part, partial(factors.select, 0, place))
             undo.callback(lens.attach(partial(silent.pop, place, None)))
         yield
     refuse_silence(backbone, silent.values())

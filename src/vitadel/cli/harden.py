@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import redirect_stdout
 from typing import Annotated
 
 import typer
@@ -31,8 +32,9 @@ def harden(
     title = title_of(recipe, row)
     built = build_recipe(compose(recipe, row, overrides or ()), title)
     processes = join_processes(run.device)
-    results, folder = run_harden(
-        built, title, processes, out=run.out, resume=run.resume, shown=True, data_root=data_root, argv=sys.argv[1:]
-    )
+    with redirect_stdout(sys.stderr):  # what a user's model prints is no part of the results
+        results, folder = run_harden(
+            built, title, processes, out=run.out, resume=run.resume, shown=True, data_root=data_root, argv=sys.argv[1:]
+        )
     if processes.is_main:
         running.tell(results, folder.path, run, terminal.show_training, report="clean" in results)

@@ -117,6 +117,8 @@ def open_workshop(
     record = model.record
     size = record.input_size or _first_size(source, section.train)
     check_images_fit(model, size, recipe.model.name)
+    if not record.can_be_rebuilt:
+        _check_answer(model, size, recipe.model.name, len(source.classes))
     preprocess = Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
     validation_source = others["validation"] or source
     if validation_source is not source:
@@ -224,6 +226,22 @@ def _first_size(source: Source, spec: str) -> tuple[int, int]:
     if isinstance(image, Exception):
         raise Mistake(f"the first image of {spec} cannot be read ({image}), and the model names no input size")
     return image.height, image.width
+
+
+def _check_answer(model: Classifier, size: tuple[int, int], name: str, classes: int) -> None:
+    """Code of the user's is asked once, before it is trained for long: does it take these images, and know them all?"""
+    try:
+        with torch.no_grad():
+            logits = model(torch.full((1, 3, *size), 0.5, device=model.mean.device))
+    except Mistake:
+        raise
+    except Exception as error:  # a module may raise whatever it likes
+        raise Mistake(f"'{name}' cannot take images of {size[0]} x {size[1]} pixels: {error}") from error
+    if logits.shape != (1, classes):
+        raise Mistake(
+            f"'{name}' answers one image with a tensor of shape {tuple(logits.shape)}, but data.train has {classes} "
+            f"classes; let it return logits of shape (batch, {classes})"
+        )
 
 
 @contextmanager
@@ -368,6 +386,7 @@ def _order(recipe: Recipe) -> Order:
         limit=recipe.audit.limit,
         batch_size=recipe.audit.batch_size,
         seed=recipe.train.seed,
+        skip_bad=None,
     )
 
 
@@ -379,7 +398,7 @@ def _check_audit(shop: Workshop, model: nn.Module, data_root: str | Path | None,
     root = recipe.data.root if data_root is None else data_root
     subject = Subject(cast(Classifier, model), "the model", shop.test, recipe.data.test, root)
     subject, order = choose_among(subject), _order(recipe)
-    check_order(subject, order, subject.selection(order.limit, order.seed, None)[0], device)
+    check_order(subject, order, subject.selection(order.limit, order.seed, order.skip_bad)[0], device)
 
 
 def _audit(

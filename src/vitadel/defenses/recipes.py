@@ -21,6 +21,7 @@ from vitadel.errors import Mistake, nearest_names
 
 __all__ = [
     "IDLE",
+    "OTHER_WORDS",
     "PROBE_SECTIONS",
     "SECTIONS",
     "TEXTS",
@@ -44,6 +45,22 @@ TEXTS = ("about", "paper", "expected", "hardware")
 
 IDLE = (*TEXTS, "data.workers", "train.tracker", "train.checkpoint_every")
 """Keys that leave the result as it is: a run may go on with others."""
+
+OTHER_WORDS = {
+    "lr": "rate",
+    "learning_rate": "rate",
+    "min_lr": "final_rate",
+    "warmup_lr": "warm_up_rate",
+    "wd": "weight_decay",
+    "opt": "name",
+    "max_norm": "clip",
+    "grad_accum_steps": "accumulation",
+    "amp": "precision",
+    "reprob": "erasing",
+    "aa": "rand_augment",
+    "lambda": "beta",
+}
+"""What torch, timm and papers call some of our keys, where no spelling leads from one to the other."""
 
 SECTIONS = (
     "model",
@@ -402,7 +419,8 @@ def _nested(path: Sequence[str], value: Any) -> Document:
 def unknown_section(key: str, document: Mapping[str, Any]) -> str:
     """What to say of a key that no recipe has: what there is, and which section has it, or what it resembles."""
     known = [*TEXTS, *(PROBE_SECTIONS if is_probe(document) else SECTIONS)]
-    homes = [f"{section}.{key}" for section, cls in section_types(document).items() if key in get_type_hints(cls)]
+    meant = OTHER_WORDS.get(key, key)
+    homes = [f"{section}.{meant}" for section, cls in section_types(document).items() if meant in get_type_hints(cls)]
     near = f"; did you mean {', '.join(homes)}?" if homes else nearest_names(key, known)
     return f"it has no '{key}'; there is {', '.join(known)}{near}"
 

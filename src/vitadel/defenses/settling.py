@@ -11,27 +11,12 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from vitadel.attacks.names import make, split_attack_list
+from vitadel.defenses.recipes import OTHER_WORDS
 from vitadel.defenses.sections import ThreatSection
 from vitadel.errors import Mistake, nearest_names
 from vitadel.types import Attack, Calibrated
 
 __all__ = ["Faults", "Faulty", "as_given", "as_mapping", "guarded", "named_attack", "settled"]
-
-# What torch, timm and papers call the same things, where no spelling leads from one to the other.
-_OTHER_WORDS = {
-    "lr": "rate",
-    "learning_rate": "rate",
-    "min_lr": "final_rate",
-    "warmup_lr": "warm_up_rate",
-    "wd": "weight_decay",
-    "opt": "name",
-    "max_norm": "clip",
-    "grad_accum_steps": "accumulation",
-    "amp": "precision",
-    "reprob": "erasing",
-    "aa": "rand_augment",
-    "lambda": "beta",
-}
 
 Made = TypeVar("Made")
 
@@ -124,7 +109,7 @@ def as_given(path: str, cls: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _meant(key: str, known: Mapping[str, object]) -> str:
-    other = _OTHER_WORDS.get(key)
+    other = OTHER_WORDS.get(key)
     return f"; did you mean {other}?" if other in known else nearest_names(key, known)
 
 

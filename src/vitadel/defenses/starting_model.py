@@ -59,6 +59,8 @@ def starting_model(section: ModelSection, classes: int, data: str) -> StartingMo
     model = load_model(section.name, num_classes=section.num_classes, head_classes=kept, **options)
     if model.record.num_classes == classes:
         return StartingModel(model)
+    if model.record.num_classes is None:  # code of the user's that does not say, and is taken at its word
+        return StartingModel(load_model(section.name, num_classes=classes, **options))
     return StartingModel(load_model(section.name, num_classes=classes, new_head=True, **options), fresh_head=True)
 
 

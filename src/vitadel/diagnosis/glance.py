@@ -30,7 +30,7 @@ def glance(subject: Subject, order: Order, processes: Processes) -> list[dict[st
         limit=IMAGES,
         batch_size=order.batch_size,
         seed=order.seed,
-        skip_bad=order.skip_bad,
+        skip_bad=bool(order.skip_bad),
     )
     left_out = {*_SEEN_BY_THE_AUDIT, *_NEEDS_MORE_IMAGES, *_AN_ATTACK_OF_ITS_OWN}
     checks = [check for check in CHECKS if check.name not in left_out and not check.attacks(plan.depth)]

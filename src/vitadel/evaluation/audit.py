@@ -66,7 +66,7 @@ class Order:
     seed: int = 0
     independent: bool = False
     precision: str = "fp32"
-    skip_bad: bool = False
+    skip_bad: bool | None = False  # None: whoever asks has no such flag, so that none is advised
     calibration: str | None = None
     compile: bool = False
     keep: str = "nothing"
@@ -104,6 +104,7 @@ class Order:
             "data_fingerprint": subject.data_fingerprint(indices),
             **dataclasses.asdict(self),
             "eps": amount_text(self.eps),
+            "skip_bad": bool(self.skip_bad),
         }
 
 

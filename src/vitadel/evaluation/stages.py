@@ -63,7 +63,7 @@ class Bench:
     seed: int
     classes: int | None = None  # what the model's record announces
     precision: str = "fp32"
-    skip_bad: bool = False
+    skip_bad: bool | None = False
     shown: bool = False
     keeper: Keeper | None = None  # saves what fools the model
     compiled: nn.Module | None = None  # the same model, faster, for attacks that do not look inside

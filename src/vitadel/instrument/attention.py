@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import SoftmaxAttention, attentions_of
-from vitadel.backbones.scaling import multiplied_by
+from vitadel.backbones.scaling import Factor
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import Lens, Record, hooked
 
@@ -44,9 +44,7 @@ def scaled_attention(model: nn.Module, factors: Factors, *, backward_only: bool 
     parts = attentions_of(model)
     scales = _one_per_module(factors, parts)
     lenses = [
-        Lens(part, multiplied_by(scale), backward_only=backward_only)
-        for part, scale in zip(parts, scales, strict=True)
-        if scale
+        Lens(part, scale, backward_only=backward_only) for part, scale in zip(parts, scales, strict=True) if scale
     ]
     with hooked(model, lenses):
         yield
@@ -108,10 +106,7 @@ def _gap(scores: Tensor) -> Tensor:
     return largest[..., 0] - largest[..., 1]
 
 
-_Scale = Callable[[], float | Tensor]
-
-
-def _one_per_module(factors: Factors, parts: Sequence[SoftmaxAttention]) -> list[_Scale | None]:
+def _one_per_module(factors: Factors, parts: Sequence[SoftmaxAttention]) -> list[Factor | None]:
     """A reader of each module's factor; None where it is the number 1 and there is nothing to do."""
     if isinstance(factors, Real):
         return [_constant(factors)] * len(parts)
@@ -127,7 +122,7 @@ def _one_per_module(factors: Factors, parts: Sequence[SoftmaxAttention]) -> list
     return [_reader(several, place, part) for place, part in enumerate(parts)]
 
 
-def _reader(factors: Sequence[_Row], place: int, part: SoftmaxAttention) -> _Scale | None:
+def _reader(factors: Sequence[_Row], place: int, part: SoftmaxAttention) -> Factor | None:
     factor = factors[place]
     if isinstance(factor, Real):
         return _constant(factor)
@@ -144,6 +139,6 @@ def _reader(factors: Sequence[_Row], place: int, part: SoftmaxAttention) -> _Sca
     return lambda: torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in row])
 
 
-def _constant(factor: Real) -> _Scale | None:
+def _constant(factor: Real) -> Factor | None:
     number = float(factor)
     return None if number == 1 else lambda: number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import ClassVar, cast
 
 from torch import Tensor, nn
 
+from vitadel.backbones.checkpoints import load_strict, read_checkpoint
 from vitadel.backbones.classifier import Classifier
-from vitadel.backbones.record import load_classifier, save_classifier
+from vitadel.backbones.record import load_classifier, read_record, save_classifier
 
 __all__ = ["WholeModel"]
 
@@ -35,4 +37,10 @@ class WholeModel:
         save_classifier(cast(Classifier, adapted), path)
 
     def deployed(self, path: Path, adapted: nn.Module) -> nn.Module:
-        return load_classifier(path)
+        classifier = cast(Classifier, adapted)
+        if classifier.record.can_be_rebuilt:
+            return load_classifier(path)
+        # Code of the user's cannot be built from a record; a copy of the module at hand takes the weights instead.
+        backbone = copy.deepcopy(classifier.backbone)
+        load_strict(backbone, read_checkpoint(path).weights, str(path))
+        return Classifier(backbone, read_record(path) or classifier.record).eval()
