@@ -324,7 +324,8 @@ def test_the_shelf_is_derived_from_the_files():
     assert set(shipped_recipes()) == files
     laptop = {"standard", "pgd-at", "fast-at", "trades", "trades-awp", "mart", "aas-at", "mo"}
     for folder in ("shapes", "cifar10-tiny", "imagenette-tiny"):
-        assert {name for name in files if name.startswith(f"{folder}/")} == {f"{folder}/{job}" for job in laptop}
+        there = {name for name in files if name.startswith(f"{folder}/")} - {"shapes/epsilon-warmup"}
+        assert there == {f"{folder}/{job}" for job in laptop}
 
 
 def test_the_tables_of_the_papers_have_their_rows():
