@@ -49,6 +49,11 @@ def test_erasing_paints_a_rectangle_in_the_mean_colour():
     assert (box == torch.tensor([128, 64, 255], dtype=torch.uint8)[:, None, None]).all()
 
 
+def test_a_model_of_raw_pixels_does_not_make_black_the_mean_colour():
+    erased = augment(Augmentation(erasing=1.0), Preprocess(16, mean=(0.0, 0.0, 0.0)))(RAMP, 1)
+    assert (erased == torch.tensor([124, 116, 104])[:, None, None]).all(0).any()
+
+
 @pytest.mark.parametrize(
     "section",
     [

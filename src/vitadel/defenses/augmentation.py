@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import Mixup
+from timm.data import IMAGENET_DEFAULT_MEAN, Mixup
 from timm.data.auto_augment import rand_augment_transform
 from torch import Tensor
 from torchvision.transforms import v2
@@ -52,7 +52,8 @@ def augment(section: Augmentation, preprocess: Preprocess) -> Augment:
         steps.append(v2.RandomHorizontalFlip(section.flip))
     if section.rotation:
         steps.append(v2.RandomRotation(section.rotation, interpolation=v2.InterpolationMode.BILINEAR))
-    colour = tuple(round(255 * part) for part in preprocess.mean)
+    mean = preprocess.mean if any(preprocess.mean) else IMAGENET_DEFAULT_MEAN  # raw pixels have a mean, too
+    colour = tuple(round(255 * part) for part in mean)
     if section.rand_augment:
         try:
             policy = rand_augment_transform(section.rand_augment, {"img_mean": colour})
