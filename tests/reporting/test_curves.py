@@ -9,7 +9,7 @@ import pytest
 
 from run_folders import write_run
 from vitadel.errors import Mistake
-from vitadel.reporting.curves import draw_training
+from vitadel.reporting.curves import draw_training, draw_trainings, training_rows
 from vitadel.reporting.gather import read_run
 from vitadel.reporting.page import render
 
@@ -58,3 +58,18 @@ def test_the_last_line_of_a_killed_training_may_be_torn(tmp_path):
     folder = write_run(tmp_path / "run", correct=[True, False], attacks={})
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert read_run(folder).metrics == ({"step": 1.0, "loss": 2.0},)
+
+
+def test_trainings_by_one_recipe_are_told_apart_and_their_accuracies_drawn(tmp_path):
+    runs = []
+    for name in ("without", "with"):
+        folder = write_run(tmp_path / name, correct=[True, False], attacks={})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        run = read_run(folder)
+        runs.append(replace(run, results={**run.results, "training": {"recipe": "mine"}}))
+    assert [row["recipe"] for row in training_rows(runs)] == ["mine (without)", "mine (with)"]
+    picture = draw_trainings(runs)
+    losses, accuracies = picture.figure.axes
+    assert [text.get_text() for text in losses.get_legend().get_texts()] == ["mine (without)", "mine (with)"]
+    drawn = [line.get_ydata().tolist() for line in accuracies.lines if len(line.get_ydata())]
+    assert drawn == [[50.0], [25.0]] * 2

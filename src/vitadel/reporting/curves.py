@@ -12,6 +12,7 @@ from vitadel.reporting.gather import Run, percent, run_labels
 __all__ = ["draw_training", "draw_trainings", "plain_axes", "training_rows"]
 
 _ACCURACIES = {"validation_clean": ("clean", "clean"), "validation_robust": ("worst", "under attack")}
+_STYLES = {"validation_clean": "--", "validation_robust": "-"}  # where colours tell trainings apart
 _COSINES = {
     "validation_cosine_clean": ("clean", "clean"),
     "validation_cosine_robust": ("worst", "under attack"),
@@ -60,16 +61,15 @@ def draw_training(run: Run) -> Picture | None:
 def training_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
     """Trainings side by side: what was changed by the recipe's row, the loss at first and at last, held-out scores."""
     found = []
-    for run, label in zip(runs, run_labels(runs), strict=True):
+    for run, label, recipe in zip(runs, run_labels(runs), _recipes(runs), strict=True):
         losses = [row["loss"] for row in run.metrics if "loss" in row]
         if not losses:
             continue
         scores = ", ".join(f"{name} {number}" for name, number in _after_the_last_epoch(run))
-        recipe = str((run.results.get("training") or {}).get("recipe") or label)
         found.append(
             {
                 "label": label,
-                "recipe": recipe,
+                "recipe": recipe or label,
                 "steps": str(len(losses)),
                 "first": f"{losses[0]:.3f}",
                 "last": f"{_mean(losses[-_LAST:]):.3f}",
@@ -81,22 +81,43 @@ def training_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
 
 
 def draw_trainings(runs: Sequence[Run]) -> Picture | None:
-    """The losses of several trainings in one figure, each step the mean of the last few; None if there are too many."""
+    """Several trainings in one figure: the losses, each step the mean of the last few, and below them accuracy on
+    held-out images, where all of them have it. None if there are too many."""
     trained = [(run, row["recipe"]) for run, row in zip(_trainings(runs), training_rows(runs), strict=True)]
     if not 2 <= len(trained) <= _MOST_CURVES:
         return None
+    judged = all(any(name in row for row in run.metrics for name in _ACCURACIES) for run, _ in trained)
     with our_style():
-        figure = blank(240)
-        axes = figure.add_axes((0.08, 0.17, 0.88, 0.77))
+        figure = blank(420 if judged else 240)
+        axes = figure.add_axes((0.08, 0.54, 0.88, 0.43) if judged else (0.08, 0.17, 0.88, 0.77))
+        below: Any = figure.add_axes((0.08, 0.10, 0.88, 0.38), sharex=axes) if judged else None
         for (run, recipe), colour in zip(trained, ("clean", "attack", "worst", "ink", "muted", "grid"), strict=False):
             losses = [row["loss"] for row in run.metrics if "loss" in row]
             smooth = [_mean(losses[max(0, end - _LAST) : end]) for end in range(1, len(losses) + 1)]
             axes.plot(range(1, len(losses) + 1), smooth, color=COLOURS[colour], linewidth=1.5, label=recipe)
-        axes.set(xlabel="step", ylabel=f"loss, mean of {_LAST} steps")
+            for name, style in _STYLES.items() if below is not None else ():
+                seen = [(row["step"], 100 * row[name]) for row in run.metrics if name in row]
+                if seen:
+                    below.plot(*zip(*seen, strict=True), style, color=COLOURS[colour], marker="o", markersize=3)
+        axes.set(xlabel="" if judged else "step", ylabel=f"loss, mean of {_LAST} steps")
         axes.legend(frameon=False, fontsize=9, labelcolor=COLOURS["muted"])
         plain_axes(axes)
+        if below is not None:
+            axes.tick_params(labelbottom=False)
+            for name, style in _STYLES.items():
+                below.plot([], [], style, color=COLOURS["muted"], label=_ACCURACIES[name][1])
+            below.legend(frameon=False, fontsize=9, labelcolor=COLOURS["muted"])
+            below.set(ylim=(0, 100), xlabel="step", ylabel="held out, %")
+            plain_axes(below)
     told = "; ".join(f"{row['recipe']}: {row['first']} to {row['last']}" for row in training_rows(runs))
     return Picture("trainings", figure, f"Losses of {len(trained)} trainings, first step to last: {told}.")
+
+
+def _recipes(runs: Sequence[Run]) -> list[str]:
+    """By which recipe each was trained, with its folder where one made several; '' where that is not known."""
+    names = [str((run.results.get("training") or {}).get("recipe") or "") for run in runs]
+    several = {name for name in names if name and names.count(name) > 1}
+    return [f"{name} ({run.folder})" if name in several else name for name, run in zip(names, runs, strict=True)]
 
 
 def _trainings(runs: Sequence[Run]) -> list[Run]:
