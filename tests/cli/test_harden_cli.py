@@ -100,6 +100,68 @@ def test_a_model_of_the_users_is_asked_first_and_what_it_prints_is_no_result(vit
     assert json.loads(again)["clean"] == json.loads(out)["clean"]
 
 
+SPOILT = {
+    "quiet": (
+        "x.flatten(1) @ self.weight.detach()",
+        "no gradient of the answers of 'python:spoilt:quiet' reaches its parameters",
+    ),
+    "blind": ("x.detach().flatten(1) @ self.weight", "reaches its pixels: is there a detach"),
+    "broken": ("x.flatten(1) @ self.weight * float('nan')", "NaN or infinite logits"),
+    "half": ("(x.half().flatten(1) @ self.weight.half()).float()", "parameters of torch.float16"),
+    "frozen": ("x.flatten(1) @ self.weight", "no parameters that require gradients"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_model_that_cannot_learn_is_told_before_anything_is_written(vitadel, mine, tmp_path, monkeypatch, name):
+    answer, told = SPOILT[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "spoilt", raising=False)
+    (tmp_path / "spoilt.py").write_text(
+        "import torch\n\n\nclass Spoilt(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        f"        weight = torch.rand(768, 10, dtype=torch.{'float16' if name == 'half' else 'float32'})\n"
+        f"        self.weight = torch.nn.Parameter(weight, requires_grad={name != 'frozen'})\n\n"
+        f"    def forward(self, x):\n        return {answer}\n\n\ndef {name}():\n    return Spoilt()\n"
+    )
+    for verb, more in (("harden", ["--out", tmp_path / "run"]), ("plan", [])):
+        words = [mine, f"model.name=python:spoilt:{name}", "model.kwargs=null", *more, "--device", "cpu"]
+        code, _, err = vitadel(verb, *words)
+        assert (code, told in " ".join(err.split())) == (2, True), err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("key", ["objective.attack", "validation.attack"])
+def test_a_target_that_is_a_label_is_told_before_the_training(vitadel, mine, tmp_path, key):
+    code, _, err = vitadel("harden", mine, f"{key}=targeted:1+pgd-2", "--out", tmp_path / "run", "--device", "cpu")
+    assert (code, f"{key}: targeted:1+pgd-2: class 1 is the label of" in err) == (2, True), err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plugin_that_does_not_suit_the_model_is_named(vitadel, mine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.py").write_text(
+        "import torch\n\n\ndef make():\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 10))\n"
+    )
+    for plugin in ("random_dropping", "attention_scaling"):
+        words = ["model.name=python:plain:make", "model.kwargs=null", f"plugins.{plugin}={{}}"]
+        code, _, err = vitadel("harden", mine, *words, "--out", tmp_path / "run", "--device", "cpu")
+        assert (code, f"plugins.{plugin}: " in err) == (2, True), err
+        assert not (tmp_path / "run").exists()
+
+
+def test_a_fresh_head_is_told(vitadel, mine, tmp_path):
+    for number in range(60):
+        (tmp_path / "photos" / "train" / str(number % 3)).mkdir(parents=True, exist_ok=True)
+        picture = Image.new("RGB", (32, 32), (number * 4, 0, 0))
+        picture.save(tmp_path / "photos" / "train" / str(number % 3) / f"{number}.png")
+    data = [f"data.train=folder:{tmp_path / 'photos'}@train", "data.test=null", "data.held_out=9", "data.limit=null"]
+    model = ["model.name=zoo:shapes-standard", "model.kwargs=null", "model.mean=null", "model.std=null"]
+    words = ["harden", mine, *model, *data, "--out", tmp_path / "run", "--device", "cpu"]
+    code, _, err = vitadel(*words)
+    assert code == 0, err
+    assert "the head of zoo:shapes-standard is a fresh one, for the 3 classes of data.train" in " ".join(err.split())
+
+
 def test_a_test_image_that_cannot_be_read_is_told_without_a_flag_that_there_is_not(vitadel, mine, tmp_path):
     for number in range(20):
         name = str(number % 10)

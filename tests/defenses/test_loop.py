@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 from small_recipes import TRADES, document, recipe
 
@@ -191,6 +192,34 @@ def test_what_decides_nothing_may_change_while_a_run_goes_on(finished, tmp_path,
     assert same(weights(tmp_path / "run"), weights(finished[0]))
 
 
+def test_other_images_cannot_go_on_with_a_run(tmp_path, monkeypatch):
+    """Held-out images are chosen by their places: were one taken away, others might be learnt from after all."""
+    photos = tmp_path / "photos"
+    for number in range(60):
+        (photos / str(number % 2)).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (4 * number, 0, 0)).save(photos / str(number % 2) / f"{number:02d}.png")
+    built = recipe(data={"train": f"folder:{photos}", "test": None, "limit": None, "held_out": 10})
+    save = loop._save
+
+    def once(*arguments):
+        save(*arguments)
+        raise Interrupted(tmp_path / "run")
+
+    monkeypatch.setattr(loop, "_save", once)
+    with pytest.raises(Interrupted):
+        run_harden(built, "small", CPU, out=tmp_path / "run")
+    monkeypatch.setattr(loop, "_save", save)
+    taken = photos / "1" / "31.png"
+    content = taken.read_bytes()
+    taken.rename(photos / "1" / "renamed.png")
+    for _ in range(2):  # under another name, and then not at all
+        with pytest.raises(Mistake, match=r"not those that .*run was begun with.*put them back"):
+            run_harden(built, "small", CPU, out=tmp_path / "run", resume=True)
+        (photos / "1" / "renamed.png").unlink(missing_ok=True)
+    taken.write_bytes(content)
+    assert run_harden(built, "small", CPU, out=tmp_path / "run", resume=True)[0]["complete"]
+
+
 def test_another_recipe_cannot_go_on_with_a_run(finished):
     with pytest.raises(Mistake, match="other settings"):
         run_harden(recipe(plugins={}), "small", CPU, out=finished[0], resume=True)
@@ -238,7 +267,7 @@ def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_checkpoint(tm
         return {**numbers, "robust": torch.tensor(float("nan"))} if self.run.step == 4 else numbers
 
     monkeypatch.setattr(loop._Learner, "_backward", poisoned)
-    with pytest.raises(Mistake, match=r"robust = nan at step 5 \(epoch 1\).*checkpoint of step 4 is kept"):
+    with pytest.raises(Mistake, match=r"robust = nan at step 5 \(epoch 2\).*checkpoint of step 4 is kept"):
         run_harden(recipe(), "small", CPU, out=tmp_path / "run")
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 4
     monkeypatch.undo()

@@ -39,7 +39,7 @@ def users_code() -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
 
@@ -63,7 +63,8 @@ def call_factory(spec: str) -> nn.Module:
             raise Mistake(f"importing '{module_name}' failed: {_cause(error)}. Repair the module.") from error
         factory = getattr(module, function_name, None)
         if factory is None:
-            near = nearest_names(function_name, [name for name in vars(module) if not name.startswith("_")]) or "."
+            own = [name for name, each in vars(module).items() if getattr(each, "__module__", None) == module_name]
+            near = nearest_names(function_name, own) or "."
             raise Mistake(f"module '{module_name}' has no '{function_name}'{near}")
         if not callable(factory):
             raise Mistake(f"'python:{spec}' is a {type(factory).__name__}, not a function that returns an nn.Module.")

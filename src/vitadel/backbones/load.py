@@ -181,7 +181,8 @@ def _open(spec: str, wishes: _Wishes) -> tuple[nn.Module, ModelRecord]:
 def _refuse_own_weights(spec: str, wishes: _Wishes) -> None:
     if wishes.weights is not None:
         raise Mistake(
-            f"'{spec}' brings its own weights; drop --weights {wishes.weights}, or name a timm model with it."
+            f"'{spec}' brings its own weights; drop '{wishes.weights}' (--weights, in recipes model.weights), or "
+            "name a timm model with it."
         )
     if wishes.building:
         raise Mistake(f"'{spec}' is built as its record says; drop the arguments {', '.join(wishes.building)}.")

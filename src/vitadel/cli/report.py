@@ -10,7 +10,10 @@ import typer
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="run folders")],
-    out: Annotated[Path | None, typer.Option(help="the page to write; by default report.html in the first run")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="the page; by default report.html in the run, comparison.html in the first of several"),
+    ] = None,
     export: Annotated[
         Path | None,
         typer.Option(help="a folder for tables as CSV, LaTeX and Markdown, and figures as SVG and PNG"),
@@ -19,7 +22,7 @@ def report(
     """Compare runs on one page that needs no network and no server."""
     from vitadel.reporting.page import write_report
 
-    target = out or runs[0] / "report.html"
+    target = out or runs[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     write_report(runs, target)
     if export is not None:
         from vitadel.reporting import exports

@@ -76,7 +76,7 @@ class Board:
             self._line(message)
 
     def _mean(self, name: str) -> float | None:
-        """Over the steps of this epoch that this life of the run took."""
+        """Over the steps of this epoch so far."""
         values = [row[name] for row in self.seen if name in row]
         return sum(values) / len(values) if values else None
 

@@ -63,7 +63,10 @@ def check_model_name(name: str) -> None:
         return
     looks_like_a_path = "/" in name or name.startswith((".", "~")) or name.endswith(_FILES) or Path(name).exists()
     if not timm.is_model(name.partition(".")[0]) and not looks_like_a_path:
-        raise Mistake(f"unknown model '{name}'{near_models(name.partition('.')[0], zoo_names())}")
+        near = near_models(name.partition(".")[0], zoo_names())
+        raise Mistake(
+            f"unknown model '{name}'{near} It is no timm name, no file and no folder; see `vitadel list models`"
+        )
 
 
 def check_optimiser(name: str) -> None:

@@ -28,23 +28,24 @@ from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
 from vitadel.defenses.adapters.tokens import Tokens
+from vitadel.defenses.adapters.whole_model import WholeModel
 from vitadel.defenses.augmentation import augment, seed_everything
 from vitadel.defenses.batch_statistics import whose_statistics
 from vitadel.defenses.board import board
-from vitadel.defenses.building import Recipe, build_recipe
+from vitadel.defenses.building import ChecksModel, Recipe, build_recipe
 from vitadel.defenses.loop import Run, train
 from vitadel.defenses.metrics import Metrics
 from vitadel.defenses.protocols import MindsLength, Prepares
 from vitadel.defenses.recipes import IDLE, compose, deciding, dotted
 from vitadel.defenses.sections import DataSection, Optimiser
-from vitadel.defenses.starting_model import StartingModel, starting_model
+from vitadel.defenses.starting_model import StartingModel, check_answer, starting_model
 from vitadel.defenses.stream import Stream
 from vitadel.defenses.tracking import begin_tracking, end_tracking
 from vitadel.defenses.validation import HeldOut
 from vitadel.defenses.writing_recipes import recipe_text
 from vitadel.errors import Interrupted, Mistake, nearest_names
 from vitadel.evaluation.among import choose_among
-from vitadel.evaluation.audit import Order, check_order, run_audit
+from vitadel.evaluation.audit import Order, check_order, check_targets, run_audit
 from vitadel.evaluation.stages import PRECISIONS
 from vitadel.evaluation.subject import Subject
 from vitadel.runtime.environment import environment
@@ -66,6 +67,7 @@ class Workshop:
     stream: Stream
     held_out: HeldOut
     test: Source | None
+    fresh_head: bool = False
 
 
 def harden(
@@ -118,7 +120,7 @@ def open_workshop(
     size = record.input_size or _first_size(source, section.train)
     check_images_fit(model, size, recipe.model.name)
     if not record.can_be_rebuilt:
-        _check_answer(model, size, recipe.model.name, len(source.classes))
+        check_answer(model, size, recipe.model.name, len(source.classes), learns=isinstance(recipe.adapter, WholeModel))
     preprocess = Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
     validation_source = others["validation"] or source
     if validation_source is not source:
@@ -146,7 +148,8 @@ def open_workshop(
         workers=section.workers,
     )
     _refuse_odd_pairs(recipe, processes)
-    return Workshop(recipe, model, stream, HeldOut(validation_source, held_out_rows, preprocess), others["test"])
+    held_out = HeldOut(validation_source, held_out_rows, preprocess)
+    return Workshop(recipe, model, stream, held_out, others["test"], start.fresh_head)
 
 
 def _refuse_odd_pairs(recipe: Recipe, processes: Processes) -> None:
@@ -228,22 +231,6 @@ def _first_size(source: Source, spec: str) -> tuple[int, int]:
     return image.height, image.width
 
 
-def _check_answer(model: Classifier, size: tuple[int, int], name: str, classes: int) -> None:
-    """Code of the user's is asked once, before it is trained for long: does it take these images, and know them all?"""
-    try:
-        with torch.no_grad():
-            logits = model(torch.full((1, 3, *size), 0.5, device=model.mean.device))
-    except Mistake:
-        raise
-    except Exception as error:  # a module may raise whatever it likes
-        raise Mistake(f"'{name}' cannot take images of {size[0]} x {size[1]} pixels: {error}") from error
-    if logits.shape != (1, classes):
-        raise Mistake(
-            f"'{name}' answers one image with a tensor of shape {tuple(logits.shape)}, but data.train has {classes} "
-            f"classes; let it return logits of shape (batch, {classes})"
-        )
-
-
 @contextmanager
 def _global_generators_kept() -> Iterator[None]:
     """The caller's random numbers go on as if nothing had been drawn here."""
@@ -273,6 +260,7 @@ def run_harden(
     # Before there is a folder: not every model takes every adapter, nor every machine every optimiser.
     adapted = _adapted(shop, processes)
     make_optimiser(recipe.optimiser, adapted)
+    _check_targets(shop)
     if not resume:
         _check_audit(shop, adapted, data_root, processes.device)
     settings = {**deciding(recipe.document), "--data-root": None if data_root is None else str(data_root)}
@@ -295,9 +283,12 @@ def run_harden(
 
 def _adapted(shop: Workshop, processes: Processes) -> nn.Module:
     """What is to be trained, where it is to be trained."""
-    for _, plugin in shop.recipe.plugins:
-        if isinstance(plugin, Prepares):
-            plugin.prepare(shop.model)
+    for name, plugin in shop.recipe.plugins:
+        with _complaining_as(f"plugins.{name}"):
+            if isinstance(plugin, ChecksModel):
+                plugin.check_model(shop.model)
+            if isinstance(plugin, Prepares):
+                plugin.prepare(shop.model)
     return shop.recipe.adapter.attach(shop.model.to(processes.device)).to(processes.device)
 
 
@@ -333,6 +324,8 @@ def _train(shop: Workshop, model: nn.Module, processes: Processes, folder: RunFo
         for name, plugin in recipe.plugins:
             if isinstance(plugin, MindsLength) and (note := plugin.said_of_length(epochs)):
                 run.tell(f"plugins.{name}: {note}")
+        if shop.fresh_head:
+            run.tell(f"the head of {recipe.model.name} is a fresh one, for the {run.num_classes} classes of data.train")
         if note := whose_statistics(model, processes, recipe.train.attack_mode):
             run.tell(note)
         with fastest_attention(model, processes.device, PRECISIONS[recipe.train.precision]):
@@ -388,6 +381,27 @@ def _order(recipe: Recipe) -> Order:
         seed=recipe.train.seed,
         skip_bad=None,
     )
+
+
+def _check_targets(shop: Workshop) -> None:
+    """A class that an attack is to reach cannot be the label of what it attacks."""
+    recipe, stream, held_out = shop.recipe, shop.stream, shop.held_out
+    attacks = {
+        "objective.attack": (recipe.document["objective"].get("attack"), stream.source.labels()[stream.rows]),
+        "validation.attack": (recipe.validation.attack, held_out.source.labels()[held_out.rows]),
+    }
+    for key, (name, labels) in attacks.items():
+        if name is not None:
+            with _complaining_as(key):
+                check_targets(name, labels)
+
+
+@contextmanager
+def _complaining_as(key: str) -> Iterator[None]:
+    try:
+        yield
+    except Mistake as mistake:
+        raise Mistake(f"{key}: {mistake}") from mistake
 
 
 def _check_audit(shop: Workshop, model: nn.Module, data_root: str | Path | None, device: torch.device) -> None:

@@ -6,6 +6,7 @@ start, which paths are dropped. So a training that was killed and resumed ends w
 
 from __future__ import annotations
 
+import hashlib
 import math
 import signal
 import threading
@@ -14,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,6 +59,7 @@ from vitadel.types import Attack, Source, Threat
 
 __all__ = ["Run", "train"]
 
+_NAMED = 1000  # images whose names a resumed run must find again
 _ASKED = 16  # held-out images that a model must have an answer to before it is saved
 
 
@@ -80,6 +83,20 @@ class Run:
     stopped: str = ""
     back_to: int | None = None  # the epoch whose weights the model has again
     told: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def images(self) -> str:
+        """Names the images that are learnt from and judged by, so that a run does not go on with others: their places
+        and labels, and the names of some of them, as a million would take long."""
+        digest = hashlib.sha256()
+        stream, held_out = self.stream, self.held_out
+        known = ((stream.source, stream.rows), (held_out.source, held_out.rows), (stream.extra, stream.extra_rows))
+        for source, rows in known:
+            if source is not None and rows is not None:
+                digest.update(torch.stack([rows, source.labels()[rows]]).numpy().tobytes())
+                some = rows[:: max(1, len(rows) // _NAMED)].tolist()
+                digest.update("\n".join(map(source.name, some)).encode())
+        return digest.hexdigest()[:16]
 
     @property
     def threat(self) -> Threat:
@@ -130,7 +147,8 @@ def train(run: Run, accelerator: Accelerator, optimiser: torch.optim.Optimizer, 
         model, prepared = accelerator.prepare(run.model, optimiser)
     if resume and (state := _found_by_all(run)) is not None:
         _restore(run, prepared, accelerator, state)
-    run.metrics.go_on(run.step)
+    begun = run.step // run.steps_per_epoch * run.steps_per_epoch
+    run.board.seen += run.metrics.go_on(run.step, begun)
     last = run.epochs * run.steps_per_epoch
     ended = bool(run.stopped) and run.step % run.steps_per_epoch == 0
     with _asked_to_stop() as asked:
@@ -170,6 +188,12 @@ def _found_by_all(run: Run) -> dict[str, Any] | None:
         clear_torn_files(run.folder)
     if state is not None:
         check_same_recipe(run.folder, state, deciding(run.recipe.document))
+        if state.get("images", run.images) != run.images:
+            raise Mistake(
+                f"the images of data.train, data.validation or data.extra are not those that {run.folder} was begun "
+                "with, so it cannot go on: some that were held out might be learnt from. Nothing was changed; put them "
+                "back, or begin anew with another --out."
+            )
     return state
 
 
@@ -290,9 +314,10 @@ class _Learner:
 def _diverged(run: Run, what: str, step: int) -> Mistake:
     kept = f"the checkpoint of step {run.metrics.saved} is kept" if run.metrics.saved else "nothing was saved yet"
     clip = "set" if run.recipe.optimiser.clip is None else "lower"
+    half = "" if run.recipe.train.precision == "fp32" else ", or train in fp32"
     return Mistake(
-        f"{what} at step {step} (epoch {run.epoch}), so the training was stopped; {kept} in {run.folder}. Lower "
-        f"optimiser.rate, {clip} optimiser.clip, or train in fp32, in a new run."
+        f"{what} at step {step} (epoch {run.epoch + 1}), so the training was stopped; {kept} in {run.folder}. Lower "
+        f"optimiser.rate, {clip} optimiser.clip{half}, in a new run."
     )
 
 
@@ -408,6 +433,7 @@ def _save(run: Run, optimiser: Any, accelerator: Accelerator) -> None:
         state = {
             "step": run.step,
             "recipe": deciding(run.recipe.document),
+            "images": run.images,
             "model": run.recipe.adapter.state(run.model),
             "optimiser": optimiser.state_dict(),
             "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else {},

@@ -20,15 +20,17 @@ class Metrics:
     saved: int = 0  # the step of the last checkpoint
     waiting: list[str] = field(default_factory=list)
 
-    def go_on(self, step: int) -> None:
-        """Forget what an earlier life wrote after the checkpoint that this one starts from."""
+    def go_on(self, step: int, since: int = 0) -> list[dict[str, float]]:
+        """Forget what an earlier life wrote after the checkpoint that this one starts from; the steps `since` then."""
         self.saved = step
         if self.path is None or not self.path.exists():
-            return
+            return []
         lines = self.path.read_text().splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         if len(kept) != len(lines):
             write_atomically(self.path, "".join(kept).encode())
+        rows: list[dict[str, float]] = [json.loads(line) for line in kept]
+        return [row for row in rows if row["step"] > since and "epoch" not in row]
 
     def add(self, step: int, row: Mapping[str, float]) -> None:
         self.waiting.append(json.dumps({"step": step, **row}) + "\n")

@@ -85,7 +85,7 @@ PROBE_SECTIONS = ("model", "tokens", "data", "head", "train", "audit")
 
 _ORDER = TEXTS + PROBE_SECTIONS[:-2] + tuple(name for name in SECTIONS if name not in PROBE_SECTIONS[:-2])
 _FILE = (".yaml", ".yml")
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?(/(\d+\.?\d*|\.\d+))?", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?( ?/ ?(\d+\.?\d*|\.\d+))?", re.IGNORECASE)
 
 
 def is_probe(document: Mapping[str, Any]) -> bool:
@@ -148,6 +148,11 @@ def compose(name: str | Path, row: str | None = None, overrides: Sequence[str] |
     {'train.epochs': 3}; values are read as YAML, fractions as numbers. A null takes a key away. Keys that there are not
     are told when the document is built, with all else that is wrong.
     """
+    if not isinstance(name, str | Path):
+        raise Mistake(
+            f"a recipe is given by its name or the path of its file, got a {type(name).__name__}; a model of your own "
+            "is named in it, as model.name: python:module:function"
+        )
     document = _with_row(_unfolded(str(name)), str(name), row)
     asked = dict(_pairs(overrides))
     idle = [_path(key, document) for key, value in asked.items() if value is None]
@@ -267,7 +272,8 @@ def _with_numbers(value: Any) -> Any:
         return [_with_numbers(entry) for entry in value]
     if isinstance(value, str) and _NUMBER.fullmatch(value) and ("/" in value or "e" in value.lower()):
         return read_amount(value)
-    return value.item() if isinstance(value, np.generic) else value
+    single = isinstance(value, np.generic) or getattr(value, "ndim", None) == 0  # also a tensor of one number
+    return value.item() if single else value
 
 
 # Extending and sweeping
@@ -362,13 +368,19 @@ def _uses_first(keys: Iterable[str]) -> list[str]:
 
 def _pairs(overrides: Sequence[str] | Mapping[str, object]) -> list[tuple[str, Any]]:
     if isinstance(overrides, Mapping):
+        wrong = next((key for key in overrides if not isinstance(key, str)), None)
+        if wrong is not None:
+            raise Mistake(f"overrides are named by texts such as 'train.epochs', got {wrong!r}")
         return [(key, _with_numbers(value)) for key, value in overrides.items()]
     pairs = []
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise Mistake(f"'{text}' is no override; write key=value, e.g. train.epochs=3 or threat.eps=4/255")
-        pairs.append((key.strip(), _with_numbers(_read_yaml(value, f"the value of '{text}'"))))
+        try:
+            pairs.append((key.strip(), _with_numbers(_read_yaml(value, f"the value of '{text}'"))))
+        except Mistake as mistake:
+            raise Mistake(f"{key.strip()}: {mistake}") from mistake
     return pairs
 
 
@@ -418,7 +430,7 @@ def _nested(path: Sequence[str], value: Any) -> Document:
 
 def unknown_section(key: str, document: Mapping[str, Any]) -> str:
     """What to say of a key that no recipe has: what there is, and which section has it, or what it resembles."""
-    known = [*TEXTS, *(PROBE_SECTIONS if is_probe(document) else SECTIONS)]
+    known = [*TEXTS, "extends", "sweep", *(PROBE_SECTIONS if is_probe(document) else SECTIONS)]
     meant = OTHER_WORDS.get(key, key)
     homes = [f"{section}.{meant}" for section, cls in section_types(document).items() if meant in get_type_hints(cls)]
     near = f"; did you mean {', '.join(homes)}?" if homes else nearest_names(key, known)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import timm
+import torch
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model
 from vitadel.defenses.sections import ModelSection
 from vitadel.errors import Mistake
 
-__all__ = ["StartingModel", "starting_model"]
+__all__ = ["StartingModel", "check_answer", "starting_model"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +63,42 @@ def starting_model(section: ModelSection, classes: int, data: str) -> StartingMo
     if model.record.num_classes is None:  # code of the user's that does not say, and is taken at its word
         return StartingModel(load_model(section.name, num_classes=classes, **options))
     return StartingModel(load_model(section.name, num_classes=classes, new_head=True, **options), fresh_head=True)
+
+
+def check_answer(model: Classifier, size: tuple[int, int], name: str, classes: int, learns: bool) -> None:
+    """Code of the user's is asked once, before it is trained for long: does it take these images, know all classes,
+    and tell what it would have to change? With `learns` its own parameters are to change."""
+    trainable = [each for each in model.parameters() if each.requires_grad]
+    if learns and not trainable:
+        raise Mistake(f"'{name}' has no parameters that require gradients, so there is nothing to train")
+    halves = sorted({str(each.dtype) for each in trainable if each.dtype in (torch.float16, torch.bfloat16)})
+    if halves:
+        raise Mistake(
+            f"'{name}' has parameters of {', '.join(halves)}, which small steps would not change; return "
+            "model.float(), and set train.precision for half precision where it is safe"
+        )
+    x = torch.full((1, 3, *size), 0.5, device=model.mean.device, requires_grad=True)
+    try:
+        with torch.enable_grad():
+            logits = model(x)
+    except Mistake:
+        raise
+    except Exception as error:  # a module may raise whatever it likes
+        raise Mistake(f"'{name}' cannot take images of {size[0]} x {size[1]} pixels: {error}") from error
+    if logits.shape != (1, classes):
+        raise Mistake(
+            f"'{name}' answers one image with a tensor of shape {tuple(logits.shape)}, but data.train has {classes} "
+            f"classes; let it return logits of shape (batch, {classes})"
+        )
+    if not bool(logits.isfinite().all()):
+        raise Mistake(f"'{name}' answers a grey image with NaN or infinite logits; check its weights")
+    slopes = torch.autograd.grad(logits.sum(), [x, *trainable], allow_unused=True) if logits.requires_grad else ()
+    if not slopes or slopes[0] is None or (learns and all(slope is None for slope in slopes[1:])):
+        what = "pixels" if not slopes or slopes[0] is None else "parameters"
+        raise Mistake(
+            f"no gradient of the answers of '{name}' reaches its {what}: is there a detach() or torch.no_grad() in its "
+            "forward?"
+        )
 
 
 def _from_file(name: str, classes: int, options: Mapping[str, Any]) -> StartingModel:

@@ -231,15 +231,19 @@ def _check_sense(subject: Subject, order: Order, indices: Tensor) -> None:
             f"eps {order.eps:g} in {order.norm} lets every pixel become anything: pixels are in [0, 1], and the box of "
             f"these images is {widest:g} wide. Did you mean {order.eps:g}/255?"
         )
-    labels = subject.source.labels()[indices]
     for name in order.attacks:
-        for target in targets_in(name):
-            of_target = int((labels == target).sum())
-            if of_target:
-                raise Mistake(
-                    f"{name}: class {target} is the label of {of_target} of the {len(labels)} samples, so there is "
-                    "nothing to reach for them; choose targets by a rule: targeted:next+, :least+ or :random+"
-                )
+        check_targets(name, subject.source.labels()[indices])
+
+
+def check_targets(name: str, labels: Tensor) -> None:
+    """A `Mistake` if an attack by this name is to reach a class that some of the samples have."""
+    for target in targets_in(name):
+        of_target = int((labels == target).sum())
+        if of_target:
+            raise Mistake(
+                f"{name}: class {target} is the label of {of_target} of the {len(labels)} samples, so there is "
+                "nothing to reach for them; choose targets by a rule: targeted:next+, :least+ or :random+"
+            )
 
 
 def _with_compiled(bench: Bench) -> tuple[Bench, Compilation]:
