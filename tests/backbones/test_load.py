@@ -348,7 +348,7 @@ def test_files_that_are_not_there_or_not_ours(tmp_path: Path) -> None:
 
 def test_what_brings_its_weights_takes_no_others(tmp_path: Path) -> None:
     saved(tmp_path / "m.safetensors")
-    with pytest.raises(Mistake, match="brings its own weights; drop .pretrained."):
+    with pytest.raises(Mistake, match="brings its own weights; drop 'pretrained'"):
         load_model(str(tmp_path / "m.safetensors"), weights="pretrained")
     with pytest.raises(Mistake, match="built as its record says; drop the arguments depth"):
         load_model(str(tmp_path / "m.safetensors"), kwargs={"depth": 3})

@@ -46,6 +46,10 @@ def test_a_bare_audit_runs_and_ends_with_its_folder(tmp_path):
     assert results["complete"]
     assert results["model"]["spec"] == "zoo:shapes-robust"
     assert "95 % interval" in done.stdout
+    own = (folder / "report.html").read_bytes()
+    several = vitadel("report", str(folder), str(folder), cwd=tmp_path)
+    assert several.stdout.splitlines()[-1] == str(folder / "comparison.html")
+    assert (folder / "report.html").read_bytes() == own
     report = vitadel("report", str(folder), "--out", str(tmp_path / "page.html"), cwd=tmp_path)
     assert report.stdout.strip() == str(tmp_path / "page.html")
     assert "fgsm" in (tmp_path / "page.html").read_text()

@@ -83,9 +83,9 @@ def test_a_model_of_the_users_is_asked_first_and_what_it_prints_is_no_result(vit
     monkeypatch.chdir(tmp_path)
     own = ["model.name=python:chatty:make", "model.kwargs=null"]
     code, _, err = vitadel("harden", mine, *own, "--out", tmp_path / "run")
-    assert (code, "'python:chatty:make' cannot take images of 16 x 16 pixels" in err) == (2, True)
+    assert (code, "'python:chatty:make' failed on two grey images of 16 x 16 pixels" in err) == (2, True)
     code, _, err = vitadel("harden", mine, *own, "data.train=shapes@train", "data.test=null", "--out", tmp_path / "run")
-    assert (code, "a tensor of shape (1, 12), but data.train has 10 classes" in err) == (2, True)
+    assert (code, "a tensor of shape (2, 12), but data.train has 10 classes" in err) == (2, True)
     (tmp_path / "chatty.py").write_text((tmp_path / "chatty.py").read_text().replace("12)", "10)"))
     del sys.modules["chatty"]
     words = ["harden", mine, *own, "data.train=shapes@train", "data.test=shapes@test", "audit.attacks=fgsm"]
@@ -95,6 +95,8 @@ def test_a_model_of_the_users_is_asked_first_and_what_it_prints_is_no_result(vit
     assert "hello" in err
     trained = tmp_path / "run" / "weights" / "best.safetensors"
     words = ["audit", "python:chatty:make", "--weights", trained, "--attacks", "fgsm", "--json", "--device", "cpu"]
+    code, out_of_plan, _ = vitadel("plan", mine, *own, "data.train=shapes@train", "data.test=null", "--json")
+    assert (code, json.loads(out_of_plan)["epochs"]) == (0, 1)
     code, again, err = vitadel(*words, "--limit", json.loads(out)["data"]["n"], "--seed", json.loads(out)["seed"])
     assert code == 0, err
     assert json.loads(again)["clean"] == json.loads(out)["clean"]

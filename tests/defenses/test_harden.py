@@ -16,16 +16,19 @@ from accelerate.utils import LoggerType
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from small_recipes import document, recipe
+from timm.layers import DropPath
 
 import vitadel
 from vitadel.backbones.load import load_model
+from vitadel.backbones.record import save_classifier
 from vitadel.data.shapes import Shapes
 from vitadel.defenses import harden as harden_module
 from vitadel.defenses import loop
 from vitadel.defenses.building import build_recipe
 from vitadel.defenses.harden import make_optimiser, open_workshop, run_harden
 from vitadel.defenses.planning import plan_training
-from vitadel.defenses.sections import Optimiser, Schedule
+from vitadel.defenses.sections import ModelSection, Optimiser, Schedule
+from vitadel.defenses.starting_model import check_answer, starting_model
 from vitadel.defenses.validation import HeldOut, Score
 from vitadel.errors import Mistake
 from vitadel.runtime.processes import join_processes
@@ -114,6 +117,44 @@ def test_plug_ins_for_which_a_training_is_too_short_are_told(tmp_path, capsys):
         assert f"plugins.{name}: begins at epoch {first} (from 0), and there are 2: it will do nothing" in told
     assert "plugins.epsilon_warmup: lasts 2 epochs, and there are 2: eps never gets full" in told
     assert "schedule: there are 2 epochs, so nothing happens at 2, 5" in told
+
+
+@pytest.mark.parametrize(("asked", "rate"), [(None, 0.3), (0.0, 0.0), (0.1, 0.1)])
+def test_drop_path_of_a_model_that_has_learnt(tmp_path, asked, rate):
+    kwargs = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "drop_path_rate": 0.3}
+    file = tmp_path / "model.safetensors"
+    save_classifier(load_model("vit_tiny_patch16_224", weights="random", num_classes=10, kwargs=kwargs), file)
+    section = ModelSection(str(file), drop_path=asked)
+    model = starting_model(section, 10, "shapes").classifier
+    assert max(
+        [each.drop_prob for each in model.modules() if isinstance(each, DropPath)], default=0.0
+    ) == pytest.approx(rate)
+
+
+def test_a_model_must_read_its_own_state_back():
+    class Flat(torch.nn.Sequential):
+        def __init__(self):
+            super().__init__(torch.nn.Flatten(), torch.nn.Linear(48, 10), torch.nn.BatchNorm1d(10))
+
+    class Forgetful(Flat):
+        def state_dict(self, *args, **kwargs):
+            return {key: value for key, value in super().state_dict(*args, **kwargs).items() if "bias" not in key}
+
+    class Talkative(Flat):
+        def get_extra_state(self):
+            return {"note": "no tensor"}
+
+    def asked(module):
+        check_answer(vitadel.wrap(module), (4, 4), "mine", 10, learns=True)
+
+    good = Flat().train()
+    asked(good)
+    assert good.training
+    assert not good[2].running_mean.any()
+    with pytest.raises(Mistake, match="'mine' cannot read its own state_dict back"):
+        asked(Forgetful())
+    with pytest.raises(Mistake, match="the state of 'mine' holds what is no tensor"):
+        asked(Talkative())
 
 
 def test_a_rate_that_never_gets_full_is_told():

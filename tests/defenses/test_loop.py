@@ -508,6 +508,17 @@ def test_an_overfitted_epoch_is_rolled_back_and_the_good_one_deployed(tmp_path, 
     assert "validation_clean" not in last  # of weights that are gone
 
 
+def test_an_epoch_that_was_gone_back_to_is_judged_if_it_was_not_yet(tmp_path, monkeypatch):
+    left = iter([0.5, 0.5, 0.9, 0.1])
+    monkeypatch.setattr(OverfittingGuard, "_left_by", lambda *_: next(left))
+    plugins = {"overfitting_guard": {"action": "rollback"}}
+    built = recipe(train={"epochs": 4}, validation={"every": 3}, plugins=plugins)
+    results, folder = run_harden(built, "small", CPU, out=tmp_path / "run")
+    (row,) = [row for row in lines(folder.path) if "back_to_epoch" in row]
+    assert (row["epoch"], row["back_to_epoch"], results["training"]["best_epoch"]) == (1, 0, 0)
+    assert row["validation_clean"] == results["training"]["held_out"]["clean"]
+
+
 def test_weights_are_moved_by_the_scaled_loss_where_the_step_is_taken_by_it(tmp_path, monkeypatch):
     """fp16 multiplies the loss lest gradients round to zero."""
     seen = []

@@ -71,7 +71,7 @@ def test_both_accuracies_are_measured(state, left):
 def test_a_gap_is_told_and_training_goes_on():
     guard, run, _ = guarded()
     epochs(guard, run, HEALTHY, OVERFITTED)
-    assert run.told == ["catastrophic overfitting in epoch 1: FGSM leaves 100% of the held-out images, PGD-10 0%"]
+    assert run.told == ["catastrophic overfitting in epoch 2: FGSM leaves 100% of the held-out images, PGD-10 0%"]
     assert not run.stopped
 
 
@@ -81,7 +81,7 @@ def test_a_fall_counts_only_against_the_epoch_before():
     assert run.told == []
     epochs(guard, run, HEALTHY, BEATEN, BEATEN)
     assert run.told == [
-        "catastrophic overfitting in epoch 3: PGD-10 leaves 0% of the held-out images, 100% an epoch ago"
+        "catastrophic overfitting in epoch 4: PGD-10 leaves 0% of the held-out images, 100% an epoch ago"
     ]
 
 
@@ -96,7 +96,7 @@ def test_new_attention_factors_are_no_fall():
     epochs(resumed, run, BEATEN)
     assert not run.stopped
     epochs(resumed, run, HEALTHY, BEATEN)  # with the factors of the epoch before
-    assert run.stopped.startswith("catastrophic overfitting in epoch 3")
+    assert run.stopped.startswith("catastrophic overfitting in epoch 4")
 
 
 def test_limits_are_settings():

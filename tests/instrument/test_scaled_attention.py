@@ -170,6 +170,15 @@ def test_numbers_tensors_and_rows_of_heads_mean_the_same(factor: float, fused: b
     assert not torch.allclose(found[0][0], model(x))
 
 
+def test_plain_factors_go_with_transforms_of_functions() -> None:
+    model, x = precise_vit("vit", True)
+    with scaled_attention(model, 0.5), frozen(model):
+        slope = torch.func.grad(lambda z: model(z)[:, 0].sum())(x)
+        z = x.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(model(z)[:, 0].sum(), z)
+    torch.testing.assert_close(slope, expected)
+
+
 def test_factors_are_read_when_the_model_runs() -> None:
     model, x = precise_vit("vit")
     factors = torch.tensor([[0.5] * 3, [0.6] * 3], dtype=torch.float64, requires_grad=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -79,8 +81,14 @@ class Classifier(nn.Module):
         z = (x - self.mean) / self.std if self._record.normalises else x
         precision = next((p.dtype for p in self.backbone.parameters() if p.is_floating_point()), z.dtype)
         z, factors = z.to(precision), self.attention_factors
-        logits = logits_of(self.backbone(z) if factors is None else _run_scaled(self.backbone, z, factors))
+        with self._prints_aside():
+            logits = logits_of(self.backbone(z) if factors is None else _run_scaled(self.backbone, z, factors))
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+    def _prints_aside(self) -> AbstractContextManager[object]:
+        """What code of the user's prints while it runs is not mixed with our results."""
+        theirs = not self._record.can_be_rebuilt and not torch.compiler.is_compiling()
+        return redirect_stdout(sys.stderr) if theirs else nullcontext()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Classifier:
         """Moves as any module does, but never rounds the normalisation: .bfloat16() would shift every pixel."""

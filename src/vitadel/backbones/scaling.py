@@ -98,10 +98,15 @@ class _Witnessed(torch.autograd.Function):
     """The first input, with the second one kept for the backward pass: gradient checkpointing counts what is kept, and
     so notices (and refuses) a second run without the factor."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, value: Tensor, number: Tensor) -> Tensor:
-        ctx.save_for_backward(number)
+    def forward(value: Tensor, number: Tensor) -> Tensor:
         return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import redirect_stdout
 from typing import Annotated
 
 import typer
@@ -32,9 +31,8 @@ def harden(
     title = title_of(recipe, row)
     built = build_recipe(compose(recipe, row, overrides or ()), title)
     processes = join_processes(run.device)
-    with redirect_stdout(sys.stderr):  # what a user's model prints is no part of the results
-        results, folder = run_harden(
-            built, title, processes, out=run.out, resume=run.resume, shown=True, data_root=data_root, argv=sys.argv[1:]
-        )
+    results, folder = run_harden(
+        built, title, processes, out=run.out, resume=run.resume, shown=True, data_root=data_root, argv=sys.argv[1:]
+    )
     if processes.is_main:
         running.tell(results, folder.path, run, terminal.show_training, report="clean" in results)

@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,19 +80,18 @@ def run_attacks(
     subject = open_chosen(model, choice, sampling)
     if processes.is_main:
         terminal.tell_notes(subject.model.record.notes)
-    with redirect_stdout(sys.stderr):  # what a user's model prints is no part of the results
-        outcome = run_audit(
-            subject,
-            order,
-            processes,
-            out=running.out,
-            in_folder=True,
-            resume=running.resume,
-            shown=True,
-            argv=[*sys.argv[1:], *unsaid],
-            verb=verb,
-            examine=(lambda opened: glance(opened, order, processes)) if doctor else (lambda opened: []),
-        )
+    outcome = run_audit(
+        subject,
+        order,
+        processes,
+        out=running.out,
+        in_folder=True,
+        resume=running.resume,
+        shown=True,
+        argv=[*sys.argv[1:], *unsaid],
+        verb=verb,
+        examine=(lambda opened: glance(opened, order, processes)) if doctor else (lambda opened: []),
+    )
     if not outcome.is_main or outcome.folder is None:
         return None
     return outcome.results, outcome.folder.path

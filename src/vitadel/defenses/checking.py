@@ -163,7 +163,7 @@ def sketched_model(section: str) -> Classifier | None:
                 interpolation=model.interpolation,
                 small_images=model.small_images or False,
                 new_head=from_zoo,
-                kwargs=model.kwargs | ({"drop_path_rate": model.drop_path} if model.drop_path else {}),
+                kwargs=model.kwargs | ({} if model.drop_path is None else {"drop_path_rate": model.drop_path}),
                 device=device,
             )
             height, width = classifier.record.input_size or (224, 224)

@@ -120,6 +120,7 @@ def open_workshop(
     size = record.input_size or _first_size(source, section.train)
     check_images_fit(model, size, recipe.model.name)
     if not record.can_be_rebuilt:
+        model = model.to(processes.device)
         check_answer(model, size, recipe.model.name, len(source.classes), learns=isinstance(recipe.adapter, WholeModel))
     preprocess = Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
     validation_source = others["validation"] or source
@@ -149,7 +150,13 @@ def open_workshop(
     )
     _refuse_odd_pairs(recipe, processes)
     held_out = HeldOut(validation_source, held_out_rows, preprocess)
-    return Workshop(recipe, model, stream, held_out, others["test"], start.fresh_head)
+    shop = Workshop(recipe, model, stream, held_out, others["test"], start.fresh_head)
+    _check_targets(shop)
+    for name, plugin in recipe.plugins:
+        if isinstance(plugin, ChecksModel):
+            with _complaining_as(f"plugins.{name}"):
+                plugin.check_model(model)
+    return shop
 
 
 def _refuse_odd_pairs(recipe: Recipe, processes: Processes) -> None:
@@ -260,7 +267,6 @@ def run_harden(
     # Before there is a folder: not every model takes every adapter, nor every machine every optimiser.
     adapted = _adapted(shop, processes)
     make_optimiser(recipe.optimiser, adapted)
-    _check_targets(shop)
     if not resume:
         _check_audit(shop, adapted, data_root, processes.device)
     settings = {**deciding(recipe.document), "--data-root": None if data_root is None else str(data_root)}
@@ -283,12 +289,9 @@ def run_harden(
 
 def _adapted(shop: Workshop, processes: Processes) -> nn.Module:
     """What is to be trained, where it is to be trained."""
-    for name, plugin in shop.recipe.plugins:
-        with _complaining_as(f"plugins.{name}"):
-            if isinstance(plugin, ChecksModel):
-                plugin.check_model(shop.model)
-            if isinstance(plugin, Prepares):
-                plugin.prepare(shop.model)
+    for _, plugin in shop.recipe.plugins:
+        if isinstance(plugin, Prepares):
+            plugin.prepare(shop.model)
     return shop.recipe.adapter.attach(shop.model.to(processes.device)).to(processes.device)
 
 
@@ -319,7 +322,7 @@ def _train(shop: Workshop, model: nn.Module, processes: Processes, folder: RunFo
                 "adapter.seed stands in the recipe: who reads it can train the same tokens. Leave it out for tokens "
                 "to deploy."
             )
-        if note := recipe.schedule.said_of_length(recipe.train.epochs):
+        if note := recipe.schedule.said_of_length(epochs):
             run.tell(f"schedule: {note}")
         for name, plugin in recipe.plugins:
             if isinstance(plugin, MindsLength) and (note := plugin.said_of_length(epochs)):
@@ -386,8 +389,11 @@ def _order(recipe: Recipe) -> Order:
 def _check_targets(shop: Workshop) -> None:
     """A class that an attack is to reach cannot be the label of what it attacks."""
     recipe, stream, held_out = shop.recipe, shop.stream, shop.held_out
+    learnt = stream.source.labels()[stream.rows]
+    if stream.extra is not None and stream.extra_rows is not None:
+        learnt = torch.cat([learnt, stream.extra.labels()[stream.extra_rows]])
     attacks = {
-        "objective.attack": (recipe.document["objective"].get("attack"), stream.source.labels()[stream.rows]),
+        "objective.attack": (recipe.document["objective"].get("attack"), learnt),
         "validation.attack": (recipe.validation.attack, held_out.source.labels()[held_out.rows]),
     }
     for key, (name, labels) in attacks.items():

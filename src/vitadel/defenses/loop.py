@@ -86,8 +86,8 @@ class Run:
 
     @cached_property
     def images(self) -> str:
-        """Names the images that are learnt from and judged by, so that a run does not go on with others: their places
-        and labels, and the names of some of them, as a million would take long."""
+        """Names the images that are learnt from and judged by, so that a run does not go on with others: by places,
+        labels, and the names of some of them, as a million would take long. What is in the files is not looked at."""
         digest = hashlib.sha256()
         stream, held_out = self.stream, self.held_out
         known = ((stream.source, stream.rows), (held_out.source, held_out.rows), (stream.extra, stream.extra_rows))
@@ -136,7 +136,8 @@ class Run:
         self.board.note(message)
 
     def stop(self, reason: str, back_to: int | None = None) -> None:
-        self.stopped, self.back_to = reason, back_to
+        self.stopped = reason
+        self.back_to = self.back_to if back_to is None else back_to
 
 
 def train(run: Run, accelerator: Accelerator, optimiser: torch.optim.Optimizer, resume: bool) -> None:
@@ -391,8 +392,11 @@ def _close_epoch(run: Run, accelerator: Accelerator) -> None:
             if run.best is None or score.decisive >= run.best.decisive:
                 run.best, run.best_epoch = score, epoch if run.back_to is None else run.back_to
                 _write_weights(run, "best", already_deployed=True)
-        # Of an epoch whose weights are gone there is no score.
-        row |= _told_as(score) if run.back_to is None else {"back_to_epoch": run.back_to}
+        told = _told_as(score)
+        if run.back_to is not None:
+            row["back_to_epoch"] = run.back_to
+            told = told if (run.back_to + 1) % validation.every else {}  # that epoch has its score already
+        row |= told
     run.told.clear()
     run.metrics.add(run.step, {"epoch": epoch, **row})
     track(accelerator, run.recipe.train.tracker, row, run.step, run.folder)

@@ -52,7 +52,6 @@ OTHER_WORDS = {
     "min_lr": "final_rate",
     "warmup_lr": "warm_up_rate",
     "wd": "weight_decay",
-    "opt": "name",
     "max_norm": "clip",
     "grad_accum_steps": "accumulation",
     "amp": "precision",

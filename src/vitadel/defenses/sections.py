@@ -43,7 +43,7 @@ class ModelSection:
     absent, and a checkpoint with another number then gets a new head; if it is given, the checkpoint must have a head
     of that many. `input_size` resamples positions; `crop_pct` and `interpolation` say how images come to that size;
     `small_images` is the patch size (4) to which a patch-16 model is adapted for 32 px. `head_classes` keeps these of a
-    checkpoint's classes, in the order of the data's.
+    checkpoint's classes, in the order of the data's. Without `drop_path` it is as in the checkpoint, or none.
     """
 
     name: str
@@ -56,7 +56,7 @@ class ModelSection:
     interpolation: str | None = None
     small_images: int | None = None
     head_classes: tuple[int, ...] | None = None
-    drop_path: float = 0.0
+    drop_path: float | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

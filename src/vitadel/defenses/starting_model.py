@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import timm
 import torch
+from torch import nn
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model
@@ -35,7 +36,7 @@ def starting_model(section: ModelSection, classes: int, data: str) -> StartingMo
     if kept is not None and len(kept) != classes:
         raise Mistake(f"model.head_classes keeps {len(kept)} classes, but {data} has {classes}; name one for each")
     kwargs = dict(section.kwargs)
-    if section.drop_path:
+    if section.drop_path is not None:
         kwargs["drop_path_rate"] = section.drop_path
     named = timm.is_model(section.name.partition(".")[0])
     weights = section.weights or ("random" if named else None)
@@ -61,37 +62,42 @@ def starting_model(section: ModelSection, classes: int, data: str) -> StartingMo
     if model.record.num_classes == classes:
         return StartingModel(model)
     if model.record.num_classes is None:  # code of the user's that does not say, and is taken at its word
-        return StartingModel(load_model(section.name, num_classes=classes, **options))
+        return StartingModel(Classifier(model.backbone, replace(model.record, num_classes=classes)))
     return StartingModel(load_model(section.name, num_classes=classes, new_head=True, **options), fresh_head=True)
 
 
 def check_answer(model: Classifier, size: tuple[int, int], name: str, classes: int, learns: bool) -> None:
     """Code of the user's is asked once, before it is trained for long: does it take these images, know all classes,
     and tell what it would have to change? With `learns` its own parameters are to change."""
-    trainable = [each for each in model.parameters() if each.requires_grad]
+    trainable = [each for each in model.parameters() if each.requires_grad] if learns else []
     if learns and not trainable:
         raise Mistake(f"'{name}' has no parameters that require gradients, so there is nothing to train")
+    _check_weights(model.backbone, name)
     halves = sorted({str(each.dtype) for each in trainable if each.dtype in (torch.float16, torch.bfloat16)})
     if halves:
         raise Mistake(
             f"'{name}' has parameters of {', '.join(halves)}, which small steps would not change; return "
             "model.float(), and set train.precision for half precision where it is safe"
         )
-    x = torch.full((1, 3, *size), 0.5, device=model.mean.device, requires_grad=True)
+    x = torch.full((2, 3, *size), 0.5, device=model.mean.device, requires_grad=True)
+    modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.enable_grad():
-            logits = model(x)
+            logits = model.eval()(x)
     except Mistake:
         raise
     except Exception as error:  # a module may raise whatever it likes
-        raise Mistake(f"'{name}' cannot take images of {size[0]} x {size[1]} pixels: {error}") from error
-    if logits.shape != (1, classes):
+        raise Mistake(f"'{name}' failed on two grey images of {size[0]} x {size[1]} pixels: {error}") from error
+    finally:
+        for module, training in modes:
+            module.training = training
+    if logits.shape != (2, classes):
         raise Mistake(
-            f"'{name}' answers one image with a tensor of shape {tuple(logits.shape)}, but data.train has {classes} "
+            f"'{name}' answers two images with a tensor of shape {tuple(logits.shape)}, but data.train has {classes} "
             f"classes; let it return logits of shape (batch, {classes})"
         )
     if not bool(logits.isfinite().all()):
-        raise Mistake(f"'{name}' answers a grey image with NaN or infinite logits; check its weights")
+        raise Mistake(f"'{name}' answers grey images with NaN or infinite logits; check its weights")
     slopes = torch.autograd.grad(logits.sum(), [x, *trainable], allow_unused=True) if logits.requires_grad else ()
     if not slopes or slopes[0] is None or (learns and all(slope is None for slope in slopes[1:])):
         what = "pixels" if not slopes or slopes[0] is None else "parameters"
@@ -99,6 +105,20 @@ def check_answer(model: Classifier, size: tuple[int, int], name: str, classes: i
             f"no gradient of the answers of '{name}' reaches its {what}: is there a detach() or torch.no_grad() in its "
             "forward?"
         )
+
+
+def _check_weights(backbone: nn.Module, name: str) -> None:
+    """What is trained is kept as the tensors of its state_dict and read back: that must work before hours are spent."""
+    state = backbone.state_dict()
+    other = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
+    if other:
+        raise Mistake(f"the state of '{name}' holds what is no tensor, and could not be saved: {', '.join(other)}")
+    try:
+        backbone.load_state_dict(state)
+    except Exception as error:
+        raise Mistake(
+            f"'{name}' cannot read its own state_dict back, so it could not be opened again: {error}"
+        ) from error
 
 
 def _from_file(name: str, classes: int, options: Mapping[str, Any]) -> StartingModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ class WholeModel:
         classifier = cast(Classifier, adapted)
         if classifier.record.can_be_rebuilt:
             return load_classifier(path)
-        # Code of the user's cannot be built from a record; a copy of the module at hand takes the weights instead.
-        backbone = copy.deepcopy(classifier.backbone)
-        load_strict(backbone, read_checkpoint(path).weights, str(path))
-        return Classifier(backbone, read_record(path) or classifier.record).eval()
+        # Code of the user's cannot be built from a record, nor is every module to be copied: the one at hand, which
+        # nobody needs any more, takes the weights.
+        load_strict(classifier.backbone, read_checkpoint(path).weights, str(path))
+        return Classifier(classifier.backbone, read_record(path) or classifier.record).eval()

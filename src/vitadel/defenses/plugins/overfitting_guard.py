@@ -82,7 +82,7 @@ class OverfittingGuard:
         return ""
 
     def _act(self, run: Training, alarm: str) -> None:
-        message, back_to = f"catastrophic overfitting in epoch {run.epoch}: {alarm}", None
+        message, back_to = f"catastrophic overfitting in epoch {run.epoch + 1}: {alarm}", None
         if self.action == "rollback":
             if self._good:
                 with torch.no_grad():
