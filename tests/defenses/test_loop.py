@@ -55,6 +55,19 @@ def lines(folder):
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
+def stopped_at_the_first_save(built, folder, monkeypatch):
+    save = loop._save
+
+    def once(*arguments):
+        save(*arguments)
+        raise Interrupted(folder)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "_save", once)
+        with pytest.raises(Interrupted):
+            run_harden(built, "small", CPU, out=folder)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A training with every kind of plug-in that keeps state, run in one go."""
@@ -176,16 +189,8 @@ def test_a_finished_run_is_only_read(finished):
 
 
 def test_what_decides_nothing_may_change_while_a_run_goes_on(finished, tmp_path, monkeypatch):
-    built, save = recipe(plugins=EVERYTHING), loop._save
-
-    def once(*arguments):
-        save(*arguments)
-        raise Interrupted(tmp_path / "run")
-
-    monkeypatch.setattr(loop, "_save", once)
-    with pytest.raises(Interrupted):
-        run_harden(built, "small", CPU, out=tmp_path / "run")
-    monkeypatch.setattr(loop, "_save", save)
+    built = recipe(plugins=EVERYTHING)
+    stopped_at_the_first_save(built, tmp_path / "run", monkeypatch)
     other = recipe(plugins=EVERYTHING, data={"workers": 1}, train={"tracker": "tensorboard", "checkpoint_every": 1})
     assert other.document != built.document
     run_harden(other, "small", CPU, out=tmp_path / "run", resume=True)
@@ -199,16 +204,7 @@ def test_other_images_cannot_go_on_with_a_run(tmp_path, monkeypatch):
         (photos / str(number % 2)).mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (16, 16), (4 * number, 0, 0)).save(photos / str(number % 2) / f"{number:02d}.png")
     built = recipe(data={"train": f"folder:{photos}", "test": None, "limit": None, "held_out": 10})
-    save = loop._save
-
-    def once(*arguments):
-        save(*arguments)
-        raise Interrupted(tmp_path / "run")
-
-    monkeypatch.setattr(loop, "_save", once)
-    with pytest.raises(Interrupted):
-        run_harden(built, "small", CPU, out=tmp_path / "run")
-    monkeypatch.setattr(loop, "_save", save)
+    stopped_at_the_first_save(built, tmp_path / "run", monkeypatch)
     taken = photos / "1" / "31.png"
     content = taken.read_bytes()
     taken.rename(photos / "1" / "renamed.png")
