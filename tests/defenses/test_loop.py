@@ -188,12 +188,15 @@ def test_a_finished_run_is_only_read(finished):
     assert (folder / "weights" / "best.safetensors").stat().st_mtime_ns == before
 
 
-def test_what_decides_nothing_may_change_while_a_run_goes_on(finished, tmp_path, monkeypatch):
+def test_what_decides_nothing_may_change_while_a_run_goes_on(finished, tmp_path, monkeypatch, capsys):
     built = recipe(plugins=EVERYTHING)
     stopped_at_the_first_save(built, tmp_path / "run", monkeypatch)
     other = recipe(plugins=EVERYTHING, data={"workers": 1}, train={"tracker": "tensorboard", "checkpoint_every": 1})
     assert other.document != built.document
-    run_harden(other, "small", CPU, out=tmp_path / "run", resume=True)
+    capsys.readouterr()
+    run_harden(other, "small", CPU, out=tmp_path / "run", resume=True, shown=True)
+    losses = [row["loss"] for row in lines(tmp_path / "run") if "loss" in row and row["step"] <= 3]
+    assert f"epoch 1/2: loss {sum(losses) / 3:.3f}" in capsys.readouterr().err  # also of steps before the resume
     assert same(weights(tmp_path / "run"), weights(finished[0]))
 
 

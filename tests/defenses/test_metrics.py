@@ -32,6 +32,16 @@ def test_a_second_life_takes_back_what_it_will_write_again(tmp_path):
     assert steps(path) == [1, 2, 3]
 
 
+def test_a_second_life_hears_of_the_steps_of_its_epoch(tmp_path):
+    """So that the first line about the epoch after a resume is about all of it."""
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": step, "loss": float(step)} for step in range(1, 6)]
+    rows.insert(3, {"step": 3, "epoch": 0})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert Metrics(path).go_on(4, since=3) == [{"step": 4, "loss": 4.0}]
+    assert Metrics(None).go_on(4, since=3) == []
+
+
 def test_other_processes_write_nothing():
     metrics = Metrics(None)
     metrics.go_on(0)
