@@ -95,7 +95,7 @@ class Run:
             if source is not None and rows is not None:
                 digest.update(torch.stack([rows, source.labels()[rows]]).numpy().tobytes())
                 some = rows[:: max(1, len(rows) // _NAMED)].tolist()
-                digest.update("\n".join(map(source.name, some)).encode())
+                digest.update("\n".join(map(source.name, some)).encode(errors="surrogateescape"))
         return digest.hexdigest()[:16]
 
     @property
