@@ -38,21 +38,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from vitadel.amounts import amount_text, read_amount
+from vitadel.quantities import amount_text, read_amount
 from vitadel.attacks import PGD, Linf
 from vitadel.attacks.apgd import apgd_ce
-from vitadel.attacks.autoattack import autoattack
+from vitadel.attacks.autoattack.standard import autoattack
 from vitadel.attacks.fab import fab_t
 from vitadel.attacks.square import square
 from vitadel.attacks.steppers import Steepest
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
-from vitadel.data.shapes import Shapes
+from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import Mistake, nearest_names
-from vitadel.evaluation.judge import judge
-from vitadel.evaluation.metering import Cost, metered
+from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.pass_counter import Cost, metered
 from vitadel.runtime.environment import environment
-from vitadel.runtime.rundir import write_json
+from vitadel.runtime.run_folder import write_json
 from vitadel.types import Attack
 
 STANDING_EPS = 1e-6  # nobody falls within this

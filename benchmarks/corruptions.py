@@ -32,10 +32,10 @@ from torch import Tensor
 
 from vitadel.corruptions import COMMON, EXTRA, SEVERITIES, corrupt
 from vitadel.corruptions.constants import table_for
-from vitadel.data.shapes import Shapes
-from vitadel.runtime.draws import Draws
+from vitadel.data.sources.shapes import Shapes
+from vitadel.runtime.rng import Draws
 from vitadel.runtime.environment import environment
-from vitadel.runtime.rundir import write_json
+from vitadel.runtime.run_folder import write_json
 
 Run = Callable[[Tensor, str, int], Tensor]
 

@@ -25,18 +25,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitadel.adapters.opening import open_model
-from vitadel.amounts import amount_text, read_amount
+from vitadel.adapters.open_model import open_model
+from vitadel.quantities import amount_text, read_amount
 from vitadel.backbones.load import load_model, zoo_names
-from vitadel.diagnosis.doctor import CHECKS, Check, examine
+from vitadel.diagnosis.runner import CHECKS, Check, examine
 from vitadel.diagnosis.examination import LEVELS
 from vitadel.diagnosis.finding import OK
-from vitadel.diagnosis.gallery import GALLERY
-from vitadel.diagnosis.visit import Appointment, examination_of
-from vitadel.evaluation.subject import open_subject
+from vitadel.diagnosis.broken_defenses import GALLERY
+from vitadel.diagnosis.run import Appointment, examination_of
+from vitadel.evaluation.engine.target import open_subject
 from vitadel.runtime.environment import environment
-from vitadel.runtime.processes import join_processes
-from vitadel.runtime.rundir import write_json
+from vitadel.runtime.distributed import join_processes
+from vitadel.runtime.run_folder import write_json
 
 HONEST = tuple(name for name in zoo_names() if name.startswith("zoo:shapes-"))
 LIARS = {liar.name: liar for liar in GALLERY}

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
-from vitadel.defenses.board import Board
-from vitadel.defenses.building import Recipe
-from vitadel.defenses.harden import make_optimiser, open_workshop
+from vitadel.training.progress_table import Board
+from vitadel.training.recipes.build import Recipe
+from vitadel.training.run import make_optimiser, open_workshop
 
 # One step at a time is nobody else's business, so it has no public name; `train` would take all of them at once, and
 # contenders could not take turns.
-from vitadel.defenses.loop import Run, _Learner
-from vitadel.defenses.metrics import Metrics
-from vitadel.runtime.processes import join_processes
+from vitadel.training.loop import Run, _Learner
+from vitadel.training.metrics import Metrics
+from vitadel.runtime.distributed import join_processes
 
 __all__ = ["Step", "opened", "our_step", "ratios_to", "take_turns"]
 

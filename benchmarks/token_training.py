@@ -26,12 +26,12 @@ from stepping import Step, opened, our_step, ratios_to, take_turns
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitadel.adapters.robustness_tokens import fresh_tokens
-from vitadel.defenses.building import build_recipe
-from vitadel.defenses.recipes import compose
+from vitadel.adapters.tokens.robustness_tokens import fresh_tokens
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.recipes.documents import compose
 from vitadel.instrument.tokens import token_width
 from vitadel.runtime.environment import environment
-from vitadel.runtime.rundir import write_json
+from vitadel.runtime.run_folder import write_json
 
 EPS, LENGTH, RATE, COUNT = 8 / 255, 2 / 255, 1e-3, 10
 AT_MOST = 1.1

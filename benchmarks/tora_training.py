@@ -32,12 +32,12 @@ from rich.table import Table
 from stepping import Step, opened, our_step, ratios_to, take_turns
 from torch import Tensor, nn
 
-from vitadel.adapters.tora import Tora
-from vitadel.adapters.tora_files import save_tora
-from vitadel.defenses.building import build_recipe
-from vitadel.defenses.recipes import compose
+from vitadel.adapters.tora.tora import Tora
+from vitadel.adapters.tora.tora_files import save_tora
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.recipes.documents import compose
 from vitadel.runtime.environment import environment
-from vitadel.runtime.rundir import write_json
+from vitadel.runtime.run_folder import write_json
 
 MODELS = ("zoo:shapes-standard", "deit_tiny_patch16_224")
 WHOLE = "all weights, PGD-AT"

@@ -38,11 +38,11 @@ from torch.nn import functional as F
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
-from vitadel.defenses.building import build_recipe
-from vitadel.defenses.recipes import compose
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.recipes.documents import compose
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.environment import environment
-from vitadel.runtime.rundir import write_json
+from vitadel.runtime.run_folder import write_json
 
 EPS, LENGTH, BETA, CLIP = 8 / 255, 2 / 255, 6.0, 1.0
 

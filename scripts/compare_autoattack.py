@@ -29,15 +29,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from vitadel.amounts import amount_text, read_amount
+from vitadel.quantities import amount_text, read_amount
 from vitadel.attacks import Linf
-from vitadel.attacks.autoattack import autoattack
+from vitadel.attacks.autoattack.standard import autoattack
 from vitadel.data.batches import batches
-from vitadel.evaluation.judge import judge
-from vitadel.evaluation.metering import Cost, metered
-from vitadel.evaluation.subject import Subject, open_subject
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.rundir import write_json
+from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.pass_counter import Cost, metered
+from vitadel.evaluation.engine.target import Subject, open_subject
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.run_folder import write_json
 
 ALLOWED = 1 / 500  # how many samples more than theirs may hold against ours, as a share of those attacked
 

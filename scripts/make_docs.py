@@ -24,20 +24,20 @@ _MADE = "<!-- Made by scripts/make_docs.py from the code: change it there. -->"
 
 PUBLIC = {
     "The front door": ["vitadel"],
-    "Models and data": ["vitadel.backbones", "vitadel.adapters.opening", "vitadel.data"],
+    "Models and data": ["vitadel.backbones", "vitadel.adapters.open_model", "vitadel.data"],
     "Looking inside": ["vitadel.instrument"],
     "Attacks": ["vitadel.attacks", "vitadel.attacks.goals", "vitadel.attacks.losses", "vitadel.attacks.steppers"],
     "Evaluation": [
-        "vitadel.evaluation.audit",
-        "vitadel.evaluation.protocols",
-        "vitadel.evaluation.corruptions",
-        "vitadel.evaluation.contenders",
-        "vitadel.evaluation.trade_off",
+        "vitadel.evaluation.audit.audit",
+        "vitadel.evaluation.audit.protocols",
+        "vitadel.evaluation.corruptions.run",
+        "vitadel.evaluation.trade_off.candidates",
+        "vitadel.evaluation.trade_off.run",
         "vitadel.corruptions",
     ],
-    "Hardening": ["vitadel.defenses.recipes", "vitadel.defenses.protocols", "vitadel.adapters.tora_files"],
+    "Hardening": ["vitadel.training.recipes.documents", "vitadel.training.protocols", "vitadel.adapters.tora.tora_files"],
     "Analyses of the papers": ["vitadel.studies"],
-    "The doctor": ["vitadel.diagnosis.doctor", "vitadel.diagnosis.finding", "vitadel.diagnosis.gallery"],
+    "The doctor": ["vitadel.diagnosis.runner", "vitadel.diagnosis.finding", "vitadel.diagnosis.broken_defenses"],
     "Shapes and errors": ["vitadel.types", "vitadel.errors"],
 }
 """Modules that people call, by subject; of each, what its `__all__` names."""

@@ -24,9 +24,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 import vitadel
-from vitadel.adapters.tora import Tora
-from vitadel.adapters.tora_files import save_tora
-from vitadel.defenses.recipes import compose, texts
+from vitadel.adapters.tora.tora import Tora
+from vitadel.adapters.tora.tora_files import save_tora
+from vitadel.training.recipes.documents import compose, texts
 from vitadel.evaluation.intervals import wilson
 
 ALONE = """each attack alone, on all images that are right when clean; the worst case counts an image only if it holds

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 import vitadel
 from vitadel.evaluation.intervals import wilson
-from vitadel.runtime.rundir import write_atomically, write_json
+from vitadel.runtime.run_folder import write_atomically, write_json
 
 CASES = (
     "zoo:shapes-robust@8/255x500",

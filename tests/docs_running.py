@@ -27,13 +27,13 @@ from typer.testing import CliRunner, Result
 import vitadel
 from docs_reading import Command, Snippet
 from docs_world import FLAGS, IN_SNIPPETS, KEPT_FLAGS, LISTED, MOST, NAMES, TINY, shrink
-from vitadel.adapters.opening import open_model, options_for_features
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens, token_width
-from vitadel.adapters.token_files import save_tokens
+from vitadel.adapters.open_model import open_model, options_for_features
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens, token_width
+from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.backbones.load import load_model
 from vitadel.backbones.record import create_backbone, save_classifier
 from vitadel.cli.main import app
-from vitadel.defenses.recipes import compose, shipped_recipes, source
+from vitadel.training.recipes.documents import compose, shipped_recipes, source
 from vitadel.errors import Mistake
 
 __all__ = ["World", "WronglyTyped", "parsed", "verb_in"]

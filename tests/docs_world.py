@@ -26,16 +26,17 @@ import torch
 import torchvision.datasets
 from PIL import Image
 
-import vitadel.data.opening
-import vitadel.defenses.harden
-import vitadel.defenses.heads.probing
-import vitadel.ladder.training
+import vitadel.data.open_dataset
+import vitadel.training.run
+import vitadel.heads.probe
+import vitadel.threat_levels.token_training
 from films import write_video
 from vitadel.attacks.prefixes import PREFIXES
-from vitadel.attacks.presets import CATALOGUE
-from vitadel.defenses import recipes
+from vitadel.attacks.registry import CATALOGUE
+from vitadel.training.recipes import documents as recipes
 from vitadel.diagnosis import examination
-from vitadel.evaluation import protocols, stability
+from vitadel.evaluation.audit import protocols
+from vitadel.evaluation.stability import run as stability
 
 __all__ = ["FLAGS", "IN_SNIPPETS", "KEPT_FLAGS", "LISTED", "MOST", "NAMES", "TINY", "shrink"]
 
@@ -152,20 +153,20 @@ def _shrink_recipes(patch: pytest.MonkeyPatch) -> None:
             plugin |= {key: MOST * 2 for key in ("images",) if key in (plugin or {})}
         return document
 
-    for home in (recipes, vitadel.defenses.harden, vitadel.defenses.heads.probing, vitadel.ladder.training):
+    for home in (recipes, vitadel.training.run, vitadel.heads.probe, vitadel.threat_levels.token_training):
         patch.setattr(home, "compose", compose)
 
 
 def _shrink_data(world: Path, patch: pytest.MonkeyPatch) -> None:
     """Every path of `--data` is that of the stand-in of its kind, and every root the one below which CIFAR lies."""
     written: dict[str, Path] = {}
-    take_apart = vitadel.data.opening.parse_spec
+    take_apart = vitadel.data.open_dataset.parse_spec
 
     def parse_spec(spec: str, **more: Any) -> Any:
         request = take_apart(spec, **more)
         if request.kind.startswith("cifar"):
             return replace(request, root=_once(written, world, "cifar", _cifar))
-        if request.argument and request.kind in vitadel.data.opening.DATA_KINDS:
+        if request.argument and request.kind in vitadel.data.open_dataset.DATA_KINDS:
             assert request.kind in STAND_INS, f"no stand-in for --data {spec}: add {request.kind} to STAND_INS"
             whole = request.kind == "folder" and Path(request.argument).name == "imagenet"
             kind = "folder of imagenet" if whole else request.kind  # whose classes a model's own head knows
@@ -176,7 +177,7 @@ def _shrink_data(world: Path, patch: pytest.MonkeyPatch) -> None:
     def _cifar(place: Path) -> Path:
         return _write_cifar(place, patch)
 
-    patch.setattr(vitadel.data.opening, "parse_spec", parse_spec)
+    patch.setattr(vitadel.data.open_dataset, "parse_spec", parse_spec)
 
 
 def _once(written: dict[str, Path], world: Path, kind: str, write: Callable[[Path], Path]) -> Path:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from vitadel.amounts import read_amount
-from vitadel.evaluation.results import SCHEMA, Tally, samples_table
-from vitadel.evaluation.stages import Leg
+from vitadel.quantities import read_amount
+from vitadel.evaluation.engine.verdicts import SCHEMA, Tally, samples_table
+from vitadel.evaluation.engine.stages import Leg
 from vitadel.version import __version__
 
 __all__ = ["write_run"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vitadel.amounts import amount_text, read_amount, read_value
+from vitadel.quantities import amount_text, read_amount, read_value
 from vitadel.errors import Mistake
 
 

@@ -13,16 +13,16 @@ from vitadel.version import __version__
 
 if TYPE_CHECKING:
     from vitadel import attacks, studies
-    from vitadel.adapters.opening import open_model
+    from vitadel.adapters.open_model import open_model
     from vitadel.backbones import Classifier, load_model, wrap
     from vitadel.cli.inspect import massive_activations
-    from vitadel.cli.revisiting import study
+    from vitadel.cli.run_or_model import study
     from vitadel.data import open_dataset
-    from vitadel.defenses.harden import harden
-    from vitadel.defenses.heads.probing import probe
-    from vitadel.diagnosis.visit import diagnose
-    from vitadel.evaluation.audit import audit
-    from vitadel.evaluation.trade_off import trade_off
+    from vitadel.training.run import harden
+    from vitadel.heads.probe import probe
+    from vitadel.diagnosis.run import diagnose
+    from vitadel.evaluation.audit.audit import audit
+    from vitadel.evaluation.trade_off.run import trade_off
     from vitadel.instrument import attention_maps, block_features, extra_tokens, scaled_attention, score_statistics
 
 __all__ = [
@@ -52,20 +52,20 @@ __all__ = [
 _HOMES = {
     "Classifier": "vitadel.backbones",
     "attention_maps": "vitadel.instrument",
-    "audit": "vitadel.evaluation.audit",
+    "audit": "vitadel.evaluation.audit.audit",
     "block_features": "vitadel.instrument",
-    "diagnose": "vitadel.diagnosis.visit",
+    "diagnose": "vitadel.diagnosis.run",
     "extra_tokens": "vitadel.instrument",
-    "harden": "vitadel.defenses.harden",
+    "harden": "vitadel.training.run",
     "load_model": "vitadel.backbones",
     "massive_activations": "vitadel.cli.inspect",
     "open_dataset": "vitadel.data",
-    "open_model": "vitadel.adapters.opening",
-    "probe": "vitadel.defenses.heads.probing",
+    "open_model": "vitadel.adapters.open_model",
+    "probe": "vitadel.heads.probe",
     "scaled_attention": "vitadel.instrument",
     "score_statistics": "vitadel.instrument",
-    "study": "vitadel.cli.revisiting",
-    "trade_off": "vitadel.evaluation.trade_off",
+    "study": "vitadel.cli.run_or_model",
+    "trade_off": "vitadel.evaluation.trade_off.run",
     "wrap": "vitadel.backbones",
 }
 

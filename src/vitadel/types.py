@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor, nn
 
-    from vitadel.runtime.draws import Draws
+    from vitadel.runtime.rng import Draws
 
 __all__ = [
     "Aim",

@@ -12,15 +12,15 @@ import yaml
 import vitadel
 from toras import enlivened
 from toys import images
-from vitadel.adapters.opening import open_model, options_for_features, token_run
-from vitadel.adapters.robustness_tokens import TokenBank, Tokened, fresh_tokens
-from vitadel.adapters.token_files import save_tokens
-from vitadel.adapters.tora import Tora
-from vitadel.adapters.tora_files import backbone_of_parts, save_tora
-from vitadel.adapters.tora_settings import ToraSettings
+from vitadel.adapters.open_model import open_model, options_for_features, token_run
+from vitadel.adapters.tokens.robustness_tokens import TokenBank, Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_files import save_tokens
+from vitadel.adapters.tora.tora import Tora
+from vitadel.adapters.tora.tora_files import backbone_of_parts, save_tora
+from vitadel.adapters.tora.tora_settings import ToraSettings
 from vitadel.backbones.load import load_model, model_names, zoo_file
 from vitadel.errors import Mistake
-from vitadel.evaluation.subject import open_subject
+from vitadel.evaluation.engine.target import open_subject
 
 ZOO = "zoo:shapes-standard"
 

@@ -12,10 +12,10 @@ import timm.models.eva
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.robustness_tokens import TokenBank, Tokened, fresh_tokens
+from vitadel.adapters.tokens.robustness_tokens import TokenBank, Tokened, fresh_tokens
 from vitadel.attacks.features import feature_cosine, features, final_features
-from vitadel.attacks.names import make
-from vitadel.attacks.surrogate import Surrogate
+from vitadel.attacks.parse import make
+from vitadel.attacks.transfer.surrogate import Surrogate
 from vitadel.attacks.threats import Linf
 from vitadel.attacks.views import Averaged
 from vitadel.backbones.anatomy import backbone_of, family_of
@@ -23,12 +23,12 @@ from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
 from vitadel.errors import Mistake
-from vitadel.evaluation.audit import Order, run_audit
-from vitadel.evaluation.subject import Subject, open_subject
+from vitadel.evaluation.audit.audit import Order, run_audit
+from vitadel.evaluation.engine.target import Subject, open_subject
 from vitadel.instrument import attention_maps, block_features, extra_tokens, frozen
-from vitadel.instrument.grid import patch_grid
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import join_processes
+from vitadel.instrument.patch_grid import patch_grid
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import join_processes
 from vitadel.types import Calibrated
 from vits import VITS, make_vit, pixels
 

@@ -14,8 +14,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from vitadel.adapters.robustness_tokens import TokenBank, Tokened, fresh_tokens
-from vitadel.adapters.token_files import (
+from vitadel.adapters.tokens.robustness_tokens import TokenBank, Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_files import (
     backbone_fingerprint,
     fingerprint_of,
     load_tokens,

@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toras import classifier_of, enlivened, tora_of
-from vitadel.adapters.tora import OneHead, Tora, learners, part_of
-from vitadel.adapters.tora_settings import ToraSettings
-from vitadel.attacks.names import make
+from vitadel.adapters.tora.tora import OneHead, Tora, learners, part_of
+from vitadel.adapters.tora.tora_settings import ToraSettings
+from vitadel.attacks.parse import make
 from vitadel.backbones.anatomy import backbone_of, family_of
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
 from vitadel.errors import Mistake
-from vitadel.evaluation.audit import Order, run_audit
-from vitadel.evaluation.subject import open_subject
+from vitadel.evaluation.audit.audit import Order, run_audit
+from vitadel.evaluation.engine.target import open_subject
 from vitadel.instrument import attention_maps, block_features, extra_tokens, frozen
-from vitadel.instrument.grid import patch_grid
+from vitadel.instrument.patch_grid import patch_grid
 from vitadel.instrument.tokens import own_tokens
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import join_processes
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import join_processes
 from vits import make_vit, pixels
 
 HOSTS = ["vit", "deit3", "dinov2_registers", "clip", "parallel"]

@@ -10,9 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from toras import classifier_of, tora_of
-from vitadel.adapters.tora import Tora
-from vitadel.adapters.tora_cost import count_parameters, macs_of, multiply_accumulates, plain_shape, shape_of
-from vitadel.adapters.tora_settings import ToraSettings
+from vitadel.adapters.tora.tora import Tora
+from vitadel.adapters.tora.tora_cost import count_parameters, macs_of, multiply_accumulates, plain_shape, shape_of
+from vitadel.adapters.tora.tora_settings import ToraSettings
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vits import make_vit, pixels

@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 
 from toras import classifier_of, enlivened, tora_of
-from vitadel.adapters.tora import Tora
-from vitadel.adapters.tora_files import (
+from vitadel.adapters.tora.tora import Tora
+from vitadel.adapters.tora.tora_files import (
     Fusion,
     fusion_of,
     interpolated,
@@ -25,7 +25,7 @@ from vitadel.adapters.tora_files import (
     save_fusion,
     save_tora,
 )
-from vitadel.adapters.tora_settings import ToraSettings
+from vitadel.adapters.tora.tora_settings import ToraSettings
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.errors import Mistake

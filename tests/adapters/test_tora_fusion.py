@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from toras import enlivened, tora_of
-from vitadel.adapters.tora_fusion import GatedFusion, Gates, PfeifferFusion, row_mass
-from vitadel.adapters.tora_maps import gate_maps
+from vitadel.adapters.tora.tora_fusion import GatedFusion, Gates, PfeifferFusion, row_mass
+from vitadel.adapters.tora.tora_maps import gate_maps
 from vitadel.errors import Mistake
 from vits import pixels
 

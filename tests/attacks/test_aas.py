@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf, make
-from vitadel.attacks.aas import AAS, DISTANCES, PAPER_STYLE, Rescaled, _features, eq3_distance, lpips_distance
+from vitadel.attacks.attention_scaling.aas import AAS, DISTANCES, PAPER_STYLE, Rescaled, _features, eq3_distance, lpips_distance
 from vitadel.attacks.apgd import apgd_t
-from vitadel.attacks.surrogate import Changed, Surrogate
+from vitadel.attacks.transfer.surrogate import Changed, Surrogate
 from vitadel.attacks.wrappers import Restarts
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import Mistake
-from vitadel.evaluation.audit import audit
-from vitadel.evaluation.metering import metered
+from vitadel.evaluation.audit.audit import audit
+from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.instrument import block_features, scaled_attention
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vits import VITS, make_vit, pixels
 
 BALL = Linf(8 / 255)

@@ -30,9 +30,9 @@ from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.threats import L1, L2, NORMS, Linf, threat
 from vitadel.attacks.wrappers import Restarts
 from vitadel.errors import Mistake
-from vitadel.evaluation.metering import metered
+from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.evaluation.selftest import LinearToy
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vitadel.types import Aim
 
 BUDGETS = {"linf": 0.06, "l2": 0.8, "l1": 4.0}

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from toys import TinyNet, images
 from vitadel.attacks.features import features
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.pna_patchout import pna_patchout
-from vitadel.attacks.self_ensemble import self_ensemble
+from vitadel.attacks.transfer.pna_patchout import pna_patchout
+from vitadel.attacks.transfer.self_ensemble import self_ensemble
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.steppers import Steepest
-from vitadel.attacks.surrogate import Changed, Surrogate
+from vitadel.attacks.transfer.surrogate import Changed, Surrogate
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.views import Averaged, Targeted
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import Mistake
-from vitadel.evaluation.metering import metered
+from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.instrument import scaled_attention
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vitadel.types import Attack, Threat
 from vits import VITS, make_vit, pixels
 

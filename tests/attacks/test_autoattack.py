@@ -8,15 +8,15 @@ from torch import nn
 
 from toys import TinyNet, images
 from vitadel.attacks.apgd import APGD, OverTargets
-from vitadel.attacks.autoattack import autoattack, autoattack_plus, autoattack_rand
+from vitadel.attacks.autoattack.standard import autoattack, autoattack_plus, autoattack_rand
 from vitadel.attacks.fab import FAB
 from vitadel.attacks.square import Square
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.views import Averaged
 from vitadel.attacks.wrappers import Restarts, WorstOf
 from vitadel.errors import Mistake
-from vitadel.evaluation.audit import audit
-from vitadel.runtime.draws import Draws
+from vitadel.evaluation.audit.audit import audit
+from vitadel.runtime.rng import Draws
 
 
 @pytest.mark.parametrize("ball", [Linf(8 / 255), L2(0.5)])

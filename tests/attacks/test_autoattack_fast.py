@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from toys import Constant, TinyNet, images
 from vitadel.attacks.apgd import apgd_ce, apgd_t
-from vitadel.attacks.autoattack_fast import STAGES, AutoAttackFast, _two_phases, autoattack_fast
+from vitadel.attacks.autoattack.fast import STAGES, AutoAttackFast, _two_phases, autoattack_fast
 from vitadel.attacks.losses import probability_margin
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import WorstOf
 from vitadel.errors import Mistake
-from vitadel.evaluation.judge import judge
-from vitadel.evaluation.metering import metered
-from vitadel.runtime.draws import Draws
+from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.runtime.rng import Draws
 
 
 def logits_of(seed: int, scale: float = 1.0) -> Tensor:

@@ -7,14 +7,14 @@ import torch
 from torch.nn import functional as F
 
 from toys import TinyNet, images
-from vitadel.attacks.diverse import Diverse, shrunk
+from vitadel.attacks.transfer.diverse_inputs import Diverse, shrunk
 from vitadel.attacks.goals import OnLogits
 from vitadel.attacks.losses import margin
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.threats import Linf
 from vitadel.errors import Mistake
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vits import make_vit, pixels
 
 EPS = 8 / 255

@@ -13,10 +13,10 @@ from toys import Constant, TinyNet, images, trained_toy
 from vitadel.attacks.fab import FAB, fab, fab_t, to_hyperplane
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.errors import Mistake
-from vitadel.evaluation.judge import judge
-from vitadel.evaluation.metering import metered
+from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.evaluation.selftest import LinearToy
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 ORDERS = {Linf: math.inf, L2: 2.0, L1: 1.0}
 WHOLE_BOX = {Linf: 1.0, L2: 20.0, L1: 200.0}  # budgets that reach everywhere in 3 x 8 x 8 pixels

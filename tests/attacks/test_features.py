@@ -15,7 +15,7 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.threats import L2, Linf
 from vitadel.errors import Mistake
 from vitadel.instrument import block_features
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vits import VITS, make_vit, pixels, precise_vit
 
 EPS = 8 / 255

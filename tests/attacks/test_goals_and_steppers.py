@@ -11,7 +11,7 @@ from vitadel.attacks.goals import Gama, OnLogits, clearly_fooled, gradient
 from vitadel.attacks.losses import cross_entropy, dlr, floored_margin, margin, rescaled_cross_entropy, targeted_dlr
 from vitadel.attacks.steppers import Dropping, Fading, Momentum, Steepest
 from vitadel.errors import Mistake
-from vitadel.evaluation.metering import metered
+from vitadel.evaluation.engine.pass_counter import metered
 
 LOGITS = torch.tensor([[3.0, 1.0, 0.5, -2.0], [0.2, 0.9, 0.1, 0.8], [-1.0, -1.5, 4.0, 2.0]])
 LABELS = torch.tensor([0, 3, 1])
@@ -97,7 +97,7 @@ def test_gama_starts_in_a_corner_and_takes_one_forward_more():
 
 
 def _draws(count):
-    from vitadel.runtime.draws import Draws
+    from vitadel.runtime.rng import Draws
 
     return Draws.of_samples(0, range(count))
 

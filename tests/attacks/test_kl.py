@@ -7,15 +7,15 @@ import torch
 
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf, Restarts, make
-from vitadel.attacks.forms import training_form
+from vitadel.attacks.variants import training_form
 from vitadel.attacks.goals import FromClean, gradient
 from vitadel.attacks.losses import hard_labels, kl_divergence, lead, likeliest_wrong, margin, probability_margin
-from vitadel.attacks.presets import kl
+from vitadel.attacks.registry import kl
 from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.threats import L1, L2
 from vitadel.errors import Mistake
-from vitadel.evaluation.metering import metered
-from vitadel.runtime.draws import Draws
+from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.runtime.rng import Draws
 
 
 def toy() -> tuple[TinyNet, torch.Tensor, torch.Tensor]:

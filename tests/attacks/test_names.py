@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vitadel.attacks import PGD, Restarts, make
-from vitadel.attacks.names import read_attack_name, split_attack_list
+from vitadel.attacks.parse import read_attack_name, split_attack_list
 from vitadel.attacks.settings import settings_of
 from vitadel.errors import Mistake
 

@@ -10,7 +10,7 @@ from vitadel.attacks import make
 from vitadel.attacks.noise import Noise
 from vitadel.attacks.threats import Linf
 from vitadel.errors import Mistake
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 EPS = 8 / 255
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.patch_corruption import patches_learned
-from vitadel.attacks.patch_fool import patch_fool
-from vitadel.attacks.patches import patches_random
+from vitadel.attacks.patches.learned_patches import patches_learned
+from vitadel.attacks.patches.patch_fool import patch_fool
+from vitadel.attacks.patches.random_patches import patches_random
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.errors import Mistake
-from vitadel.evaluation.judge import judge
-from vitadel.evaluation.metering import metered
-from vitadel.runtime.draws import Draws
+from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.runtime.rng import Draws
 from vitadel.types import Attack
 from vits import make_vit, pixels
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from toys import Constant, TinyNet, images
-from vitadel.attacks.corruption_model import CorruptionModel, alignment, corrupted, keep_mask
-from vitadel.attacks.patch_corruption import LearnedPatches, patches_learned
-from vitadel.attacks.patches import Patches, changed_patches, patches_random
+from vitadel.attacks.patches.corruption_model import CorruptionModel, alignment, corrupted, keep_mask
+from vitadel.attacks.patches.learned_patches import LearnedPatches, patches_learned
+from vitadel.attacks.patches.random_patches import Patches, changed_patches, patches_random
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import Mistake
 from vitadel.instrument import block_features
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vitadel.types import Calibrated
 from vits import make_vit, pixels
 

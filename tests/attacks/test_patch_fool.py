@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toys import TinyNet, images
-from vitadel.attacks import patch_fool as module
-from vitadel.attacks.patch_fool import PatchFool, attention_drawn, patch_fool, without_conflict
-from vitadel.attacks.patches import Patches, changed_patches, patch_grid_of, patches_random
-from vitadel.attacks.surrogate import Changed, Surrogate
+from vitadel.attacks.patches import patch_fool as module
+from vitadel.attacks.patches.patch_fool import PatchFool, attention_drawn, patch_fool, without_conflict
+from vitadel.attacks.patches.random_patches import Patches, changed_patches, patch_grid_of, patches_random
+from vitadel.attacks.transfer.surrogate import Changed, Surrogate
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.views import Averaged
 from vitadel.errors import Mistake
-from vitadel.evaluation.judge import judge
-from vitadel.evaluation.metering import metered
+from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.instrument import attention_maps, scaled_attention
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vits import make_vit, pixels
 
 BALL = Linf(8 / 255)

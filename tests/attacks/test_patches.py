@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from toys import TinyNet, images
 from vitadel.attacks.goals import OnLogits
 from vitadel.attacks.losses import margin
-from vitadel.attacks.patches import (
+from vitadel.attacks.patches.random_patches import (
     Patches,
     RandomPatches,
     changed_patches,
@@ -25,14 +25,14 @@ from vitadel.attacks.patches import (
     uniform_noise,
 )
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.surrogate import Changed, Surrogate
+from vitadel.attacks.transfer.surrogate import Changed, Surrogate
 from vitadel.attacks.threats import L2, Linf
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import Mistake
-from vitadel.evaluation.judge import judge
-from vitadel.evaluation.metering import metered
+from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.instrument import scaled_attention
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vits import VITS, make_vit, pixels
 
 SIDES = {name: 8 for name in VITS if name != "pit"} | {"swin": 4, "swinv2": 4, "levit": 16, "levit_conv": 16}

@@ -13,9 +13,9 @@ from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.steppers import Steepest, usual_length
 from vitadel.attacks.threats import L2
 from vitadel.errors import Mistake
-from vitadel.evaluation.metering import metered
+from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.evaluation.selftest import LinearToy
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 
 def linear_toy() -> tuple[LinearToy, torch.Tensor, torch.Tensor]:

@@ -10,15 +10,15 @@ from toys import TinyNet, images
 from vitadel.attacks.goals import gradient
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.pna_patchout import PatchOut, PnaPatchOut, pna_patchout
+from vitadel.attacks.transfer.pna_patchout import PatchOut, PnaPatchOut, pna_patchout
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.threats import Linf
 from vitadel.errors import Mistake
-from vitadel.evaluation.metering import metered
+from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.instrument import extra_tokens
 from vitadel.instrument.attention import constant_attention
-from vitadel.instrument.grid import patch_grid
-from vitadel.runtime.draws import Draws
+from vitadel.instrument.patch_grid import patch_grid
+from vitadel.runtime.rng import Draws
 from vits import VITS, make_vit, pixels, precise_vit
 
 EPS = 8 / 255

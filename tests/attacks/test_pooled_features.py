@@ -9,16 +9,16 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
 from vitadel.attacks.features import AwayFromFeatures, FeatureAttack, features, final_features
-from vitadel.attacks.names import make
+from vitadel.attacks.parse import make
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import Linf
 from vitadel.backbones import load
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
 from vitadel.backbones.record import ModelRecord
-from vitadel.defenses.objectives.robustness_tokens import RobustnessTokens
+from vitadel.training.objectives.robustness_tokens import RobustnessTokens
 from vitadel.errors import Mistake
 from vitadel.instrument import extra_tokens
 from vits import VITS, make_vit, pixels

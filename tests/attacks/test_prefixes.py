@@ -9,12 +9,12 @@ import torch
 
 from toys import images
 from vitadel.attacks import make
-from vitadel.attacks.aas import PAPER_STYLE, Rescaled
+from vitadel.attacks.attention_scaling.aas import PAPER_STYLE, Rescaled
 from vitadel.attacks.prefixes import PREFIXES
 from vitadel.attacks.settings import settings_of
 from vitadel.errors import Mistake
-from vitadel.evaluation.audit import audit
-from vitadel.runtime.draws import Draws
+from vitadel.evaluation.audit.audit import audit
+from vitadel.runtime.rng import Draws
 from vitadel.types import Calibrated, Explaining
 from vits import VITS, make_vit
 
@@ -46,7 +46,7 @@ def test_every_pair_runs_and_keeps_the_budget(outer, inner, core):
 
 
 def test_averaging_reaches_the_softened_restart():
-    from vitadel.attacks.autoattack_fast import AutoAttackFast
+    from vitadel.attacks.autoattack.fast import AutoAttackFast
     from vitadel.attacks.threats import Linf
     from vitadel.attacks.views import Averaged
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.losses import cross_entropy, margin
-from vitadel.attacks.self_ensemble import EveryBlock, block_logits, self_ensemble
+from vitadel.attacks.transfer.self_ensemble import EveryBlock, block_logits, self_ensemble
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.anatomy import blocks_of
 from vitadel.backbones.classifier import wrap

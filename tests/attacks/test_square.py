@@ -15,10 +15,10 @@ from vitadel.attacks.square import Square, _Bumps, _FlatSquares, _hill, share_of
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import Restarts
 from vitadel.errors import Mistake
-from vitadel.evaluation.judge import judge
-from vitadel.evaluation.metering import metered
+from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.evaluation.selftest import LinearToy
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 BUDGETS = {Linf: 8 / 255, L2: 0.5, L1: 3.0}
 BALLS = pytest.mark.parametrize("ball", BUDGETS, ids=lambda ball: ball.__name__)

@@ -8,7 +8,7 @@ import torch
 from toys import images
 from vitadel.attacks.threats import L1, L2, NORMS, Linf, threat
 from vitadel.errors import Mistake
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 BUDGETS = {"linf": 0.1, "l2": 1.3, "l1": 9.0}
 

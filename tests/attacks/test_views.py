@@ -10,11 +10,11 @@ from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf, make
 from vitadel.attacks.goals import fooled
 from vitadel.attacks.square import Square
-from vitadel.attacks.surrogate import Surrogate, deployed, seen_through
+from vitadel.attacks.transfer.surrogate import Surrogate, deployed, seen_through
 from vitadel.attacks.views import Averaged, Targeted
 from vitadel.errors import Mistake
-from vitadel.evaluation.metering import metered
-from vitadel.runtime.draws import Draws
+from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.runtime.rng import Draws
 
 
 class Linear(nn.Module):

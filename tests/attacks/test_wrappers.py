@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from toys import images
 from vitadel.attacks import Restarts, WorstOf
 from vitadel.errors import Mistake
-from vitadel.evaluation.metering import metered
+from vitadel.evaluation.engine.pass_counter import metered
 
 EASY, MIDDLING, HARD = 0.2, 0.5, 0.8
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from toys import images
-from vitadel.backbones.chosen_classes import keep_classes
+from vitadel.backbones.head_classes import keep_classes
 from vitadel.backbones.load import load_model
 from vitadel.backbones.record import load_classifier, save_classifier
 from vitadel.errors import Mistake

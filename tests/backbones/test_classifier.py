@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vitadel.backbones.checks import check_logits, check_pixels, looks_like_probabilities, modules_in_train_mode
+from vitadel.backbones.output_checks import check_logits, check_pixels, looks_like_probabilities, modules_in_train_mode
 from vitadel.backbones.classifier import Classifier, logits_of, wrap
 from vitadel.backbones.record import ModelRecord
 from vitadel.errors import Mistake

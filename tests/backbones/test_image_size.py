@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from command_line import vitadel
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
-from vitadel.attacks.names import make
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.attacks.parse import make
 from vitadel.backbones.classifier import wrap
 from vitadel.backbones.image_size import check_image_size, check_images_fit
 from vitadel.backbones.load import load_model
 from vitadel.data import open_dataset
 from vitadel.errors import Mistake
-from vitadel.evaluation.subject import Subject
+from vitadel.evaluation.engine.target import Subject
 from vits import make_vit
 
 VIT = "vit_tiny_patch16_224"

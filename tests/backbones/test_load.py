@@ -17,7 +17,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from vitadel.backbones import Classifier, load, load_model, wrap
-from vitadel.backbones.foreign import processor_normalisation
+from vitadel.backbones.third_party import processor_normalisation
 from vitadel.backbones.load import model_names, zoo_names
 from vitadel.backbones.record import ModelRecord, build_classifier, load_classifier, save_classifier
 from vitadel.errors import Mistake

@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitadel.backbones import load_model, wrap
 from vitadel.backbones.record import load_classifier, save_classifier
-from vitadel.backbones.rvt import VARIANTS, Attention, ConvFeedForward, Stem
+from vitadel.backbones.families.rvt import VARIANTS, Attention, ConvFeedForward, Stem
 from vitadel.errors import Mistake
 from vitadel.instrument import attention_maps, block_features
-from vitadel.instrument.grid import patch_grid
+from vitadel.instrument.patch_grid import patch_grid
 from vits import make_vit, precise_vit
 
 TINY = {"img_size": 32, "patch_size": 8, "depths": (2,), "widths": (24,), "heads": (3,)}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer.testing import CliRunner
 
-from vitadel.cli.bundles import bundled, flags_of
+from vitadel.cli.flag_groups import bundled, flags_of
 
 
 @dataclass(frozen=True)

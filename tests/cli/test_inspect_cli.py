@@ -10,8 +10,8 @@ import pytest
 
 import command_line
 import vitadel as vitadel_package
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
-from vitadel.adapters.token_files import save_tokens
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.backbones.load import load_model
 from vitadel.cli import main
 from vitadel.errors import Mistake

@@ -10,13 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
-from vitadel.adapters.token_files import save_tokens
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.backbones.load import load_model
 from vitadel.cli.main import app
 from vitadel.errors import Mistake
-from vitadel.evaluation.head_files import save_head
-from vitadel.evaluation.probes import Probe, linear_layer
+from vitadel.heads.head_files import save_head
+from vitadel.heads.linear_probe import Probe, linear_layer
 
 SHORT = ["--limit", "10", "--eps", "1/255,4/255", "--steps", "2", "--white-box", "", "--device", "cpu"]
 

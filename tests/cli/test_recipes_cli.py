@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import command_line
 from vitadel.cli.main import app
-from vitadel.defenses.recipes import compose, rows, shipped_recipes, source
+from vitadel.training.recipes.documents import compose, rows, shipped_recipes, source
 from vitadel.errors import Mistake
 
 SHIPPED = "shapes/trades"

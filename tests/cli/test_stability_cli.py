@@ -6,12 +6,12 @@ import json
 
 from typer.testing import CliRunner
 
-from vitadel.attacks.corruption_files import save_corruption_model
-from vitadel.attacks.corruption_model import CorruptionModel
+from vitadel.attacks.patches.corruption_model_files import save_corruption_model
+from vitadel.attacks.patches.corruption_model import CorruptionModel
 from vitadel.cli.main import app
 from vitadel.cli.stability import StabilityFlags
 from vitadel.errors import Mistake
-from vitadel.evaluation.stability import StabilityOrder
+from vitadel.evaluation.stability.run import StabilityOrder
 
 SHORT = ["--limit", 10, "--batch-size", 5, "--masks", 3, "--no-learned", "--patch-attacks", "fgsm", "--device", "cpu"]
 

@@ -13,7 +13,7 @@ import vitadel
 from run_folders import write_run
 from vitadel.cli import main
 from vitadel.cli.options import Choice, Sampling, Threat
-from vitadel.cli.revisiting import IMAGES, Opening, revisited
+from vitadel.cli.run_or_model import IMAGES, Opening, revisited
 from vitadel.errors import Mistake
 
 PLAIN = Opening("", IMAGES, Threat(), Choice())

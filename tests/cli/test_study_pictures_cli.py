@@ -8,7 +8,7 @@ import inspect
 import pytest
 from typer.testing import CliRunner
 
-from vitadel.amounts import read_amount
+from vitadel.quantities import read_amount
 from vitadel.cli import study_pictures
 from vitadel.errors import Mistake
 from vitadel.studies.accumulation import AccumulationOrder

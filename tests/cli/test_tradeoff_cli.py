@@ -12,16 +12,16 @@ from typer.testing import CliRunner
 
 import vitadel
 from toras import MEAN, STD, enlivened
-from vitadel.adapters.opening import open_model
-from vitadel.adapters.tora import Tora
-from vitadel.adapters.tora_files import save_fusion, save_tora
-from vitadel.adapters.tora_settings import ToraSettings
+from vitadel.adapters.open_model import open_model
+from vitadel.adapters.tora.tora import Tora
+from vitadel.adapters.tora.tora_files import save_fusion, save_tora
+from vitadel.adapters.tora.tora_settings import ToraSettings
 from vitadel.backbones.load import load_model
 from vitadel.backbones.record import save_classifier
 from vitadel.cli.main import app
 from vitadel.data.batches import batches
 from vitadel.errors import Mistake
-from vitadel.evaluation.subject import open_subject
+from vitadel.evaluation.engine.target import open_subject
 
 KWARGS = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 3}
 SHORT = [

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from toys import Constant, TinyNet, images
 from vitadel.attacks import make
-from vitadel.attacks.names import looks_inside, read_attack_name
+from vitadel.attacks.parse import looks_inside, read_attack_name
 from vitadel.attacks.prefixes import PREFIXES
-from vitadel.attacks.presets import CATALOGUE
+from vitadel.attacks.registry import CATALOGUE
 from vitadel.attacks.threats import NORMS, threat
 from vitadel.errors import Mistake
-from vitadel.evaluation.metering import metered
-from vitadel.evaluation.stages import rules_of
-from vitadel.runtime.draws import Draws
+from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.stages import rules_of
+from vitadel.runtime.rng import Draws
 from vitadel.types import Attack, Calibrated, Threat
 from vits import VITS, make_vit
 

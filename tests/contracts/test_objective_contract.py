@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf
-from vitadel.defenses import objectives
-from vitadel.defenses.protocols import Objective
-from vitadel.runtime.draws import Draws
+from vitadel.training import objectives
+from vitadel.training.protocols import Objective
+from vitadel.runtime.rng import Draws
 from vits import VITS, make_vit
 
 CLASSES = 5

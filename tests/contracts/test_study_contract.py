@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from vitadel.errors import Interrupted
-from vitadel.evaluation.ledger import FolderLedger
-from vitadel.evaluation.subject import Subject, open_subject
+from vitadel.evaluation.engine.batch_cache import FolderLedger
+from vitadel.evaluation.engine.target import Subject, open_subject
 from vitadel.reporting.exports import export
-from vitadel.reporting.gather import read_run
+from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.page import render, verdict
 from vitadel.reporting.studies import STUDIES, draw_study, show_study
-from vitadel.runtime.processes import Processes
+from vitadel.runtime.distributed import Processes
 from vitadel.studies import named
 
 HERE = Processes(0, 1, torch.device("cpu"))

@@ -12,9 +12,9 @@ from corruption_pictures import array, pictures
 from vitadel.backbones import load_model
 from vitadel.corruptions import COMMON, EXTRA, SEVERITIES, TABLES, Table, corrupt, frost_photos, minimum_size
 from vitadel.corruptions.constants import table_for
-from vitadel.data.shapes import Shapes
+from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import Mistake
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 HAS_FROST = importlib.util.find_spec("imagecorruptions") is not None
 ALL = [name for name in (*COMMON, *EXTRA) if HAS_FROST or name != "frost"]

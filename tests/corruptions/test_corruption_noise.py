@@ -7,7 +7,7 @@ import torch
 
 from vitadel.corruptions import corrupt, noise
 from vitadel.corruptions.randomness import between, normal_field, uniform_field, words
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 stats = pytest.importorskip("scipy.stats")
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from vitadel.corruptions import blur, corrupt, digital, filtering, spatter, weather
 from vitadel.corruptions.frost_photos import PHOTOS, frost_photo
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 cv2 = pytest.importorskip("cv2")
 ndimage = pytest.importorskip("scipy.ndimage")

@@ -21,7 +21,7 @@ from vitadel.corruptions import (
     sequence,
 )
 from vitadel.errors import Mistake
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 ALL = tuple(dict.fromkeys((*IMAGENET_SEQUENCES, *VALIDATION_SEQUENCES)))
 EACH = pytest.mark.parametrize("name", ALL)

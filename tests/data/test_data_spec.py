@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from vitadel.data import known_specs, open_dataset
-from vitadel.data.shapes import Shapes
+from vitadel.data.sources.shapes import Shapes
 from vitadel.data.spec import DATA_KINDS, parse_spec
 from vitadel.data.splits import pick_split
 from vitadel.errors import Mistake

@@ -7,8 +7,8 @@ import pytest
 from pictures import picture, pixels_of, write_png
 
 from vitadel.data import left_out, open_dataset
-from vitadel.data.folders import ImageFiles
-from vitadel.data.imagenet import class_numbers, imagenet_classes, named_like_imagenet
+from vitadel.data.sources.folders import ImageFiles
+from vitadel.data.sources.imagenet import class_numbers, imagenet_classes, named_like_imagenet
 from vitadel.errors import Mistake
 
 TENCH, GOLDFISH, STINGRAY, GOOSE = "n01440764", "n01443537", "n01498041", "n01855672"  # classes 0, 1, 6 and 99

@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from vitadel.data.masks import VOID, Cut, open_masked
-from vitadel.data.shapes import Shapes
+from vitadel.data.sources.masks import VOID, Cut, open_masked
+from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import Mistake
 
 

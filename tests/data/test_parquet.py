@@ -12,7 +12,7 @@ import pytest
 from pictures import picture, pixels_of, png
 
 from vitadel.data import open_dataset
-from vitadel.data.parquet import ParquetImages
+from vitadel.data.sources.parquet import ParquetImages
 from vitadel.errors import Mistake
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pictures import pixels_of
 
-from vitadel.data.shapes import CLASSES, SPLITS, Shapes, _textures
+from vitadel.data.sources.shapes import CLASSES, SPLITS, Shapes, _textures
 
 
 def test_an_image_does_not_depend_on_the_batch_it_is_rendered_in() -> None:

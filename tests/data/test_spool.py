@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vitadel.data.spool import Spool
+from vitadel.data.sources.row_group_cache import Spool
 from vitadel.errors import Mistake
 
 
@@ -81,6 +81,6 @@ def test_a_full_disk_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
         def write(self, _: object) -> int:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vitadel.data.spool.tempfile.TemporaryFile", lambda **_: Full())
+    monkeypatch.setattr("vitadel.data.sources.row_group_cache.tempfile.TemporaryFile", lambda **_: Full())
     with pytest.raises(Mistake, match=r"No space left on device.*TMPDIR"):
         Spool(lambda group: [content(group, 0)]).row(0, 0)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from vitadel.data import open_dataset
 from vitadel.data.spec import DATA_KINDS
-from vitadel.data.torchvision_sets import TORCHVISION_SETS
+from vitadel.data.sources.torchvision_sets import TORCHVISION_SETS
 from vitadel.errors import Mistake
 
 

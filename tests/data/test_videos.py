@@ -8,7 +8,7 @@ from pictures import pixels_of
 
 from films import write_video
 from vitadel.data import left_out, open_dataset
-from vitadel.data.videos import VideoFrames
+from vitadel.data.sources.videos import VideoFrames
 from vitadel.errors import Mistake
 
 pytest.importorskip("av")

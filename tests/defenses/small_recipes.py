@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vitadel.defenses.building import build_recipe
-from vitadel.defenses.recipes import merge
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.recipes.documents import merge
 
 BASE = {
     "model": {

@@ -11,18 +11,18 @@ from small_recipes import document
 from torch.nn import functional as F
 from training_toys import FakeTraining
 
-from vitadel.attacks.corruption_files import load_corruption_model
-from vitadel.attacks.corruption_model import CorruptionModel
-from vitadel.attacks.patches import changed_patches
+from vitadel.attacks.patches.corruption_model_files import load_corruption_model
+from vitadel.attacks.patches.corruption_model import CorruptionModel
+from vitadel.attacks.patches.random_patches import changed_patches
 from vitadel.backbones.classifier import wrap
-from vitadel.defenses import recipes
-from vitadel.defenses.building import build_recipe
-from vitadel.defenses.harden import run_harden
-from vitadel.defenses.objectives.afat import Afat
-from vitadel.defenses.paired_features import pair_of
+from vitadel.training.recipes import documents as recipes
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.run import run_harden
+from vitadel.training.objectives.afat import Afat
+from vitadel.training.paired_features import pair_of
 from vitadel.errors import Mistake
 from vitadel.instrument.features import block_features
-from vitadel.runtime.processes import join_processes
+from vitadel.runtime.distributed import join_processes
 from vits import make_vit, pixels
 
 CPU = join_processes("cpu")
@@ -154,7 +154,7 @@ def test_the_opponent_wants_the_opposite_and_learns_through_the_corrupted_images
 
 
 def seed_of_opponent(run):
-    from vitadel.defenses.stream import whole_key
+    from vitadel.training.data_stream import whole_key
 
     return whole_key(run.seed, "opponent")
 
@@ -435,7 +435,7 @@ RVT = {
 
 
 def test_broken_off_and_resumed_it_ends_with_the_same_bits(tmp_path, monkeypatch):
-    from vitadel.defenses import loop
+    from vitadel.training import loop
 
     whole = trained(tmp_path / "whole", model=RVT)
     real, taken = loop._Learner.take, 0

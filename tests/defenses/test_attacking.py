@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from toys import TinyNet, images
 from vitadel.attacks import L1, L2, PGD, Linf, Restarts, WorstOf, make
-from vitadel.attacks.aas import AAS, Rescaled
+from vitadel.attacks.attention_scaling.aas import AAS, Rescaled
 from vitadel.attacks.apgd import APGD, OverTargets
-from vitadel.attacks.forms import at_eps, threats_in, training_form
+from vitadel.attacks.variants import at_eps, threats_in, training_form
 from vitadel.attacks.losses import cross_entropy, rescaled_cross_entropy
-from vitadel.attacks.presets import CATALOGUE
+from vitadel.attacks.registry import CATALOGUE
 from vitadel.attacks.steppers import Steepest
-from vitadel.defenses.attacking import craft
+from vitadel.training.inner_attack import craft
 from vitadel.errors import Mistake
-from vitadel.evaluation.metering import metered
-from vitadel.runtime.draws import Draws
+from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.runtime.rng import Draws
 from vitadel.types import Calibrated
 from vits import VITS, make_vit
 

@@ -11,13 +11,13 @@ from training_toys import FakeTraining
 
 import vitadel
 from toys import TinyNet
-from vitadel.attacks.aas import ascended_factors, lpips_distance
+from vitadel.attacks.attention_scaling.aas import ascended_factors, lpips_distance
 from vitadel.backbones.classifier import Classifier, wrap
-from vitadel.defenses.plugins.attention_scaling import AttentionScaling
-from vitadel.defenses.protocols import BeforeEpoch
+from vitadel.training.plugins.attention_scaling import AttentionScaling
+from vitadel.training.protocols import BeforeEpoch
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vits import make_vit, pixels
 
 

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from vitadel.data.preprocess import Preprocess
-from vitadel.defenses.augmentation import augment, mixing, seed_everything
-from vitadel.defenses.sections import Augmentation
+from vitadel.training.augmentation import augment, mixing, seed_everything
+from vitadel.training.recipes.sections import Augmentation
 from vitadel.errors import Mistake
 
 RAMP = Image.fromarray(np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from training_toys import FakeTraining
 
 from toys import TinyNet, images
-from vitadel.defenses.plugins.awp import AWP
-from vitadel.defenses.protocols import AroundStep
+from vitadel.training.plugins.awp import AWP
+from vitadel.training.protocols import AroundStep
 from vitadel.errors import Mistake
 from vits import make_vit, pixels
 

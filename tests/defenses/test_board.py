@@ -9,8 +9,8 @@ import time
 import pytest
 from rich.console import Console
 
-from vitadel.defenses import board as module
-from vitadel.defenses.board import Board, board
+from vitadel.training import progress_table as module
+from vitadel.training.progress_table import Board, board
 
 STEP = {"loss": 2.0, "accuracy": 0.25, "eps": 8 / 255}
 EPOCH = {"validation_clean": 0.5, "validation_robust": 0.25}

@@ -11,13 +11,13 @@ import torch
 
 from vitadel.attacks import PGD
 from vitadel.backbones.record import create_backbone
-from vitadel.defenses import checking
-from vitadel.defenses.building import Faulty, Recipe, build_check, build_recipe, check_recipe
-from vitadel.defenses.checking import check_tracker, sketched_model
-from vitadel.defenses.components import component_names
-from vitadel.defenses.recipes import compose, merge, shipped_recipes
-from vitadel.defenses.starting_model import starting_model
-from vitadel.defenses.writing_recipes import recipe_text
+from vitadel.training.recipes import check
+from vitadel.training.recipes.build import Faulty, Recipe, build_check, build_recipe, check_recipe
+from vitadel.training.recipes.check import check_tracker, sketched_model
+from vitadel.training.recipes.components import component_names
+from vitadel.training.recipes.documents import compose, merge, shipped_recipes
+from vitadel.training.starting_model import starting_model
+from vitadel.training.recipes.write import recipe_text
 from vitadel.errors import Mistake
 
 GOOD: dict[str, Any] = {
@@ -164,8 +164,8 @@ def test_sections_speak_for_themselves():
         ({"objective": {"use": "no.such.Thing"}}, r"objective: 'no.such.Thing': importing 'no.such' failed"),
         ({"objective": {"use": "collections.Orderly"}}, r"objective: .*has no class 'Orderly'"),
         ({"plugins": {"collections.OrderedDict": {}}}, r"plugins: 'collections.OrderedDict' is not a dataclass"),
-        ({"plugins": {"vitadel.runtime.processes.Processes": {}}}, r"plugins: 'vitadel.*Processes' is not a plug-in: "),
-        ({"objective": {"use": "vitadel.runtime.draws.Draws"}}, r"objective: .*no __call__ and no attack; it needs"),
+        ({"plugins": {"vitadel.runtime.distributed.Processes": {}}}, r"plugins: 'vitadel.*Processes' is not a plug-in: "),
+        ({"objective": {"use": "vitadel.runtime.rng.Draws"}}, r"objective: .*no __call__ and no attack; it needs"),
         ({"objective": {"use": "vitadel.attacks.pgd.PGD"}}, r"objective: .*is not an objective: it has no attack; it"),
         ({"plugins": {"weight-average": {}, "weight_average": {}}}, r"plugins.weight_average: is the same .*'weight-"),
         ({"plugins": {"awp": {"gamma": -1}}}, r"plugins.awp: gamma"),
@@ -358,7 +358,7 @@ def test_a_module_that_ends_the_program_is_a_fault(tmp_path, monkeypatch):
 def test_trackers(monkeypatch):
     for good in ("none", "all", "tensorboard"):
         check_tracker(good)
-    monkeypatch.setattr(checking, "get_available_trackers", list)
+    monkeypatch.setattr(check, "get_available_trackers", list)
     with pytest.raises(Mistake, match="'wandb' is not installed; install it, or take one of none"):
         check_tracker("wandb")
     check_tracker("none")

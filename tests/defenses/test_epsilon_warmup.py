@@ -11,10 +11,10 @@ from training_toys import FakeTraining
 from vitadel.attacks import PGD, Linf
 from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.wrappers import Restarts
-from vitadel.defenses.objectives.adversarial import Adversarial
-from vitadel.defenses.objectives.standard import Standard
-from vitadel.defenses.plugins.epsilon_warmup import EpsilonWarmup
-from vitadel.defenses.protocols import ChangesAttack
+from vitadel.training.objectives.adversarial import Adversarial
+from vitadel.training.objectives.standard import Standard
+from vitadel.training.plugins.epsilon_warmup import EpsilonWarmup
+from vitadel.training.protocols import ChangesAttack
 from vitadel.errors import Mistake
 
 

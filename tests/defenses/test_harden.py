@@ -21,17 +21,17 @@ from timm.layers import DropPath
 import vitadel
 from vitadel.backbones.load import load_model
 from vitadel.backbones.record import save_classifier
-from vitadel.data.shapes import Shapes
-from vitadel.defenses import harden as harden_module
-from vitadel.defenses import loop
-from vitadel.defenses.building import build_recipe
-from vitadel.defenses.harden import make_optimiser, open_workshop, run_harden
-from vitadel.defenses.planning import plan_training
-from vitadel.defenses.sections import ModelSection, Optimiser, Schedule
-from vitadel.defenses.starting_model import check_answer, starting_model
-from vitadel.defenses.validation import HeldOut, Score
+from vitadel.data.sources.shapes import Shapes
+from vitadel.training import run as harden_module
+from vitadel.training import loop
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.run import make_optimiser, open_workshop, run_harden
+from vitadel.training.cost import plan_training
+from vitadel.training.recipes.sections import ModelSection, Optimiser, Schedule
+from vitadel.training.starting_model import check_answer, starting_model
+from vitadel.training.validation import HeldOut, Score
 from vitadel.errors import Mistake
-from vitadel.runtime.processes import join_processes
+from vitadel.runtime.distributed import join_processes
 
 CPU = join_processes("cpu")
 
@@ -446,7 +446,7 @@ def test_a_plan_counts_every_part():
 
 
 def test_a_guard_may_end_a_training(tmp_path, monkeypatch):
-    from vitadel.defenses.plugins import overfitting_guard as guard
+    from vitadel.training.plugins import overfitting_guard as guard
 
     monkeypatch.setattr(guard.OverfittingGuard, "after_epoch", lambda self, run: run.stop("it overfits"))
     built = recipe(plugins={"overfitting_guard": {"action": "stop"}})

@@ -18,15 +18,15 @@ from safetensors.torch import load_file
 from small_recipes import TRADES, document, recipe
 
 import vitadel
-from vitadel.defenses import harden as harden_module
-from vitadel.defenses import loop
-from vitadel.defenses.harden import run_harden
-from vitadel.defenses.metrics import Metrics
-from vitadel.defenses.plugins.awp import AWP
-from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
-from vitadel.defenses.validation import HeldOut
+from vitadel.training import run as harden_module
+from vitadel.training import loop
+from vitadel.training.run import run_harden
+from vitadel.training.metrics import Metrics
+from vitadel.training.plugins.awp import AWP
+from vitadel.training.plugins.overfitting_guard import OverfittingGuard
+from vitadel.training.validation import HeldOut
 from vitadel.errors import Interrupted, Mistake
-from vitadel.runtime.processes import join_processes
+from vitadel.runtime.distributed import join_processes
 
 CPU = join_processes("cpu")
 EVERYTHING = {
@@ -551,7 +551,7 @@ def test_a_batch_norm_backbone_trains_and_says_whose_statistics_it_uses(tmp_path
     }
     base = document(objective=TRADES, train={"epochs": 1}, data={"train": "shapes(size=16)@train"})
     base["model"] = xcit
-    from vitadel.defenses.building import build_recipe
+    from vitadel.training.recipes.build import build_recipe
 
     results, folder = run_harden(build_recipe(base, "small"), "small", CPU, out=tmp_path / "run", shown=True)
     assert results["complete"]

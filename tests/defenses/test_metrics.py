@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from vitadel.defenses.metrics import Metrics
+from vitadel.training.metrics import Metrics
 
 
 def steps(path):

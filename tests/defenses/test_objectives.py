@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf, make
-from vitadel.defenses.objectives.adversarial import Adversarial
-from vitadel.defenses.objectives.mart import Mart
-from vitadel.defenses.objectives.standard import Standard
-from vitadel.defenses.objectives.terms import accuracy, cross_entropy, forward_both, has_batch_norm, kl_divergence
-from vitadel.defenses.objectives.trades import Trades
+from vitadel.training.objectives.adversarial import Adversarial
+from vitadel.training.objectives.mart import Mart
+from vitadel.training.objectives.standard import Standard
+from vitadel.training.objectives.terms import accuracy, cross_entropy, forward_both, has_batch_norm, kl_divergence
+from vitadel.training.objectives.trades import Trades
 from vitadel.errors import Mistake
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vits import make_vit
 
 ATTACK = PGD(Linf(0.03), steps=2)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from training_toys import FakeTraining
 
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
 from vitadel.attacks import Linf
 from vitadel.backbones.load import load_model
-from vitadel.defenses.plugins.overfitting_guard import OverfittingGuard
-from vitadel.defenses.protocols import AfterEpoch, Remembering
+from vitadel.training.plugins.overfitting_guard import OverfittingGuard
+from vitadel.training.protocols import AfterEpoch, Remembering
 from vitadel.errors import Mistake
 
 EPS = 8 / 255

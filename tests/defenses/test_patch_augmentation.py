@@ -13,14 +13,14 @@ from training_toys import FakeTraining
 
 from toys import images
 from vitadel.backbones.classifier import wrap
-from vitadel.defenses.building import build_check
-from vitadel.defenses.harden import run_harden
-from vitadel.defenses.plugins.patch_augmentation import PatchAugmentation, augment_patches
-from vitadel.defenses.protocols import ChangesBatch
-from vitadel.defenses.stream import Part
+from vitadel.training.recipes.build import build_check
+from vitadel.training.run import run_harden
+from vitadel.training.plugins.patch_augmentation import PatchAugmentation, augment_patches
+from vitadel.training.protocols import ChangesBatch
+from vitadel.training.data_stream import Part
 from vitadel.errors import Mistake
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import join_processes
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import join_processes
 
 NOTHING = {"crop": 0.0, "noise": 0.0, "flip": 0.0}
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from small_recipes import recipe
 
-from vitadel.adapters.robustness_tokens import Tokened
-from vitadel.adapters.tora import OneHead
-from vitadel.attacks.names import make
+from vitadel.adapters.tokens.robustness_tokens import Tokened
+from vitadel.adapters.tora.tora import OneHead
+from vitadel.attacks.parse import make
 from vitadel.backbones.classifier import Classifier
 from vitadel.data import open_dataset
-from vitadel.defenses import planning
-from vitadel.defenses.building import build_recipe
-from vitadel.defenses.harden import open_workshop
-from vitadel.defenses.planning import plan_training
-from vitadel.defenses.recipes import compose
-from vitadel.runtime.processes import Processes
+from vitadel.training import cost
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.run import open_workshop
+from vitadel.training.cost import plan_training
+from vitadel.training.recipes.documents import compose
+from vitadel.runtime.distributed import Processes
 
 CPU = Processes(0, 1, torch.device("cpu"))
 
@@ -26,7 +26,7 @@ CPU = Processes(0, 1, torch.device("cpu"))
 @pytest.fixture
 def quick(monkeypatch):
     """Every piece of work takes a second: what is counted is the point here."""
-    monkeypatch.setattr(planning, "seconds_of", lambda work, device: 1.0)
+    monkeypatch.setattr(cost, "seconds_of", lambda work, device: 1.0)
 
 
 def audited(limit: int | None, test: str | None = "shapes(size=16)@test") -> float:
@@ -62,7 +62,7 @@ def test_loss_and_attack_are_timed_in_the_precision_of_the_training(monkeypatch,
         seen.append(met)
         return 1.0
 
-    monkeypatch.setattr(planning, "seconds_of", once)
+    monkeypatch.setattr(cost, "seconds_of", once)
     shop = open_workshop(recipe(train={"precision": precision}), CPU)
     block = shop.model.backbone.blocks[0].mlp.fc1
     plan_training(shop, CPU)
@@ -88,10 +88,10 @@ def test_recipes_with_adapters_are_planned_as_they_are_trained(monkeypatch, name
         works.append(work)
         return float(len(works))  # every piece of work takes a second more than the one before
 
-    real = planning.craft
-    monkeypatch.setattr(planning, "seconds_of", once)
+    real = cost.craft
+    monkeypatch.setattr(cost, "seconds_of", once)
     monkeypatch.setattr(
-        planning,
+        cost,
         "craft",
         lambda attack, model, *rest, **more: (seen.append(model), real(attack, model, *rest, **more))[1],
     )

@@ -8,30 +8,31 @@ import pytest
 import torch
 from small_probes import linear, masks
 
-from vitadel.adapters.robustness_tokens import Tokened
-from vitadel.adapters.token_files import load_tokens, save_tokens
+from vitadel.adapters.tokens.robustness_tokens import Tokened
+from vitadel.adapters.tokens.token_files import load_tokens, save_tokens
 from vitadel.data import batches, open_dataset
-from vitadel.data.masks import Cut, open_masked
+from vitadel.data.sources.masks import Cut, open_masked
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
-from vitadel.defenses.heads import probing, segmenting
-from vitadel.defenses.heads.building import build_probe, pixel_attack, with_tokens
+from vitadel.heads import probe
+from vitadel.heads import train_segmentation
+from vitadel.heads.probe_recipe import build_probe, pixel_attack, with_tokens
 from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation.head_files import head_about, load_head
-from vitadel.evaluation.segmentation import Segmenter
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import Processes
+from vitadel.heads.head_files import head_about, load_head
+from vitadel.heads.segmentation import Segmenter
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import Processes
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 
 
 def run(document, out, tokens=None, **more):
     recipe = build_probe(with_tokens(document, tokens), "toy")
-    return probing.run_probe(recipe, "toy", ALONE, out=out, **more)[0]
+    return probe.run_probe(recipe, "toy", ALONE, out=out, **more)[0]
 
 
 def model_of(document):
-    return probing._frozen_model(build_probe(document, "toy").model, 0)
+    return probe._frozen_model(build_probe(document, "toy").model, 0)
 
 
 @pytest.fixture
@@ -88,13 +89,13 @@ def test_a_probe_that_was_stopped_goes_on_and_trains_nothing_twice(tmp_path, mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(probing, "run_audit", stop)
+        patched.setattr(probe, "run_audit", stop)
         with pytest.raises(Interrupted):
             run(linear(), tmp_path / "run")
     assert not (tmp_path / "run" / "results.json").exists()
     with pytest.raises(Mistake, match="holds an unfinished run"):
         run(linear(), tmp_path / "run")
-    monkeypatch.setattr(probing, "train_probe", stop)
+    monkeypatch.setattr(probe, "train_probe", stop)
     again = run(linear(), tmp_path / "run", resume=True)
     for results in (whole, again):
         for entry in results["attacks"]:
@@ -142,9 +143,9 @@ def test_a_segmentation_head_is_judged_by_hand(tmp_path, tokens):
     results = run(document, tmp_path / "run", tokens)
     told, recipe = results["segmentation"], build_probe(document, "toy")
     tokened = load_tokens(tokens, model_of(masks())).eval()
-    head, _ = segmenting._load_head(tmp_path / "run" / "weights" / "head.safetensors", tokened)
+    head, _ = train_segmentation._load_head(tmp_path / "run" / "weights" / "head.safetensors", tokened)
     deployed, public = Segmenter(tokened, head).eval(), Segmenter(tokened.classifier, head).eval()
-    own, trained_without = segmenting._load_head(tmp_path / "run" / "weights" / "attackers-head.safetensors", tokened)
+    own, trained_without = train_segmentation._load_head(tmp_path / "run" / "weights" / "attackers-head.safetensors", tokened)
     attackers = Segmenter(tokened.classifier, own).eval()
     rows = balanced_subset(torch.zeros(10_000, dtype=torch.int64), 12, 0)
     x, truth = open_masked("shapes(size=16)@test").read(rows, Cut((16, 16)))
@@ -187,7 +188,7 @@ def test_patch_tokens_kept_or_made_anew_train_the_same_head(tmp_path):
 
 def test_a_segmentation_that_was_stopped_goes_on(tmp_path, monkeypatch):
     whole, calls = run(masks(), tmp_path / "whole"), []
-    lawful = segmenting._lawful
+    lawful = train_segmentation._lawful
 
     def stop_at_third(*args):
         calls.append(args)
@@ -195,10 +196,10 @@ def test_a_segmentation_that_was_stopped_goes_on(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return lawful(*args)
 
-    monkeypatch.setattr(segmenting, "_lawful", stop_at_third)
+    monkeypatch.setattr(train_segmentation, "_lawful", stop_at_third)
     with pytest.raises(Interrupted):
         run(masks(), tmp_path / "run")
-    monkeypatch.setattr(segmenting, "train_patch_head", None)
+    monkeypatch.setattr(train_segmentation, "train_patch_head", None)
     assert run(masks(), tmp_path / "run", resume=True) == whole
     assert len(calls) == 4  # three batches of the attack: two were kept, the third was made again
     assert json.loads((tmp_path / "run" / "results.json").read_text()) == whole
@@ -239,7 +240,7 @@ def test_a_backbone_without_a_head_can_be_probed(tmp_path):
 def test_several_processes_are_refused(tmp_path):
     recipe = build_probe(linear(), "toy")
     with pytest.raises(Mistake, match="one process"):
-        probing.run_probe(recipe, "toy", Processes(0, 2, torch.device("cpu")), out=tmp_path / "run")
+        probe.run_probe(recipe, "toy", Processes(0, 2, torch.device("cpu")), out=tmp_path / "run")
 
 
 def test_classes_to_train_on_are_not_chosen_for_those_that_are_tested():
@@ -252,7 +253,7 @@ def test_classes_to_train_on_are_not_chosen_for_those_that_are_tested():
             return torch.arange(2000) % 200
 
     section = build_probe(linear(data={"held_out": 1, "limit": 20}), "toy").data
-    rows, aside = probing._split(Many(), section, 0)
+    rows, aside = probe._split(Many(), section, 0)
     tested = balanced_subset(Many().labels(), 20, 0)
     assert len(set((rows % 200).tolist()) & set((tested % 200).tolist())) <= 7
     assert (len(rows), len(aside), len(set(rows.tolist()) & set(aside.tolist()))) == (20, 1, 0)

@@ -8,14 +8,14 @@ import pytest
 import yaml
 from small_probes import LINEAR, MASKS, linear, masks
 
-from vitadel.defenses.building import Faulty, build_recipe, check_recipe
-from vitadel.defenses.heads.building import build_probe, build_probe_check, pixel_attack, with_tokens
-from vitadel.defenses.heads.sections import LinearHead, MaskData, PatchHead
-from vitadel.defenses.recipes import compose, rows
-from vitadel.defenses.writing_recipes import recipe_text
+from vitadel.training.recipes.build import Faulty, build_recipe, check_recipe
+from vitadel.heads.probe_recipe import build_probe, build_probe_check, pixel_attack, with_tokens
+from vitadel.heads.recipe_sections import LinearHead, MaskData, PatchHead
+from vitadel.training.recipes.documents import compose, rows
+from vitadel.training.recipes.write import recipe_text
 from vitadel.errors import Mistake
-from vitadel.evaluation.probes import RATES
-from vitadel.evaluation.segmentation import OnPixels
+from vitadel.heads.linear_probe import RATES
+from vitadel.heads.segmentation import OnPixels
 
 
 def faults(document: dict[str, Any]) -> tuple[str, ...]:

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from training_toys import FakeTraining
 
 from vitadel.attacks import PGD, Linf
-from vitadel.attacks.forms import at_eps
+from vitadel.attacks.variants import at_eps
 from vitadel.attacks.goals import FromClean
 from vitadel.attacks.steppers import Momentum, Steepest
 from vitadel.attacks.threats import L2
 from vitadel.attacks.wrappers import Restarts
 from vitadel.backbones.classifier import wrap
-from vitadel.defenses.attacking import craft
-from vitadel.defenses.objectives.adversarial import Adversarial
-from vitadel.defenses.objectives.standard import Standard
-from vitadel.defenses.plugins.random_dropping import (
+from vitadel.training.inner_attack import craft
+from vitadel.training.objectives.adversarial import Adversarial
+from vitadel.training.objectives.standard import Standard
+from vitadel.training.plugins.random_dropping import (
     RandomDropping,
     _Dropping,
     _from_reset,
@@ -29,9 +29,9 @@ from vitadel.defenses.plugins.random_dropping import (
     _StepsFromReset,
     _through_fewer,
 )
-from vitadel.defenses.protocols import ChangesAttack
+from vitadel.training.protocols import ChangesAttack
 from vitadel.errors import Mistake
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vits import make_vit, pixels
 
 ATTACK = PGD(Linf(8 / 255), stepper=Steepest(2 / 255), steps=4, stop_when_fooled=False)

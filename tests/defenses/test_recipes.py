@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 import vitadel
-from vitadel.defenses.building import build_recipe
-from vitadel.defenses.recipes import SECTIONS, TEXTS, compose, merge, rows, shipped_recipes, source, texts
-from vitadel.defenses.writing_recipes import recipe_text
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.recipes.documents import SECTIONS, TEXTS, compose, merge, rows, shipped_recipes, source, texts
+from vitadel.training.recipes.write import recipe_text
 from vitadel.errors import Mistake
 
 SHELF = Path(vitadel.__file__).parent / "recipes"

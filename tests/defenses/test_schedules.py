@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vitadel.defenses.schedules import rate_at, scaling_of
-from vitadel.defenses.sections import Optimiser, Schedule
+from vitadel.training.schedules import rate_at, scaling_of
+from vitadel.training.recipes.sections import Optimiser, Schedule
 
 
 @pytest.mark.parametrize(

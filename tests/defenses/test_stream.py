@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 
 from vitadel.data.preprocess import Preprocess
-from vitadel.defenses.augmentation import augment
-from vitadel.defenses.sections import Augmentation
-from vitadel.defenses.stream import Stream
+from vitadel.training.augmentation import augment
+from vitadel.training.recipes.sections import Augmentation
+from vitadel.training.data_stream import Stream
 from vitadel.errors import Mistake
 
 NOTHING = Augmentation()

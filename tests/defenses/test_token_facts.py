@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
-from vitadel.attacks.forms import training_form
-from vitadel.attacks.names import make
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.attacks.variants import training_form
+from vitadel.attacks.parse import make
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
-from vitadel.defenses.attacking import craft
-from vitadel.defenses.objectives.robustness_tokens import RobustnessTokens
+from vitadel.training.inner_attack import craft
+from vitadel.training.objectives.robustness_tokens import RobustnessTokens
 from vitadel.instrument import extra_tokens
 from vits import make_vit
 

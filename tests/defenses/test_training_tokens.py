@@ -13,23 +13,23 @@ from safetensors.torch import save_file
 from small_recipes import document
 
 from toys import images
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
-from vitadel.adapters.token_files import load_tokens, read_tokens
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_files import load_tokens, read_tokens
 from vitadel.attacks.features import feature_cosine, final_features
-from vitadel.attacks.names import make
+from vitadel.attacks.parse import make
 from vitadel.backbones.load import has_no_head, load_model
 from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
-from vitadel.defenses import loop
-from vitadel.defenses.building import build_recipe
-from vitadel.defenses.checking import sketched_model
-from vitadel.defenses.harden import open_workshop, run_harden
-from vitadel.defenses.objectives.robustness_tokens import RobustnessTokens
-from vitadel.defenses.recipes import compose, rows
-from vitadel.defenses.validation import HeldOut
+from vitadel.training import loop
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.recipes.check import sketched_model
+from vitadel.training.run import open_workshop, run_harden
+from vitadel.training.objectives.robustness_tokens import RobustnessTokens
+from vitadel.training.recipes.documents import compose, rows
+from vitadel.training.validation import HeldOut
 from vitadel.errors import Mistake
 from vitadel.instrument import extra_tokens
-from vitadel.runtime.processes import join_processes
+from vitadel.runtime.distributed import join_processes
 
 CPU = join_processes("cpu")
 OBJECTIVE = {"use": "robustness_tokens", "attack": "features-3"}

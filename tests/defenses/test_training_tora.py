@@ -9,17 +9,17 @@ from torch.nn import functional as F
 
 from toras import tora_of
 from toys import images
-from vitadel.adapters.opening import open_model
-from vitadel.adapters.tora import OneHead, learners, part_of
-from vitadel.adapters.tora_files import load_tora
+from vitadel.adapters.open_model import open_model
+from vitadel.adapters.tora.tora import OneHead, learners, part_of
+from vitadel.adapters.tora.tora_files import load_tora
 from vitadel.attacks import make
 from vitadel.backbones.load import load_model
-from vitadel.defenses.adapters.tora import ToraParts
-from vitadel.defenses.building import build_recipe
-from vitadel.defenses.harden import run_harden
-from vitadel.defenses.objectives.tora import TwoBranches
+from vitadel.training.trainables.tora import ToraParts
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.run import run_harden
+from vitadel.training.objectives.tora import TwoBranches
 from vitadel.errors import Mistake
-from vitadel.runtime.processes import join_processes
+from vitadel.runtime.distributed import join_processes
 
 CPU = join_processes("cpu")
 OBJECTIVE = {"use": "tora", "attack": "pgd-1(step=2/255)"}
@@ -172,7 +172,7 @@ def test_phase_two_changes_the_fusion_only_and_is_opened_again(pretrained, first
 
 
 def test_broken_off_and_resumed_it_ends_with_the_same_bits(pretrained, first_phase, tmp_path, monkeypatch):
-    from vitadel.defenses import loop
+    from vitadel.training import loop
 
     real, taken = loop._Learner.take, 0
 
@@ -232,7 +232,7 @@ def test_attention_scaling_and_awp_go_with_phase_one(pretrained, tmp_path):
 
 
 def test_a_training_with_attention_scaling_goes_on_with_its_factors(pretrained, tmp_path, monkeypatch):
-    from vitadel.defenses import loop
+    from vitadel.training import loop
 
     built = recipe(pretrained, epochs=3, plugins=SCALING)
     _, whole = run_harden(built, "tora", CPU, out=tmp_path / "whole")

@@ -16,9 +16,9 @@ from small_recipes import TRADES, document
 
 from vitadel.backbones.load import load_model
 from vitadel.backbones.record import save_classifier
-from vitadel.defenses.building import build_recipe
-from vitadel.defenses.harden import run_harden
-from vitadel.runtime.processes import join_processes
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.run import run_harden
+from vitadel.runtime.distributed import join_processes
 
 TRAINING = {"train": {"epochs": 2}, "schedule": {"warm_up": 0.0}, "optimiser": {"name": "sgd", "rate": 0.5}}
 TORA = {"use": "tora", "reduction": 8}

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from training_toys import FakeTraining
 
-from vitadel.defenses.plugins.weight_average import WeightAverage
-from vitadel.defenses.protocols import AfterEpoch, AfterStep, ChangesEvaluation, Remembering
+from vitadel.training.plugins.weight_average import WeightAverage
+from vitadel.training.protocols import AfterEpoch, AfterStep, ChangesEvaluation, Remembering
 from vitadel.errors import Mistake
 
 

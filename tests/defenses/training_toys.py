@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.threats import Linf
-from vitadel.runtime.processes import Processes
+from vitadel.runtime.distributed import Processes
 from vitadel.types import Threat
 
 __all__ = ["FakeTraining"]

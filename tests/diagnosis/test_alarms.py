@@ -13,22 +13,22 @@ from torch import Tensor, nn
 
 from imagenet_a import RIGHT, answering, write_imagenet_a
 from toys import trained_toy
-from vitadel.adapters.opening import open_model
+from vitadel.adapters.open_model import open_model
 from vitadel.backbones.classifier import wrap
-from vitadel.diagnosis import checks_attention as attention
-from vitadel.diagnosis import checks_gradients as gradients
-from vitadel.diagnosis import checks_masking as masking
-from vitadel.diagnosis import checks_pixels_and_outputs as outputs
-from vitadel.diagnosis import checks_randomness as randomness
-from vitadel.diagnosis import checks_search_strength as strength
+from vitadel.diagnosis.checks import attention as attention
+from vitadel.diagnosis.checks import gradients as gradients
+from vitadel.diagnosis.checks import masking as masking
+from vitadel.diagnosis.checks import pixels_and_outputs as outputs
+from vitadel.diagnosis.checks import randomness as randomness
+from vitadel.diagnosis.checks import search_strength as strength
 from vitadel.diagnosis.codebook import looking_up
-from vitadel.diagnosis.doctor import CHECKS, Check, examine, sentence
+from vitadel.diagnosis.runner import CHECKS, Check, examine, sentence
 from vitadel.diagnosis.examination import Examination
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined
-from vitadel.diagnosis.visit import Appointment, diagnose, examination_of
-from vitadel.evaluation.subject import open_subject
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import join_processes
+from vitadel.diagnosis.run import Appointment, diagnose, examination_of
+from vitadel.evaluation.engine.target import open_subject
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import join_processes
 from vits import make_vit
 
 toy = cache(trained_toy)

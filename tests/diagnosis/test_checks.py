@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from toys import TinyNet, images, trained_toy
-from vitadel.diagnosis import checks_attention as attention
-from vitadel.diagnosis import checks_gradients as gradients
-from vitadel.diagnosis import checks_masking as masking
-from vitadel.diagnosis import checks_pixels_and_outputs as outputs
-from vitadel.diagnosis import checks_randomness as randomness
-from vitadel.diagnosis import checks_search_strength as strength
+from vitadel.diagnosis.checks import attention as attention
+from vitadel.diagnosis.checks import gradients as gradients
+from vitadel.diagnosis.checks import masking as masking
+from vitadel.diagnosis.checks import pixels_and_outputs as outputs
+from vitadel.diagnosis.checks import randomness as randomness
+from vitadel.diagnosis.checks import search_strength as strength
 from vitadel.diagnosis.examination import LEVELS, Examination, level_named, probing_threat
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined
-from vitadel.diagnosis.student import taught
+from vitadel.diagnosis.surrogate_student import taught
 from vitadel.errors import Mistake
 
 toy = cache(trained_toy)

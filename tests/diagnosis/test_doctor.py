@@ -12,15 +12,15 @@ import typer
 from typer.testing import CliRunner
 
 from toys import TinyNet, trained_toy
-from vitadel.diagnosis import visit
-from vitadel.diagnosis.doctor import CHECKS, Check, cost_of, examine, next_command, sentence
+from vitadel.diagnosis import run
+from vitadel.diagnosis.runner import CHECKS, Check, cost_of, examine, next_command, sentence
 from vitadel.diagnosis.examination import LEVELS, Examination
 from vitadel.diagnosis.finding import OK
-from vitadel.diagnosis.visit import Appointment, diagnose
+from vitadel.diagnosis.run import Appointment, diagnose
 from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation.metering import metered
-from vitadel.evaluation.subject import open_subject
-from vitadel.runtime.processes import join_processes
+from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.target import open_subject
+from vitadel.runtime.distributed import join_processes
 
 
 def test_the_cost_is_stated_beforehand():
@@ -103,11 +103,11 @@ def test_an_interrupted_visit_goes_on_where_it_was(tmp_path, monkeypatch):
         return OK, {"turn": len(asked)}
 
     checks = few_checks(pixel={"run": counted}, outputs={"run": interrupted})
-    monkeypatch.setattr(visit, "examine", lambda e, **how: examine(e, checks, **how))
+    monkeypatch.setattr(run, "examine", lambda e, **how: examine(e, checks, **how))
     subject, plan, cpu = open_subject("zoo:shapes-standard", "shapes"), Appointment(limit=16), join_processes("cpu")
     with pytest.raises(Interrupted):
-        visit.visit(subject, plan, cpu, out=tmp_path / "run")
-    results, _ = visit.visit(subject, plan, cpu, out=tmp_path / "run", resume=True)
+        run.run(subject, plan, cpu, out=tmp_path / "run")
+    results, _ = run.run(subject, plan, cpu, out=tmp_path / "run", resume=True)
     assert asked == ["pixels", "outputs", "outputs"]
     assert [finding["evidence"].get("turn") for finding in results["findings"]] == [1, 3, None]
     assert not (tmp_path / "run" / "findings.json").exists()
@@ -116,7 +116,7 @@ def test_an_interrupted_visit_goes_on_where_it_was(tmp_path, monkeypatch):
 def test_tensors_are_treated_as_other_data_are(monkeypatch):
     model, x, y = trained_toy()
     seen = []
-    monkeypatch.setattr(visit, "examine", lambda e: seen.append(e) or examine(e, few_checks()))
+    monkeypatch.setattr(run, "examine", lambda e: seen.append(e) or examine(e, few_checks()))
     helper = TinyNet(4).train()
     model.train()
     diagnose(model, (x, y), limit=20, surrogate=helper)
@@ -159,7 +159,7 @@ def test_the_verb(tmp_path, monkeypatch):
     from vitadel.cli.diagnose import diagnose as verb
 
     few = few_checks()
-    monkeypatch.setattr(visit, "examine", lambda e, **how: examine(e, few, **how))
+    monkeypatch.setattr(run, "examine", lambda e, **how: examine(e, few, **how))
     app = typer.Typer()
     app.command()(verb)
     out = tmp_path / "run"

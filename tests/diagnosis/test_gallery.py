@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from vitadel.adapters.opening import open_model
-from vitadel.diagnosis.doctor import CHECKS, examine
+from vitadel.adapters.open_model import open_model
+from vitadel.diagnosis.runner import CHECKS, examine
 from vitadel.diagnosis.examination import Examination
 from vitadel.diagnosis.finding import OK
-from vitadel.diagnosis.gallery import GALLERY
-from vitadel.diagnosis.visit import Appointment, examination_of
+from vitadel.diagnosis.broken_defenses import GALLERY
+from vitadel.diagnosis.run import Appointment, examination_of
 from vitadel.diagnosis.writing import gallery_in_words
-from vitadel.evaluation.subject import open_subject
-from vitadel.runtime.processes import join_processes
+from vitadel.evaluation.engine.target import open_subject
+from vitadel.runtime.distributed import join_processes
 
 # Small differences, which take more images to be told from luck.
 SUBTLE = {"normalisation", "more restarts", "gradients beat noise", "averaging does no better"}

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from vitadel.backbones.load import load_model
 from vitadel.cli.main import app
-from vitadel.diagnosis.gallery import GALLERY
-from vitadel.diagnosis.glance import IMAGES, glance
-from vitadel.evaluation.audit import Order
-from vitadel.evaluation.subject import open_subject
-from vitadel.runtime.processes import join_processes
+from vitadel.diagnosis.broken_defenses import GALLERY
+from vitadel.diagnosis.precheck import IMAGES, glance
+from vitadel.evaluation.audit.audit import Order
+from vitadel.evaluation.engine.target import open_subject
+from vitadel.runtime.distributed import join_processes
 
 LIARS = {liar.name: liar for liar in GALLERY}
 CPU = join_processes("cpu")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
-from vitadel.attacks.names import make
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.attacks.parse import make
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
@@ -20,10 +20,10 @@ from vitadel.data.subset import balanced_subset
 from vitadel.errors import Interrupted, Mistake
 from vitadel.evaluation import activations
 from vitadel.evaluation.activations import Look, inspect_activations
-from vitadel.evaluation.subject import Subject
-from vitadel.instrument.massive import massive_activations
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import join_processes
+from vitadel.evaluation.engine.target import Subject
+from vitadel.instrument.massive_activations import massive_activations
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import join_processes
 from vits import make_vit
 
 CPU = join_processes("cpu")

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from toras import classifier_of, tora_of
-from vitadel.adapters.tora import Tora
-from vitadel.adapters.tora_maps import gate_maps
-from vitadel.adapters.tora_settings import ToraSettings
-from vitadel.evaluation.adapter_maps import PARTS, area, deletion_and_insertion, patch_orders
-from vitadel.evaluation.contenders import Contender
-from vitadel.evaluation.subject import open_subject
-from vitadel.evaluation.trade_off import TradeOffOrder, run_trade_off
+from vitadel.adapters.tora.tora import Tora
+from vitadel.adapters.tora.tora_maps import gate_maps
+from vitadel.adapters.tora.tora_settings import ToraSettings
+from vitadel.evaluation.trade_off.adapter_maps import PARTS, area, deletion_and_insertion, patch_orders
+from vitadel.evaluation.trade_off.candidates import Contender
+from vitadel.evaluation.engine.target import open_subject
+from vitadel.evaluation.trade_off.run import TradeOffOrder, run_trade_off
 from vitadel.instrument import attention_maps
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import join_processes
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import join_processes
 from vits import pixels
 
 GREY = (0.5, 0.5, 0.5)

@@ -15,8 +15,8 @@ import vitadel
 from vitadel.backbones.classifier import wrap
 from vitadel.data import open_dataset
 from vitadel.errors import Mistake
-from vitadel.evaluation.among import AmongClasses, AmongLogits, choose_among, numbered_alike
-from vitadel.evaluation.subject import open_subject
+from vitadel.evaluation.engine.class_subset import AmongClasses, AmongLogits, choose_among, numbered_alike
+from vitadel.evaluation.engine.target import open_subject
 
 # Classes 0, 6 and 99; the last two are of ImageNet-A.
 TENCH, STINGRAY, GOOSE = "n01440764", "n01498041", "n01855672"

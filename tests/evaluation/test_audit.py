@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import vitadel
 from toys import TinyNet
-from vitadel.data.shapes import Shapes
+from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import Mistake
-from vitadel.evaluation.audit import Order
+from vitadel.evaluation.audit.audit import Order
 
 
 class Brightness(nn.Module):
@@ -112,7 +112,7 @@ def test_an_honest_model_raises_nothing():
 
 
 def test_attacks_that_break_the_rules_gain_nothing(monkeypatch):
-    from vitadel.attacks import presets
+    from vitadel.attacks import registry
 
     class Cheat:
         def __call__(self, model, x, y, draws=None):
@@ -124,7 +124,7 @@ def test_attacks_that_break_the_rules_gain_nothing(monkeypatch):
     import dataclasses
 
     cheat = dataclasses.make_dataclass("Cheat", [], bases=(Cheat,), frozen=True)
-    monkeypatch.setitem(presets.CATALOGUE, "cheat", presets.Preset(lambda threat: cheat(), "breaks the budget"))
+    monkeypatch.setitem(registry.CATALOGUE, "cheat", registry.Preset(lambda threat: cheat(), "breaks the budget"))
     results = vitadel.audit(Brightness().eval(), attacks="cheat", limit=40)
     (entry,) = results["attacks"]
     assert entry["void"] == entry["attacked"]
@@ -206,7 +206,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
 
 
 def test_an_image_lost_between_two_stages_is_told_and_not_counted_as_robust(tmp_path, monkeypatch):
-    from vitadel.evaluation import audit as module
+    from vitadel.evaluation.audit import audit as module
 
     save_pictures(tmp_path / "photos", 6)
     clean_stage = module.clean_stage
@@ -235,8 +235,8 @@ def test_fewer_outputs_than_labels_are_told():
 
 
 def test_a_damaged_piece_is_work_not_done(tmp_path):
-    from vitadel.evaluation.ledger import FolderLedger
-    from vitadel.runtime.rundir import RunFolder
+    from vitadel.evaluation.engine.batch_cache import FolderLedger
+    from vitadel.runtime.run_folder import RunFolder
 
     ledger = FolderLedger(RunFolder(tmp_path))
     ledger.save("clean", 0, {"index": torch.arange(3).numpy()})

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
-from vitadel.data.shapes import Shapes
+from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import Mistake
-from vitadel.evaluation import corruption_results
-from vitadel.evaluation.corrupting import CopyOrder, write_copy
-from vitadel.evaluation.corruption_order import CorruptionOrder
-from vitadel.evaluation.corruption_results import Course, Gathered, Origin
-from vitadel.evaluation.corruption_scores import ALEXNET_ERRORS, ALEXNET_FLIPS
-from vitadel.evaluation.corruptions import corruptions
-from vitadel.evaluation.results import Tally
-from vitadel.evaluation.subject import open_subject
+from vitadel.evaluation.corruptions import results
+from vitadel.evaluation.corruptions.corrupted_copy import CopyOrder, write_copy
+from vitadel.evaluation.corruptions.request import CorruptionOrder
+from vitadel.evaluation.corruptions.results import Course, Gathered, Origin
+from vitadel.evaluation.corruptions.scores import ALEXNET_ERRORS, ALEXNET_FLIPS
+from vitadel.evaluation.corruptions.run import corruptions
+from vitadel.evaluation.engine.verdicts import Tally
+from vitadel.evaluation.engine.target import open_subject
 from vitadel.reporting.page import write_report
-from vitadel.runtime.processes import Processes
+from vitadel.runtime.distributed import Processes
 
 TENCH, GOOSE = "n01440764", "n01855672"  # classes 0 and 99
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -221,7 +221,7 @@ def test_all_fifteen_at_five_severities_make_an_mce(clean):
     gathered = Gathered(files, tally, True, predictions, dict.fromkeys(ALEXNET_FLIPS, course), {})
     subject = open_subject(DarkTenches().eval(), f"imagenet:{clean}/val")
     settings = {"model_fingerprint": "0"}
-    results = corruption_results.corruption_results(subject, CorruptionOrder(), gathered, settings)
+    results = results.results(subject, CorruptionOrder(), gathered, settings)
     ce, relative = {}, {}
     for name, alexnet in ALEXNET_ERRORS.items():
         errors = [wrong[name, level].sum() / n for level in range(1, 6)]
@@ -240,14 +240,14 @@ def test_all_fifteen_at_five_severities_make_an_mce(clean):
     assert results["perturbations"]["mfr"] == pytest.approx(mfr)
     fewer = {part: column for part, column in predictions.items() if part[0] != "frost"}
     gathered = Gathered(replace(files, in_memory=True), tally, True, fewer, {}, {"frost": "no photos"})
-    told = corruption_results.corruption_results(subject, CorruptionOrder(), gathered, settings)["corruptions"]
+    told = results.results(subject, CorruptionOrder(), gathered, settings)["corruptions"]
     assert told["mce"] is None
     assert told["relative_mce"] is None
     assert told["mce_without_noise"] is None
     assert told["mean_ce"] == pytest.approx((sum(ce.values()) - ce["frost"]) / 14)
     small = replace(files, shape=(64, 64))
     gathered = Gathered(small, tally, True, predictions, dict.fromkeys(ALEXNET_FLIPS, course), {})
-    results = corruption_results.corruption_results(subject, CorruptionOrder(), gathered, settings)
+    results = results.results(subject, CorruptionOrder(), gathered, settings)
     told = results["corruptions"]
     assert [told[name] for name in ("mce", "relative_mce", "mce_without_noise")] == [None] * 3
     assert told["mean_ce"] == pytest.approx(sum(ce.values()) / 15)
@@ -266,7 +266,7 @@ def test_a_sequence_for_validation_takes_nothing_from_the_ten(clean):
 
     def told(order, gathered):
         settings = {"model_fingerprint": "0"}
-        return corruption_results.corruption_results(subject, order, gathered, settings)["perturbations"]
+        return results.results(subject, order, gathered, settings)["perturbations"]
 
     found = told(CorruptionOrder(), gathered)
     rates = {name: 100 * value / ALEXNET_FLIPS[name] for name, value in share.items()}

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from vitadel.attacks import make
-from vitadel.attacks.aas import AAS, Rescaled
+from vitadel.attacks.attention_scaling.aas import AAS, Rescaled
 from vitadel.attacks.views import Targeted
-from vitadel.data.shapes import Shapes
+from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import Mistake
-from vitadel.evaluation.audit import audit
-from vitadel.evaluation.calibration import BATCH, CalibrationImages, calibration_images
-from vitadel.evaluation.subject import open_subject
+from vitadel.evaluation.audit.audit import audit
+from vitadel.evaluation.engine.calibration import BATCH, CalibrationImages, calibration_images
+from vitadel.evaluation.engine.target import open_subject
 
 
 def test_a_named_set_lends_its_training_split():

@@ -8,9 +8,9 @@ from torch import nn
 
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf
-from vitadel.evaluation import compiling
-from vitadel.evaluation.compiling import Compilation, compiled
-from vitadel.evaluation.metering import metered
+from vitadel.evaluation.engine import compilation
+from vitadel.evaluation.engine.compilation import Compilation, compiled
+from vitadel.evaluation.engine.pass_counter import metered
 
 
 def test_what_is_told():
@@ -39,7 +39,7 @@ def test_it_is_used_only_where_it_is_faster(monkeypatch, speedup, pays):
     twin = TinyNet().eval()
     times = iter([speedup, 1.0])
     monkeypatch.setattr(torch, "compile", lambda model, **settings: twin)
-    monkeypatch.setattr(compiling, "seconds_of", lambda work, device: next(times))
+    monkeypatch.setattr(compilation, "seconds_of", lambda work, device: next(times))
     chosen, verdict = compiled(model, images(4))
     assert chosen is (twin if pays else model)
     assert verdict.speedup == speedup

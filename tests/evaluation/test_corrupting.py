@@ -12,13 +12,13 @@ from PIL import Image
 
 from vitadel.corruptions import corrupt
 from vitadel.data import open_dataset
-from vitadel.data.shapes import CLASSES, Shapes
+from vitadel.data.sources.shapes import CLASSES, Shapes
 from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation import corrupting
-from vitadel.evaluation.corrupting import CopyOrder, write_copy
-from vitadel.evaluation.corruption_sizes import benchmark_preprocess
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import Processes
+from vitadel.evaluation.corruptions import corrupted_copy
+from vitadel.evaluation.corruptions.corrupted_copy import CopyOrder, write_copy
+from vitadel.evaluation.corruptions.sizes import benchmark_preprocess
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import Processes
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 
@@ -87,19 +87,19 @@ def _chosen(tmp_path):
 def test_stopped_and_resumed_it_is_the_same_copy(tmp_path, monkeypatch, kind):
     settings = {"format": kind, "corruptions": ("shot_noise", "contrast"), "severities": (1, 2, 3, 4, 5)}
     write(tmp_path / "whole", **settings)
-    made, turns = corrupting.corrupt, iter(range(1000))
+    made, turns = corrupted_copy.corrupt, iter(range(1000))
 
     def stopping(x, name, *more):
         if next(turns) > 25:  # one call asks whether each corruption can be had, then five for each of four batches
             raise KeyboardInterrupt
         return made(x, name, *more)
 
-    monkeypatch.setattr(corrupting, "corrupt", stopping)
+    monkeypatch.setattr(corrupted_copy, "corrupt", stopping)
     with pytest.raises(Interrupted):
         write(tmp_path / "stopped", **settings)
     assert not (tmp_path / "stopped" / "results.json").exists()
     calls = []
-    monkeypatch.setattr(corrupting, "corrupt", lambda x, name, *more: (calls.append(name), made(x, name, *more))[1])
+    monkeypatch.setattr(corrupted_copy, "corrupt", lambda x, name, *more: (calls.append(name), made(x, name, *more))[1])
     write(tmp_path / "stopped", resume=True, **settings)
     assert calls.count("shot_noise") == 1  # only the question whether it can be had
     whole, stopped = (
@@ -116,7 +116,7 @@ def test_batch_size_and_processes_change_no_file(tmp_path):
     assert pictures(tmp_path / "two") == whole
     copies = tmp_path / "shared"
     part = Processes(1, 2, torch.device("cpu"))
-    second = corrupting._Copy(
+    second = corrupted_copy._Copy(
         Shapes("test", size=16),
         CopyOrder(corruptions=("shot_noise",), severities=(2, 4), limit=20, batch_size=6),
         torch.tensor(sorted({int(name[-12:-4]) for name in whole})),
@@ -216,7 +216,7 @@ def test_a_full_disk_is_told_and_arrays_go_on_when_there_is_space(tmp_path, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(corrupting._Copy, "arrays", stopped)
+        patch.setattr(corrupted_copy._Copy, "arrays", stopped)
         with pytest.raises(Interrupted):
             write(tmp_path / "c", **settings)
     (tmp_path / "c" / "contrast.part").symlink_to("/dev/full")

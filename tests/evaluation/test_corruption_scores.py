@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vitadel.errors import Mistake
-from vitadel.evaluation.corruption_scores import (
+from vitadel.evaluation.corruptions.scores import (
     ALEXNET_CLEAN_ERROR,
     ALEXNET_ERRORS,
     ALEXNET_FLIPS,

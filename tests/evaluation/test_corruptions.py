@@ -18,12 +18,13 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.corruptions import COMMON, corrupt, sequence
 from vitadel.corruptions.sequences import CIFAR_SEQUENCES
-from vitadel.data.shapes import Shapes
+from vitadel.data.sources.shapes import Shapes
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation import corrupting, perturbations
-from vitadel.evaluation.corruptions import corruptions
-from vitadel.runtime.draws import Draws
+from vitadel.evaluation.corruptions import corrupted_copy
+from vitadel.evaluation.corruptions import perturbations
+from vitadel.evaluation.corruptions.run import corruptions
+from vitadel.runtime.rng import Draws
 
 SOME = ("gaussian_noise", "contrast", "pixelate")
 
@@ -216,7 +217,7 @@ def test_interrupted_and_resumed_it_comes_to_the_same_without_doing_it_again(tmp
 
 SCRIPT = """
 import sys
-from vitadel.evaluation.corruptions import corruptions
+from vitadel.evaluation.corruptions.run import corruptions
 corruptions("zoo:shapes-standard", "shapes", limit=12, batch_size=4, corruptions=("contrast",), severities=(1, 4),
             perturbations=("brightness",), device="cpu", out=sys.argv[1])
 """
@@ -242,7 +243,7 @@ def test_what_cannot_be_had_is_left_out_and_told_unless_it_was_asked_for(monkeyp
             raise Mistake("no photos of frost here")
         return x
 
-    monkeypatch.setattr(corrupting, "corrupt", without_photos)
+    monkeypatch.setattr(corrupted_copy, "corrupt", without_photos)
     told = run(Always(), corruptions=None, severities=(1,))["corruptions"]
     assert told["left_out"] == {"frost": "no photos of frost here"}
     assert told["mean_error_over"] == [name for name in COMMON if name != "frost"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vitadel.attacks.autoattack_fast import STAGES
-from vitadel.evaluation.evidence import findings_about
-from vitadel.evaluation.stages import NOTE, Leg
+from vitadel.attacks.autoattack.fast import STAGES
+from vitadel.evaluation.audit.evidence import findings_about
+from vitadel.evaluation.engine.stages import NOTE, Leg
 
 
 def leg(name: str, held: list[bool], **notes: list[float]) -> Leg:

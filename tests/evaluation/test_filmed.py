@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from films import write_video
 from vitadel.errors import Mistake
-from vitadel.evaluation.corruptions import corruptions
+from vitadel.evaluation.corruptions.run import corruptions
 
 pytest.importorskip("av")
 GOOSE, TENCH = "n01855672", "n01440764"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.errors import Mistake
-from vitadel.evaluation.frozen_features import feature_width, token_features
+from vitadel.heads.frozen_features import feature_width, token_features
 from vitadel.instrument import extra_tokens, hooked
 from vitadel.instrument.hooks import Edge
 from vits import VITS, make_vit, pixels, precise_vit

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitadel import attacks, audit, wrap
-from vitadel.adapters.token_files import backbone_fingerprint
+from vitadel.adapters.tokens.token_files import backbone_fingerprint
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import Mistake
-from vitadel.evaluation.frozen_features import token_features
-from vitadel.evaluation.head_files import load_head, save_head
-from vitadel.evaluation.probes import (
+from vitadel.heads.frozen_features import token_features
+from vitadel.heads.head_files import load_head, save_head
+from vitadel.heads.linear_probe import (
     RATES,
     Features,
     HeadSetting,
@@ -36,7 +36,7 @@ from vitadel.evaluation.probes import (
     train_probe,
 )
 from vitadel.instrument import extra_tokens
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vits import make_vit, pixels
 
 PREPROCESS = Preprocess(32)

@@ -13,14 +13,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vitadel.attacks.names import make
+from vitadel.attacks.parse import make
 from vitadel.backbones.classifier import Classifier, wrap
-from vitadel.data.shapes import SPLITS
+from vitadel.data.sources.shapes import SPLITS
 from vitadel.errors import Mistake
-from vitadel.evaluation import protocols
-from vitadel.evaluation.audit import Order, audit
-from vitadel.evaluation.protocols import PROTOCOLS, Protocol, differences, list_digest, settings, standing
-from vitadel.evaluation.subject import Subject
+from vitadel.evaluation.audit import protocols
+from vitadel.evaluation.audit.audit import Order, audit
+from vitadel.evaluation.audit.protocols import PROTOCOLS, Protocol, differences, list_digest, settings, standing
+from vitadel.evaluation.engine.target import Subject
 
 
 @dataclass(frozen=True)
@@ -241,5 +241,5 @@ def test_audits_write_it_down_and_refuse_before_they_run(monkeypatch, tmp_path):
 
 
 def test_the_list_of_protocols_needs_no_torch():
-    code = "import sys, vitadel.evaluation.protocols; sys.exit('torch' in sys.modules)"
+    code = "import sys, vitadel.evaluation.audit.protocols; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,8 +8,8 @@ from torch import nn
 
 from vitadel.attacks import make
 from vitadel.errors import Mistake
-from vitadel.evaluation.audit import audit
-from vitadel.evaluation.rehearsal import rehearse
+from vitadel.evaluation.audit.audit import audit
+from vitadel.evaluation.engine.preflight import rehearse
 from vits import make_vit
 
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import vitadel
-from vitadel.runtime.rundir import RunFolder
+from vitadel.runtime.run_folder import RunFolder
 
 AUDIT = [
     "audit",

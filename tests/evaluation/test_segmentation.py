@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitadel import load_model
-from vitadel.data.shapes import Shapes
+from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import Mistake
-from vitadel.evaluation.frozen_features import token_features
-from vitadel.evaluation.segmentation import IGNORED, Confusion, SegmentationHead, Segmenter, rate_at, train_segmentation
+from vitadel.heads.frozen_features import token_features
+from vitadel.heads.segmentation import IGNORED, Confusion, SegmentationHead, Segmenter, rate_at, train_segmentation
 from vitadel.instrument import extra_tokens
 from vits import make_vit, pixels
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.threats import Linf
-from vitadel.evaluation.segmentation import IGNORED, Confusion, OnPixels
-from vitadel.runtime.draws import Draws
+from vitadel.heads.segmentation import IGNORED, Confusion, OnPixels
+from vitadel.runtime.rng import Draws
 
 
 def images(*hits: int) -> Confusion:

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from imagenet_a import RIGHT, answering, write_imagenet_a
-from vitadel.attacks.corruption_files import save_corruption_model
-from vitadel.attacks.corruption_model import CorruptionModel
+from vitadel.attacks.patches.corruption_model_files import save_corruption_model
+from vitadel.attacks.patches.corruption_model import CorruptionModel
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation import stability
-from vitadel.evaluation.stability import StabilityOrder, run_stability
-from vitadel.evaluation.stability_measures import drift, map_similarity, mean_with_interval, over_masks, steps_below_one
-from vitadel.evaluation.subject import open_subject
-from vitadel.reporting.gather import read_run
+from vitadel.evaluation.stability import run as stability
+from vitadel.evaluation.stability.run import StabilityOrder, run_stability
+from vitadel.evaluation.stability.measures import drift, map_similarity, mean_with_interval, over_masks, steps_below_one
+from vitadel.evaluation.engine.target import open_subject
+from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.page import render, verdict
-from vitadel.reporting.stability import draw_stability, show_stability, stability_tables
-from vitadel.runtime.processes import join_processes
+from vitadel.reporting.kinds.stability import draw_stability, show_stability, stability_tables
+from vitadel.runtime.distributed import join_processes
 from vits import make_vit
 
 CPU = join_processes("cpu")

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head
 from vitadel.errors import Mistake
-from vitadel.evaluation.subject import Subject, open_subject
+from vitadel.evaluation.engine.target import Subject, open_subject
 
 
 @pytest.mark.parametrize("data", ["shapes", "shapes(size=32)@test"])

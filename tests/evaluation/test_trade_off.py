@@ -14,22 +14,22 @@ from torch.nn import functional as F
 
 from imagenet_a import RIGHT, answering, write_imagenet_a
 from toras import classifier_of, enlivened
-from vitadel.adapters.tora import OneHead, Tora
-from vitadel.adapters.tora_files import fusion_of, interpolated
-from vitadel.adapters.tora_settings import ToraSettings
-from vitadel.attacks.aimed import Aimed
-from vitadel.attacks.names import make
+from vitadel.adapters.tora.tora import OneHead, Tora
+from vitadel.adapters.tora.tora_files import fusion_of, interpolated
+from vitadel.adapters.tora.tora_settings import ToraSettings
+from vitadel.attacks.branch_attacks import Aimed
+from vitadel.attacks.parse import make
 from vitadel.data import open_dataset
 from vitadel.data.batches import batches
 from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation import trade_off
-from vitadel.evaluation.among import choose_among
-from vitadel.evaluation.contenders import Contender, between, check_alike, open_contenders
-from vitadel.evaluation.metering import metered
-from vitadel.evaluation.protocols import RVT
-from vitadel.evaluation.subject import open_subject
-from vitadel.evaluation.trade_off import TradeOffOrder, run_trade_off
-from vitadel.runtime.processes import join_processes
+from vitadel.evaluation.trade_off import run as trade_off
+from vitadel.evaluation.engine.class_subset import choose_among
+from vitadel.evaluation.trade_off.candidates import Contender, between, check_alike, open_contenders
+from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.audit.protocols import RVT
+from vitadel.evaluation.engine.target import open_subject
+from vitadel.evaluation.trade_off.run import TradeOffOrder, run_trade_off
+from vitadel.runtime.distributed import join_processes
 from vitadel.types import Source
 
 CPU = join_processes("cpu")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from toys import TinyNet, images
 from vitadel.errors import Mistake
-from vitadel.instrument.gaze import attention_over_patches
+from vitadel.instrument.attention_rows import attention_over_patches
 from vitadel.instrument.tokens import extra_tokens
 from vits import make_vit, pixels
 

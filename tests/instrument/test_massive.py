@@ -12,7 +12,7 @@ from vitadel.backbones.anatomy import blocks_of
 from vitadel.errors import Mistake
 from vitadel.instrument import block_features, extra_tokens, hooked
 from vitadel.instrument.hooks import Edge
-from vitadel.instrument.massive import CLASS, EXTRA, REGISTER, massive_activations, quartiles
+from vitadel.instrument.massive_activations import CLASS, EXTRA, REGISTER, massive_activations, quartiles
 from vits import VITS, make_vit, pixels
 
 HUGE = {0: (1000.0, 9, 3), 1: (-2000.0, 12, 20)}

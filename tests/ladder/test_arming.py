@@ -5,17 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
 from vitadel.backbones.load import load_model
 from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation.subject import open_subject
-from vitadel.ladder import arming, climb, training
-from vitadel.ladder.arming import gather
-from vitadel.ladder.climb import run_ladder
-from vitadel.ladder.levels import Arms
-from vitadel.ladder.order import LadderOrder
-from vitadel.ladder.training import read_recipe
-from vitadel.runtime.processes import join_processes
+from vitadel.evaluation.engine.target import open_subject
+from vitadel.threat_levels import prepare
+from vitadel.threat_levels import run
+from vitadel.threat_levels import token_training
+from vitadel.threat_levels.prepare import gather
+from vitadel.threat_levels.run import run_ladder
+from vitadel.threat_levels.levels import Arms
+from vitadel.threat_levels.request import LadderOrder
+from vitadel.threat_levels.token_training import read_recipe
+from vitadel.runtime.distributed import join_processes
 
 CPU = join_processes("cpu")
 SHORT = {"eps": (4 / 255,), "steps": 2, "white_box": (), "limit": 10, "batch_size": 5, "extraction": (16, 2)}
@@ -75,7 +77,7 @@ def test_controls_are_trained_on_the_attackers_images_if_there_are_no_others(sub
         seen.append((title, recipe.data.train, recipe.objective.attack))
         raise Interrupted(tmp_path)
 
-    monkeypatch.setattr(training, "run_harden", harden)
+    monkeypatch.setattr(token_training, "run_harden", harden)
     order = LadderOrder(**SHORT, levels=("T2",), recipe=far_away, attacker_data=THEIRS)
     with pytest.raises(Interrupted):
         run_ladder(subject, order, CPU, out=tmp_path / "run")
@@ -149,7 +151,7 @@ def test_fitted_tokens_are_kept_and_found_again(subject, tmp_path, monkeypatch):
     """A resumed climb goes on with the tokens that it began with, and with their numbers."""
     order, out = LadderOrder(**SHORT, levels=("T7",)), tmp_path / "run"
     with monkeypatch.context() as patch:
-        real, calls = climb.judge, 0
+        real, calls = run.judge, 0
 
         def fragile(*arguments):
             nonlocal calls
@@ -158,7 +160,7 @@ def test_fitted_tokens_are_kept_and_found_again(subject, tmp_path, monkeypatch):
                 raise RuntimeError("power cut")
             return real(*arguments)
 
-        patch.setattr(climb, "judge", fragile)
+        patch.setattr(run, "judge", fragile)
         with pytest.raises(RuntimeError, match="power cut"):
             run_ladder(subject, order, CPU, out=out)
     files = sorted((out / "sets").iterdir())
@@ -172,7 +174,7 @@ def test_fitted_tokens_are_kept_and_found_again(subject, tmp_path, monkeypatch):
     for file, content in begun.items():
         file.write_bytes(content)
         file.chmod(0o600)
-    monkeypatch.setattr(arming, "extract_tokens", lambda *arguments, **named: pytest.fail("fitted again"))
+    monkeypatch.setattr(prepare, "extract_tokens", lambda *arguments, **named: pytest.fail("fitted again"))
     results = run_ladder(subject, order, CPU, out=out, resume=True).results
     assert {file: file.read_bytes() for file in files} == begun
     fits = results["ladder"]["extraction"]

@@ -13,26 +13,27 @@ import torch
 
 from imagenet_a import RIGHT, answering, write_imagenet_a
 from toras import classifier_of
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
-from vitadel.adapters.token_files import load_tokens, save_tokens
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_files import load_tokens, save_tokens
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.load import load_model
 from vitadel.data.batches import batches
-from vitadel.defenses.building import build_recipe
-from vitadel.defenses.recipes import compose
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.recipes.documents import compose
 from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation.judge import judge
-from vitadel.evaluation.probes import Probe
-from vitadel.evaluation.results import Tally
-from vitadel.evaluation.subject import open_subject
-from vitadel.ladder import climb, training
-from vitadel.ladder.climb import run_ladder
-from vitadel.ladder.levels import LEVELS, Arms, rungs
-from vitadel.ladder.order import LadderOrder
-from vitadel.ladder.table import LadderTable
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import join_processes
+from vitadel.evaluation.engine.judge import judge
+from vitadel.heads.linear_probe import Probe
+from vitadel.evaluation.engine.verdicts import Tally
+from vitadel.evaluation.engine.target import open_subject
+from vitadel.threat_levels import run as climb
+from vitadel.threat_levels import token_training as training
+from vitadel.threat_levels.run import run_ladder
+from vitadel.threat_levels.levels import LEVELS, Arms, rungs
+from vitadel.threat_levels.request import LadderOrder
+from vitadel.threat_levels.table import LadderTable
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import join_processes
 
 CPU = join_processes("cpu")
 EPS = (1 / 255, 4 / 255)

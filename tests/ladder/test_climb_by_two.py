@@ -9,16 +9,16 @@ import sys
 
 import pytest
 
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
-from vitadel.adapters.token_files import save_tokens
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.backbones.load import load_model
 
 SCRIPT = """
 import sys
-from vitadel.evaluation.subject import open_subject
-from vitadel.ladder.climb import run_ladder
-from vitadel.ladder.order import LadderOrder
-from vitadel.runtime.processes import join_processes
+from vitadel.evaluation.engine.target import open_subject
+from vitadel.threat_levels.run import run_ladder
+from vitadel.threat_levels.request import LadderOrder
+from vitadel.runtime.distributed import join_processes
 
 tokens, recipe, out = sys.argv[1:]
 order = LadderOrder(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from toys import images
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
 from vitadel.backbones.classifier import wrap
 from vitadel.instrument import extra_tokens
-from vitadel.ladder.controls import Resized, controls, with_weight_noise
+from vitadel.threat_levels.controls import Resized, controls, with_weight_noise
 from vits import make_vit
 
 

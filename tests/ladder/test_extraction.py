@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from toys import images
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
 from vitadel.backbones.load import load_model
 from vitadel.errors import Mistake
-from vitadel.ladder.extraction import extract_tokens
+from vitadel.threat_levels.extraction import extract_tokens
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from vitadel.adapters.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
 from vitadel.attacks.features import FeatureAttack
 from vitadel.attacks.pgd import PGD
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import Mistake
-from vitadel.ladder.levels import LEVELS, Arms, MeanOf, check_levels, rungs
-from vitadel.ladder.order import LadderOrder
+from vitadel.threat_levels.levels import LEVELS, Arms, MeanOf, check_levels, rungs
+from vitadel.threat_levels.request import LadderOrder
 from vits import make_vit, pixels
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vitadel.ladder.sanity import findings_about_order
+from vitadel.threat_levels.sanity import findings_about_order
 
 SMALL, LARGE = 1 / 255, 4 / 255
 

@@ -26,9 +26,9 @@ from vitadel.attacks.steppers import Momentum, Steepest
 from vitadel.attacks.threats import threat
 from vitadel.attacks.views import Averaged
 from vitadel.backbones.load import load_model
-from vitadel.data.shapes import Shapes
-from vitadel.evaluation.judge import judge
-from vitadel.runtime.draws import Draws
+from vitadel.data.sources.shapes import Shapes
+from vitadel.evaluation.engine.judge import judge
+from vitadel.runtime.rng import Draws
 from vits import make_vit
 
 EPS = 8 / 255

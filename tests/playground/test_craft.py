@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from vitadel.attacks.names import make
+from vitadel.attacks.parse import make
 from vitadel.errors import Mistake
-from vitadel.evaluation.subject import open_subject
+from vitadel.evaluation.engine.target import open_subject
 from vitadel.playground.craft import Tell, Wish, craft, look, ready_attack, shown, transfer
 from vitadel.playground.models import Opened
 from vits import make_vit

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vitadel.backbones.load import zoo_names
-from vitadel.data.shapes import CLASSES, Shapes
+from vitadel.data.sources.shapes import CLASSES, Shapes
 from vitadel.errors import Mistake
 from vitadel.playground.models import Shelf, class_names
 

@@ -9,8 +9,8 @@ import pytest
 
 from run_folders import write_run
 from vitadel.errors import Mistake
-from vitadel.reporting.curves import draw_training, draw_trainings, training_rows
-from vitadel.reporting.gather import read_run
+from vitadel.reporting.kinds.training import draw_training, draw_trainings, training_rows
+from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.page import render
 
 ROWS = [

@@ -17,7 +17,7 @@ from PIL import Image
 from run_folders import write_run
 from vitadel.errors import Mistake
 from vitadel.reporting.exports import export
-from vitadel.reporting.gather import read_run
+from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.tables import Column, Table, as_csv, as_latex, as_markdown, tables_of
 
 ALL, HALF = [True] * 40, [True, False] * 20

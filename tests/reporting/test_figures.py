@@ -25,7 +25,7 @@ from vitadel.reporting.figures import (
     draw_examples,
     extreme_classes,
 )
-from vitadel.reporting.gather import ClassScore, Run, read_run
+from vitadel.reporting.read_runs import ClassScore, Run, read_run
 
 HALF = [True, False] * 20
 

@@ -13,7 +13,7 @@ import pytest
 
 from run_folders import write_run
 from vitadel.errors import Mistake
-from vitadel.reporting.gather import (
+from vitadel.reporting.read_runs import (
     aspects,
     class_scores,
     differing_aspects,

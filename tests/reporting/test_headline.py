@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from run_folders import write_run
-from vitadel.reporting.gather import Run, read_run
+from vitadel.reporting.read_runs import Run, read_run
 from vitadel.reporting.headline import headline
 from vitadel.reporting.page import render
 from vitadel.reporting.pairs import pairings

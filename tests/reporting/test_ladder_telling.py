@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vitadel.reporting.gather import Run
-from vitadel.reporting.ladder import (
+from vitadel.reporting.read_runs import Run
+from vitadel.reporting.kinds.threat_levels import (
     compare_ladders,
     control_rows,
     draw_ladder,

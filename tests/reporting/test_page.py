@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from run_folders import write_run
-from vitadel.diagnosis.visit import examinable
+from vitadel.diagnosis.run import examinable
 from vitadel.errors import Mistake
-from vitadel.evaluation.audit import audit
+from vitadel.evaluation.audit.audit import audit
 from vitadel.reporting.exports import export
-from vitadel.reporting.gather import Run, read_run
+from vitadel.reporting.read_runs import Run, read_run
 from vitadel.reporting.page import trust, verdict, write_report
 
 ALL, NONE, HALF = [True] * 40, [False] * 40, [True, False] * 20

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from run_folders import write_run
-from vitadel.reporting.gather import Run, read_run
+from vitadel.reporting.read_runs import Run, read_run
 from vitadel.reporting.pairs import difference_interval, holm, mcnemar, pair_rows, pairings, why_not_paired
 
 YES, NO = True, False

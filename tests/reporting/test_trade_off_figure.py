@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from vitadel.evaluation.intervals import share
-from vitadel.reporting.adapter_maps import MAPS_REMARK, check_table, draw_maps
-from vitadel.reporting.gather import read_run
+from vitadel.reporting.kinds.adapter_maps import MAPS_REMARK, check_table, draw_maps
+from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.page import render, write_report
-from vitadel.reporting.trade_off import (
+from vitadel.reporting.kinds.trade_off import (
     draw_trade_off,
     show_trade_off,
     trade_off_remarks,

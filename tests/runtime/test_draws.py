@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 
 def splitmix64(state: int) -> int:

@@ -7,10 +7,10 @@ import shlex
 import pytest
 import typer.main
 
-from vitadel.cli.bundles import flags_of
+from vitadel.cli.flag_groups import flags_of
 from vitadel.cli.main import app
 from vitadel.cli.options import Choice, Sampling
-from vitadel.runtime.following import following_command
+from vitadel.runtime.next_command import following_command
 
 COMMANDS = typer.main.get_command(app).commands
 OPENING = {*flags_of(Choice), *flags_of(Sampling), "device"} - {"data", "limit"}  # the results know these two better

@@ -9,11 +9,11 @@ import sys
 
 import torch
 
-from vitadel.runtime.processes import Processes
+from vitadel.runtime.distributed import Processes
 
 _WORK = """
 import torch
-from vitadel.runtime.processes import join_processes
+from vitadel.runtime.distributed import join_processes
 us = join_processes("cpu")
 mine = torch.tensor([1.0, 10.0]) * (us.rank + 1)
 mean = us.mean(mine)

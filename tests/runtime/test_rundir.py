@@ -12,7 +12,7 @@ import time
 import pytest
 
 from vitadel.errors import Mistake
-from vitadel.runtime.rundir import open_run, write_atomically, write_json
+from vitadel.runtime.run_folder import open_run, write_atomically, write_json
 
 SETTINGS = {"model": "m", "attacks": ("fgsm",), "seed": 0}
 
@@ -46,7 +46,7 @@ def test_two_processes_do_not_work_in_one_folder(tmp_path):
     folder, told = tmp_path / "run", tmp_path / "told"
     code = f"""
 import pathlib, time
-from vitadel.runtime.rundir import open_run
+from vitadel.runtime.run_folder import open_run
 open_run("audit", "m", {dict(SETTINGS)!r}, out=pathlib.Path({str(folder)!r}), resume=False, argv=[])
 pathlib.Path({str(told)!r}).touch()
 time.sleep(60)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from vitadel.errors import Mistake
-from vitadel.runtime.rundir import write_atomically
+from vitadel.runtime.run_folder import write_atomically
 from vitadel.runtime.secrets import fingerprint, read_secret, write_secret
 
 

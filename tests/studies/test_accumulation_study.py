@@ -8,9 +8,9 @@ import torch
 from two_patterns import GREY, Faint, Patterned, pattern, patterned
 
 from vitadel.errors import Mistake
-from vitadel.evaluation.subject import open_subject
-from vitadel.runtime.processes import join_processes
-from vitadel.studies import juries
+from vitadel.evaluation.engine.target import open_subject
+from vitadel.runtime.distributed import join_processes
+from vitadel.studies import reference_models
 from vitadel.studies.accumulation import AccumulationOrder, Canvases, climbed, study_accumulation
 from vitadel.studies.perturbations import SHOWN
 
@@ -47,7 +47,7 @@ def test_canvases_are_every_class_and_then_again():
 
 
 def test_everyone_sees_the_class_and_all_begin_alike(tmp_path, monkeypatch):
-    monkeypatch.setattr(juries, "open_model", lambda spec: patterned(2.0))
+    monkeypatch.setattr(reference_models, "open_model", lambda spec: patterned(2.0))
     order = AccumulationOrder(starts=3, steps=20, step=0.05, start="grey", others=("twin",), batch_size=4)
     results = study_accumulation(open_subject(patterned(), Faint()), order, CPU, out=tmp_path / "run").results
     told = results["study"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitadel.reporting.study_perturbations import against_chance
+from vitadel.reporting.kinds.study_perturbations import against_chance
 from vitadel.studies.agreement import agreement, chance, dealt_at_random, top_classes, top_of
 
 

@@ -12,8 +12,8 @@ from two_patterns import Faint, patterned
 
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import Mistake
-from vitadel.evaluation.subject import open_subject
-from vitadel.runtime.processes import join_processes
+from vitadel.evaluation.engine.target import open_subject
+from vitadel.runtime.distributed import join_processes
 from vitadel.studies.attention import AttentionOrder, cosines, mean_of_pairs, study_attention, unit_sum
 from vits import make_vit
 

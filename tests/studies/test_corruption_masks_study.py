@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from vitadel.attacks.corruption_files import save_corruption_model
-from vitadel.attacks.corruption_model import CorruptionModel
+from vitadel.attacks.patches.corruption_model_files import save_corruption_model
+from vitadel.attacks.patches.corruption_model import CorruptionModel
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import Mistake
-from vitadel.evaluation.subject import open_subject
-from vitadel.runtime.processes import join_processes
+from vitadel.evaluation.engine.target import open_subject
+from vitadel.runtime.distributed import join_processes
 from vitadel.studies.corruption_masks import CorruptionMasksOrder, concentration, overlap, study_corruption_masks
 from vits import make_vit
 

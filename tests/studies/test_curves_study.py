@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from toys import images
-from vitadel.attacks.names import make, read_attack_name
+from vitadel.attacks.parse import make, read_attack_name
 from vitadel.attacks.threats import Linf
 from vitadel.errors import Mistake
-from vitadel.evaluation.judge import judge
-from vitadel.runtime.draws import Draws
+from vitadel.evaluation.engine.judge import judge
+from vitadel.runtime.rng import Draws
 from vitadel.studies.curves import Clocked, CurvesOrder, beginnings, rises, variant
 
 

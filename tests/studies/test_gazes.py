@@ -9,7 +9,7 @@ from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import Mistake
 from vitadel.instrument.attention import attention_maps
 from vitadel.instrument.tokens import extra_tokens
-from vitadel.studies.gazes import gaze_of, rows_of, seen_rows
+from vitadel.studies.attention_rows import gaze_of, rows_of, seen_rows
 from vits import VITS, make_vit, pixels
 
 # name -> (attention that 'last' means for a patch, its row for the centre, grid there)

@@ -12,12 +12,12 @@ from two_patterns import Faint, pattern, patterned
 from toys import images
 from vitadel.backbones.load import zoo_names
 from vitadel.errors import Mistake
-from vitadel.evaluation.subject import open_subject
-from vitadel.reporting.gather import read_run
-from vitadel.reporting.study_perturbations import PERTURBATIONS, against_chance
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import join_processes
-from vitadel.studies import juries
+from vitadel.evaluation.engine.target import open_subject
+from vitadel.reporting.read_runs import read_run
+from vitadel.reporting.kinds.study_perturbations import PERTURBATIONS, against_chance
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import join_processes
+from vitadel.studies import reference_models
 from vitadel.studies.perturbations import PerturbationsOrder, rescaled, scattered, study_perturbations
 
 CPU = join_processes("cpu")
@@ -45,7 +45,7 @@ def test_scattered_pixels_are_the_same_ones_elsewhere():
 def run(tmp_path_factory):
     out = tmp_path_factory.mktemp("study") / "run"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(juries, "open_model", lambda spec: patterned(2.0))
+        patched.setattr(reference_models, "open_model", lambda spec: patterned(2.0))
         order = PerturbationsOrder(attack="pgd-10", others=("twin",), batch_size=3)
         study_perturbations(open_subject(patterned(), Faint()), order, CPU, out=out)
     return read_run(out)
@@ -87,11 +87,11 @@ def test_models_that_cannot_be_compared(monkeypatch, tmp_path):
     subject = open_subject("zoo:shapes-standard", "shapes")
     others = [name for name in zoo_names() if name.startswith("zoo:shapes-") and name != "zoo:shapes-standard"]
     assert "zoo:shapes-robust" in others
-    assert [juror.name for juror in juries.seated(subject, ())] == ["zoo:shapes-standard", *others]
+    assert [juror.name for juror in reference_models.seated(subject, ())] == ["zoo:shapes-standard", *others]
     with pytest.raises(Mistake, match="twice"):
-        juries.seated(subject, ("zoo:shapes-robust", "zoo:shapes-robust"))
+        reference_models.seated(subject, ("zoo:shapes-robust", "zoo:shapes-robust"))
     with pytest.raises(Mistake, match="classes"):
-        juries.seated(subject, ("vit_tiny_patch16_224=random",))
-    assert [juror.name for juror in juries.seated(open_subject(patterned(), Faint()), ())] == ["wrapped"]
+        reference_models.seated(subject, ("vit_tiny_patch16_224=random",))
+    assert [juror.name for juror in reference_models.seated(open_subject(patterned(), Faint()), ())] == ["wrapped"]
     renamed = replace(subject, data_spec="svhn")  # ten classes as well, but of other things
-    assert [juror.name for juror in juries.seated(renamed, ())] == ["zoo:shapes-standard"]
+    assert [juror.name for juror in reference_models.seated(renamed, ())] == ["zoo:shapes-standard"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vitadel.attacks.aas import PAPER_STYLE, Rescaled
+from vitadel.attacks.attention_scaling.aas import PAPER_STYLE, Rescaled
 from vitadel.attacks.goals import clearly_fooled
-from vitadel.attacks.names import make
+from vitadel.attacks.parse import make
 from vitadel.errors import Mistake
 from vitadel.instrument.attention import scaled_attention
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vitadel.studies.scaled_blocks import ScaledBlocksOrder, block_sets, factors_within
-from vitadel.studies.softening import ThroughScaled
+from vitadel.studies.scale_factors import ThroughScaled
 from vits import make_vit, pixels
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitadel.backbones.classifier import wrap
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 __all__ = ["GREY", "SIDE", "Faint", "Patterned", "pattern", "patterned"]
 

@@ -16,10 +16,10 @@ from vitadel.attacks.goals import OnLogits, fooled, gradient
 from vitadel.attacks.losses import dlr, lead, likeliest_wrong, targeted_dlr
 from vitadel.attacks.threats import L1, Linf, per_sample
 from vitadel.attacks.wrappers import repeated
-from vitadel.backbones.checks import check_pixels
+from vitadel.backbones.output_checks import check_pixels
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vitadel.types import Aim, Attack, Goal, Threat
 
 __all__ = ["APGD", "OverTargets", "TowardsClass", "TowardsRank", "apgd_ce", "apgd_dlr", "apgd_t", "checkpoints"]

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import likeliest_wrong
 from vitadel.attacks.threats import L1, L2, Linf, per_sample
-from vitadel.backbones.checks import check_pixels
+from vitadel.backbones.output_checks import check_pixels
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vitadel.types import Attack, Threat
 
 __all__ = ["FAB", "fab", "fab_t", "to_hyperplane"]

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitadel.amounts import amount_text
+from vitadel.quantities import amount_text
 from vitadel.attacks.goals import clearly_fooled, fooled
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest, usual_length
-from vitadel.attacks.surrogate import deployed
+from vitadel.attacks.transfer.surrogate import deployed
 from vitadel.attacks.threats import Linf
 from vitadel.attacks.wrappers import repeated
 from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of, prefix_tokens_of
-from vitadel.backbones.checks import check_pixels
+from vitadel.backbones.output_checks import check_pixels
 from vitadel.backbones.projection import projected
 from vitadel.errors import Mistake, nearest_names
 from vitadel.instrument.features import block_features
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.instrument.tokens import own_tokens
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vitadel.types import Aim, Attack, Threat
 
 __all__ = [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.losses import cross_entropy, kl_divergence, margin, precise
-from vitadel.attacks.surrogate import Surrogate
+from vitadel.attacks.transfer.surrogate import Surrogate
 from vitadel.errors import Mistake
 from vitadel.types import Aim, Loss
 

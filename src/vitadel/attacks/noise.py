@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.wrappers import repeated
-from vitadel.backbones.checks import check_pixels
+from vitadel.backbones.output_checks import check_pixels
 from vitadel.errors import Mistake, nearest_names
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vitadel.types import Attack, Threat
 
 __all__ = ["KINDS", "Noise", "noise"]

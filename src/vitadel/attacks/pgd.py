@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from vitadel.attacks.goals import OnLogits, gradient
 from vitadel.attacks.steppers import Steepest
-from vitadel.backbones.checks import check_pixels
+from vitadel.backbones.output_checks import check_pixels
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vitadel.types import Goal, Stepper, Threat
 
 __all__ = ["PGD"]

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vitadel.attacks.aas import aas, aas_bpda, aas_paper, scale
+from vitadel.attacks.attention_scaling.aas import aas, aas_bpda, aas_paper, scale
 from vitadel.attacks.views import Averaged, Targeted
 from vitadel.types import Attack
 

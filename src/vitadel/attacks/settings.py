@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-from vitadel.amounts import amount_text
+from vitadel.quantities import amount_text
 from vitadel.attacks.wrappers import Restarts
 from vitadel.types import Attack
 

@@ -21,10 +21,10 @@ from vitadel.attacks.goals import fooled
 from vitadel.attacks.losses import margin
 from vitadel.attacks.threats import L1, L2, Linf, per_sample
 from vitadel.attacks.wrappers import repeated
-from vitadel.backbones.checks import check_pixels
+from vitadel.backbones.output_checks import check_pixels
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vitadel.types import Attack, Threat
 
 __all__ = ["Square", "share_of_pixels", "square"]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitadel.amounts import amount_text
+from vitadel.quantities import amount_text
 from vitadel.errors import Mistake, nearest_names
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vitadel.types import Threat
 
 __all__ = ["L1", "L2", "NORMS", "Linf", "per_sample", "threat"]

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from vitadel.attacks.losses import check_classes, likeliest_wrong
-from vitadel.attacks.notes import Notes, join_notes, proposals
-from vitadel.attacks.surrogate import deployed, seen_through
+from vitadel.attacks.sample_info import Notes, join_notes, proposals
+from vitadel.attacks.transfer.surrogate import deployed, seen_through
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vitadel.types import Attack, explained
 
 __all__ = ["Averaged", "Targeted"]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.goals import clearly_fooled
-from vitadel.attacks.notes import Notes, join_notes, proposals
-from vitadel.attacks.surrogate import deployed
+from vitadel.attacks.sample_info import Notes, join_notes, proposals
+from vitadel.attacks.transfer.surrogate import deployed
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vitadel.types import Attack
 
 __all__ = ["MEMBER", "Restarts", "WorstOf", "repeated"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from vitadel.backbones.classifier import Classifier, wrap
-from vitadel.backbones.fan import Fan
+from vitadel.backbones.families.fan import Fan
 from vitadel.backbones.load import load_model
-from vitadel.backbones.rvt import RVT
+from vitadel.backbones.families.rvt import RVT
 
 __all__ = ["RVT", "Classifier", "Fan", "load_model", "wrap"]

@@ -145,14 +145,14 @@ ANATOMIES: dict[str, Anatomy] = {
         no_tokens=_STAGES,
     ),
     "fan": Anatomy(  # what attends over tokens: neither the gate of channels nor class attention, which pools them
-        classes=("vitadel.backbones.fan.Fan",),
+        classes=("vitadel.backbones.families.fan.Fan",),
         blocks=("FanBlock",),
         attentions={"TokenAttention": _CONTENT},
         no_tokens=_LATE_CLASS_ON_GRID,
         norm_is_next=False,
     ),
     "rvt": Anatomy(
-        classes=("vitadel.backbones.rvt.RVT",),
+        classes=("vitadel.backbones.families.rvt.RVT",),
         blocks=("Block",),
         no_tokens=_GRID_ONLY,
     ),

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from vitadel.backbones.mismatch import describe_mismatch, find_mismatch
+from vitadel.backbones.compatibility import describe_mismatch, find_mismatch
 from vitadel.errors import Mistake
 
 __all__ = ["Checkpoint", "Fitted", "fit_to", "load_strict", "read_checkpoint", "read_metadata", "read_weights"]

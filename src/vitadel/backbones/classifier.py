@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.backbones.checks import check_logits, check_pixels, looks_like_probabilities, modules_in_train_mode
+from vitadel.backbones.output_checks import check_logits, check_pixels, looks_like_probabilities, modules_in_train_mode
 from vitadel.backbones.image_size import check_image_size
 from vitadel.backbones.record import ModelRecord, three_numbers
-from vitadel.backbones.scaling import scaled_scores
+from vitadel.backbones.score_scaling import scaled_scores
 from vitadel.errors import Mistake
 
 __all__ = [

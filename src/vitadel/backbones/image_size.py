@@ -6,8 +6,8 @@ import torch
 from timm.layers import PatchEmbed
 from torch import nn
 
-from vitadel.backbones.fan_stems import HybridEmbed
-from vitadel.backbones.rvt import Stem
+from vitadel.backbones.families.fan_stems import HybridEmbed
+from vitadel.backbones.families.rvt import Stem
 from vitadel.errors import Mistake
 
 __all__ = ["check_image_size", "check_images_fit", "not_a_multiple"]

@@ -18,12 +18,12 @@ from timm.models.xcit import Xcit
 from torch import nn
 
 from vitadel.backbones.checkpoints import Checkpoint, fit_to, load_strict, read_checkpoint, read_weights
-from vitadel.backbones.checks import modules_in_train_mode
-from vitadel.backbones.chosen_classes import keep_classes
+from vitadel.backbones.output_checks import modules_in_train_mode
+from vitadel.backbones.head_classes import keep_classes
 from vitadel.backbones.classifier import Classifier, wrap
-from vitadel.backbones.foreign import call_factory, load_hugging_face
+from vitadel.backbones.third_party import call_factory, load_hugging_face
 from vitadel.backbones.image_size import not_a_multiple
-from vitadel.backbones.mismatch import class_count, find_mismatch
+from vitadel.backbones.compatibility import class_count, find_mismatch
 from vitadel.backbones.projection import keep_projection
 from vitadel.backbones.record import (
     DROP_RATES,
@@ -34,8 +34,8 @@ from vitadel.backbones.record import (
     read_record,
     three_numbers,
 )
-from vitadel.backbones.registering import own_names
-from vitadel.backbones.small_images import adapt_to_small_images
+from vitadel.backbones.families.registration import own_names
+from vitadel.backbones.families.small_images import adapt_to_small_images
 from vitadel.errors import Mistake, nearest_names
 
 __all__ = ["has_no_head", "load_model", "model_names", "zoo_file", "zoo_names"]

@@ -15,9 +15,9 @@ from timm.models import get_arch_pretrained_cfgs
 from torch import nn
 
 from vitadel.backbones.checkpoints import load_strict, read_checkpoint, read_metadata
-from vitadel.backbones.small_images import adapt_to_small_images
+from vitadel.backbones.families.small_images import adapt_to_small_images
 from vitadel.errors import Mistake, nearest_names
-from vitadel.runtime.rundir import write_atomically
+from vitadel.runtime.run_folder import write_atomically
 
 if TYPE_CHECKING:
     from vitadel.backbones.classifier import Classifier

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from vitadel.cli import options, running
-from vitadel.cli.bundles import bundled
+from vitadel.cli import options
+from vitadel.cli import run_verb
+from vitadel.cli.flag_groups import bundled
 
 
 @bundled
@@ -25,8 +26,8 @@ def attack(
     """Craft adversarial images for MODEL, judge them, and save those that fool it as safetensors (floats in [0, 1])."""
     from vitadel.reporting import terminal
 
-    order = running.order_of(attacking, sampling, conduct, keep="png" if png else "images")
-    done = running.run_attacks("attack", order, model, choice, sampling, run)
+    order = run_verb.order_of(attacking, sampling, conduct, keep="png" if png else "images")
+    done = run_verb.run_attacks("attack", order, model, choice, sampling, run)
     if done is None:
         return
 
@@ -34,4 +35,4 @@ def attack(
         terminal.show_results(results)
         terminal.show_kept(results["kept"])
 
-    running.tell(*done, run, show, report=False)
+    run_verb.tell(*done, run, show, report=False)

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli import corruptions, ladder, options, running, stability
-from vitadel.cli.bundles import bundled, flags_of, given_flags, spelled
+from vitadel.cli import corruptions, options, stability
+from vitadel.cli import threat_levels
+from vitadel.cli import run_verb
+from vitadel.cli.flag_groups import bundled, flags_of, given_flags, spelled
 from vitadel.errors import Mistake, nearest_names
 
 _OF_ATTACKS = (
@@ -24,7 +26,7 @@ _OF_ATTACKS = (
 )
 # Other benchmarks: their own flags, and which of those of the attacks they heed.
 _SUITES = {
-    "ladder": (ladder.LadderFlags, {"eps"}),
+    "ladder": (threat_levels.LadderFlags, {"eps"}),
     "corruptions": (corruptions.CorruptionFlags, {"precision"}),
     "stability": (stability.StabilityFlags, {"calibration"}),
 }
@@ -58,7 +60,7 @@ def audit(
     ] = None,
     corrupting: corruptions.CorruptionFlags = corruptions.CorruptionFlags(),
     measuring: stability.StabilityFlags = stability.StabilityFlags(),
-    climbing: ladder.LadderFlags = ladder.LadderFlags(),
+    climbing: threat_levels.LadderFlags = threat_levels.LadderFlags(),
 ) -> None:
     """How accurate is MODEL, and how much of that survives an attack? Writes a run folder and a report."""
     from vitadel.reporting import terminal
@@ -67,7 +69,7 @@ def audit(
     _refuse_idle_flags(suite, given)
     if suite == "ladder":
         eps = attacking.eps if "eps" in given else None  # the ladder has budgets of its own unless told otherwise
-        ladder.climb(model, choice, sampling, run, climbing, eps)
+        threat_levels.climb(model, choice, sampling, run, climbing, eps)
     elif suite == "corruptions":
         corruptions.run_corruptions(model, choice, sampling, run, corrupting, conduct.precision)
     elif suite == "stability":
@@ -77,17 +79,17 @@ def audit(
         if protocol is not None:
             attacking, sampling, independent = _under(protocol, attacking, sampling, independent, given)
             choice, words = _opened_under(protocol, choice, given)
-        order = running.order_of(attacking, sampling, conduct, independent=independent, protocol=protocol)
-        done = running.run_attacks("audit", order, model, choice, sampling, run, doctor=doctor, unsaid=words)
+        order = run_verb.order_of(attacking, sampling, conduct, independent=independent, protocol=protocol)
+        done = run_verb.run_attacks("audit", order, model, choice, sampling, run, doctor=doctor, unsaid=words)
         if done is not None:
-            running.tell(*done, run, terminal.show_results)
+            run_verb.tell(*done, run, terminal.show_results)
 
 
 def _under(
     name: str, attacking: options.Attacking, sampling: options.Sampling, independent: bool, given: set[str]
 ) -> tuple[options.Attacking, options.Sampling, bool]:
     """What a protocol asks for, where no flag says otherwise; a flag that does is for the audit to refuse."""
-    from vitadel.evaluation.protocols import protocol_named, settings
+    from vitadel.evaluation.audit.protocols import protocol_named, settings
 
     asked = {flag: value for flag, value in settings(name).items() if flag not in given}
     if "data" not in given:
@@ -101,7 +103,7 @@ def _under(
 
 def _opened_under(name: str, choice: options.Choice, given: set[str]) -> tuple[options.Choice, list[str]]:
     """How a protocol wants the model opened, likewise, and the flags that would have said so."""
-    from vitadel.evaluation.protocols import protocol_named
+    from vitadel.evaluation.audit.protocols import protocol_named
 
     asked = {flag: value for flag, value in protocol_named(name).model_options.items() if flag not in given}
     return replace(choice, **asked), [f"{spelled(flag)}={value}" for flag, value in asked.items()]

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from vitadel.cli import options, running
-from vitadel.cli.bundles import bundled
+from vitadel.cli import options
+from vitadel.cli import run_verb
+from vitadel.cli.flag_groups import bundled
 from vitadel.cli.corruptions import corruption_list, severity_list
 
 
@@ -32,8 +33,8 @@ def corrupt(
 ) -> None:
     """Write a copy of the data, corrupted: corruption/severity/class/picture, or one array per corruption."""
     from vitadel.data import open_dataset
-    from vitadel.evaluation.corrupting import CopyOrder, write_copy
-    from vitadel.runtime.processes import join_processes
+    from vitadel.evaluation.corruptions.corrupted_copy import CopyOrder, write_copy
+    from vitadel.runtime.distributed import join_processes
 
     order = CopyOrder(
         corruptions=corruption_list(corruptions),
@@ -48,7 +49,7 @@ def corrupt(
         source, sampling.data, order, processes, out=run.out, resume=run.resume, shown=True, argv=sys.argv[1:]
     )
     if processes.is_main:
-        running.tell(results, folder.path, run, _show, report=False)
+        run_verb.tell(results, folder.path, run, _show, report=False)
 
 
 def _show(results: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli import running
+from vitadel.cli import run_verb
 from vitadel.cli.options import Choice, Running, Sampling
 from vitadel.errors import Mistake
 
@@ -46,10 +46,10 @@ def run_corruptions(
     model: str, choice: Choice, sampling: Sampling, run: Running, flags: CorruptionFlags, precision: str = "fp32"
 ) -> None:
     """The whole benchmark, told."""
-    from vitadel.evaluation import corruptions
-    from vitadel.evaluation.corruption_order import CorruptionOrder
-    from vitadel.reporting.corruptions import show_corruptions
-    from vitadel.runtime.processes import join_processes
+    from vitadel.evaluation.corruptions import run as corruptions
+    from vitadel.evaluation.corruptions.request import CorruptionOrder
+    from vitadel.reporting.kinds.corruptions import show_corruptions
+    from vitadel.runtime.distributed import join_processes
 
     order = CorruptionOrder(
         corruptions=corruption_list(flags.corruptions),
@@ -62,7 +62,7 @@ def run_corruptions(
     )
     processes = join_processes(run.device)
     outcome = corruptions.run_corruptions(
-        running.open_chosen(model, choice, sampling),
+        run_verb.open_chosen(model, choice, sampling),
         order,
         processes,
         out=run.out,
@@ -72,7 +72,7 @@ def run_corruptions(
         argv=sys.argv[1:],
     )
     if outcome.is_main and outcome.folder is not None:
-        running.tell(outcome.results, outcome.folder.path, run, show_corruptions)
+        run_verb.tell(outcome.results, outcome.folder.path, run, show_corruptions)
 
 
 def corruption_list(text: str) -> tuple[str, ...] | None:

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli import options, running
-from vitadel.cli.bundles import bundled
+from vitadel.cli import options
+from vitadel.cli import run_verb
+from vitadel.cli.flag_groups import bundled
 
 
 @bundled
@@ -24,10 +25,11 @@ def diagnose(
     run: options.Running = options.Running(),
 ) -> None:
     """Can robustness numbers of MODEL be trusted? Checks for masked gradients, weak attacks and plain accidents."""
-    from vitadel.amounts import read_amount
-    from vitadel.diagnosis.visit import Appointment, visit
-    from vitadel.reporting import diagnosis, terminal
-    from vitadel.runtime.processes import join_processes
+    from vitadel.quantities import read_amount
+    from vitadel.diagnosis.run import Appointment, visit
+    from vitadel.reporting import terminal
+    from vitadel.reporting.kinds import diagnosis
+    from vitadel.runtime.distributed import join_processes
 
     plan = Appointment(
         level=level,
@@ -37,7 +39,7 @@ def diagnose(
         **sampling.for_order(),
     )
     processes = join_processes(run.device)
-    subject = running.open_chosen(model, choice, sampling)
+    subject = run_verb.open_chosen(model, choice, sampling)
     terminal.tell_notes(subject.model.record.notes)
     results, folder = visit(
         subject,
@@ -49,4 +51,4 @@ def diagnose(
         argv=sys.argv[1:],
         told=diagnosis.tell_cost,
     )
-    running.tell(results, folder.path, run, diagnosis.show_diagnosis)
+    run_verb.tell(results, folder.path, run, diagnosis.show_diagnosis)

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli import options, running
-from vitadel.cli.bundles import bundled
+from vitadel.cli import options
+from vitadel.cli import run_verb
+from vitadel.cli.flag_groups import bundled
 
 
 @bundled
@@ -22,11 +23,11 @@ def harden(
     run: options.Running = options.Running(),
 ) -> None:
     """Train by RECIPE, keep the best weights on held-out images, and audit them on the test set."""
-    from vitadel.defenses.building import build_recipe
-    from vitadel.defenses.harden import run_harden, title_of
-    from vitadel.defenses.recipes import compose
+    from vitadel.training.recipes.build import build_recipe
+    from vitadel.training.run import run_harden, title_of
+    from vitadel.training.recipes.documents import compose
     from vitadel.reporting import terminal
-    from vitadel.runtime.processes import join_processes
+    from vitadel.runtime.distributed import join_processes
 
     title = title_of(recipe, row)
     built = build_recipe(compose(recipe, row, overrides or ()), title)
@@ -35,4 +36,4 @@ def harden(
         built, title, processes, out=run.out, resume=run.resume, shown=True, data_root=data_root, argv=sys.argv[1:]
     )
     if processes.is_main:
-        running.tell(results, folder.path, run, terminal.show_training, report="clean" in results)
+        run_verb.tell(results, folder.path, run, terminal.show_training, report="clean" in results)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitadel.cli import options, running
-from vitadel.cli.bundles import bundled, given_flags
-from vitadel.cli.revisiting import (
+from vitadel.cli import options
+from vitadel.cli import run_verb
+from vitadel.cli.flag_groups import bundled, given_flags
+from vitadel.cli.run_or_model import (
     Opening,
     RunOrModel,
     open_revisited,
@@ -25,7 +26,7 @@ from vitadel.errors import Mistake, nearest_names
 if TYPE_CHECKING:
     from torch import nn
 
-    from vitadel.runtime.rundir import RunFolder
+    from vitadel.runtime.run_folder import RunFolder
 
 _MODEL, _ATTACK, _IMAGES = "zoo:shapes-robust", "features-30", options.Sampling("shapes", limit=100, batch_size=32)
 
@@ -45,7 +46,7 @@ def inspect(
 
     opening = Opening(model, sampling, threat, choice)
     results, folder = _inspected(opening, given_flags(ctx), attack, run, sys.argv[1:], shown=True)
-    running.tell(results, folder.path, run, terminal.show_activations)
+    run_verb.tell(results, folder.path, run, terminal.show_activations)
 
 
 def massive_activations(
@@ -67,11 +68,11 @@ def massive_activations(
 def _inspected(
     opening: Opening, given: set[str], attack: str, run: options.Running, argv: Sequence[str], *, shown: bool
 ) -> tuple[dict[str, Any], RunFolder]:
-    from vitadel.adapters.robustness_tokens import TokenBank, Tokened
-    from vitadel.amounts import read_amount
+    from vitadel.adapters.tokens.robustness_tokens import TokenBank, Tokened
+    from vitadel.quantities import read_amount
     from vitadel.evaluation.activations import Look, inspect_activations
     from vitadel.reporting import terminal
-    from vitadel.runtime.processes import join_processes
+    from vitadel.runtime.distributed import join_processes
 
     opening = revisited(opening, given)
     eps = read_amount(opening.threat.eps, "eps")

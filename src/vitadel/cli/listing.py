@@ -46,7 +46,7 @@ def _near(kind: Kind, search: str, rows: dict[str, str]) -> str:
 def _rows(kind: Kind, search: str) -> dict[str, str]:
     if kind is Kind.attacks:
         from vitadel.attacks.prefixes import PREFIXES
-        from vitadel.attacks.presets import CATALOGUE
+        from vitadel.attacks.registry import CATALOGUE
 
         attacks = {f"{n}[-K]" if "steps" in p.settings else n: p.describe() for n, p in CATALOGUE.items()}
         return attacks | {prefix.title(name): prefix.describe() for name, prefix in PREFIXES.items()}
@@ -55,12 +55,12 @@ def _rows(kind: Kind, search: str) -> dict[str, str]:
 
         return dict(known_specs())
     if kind is Kind.recipes:
-        from vitadel.defenses.recipes import rows, shipped_recipes, texts
+        from vitadel.training.recipes.documents import rows, shipped_recipes, texts
 
         counts = {name: len(rows(name)) for name in shipped_recipes()}
         return {name: texts(name)["about"] + (f" [{count} rows]" if count else "") for name, count in counts.items()}
     if kind is Kind.protocols:
-        from vitadel.evaluation.protocols import PROTOCOLS
+        from vitadel.evaluation.audit.protocols import PROTOCOLS
 
         return {name: protocol.about for name, protocol in PROTOCOLS.items()}
     import timm

@@ -10,23 +10,8 @@ from typing import NoReturn
 
 import typer
 
-from vitadel.cli import (
-    attack,
-    audit,
-    corrupt,
-    diagnose,
-    harden,
-    inspect,
-    listing,
-    plan,
-    probe,
-    recipes,
-    report,
-    selftest,
-    study,
-    tradeoff,
-    ui,
-)
+from vitadel.cli import attack, audit, corrupt, diagnose, harden, inspect, listing, plan, probe, recipes, report, selftest, study, ui
+from vitadel.cli import trade_off
 from vitadel.errors import Interrupted, Mistake
 from vitadel.version import __version__
 
@@ -45,7 +30,7 @@ app.command("attack")(attack.attack)
 app.command("diagnose")(diagnose.diagnose)
 app.command("harden")(harden.harden)
 app.command("probe")(probe.probe)
-app.command("trade-off")(tradeoff.trade_off)
+app.command("trade-off")(trade_off.trade_off)
 app.command("corrupt")(corrupt.corrupt)
 app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vitadel.amounts import read_amount
+from vitadel.quantities import read_amount
 from vitadel.errors import Mistake
 
 __all__ = ["Attacking", "Choice", "Conduct", "Model", "Running", "Sampling", "Threat"]

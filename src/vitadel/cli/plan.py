@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli import options, running
-from vitadel.cli.bundles import bundled, flags_of, given_flags, spelled
+from vitadel.cli import options
+from vitadel.cli import run_verb
+from vitadel.cli.flag_groups import bundled, flags_of, given_flags, spelled
 from vitadel.errors import Mistake, nearest_names
 
 
@@ -28,7 +29,7 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Passes, memory and time of an audit, or of a training by a recipe, on this machine, measured by a short probe."""
-    from vitadel.defenses.recipes import shipped_recipes
+    from vitadel.training.recipes.documents import shipped_recipes
 
     shipped = shipped_recipes()
     if model in shipped or model.endswith((".yaml", ".yml")):
@@ -44,12 +45,12 @@ def plan(
     _refuse_mistyped_recipe(model, shipped)
     if overrides or row:
         raise Mistake(f"KEY=VALUE and --row belong to a recipe, and '{model}' is none; see 'vitadel list recipes'")
-    from vitadel.evaluation.plan import plan as estimate
+    from vitadel.evaluation.engine.cost import plan as estimate
     from vitadel.reporting.terminal import show_plan
-    from vitadel.runtime.processes import join_processes
+    from vitadel.runtime.distributed import join_processes
 
-    order = running.order_of(attacking, sampling)
-    subject = running.open_chosen(model, choice, sampling)
+    order = run_verb.order_of(attacking, sampling)
+    subject = run_verb.open_chosen(model, choice, sampling)
     cost = estimate(
         subject,
         attacks=order.attacks,
@@ -79,12 +80,12 @@ def _refuse_mistyped_recipe(name: str, shipped: list[str]) -> None:
 def _plan_training(
     name: str, row: str | None, overrides: list[str], data_root: Path | None, device: str, as_json: bool
 ) -> None:
-    from vitadel.defenses.building import build_recipe
-    from vitadel.defenses.harden import open_workshop, title_of
-    from vitadel.defenses.planning import plan_training
-    from vitadel.defenses.recipes import compose
+    from vitadel.training.recipes.build import build_recipe
+    from vitadel.training.run import open_workshop, title_of
+    from vitadel.training.cost import plan_training
+    from vitadel.training.recipes.documents import compose
     from vitadel.reporting.terminal import show_training_plan
-    from vitadel.runtime.processes import join_processes
+    from vitadel.runtime.distributed import join_processes
 
     title = title_of(name, row)
     processes = join_processes(device)

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli import options, running
-from vitadel.cli.bundles import bundled
+from vitadel.cli import options
+from vitadel.cli import run_verb
+from vitadel.cli.flag_groups import bundled
 
 
 @bundled
@@ -25,12 +26,12 @@ def probe(
     run: options.Running = options.Running(),
 ) -> None:
     """Train heads on frozen features by RECIPE, choose on held-out training images, judge on the test set."""
-    from vitadel.defenses.harden import title_of
-    from vitadel.defenses.heads.building import build_probe, with_tokens
-    from vitadel.defenses.heads.probing import run_probe
-    from vitadel.defenses.recipes import compose
-    from vitadel.reporting import heads
-    from vitadel.runtime.processes import join_processes
+    from vitadel.training.run import title_of
+    from vitadel.heads.probe_recipe import build_probe, with_tokens
+    from vitadel.heads.probe import run_probe
+    from vitadel.training.recipes.documents import compose
+    from vitadel.reporting.kinds import probe as heads
+    from vitadel.runtime.distributed import join_processes
 
     title = title_of(recipe, row)
     built = build_probe(with_tokens(compose(recipe, row, overrides or ()), tokens), title)
@@ -46,4 +47,4 @@ def probe(
         data_root=data_root,
         argv=sys.argv[1:],
     )
-    running.tell(results, folder.path, run, heads.show_heads, report="clean" in results)
+    run_verb.tell(results, folder.path, run, heads.show_heads, report="clean" in results)

@@ -22,8 +22,8 @@ def show(
     composed: Annotated[bool, typer.Option("--composed", help="with all that it extends")] = False,
 ) -> None:
     """Print a recipe: its file with its comments, or all of one row."""
-    from vitadel.defenses.recipes import compose, rows, source
-    from vitadel.defenses.writing_recipes import recipe_text
+    from vitadel.training.recipes.documents import compose, rows, source
+    from vitadel.training.recipes.write import recipe_text
 
     if row is not None or composed:
         typer.echo(recipe_text(compose(name, row)), nl=False)
@@ -36,7 +36,7 @@ def show(
 @app.command()
 def copy(name: Name, target: Annotated[Path, typer.Argument(help="the .yaml file to write")]) -> None:
     """Copy a recipe, with its comments, for editing."""
-    from vitadel.defenses.recipes import source
+    from vitadel.training.recipes.documents import source
 
     if target.suffix not in (".yaml", ".yml"):
         raise Mistake(f"'{target}' does not end in .yaml, by which files of your own are known; try {target}.yaml")
@@ -55,8 +55,8 @@ def copy(name: Name, target: Annotated[Path, typer.Argument(help="the .yaml file
 @app.command()
 def check(names: Names = None) -> None:
     """Build every row of every recipe, without training, and tell all that is wrong."""
-    from vitadel.defenses.building import check_recipe
-    from vitadel.defenses.recipes import rows, shipped_recipes
+    from vitadel.training.recipes.build import check_recipe
+    from vitadel.training.recipes.documents import rows, shipped_recipes
 
     faults = []
     for name in names or shipped_recipes():

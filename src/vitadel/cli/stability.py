@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from vitadel.amounts import read_amount
-from vitadel.cli import running
+from vitadel.quantities import read_amount
+from vitadel.cli import run_verb
 from vitadel.cli.options import Choice, Running, Sampling
 
 _PANEL = "Stability (--suite stability)"
@@ -50,11 +50,11 @@ def measure(
     model: str, choice: Choice, sampling: Sampling, run: Running, flags: StabilityFlags, calibration: str | None = None
 ) -> None:
     """The whole suite, told."""
-    from vitadel.attacks.names import split_attack_list
-    from vitadel.evaluation.stability import StabilityOrder, run_stability
+    from vitadel.attacks.parse import split_attack_list
+    from vitadel.evaluation.stability.run import StabilityOrder, run_stability
     from vitadel.reporting import terminal
-    from vitadel.reporting.stability import show_stability
-    from vitadel.runtime.processes import join_processes
+    from vitadel.reporting.kinds.stability import show_stability
+    from vitadel.runtime.distributed import join_processes
 
     order = StabilityOrder(
         share=read_amount(flags.share, "--share"),
@@ -70,7 +70,7 @@ def measure(
         **sampling.for_order(),
     )
     processes = join_processes(run.device)
-    subject = running.open_chosen(model, choice, sampling)
+    subject = run_verb.open_chosen(model, choice, sampling)
     outcome = run_stability(subject, order, processes, out=run.out, resume=run.resume, shown=True, argv=sys.argv[1:])
     if not outcome.is_main or outcome.folder is None:
         return
@@ -79,4 +79,4 @@ def measure(
         show_stability(results)
         terminal.show_findings(results["findings"])
 
-    running.tell(outcome.results, outcome.folder.path, run, show)
+    run_verb.tell(outcome.results, outcome.folder.path, run, show)

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from vitadel.amounts import read_amount
+from vitadel.quantities import read_amount
 from vitadel.cli import options
-from vitadel.cli.bundles import bundled
-from vitadel.cli.revisiting import IMAGES, Calibration, Opening, RunOrModel, conduct
+from vitadel.cli.flag_groups import bundled
+from vitadel.cli.run_or_model import IMAGES, Calibration, Opening, RunOrModel, conduct
 from vitadel.errors import Mistake
 
 _Others = Annotated[

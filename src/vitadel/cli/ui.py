@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from vitadel.cli import options
-from vitadel.cli.bundles import bundled
+from vitadel.cli.flag_groups import bundled
 
 _SHAPES = "shapes"
 
@@ -30,7 +30,7 @@ def ui(
     """Play in the browser: pick a model, an image, an attack, and see what becomes of the answer. Ctrl-C ends it."""
     from vitadel.playground.app import serving
     from vitadel.playground.models import Shelf
-    from vitadel.runtime.processes import join_processes
+    from vitadel.runtime.distributed import join_processes
 
     shelf = Shelf(
         named=models or (),

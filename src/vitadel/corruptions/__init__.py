@@ -7,7 +7,7 @@ of their samples: an image is corrupted in the same way in every batch, process 
 
 from __future__ import annotations
 
-from vitadel.corruptions.applying import corrupt, minimum_size
+from vitadel.corruptions.apply import corrupt, minimum_size
 from vitadel.corruptions.constants import COMMON, EXTRA, SEVERITIES, TABLES, Table
 from vitadel.corruptions.sequences import (
     CIFAR_SEQUENCES,

@@ -20,7 +20,7 @@ from vitadel.corruptions.filtering import (
     zoom_crop,
 )
 from vitadel.corruptions.randomness import between, words
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 __all__ = [
     "defocus_blur",

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.io import ImageReadMode
 
-from vitadel.corruptions.colour import hue_saturation_value, of_hue_saturation_value
+from vitadel.corruptions.color import hue_saturation_value, of_hue_saturation_value
 from vitadel.corruptions.filtering import FLOAT32_SLACK, bytes_below, smoother
 from vitadel.corruptions.randomness import uniform_field
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 __all__ = ["affine_points", "contrast", "displaced", "elastic_transform", "jpeg_compression", "pixelate", "saturate"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitadel.corruptions.filtering import bytes_below
 from vitadel.corruptions.randomness import normal_field, uniform_field, words
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 __all__ = ["gaussian_noise", "impulse_noise", "shot_noise", "speckle_noise"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 __all__ = ["between", "normal_field", "uniform_field", "words"]
 

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitadel.corruptions.applying import as_bytes, as_floats, check_images, fitting
+from vitadel.corruptions.apply import as_bytes, as_floats, check_images, fitting
 from vitadel.corruptions.filtering import FLOAT32_SLACK, bytes_below, motion_blurred, motion_taps, smoothed
 from vitadel.corruptions.noise import gaussian_noise, shot_noise, speckle_noise
 from vitadel.corruptions.randomness import normal_field
 from vitadel.corruptions.spatter import liquid, splashed
 from vitadel.corruptions.weather import brightness, flakes, snowed
 from vitadel.errors import Mistake, nearest_names
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 __all__ = [
     "CIFAR_SEQUENCES",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vitadel.corruptions.filtering import FLOAT32_SLACK, bytes_below, smoothed
 from vitadel.corruptions.randomness import normal_field
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 __all__ = ["chamfer", "edges", "equalised", "liquid", "spatter", "splashed"]
 

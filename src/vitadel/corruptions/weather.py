@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vitadel.corruptions.colour import hue_saturation_value, of_hue_saturation_value
+from vitadel.corruptions.color import hue_saturation_value, of_hue_saturation_value
 from vitadel.corruptions.filtering import blurred_along, bytes_below, clipped_zoom, zoom_crop
 from vitadel.corruptions.frost_photos import PHOTOS, frost_photo
 from vitadel.corruptions.randomness import between, normal_field, uniform_field
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 __all__ = ["brightness", "flakes", "fog", "frost", "plasma", "snow", "snowed"]
 

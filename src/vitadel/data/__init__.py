@@ -7,8 +7,8 @@ chooses indices, `Preprocess` fits pictures to a model, and `batches` reads them
 from __future__ import annotations
 
 from vitadel.data.batches import Batch, batches
-from vitadel.data.checks import BadSample, check_labels, left_out
-from vitadel.data.opening import open_dataset
+from vitadel.data.validation import BadSample, check_labels, left_out
+from vitadel.data.open_dataset import open_dataset
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.spec import known_specs
 from vitadel.data.subset import balanced_subset

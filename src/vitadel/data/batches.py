@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vitadel.data.checks import BadSample, by_skipping
+from vitadel.data.validation import BadSample, by_skipping
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import Mistake
 from vitadel.types import Source

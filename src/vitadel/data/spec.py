@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from vitadel.amounts import read_amount
+from vitadel.quantities import read_amount
 from vitadel.errors import Mistake, nearest_names
 
 __all__ = ["DATA_KINDS", "Kind", "Request", "known_specs", "parse_spec", "whole_number"]

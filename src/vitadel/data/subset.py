@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vitadel.errors import Mistake
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 __all__ = ["balanced_subset"]
 

@@ -11,13 +11,13 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.names import make
+from vitadel.attacks.parse import make
 from vitadel.attacks.threats import threat as make_threat
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, Verdict
 from vitadel.errors import Mistake, nearest_names
-from vitadel.evaluation.judge import judge
+from vitadel.evaluation.engine.judge import judge
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 from vitadel.types import Attack, Threat
 
 __all__ = ["LEVELS", "ROUNDING", "Examination", "Images", "Level", "level_named", "probing_threat", "relative_change"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vitadel.diagnosis.doctor import CHECKS, Check
-from vitadel.diagnosis.gallery import GALLERY, Liar
+from vitadel.diagnosis.runner import CHECKS, Check
+from vitadel.diagnosis.broken_defenses import GALLERY, Liar
 
 __all__ = ["checks_in_words", "gallery_in_words"]
 

@@ -19,25 +19,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitadel.amounts import amount_text
-from vitadel.attacks.forms import training_form
-from vitadel.attacks.names import make
+from vitadel.quantities import amount_text
+from vitadel.attacks.variants import training_form
+from vitadel.attacks.parse import make
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import threat as make_threat
 from vitadel.backbones.anatomy import blocks_of
 from vitadel.data.batches import Batch, batches
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation.ledger import FolderLedger, Piece
-from vitadel.evaluation.results import heading
-from vitadel.evaluation.subject import Subject
+from vitadel.evaluation.engine.batch_cache import FolderLedger, Piece
+from vitadel.evaluation.engine.verdicts import heading
+from vitadel.evaluation.engine.target import Subject
 from vitadel.instrument.hooks import frozen
-from vitadel.instrument.massive import CLASS, EXTRA, REGISTER, massive_activations, quartiles
-from vitadel.runtime.draws import Draws
+from vitadel.instrument.massive_activations import CLASS, EXTRA, REGISTER, massive_activations, quartiles
+from vitadel.runtime.rng import Draws
 from vitadel.runtime.environment import environment
-from vitadel.runtime.processes import Processes
+from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import FOUND_AGAIN, progress
-from vitadel.runtime.rundir import RunFolder, open_run, write_json
+from vitadel.runtime.run_folder import RunFolder, open_run, write_json
 from vitadel.types import Attack, Calibrated
 
 __all__ = ["ENOUGH", "Condition", "Look", "conditions_of", "inspect_activations", "look_at", "summary"]

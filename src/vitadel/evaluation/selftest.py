@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.opening import open_model
-from vitadel.attacks.names import make
-from vitadel.attacks.presets import CATALOGUE
+from vitadel.adapters.open_model import open_model
+from vitadel.attacks.parse import make
+from vitadel.attacks.registry import CATALOGUE
 from vitadel.attacks.threats import NORMS, threat
 from vitadel.backbones.anatomy import family_of
 from vitadel.backbones.load import zoo_names
-from vitadel.data.shapes import Shapes
-from vitadel.evaluation.judge import judge
+from vitadel.data.sources.shapes import Shapes
+from vitadel.evaluation.engine.judge import judge
 from vitadel.instrument.attention import scaled_attention
-from vitadel.runtime.draws import Draws
+from vitadel.runtime.rng import Draws
 
 __all__ = ["Check", "LinearToy", "selftest"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import SoftmaxAttention, attentions_of
-from vitadel.backbones.scaling import Factor
+from vitadel.backbones.score_scaling import Factor
 from vitadel.errors import Mistake
 from vitadel.instrument.hooks import Lens, Record, hooked
 

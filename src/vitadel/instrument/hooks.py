@@ -16,7 +16,7 @@ from typing import Any, overload
 
 from torch import Tensor, nn
 
-from vitadel.backbones.scaling import Lens, noting, refuse_silence
+from vitadel.backbones.score_scaling import Lens, noting, refuse_silence
 from vitadel.errors import Mistake
 
 __all__ = ["Edge", "Lens", "Record", "frozen", "hooked"]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vitadel.amounts import read_amount
+from vitadel.quantities import read_amount
 from vitadel.errors import Mistake
 from vitadel.playground import panels
 from vitadel.playground.craft import Crafted, Wish, craft, ready_attack, transfer

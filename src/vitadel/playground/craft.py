@@ -12,21 +12,21 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitadel.attacks.names import make
+from vitadel.attacks.parse import make
 from vitadel.attacks.threats import threat
-from vitadel.backbones.checks import check_logits
+from vitadel.backbones.output_checks import check_logits
 from vitadel.errors import Mistake
-from vitadel.evaluation.calibration import BATCH, calibrated, studies
-from vitadel.evaluation.judge import judge
-from vitadel.evaluation.keeping import in_8_bits
-from vitadel.evaluation.ledger import MemoryLedger
-from vitadel.evaluation.metering import metered
-from vitadel.evaluation.stages import Bench, rules_of
-from vitadel.instrument.gaze import attention_over_patches
+from vitadel.evaluation.engine.calibration import BATCH, calibrated, studies
+from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.saved_examples import in_8_bits
+from vitadel.evaluation.engine.batch_cache import MemoryLedger
+from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.stages import Bench, rules_of
+from vitadel.instrument.attention_rows import attention_over_patches
 from vitadel.instrument.hooks import frozen
 from vitadel.playground.models import Opened
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import Processes
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import Processes
 from vitadel.types import Attack
 
 __all__ = [

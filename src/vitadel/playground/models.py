@@ -12,16 +12,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitadel.backbones.checks import check_logits
+from vitadel.backbones.output_checks import check_logits
 from vitadel.backbones.load import zoo_names
 from vitadel.data import open_dataset
-from vitadel.data.cifar_names import CIFAR10_CLASSES
-from vitadel.data.imagenet import imagenet_classes
-from vitadel.data.shapes import CLASSES
+from vitadel.data.sources.cifar_names import CIFAR10_CLASSES
+from vitadel.data.sources.imagenet import imagenet_classes
+from vitadel.data.sources.shapes import CLASSES
 from vitadel.data.spec import parse_spec
 from vitadel.errors import Mistake, nearest_names
-from vitadel.evaluation.audit import DEFAULT_MODEL
-from vitadel.evaluation.subject import Subject, open_subject
+from vitadel.evaluation.audit.audit import DEFAULT_MODEL
+from vitadel.evaluation.engine.target import Subject, open_subject
 from vitadel.types import Source
 
 __all__ = ["Chosen", "Opened", "Shelf", "class_names"]

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from PIL import Image
 from torch import Tensor
 
-from vitadel.amounts import amount_text
+from vitadel.quantities import amount_text
 from vitadel.playground.craft import Crafted, Seen, Transferred, Wish, shown
 from vitadel.playground.models import Chosen
 

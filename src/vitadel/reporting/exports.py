@@ -7,10 +7,10 @@ from pathlib import Path
 
 from vitadel.errors import Mistake
 from vitadel.reporting.figures import Picture
-from vitadel.reporting.gather import Run, read_all, shown_from
+from vitadel.reporting.read_runs import Run, read_all, shown_from
 from vitadel.reporting.sections import OF_A_RUN, OVERVIEW
 from vitadel.reporting.tables import FORMATS, tables_of
-from vitadel.runtime.rundir import write_atomically
+from vitadel.runtime.run_folder import write_atomically
 
 __all__ = ["export", "pictures_of"]
 

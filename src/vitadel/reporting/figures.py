@@ -23,7 +23,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import LogFormatter
 
 from vitadel.evaluation.intervals import wilson
-from vitadel.reporting.gather import (
+from vitadel.reporting.read_runs import (
     ClassScore,
     Run,
     aspects,

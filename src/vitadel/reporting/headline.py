@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vitadel.reporting.gather import (
+from vitadel.reporting.read_runs import (
     Run,
     aspects,
     differing_aspects,

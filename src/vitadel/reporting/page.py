@@ -18,12 +18,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vitadel.errors import Mistake
-from vitadel.reporting.activations import activations_sentence, draw_activations
-from vitadel.reporting.adapter_maps import draw_maps
-from vitadel.reporting.corruptions import corruption_sentences, draw_corruptions
-from vitadel.reporting.curves import draw_training
+from vitadel.reporting.kinds.activations import activations_sentence, draw_activations
+from vitadel.reporting.kinds.adapter_maps import draw_maps
+from vitadel.reporting.kinds.corruptions import corruption_sentences, draw_corruptions
+from vitadel.reporting.kinds.training import draw_training
 from vitadel.reporting.figures import Picture, draw_accuracies, draw_classes, draw_examples
-from vitadel.reporting.gather import (
+from vitadel.reporting.read_runs import (
     Run,
     aspects,
     faced,
@@ -37,15 +37,15 @@ from vitadel.reporting.gather import (
     threat_text,
 )
 from vitadel.reporting.headline import headline
-from vitadel.reporting.ladder import draw_ladder, ladder_sentence
+from vitadel.reporting.kinds.threat_levels import draw_ladder, ladder_sentence
 from vitadel.reporting.light_images import with_lighter_images
 from vitadel.reporting.pairs import p_text
 from vitadel.reporting.sections import OF_A_RUN, OVERVIEW, command_line, from_command_line
-from vitadel.reporting.stability import draw_stability, stability_sentence
+from vitadel.reporting.kinds.stability import draw_stability, stability_sentence
 from vitadel.reporting.studies import draw_study, study_sentence
-from vitadel.reporting.trade_off import draw_trade_off, trade_off_sentence
-from vitadel.runtime.following import following_command
-from vitadel.runtime.rundir import write_atomically
+from vitadel.reporting.kinds.trade_off import draw_trade_off, trade_off_sentence
+from vitadel.runtime.next_command import following_command
+from vitadel.runtime.run_folder import write_atomically
 from vitadel.version import __version__
 
 __all__ = ["render", "trust", "verdict", "write_report"]

@@ -13,7 +13,7 @@ from math import comb
 
 import numpy as np
 
-from vitadel.reporting.gather import Array, Run, aspects, differing_aspects, faced, run_labels, threat_text
+from vitadel.reporting.read_runs import Array, Run, aspects, differing_aspects, faced, run_labels, threat_text
 
 __all__ = [
     "PairRow",

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from vitadel.evaluation.intervals import wilson
-from vitadel.reporting.activations import draw_activations, where_rows
-from vitadel.reporting.adapter_maps import MAPS_REMARK, check_table, draw_maps
-from vitadel.reporting.corruptions import corruption_content
-from vitadel.reporting.curves import draw_training, draw_trainings, training_rows
+from vitadel.reporting.kinds.activations import draw_activations, where_rows
+from vitadel.reporting.kinds.adapter_maps import MAPS_REMARK, check_table, draw_maps
+from vitadel.reporting.kinds.corruptions import corruption_content
+from vitadel.reporting.kinds.training import draw_training, draw_trainings, training_rows
 from vitadel.reporting.figures import draw_accuracies, draw_classes, draw_examples, shows_attention
-from vitadel.reporting.gather import (
+from vitadel.reporting.read_runs import (
     ClassScore,
     Run,
     aspects,
@@ -28,11 +28,11 @@ from vitadel.reporting.gather import (
     threat_text,
 )
 from vitadel.reporting.headline import ASPECTS
-from vitadel.reporting.ladder import compare_ladders, control_rows, draw_ladder, ladder_remarks, ladder_rows
+from vitadel.reporting.kinds.threat_levels import compare_ladders, control_rows, draw_ladder, ladder_remarks, ladder_rows
 from vitadel.reporting.pairs import pairings
-from vitadel.reporting.stability import draw_stability, stability_remarks, stability_tables
+from vitadel.reporting.kinds.stability import draw_stability, stability_remarks, stability_tables
 from vitadel.reporting.studies import study_content
-from vitadel.reporting.trade_off import draw_trade_off, trade_off_remarks, trade_off_tables
+from vitadel.reporting.kinds.trade_off import draw_trade_off, trade_off_remarks, trade_off_tables
 
 __all__ = ["OF_A_RUN", "OVERVIEW", "Section", "command_line", "from_command_line"]
 

@@ -12,15 +12,15 @@ from rich.table import Table as Shown
 
 from vitadel.reporting.cells import Table, folded, texts
 from vitadel.reporting.figures import Picture
-from vitadel.reporting.gather import Run
+from vitadel.reporting.read_runs import Run
 from vitadel.reporting.study import Study, Told
-from vitadel.reporting.study_accumulation import ACCUMULATION
-from vitadel.reporting.study_attention import ATTENTION
-from vitadel.reporting.study_corruption_masks import CORRUPTION_MASKS
-from vitadel.reporting.study_curves import CURVES
-from vitadel.reporting.study_perturbations import PERTURBATIONS
-from vitadel.reporting.study_saturation import SATURATION
-from vitadel.reporting.study_scaled_blocks import SCALED_BLOCKS
+from vitadel.reporting.kinds.study_accumulation import ACCUMULATION
+from vitadel.reporting.kinds.study_attention import ATTENTION
+from vitadel.reporting.kinds.study_corruption_masks import CORRUPTION_MASKS
+from vitadel.reporting.kinds.study_curves import CURVES
+from vitadel.reporting.kinds.study_perturbations import PERTURBATIONS
+from vitadel.reporting.kinds.study_saturation import SATURATION
+from vitadel.reporting.kinds.study_scaled_blocks import SCALED_BLOCKS
 
 __all__ = ["STUDIES", "draw_study", "show_study", "study_content", "study_sentence", "study_tables"]
 

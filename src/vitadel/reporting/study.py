@@ -12,7 +12,7 @@ import numpy as np
 from vitadel.errors import Mistake
 from vitadel.reporting.cells import Table
 from vitadel.reporting.figures import Picture
-from vitadel.reporting.gather import Array, Run
+from vitadel.reporting.read_runs import Array, Run
 
 __all__ = ["Study", "Told", "arrays_of"]
 

@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vitadel.reporting.adapter_maps import check_table
+from vitadel.reporting.kinds.adapter_maps import check_table
 from vitadel.reporting.cells import Cell, Column, Table, share_cells, share_columns, texts
-from vitadel.reporting.corruptions import corruption_content
+from vitadel.reporting.kinds.corruptions import corruption_content
 from vitadel.reporting.figures import printable
-from vitadel.reporting.gather import Run, aspects, class_scores, plain, run_labels
+from vitadel.reporting.read_runs import Run, aspects, class_scores, plain, run_labels
 from vitadel.reporting.pairs import pairings
-from vitadel.reporting.stability import stability_tables
+from vitadel.reporting.kinds.stability import stability_tables
 from vitadel.reporting.studies import study_tables
-from vitadel.reporting.trade_off import trade_off_tables
+from vitadel.reporting.kinds.trade_off import trade_off_tables
 
 __all__ = ["FORMATS", "Column", "Table", "as_csv", "as_latex", "as_markdown", "tables_of"]
 

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitadel.reporting.activations import where_rows
-from vitadel.reporting.diagnosis import COLOURS, evidence_text
-from vitadel.reporting.gather import comparability
+from vitadel.reporting.kinds.activations import where_rows
+from vitadel.reporting.kinds.diagnosis import COLOURS, evidence_text
+from vitadel.reporting.read_runs import comparability
 
 __all__ = [
     "show_activations",

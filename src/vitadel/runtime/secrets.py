@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from vitadel.errors import Mistake
-from vitadel.runtime.rundir import write_atomically
+from vitadel.runtime.run_folder import write_atomically
 
 __all__ = ["fingerprint", "read_secret", "write_secret"]
 

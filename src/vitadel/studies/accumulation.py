@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import gradient
 from vitadel.data.batches import Batch
 from vitadel.errors import Mistake, nearest_names
-from vitadel.evaluation.among import choose_among
-from vitadel.evaluation.benches import Outcome
-from vitadel.evaluation.ledger import Piece
-from vitadel.evaluation.stability_measures import quartiles_of
-from vitadel.evaluation.stages import Bench, run_stage
-from vitadel.evaluation.subject import Subject
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import Processes
+from vitadel.evaluation.engine.class_subset import choose_among
+from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.batch_cache import Piece
+from vitadel.evaluation.stability.measures import quartiles_of
+from vitadel.evaluation.engine.stages import Bench, run_stage
+from vitadel.evaluation.engine.target import Subject
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import Processes
 from vitadel.studies.agreement import agreement, chance, dealt_at_random, top_classes, top_of
-from vitadel.studies.conducting import Running, Scene, StudyOrder, check_order, conducted
-from vitadel.studies.juries import Juror, at_work, named_alike, seated
+from vitadel.studies.run import Running, Scene, StudyOrder, check_order, conducted
+from vitadel.studies.reference_models import Juror, at_work, named_alike, seated
 from vitadel.studies.perturbations import kept_pictures
 
 __all__ = ["OBJECTIVES", "STARTS", "AccumulationOrder", "Canvases", "climbed", "study_accumulation"]

@@ -17,22 +17,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitadel.attacks.forms import training_form
-from vitadel.attacks.names import make
+from vitadel.attacks.variants import training_form
+from vitadel.attacks.parse import make
 from vitadel.attacks.settings import settings_of
 from vitadel.data.batches import Batch
 from vitadel.errors import Mistake
-from vitadel.evaluation.benches import Outcome
-from vitadel.evaluation.calibration import calibrated
+from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.calibration import calibrated
 from vitadel.evaluation.intervals import share
-from vitadel.evaluation.ledger import Piece
-from vitadel.evaluation.stability_measures import histogram, mean_with_interval, steps_below_one
-from vitadel.evaluation.stages import refuse_lost_images, run_stage
-from vitadel.evaluation.subject import Subject
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import Processes
-from vitadel.studies.conducting import Running, Scene, StudyOrder, check_order, conducted
-from vitadel.studies.gazes import CENTRE, LAST, Gaze, check_block, check_query, gaze_of, rows_of, seen_rows
+from vitadel.evaluation.engine.batch_cache import Piece
+from vitadel.evaluation.stability.measures import histogram, mean_with_interval, steps_below_one
+from vitadel.evaluation.engine.stages import refuse_lost_images, run_stage
+from vitadel.evaluation.engine.target import Subject
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import Processes
+from vitadel.studies.run import Running, Scene, StudyOrder, check_order, conducted
+from vitadel.studies.attention_rows import CENTRE, LAST, Gaze, check_block, check_query, gaze_of, rows_of, seen_rows
 from vitadel.studies.perturbations import SHOWN, attacked, kept_pictures
 from vitadel.types import Attack
 

@@ -19,23 +19,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitadel.attacks.corruption_files import load_corruption_model, save_corruption_model
-from vitadel.attacks.corruption_model import CorruptionModel, as_first_layer_sees
-from vitadel.attacks.patch_corruption import LearnedPatches
-from vitadel.attacks.patches import Patches, patches_in, pixel_mask, strongest, uniform_noise
+from vitadel.attacks.patches.corruption_model_files import load_corruption_model, save_corruption_model
+from vitadel.attacks.patches.corruption_model import CorruptionModel, as_first_layer_sees
+from vitadel.attacks.patches.learned_patches import LearnedPatches
+from vitadel.attacks.patches.random_patches import Patches, patches_in, pixel_mask, strongest, uniform_noise
 from vitadel.attacks.threats import Linf
 from vitadel.data.batches import Batch
 from vitadel.errors import Mistake
-from vitadel.evaluation.benches import Outcome
-from vitadel.evaluation.calibration import calibrated
+from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.calibration import calibrated
 from vitadel.evaluation.intervals import bootstrap_mean
-from vitadel.evaluation.ledger import Piece
-from vitadel.evaluation.stability_measures import over_masks
-from vitadel.evaluation.stages import refuse_lost_images, run_stage
-from vitadel.evaluation.subject import Subject
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import Processes
-from vitadel.studies.conducting import Running, Scene, StudyOrder, check_order, conducted
+from vitadel.evaluation.engine.batch_cache import Piece
+from vitadel.evaluation.stability.measures import over_masks
+from vitadel.evaluation.engine.stages import refuse_lost_images, run_stage
+from vitadel.evaluation.engine.target import Subject
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import Processes
+from vitadel.studies.run import Running, Scene, StudyOrder, check_order, conducted
 from vitadel.studies.perturbations import SHOWN, kept_pictures
 
 __all__ = ["CorruptionMasksOrder", "concentration", "overlap", "study_corruption_masks"]

@@ -22,25 +22,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitadel.amounts import amount_text
-from vitadel.attacks.aas import AAS, Rescaled
+from vitadel.quantities import amount_text
+from vitadel.attacks.attention_scaling.aas import AAS, Rescaled
 from vitadel.attacks.goals import FromClean, OnLogits
-from vitadel.attacks.names import looks_inside, make, read_attack_name
+from vitadel.attacks.parse import looks_inside, make, read_attack_name
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.presets import CATALOGUE
+from vitadel.attacks.registry import CATALOGUE
 from vitadel.attacks.steppers import Momentum, Steepest
 from vitadel.attacks.threats import threat as make_threat
 from vitadel.errors import Mistake
-from vitadel.evaluation.benches import Outcome
-from vitadel.evaluation.calibration import calibrated, studies
+from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.calibration import calibrated, studies
 from vitadel.evaluation.chance import binomial_tail
 from vitadel.evaluation.intervals import share
-from vitadel.evaluation.ledger import Piece
-from vitadel.evaluation.stages import NOTE, Leg, attack_stage, rules_of
-from vitadel.evaluation.subject import Subject
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import Processes
-from vitadel.studies.conducting import Running, Scene, StudyOrder, check_order, conducted
+from vitadel.evaluation.engine.batch_cache import Piece
+from vitadel.evaluation.engine.stages import NOTE, Leg, attack_stage, rules_of
+from vitadel.evaluation.engine.target import Subject
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import Processes
+from vitadel.studies.run import Running, Scene, StudyOrder, check_order, conducted
 from vitadel.types import Aim, Attack, Goal
 
 __all__ = ["Again", "Clocked", "CurvesOrder", "beginnings", "rises", "study_curves", "variant"]

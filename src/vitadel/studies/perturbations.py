@@ -15,22 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitadel.attacks.forms import training_form
-from vitadel.attacks.names import make
+from vitadel.attacks.variants import training_form
+from vitadel.attacks.parse import make
 from vitadel.attacks.settings import settings_of
 from vitadel.data.batches import Batch
-from vitadel.evaluation.benches import Outcome
-from vitadel.evaluation.calibration import calibrated
+from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.calibration import calibrated
 from vitadel.evaluation.intervals import share
-from vitadel.evaluation.judge import Verdict, judge
-from vitadel.evaluation.ledger import Piece
-from vitadel.evaluation.stages import Bench, refuse_lost_images, rules_of, run_stage
-from vitadel.evaluation.subject import Subject
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import Processes
+from vitadel.evaluation.engine.judge import Verdict, judge
+from vitadel.evaluation.engine.batch_cache import Piece
+from vitadel.evaluation.engine.stages import Bench, refuse_lost_images, rules_of, run_stage
+from vitadel.evaluation.engine.target import Subject
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import Processes
 from vitadel.studies.agreement import agreement, chance, dealt_at_random, top_classes, top_of
-from vitadel.studies.conducting import Running, Scene, StudyOrder, check_order, conducted
-from vitadel.studies.juries import Juror, at_work, named_alike, seated
+from vitadel.studies.run import Running, Scene, StudyOrder, check_order, conducted
+from vitadel.studies.reference_models import Juror, at_work, named_alike, seated
 from vitadel.types import Attack, Threat
 
 __all__ = ["SHOWN", "PerturbationsOrder", "attacked", "kept_pictures", "rescaled", "scattered", "study_perturbations"]

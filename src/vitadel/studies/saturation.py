@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.data.batches import Batch
 from vitadel.errors import Mistake
-from vitadel.evaluation.benches import Outcome
+from vitadel.evaluation.engine.run import Outcome
 from vitadel.evaluation.intervals import bootstrap_mean
-from vitadel.evaluation.ledger import Piece
-from vitadel.evaluation.stages import refuse_lost_images, run_stage
-from vitadel.evaluation.subject import Subject
+from vitadel.evaluation.engine.batch_cache import Piece
+from vitadel.evaluation.engine.stages import refuse_lost_images, run_stage
+from vitadel.evaluation.engine.target import Subject
 from vitadel.instrument.attention import scaled_attention, score_statistics
-from vitadel.runtime.draws import Draws
-from vitadel.runtime.processes import Processes
-from vitadel.studies.conducting import Running, Scene, StudyOrder, check_order, conducted
-from vitadel.studies.softening import ThroughScaled, found_factors, plain_search
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import Processes
+from vitadel.studies.run import Running, Scene, StudyOrder, check_order, conducted
+from vitadel.studies.scale_factors import ThroughScaled, found_factors, plain_search
 from vitadel.types import Attack
 
 __all__ = ["CONDITIONS", "EDGES", "SaturationOrder", "counted", "quantile", "study_saturation", "thresholds"]

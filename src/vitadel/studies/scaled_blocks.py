@@ -14,18 +14,18 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from vitadel.attacks.aas import PAPER_STYLE
+from vitadel.attacks.attention_scaling.aas import PAPER_STYLE
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import Mistake, nearest_names
-from vitadel.evaluation.benches import Outcome
+from vitadel.evaluation.engine.run import Outcome
 from vitadel.evaluation.intervals import share
-from vitadel.evaluation.ledger import Piece
-from vitadel.evaluation.results import Tally
-from vitadel.evaluation.stages import NOTE, Leg, attack_stage, clean_stage
-from vitadel.evaluation.subject import Subject
-from vitadel.runtime.processes import Processes
-from vitadel.studies.conducting import Running, Scene, StudyOrder, check_order, conducted
-from vitadel.studies.softening import ThroughScaled, found_factors, plain_search, scaled
+from vitadel.evaluation.engine.batch_cache import Piece
+from vitadel.evaluation.engine.verdicts import Tally
+from vitadel.evaluation.engine.stages import NOTE, Leg, attack_stage, clean_stage
+from vitadel.evaluation.engine.target import Subject
+from vitadel.runtime.distributed import Processes
+from vitadel.studies.run import Running, Scene, StudyOrder, check_order, conducted
+from vitadel.studies.scale_factors import ThroughScaled, found_factors, plain_search, scaled
 from vitadel.types import Attack
 
 __all__ = ["WAYS", "ScaledBlocksOrder", "block_sets", "factors_within", "study_scaled_blocks"]

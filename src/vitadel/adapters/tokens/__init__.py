@@ -1,0 +1,1 @@
+"""Robustness tokens: the module and its files."""

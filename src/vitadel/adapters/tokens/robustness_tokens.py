@@ -1,0 +1,216 @@
+"""Robustness Tokens (Pulfer et al., ECCV 2024): a few secret tokens beside those of a frozen, public backbone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.record import ModelRecord
+from vitadel.errors import Mistake
+from vitadel.instrument.tokens import check_placement, extra_tokens, token_width
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.secrets import fingerprint
+
+__all__ = ["TokenBank", "Tokened", "fresh_tokens", "token_bytes"]
+
+_SALT = 16  # bytes
+
+
+def fresh_tokens(width: int, count: int, scale: float = 0.01, seed: int = 0) -> Tensor:
+    """Where training starts: `scale` times normal numbers, (count, width); a longer set begins with a shorter one.
+
+    The released code starts at 0.01, the paper's text at 1. The first block norms its input, so the scale hardly
+    matters for what the tokens do; it sets how far an optimiser's step turns them. The seed is part of the secret.
+    """
+    _check_count(count)
+    if width < 1:
+        raise Mistake(f"tokens need a width of at least 1, got {width}; `token_width(model)` tells a model's.")
+    if not math.isfinite(scale) or scale < 0:
+        raise Mistake(f"the scale of fresh tokens must be a finite number and not negative, got {scale}; try 0.01.")
+    return scale * Draws.of_samples(seed, range(count)).stream("robustness tokens").normal(width)
+
+
+class Tokened(nn.Module):
+    """A classifier that runs with `tokens`, (R, width), the only parameters left to train.
+
+    The given classifier itself is used: its parameters are frozen and it stays in eval mode, so that dropout does not
+    blur what the tokens learn; gradients still pass through it to images and tokens. With `enabled` off, outputs are
+    those of the classifier, bit for bit.
+
+    The tokens are a secret: neither `repr` nor `state_dict` tells them. Whoever trains takes `tokens` itself, and
+    `token_files` keeps it; loading a state dict strictly into this module says that they are missing.
+    """
+
+    def __init__(
+        self,
+        classifier: Classifier,
+        tokens: Tensor,
+        *,
+        placement: str = "prefix",
+        enabled: bool = True,
+        salt: bytes | None = None,
+    ) -> None:
+        super().__init__()
+        _check_tokens(classifier, tokens)
+        check_placement(classifier, placement)
+        self.classifier = classifier.requires_grad_(False).eval()
+        self.tokens = nn.Parameter(tokens.detach().clone())
+        self.placement = placement
+        self.enabled = enabled
+        self.salt = secrets.token_bytes(_SALT) if salt is None else salt
+        register: Any = self.register_state_dict_post_hook  # untyped in torch
+        register(_leave_out_tokens)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the tokens as they are now, for run folders and reports."""
+        return fingerprint(token_bytes(self.tokens), self.salt)
+
+    @property
+    def record(self) -> ModelRecord:
+        """The classifier's, with a note on the tokens while they are enabled."""
+        record = self.classifier.record
+        note = f"{len(self.tokens)} robustness tokens ({self.placement}), fingerprint {self.fingerprint}"
+        return replace(record, notes=record.notes | {"tokens": note}) if self.enabled else record
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.enabled:
+            return _run(self.classifier, self.tokens, self.placement, x)
+        logits: Tensor = self.classifier(x)
+        return logits
+
+    def train(self, mode: bool = True) -> Tokened:
+        super().train(mode)
+        self.classifier.eval()
+        return self
+
+    def extra_repr(self) -> str:
+        return f"tokens={len(self.tokens)}, fingerprint={self.fingerprint}, enabled={self.enabled}"
+
+
+class TokenBank(nn.Module):
+    """A classifier with several sets of tokens, one of which is drawn for each image of each call.
+
+    Which one cannot be foretold from any public seed: a key from the operating system (or from `generator`, to repeat
+    a test) turns a number of torch's global generator into the draw. That number is there so that a pass that is run
+    again for its gradient, as gradient checkpointing does, meets the tokens of the first time.
+    """
+
+    sets: Tensor
+
+    def __init__(
+        self,
+        classifier: Classifier,
+        sets: Sequence[Tensor],
+        *,
+        placement: str = "prefix",
+        generator: torch.Generator | None = None,
+        salt: bytes | None = None,
+    ) -> None:
+        super().__init__()
+        if len(sets) < 2:
+            raise Mistake(f"a bank draws from at least 2 sets of tokens, got {len(sets)}; for one, use Tokened.")
+        for tokens in sets:
+            _check_tokens(classifier, tokens)
+        counts = sorted({len(tokens) for tokens in sets})
+        if len(counts) > 1:
+            raise Mistake(f"the sets of a bank must have the same number of tokens, got {', '.join(map(str, counts))}.")
+        check_placement(classifier, placement)
+        self.classifier = classifier.requires_grad_(False).eval()
+        self.register_buffer("sets", torch.stack([tokens.detach() for tokens in sets]), persistent=False)
+        self.placement = placement
+        self.salt = secrets.token_bytes(_SALT) if salt is None else salt
+        self._key = secrets.token_bytes(_SALT) if generator is None else _bytes_of(generator)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names all sets together, for run folders and reports."""
+        return fingerprint(token_bytes(self.sets), self.salt)
+
+    @property
+    def record(self) -> ModelRecord:
+        """The classifier's, with a note on the bank."""
+        record, (sets, count, _) = self.classifier.record, self.sets.shape
+        note = f"bank of {sets} sets of {count} robustness tokens ({self.placement}), fingerprint {self.fingerprint}"
+        return replace(record, notes=record.notes | {"tokens": note})
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = _draw(self._key, len(self.sets), len(x)).to(self.sets.device)
+        return _run(self.classifier, self.sets[chosen], self.placement, x)
+
+    def train(self, mode: bool = True) -> TokenBank:
+        super().train(mode)
+        self.classifier.eval()
+        return self
+
+    def extra_repr(self) -> str:
+        return f"sets={len(self.sets)}, tokens={self.sets.shape[1]}, fingerprint={self.fingerprint}"
+
+
+def token_bytes(tokens: Tensor) -> bytes:
+    """What a fingerprint is taken of: shape and float32 values, wherever and in whatever precision they are kept."""
+    values = tokens.detach().to("cpu", torch.float32).contiguous()
+    return repr(tuple(values.shape)).encode() + values.numpy().tobytes()
+
+
+def _inside(classifier: Classifier, tokens: Tensor, placement: str, x: Tensor) -> Tensor:
+    with extra_tokens(classifier, tokens, placement=placement):
+        logits: Tensor = classifier(x)
+    return logits
+
+
+def _lots(key: bytes, below: int, count: int) -> Tensor:
+    """`count` numbers below `below`, told by the key and by where torch's global generator is."""
+    turn = int(torch.randint(2**62, (), device="cpu"))
+    seed = hashlib.blake2b(turn.to_bytes(8, "little"), key=key, digest_size=7).digest()
+    source = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
+    return torch.randint(below, (count,), generator=source, device="cpu")
+
+
+# Never compiled: hooks must be met as they are set, and a draw must not become a constant.
+_run: Callable[[Classifier, Tensor, str, Tensor], Tensor] = torch.compiler.disable(_inside)
+_draw: Callable[[bytes, int, int], Tensor] = torch.compiler.disable(_lots)
+
+
+def _leave_out_tokens(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+    state.pop(f"{prefix}tokens", None)
+
+
+def _bytes_of(generator: torch.Generator) -> bytes:
+    return bytes(torch.randint(256, (_SALT,), generator=generator, device=generator.device).tolist())
+
+
+def _check_count(count: int) -> None:
+    if count < 1:
+        raise Mistake(
+            f"robustness tokens need a count of at least 1, got {count}; the paper takes 10. To go without any, use "
+            "the bare classifier, or Tokened with enabled=False."
+        )
+
+
+def _check_tokens(classifier: Classifier, tokens: Tensor) -> None:
+    if not isinstance(classifier, Classifier):
+        raise Mistake(
+            f"robustness tokens go around a Classifier, got {type(classifier).__name__}. Load the model with "
+            "`load_model`, or make it one with `wrap`."
+        )
+    width = token_width(classifier)
+    if tokens.dim() != 2 or tokens.shape[1] != width:
+        raise Mistake(
+            f"robustness tokens of shape {tuple(tokens.shape)} do not fit '{classifier.record.name}', whose tokens "
+            f"are {width} wide: give (R, {width}), such as fresh_tokens({width}, 10)."
+        )
+    _check_count(len(tokens))
+    if not tokens.is_floating_point() or not bool(tokens.isfinite().all()):
+        raise Mistake(
+            "robustness tokens must be finite floating-point numbers; the training that made these diverged, or they "
+            "are damaged. Train them again, with a smaller learning rate."
+        )

@@ -1,0 +1,1 @@
+"""TORA-ViT: adapters, gated fusion and their files."""

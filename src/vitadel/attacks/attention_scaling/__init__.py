@@ -1,0 +1,1 @@
+"""Adaptive attention scaling (AAS)."""

@@ -1,0 +1,1 @@
+"""AutoAttack and its faster variant."""

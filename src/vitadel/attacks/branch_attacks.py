@@ -1,0 +1,85 @@
+"""Attacks aimed at one branch of TORA-ViT (Li & Xu, CVPR 2023), counted by what they do to the joint prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from vitadel.adapters.tora.tora import Tora
+from vitadel.adapters.tora.tora_settings import BRANCHES
+from vitadel.attacks.sample_info import Notes, proposals
+from vitadel.attacks.transfer.surrogate import Surrogate, deployed
+from vitadel.backbones.output_checks import check_pixels
+from vitadel.errors import Mistake, nearest_names
+from vitadel.instrument.hooks import Edge, hooked
+from vitadel.runtime.rng import Draws
+from vitadel.types import Attack
+
+__all__ = ["Aimed"]
+
+
+class _Branch(nn.Module):
+    """The whole model with the logits of one branch in place of the joint ones, whatever is made of them outside."""
+
+    def __init__(self, model: nn.Module, tora: Tora, branch: str) -> None:
+        super().__init__()
+        self.model = model
+        self.tora = tora
+        self.branch = branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+
+        def instead(joint: Tensor) -> Tensor:
+            # Plus nothing, by way of the joint output: who counts the model's backward passes sees this one, too.
+            return seen[0].to(joint.dtype) + (joint - joint)
+
+        head: nn.Module = getattr(self.tora, self.branch).head
+        with hooked(self.model, [Edge("head", head, seen.append), Edge("joint output", self.tora, instead)]):
+            logits: Tensor = self.model(x)
+        return logits
+
+
+@dataclass(frozen=True)
+class Aimed:
+    """An attack that climbs the loss of one branch and stops where the joint prediction is fooled.
+
+    The joint prediction is the mean of two: where its own loss is flat, one branch may still lead to where both fall.
+    """
+
+    attack: Attack
+    branch: str = "rob"
+
+    def __post_init__(self) -> None:
+        if self.branch not in BRANCHES:
+            near = nearest_names(self.branch, BRANCHES) or "."
+            raise Mistake(f"unknown branch {self.branch!r} to aim at{near} Known: {', '.join(BRANCHES)}.")
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        return self._run(model, x, y, draws, noted=False)[0]
+
+    def explain(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> tuple[Tensor, Notes]:
+        return self._run(model, x, y, draws, noted=True)
+
+    def _run(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None, noted: bool) -> tuple[Tensor, Notes]:
+        check_pixels(x)
+        own = (Draws.of_pixels(x) if draws is None else draws).stream("aimed", BRANCHES.index(self.branch))
+        whole = deployed(model)
+        shown = _Branch(whole, _with_branch(whole, self.branch), self.branch)
+        return proposals(self.attack, Surrogate(shown, whole), x, y, own, noted)
+
+    def passes(self) -> tuple[int, int]:
+        gradients, forwards = self.attack.passes()
+        # Every look at the branch may need one at the joint prediction.
+        return gradients, 2 * forwards + gradients
+
+
+def _with_branch(model: nn.Module, branch: str) -> Tora:
+    tora = next((module for module in model.modules() if isinstance(module, Tora)), None)
+    if tora is None or branch not in tora.settings.branches:
+        raise Mistake(
+            f"there is no branch '{branch}' to aim at: only TORA and its baselines with two heads have two. Attack the "
+            "model itself."
+        )
+    return tora

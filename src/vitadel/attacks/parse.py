@@ -1,0 +1,155 @@
+"""From a name to an attack: 'aas+pgd-100(step=1/255,restarts=5)' says what to wrap, what to run and its settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vitadel.quantities import read_amount, read_value
+from vitadel.attacks.prefixes import PREFIXES
+from vitadel.attacks.registry import CATALOGUE
+from vitadel.attacks.threats import threat
+from vitadel.errors import Mistake, nearest_names
+from vitadel.types import Attack
+
+__all__ = ["AttackName", "is_adaptive", "looks_inside", "make", "read_attack_name", "split_attack_list", "targets_in"]
+
+Setting = float | int | bool | str
+
+_NAME = re.compile(r"^(?P<base>[a-z][a-z-]*?)(?:-(?P<steps>\d+))?(?:\((?P<settings>.*)\))?$")
+_PREFIX = re.compile(r"^(?P<name>[a-z][a-z-]*)(?::(?P<value>[^()]+))?(?:\((?P<settings>.*)\))?$")
+_MOST = 1_000_000  # of anything: more steps would not end, and larger numbers overflow single precision
+_MAY_BE_ZERO = ("decay", "weight", "target", "psnr", "side", "alpha", "layer", "noise", "probability", "tokens")
+
+
+@dataclass(frozen=True)
+class AttackName:
+    """What an attack's name says, before anything is built; `prefixes` from the outermost in."""
+
+    base: str
+    settings: dict[str, Setting] = field(default_factory=dict)
+    prefixes: tuple[tuple[str, dict[str, Setting]], ...] = ()
+
+
+def split_attack_list(text: str) -> list[str]:
+    """Split at commas, but not at those inside brackets."""
+    names = [part.strip() for part in re.split(r",(?![^(]*\))", text)]
+    if not all(names):
+        raise Mistake(f"empty name in the attack list {text!r}; write it like fgsm,pgd-20(restarts=5)")
+    return names
+
+
+def read_attack_name(text: str) -> AttackName:
+    """Check an attack's name, its prefixes and settings against what there is."""
+    *prefixes, attack = re.split(r"\+(?![^(]*\))", text.strip().lower())
+    match = _NAME.match(attack)
+    base = match["base"] if match else attack
+    if match is None or base not in CATALOGUE:
+        known = ", ".join(f"{n}-K" if "steps" in p.settings else n for n, p in CATALOGUE.items())
+        near = nearest_names(base, CATALOGUE) or "."
+        if attack.count("(") != attack.count(")") or re.search(r"\s", attack):
+            raise Mistake(f"attack {attack!r} is not readable; write it like pgd-20(restarts=5), without blanks")
+        raise Mistake(f"unknown attack {attack!r}{near} Known: {known} (K = number of steps).")
+    allowed = CATALOGUE[base].settings
+    settings = _read_settings(f"attack {base!r}", base, match["settings"], allowed)
+    if match["steps"]:
+        if "steps" not in allowed:
+            raise Mistake(f"attack {base!r} takes no number of steps, got {text!r}; write {base!r}")
+        if "steps" in settings:
+            raise Mistake(f"attack {text!r} sets steps twice; set it once")
+        _refuse_too_many(f"attack {base!r}", "steps", match["steps"], float(match["steps"]))
+        settings["steps"] = int(match["steps"])
+    around = tuple(_read_prefix(prefix) for prefix in prefixes)
+    if [name for name, _ in around].count("targeted") > 1:
+        raise Mistake(f"attack {text!r} has two targets, and only the outer one would count; keep one targeted:TARGET+")
+    return AttackName(base, settings, around)
+
+
+def _read_prefix(text: str) -> tuple[str, dict[str, Setting]]:
+    match = _PREFIX.match(text)
+    name = match["name"] if match else text
+    if match is None or name not in PREFIXES:
+        known = ", ".join(prefix.title(name) for name, prefix in PREFIXES.items())
+        raise Mistake(f"unknown prefix {text!r}{nearest_names(name, PREFIXES) or '.'} Known: {known}.")
+    prefix = PREFIXES[name]
+    settings = _read_settings(f"prefix {name!r}", name, match["settings"], prefix.settings)
+    if match["value"] is not None:
+        if prefix.value is None or prefix.value in settings:
+            raise Mistake(f"prefix {text!r}: write {prefix.title(name)}")
+        default = prefix.settings[prefix.value]
+        settings[prefix.value] = _checked_setting(f"prefix {name!r}", prefix.value, match["value"], default)
+    return name, settings
+
+
+def _read_settings(whose: str, base: str, text: str | None, allowed: Mapping[str, object]) -> dict[str, Setting]:
+    settings: dict[str, Setting] = {}
+    for part in filter(None, (text or "").split(",")):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals and key in allowed:
+            sample = {bool: "true", str: "NAME"}.get(type(allowed[key]), "N")
+            raise Mistake(f"setting {key!r} of {whose} is given no value; write {key}={sample}")
+        if key not in allowed:
+            names = ", ".join(allowed) or "none"
+            raise Mistake(
+                f"{whose} has no setting {key!r}{nearest_names(key, allowed) or '.'} It takes: {names}; "
+                f"write them like {base}(name=value)."
+            )
+        if key in settings:
+            raise Mistake(f"{whose} is given {key} twice; set it once")
+        settings[key] = _checked_setting(whose, key, value, allowed[key])
+    return settings
+
+
+def _checked_setting(whose: str, key: str, text: str, default: object) -> Setting:
+    value = read_value(text)
+    fits = {
+        bool: isinstance(value, bool),
+        int: isinstance(value, int) and not isinstance(value, bool),
+        float: isinstance(value, (int, float)) and not isinstance(value, bool),
+        type(None): isinstance(value, (int, float)) and not isinstance(value, bool),
+        str: isinstance(value, str) or (key == "target" and isinstance(value, int) and not isinstance(value, bool)),
+    }
+    if not fits.get(type(default), True):
+        names = "a name or the number of a class" if key == "target" else "a name"
+        wanted = {bool: "true or false", int: "a whole number", str: names}.get(type(default), "a number")
+        raise Mistake(f"setting {key!r} of {whose} must be {wanted}, got {text!r}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if key in _MAY_BE_ZERO and value < 0:
+            raise Mistake(f"setting {key!r} of {whose} must not be negative, got {text!r}")
+        if key not in _MAY_BE_ZERO and value <= 0:
+            raise Mistake(f"setting {key!r} of {whose} must be positive, got {text!r}; it could not work")
+        _refuse_too_many(whose, key, text, value)
+    return value
+
+
+def _refuse_too_many(whose: str, key: str, text: str, value: float) -> None:
+    if value > _MOST:
+        given = text if len(text) <= 40 else f"{text[:40]}..."
+        raise Mistake(f"setting {key!r} of {whose} must be at most {_MOST:,}, got {given}; take less")
+
+
+def looks_inside(text: str) -> bool:
+    """Whether the attack, or what goes around it, needs a model whose attention or patches are known."""
+    name = read_attack_name(text)
+    return CATALOGUE[name.base].needs_vit or any(PREFIXES[prefix].needs_vit for prefix, _ in name.prefixes)
+
+
+def is_adaptive(text: str) -> bool:
+    """Whether most samples cost less than the most that the attack's `passes` tells."""
+    return CATALOGUE[read_attack_name(text).base].adaptive
+
+
+def targets_in(text: str) -> list[int]:
+    """The classes that a name gives as targets by their numbers."""
+    given = [settings.get("target") for _, settings in read_attack_name(text).prefixes]
+    return [target for target in given if isinstance(target, int)]
+
+
+def make(text: str, *, eps: float | str = 8 / 255, norm: str = "linf") -> Attack:
+    """An attack by its contract name, e.g. `make("pgd-100", eps=8/255, norm="linf")`."""
+    name = read_attack_name(text)
+    attack = CATALOGUE[name.base].build(threat(norm, read_amount(eps, "eps")), **name.settings)
+    for prefix, settings in reversed(name.prefixes):
+        attack = PREFIXES[prefix].wrap(attack, **settings)
+    return attack

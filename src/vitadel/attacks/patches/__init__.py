@@ -1,0 +1,1 @@
+"""Attacks on a few patches of an image."""

@@ -1,0 +1,1 @@
+"""Attacks that are crafted on one model to fool another."""

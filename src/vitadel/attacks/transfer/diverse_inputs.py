@@ -1,0 +1,173 @@
+"""Diverse inputs (Xie et al., CVPR 2019, arXiv:1803.06978) with momentum: crafted on one model to fool another.
+
+At every step the model sees the image a little smaller and somewhere else in its frame, and, if told to, beside tokens
+that nobody trained: what fools it under all of that is less about this one model.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitadel.attacks.goals import clearly_fooled
+from vitadel.attacks.losses import cross_entropy, margin
+from vitadel.attacks.pgd import PGD
+from vitadel.attacks.steppers import Momentum
+from vitadel.attacks.transfer.surrogate import deployed
+from vitadel.backbones.output_checks import check_pixels
+from vitadel.errors import Mistake, nearest_names
+from vitadel.instrument.tokens import extra_tokens, token_width
+from vitadel.runtime.rng import Draws
+from vitadel.types import Aim, Attack, Loss, Threat
+
+__all__ = ["Diverse", "DiverseInputs", "diverse", "shrunk"]
+
+LOSSES: dict[str, Loss] = {"ce": cross_entropy, "margin": margin}
+
+
+def shrunk(z: Tensor, size: Tensor, corner: Tensor) -> Tensor:
+    """Each image at `size` times its width and height on black, its corner at `corner` (x, y) of the room that leaves.
+
+    Bilinear and differentiable; a size of 1 gives the image itself up to rounding.
+    """
+    if len(z) == 0:
+        return z  # torch's grid takes no empty batch
+    scale = 1 / size
+    # Output coordinates run from -1 to 1; the small image covers 2 * size of them.
+    shift = scale[:, None] * (1 - size[:, None]) * (1 - 2 * corner)
+    theta = torch.zeros(len(z), 2, 3, dtype=z.dtype, device=z.device)
+    theta[:, 0, 0], theta[:, 1, 1], theta[:, :, 2] = scale, scale, shift
+    grid = F.affine_grid(theta, list(z.shape), align_corners=False)
+    return F.grid_sample(z, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
+@dataclass(frozen=True)
+class _DiverseAim:
+    model: nn.Module
+    y: Tensor
+    goal: DiverseInputs
+
+    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        # Keyed by how far the search is, so that the goal needs neither a counter nor the number of steps.
+        now = self.goal.draws.stream("diverse", round(progress * 2**32))
+        with self._beside_strangers(now):
+            logits = self.model(self._shown(z, now))
+        return self.goal.loss(logits, self.y), self._fooled(z)
+
+    def _shown(self, z: Tensor, now: Draws) -> Tensor:
+        chance, size = now.stream("chance").uniform(), now.stream("size").uniform()
+        full = chance >= self.goal.probability
+        size = torch.where(full, torch.ones_like(size), self.goal.smallest + (1 - self.goal.smallest) * size)
+        small = shrunk(z, size.to(z.dtype), now.stream("corner").uniform(2).to(z.dtype))
+        return torch.where(full.view(-1, 1, 1, 1), z, small)
+
+    def _beside_strangers(self, now: Draws) -> AbstractContextManager[None]:
+        if self.goal.tokens == 0:
+            return nullcontext()
+        width = token_width(self.model)
+        tokens = self.goal.scale * now.stream("tokens").normal(self.goal.tokens, width)
+        return extra_tokens(self.model, tokens)
+
+    def _fooled(self, z: Tensor) -> Tensor:
+        """Of the image itself, not of what the loss was shown."""
+        if not self.goal.verdicts:
+            return torch.zeros(len(z), dtype=torch.bool, device=z.device)
+        with torch.no_grad():
+            return clearly_fooled(deployed(self.model)(z), self.y)
+
+    def keep(self, chosen: Tensor) -> Aim:
+        return replace(self, y=self.y[chosen], goal=replace(self.goal, draws=self.goal.draws[chosen]))
+
+
+@dataclass(frozen=True)
+class DiverseInputs:
+    """A loss of the logits of a changed image: with `probability` shrunk to between `smallest` and 1 of its size.
+
+    With `tokens` the model runs beside as many fresh random tokens of size `scale`, other ones for each image and
+    step. The goal holds the draws of one batch. Without `verdicts` nothing counts as fooled, and no pass is spent on
+    asking.
+    """
+
+    draws: Draws
+    loss: Loss = margin
+    probability: float = 0.7
+    smallest: float = 0.9
+    tokens: int = 0
+    scale: float = 0.01
+    verdicts: bool = True
+
+    @property
+    def forwards(self) -> int:
+        return 0
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
+        return _DiverseAim(model, y, self)
+
+
+@dataclass(frozen=True)
+class Diverse:
+    """Momentum ascent from the clean image on diverse inputs.
+
+    Made to transfer: it does not stop when the model at hand is fooled and returns the last iterate, unless
+    `stop_when_fooled`. Without `length`, steps of eps / steps.
+    """
+
+    threat: Threat
+    steps: int = 10
+    decay: float = 1.0
+    length: float | None = None
+    loss: str = "margin"
+    probability: float = 0.7
+    smallest: float = 0.9
+    tokens: int = 0
+    scale: float = 0.01
+    stop_when_fooled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            known = ", ".join(LOSSES)
+            raise Mistake(f"unknown loss {self.loss!r}{nearest_names(self.loss, LOSSES) or '.'} Known: {known}.")
+        for name, value, allowed in (("probability", self.probability, 0.0), ("smallest", self.smallest, 0.1)):
+            if not allowed <= value <= 1:
+                raise Mistake(f"{name} must be from {allowed:g} to 1, got {value:g}")
+        Momentum(self.decay)  # refuses what would not work
+        if self.tokens < 0:
+            raise Mistake(f"tokens is a number of random tokens beside the image's, 0 or more; got {self.tokens}")
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        check_pixels(x)
+        draws = Draws.of_pixels(x) if draws is None else draws
+        goal = DiverseInputs(
+            draws,
+            LOSSES[self.loss],
+            self.probability,
+            self.smallest,
+            self.tokens,
+            self.scale,
+            verdicts=self.stop_when_fooled,
+        )
+        stepper = Momentum(self.decay, self.length)
+        search = PGD(self.threat, goal, stepper, self.steps, random_start=False, stop_when_fooled=self.stop_when_fooled)
+        return search(model, x, y, draws)
+
+    def passes(self) -> tuple[int, int]:
+        return self.steps, self.steps if self.stop_when_fooled else 0
+
+
+def diverse(
+    threat: Threat,
+    steps: int = 10,
+    step: float | None = None,
+    decay: float = 1.0,
+    loss: str = "margin",
+    probability: float = 0.7,
+    smallest: float = 0.9,
+    tokens: int = 0,
+    scale: float = 0.01,
+    stop_when_fooled: bool = False,
+) -> Attack:
+    return Diverse(threat, steps, decay, step, loss, probability, smallest, tokens, scale, stop_when_fooled)

@@ -1,0 +1,146 @@
+"""PNA and PatchOut (Wei et al., AAAI 2022, arXiv:2109.04176): images crafted on one ViT that fool another model."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.goals import clearly_fooled
+from vitadel.attacks.losses import cross_entropy
+from vitadel.attacks.pgd import PGD
+from vitadel.attacks.steppers import Momentum
+from vitadel.attacks.transfer.surrogate import deployed
+from vitadel.backbones.output_checks import check_pixels
+from vitadel.errors import Mistake
+from vitadel.instrument.attention import constant_attention
+from vitadel.instrument.patch_grid import patch_grid
+from vitadel.runtime.rng import Draws
+from vitadel.types import Aim, Attack, Threat
+
+__all__ = ["PatchOut", "PnaPatchOut", "pna_patchout"]
+
+_SHARE = 130 / 196  # 130 of the 14 x 14 patches of a ViT with patches of 16 pixels
+
+
+@dataclass(frozen=True)
+class _PatchAim:
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    draws: Draws
+    grid: tuple[int, int] | None
+    share: float
+    weight: float
+    verdicts: bool
+
+    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        logits = self.model(self._shown(z, progress))
+        length = torch.linalg.vector_norm((z - self.x).flatten(1), dim=1)
+        return cross_entropy(logits, self.y) + self.weight * length, self._fooled(z)
+
+    def _shown(self, z: Tensor, progress: float) -> Tensor:
+        """`z` in the chosen patches, the clean image elsewhere."""
+        if self.grid is None:
+            return z
+        rows, columns = self.grid
+        count = max(1, round(self.share * rows * columns))
+        # Keyed by how far the search is, so that the goal needs neither a counter nor the number of steps.
+        order = self.draws.stream("patchout", round(progress * 2**32)).order(rows * columns)
+        chosen = torch.zeros_like(order, dtype=torch.bool).scatter(1, order[:, :count], True).view(-1, rows, columns)
+        height, width = z.shape[-2:]
+        row = torch.arange(height, device=z.device) * rows // height
+        column = torch.arange(width, device=z.device) * columns // width
+        return torch.where(chosen[:, row][:, :, column].unsqueeze(1), z, self.x)
+
+    def _fooled(self, z: Tensor) -> Tensor:
+        """Of the whole image, not of the part that the loss was shown."""
+        if not self.verdicts:
+            return torch.zeros_like(self.y, dtype=torch.bool)
+        with torch.no_grad():
+            return clearly_fooled(deployed(self.model)(z), self.y)
+
+    def keep(self, chosen: Tensor) -> Aim:
+        return replace(self, x=self.x[chosen], y=self.y[chosen], draws=self.draws[chosen])
+
+
+@dataclass(frozen=True)
+class PatchOut:
+    """Cross-entropy where only a random `share` of the patches is perturbed, anew at each step, plus `weight` times the
+    perturbation's Euclidean length, which keeps the patches that were left out growing.
+
+    The goal holds the draws of one batch. Patches are chosen per sample and not per batch as in the released code,
+    and the length is per sample and not the batch's. A share of 1 leaves nothing out and works on any model. Without
+    `verdicts` no sample ever counts as fooled, and the pass for asking is saved.
+    """
+
+    draws: Draws
+    share: float = _SHARE
+    weight: float = 0.1
+    verdicts: bool = True
+
+    @property
+    def forwards(self) -> int:
+        return 0
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
+        grid = patch_grid(deployed(model), x) if self.share < 1 else None
+        return _PatchAim(model, x, y, self.draws, grid, self.share, self.weight, self.verdicts)
+
+
+@dataclass(frozen=True)
+class PnaPatchOut:
+    """Momentum ascent from the clean image on PatchOut's goal, with gradients that pass attention maps by (PNA).
+
+    Made to transfer: it does not stop when the model at hand is fooled and returns the last iterate, unless
+    `stop_when_fooled`. `decay` 0 is the plain variant, 1 the one with momentum; without `length`, eps / steps. The
+    model is inside `constant_attention` during the whole search, so that models that run twice for a gradient
+    (checkpointing) do it alike; its outputs, and with them verdicts, are those of the deployed model.
+    """
+
+    threat: Threat
+    steps: int = 10
+    decay: float = 0.0
+    length: float | None = None
+    share: float = _SHARE
+    weight: float = 0.1
+    pna: bool = True
+    patchout: bool = True
+    stop_when_fooled: bool = False
+
+    def __post_init__(self) -> None:
+        Momentum(self.decay)  # refuses what would not work
+        if not 0 < self.share <= 1:
+            raise Mistake(
+                f"share is the part of the patches kept at each step, above 0 and at most 1, got {self.share}"
+            )
+        if not self.patchout and self.share != _SHARE:
+            raise Mistake(f"share={self.share:g} does nothing without PatchOut; leave it out, or patchout=false")
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        check_pixels(x)
+        draws = Draws.of_pixels(x) if draws is None else draws
+        goal = PatchOut(draws, self.share if self.patchout else 1.0, self.weight, verdicts=self.stop_when_fooled)
+        stepper = Momentum(self.decay, self.length)
+        search = PGD(self.threat, goal, stepper, self.steps, random_start=False, stop_when_fooled=self.stop_when_fooled)
+        with constant_attention(deployed(model)) if self.pna else nullcontext():
+            return search(model, x, y, draws)
+
+    def passes(self) -> tuple[int, int]:
+        return self.steps, self.steps if self.stop_when_fooled else 0
+
+
+def pna_patchout(
+    threat: Threat,
+    steps: int = 10,
+    step: float | None = None,
+    decay: float = 0.0,
+    share: float = _SHARE,
+    weight: float = 0.1,
+    pna: bool = True,
+    patchout: bool = True,
+    stop_when_fooled: bool = False,
+) -> Attack:
+    return PnaPatchOut(threat, steps, decay, step, share, weight, pna, patchout, stop_when_fooled)

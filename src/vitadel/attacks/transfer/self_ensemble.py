@@ -1,0 +1,148 @@
+"""Self-ensemble (Naseer et al., ICLR 2022, arXiv:2106.04169): attack what the model would say after every block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.goals import fooled
+from vitadel.attacks.losses import cross_entropy
+from vitadel.attacks.pgd import PGD
+from vitadel.attacks.steppers import Momentum
+from vitadel.attacks.transfer.surrogate import deployed
+from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of
+from vitadel.backbones.output_checks import check_pixels
+from vitadel.instrument.features import block_features
+from vitadel.instrument.hooks import Edge, hooked
+from vitadel.runtime.rng import Draws
+from vitadel.types import Aim, Attack, Loss, Threat
+
+__all__ = ["BlockLogits", "EveryBlock", "SelfEnsemble", "block_logits", "self_ensemble"]
+
+
+@dataclass
+class BlockLogits:
+    """Of the last run: logits of every block but the last, (blocks, batch, classes), in running order.
+
+    The last block's are the model's own output.
+    """
+
+    earlier: Tensor | None = None
+
+
+@contextmanager
+def block_logits(model: nn.Module) -> Iterator[BlockLogits]:
+    """What the model's final norm and head make of the output of every block, in the one pass that `model(x)` takes.
+
+    All that follows the blocks runs on the outputs of all of them, stacked along the batch: final norm, pooling by
+    class token, mean or attention, both heads of distilled models, FAN's class attention, whatever wraps the backbone.
+    The model still returns its own logits. A block takes part if its output has the shape of the last one's, because
+    only then norm and head fit: all blocks of ViT, EVA, BEiT and FAN, class-attention blocks of CaiT and XCiT, the last
+    stage of Swin, PiT, LeViT and RVT.
+    """
+    backbone, last_block = backbone_of(model), blocks_of(model)[-1]
+    norm = getattr(backbone, "norm", None)
+    seen = BlockLogits()
+    count = 1
+
+    def spread(own: Tensor) -> Tensor:
+        nonlocal count
+        earlier = [each for each in features[:-1] if each.shape == features[-1].shape]
+        count = 1 + len(earlier)
+        return torch.cat([*(_in_place_of(own, each) for each in earlier), own])
+
+    def gather(logits: Tensor) -> Tensor:
+        rows: Tensor = logits.unflatten(0, (count, len(logits) // count))
+        seen.earlier = rows[:-1]
+        return rows[-1]
+
+    site = (
+        Edge("norm", norm, spread, before=True)
+        if isinstance(norm, nn.Module) and anatomy_of(model).norm_is_next
+        else Edge(last_block.name, last_block.module, spread)
+    )
+    # First of all hooks, so that those who count or look at outputs see one row per image.
+    with block_features(model) as features, hooked(model, [site, Edge("model", model, gather, first=True)]):
+        yield seen
+
+
+def _in_place_of(own: Tensor, block: Tensor) -> Tensor:
+    """A block's output in the shape of what enters the final norm.
+
+    As a rule they are alike. PiT norms its class tokens only, which stand first; CaiT's class-attention blocks give
+    the class token only, which the patches join.
+    """
+    return torch.cat([block[:, : own.shape[1]], own[:, block.shape[1] :]], dim=1)
+
+
+@dataclass(frozen=True)
+class _EveryBlockAim:
+    model: nn.Module
+    y: Tensor
+    loss: Loss
+    seen: BlockLogits
+
+    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        own = self.model(z)
+        assert self.seen.earlier is not None
+        values = torch.stack([self.loss(logits, self.y) for logits in (*self.seen.earlier, own)]).sum(0)
+        return values, fooled(self.model, z, own, self.y)
+
+    def keep(self, chosen: Tensor) -> Aim:
+        return replace(self, y=self.y[chosen])
+
+
+@dataclass(frozen=True)
+class EveryBlock:
+    """The sum of a loss over the logits of every block; `seen` comes from a `block_logits` block around the search."""
+
+    seen: BlockLogits
+    loss: Loss = field(default=cross_entropy)
+
+    @property
+    def forwards(self) -> int:
+        return 0
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
+        return _EveryBlockAim(model, y, self.loss, self.seen)
+
+
+@dataclass(frozen=True)
+class SelfEnsemble:
+    """Momentum ascent (MI-FGSM) from the clean image on the summed cross-entropy of every block's logits.
+
+    Made to transfer: it does not stop when the model at hand is fooled and returns the last iterate, unless
+    `stop_when_fooled`. Without `length`, steps of eps / steps. The paper's token refinement, which trains a head per
+    block first, is not part of it.
+    """
+
+    threat: Threat
+    steps: int = 10
+    decay: float = 1.0
+    length: float | None = None
+    stop_when_fooled: bool = False
+
+    def __post_init__(self) -> None:
+        Momentum(self.decay)  # refuses what would not work
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        check_pixels(x)
+        stepper = Momentum(self.decay, self.length)
+        with block_logits(deployed(model)) as seen:
+            goal = EveryBlock(seen)
+            stop = self.stop_when_fooled
+            search = PGD(self.threat, goal, stepper, self.steps, random_start=False, stop_when_fooled=stop)
+            return search(model, x, y, draws)
+
+    def passes(self) -> tuple[int, int]:
+        return self.steps, 0
+
+
+def self_ensemble(
+    threat: Threat, steps: int = 10, step: float | None = None, decay: float = 1.0, stop_when_fooled: bool = False
+) -> Attack:
+    return SelfEnsemble(threat, steps, decay, step, stop_when_fooled)

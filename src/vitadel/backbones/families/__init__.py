@@ -1,0 +1,1 @@
+"""Backbones that timm does not have, and variants for small images."""

@@ -1,0 +1,125 @@
+"""What verbs have in common: open model and data, run attacks, and tell what came of it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from vitadel.cli.options import Attacking, Choice, Conduct, Running, Sampling
+
+if TYPE_CHECKING:
+    from vitadel.evaluation.audit.audit import Order
+    from vitadel.evaluation.engine.target import Subject
+
+__all__ = ["open_chosen", "order_of", "run_attacks", "tell"]
+
+
+def open_chosen(model: str, choice: Choice, sampling: Sampling, *, for_features: bool = False) -> Subject:
+    """Model and data as the flags name them; `for_features` asks for no head where a backbone has none."""
+    from vitadel.adapters.open_model import options_for_features
+    from vitadel.evaluation.engine.target import open_subject
+
+    chosen = choice.for_loading()
+    return open_subject(
+        model,
+        sampling.data,
+        data_root=sampling.data_root,
+        model_options=options_for_features(model, chosen) if for_features else chosen,
+        skip_bad=sampling.skip_bad,
+        tokens=choice.tokens,
+        allow_readable=choice.allow_readable,
+    )
+
+
+def order_of(attacking: Attacking, sampling: Sampling, conduct: Conduct = Conduct(), **more: Any) -> Order:
+    """What an audit is asked to do by its flags."""
+    from vitadel.quantities import read_amount
+    from vitadel.attacks.parse import split_attack_list
+    from vitadel.evaluation.audit.audit import Order
+
+    return Order(
+        attacks=tuple(split_attack_list(attacking.attacks)),
+        eps=read_amount(attacking.eps, "eps"),
+        norm=attacking.norm,
+        precision=conduct.precision,
+        calibration=conduct.calibration,
+        compile=attacking.compile_model,
+        **more,
+        **sampling.for_order(),
+    )
+
+
+def run_attacks(
+    verb: str,
+    order: Order,
+    model: str,
+    choice: Choice,
+    sampling: Sampling,
+    running: Running,
+    *,
+    doctor: bool = False,
+    unsaid: Sequence[str] = (),
+) -> tuple[dict[str, Any], Path] | None:
+    """The results and their folder; None in a process of the run that is not the one to tell.
+
+    With `doctor` the model is looked at before it is attacked. `unsaid` are flags that a protocol stands for: they are
+    kept with the command, so that studies and further commands open the same model.
+    """
+    from vitadel.diagnosis.precheck import glance
+    from vitadel.evaluation.audit.audit import run_audit
+    from vitadel.reporting import terminal
+    from vitadel.runtime.distributed import join_processes
+
+    processes = join_processes(running.device)
+    subject = open_chosen(model, choice, sampling)
+    if processes.is_main:
+        terminal.tell_notes(subject.model.record.notes)
+    outcome = run_audit(
+        subject,
+        order,
+        processes,
+        out=running.out,
+        in_folder=True,
+        resume=running.resume,
+        shown=True,
+        argv=[*sys.argv[1:], *unsaid],
+        verb=verb,
+        examine=(lambda opened: glance(opened, order, processes)) if doctor else (lambda opened: []),
+    )
+    if not outcome.is_main or outcome.folder is None:
+        return None
+    return outcome.results, outcome.folder.path
+
+
+def tell(
+    results: dict[str, Any],
+    folder: Path,
+    running: Running,
+    show: Callable[[dict[str, Any]], None],
+    *,
+    report: bool = True,
+) -> None:
+    """Write the report; then JSON alone on standard output for other programs, or words and the folder's path."""
+    if report:
+        from vitadel.reporting import page
+
+        try:
+            page.write_report([folder], folder / "report.html")
+        except KeyboardInterrupt:
+            again = shlex.join(["vitadel", "report", str(folder)])
+            typer.echo(f"vitadel: interrupted; the results are saved. Make the page with:\n  {again}", err=True)
+            raise
+    if running.as_json:
+        typer.echo(json.dumps(results, indent=2))
+        typer.echo(str(folder), err=True)
+        return
+    show(results)
+    if report:
+        typer.echo(f"report: {folder / 'report.html'}")
+    typer.echo(str(folder))

@@ -1,0 +1,152 @@
+"""One door to all corruptions: checks what it is given and hands out 8-bit images in pieces that fit the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitadel.corruptions import blur, digital, noise, weather
+from vitadel.corruptions.constants import COMMON, EXTRA, TABLES, Table, table_for
+from vitadel.corruptions.spatter import spatter
+from vitadel.errors import Mistake, nearest_names
+from vitadel.runtime.rng import Draws
+
+__all__ = ["as_bytes", "as_floats", "check_images", "corrupt", "fitting", "minimum_size"]
+
+_PIXELS_AT_ONCE = 1 << 16  # one image of 224 pixels, or 64 of 32
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "gaussian_noise": noise.gaussian_noise,
+    "shot_noise": noise.shot_noise,
+    "impulse_noise": noise.impulse_noise,
+    "defocus_blur": blur.defocus_blur,
+    "glass_blur": blur.glass_blur,
+    "motion_blur": blur.motion_blur,
+    "zoom_blur": blur.zoom_blur,
+    "snow": weather.snow,
+    "frost": weather.frost,
+    "fog": weather.fog,
+    "brightness": weather.brightness,
+    "contrast": digital.contrast,
+    "elastic_transform": digital.elastic_transform,
+    "pixelate": digital.pixelate,
+    "jpeg_compression": digital.jpeg_compression,
+    "speckle_noise": noise.speckle_noise,
+    "gaussian_blur": blur.gaussian_blur,
+    "spatter": spatter,
+    "saturate": digital.saturate,
+}
+_WITHOUT_CHANCE = {
+    *("defocus_blur", "gaussian_blur", "zoom_blur"),
+    *("brightness", "contrast", "saturate", "pixelate", "jpeg_compression"),
+}
+_WOVEN = "jpeg_compression"  # whose codec takes the colours of a pixel together
+_MINIMUM = {"glass_blur": 4, "elastic_transform": 3, "spatter": 3, "pixelate": 2, "fog": 2}
+
+
+def corrupt(
+    x: Tensor, name: str, severity: int, draws: Draws | None = None, constants: Table | int | None = None
+) -> Tensor:
+    """Corrupted copies of images (n, 3, height, width) with values in [0, 1]; the result holds whole levels k / 255.
+
+    The images are taken as 8-bit pictures (rounded to the nearest level), as the benchmark's are, and need not be
+    square. Every sample draws from its own stream, a new one for each corruption and severity: give `draws` made from
+    the indices of the data set, or the images themselves are the key. `constants` is a table or the size of one (224,
+    64, 32); by default the one nearest to the shorter side. The work is done on the CPU.
+    """
+    check_images(x)
+    table = _table(constants) if constants is not None else table_for(x.shape[2], x.shape[3])
+    row = table.row(name, severity)
+    if min(x.shape[2:]) < minimum_size(name):
+        raise Mistake(
+            f"'{name}' needs images of at least {minimum_size(name)} pixels on both sides, got {x.shape[2]} x "
+            f"{x.shape[3]}: enlarge them or leave this corruption out"
+        )
+    draws = _streams(x, draws, name, severity)
+    count = max(1, _PIXELS_AT_ONCE // (x.shape[2] * x.shape[3]))
+    result = torch.empty(x.shape, dtype=x.dtype)
+    # Also the way to 8 bits and back is piece by piece: what is still in the cache need not be fetched again.
+    for first in range(0, len(x), count):
+        part = slice(first, first + count)
+        pixels = _FUNCTIONS[name](as_bytes(x[part], woven=name == _WOVEN), Draws(draws.keys[part]), *row)
+        _write_floats(pixels, result[part])
+    return result.to(x.device)
+
+
+def minimum_size(name: str) -> int:
+    """The shortest side that an image may have for this corruption."""
+    if name not in _FUNCTIONS:
+        known = ", ".join((*COMMON, *EXTRA))
+        raise Mistake(f"unknown corruption {name!r}{nearest_names(name, _FUNCTIONS) or '.'} Known: {known}.")
+    return _MINIMUM.get(name, 1)
+
+
+def check_images(x: Tensor) -> None:
+    """A batch of RGB images in a type that holds all 256 levels; `as_bytes` checks that they are in [0, 1]."""
+    if x.ndim != 4 or x.shape[1] != 3 or 0 in x.shape[2:]:
+        raise Mistake(f"corruptions take RGB images of shape (n, 3, height, width), got {tuple(x.shape)}")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise Mistake(
+            f"corruptions take float32 or float64 pixels in [0, 1], got {x.dtype}: convert with x.float() / 255"
+        )
+
+
+def fitting(x: Tensor, draws: Draws | None) -> Draws:
+    """One stream per image, on the CPU; without `draws` the images are their own keys."""
+    if draws is None:
+        return Draws.of_pixels(x.detach().cpu())
+    if len(draws) != len(x):
+        raise Mistake(f"draws for {len(draws)} samples cannot corrupt {len(x)} images: give one stream per image")
+    return Draws(draws.keys.cpu())
+
+
+def _streams(x: Tensor, draws: Draws | None, name: str, severity: int) -> Draws:
+    if name in _WITHOUT_CHANCE and draws is None:
+        return Draws(torch.zeros(len(x), dtype=torch.int64))
+    draws = fitting(x, draws)
+    return draws if name in _WITHOUT_CHANCE else draws.stream(name, severity)
+
+
+def as_bytes(x: Tensor, woven: bool = False) -> Tensor:
+    """The nearest of 256 levels, (n, channels, height, width); `woven`: in memory the colours of a pixel are together.
+
+    By NumPy and one colour after the other: what is checked is still in the inner cache when it is converted, as is
+    scratch memory, and weaving is faster so.
+    """
+    values = x.detach().cpu().numpy()
+    n, channels, height, width = values.shape
+    pixels = np.empty((n, height, width, channels) if woven else values.shape, np.uint8)
+    if woven:
+        pixels = pixels.transpose(0, 3, 1, 2)
+    scratch = np.empty((n, height, width), values.dtype)
+    for channel in range(channels) if n else ():
+        plane = values[:, channel]
+        if not (float(plane.min()) >= -1e-6 and float(plane.max()) <= 1 + 1e-6):
+            low, high = values.min(), values.max()
+            raise Mistake(f"corruptions take pixels in [0, 1], got {low:.4g} to {high:.4g}: divide 8-bit pixels by 255")
+        np.multiply(plane, 255, out=scratch)
+        np.copyto(pixels[:, channel], np.rint(scratch, out=scratch), casting="unsafe")
+    return torch.from_numpy(pixels)
+
+
+def _write_floats(pixels: Tensor, result: Tensor) -> None:
+    """Levels, woven or not, over 255 into `result`; in float32 whatever its type, as torch divides."""
+    levels, values = pixels.numpy(), result.numpy()
+    scratch = np.empty((len(levels), *levels.shape[2:]), np.float32)
+    for channel in range(levels.shape[1]):
+        np.copyto(scratch, levels[:, channel])
+        np.divide(scratch, np.float32(255), out=values[:, channel])
+
+
+def as_floats(pixels: Tensor, like: Tensor) -> Tensor:
+    return pixels.to(like.dtype).div_(255).to(like.device)
+
+
+def _table(constants: Table | int) -> Table:
+    if isinstance(constants, Table):
+        return constants
+    if constants not in TABLES:
+        raise Mistake(f"there are tables of constants for {', '.join(map(str, TABLES))} pixels, not for {constants!r}")
+    return TABLES[constants]

@@ -1,0 +1,108 @@
+"""CIFAR-10-C and CIFAR-100-C (Hendrycks & Dietterich 2019, arXiv:1903.12261), from the benchmark's own .npy files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+from PIL.Image import Image
+from torch import Tensor
+
+from vitadel.data.sources.arrays import ArrayRows, image_rows, label_tensor, rows_of_npy, small_array
+from vitadel.data.sources.cifar_names import CIFAR10_CLASSES, CIFAR100_CLASSES
+from vitadel.data.spec import Request
+from vitadel.errors import Mistake, nearest_names
+
+__all__ = ["CorruptedArrays", "open_cifar_c"]
+
+SEVERITIES = 5  # each file holds them one after the other, in equal shares
+_SETS = {"cifar10-c": ("CIFAR-10-C", CIFAR10_CLASSES), "cifar100-c": ("CIFAR-100-C", CIFAR100_CLASSES)}
+
+
+@dataclass(frozen=True, eq=False)
+class CorruptedArrays:
+    """Corruptions by name, severities 1 to 5 within each; `parts` maps 'fog/3' to its stretch of samples."""
+
+    root: Path
+    classes: tuple[str, ...] = field(repr=False)
+    corruptions: tuple[str, ...]
+    severities: tuple[int, ...]
+    pixels: tuple[ArrayRows, ...] = field(repr=False)
+    clean_labels: Tensor = field(repr=False)  # of one file
+
+    @property
+    def _share(self) -> int:
+        return len(self.clean_labels) // SEVERITIES
+
+    @property
+    def parts(self) -> Mapping[str, range]:
+        names = [f"{corruption}/{severity}" for corruption in self.corruptions for severity in self.severities]
+        return {name: range(i * self._share, (i + 1) * self._share) for i, name in enumerate(names)}
+
+    def __len__(self) -> int:
+        return len(self.corruptions) * len(self.severities) * self._share
+
+    def labels(self) -> Tensor:
+        shares = self.clean_labels.view(SEVERITIES, self._share)[[severity - 1 for severity in self.severities]]
+        return shares.flatten().repeat(len(self.corruptions))
+
+    def read(self, indices: Sequence[int]) -> list[Image | Exception]:
+        images: list[Image | Exception] = []
+        for corruption, places in groupby(map(self._place, indices), key=itemgetter(0)):
+            images += image_rows(self.pixels[corruption], [row for _, row in places])
+        return images
+
+    def name(self, index: int) -> str:
+        corruption, row = self._place(index)
+        severity, within = divmod(row, self._share)
+        return f"{self.corruptions[corruption]}.npy severity {severity + 1} row {within}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """(number of the corruption, row in its file)."""
+        part, within = divmod(index, self._share)
+        corruption, severity = divmod(part, len(self.severities))
+        return corruption, (self.severities[severity] - 1) * self._share + within
+
+
+def open_cifar_c(request: Request) -> CorruptedArrays:
+    """`cifar10-c` is all of it, `cifar10-c/fog` a corruption, `cifar10-c/fog/3` one severity of it."""
+    request.chosen()
+    request.without_split()
+    folder_name, classes = _SETS[request.kind]
+    root = request.root / folder_name
+    if not (root / "labels.npy").is_file():
+        raise Mistake(
+            f"{request.kind}: '{root / 'labels.npy'}' does not exist; unpack the benchmark's {folder_name}.tar into "
+            f"'{request.root}', or say with --data-root where the folder {folder_name} is"
+        )
+    available = sorted(path.stem for path in root.glob("*.npy") if path.stem != "labels")
+    corruptions, severities = _part(request, available, root)
+    labels = small_array(root / "labels.npy")
+    pixels = tuple(rows_of_npy(root / f"{corruption}.npy") for corruption in corruptions)
+    for corruption, rows in zip(corruptions, pixels, strict=True):
+        if rows.shape != (len(labels), 32, 32, 3) or rows.dtype != "uint8" or len(labels) % SEVERITIES:
+            raise Mistake(
+                f"'{root / corruption}.npy' has shape {rows.shape} and type {rows.dtype}; expected "
+                f"({len(labels)}, 32, 32, 3) and uint8, with {SEVERITIES} severities of equal size"
+            )
+    targets = label_tensor(labels, len(labels), f"'{root / 'labels.npy'}'")
+    return CorruptedArrays(root, classes, corruptions, severities, pixels, targets)
+
+
+def _part(request: Request, available: list[str], root: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    corruption, _, severity = request.argument.partition("/")
+    if not available:
+        raise Mistake(f"'{root}' holds no corruption; expected files such as gaussian_noise.npy")
+    if corruption and corruption not in available:
+        raise Mistake(
+            f"no corruption '{corruption}' in '{root}'; there are: {', '.join(available)}"
+            f"{nearest_names(corruption, available)}"
+        )
+    levels = [str(level) for level in range(1, SEVERITIES + 1)]
+    if severity and severity not in levels:
+        raise Mistake(f"'{request.spec}': severity '{severity}' must be one of {', '.join(levels)}")
+    corruptions = (corruption,) if corruption else tuple(available)
+    return corruptions, (int(severity),) if severity else tuple(range(1, SEVERITIES + 1))

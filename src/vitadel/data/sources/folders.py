@@ -1,0 +1,117 @@
+"""Image files with labels: `folder:DIR` with one sub-folder per class, and the base of the ImageNet family."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from vitadel.data.validation import by_skipping
+from vitadel.data.images import IMAGE_EXTENSIONS, attempts, load
+from vitadel.data.spec import Request
+from vitadel.data.splits import SPLIT_NAMES, pick_split
+from vitadel.errors import Mistake
+
+__all__ = ["ImageFiles", "class_folders", "files_below", "open_folder", "split_folder"]
+
+_ENDINGS = tuple(sorted("." + extension for extension in IMAGE_EXTENSIONS))
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFiles:
+    """Pictures in files; only their names are held in memory.
+
+    `parts` names stretches of consecutive samples, such as a corruption at one severity; `among` are the classes
+    between which a benchmark lets the model choose, where these are not all.
+    """
+
+    root: Path
+    classes: tuple[str, ...] = field(repr=False)
+    files: tuple[str, ...] = field(repr=False)  # below root, with forward slashes
+    targets: Tensor = field(repr=False)
+    left_out: tuple[str, ...] = ()
+    parts: Mapping[str, range] = field(default_factory=dict, repr=False)
+    among: tuple[int, ...] | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def labels(self) -> Tensor:
+        return self.targets
+
+    def read(self, indices: Sequence[int]) -> list[Image | Exception]:
+        return attempts(load, (self.root / self.files[index] for index in indices))
+
+    def name(self, index: int) -> str:
+        return self.files[index]
+
+
+def open_folder(request: Request) -> ImageFiles:
+    """One class per sub-folder, numbered by code point; samples by class, then by their path below it."""
+    request.chosen()
+    root = split_folder(request, request.path("a folder with one sub-folder per class"))
+    names = class_folders(root)
+    if not names:
+        raise Mistake(f"'{root}' has no sub-folders; expected one per class, each with the pictures of that class")
+    files: list[str] = []
+    counts = []
+    for name in names:
+        found = sorted(f"{name}/{path}" for path in files_below(root / name))
+        files += found
+        counts.append(len(found))
+    empty = [name for name, members in zip(names, counts, strict=True) if not members]
+    if not files:
+        raise Mistake(f"'{root}' has {len(names)} sub-folders, but no picture in them ({', '.join(_ENDINGS)})")
+    if empty and not request.skip_bad:
+        raise Mistake(
+            f"class '{empty[0]}' is empty: no picture ({', '.join(_ENDINGS)}) in '{root / empty[0]}'"
+            f"{f' (and {len(empty) - 1} more)' if len(empty) > 1 else ''}. Remove the folder, if it is not a class"
+            f"{by_skipping(request.skip_bad, ', or keep it without samples')}"
+        )
+    targets = torch.arange(len(names)).repeat_interleave(torch.tensor(counts))
+    return ImageFiles(root, tuple(names), tuple(files), targets, tuple(f"class '{name}' is empty" for name in empty))
+
+
+def split_folder(request: Request, path: Path, order: Sequence[str] = ()) -> Path:
+    """The sub-folder of the split if `path` is laid out by splits, else `path` itself.
+
+    `order` puts splits first that should be looked for before the usual ones.
+    """
+    if not path.is_dir():
+        raise Mistake(f"'{path}' is a file; {request.kind} expects a folder")
+    splits = [name for name in SPLIT_NAMES if (path / name).is_dir() and class_folders(path / name)]
+    if request.split is None:
+        to_test_on = set(splits) - {"train", "trainval"}
+        if not splits or (not to_test_on and len(class_folders(path)) > len(splits)):
+            return path  # no splits, or a class that happens to be called 'train'
+        preferred = next((name for name in order if name in splits), None)
+        return path / (preferred or pick_split(splits, None, f"'{path}'"))
+    if not splits:
+        raise Mistake(
+            f"'{path}' has no sub-folder '{request.split}' with classes in it, so @{request.split} picks nothing; "
+            f"make one, or name the folder of the classes itself"
+        )
+    return path / pick_split(splits, request.split, f"'{path}'")
+
+
+def class_folders(root: Path) -> list[str]:
+    """Names of the sub-folders, by code point; hidden ones are no classes."""
+    try:
+        with os.scandir(root) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    except OSError as fault:
+        raise Mistake(f"the folder '{root}' cannot be read: {fault}") from fault
+
+
+def files_below(root: Path, endings: Sequence[str] = _ENDINGS) -> Iterator[str]:
+    """Paths below `root` with forward slashes, in no order; hidden files are left alone."""
+    for folder, _, names in os.walk(root, followlinks=True):
+        place = Path(folder).relative_to(root)
+        for name in names:
+            if not name.startswith(".") and name.lower().endswith(tuple(endings)):
+                yield (place / name).as_posix()

@@ -1,0 +1,110 @@
+"""`hf:ORG/NAME`: data sets of the Hugging Face Hub, or a folder written by `save_to_disk`, through `datasets`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from PIL.Image import Image
+from torch import Tensor
+
+from vitadel.data.sources.columns import IMAGE_NAMES, LABEL_NAMES, pick_column
+from vitadel.data.images import attempts, decode, load
+from vitadel.data.labels import number_labels
+from vitadel.data.spec import Request
+from vitadel.data.splits import pick_split
+from vitadel.errors import Mistake
+
+__all__ = ["HubImages", "open_hf"]
+
+
+@dataclass(frozen=True, eq=False)
+class HubImages:
+    """A split whose images stay encoded until they are read; `datasets` maps its files and holds no pixels."""
+
+    origin: str
+    split: str
+    data: Any = field(repr=False)  # the image column alone
+    targets: Tensor = field(repr=False)
+    classes: tuple[str, ...] = field(repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def labels(self) -> Tensor:
+        return self.targets
+
+    def read(self, indices: Sequence[int]) -> list[Image | Exception]:
+        return attempts(self._picture, indices)
+
+    def name(self, index: int) -> str:
+        return f"{self.origin}@{self.split} row {index}"
+
+    def _picture(self, index: int) -> Image:
+        with self._lock:  # `datasets` promises nothing about threads; decoding, the slow part, is outside
+            (cell,) = self.data[index].values()
+        if cell is None:
+            raise ValueError("this row has no image")
+        content = cell if isinstance(cell, bytes) else cell.get("bytes")
+        return load(Path(cell["path"])) if content is None else decode(content)
+
+
+def open_hf(request: Request) -> HubImages:
+    """Columns by type and name; `hf:ORG/NAME(config=...,image=...,label=...)` names them."""
+    chosen = request.chosen(config=str, image=str, label=str)
+    if not request.argument:
+        raise Mistake(f"'{request.spec}' names no data set; write hf:ORG/NAME, or hf:DIR for a saved one")
+    try:
+        import datasets
+    except ImportError:
+        raise Mistake("hf: needs the package datasets: pip install 'vitadel[hf]' (or pip install datasets)") from None
+    splits = _splits(datasets, request, chosen.get("config"))
+    split = pick_split(splits, request.split, f"'{request.argument}'")
+    data = splits[split]
+    if not len(data):
+        raise Mistake(f"'{request.argument}@{split}' has no rows")
+    image, label = _columns(datasets, data.features, request, chosen)
+    labels, classes = number_labels(data[label][:], getattr(data.features[label], "names", None))
+    column = data.select_columns([image])
+    if isinstance(data.features[image], datasets.Image):
+        column = column.cast_column(image, datasets.Image(decode=False))
+    return HubImages(request.argument, split, column.with_format(None), labels, classes)
+
+
+def _splits(datasets: ModuleType, request: Request, config: str | None) -> dict[str, Any]:
+    path = Path(request.argument).expanduser()
+    saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    try:
+        if saved:
+            loaded = datasets.load_from_disk(str(path))
+        else:
+            loaded = datasets.load_dataset(str(path) if path.is_dir() else request.argument, config)
+    except Exception as fault:  # network, hub, cache and parsers fail with types of their own
+        raise Mistake(
+            f"'{request.spec}' could not be loaded: {type(fault).__name__}: {fault}. Expected ORG/NAME on the Hugging "
+            f"Face Hub (reachable, or in the cache), or a folder written by save_to_disk"
+        ) from fault
+    if isinstance(loaded, datasets.DatasetDict):
+        return dict(loaded)
+    return {str(loaded.split or request.split or "test"): loaded}  # one data set: its split may have no name
+
+
+def _columns(datasets: ModuleType, features: Any, request: Request, chosen: dict[str, str]) -> tuple[str, str]:
+    where = f"'{request.argument}' (columns: {', '.join(features)})"
+    pictures = [name for name, kind in features.items() if isinstance(kind, datasets.Image) or _dtype(kind) == "binary"]
+    named = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    plain = [name for name, kind in features.items() if _dtype(kind).startswith(("int", "uint", "string"))]
+    image = pick_column("image", pictures, IMAGE_NAMES, chosen.get("image"), where)
+    if len(named) == 1 and "label" not in chosen:
+        return image, named[0]
+    labels = list(dict.fromkeys([*named, *plain]))
+    return image, pick_column("label", labels, LABEL_NAMES, chosen.get("label"), where)
+
+
+def _dtype(kind: Any) -> str:
+    return str(getattr(kind, "dtype", "")) if type(kind).__name__ == "Value" else ""

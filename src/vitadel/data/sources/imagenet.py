@@ -1,0 +1,191 @@
+"""ImageNet and its relatives as folders of WordNet ids, labelled 0..999 in the usual order.
+
+`imagenet:DIR` (Russakovsky et al. 2015), `imagenet-a:DIR` (Hendrycks et al. 2021, arXiv:1907.07174),
+`imagenet-r:DIR` (arXiv:2006.16241) and `imagenet-c:DIR` (Hendrycks & Dietterich 2019, arXiv:1903.12261).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from importlib.resources import files
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from timm.data import ImageNetInfo
+
+from vitadel.data.validation import by_skipping
+from vitadel.data.sources.folders import ImageFiles, class_folders, files_below, split_folder
+from vitadel.data.spec import Request
+from vitadel.errors import Mistake
+
+__all__ = [
+    "class_numbers",
+    "imagenet_classes",
+    "named_like_imagenet",
+    "open_imagenet",
+    "open_imagenet_c",
+    "wnid_number",
+]
+
+_WNID = re.compile(r"n\d{8}")
+
+
+@lru_cache(maxsize=1)
+def class_numbers() -> Mapping[str, int]:
+    """WordNet id to class number."""
+    return {wnid: number for number, wnid in enumerate(ImageNetInfo().label_names())}
+
+
+@lru_cache(maxsize=1)
+def imagenet_classes() -> tuple[str, ...]:
+    """1000 short names; the WordNet id is added where two classes share one ('crane', 'maillot')."""
+    info = ImageNetInfo()
+    short = [description.split(",")[0] for description in info.label_descriptions()]
+    times = Counter(short)
+    return tuple(
+        name if times[name] == 1 else f"{name} ({wnid})" for name, wnid in zip(short, info.label_names(), strict=True)
+    )
+
+
+def named_like_imagenet(classes: Sequence[str]) -> bool:
+    """Whether these are ImageNet's 1000 classes in their order, by WordNet ids or by nine of ten of their names.
+
+    Sources differ in how they write names ('great_white_shark', 'crane bird') and agree in what stands where.
+    """
+    if len(classes) != len(imagenet_classes()):
+        return False
+    info = ImageNetInfo()
+    known = zip(info.label_names(), info.label_descriptions(), strict=True)
+    meant = [{wnid, *(name.strip().lower() for name in told.split(","))} for wnid, told in known]
+    written = [name.replace("_", " ").lower().split(",")[0].partition(" (n")[0] for name in classes]
+    return sum(name in names for name, names in zip(written, meant, strict=True)) >= 0.9 * len(classes)
+
+
+def _numbers_of_benchmark(kind: str) -> tuple[int, ...] | None:
+    """The 200 classes of ImageNet-A or -R, between which these benchmarks let a model choose; None for all 1000."""
+    if kind not in ("imagenet-a", "imagenet-r"):
+        return None
+    listed = files("timm.data").joinpath("_info", f"{kind.replace('-', '_')}_synsets.txt").read_text("utf-8")
+    return tuple(sorted(class_numbers()[wnid] for wnid in listed.split()))
+
+
+def open_imagenet(request: Request) -> ImageFiles:
+    """DIR/n01440764/*.JPEG, or below DIR/val and DIR/train; samples by class, then by their path below it.
+
+    `imagenet:DIR(list=FILE)` takes only the images that a text file names, one 'n01440764/name.JPEG' in each line.
+    """
+    listed = request.chosen(list=Path).get("list")
+    root = request.path("a folder with sub-folders such as n01440764")
+    # ImageNet's own test split has no labels, so validation comes first.
+    if request.kind == "imagenet":
+        root = split_folder(request, root, order=("val", "validation"))
+    else:
+        request.without_split()
+    among = _numbers_of_benchmark(request.kind)
+    found: list[str] = []
+    empty = []
+    for name in _wnid_folders(root, request, among):
+        members = sorted(f"{name}/{path}" for path in files_below(root / name))
+        found += members
+        if not members:
+            empty.append(name)
+    if empty and found and not request.skip_bad:
+        raise Mistake(
+            f"class '{empty[0]}' is empty: no picture in '{root / empty[0]}'; fill it"
+            f"{by_skipping(request.skip_bad, ', or do without it')}"
+        )
+    left_out = tuple(f"class '{name}' is empty" for name in empty)
+    if listed is not None:
+        found = _only_listed(found, listed.expanduser(), root)
+    return _image_files(root, found, request, left_out=left_out, among=among)
+
+
+def _only_listed(found: Sequence[str], file: Path, root: Path) -> list[str]:
+    """Those that the file names, in the usual order; all of them must be there, or it would be another selection."""
+    try:
+        wanted = set(file.read_text("utf-8").split())
+    except (OSError, UnicodeDecodeError) as fault:
+        raise Mistake(f"the list of images '{file}' cannot be read: {fault}") from None
+    missing = sorted(wanted - set(found))
+    if missing or not wanted:
+        what = f"names {len(missing)} images that are not below '{root}': {missing[0]}" if missing else "is empty"
+        raise Mistake(f"the list of images '{file}' {what}; it takes lines such as n01440764/ILSVRC2012_val_1.JPEG")
+    return [name for name in found if name in wanted]
+
+
+def open_imagenet_c(request: Request) -> ImageFiles:
+    """DIR/corruption/severity/wnid/*.JPEG; DIR may be the whole, a corruption, or one severity of it."""
+    request.chosen()
+    request.without_split()
+    root = request.path("the folder of ImageNet-C, of one corruption, or of one severity")
+    found = sorted(files_below(root))
+    return _image_files(root, found, request, parts=_parts(root, found))
+
+
+def wnid_number(path: str, root: Path, request: Request) -> int:
+    """The class of a file: the nearest folder above it, which must be a WordNet id of ImageNet-1k."""
+    folder = _folders(root, path)[-1]
+    if folder not in class_numbers():
+        raise Mistake(
+            f"'{root / path}' is not in a folder of an ImageNet class; {request.kind} expects WordNet ids such as "
+            f"n01440764 as the names of the lowest folders"
+        )
+    return class_numbers()[folder]
+
+
+def _image_files(
+    root: Path,
+    found: Sequence[str],
+    request: Request,
+    *,
+    left_out: tuple[str, ...] = (),
+    parts: Mapping[str, range] | None = None,
+    among: tuple[int, ...] | None = None,
+) -> ImageFiles:
+    if not found:
+        raise Mistake(f"'{root}' holds no pictures; {request.kind} expects folders such as n01440764 with .JPEG files")
+    return ImageFiles(
+        root=root,
+        classes=imagenet_classes(),
+        files=tuple(found),
+        targets=torch.tensor([wnid_number(path, root, request) for path in found]),
+        left_out=left_out,
+        parts=parts or {},
+        among=among,
+    )
+
+
+def _wnid_folders(root: Path, request: Request, among: Sequence[int] | None) -> list[str]:
+    names = class_folders(root) if root.is_dir() else []
+    if not names:
+        raise Mistake(
+            f"'{root}' has no sub-folders; {request.kind} expects one per class, called by its WordNet id "
+            f"(n01440764 ...). Pictures in one flat folder have no labels: sort them into such folders first"
+        )
+    for name in names:
+        if name not in class_numbers():
+            hint = "" if _WNID.fullmatch(name) else "; for classes with other names use folder:DIR"
+            raise Mistake(f"'{root / name}' is not one of the 1000 ImageNet classes{hint}")
+        if among is not None and class_numbers()[name] not in among:
+            raise Mistake(f"'{root / name}' is not one of the 200 classes of {request.kind}; use imagenet:{root}")
+    return names
+
+
+def _parts(root: Path, found: Iterable[str]) -> dict[str, range]:
+    """'fog/3' to its stretch of samples; the names are the two folders above the class, some of them above root."""
+    parts: dict[str, range] = {}
+    start = 0
+    for (corruption, severity), members in groupby(found, key=lambda path: _folders(root, path)[-3:-1]):
+        end = start + sum(1 for _ in members)
+        parts[f"{corruption}/{severity}"] = range(start, end)
+        start = end
+    return parts
+
+
+def _folders(root: Path, path: str) -> list[str]:
+    """The names of the folders above a file; at least three."""
+    return ["", "", "", *f"{root.absolute().as_posix()}/{path}".split("/")[:-1]]

@@ -1,0 +1,135 @@
+"""`imagenet-p:DIR`: ImageNet-P (Hendrycks & Dietterich 2019, arXiv:1903.12261), every frame of every video a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL.Image import Image
+from torch import Tensor
+
+from vitadel.data.validation import by_skipping
+from vitadel.data.sources.folders import files_below
+from vitadel.data.sources.imagenet import imagenet_classes, wnid_number
+from vitadel.data.spec import Request
+from vitadel.errors import Mistake
+
+__all__ = ["VideoFrames", "open_imagenet_p"]
+
+
+@dataclass(frozen=True, eq=False)
+class VideoFrames:
+    """Frames in the order of the videos' paths; `parts` maps a video to its stretch of samples."""
+
+    root: Path
+    files: tuple[str, ...] = field(repr=False)
+    first_frames: NDArray[np.int64] = field(repr=False)  # of each video; the last entry is the number of samples
+    targets: Tensor = field(repr=False)
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return imagenet_classes()
+
+    @property
+    def parts(self) -> dict[str, range]:
+        first = self.first_frames.tolist()
+        return {path: range(first[i], first[i + 1]) for i, path in enumerate(self.files)}
+
+    def __len__(self) -> int:
+        return int(self.first_frames[-1])
+
+    def labels(self) -> Tensor:
+        return self.targets
+
+    def read(self, indices: Sequence[int]) -> list[Image | Exception]:
+        images: list[Image | Exception] = []
+        places = [self._place(index) for index in indices]
+        for video, run in groupby(places, key=lambda place: place[0]):
+            wanted = [frame for _, frame in run]
+            frames = _decode(self.root / self.files[video], set(wanted))
+            images += [frames[frame] for frame in wanted]
+        return images
+
+    def name(self, index: int) -> str:
+        video, frame = self._place(index)
+        return f"{self.files[video]} frame {frame}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        video = int(np.searchsorted(self.first_frames, index, side="right")) - 1
+        return video, index - int(self.first_frames[video])
+
+
+def open_imagenet_p(request: Request) -> VideoFrames:
+    """DIR/perturbation/wnid/*.mp4, or one perturbation of it; the number of frames is read from each video's header."""
+    request.chosen()
+    request.without_split()
+    root = request.path("the folder of ImageNet-P, or of one perturbation")
+    av = _av()
+    files, counts, left_out = [], [], []
+    for path in sorted(files_below(root, (".mp4",))):
+        try:
+            count = _count_frames(av, root / path)
+        except (OSError, ValueError) as fault:  # PyAV's errors are among these
+            if not request.skip_bad:
+                raise Mistake(
+                    f"'{root / path}' cannot be read: {fault}; replace it"
+                    f"{by_skipping(request.skip_bad, ', or leave it out')}"
+                ) from fault
+            left_out.append(f"'{path}' cannot be read: {fault}")
+            continue
+        files.append(path)
+        counts.append(count)
+    if not sum(counts):
+        raise Mistake(f"'{root}' holds no videos; imagenet-p expects perturbation/wnid/*.mp4")
+    labels = torch.tensor([wnid_number(path, root, request) for path in files])
+    return VideoFrames(
+        root=root,
+        files=tuple(files),
+        first_frames=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        targets=labels.repeat_interleave(torch.tensor(counts)),
+        left_out=tuple(left_out),
+    )
+
+
+def _av() -> ModuleType:
+    try:
+        import av
+    except ImportError:
+        raise Mistake("imagenet-p needs PyAV: pip install 'vitadel[video]' (or pip install av)") from None
+    return cast(ModuleType, av)
+
+
+def _count_frames(av: ModuleType, path: Path) -> int:
+    with av.open(str(path)) as container:
+        stream = _video(container)
+        return stream.frames or sum(1 for _ in container.decode(stream))  # 0 where the header does not say
+
+
+def _video(container: Any) -> Any:
+    if not container.streams.video:
+        raise ValueError("there is no video in it")
+    return container.streams.video[0]
+
+
+def _decode(path: Path, wanted: set[int]) -> dict[int, Image | Exception]:
+    """The wanted frames of one video, decoded from its start, as each depends on those before it."""
+    fault: Exception = EOFError("the video ends before this frame")
+    frames: dict[int, Image | Exception] = {}
+    try:
+        with _av().open(str(path)) as container:
+            for number, frame in enumerate(container.decode(_video(container))):
+                if number in wanted:
+                    frames[number] = frame.to_image()
+                if len(frames) == len(wanted):
+                    break
+    except (OSError, ValueError) as error:
+        fault = error
+    return {number: frames.get(number, fault) for number in wanted}

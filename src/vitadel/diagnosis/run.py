@@ -1,0 +1,335 @@
+"""A visit to the doctor: open model and data, examine, and write down what was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.adapters.open_model import open_model
+from vitadel.quantities import amount_text, read_amount
+from vitadel.attacks.threats import threat as make_threat
+from vitadel.data.batches import Batch, batches
+from vitadel.data.validation import BadSample
+from vitadel.data.subset import balanced_subset
+from vitadel.diagnosis.runner import CHECKS, Examined, cost_of, examine, next_command, sentence
+from vitadel.diagnosis.examination import Examination, Images, Level, level_named
+from vitadel.diagnosis.finding import SUSPICIOUS, Finding
+from vitadel.errors import Interrupted, Mistake
+from vitadel.evaluation.engine.class_subset import choose_among, choosing_like
+from vitadel.evaluation.engine.calibration import BATCH, CalibrationImages, calibration_images
+from vitadel.evaluation.engine.compilation import gradient_probe, seconds_of
+from vitadel.evaluation.engine.verdicts import Tally, described, heading
+from vitadel.evaluation.engine.target import Subject, open_subject
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.environment import environment
+from vitadel.runtime.distributed import Processes, join_processes
+from vitadel.runtime.run_folder import RunFolder, open_run, write_json
+from vitadel.types import Source
+
+__all__ = ["Appointment", "diagnose", "examinable", "examination_of", "expected_cost", "visit"]
+
+
+FEWEST = 16
+"""Images: a comparison of attacks needs ten that fall to one of them only."""
+_UNEXAMINED = "Repair the model, or take a smaller batch_size: what cannot be examined cannot be trusted."
+_SO_FAR = "findings.json"
+
+
+@dataclass(frozen=True)
+class Appointment:
+    """What is to be examined, beside model and data; without a `limit` the level says how many images."""
+
+    level: str = "quick"
+    eps: float = 8 / 255
+    norm: str = "linf"
+    limit: int | None = None
+    batch_size: int = 64
+    seed: int = 0
+    skip_bad: bool = False
+    surrogate: str | None = None
+
+    def __post_init__(self) -> None:
+        make_threat(self.norm, self.eps)  # a wrong level, norm or budget is told before anything is loaded
+        if not examinable(self.norm, self.eps):
+            raise Mistake(
+                f"diagnose needs an eps above 0 and, in linf, below 0.5, which can make every image grey; got "
+                f"{self.eps:g}. Pixels are in [0, 1]: write 8/255 for 8 levels of 255"
+            )
+        if self.images < FEWEST:
+            raise Mistake(f"--limit must be at least {FEWEST}: fewer images tell nothing; got {self.images}")
+        if self.batch_size < 1:
+            raise Mistake(f"--batch-size must be at least 1, got {self.batch_size}")
+
+    @property
+    def images(self) -> int:
+        return self.depth.images if self.limit is None else self.limit
+
+    @property
+    def depth(self) -> Level:
+        return level_named(self.level)
+
+
+def examinable(norm: str, eps: float) -> bool:
+    """Whether there is anything between nothing and everything to compare."""
+    return eps > 0 and not (norm == "linf" and eps >= 0.5)
+
+
+def diagnose(
+    model: str | nn.Module,
+    data: str | Source | tuple[Tensor, Tensor] = "shapes",
+    *,
+    level: str = "quick",
+    eps: float | str = 8 / 255,
+    norm: str = "linf",
+    limit: int | None = None,
+    batch_size: int = 64,
+    seed: int = 0,
+    surrogate: str | nn.Module | None = None,
+    device: str = "auto",
+    data_root: str | Path | None = None,
+    model_options: Mapping[str, Any] | None = None,
+    tokens: str | Path | None = None,
+    allow_readable: bool = False,
+) -> list[Finding]:
+    """Can a robustness number of this model be trusted? Findings with evidence and advice, one per check.
+
+    `data` is anything that `audit` takes, or a pair of tensors: pixels and labels. The level `quick` looks at 48
+    images, `thorough` at 256, with stronger attacks; `limit` at as many as it says. `surrogate` is a model to transfer
+    attacks from; without one, a small student of the model's answers is trained if there are images besides the
+    examined ones. Modules are given back on the device and in the modes that they came in.
+    """
+    named = surrogate if isinstance(surrogate, str) else None
+    plan = Appointment(level, read_amount(eps, "eps"), norm, limit, batch_size, seed, surrogate=named)
+    processes = join_processes(device)
+    secrets: dict[str, Any] = {"tokens": tokens, "allow_readable": allow_readable}
+    with _lent(model), _lent(surrogate):
+        if isinstance(data, tuple):
+            patient = open_model(model, model_options, **secrets) if isinstance(model, str) else model
+            e = _examination_of_tensors(patient, *data, plan, processes, surrogate)
+        else:
+            subject = open_subject(model, data, data_root=data_root, model_options=model_options, **secrets)
+            e = examination_of(subject, plan, processes, surrogate)[0]
+        _check_enough(len(e.x))
+        examined = examine(e)
+    lost = [Finding(name, SUSPICIOUS, {"ended in": fault}, _UNEXAMINED) for name, fault in examined.failed.items()]
+    return [*examined.findings, *lost]
+
+
+@contextmanager
+def _lent(module: object) -> Iterator[None]:
+    """A module that belongs to the caller is given back on its device, and its parts in their modes."""
+    parts = list(module.modules()) if isinstance(module, nn.Module) else []
+    modes = [part.training for part in parts]
+    home = next((weight.device for weight in parts[0].parameters()), None) if parts else None
+    try:
+        yield
+    finally:
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode
+        if home is not None:
+            parts[0].to(home)
+
+
+def _opened(surrogate: str | nn.Module | None, patient: nn.Module, processes: Processes) -> nn.Module | None:
+    opened = open_model(surrogate) if isinstance(surrogate, str) else surrogate
+    return None if opened is None else choosing_like(patient, opened.to(processes.device).eval())
+
+
+def _check_enough(images: int) -> None:
+    if images < FEWEST:
+        raise Mistake(f"diagnose needs at least {FEWEST} images: fewer tell nothing; got {images}")
+
+
+def _examination_of_tensors(
+    patient: nn.Module,
+    pixels: Tensor,
+    labels: Tensor,
+    plan: Appointment,
+    processes: Processes,
+    surrogate: str | nn.Module | None,
+) -> Examination:
+    """As many of the given images as planned; a student may learn from the others."""
+    if labels.ndim != 1 or labels.is_floating_point() or len(pixels) != len(labels):
+        raise Mistake(
+            f"diagnose takes pixels (n, channels, height, width) and as many whole-numbered labels (n); got shapes "
+            f"{tuple(pixels.shape)} and {tuple(labels.shape)}, labels of {labels.dtype}"
+        )
+    _check_enough(len(labels))
+    if int(labels.min()) < 0:
+        raise Mistake(f"labels must be 0 or more, got {int(labels.min())}; leave out images without a label")
+    known = labels.cpu().long()
+    chosen = balanced_subset(known, plan.images, plan.seed)
+    rest = torch.ones(len(known), dtype=torch.bool)
+    rest[chosen] = False
+    spare = rest.nonzero()[:, 0]
+
+    def taken(rows: Tensor) -> tuple[Tensor, Tensor]:
+        return pixels[rows.to(pixels.device)].to(processes.device), known[rows].to(processes.device)
+
+    def others(count: int) -> Images:
+        rows = balanced_subset(known[spare], count, plan.seed, spare)
+        return [taken(part) for part in rows.split(BATCH)] if len(rows) else []
+
+    return _examination(patient, *taken(chosen), plan, processes, others, surrogate)
+
+
+def _examination(
+    patient: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    plan: Appointment,
+    processes: Processes,
+    others: Callable[[int], Images],
+    surrogate: str | nn.Module | None,
+) -> Examination:
+    return Examination(
+        patient.to(processes.device),
+        x,
+        y,
+        norm=plan.norm,
+        eps=plan.eps,
+        level=plan.depth,
+        seed=plan.seed,
+        batch_size=plan.batch_size,
+        others=others,
+        surrogate=_opened(plan.surrogate if surrogate is None else surrogate, patient, processes),
+    )
+
+
+def examination_of(
+    subject: Subject, plan: Appointment, processes: Processes, surrogate: str | nn.Module | None = None
+) -> tuple[Examination, Batch, Sequence[BadSample]]:
+    """The chosen images on the model's device, as they will be examined, and what was left out for its label."""
+    subject = choose_among(subject)
+    indices, mislabelled = subject.selection(plan.images, plan.seed, plan.skip_bad)
+    (batch,) = batches(subject.source, [indices.tolist()], subject.preprocess, skip_bad=plan.skip_bad)
+    if len(batch.y) == 0:
+        raise Mistake("no sample could be read, so there is nothing to examine; see the reasons with --skip-bad off")
+    batch = batch.to(processes.device)
+
+    def others(count: int) -> Images:
+        try:
+            source, rows = calibration_images(subject, indices, None, count, plan.seed)
+        except Mistake:  # all images there are, are examined
+            return []
+        return list(CalibrationImages(source, rows, subject.preprocess, processes.device, skip_bad=True))
+
+    patient = cast(nn.Module, subject.model.to(processes.device))
+    e = _examination(patient, batch.x, batch.y, plan, processes, others, surrogate)
+    return e, batch, mislabelled
+
+
+def expected_cost(e: Examination) -> dict[str, Any]:
+    """The most a visit can take, from the passes of its attacks and the time of one batch on this machine."""
+    cost = cost_of(e.level, [check for check in CHECKS if e.at_random or not check.if_random])
+    x = e.few(min(e.batch_size, len(e.x)))
+
+    def forward() -> Tensor:
+        return e.answers(x)
+
+    with frozen(e.model):
+        once = seconds_of(forward, x.device) / len(x)
+        sloped = seconds_of(gradient_probe(e.model, x), x.device) / len(x)
+    seconds = len(e.x) * (cost["gradients"] * sloped + cost["forwards"] * once)
+    return cost | {"images": len(e.x), "seconds_at_most": round(seconds, 1)}
+
+
+def visit(
+    subject: Subject,
+    plan: Appointment,
+    processes: Processes,
+    *,
+    out: Path | None = None,
+    resume: bool = False,
+    shown: bool = False,
+    argv: Sequence[str] = (),
+    told: Callable[[Mapping[str, Any]], None] = lambda cost: None,
+) -> tuple[dict[str, Any], RunFolder]:
+    """Examine a model in a run folder; `told` is given the expected cost before it is spent."""
+    if processes.count > 1:
+        raise Mistake("diagnose runs in one process; start it without torchrun")
+    subject = choose_among(subject)
+    e, batch, mislabelled = examination_of(subject, plan, processes)
+    _check_enough(len(e.x))
+    settings = {
+        "model": subject.model_spec,
+        "model_fingerprint": subject.model_fingerprint(),
+        "data": subject.data_spec,
+        "data_fingerprint": subject.data_fingerprint(batch.indices),
+        **dataclasses.asdict(plan),
+        "eps": amount_text(plan.eps),
+    }
+    words = list(argv or sys.argv)
+    run = open_run("diagnose", subject.model_spec, settings, out=out, resume=resume, argv=words)
+    if run.complete:
+        return json.loads((run.path / "results.json").read_text()), run
+    write_json(run.path / "environment.json", environment(processes.device, 1))
+    cost = expected_cost(e)
+    told(cost)
+    begun = time.monotonic()
+    try:
+        so_far = run.path / _SO_FAR
+        examined = examine(
+            e, shown=shown, done=_read(so_far), keep=lambda examined: write_json(so_far, _written(examined))
+        )
+    except KeyboardInterrupt:
+        raise Interrupted(run.path) from None
+    cost["seconds"] = round(time.monotonic() - begun, 1)
+    results = _results(subject, plan, settings, e, batch, mislabelled, examined, cost, words)
+    write_json(run.path / "results.json", results)
+    run.finish()
+    so_far.unlink(missing_ok=True)
+    return results, run
+
+
+def _written(examined: Examined) -> dict[str, Any]:
+    findings = [finding.as_dict() for finding in examined.findings]
+    return {"findings": findings, "not_examined": dict(examined.not_examined)}
+
+
+def _read(path: Path) -> Examined:
+    """What an interrupted visit had found."""
+    kept = json.loads(path.read_text()) if path.is_file() else {"findings": [], "not_examined": {}}
+    return Examined(tuple(Finding(**finding) for finding in kept["findings"]), kept["not_examined"])
+
+
+def _results(
+    subject: Subject,
+    plan: Appointment,
+    settings: Mapping[str, Any],
+    e: Examination,
+    batch: Batch,
+    mislabelled: Sequence[BadSample],
+    examined: Examined,
+    cost: Mapping[str, Any],
+    argv: Sequence[str],
+) -> dict[str, Any]:
+    bad = [dataclasses.asdict(sample) for sample in (*mislabelled, *batch.bad)]
+    written = _written(examined)
+    tally = Tally(batch.indices, batch.y.cpu(), e.logits.argmax(1).cpu(), bad)
+    return {
+        **heading(plan.seed),
+        **described(subject, tally, settings["model_fingerprint"]),
+        "threat": {"norm": plan.norm, "eps": plan.eps, "eps_text": settings["eps"]},
+        "batch_size": plan.batch_size,
+        **tally.summary(),
+        "findings": written["findings"],
+        "diagnosis": {
+            "level": plan.level,
+            "verdict": examined.worst,
+            "sentence": sentence(examined, len(e.x)),
+            "next": next_command(examined, subject.model_spec, subject.data_spec, plan.norm, plan.eps, argv=argv),
+            "not_examined": written["not_examined"],
+            "cost": dict(cost),
+        },
+    }

@@ -1,0 +1,1 @@
+"""The audit: clean accuracy, attacks, worst case."""

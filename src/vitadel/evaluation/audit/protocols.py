@@ -1,0 +1,299 @@
+"""Named protocols: what a run must agree in before its number may stand beside those of a leaderboard or a paper.
+
+A protocol fixes budget, attacks, images and the size at which the budget counts. A run that asks for its name and
+differs in anything is refused, with all differences at once; a run that does not ask is told how far off it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from vitadel.quantities import amount_text, read_amount
+from vitadel.errors import Mistake, nearest_names
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vitadel.evaluation.audit.audit import Order
+    from vitadel.evaluation.engine.target import Subject
+    from vitadel.types import Attack
+
+__all__ = ["PROTOCOLS", "RVT", "Protocol", "differences", "list_digest", "protocol_named", "settings", "standing"]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is the same in all runs that bear the name.
+
+    `data` are the kinds of `--data` it is for, on their split for testing. `pixels` is the side of the images that are
+    attacked: an image enlarged first is another threat; None leaves it to the model. `crop_pct` and `interpolation` say
+    how images come to that size; None leaves it to the model, as leaderboards with models of many sizes do.
+    `image_list` is the `list_digest` of the images, where they are not the whole split. With `independent` every attack
+    is counted alone.
+    """
+
+    name: str
+    comparable_with: str
+    citation: str
+    data: tuple[str, ...]
+    images: int
+    eps: str
+    attacks: tuple[str, ...]
+    norm: str = "linf"
+    pixels: int | None = None
+    crop_pct: float | None = None
+    interpolation: str | None = None
+    image_list: str | None = None
+    independent: bool = False
+    needs: str = ""
+    remark: str = ""
+
+    @property
+    def budget(self) -> float:
+        return read_amount(self.eps, "eps")
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """What it asks of how a model is opened, as `load_model` takes it."""
+        asked = {"crop_pct": self.crop_pct, "interpolation": self.interpolation}
+        return {name: value for name, value in asked.items() if value is not None}
+
+    @property
+    def about(self) -> str:
+        """One line for a list."""
+        attacks = ", ".join(self.attacks) if len(self.attacks) < 4 else f"{len(self.attacks)} attacks"
+        return f"{attacks}, {self.norm} {self.eps}, {self.images:,} images of {' or '.join(self.data)}; {self.citation}"
+
+
+_ROBUSTBENCH = "Croce et al. 2021, arXiv:2010.09670"
+_RANDOMISED = (
+    "RobustBench lists no model that answers at random, has zero gradients or optimises while it answers: look at the "
+    "findings first."
+)
+_PAPERS_ATTACKS = ("fgsm", "pgd-20", "pgd-100", "cw-100", "dlr-100", "gama-100")
+
+
+def _robustbench(name: str, board: str, data: str, images: int, eps: str, **more: Any) -> Protocol:
+    return Protocol(
+        name=f"robustbench-{name}",
+        comparable_with=f"RobustBench, {board}",
+        citation=_ROBUSTBENCH,
+        data=(data,),
+        images=images,
+        eps=eps,
+        attacks=("autoattack",),
+        remark=_RANDOMISED,
+        **more,
+    )
+
+
+def _aas(data: str, title: str) -> Protocol:
+    return Protocol(
+        name="paper-aas" if data == "cifar10" else f"paper-aas-{data}",
+        comparable_with=f"Jain & Dutta 2024, {title}, by the numbers counted as in the paper",
+        citation="Jain & Dutta 2024, adaptive attention scaling",
+        data=(data,),
+        images=10_000,
+        eps="8/255",
+        attacks=(*_PAPERS_ATTACKS, *(f"aas-paper+{attack}" for attack in _PAPERS_ATTACKS)),
+        pixels=32,
+        independent=True,
+        remark="The paper does not state step sizes and starts: they are 2/255 and random here. It appears to judge on "
+        "the rescaled model; the deployed model's accuracy is another number, and the one to go by.",
+    )
+
+
+RVT = Protocol(
+    name="rvt",
+    comparable_with="the FGSM and PGD columns of RVT (Mao et al. 2022), and of papers that take over its table",
+    citation="Mao et al. 2022, arXiv:2105.07926",
+    data=("imagenet",),
+    images=50_000,
+    eps="1/255",
+    attacks=("fgsm", "pgd-5(step=0.5/255)"),
+    pixels=224,
+    crop_pct=0.875,
+    interpolation="bicubic",
+    independent=True,
+    needs="imagenet:DIR, the whole validation split",
+    remark="Five small steps at 1/255 say little about robustness: models that pass may fail stronger attacks.",
+)
+"""Also what AFAT and TORA-ViT were judged by, so that suites of theirs take budget and attacks from here."""
+
+_LISTED = "imagenet:DIR(list=FILE), where FILE is RobustBench's imagenet_test_image_ids.txt"
+
+PROTOCOLS: Mapping[str, Protocol] = {
+    protocol.name: protocol
+    for protocol in (
+        _robustbench("cifar10", "CIFAR-10, Linf 8/255", "cifar10", 10_000, "8/255", pixels=32),
+        _robustbench("cifar10-l2", "CIFAR-10, L2 0.5", "cifar10", 10_000, "0.5", norm="l2", pixels=32),
+        _robustbench("cifar100", "CIFAR-100, Linf 8/255", "cifar100", 10_000, "8/255", pixels=32),
+        _robustbench(
+            "imagenet",
+            "ImageNet, Linf 4/255",
+            "imagenet",
+            5_000,
+            "4/255",
+            image_list="2305860aee3636d88c990e932a0348b11f457aab6fc40af26963c6cf2b38877c",
+            needs=_LISTED,
+        ),
+        RVT,
+        _aas("cifar10", "CIFAR-10"),
+        _aas("cifar100", "CIFAR-100"),
+    )
+}
+
+
+def protocol_named(name: str) -> Protocol:
+    if name not in PROTOCOLS:
+        known = ", ".join(PROTOCOLS)
+        raise Mistake(f"unknown protocol {name!r}{nearest_names(name, PROTOCOLS) or '.'} Known: {known}.")
+    return PROTOCOLS[name]
+
+
+def settings(name: str) -> dict[str, Any]:
+    """What a protocol fixes, as `audit` takes it: `audit(model, "cifar10", **settings("robustbench-cifar10"))`.
+
+    How a model is opened is apart, in `protocol_named(name).model_options`.
+    """
+    protocol = protocol_named(name)
+    return {
+        "protocol": protocol.name,
+        "attacks": ",".join(protocol.attacks),
+        "eps": protocol.eps,
+        "norm": protocol.norm,
+        "independent": protocol.independent,
+    }
+
+
+def standing(order: Order, subject: Subject, indices: Tensor) -> dict[str, Any]:
+    """The field `protocol` of the results. A `Mistake` if the order bears a protocol's name and differs from it.
+
+    An order that bears none is held against the protocol for its data that it comes closest to.
+    """
+    if order.protocol is not None:
+        protocol = protocol_named(order.protocol)
+        found = differences(protocol, order, subject, indices)
+        if found:
+            raise Mistake(
+                f"this is no run of the protocol {protocol.name}, which differs in:\n  "
+                + "\n  ".join(f"{what}: {how}" for what, how in found.items())
+                + f"\nPut this right, or leave out --protocol: the number then is not comparable with "
+                f"{protocol.comparable_with}."
+            )
+        return _told(protocol, {})
+    kind = _kind(subject)[0]
+    candidates = [protocol for protocol in PROTOCOLS.values() if kind in protocol.data]
+    compared = [(differences(each, order, subject, indices), each) for each in candidates]
+    if not compared:
+        return {"name": None, "comparable_with": None, "nearest": None, "differences": {}, "remark": ""}
+    found, nearest = min(compared, key=lambda pair: len(pair[0]))
+    return _told(nearest, found)
+
+
+def _told(protocol: Protocol, found: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "name": None if found else protocol.name,
+        "comparable_with": None if found else protocol.comparable_with,
+        "nearest": protocol.name,
+        "nearest_is": protocol.comparable_with,
+        "differences": dict(found),
+        "remark": protocol.remark,
+    }
+
+
+def differences(protocol: Protocol, order: Order, subject: Subject, indices: Tensor) -> dict[str, str]:
+    """In what a run differs from a protocol, and how; nothing if it may bear its name."""
+    found: dict[str, str] = {}
+
+    def hold(what: str, given: object, wanted: object) -> None:
+        if given != wanted:
+            found[what] = f"{given} instead of {wanted}"
+
+    kind, split = _kind(subject)
+    if kind not in protocol.data or split == "train":
+        found["data"] = f"{subject.data_spec} instead of {protocol.needs or ' or '.join(protocol.data)}"
+    hold("norm", order.norm, protocol.norm)
+    hold("eps", amount_text(order.eps), protocol.eps)
+    found |= _about_attacks(protocol, order)
+    hold("images", f"{len(indices):,}", f"{protocol.images:,}")
+    if not protocol.image_list and "images" not in found and len(subject.source) != protocol.images:
+        found["images"] = f"{len(indices):,} of {len(subject.source):,} instead of a whole split of {protocol.images:,}"
+    if protocol.image_list and "images" not in found:
+        names = [subject.source.name(index) for index in indices.tolist()]
+        if list_digest(names) != protocol.image_list:
+            found["images"] = f"other {len(names):,} images than those of {protocol.needs}"
+    if protocol.pixels is not None:
+        height, width = subject.preprocess.shape
+        hold("size of attacked images", f"{height} x {width}", f"{protocol.pixels} x {protocol.pixels}")
+    if protocol.crop_pct is not None and protocol.interpolation is not None:
+        own = subject.preprocess
+        wanted = replace(own, crop_pct=protocol.crop_pct, interpolation=protocol.interpolation, crop_mode="center")
+        hold("preprocessing", own.about, wanted.about)
+    hold("precision", order.precision, "fp32")
+    hold("precision of weights", _weights(subject), "float32")
+    if order.skip_bad:
+        found["unreadable images"] = "left out (--skip-bad) instead of told as a fault"
+    return found
+
+
+def list_digest(names: Iterable[str]) -> str:
+    """Names a set of images whatever their order and file format: 'n01440764/ILSVRC2012_val_00000293'."""
+    bare = sorted({str(PurePosixPath(name).with_suffix("")) for name in names})
+    return hashlib.sha256("\n".join(bare).encode()).hexdigest()
+
+
+def _kind(subject: Subject) -> tuple[str, str | None]:
+    """What the data are called, and the split that was asked for; data given as an object have no name to go by."""
+    from vitadel.data.spec import parse_spec
+
+    if subject.given_as_object:
+        return "", None
+    request = parse_spec(subject.data_spec, root=Path(), split=None)
+    return request.kind, request.split
+
+
+def _weights(subject: Subject) -> str:
+    """The types of the model's parameters: in half precision they compute in it, whatever the run asks for."""
+    types = {str(each.dtype) for each in subject.model.parameters() if each.is_floating_point()}
+    return ", ".join(sorted(name.removeprefix("torch.") for name in types)) or "float32"
+
+
+def _about_attacks(protocol: Protocol, order: Order) -> dict[str, str]:
+    """Other attacks; or the same, counted in another way or prepared on other images."""
+    from vitadel.evaluation.engine.calibration import studies
+
+    wanted = _built(protocol.attacks, protocol)
+    try:
+        same = _meaning(_built(order.attacks, protocol)) == _meaning(wanted)
+    except Mistake:  # an attack that the protocol's norm or budget rules out is none of its attacks
+        same = False
+    if not same:
+        return {"attacks": f"{', '.join(order.attacks)} instead of {', '.join(protocol.attacks)}"}
+    found = {}
+    if order.independent != protocol.independent and len(order.attacks) > 1:
+        found["counting"] = (
+            "attacks one after the other instead of each alone (--independent)"
+            if protocol.independent
+            else "each attack alone instead of one after the other"
+        )
+    if order.calibration is not None and any(map(studies, wanted)):
+        found["calibration"] = f"{order.calibration} instead of the training split (no --calibration)"
+    return found
+
+
+def _built(names: Iterable[str], protocol: Protocol) -> list[Attack]:
+    from vitadel.attacks.parse import make
+
+    return [make(name, eps=protocol.eps, norm=protocol.norm) for name in names]
+
+
+def _meaning(attacks: Iterable[Attack]) -> list[object]:
+    """What attacks do, however they are written: 'autoattack' is 'autoattack-100'."""
+    from vitadel.attacks.settings import settings_of
+
+    return [(type(attack).__name__, settings_of(attack)) for attack in attacks]

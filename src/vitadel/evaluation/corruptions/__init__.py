@@ -1,0 +1,1 @@
+"""Corruption benchmarks: ImageNet-C, ImageNet-P and their like."""

@@ -1,0 +1,111 @@
+"""Sequences of slightly changing images: how often a model changes its mind (ImageNet-P, arXiv:1903.12261)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitadel.corruptions.sequences import (
+    CIFAR_SEQUENCES,
+    FRAMES,
+    IMAGENET_MOTION,
+    IMAGENET_SEQUENCES,
+    NOISE_SEQUENCES,
+    SMALL,
+    sequence,
+)
+from vitadel.data.batches import Batch
+from vitadel.data.preprocess import Preprocess
+from vitadel.errors import Mistake
+from vitadel.evaluation.corruptions.benchmark_files import FilmedImages
+from vitadel.evaluation.corruptions.scores import flips, top5_distances
+from vitadel.evaluation.corruptions.sizes import Sizes
+from vitadel.evaluation.engine.batch_cache import Piece
+from vitadel.evaluation.engine.stages import Bench, refuse_lost_images, run_stage
+from vitadel.runtime.rng import Draws
+
+__all__ = ["filmed_stage", "sequence_stage", "usual_sequences"]
+
+_TOP = 5
+
+
+def usual_sequences(size: tuple[int, int]) -> tuple[str, ...]:
+    """The ten that are counted: ImageNet-P's, or for small images CIFAR-P's."""
+    return CIFAR_SEQUENCES if min(size) <= SMALL else IMAGENET_SEQUENCES
+
+
+def sequence_stage(bench: Bench, name: str, indices: Tensor, difficulty: int, sizes: Sizes) -> list[Piece]:
+    """Make a sequence of every image, and note per image how often the prediction flips and how far the top 5 move."""
+
+    def work(number: int, batch: Batch) -> Piece:
+        refuse_lost_images(batch)
+        draws = Draws.of_samples(bench.seed, batch.indices, bench.processes.device)
+        tops = []
+        # Thirty frames of a whole batch at once would need thirty times the memory of other stages.
+        for rows in torch.arange(len(batch.y)).split(max(1, bench.batch_size // FRAMES)):
+            frames = sequence(batch.x[rows], name, draws[rows], difficulty)
+            top = _top(bench, sizes.fitted(frames.flatten(0, 1)))
+            tops.append(top.view(*frames.shape[:2], -1).transpose(0, 1))
+        return {"index": batch.indices.cpu().numpy(), **_course(torch.cat(tops), name, difficulty)}
+
+    wide = replace(bench, preprocess=_with_margin(sizes.made))
+    return run_stage(wide, f"sequence {name}", indices, work, _flipped())
+
+
+def filmed_stage(bench: Bench, name: str, images: FilmedImages, difficulty: int) -> list[Piece]:
+    """The same from videos, whose frames are the samples of the source."""
+    frames = images.frames[name]
+    length = frames.shape[1]
+    whole = replace(bench, batch_size=length * max(1, bench.batch_size // length), skip_bad=False)
+    numbers = dict(zip(frames[:, 0].tolist(), images.rows.tolist(), strict=True))
+
+    def work(number: int, batch: Batch) -> Piece:
+        top = torch.cat([_top(bench, part) for part in batch.x.split(bench.batch_size)])
+        first = batch.indices[::length].tolist()
+        index = np.asarray([numbers[sample] for sample in first], dtype=np.int64)
+        return {"index": index, **_course(top.view(len(first), length, -1), name, difficulty)}
+
+    return run_stage(whole, f"video {name}", frames.flatten(), work, _flipped())
+
+
+def _with_margin(preprocess: Preprocess) -> Preprocess:
+    """So that a picture can move behind its frame: at 224 pixels the 256 that ImageNet-P was made from."""
+    height, width = preprocess.shape
+    if min(height, width) <= SMALL:
+        return preprocess
+    if height != width:
+        raise Mistake(f"sequences are square, but these images have {height} x {width} pixels; drop --perturbations")
+    return replace(preprocess, size=round(height / IMAGENET_MOTION.kept), crop_pct=1.0)
+
+
+@torch.no_grad()
+def _top(bench: Bench, x: Tensor) -> Tensor:
+    with bench.arithmetic():
+        logits: Tensor = bench.model(x)
+    # Stable, so that equal logits have one order, and the first of them is what argmax gives.
+    return logits.sort(dim=1, descending=True, stable=True).indices[:, :_TOP]
+
+
+def _course(top: Tensor, name: str, difficulty: int) -> Piece:
+    """`top`: the most likely classes, (sequences, frames, 5)."""
+    classes, noise = top.cpu().numpy(), name in NOISE_SEQUENCES
+    return {
+        "flips": flips(classes[..., 0], noise, difficulty),
+        "distance": top5_distances(classes, noise, difficulty),
+        "frames": np.asarray(classes.shape[1]),
+    }
+
+
+def _flipped() -> Callable[[Piece], str]:
+    total, seen = 0.0, 0
+
+    def tally(piece: Piece) -> str:
+        nonlocal total, seen
+        total, seen = total + float(piece["flips"].sum()), seen + len(piece["flips"])
+        return f"{100 * total / max(seen, 1):.1f} % flips"
+
+    return tally

@@ -1,0 +1,66 @@
+"""What a corruption benchmark is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vitadel.corruptions.constants import COMMON, EXTRA, SEVERITIES
+from vitadel.corruptions.sequences import CIFAR_SEQUENCES, IMAGENET_SEQUENCES, VALIDATION_SEQUENCES
+from vitadel.errors import Mistake, nearest_names
+from vitadel.evaluation.engine.stages import PRECISIONS
+
+__all__ = ["CorruptionOrder", "check_corruptions", "check_severities"]
+
+
+@dataclass(frozen=True)
+class CorruptionOrder:
+    """What a corruption benchmark is asked to do: everything, beside model and data, that decides its result.
+
+    `corruptions` None means the 15 that mCE is the mean over, or those of them that can be had; () means none.
+    `perturbations` likewise are sequences: None for the ten that mFR is the mean over, () for none. `clean_data` is the
+    clean version of a benchmark that is read from files, for the clean accuracy and the relative mCE.
+    """
+
+    corruptions: tuple[str, ...] | None = None
+    severities: tuple[int, ...] = SEVERITIES
+    perturbations: tuple[str, ...] | None = ()
+    difficulty: int = 1
+    clean_data: str | None = None
+    limit: int | None = None
+    batch_size: int = 64
+    seed: int = 0
+    precision: str = "fp32"
+    skip_bad: bool = False
+
+    def __post_init__(self) -> None:
+        check_corruptions(self.corruptions or ())
+        check_severities(self.severities)
+        sequences = tuple(dict.fromkeys((*IMAGENET_SEQUENCES, *CIFAR_SEQUENCES, *VALIDATION_SEQUENCES)))
+        _check_names(self.perturbations or (), sequences, "perturbation")
+        if self.corruptions == () and self.perturbations == ():
+            raise Mistake("no corruption and no perturbation is asked for; give some with --corruptions")
+        if self.difficulty not in (1, 2, 3):
+            raise Mistake(f"--difficulty is 1, 2 or 3, got {self.difficulty}")
+        if self.batch_size < 1:
+            raise Mistake(f"--batch-size must be at least 1, got {self.batch_size}")
+        if self.precision not in PRECISIONS:
+            raise Mistake(f"unknown precision {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
+
+
+def check_corruptions(names: tuple[str, ...]) -> None:
+    _check_names(names, (*COMMON, *EXTRA), "corruption")
+
+
+def check_severities(severities: tuple[int, ...]) -> None:
+    wrong = [level for level in severities if level not in SEVERITIES]
+    if wrong or not severities or len(set(severities)) < len(severities):
+        given = ", ".join(map(str, severities)) or "none"
+        raise Mistake(f"--severities takes some of 1, 2, 3, 4, 5, each once; got {given} (0 would be the clean image)")
+
+
+def _check_names(names: tuple[str, ...], known: tuple[str, ...], what: str) -> None:
+    for name in names:
+        if name not in known:
+            raise Mistake(f"unknown {what} {name!r}{nearest_names(name, known) or '.'} Known: {', '.join(known)}.")
+        if names.count(name) > 1:
+            raise Mistake(f"{what} {name!r} is listed twice; each may stand once")

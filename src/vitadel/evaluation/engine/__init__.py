@@ -1,0 +1,1 @@
+"""What all runs share: requests, stages, verdicts, run folders."""

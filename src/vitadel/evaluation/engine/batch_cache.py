@@ -1,0 +1,55 @@
+"""Finished pieces of work: one small record per batch and stage, in memory or in a run folder."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from vitadel.runtime.run_folder import RunFolder, write_atomically
+
+__all__ = ["FolderLedger", "Ledger", "MemoryLedger", "Piece"]
+
+Piece = dict[str, np.ndarray]
+
+
+class Ledger(Protocol):
+    def find(self, stage: str, number: int) -> Piece | None: ...
+
+    def save(self, stage: str, number: int, piece: Piece) -> None: ...
+
+
+@dataclass(frozen=True)
+class MemoryLedger:
+    """For Python callers without a run folder."""
+
+    pieces: dict[tuple[str, int], Piece] = field(default_factory=dict)
+
+    def find(self, stage: str, number: int) -> Piece | None:
+        return self.pieces.get((stage, number))
+
+    def save(self, stage: str, number: int, piece: Piece) -> None:
+        self.pieces[stage, number] = piece
+
+
+@dataclass(frozen=True)
+class FolderLedger:
+    """In a run folder, where it survives kill -9 and is seen by the other processes."""
+
+    folder: RunFolder
+
+    def find(self, stage: str, number: int) -> Piece | None:
+        try:
+            # Through the opened file, because numpy does not close one that turns out to be damaged.
+            with self.folder.piece(stage, number).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                return {name: arrays[name] for name in arrays.files}
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+            return None  # a missing or damaged piece is work not done
+
+    def save(self, stage: str, number: int, piece: Piece) -> None:
+        buffer = io.BytesIO()
+        np.savez(buffer, **piece)  # type: ignore[arg-type]
+        write_atomically(self.folder.piece(stage, number), buffer.getvalue())

@@ -1,0 +1,139 @@
+"""Benchmarks that let a model choose between some of its classes: ImageNet-A and -R, with 200 of the 1000.
+
+Published numbers (Hendrycks et al., arXiv:1907.07174 and 2006.16241) take the largest of the 200 logits. The largest of
+all 1000 gives a lower accuracy on the same images; it is told beside it, by another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.record import ModelRecord
+from vitadel.data.validation import left_out
+from vitadel.errors import Mistake
+from vitadel.evaluation.intervals import share
+from vitadel.evaluation.engine.stages import Bench, clean_stage
+from vitadel.evaluation.engine.target import Subject
+from vitadel.types import Source
+
+__all__ = ["AmongClasses", "AmongLogits", "choose_among", "choosing_like", "numbered_alike", "told_among_all"]
+
+
+class AmongLogits(nn.Module):
+    """A classifier that may answer with some of its classes only; they are numbered anew, in their order."""
+
+    chosen: Tensor
+
+    def __init__(self, classifier: Classifier, chosen: Sequence[int], of: int) -> None:
+        super().__init__()
+        self.classifier = classifier
+        self.of = of
+        self.register_buffer("chosen", torch.tensor(chosen, dtype=torch.int64), persistent=False)
+        self.training = classifier.training
+        _check_outputs(classifier.record.num_classes, of, len(chosen), classifier.record.name)
+
+    @property
+    def record(self) -> ModelRecord:
+        """The classifier's, with the number of classes that are left."""
+        record, count = self.classifier.record, len(self.chosen)
+        note = f"the largest of {count} of its {self.of} logits counts, as in published results"
+        return replace(record, num_classes=count, notes=record.notes | {"classes": note})
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(x)
+        _check_outputs(logits.shape[1], self.of, len(self.chosen), self.classifier.record.name)
+        return logits[:, self.chosen]
+
+
+@dataclass(frozen=True, eq=False)
+class AmongClasses:
+    """A source with its labels numbered among `chosen`, as `AmongLogits` numbers its answers; -1 for other classes."""
+
+    source: Source
+    chosen: tuple[int, ...] = field(repr=False)
+
+    @property
+    def classes(self) -> Sequence[str]:
+        return [self.source.classes[number] for number in self.chosen]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return left_out(self.source)
+
+    @cached_property
+    def _labels(self) -> Tensor:
+        place = torch.full((len(self.source.classes),), -1)
+        place[list(self.chosen)] = torch.arange(len(self.chosen))
+        labels = self.source.labels()
+        return torch.where(labels < 0, labels, place[labels.clamp(min=0)])
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def labels(self) -> Tensor:
+        return self._labels
+
+    def read(self, indices: Sequence[int]) -> list[Image | Exception]:
+        return self.source.read(indices)
+
+    def name(self, index: int) -> str:
+        return self.source.name(index)
+
+
+def choose_among(subject: Subject) -> Subject:
+    """Model and data as the benchmark wants them; as they are, if it lets the model choose between all classes."""
+    among = getattr(subject.source, "among", None)
+    if among is None:
+        return subject
+    source = AmongClasses(subject.source, tuple(among))
+    strange = (source.labels() < 0).nonzero()[:, 0].tolist()
+    if strange:
+        raise Mistake(
+            f"{source.name(strange[0])} is not of one of the {len(among)} classes of {subject.data_spec} (nor are "
+            f"{len(strange) - 1} others); take the benchmark's own files, or imagenet:DIR for all classes"
+        )
+    model = AmongLogits(subject.model, among, len(subject.source.classes))
+    return replace(subject, model=cast(Classifier, model), source=source)
+
+
+def choosing_like(chosen: nn.Module, model: nn.Module) -> nn.Module:
+    """`model`, with all classes that `chosen` had, choosing between the same ones; as it is, if that has them all."""
+    if not isinstance(chosen, AmongLogits):
+        return model
+    return AmongLogits(cast(Classifier, model), chosen.chosen.tolist(), chosen.of).to(chosen.chosen.device)
+
+
+def numbered_alike(other: Source, source: Source) -> Source:
+    """`other`, of the same classes as those that `source` was before some were chosen, with labels as in `source`."""
+    if not isinstance(source, AmongClasses) or len(other.classes) != len(source.source.classes):
+        return other
+    return AmongClasses(other, source.chosen)
+
+
+def told_among_all(bench: Bench, indices: Tensor) -> dict[str, Any]:
+    """The field `clean_among_all`: accuracy on the same images when every class may be the answer; else nothing."""
+    model, source = bench.model, bench.source
+    if not isinstance(model, AmongLogits) or not isinstance(source, AmongClasses):
+        return {}
+    whole = replace(bench, model=model.classifier, source=source.source, classes=model.of)
+    pieces = clean_stage(whole, indices, f"clean among all {model.of}")
+    right = sum(int((piece["prediction"] == piece["label"]).sum()) for piece in pieces)
+    n = sum(len(piece["label"]) for piece in pieces)
+    remark = f"the largest of all {model.of} logits; not comparable with published numbers of this benchmark"
+    return {"clean_among_all": {**share(right, n, "correct", "accuracy"), "classes": model.of, "remark": remark}}
+
+
+def _check_outputs(outputs: int | None, of: int, chosen: int, name: str) -> None:
+    if outputs is not None and outputs != of:
+        raise Mistake(
+            f"'{name}' has {outputs} outputs, but this benchmark chooses {chosen} of the {of} classes of ImageNet-1k: "
+            f"take a model with all {of}, or use folder:DIR for one that was trained on these {chosen} alone"
+        )

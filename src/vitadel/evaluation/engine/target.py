@@ -1,0 +1,125 @@
+"""What is evaluated: a model and its data, with the names they were given by."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.adapters.open_model import open_model
+from vitadel.backbones.anatomy import family_of
+from vitadel.backbones.classifier import Classifier, wrap
+from vitadel.backbones.image_size import check_images_fit
+from vitadel.backbones.load import is_timm_name, zoo_names
+from vitadel.backbones.record import ModelRecord
+from vitadel.data import open_dataset
+from vitadel.data.validation import BadSample, check_labels
+from vitadel.data.preprocess import Preprocess
+from vitadel.data.subset import balanced_subset
+from vitadel.errors import Mistake
+from vitadel.types import Source
+
+__all__ = ["Subject", "open_subject"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    model: Classifier
+    model_spec: str
+    source: Source
+    data_spec: str
+    data_root: str | Path | None = None
+    given_as_object: bool = False  # the data set; then `data_spec` is no name to open anything by
+
+    @cached_property
+    def preprocess(self) -> Preprocess:
+        """The model's own way to its input size; a model that names none gets the size of the first readable image."""
+        record = self.model.record
+        size = record.input_size
+        if size is None:
+            images = (self.source.read([index])[0] for index in range(len(self.source)))
+            first = next((image for image in images if not isinstance(image, Exception)), None)
+            if first is None:
+                raise Mistake(f"no image of {self.data_spec} can be read, and the model names no input size")
+            size = (first.height, first.width)
+        check_images_fit(self.model, size, self.model_spec)
+        return Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
+
+    @property
+    def family(self) -> str:
+        try:
+            return family_of(self.model)
+        except Mistake:
+            return "unknown"
+
+    def selection(self, limit: int | None, seed: int, skip_bad: bool | None) -> tuple[Tensor, tuple[BadSample, ...]]:
+        """The sorted indices of the samples to work on, and what was left out for its label."""
+        labels = self.source.labels()
+        usable = torch.ones(len(labels), dtype=torch.bool)
+        classes = self.model.record.num_classes or len(self.source.classes)
+        mislabelled = check_labels(self.source, classes, skip_bad=skip_bad, fixed=not is_timm_name(self.model_spec))
+        for bad in mislabelled:
+            usable[bad.index] = False
+        rows = usable.nonzero()[:, 0]
+        return balanced_subset(labels[rows], limit, seed, rows), mislabelled
+
+    def model_fingerprint(self) -> str:
+        """Names weights and normalisation, so that a run is not resumed with other ones; what a recipe tells people is
+        none of it."""
+        record = self.model.record
+        notes = {key: note for key, note in record.notes.items() if key != "about"}
+        digest = hashlib.sha256(replace(record, notes=notes).to_json().encode())
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def data_fingerprint(self, indices: Tensor) -> str:
+        """Names the selected samples by place and label."""
+        rows = torch.stack([indices, self.source.labels()[indices]])
+        return hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:16]
+
+
+def open_subject(
+    model: str | nn.Module,
+    data: str | Source,
+    *,
+    data_root: str | Path | None = None,
+    model_options: Mapping[str, Any] | None = None,
+    skip_bad: bool = False,
+    tokens: str | Path | None = None,
+    allow_readable: bool = False,
+) -> Subject:
+    """Load what is given by name, with its robustness tokens if there are any, and take what is given as an object."""
+    if isinstance(model, str):
+        _refuse_shapes_for_others(model, data)
+        opened = open_model(model, model_options, tokens=tokens, allow_readable=allow_readable)
+        classifier, model_spec = cast(Classifier, opened), model
+    else:
+        # What has a record takes pixels already, as a classifier with robustness tokens does.
+        recorded = isinstance(getattr(model, "record", None), ModelRecord)
+        classifier = cast(Classifier, model) if recorded else wrap(model)
+        model_spec = classifier.record.name
+    if isinstance(data, str):
+        source = open_dataset(data, root=data_root, skip_bad=skip_bad)
+        return Subject(classifier, model_spec, source, data, data_root)
+    return Subject(classifier, model_spec, data, repr(data), data_root, given_as_object=True)
+
+
+def _refuse_shapes_for_others(model: str, data: str | Source) -> None:
+    """The built-in images are the default: a model of the zoo for other ones would be judged on them unasked."""
+    place, _, name = model.partition(":")
+    trained_on = name.partition("-")[0]
+    shapes = isinstance(data, str) and re.match(r"shapes\b", data) is not None
+    if place == "zoo" and trained_on != "shapes" and shapes and model in zoo_names():
+        raise Mistake(
+            f"{model} was trained on {trained_on}; shapes, the built-in images, are the default of --data and mean "
+            f"nothing to it. Give --data {trained_on}@test with --data-root DIR, or --data parquet:FILE."
+        )

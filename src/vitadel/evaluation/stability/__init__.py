@@ -1,0 +1,1 @@
+"""Stability under patch corruptions."""

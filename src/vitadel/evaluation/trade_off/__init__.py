@@ -1,0 +1,1 @@
+"""Accuracy against robustness for models with several heads."""

@@ -1,0 +1,140 @@
+"""Where TORA's adapters are looked at, and whether that matters: maps, and a deletion and insertion check of them.
+
+The check (Petsiuk et al., BMVC 2018): hide the patches that a map ranks first, and see how fast the model's belief in
+its own answer falls; or show them first on a grey image, and see how fast it rises. A map that says what matters does
+better than a random order. The robustness adapter's map is the rest to one, so its order is the accuracy adapter's
+backwards, and hiding by the one is showing by the other, up to the rounding of parts: there is one check for both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitadel.adapters.tora.tora import Tora
+from vitadel.adapters.tora.tora_maps import gate_maps
+from vitadel.data.batches import Batch
+from vitadel.data.subset import balanced_subset
+from vitadel.evaluation.trade_off.candidates import Contender
+from vitadel.evaluation.intervals import bootstrap_mean
+from vitadel.evaluation.engine.batch_cache import Piece
+from vitadel.evaluation.engine.stages import Bench, refuse_lost_images, run_stage
+from vitadel.instrument.attention import attention_maps
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.rng import Draws
+
+__all__ = ["PARTS", "RANDOM", "area", "deletion_and_insertion", "look_at_maps", "patch_orders"]
+
+PARTS = 10
+"""Into how many parts the patches are cut: the first is hidden, then the first two, and so on to all."""
+
+RANDOM = 3
+"""Random orders of the patches for each image, whose areas are averaged."""
+
+_KEPT = 8  # images whose maps are kept for figures
+
+
+def look_at_maps(
+    bench: Bench, contenders: Sequence[Contender], index: Tensor, label: Tensor, count: int
+) -> tuple[dict[str, Any] | None, bytes | None]:
+    """What results say about the maps of all contenders with a fusion, and the arrays of a few images for figures."""
+    numbered = list(enumerate(contenders, start=1))
+    fused = [(n, each, each.tora) for n, each in numbered if each.tora and each.tora.settings.fuses and not each.knob]
+    if not fused or count == 0:
+        return None, None
+    chosen = balanced_subset(label, count, bench.seed, index)
+    told: list[dict[str, Any]] = []
+    arrays: dict[str, np.ndarray] = {}
+    for number, contender, tora in fused:
+        # Two names may be the same once they are folders of pieces; numbers are not.
+        title = f"maps {number:02d} {contender.name}"
+        pieces = _stage(dataclasses.replace(bench, model=contender.subject.model), tora, title, chosen)
+        told.append({"name": contender.name, "lambda": tora.trade_off, **_summary(pieces, bench.seed)})
+        maps = np.concatenate([piece["maps"] for piece in pieces], 1)[:, :_KEPT]
+        arrays |= {"x": np.concatenate([piece["x"] for piece in pieces])[:_KEPT], f"maps:{contender.name}": maps}
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
+    return {"n": len(chosen), "parts": PARTS, "random_orders": RANDOM, "contenders": told}, buffer.getvalue()
+
+
+def _stage(bench: Bench, tora: Tora, title: str, chosen: Tensor) -> list[Piece]:
+    def work(number: int, batch: Batch) -> Piece:
+        refuse_lost_images(batch)
+        draws = Draws.of_samples(bench.seed, batch.indices, batch.x.device)
+        with frozen(tora), torch.no_grad():
+            maps = gate_maps(tora, batch.x)
+            answer = bench.model(batch.x).argmax(1)
+            piece = {"maps": maps.cpu().numpy(), "x": (255 * batch.x).round().to(torch.uint8).cpu().numpy()}
+            for name, orders in patch_orders(tora, batch.x, maps, draws).items():
+                grid, fill = (maps.shape[2], maps.shape[3]), tora.record.mean
+                curves = [deletion_and_insertion(bench.model, batch.x, answer, order, grid, fill) for order in orders]
+                for kind, found in zip(("deletion", "insertion"), zip(*curves, strict=True), strict=True):
+                    areas = torch.stack([area(each) for each in found]).mean(0)
+                    piece[f"{kind}:{name}"] = areas.cpu().numpy()
+        return piece
+
+    return run_stage(bench, title, chosen, work, lambda piece: "")
+
+
+def patch_orders(tora: Tora, x: Tensor, maps: Tensor, draws: Draws) -> dict[str, list[Tensor]]:
+    """Orders of the patches, the first to be hidden first: by the mean map of all layers, by the last block's
+    attention of the class token, and at random."""
+    patches = maps.shape[2] * maps.shape[3]
+    with attention_maps(tora) as seen:
+        tora(x)
+    attention = seen[-1][:, :, 0, -patches:].mean(1)
+    return {
+        "map": [maps.mean(0).flatten(1).argsort(stable=True, dim=1, descending=True)],
+        "attention": [attention.argsort(stable=True, dim=1, descending=True)],
+        "random": [draws.stream("patches", turn).order(patches) for turn in range(RANDOM)],
+    }
+
+
+def deletion_and_insertion(
+    model: nn.Module, x: Tensor, y: Tensor, order: Tensor, grid: tuple[int, int], fill: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """The probability of class `y` with the first 0, 1, ..., `PARTS` tenths of the patches hidden, and with the same
+    shown alone, each (images, PARTS + 1). What is hidden has the colour `fill`."""
+    rank = order.argsort(1)  # which place each patch has in the order
+    grey = torch.tensor(tuple(fill), dtype=x.dtype, device=x.device).view(1, 3, 1, 1).expand_as(x)
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for part in range(PARTS + 1):
+        first = (rank < round(part * order.shape[1] / PARTS)).view(-1, 1, *grid)
+        mask = nn.functional.interpolate(first.to(x.dtype), x.shape[-2:], mode="nearest").bool()
+        for values, images in zip(found, (torch.where(mask, grey, x), torch.where(mask, x, grey)), strict=True):
+            values.append(model(images).softmax(1).gather(1, y[:, None])[:, 0])
+    return torch.stack(found[0], 1), torch.stack(found[1], 1)
+
+
+def area(curve: Tensor) -> Tensor:
+    """Under each row of a curve over [0, 1], by trapezia."""
+    return torch.trapezoid(curve.double(), dx=1 / (curve.shape[1] - 1), dim=1)
+
+
+def _summary(pieces: Sequence[Piece], seed: int) -> dict[str, Any]:
+    """Areas by order, and how much the map's differ from the others' on the same images; gates by layer."""
+
+    def column(name: str) -> np.ndarray:
+        return np.concatenate([piece[name] for piece in pieces])
+
+    def mean(values: np.ndarray) -> dict[str, Any]:
+        return {"mean": float(values.mean()), "ci95": list(bootstrap_mean(values, seed))}
+
+    maps = torch.from_numpy(np.concatenate([piece["maps"] for piece in pieces], 1)).double()
+    told: dict[str, Any] = {
+        "share_by_layer": maps.mean((1, 2, 3)).tolist(),
+        "range": [float(maps.min()), float(maps.max())],
+    }
+    for kind in ("deletion", "insertion"):
+        areas = {name: column(f"{kind}:{name}") for name in ("map", "attention", "random")}
+        told[kind] = {name: mean(values) for name, values in areas.items()}
+        told[f"{kind}_differences"] = {
+            f"map - {name}": mean(areas["map"] - areas[name]) for name in ("random", "attention")
+        }
+    return told

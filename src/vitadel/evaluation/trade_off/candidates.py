@@ -1,0 +1,151 @@
+"""What is compared in a trade-off: TORA at several lambdas, fusions between two of them, baselines, any other model."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from vitadel.adapters.open_model import open_model
+from vitadel.adapters.tora.tora import OneHead, Tora
+from vitadel.adapters.tora.tora_files import fusion_of, interpolated, put_fusion
+from vitadel.adapters.tora.tora_settings import BRANCHES
+from vitadel.backbones.classifier import Classifier
+from vitadel.data.preprocess import Preprocess
+from vitadel.errors import Mistake
+from vitadel.evaluation.engine.class_subset import AmongLogits, choosing_like
+from vitadel.evaluation.engine.target import Subject, open_subject
+from vitadel.types import Source
+
+__all__ = ["JOINT", "Contender", "between", "check_alike", "open_contenders"]
+
+JOINT = "joint"
+"""The output that is deployed, beside those of the branches."""
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """A point of the figure: a model with its data. `knob` says between which two fusions it lies, and where."""
+
+    name: str
+    subject: Subject
+    knob: Mapping[str, Any] | None = None
+
+    @property
+    def tora(self) -> Tora | None:
+        model: object = self.subject.model
+        whole = model.classifier if isinstance(model, AmongLogits) else model
+        return whole if isinstance(whole, Tora) else None
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """Those with a head of their own; none where there is one head only."""
+        return BRANCHES if self.tora is not None and self.tora.settings.branches == BRANCHES else ()
+
+    def output(self, head: str) -> nn.Module:
+        """The model as seen at one head, or at the joint output."""
+        model = self.subject.model
+        return model if head == JOINT else choosing_like(model, OneHead(cast(Tora, self.tora), head))
+
+    def told(self) -> dict[str, Any]:
+        """Who this is, for results."""
+        tora = self.tora
+        return {
+            "name": self.name,
+            "spec": self.subject.model_spec,
+            "kind": "model" if tora is None else tora.settings.kind,
+            "lambda": None if tora is None else tora.trade_off,
+            "knob": self.knob,
+            "parameters": sum(each.numel() for each in self.subject.model.parameters()),
+            "fingerprint": self.subject.model_fingerprint(),
+            "notes": dict(self.subject.model.record.notes),
+        }
+
+
+def open_contenders(
+    specs: Sequence[str],
+    data: str | Source,
+    *,
+    data_root: str | Path | None = None,
+    skip_bad: bool = False,
+    knob: int = 0,
+) -> list[Contender]:
+    """Each by the name of its folder, all with the same data; then `knob` fusions between those of one training."""
+    if not specs:
+        raise Mistake("a trade-off needs at least one model: give run folders of `vitadel harden tora/...`")
+    first = open_subject(specs[0], data, data_root=data_root, skip_bad=skip_bad)
+    subjects = [first]
+    for spec in specs[1:]:
+        subjects.append(replace(first, model=cast(Classifier, open_model(spec)), model_spec=spec))
+    found = [Contender(name, subject) for name, subject in zip(_names(specs), subjects, strict=True)]
+    for each in found[1:]:
+        check_alike(found[0], each)
+    return [*found, *between(found, knob)]
+
+
+def between(contenders: Sequence[Contender], count: int) -> list[Contender]:
+    """`count` fusions, evenly spaced, between those for the smallest and the largest lambda of each training."""
+    if count < 0:
+        raise Mistake(f"--knob must not be negative, got {count}")
+    if count == 0:
+        return []
+    trainings: dict[str, list[Contender]] = {}
+    for each in contenders:
+        if each.tora is not None and each.tora.settings.fuses and each.tora.trade_off is not None:
+            trainings.setdefault(fusion_of(each.tora).base, []).append(each)
+    found = []
+    for several in trainings.values():
+        ends = sorted(several, key=_lambda)
+        if _lambda(ends[0]) < _lambda(ends[-1]):
+            found += [_turned(ends[0], ends[-1], place / (count + 1)) for place in range(1, count + 1)]
+    if not found:
+        raise Mistake(
+            "--knob goes from one fusion to another of the same training: give two runs of phase 2 that started from "
+            "one phase 1, with different lambdas"
+        )
+    return found
+
+
+def _lambda(contender: Contender) -> float:
+    return cast(float, cast(Tora, contender.tora).trade_off)
+
+
+def _turned(first: Contender, second: Contender, t: float) -> Contender:
+    one, other = cast(Tora, first.tora), cast(Tora, second.tora)
+    tora = copy.deepcopy(one, {id(one.classifier): one.classifier})  # the frozen backbone is shared
+    put_fusion(tora, interpolated(fusion_of(one), fusion_of(other), t))
+    name = f"{first.name} to {second.name} at {t:.3g}"
+    knob = {"from": first.name, "to": second.name, "lambdas": [one.trade_off, other.trade_off], "at": t}
+    return Contender(name, replace(first.subject, model=cast(Classifier, tora), model_spec=name), knob)
+
+
+def _names(specs: Sequence[str]) -> list[str]:
+    """Folders by their last name, with a number where that repeats."""
+    names = [Path(spec).resolve().name if Path(spec).is_dir() else spec for spec in specs]
+    twice = {name for name, count in Counter(names).items() if count > 1}
+    return [f"{name} [{place}]" if name in twice else name for place, name in enumerate(names, start=1)]
+
+
+def check_alike(first: Contender, other: Contender) -> None:
+    """Curves through points of different images or classes would say nothing."""
+    one, two = first.subject, other.subject
+    for what, mine, theirs in (
+        ("classes", one.model.record.num_classes, two.model.record.num_classes),
+        ("image size and preprocessing", _view(one), _view(two)),
+    ):
+        if mine != theirs:
+            raise Mistake(
+                f"'{other.name}' and '{first.name}' differ in {what} ({theirs} and {mine}), so that they cannot be "
+                "judged on the same images. Compare models for one input."
+            )
+
+
+def _view(subject: Subject) -> Preprocess:
+    """How pictures become pixels; the mean colour counts only where it is painted."""
+    given = subject.preprocess
+    return given if given.crop_mode == "border" else replace(given, mean=(0.0, 0.0, 0.0))

@@ -1,0 +1,289 @@
+"""`vitadel probe`: heads on the frozen features of a model, with or without robustness tokens, as a run folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from vitadel.adapters.tokens.robustness_tokens import Tokened
+from vitadel.adapters.tokens.token_files import backbone_fingerprint, load_tokens
+from vitadel.attacks.parse import make
+from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.load import has_no_head, load_model
+from vitadel.data import open_dataset
+from vitadel.data.batches import batches
+from vitadel.data.preprocess import Preprocess
+from vitadel.data.subset import balanced_subset
+from vitadel.heads.probe_recipe import ProbeRecipe, build_probe, with_tokens
+from vitadel.heads.recipe_sections import LinearHead, MaskData, ProbeData
+from vitadel.heads.train_segmentation import open_mask_job
+from vitadel.training.recipes.documents import TEXTS, compose, deciding
+from vitadel.training.recipes.sections import ModelSection
+from vitadel.training.recipes.write import recipe_text
+from vitadel.errors import Interrupted, Mistake
+from vitadel.evaluation.audit.audit import Order, run_audit
+from vitadel.heads.frozen_features import feature_width, token_features
+from vitadel.heads.head_files import head_about, load_head, save_head
+from vitadel.heads.linear_probe import HeadResult, Probe, ProbeReport, train_probe
+from vitadel.evaluation.engine.target import Subject
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.environment import environment
+from vitadel.runtime.distributed import Processes, join_processes
+from vitadel.runtime.run_folder import RunFolder, open_run, write_atomically, write_json
+from vitadel.types import Source
+
+__all__ = ["probe", "run_probe"]
+
+HEAD_FILE = Path("weights") / "head.safetensors"
+
+
+class Job(Protocol):
+    """A recipe with its model and data at hand."""
+
+    def plan(self) -> str:
+        """What it will cost, in images and passes."""
+        ...
+
+    def run(self, name: str, folder: RunFolder, processes: Processes, shown: bool) -> dict[str, Any]:
+        """Train what the folder does not hold yet, judge it, and give what results.json is to hold."""
+        ...
+
+
+def probe(
+    recipe: str | Path,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    *,
+    row: str | None = None,
+    tokens: str | Path | None = None,
+    allow_readable: bool = False,
+    out: str | Path | None = None,
+    resume: bool = False,
+    device: str = "auto",
+    data_root: str | Path | None = None,
+) -> dict[str, Any]:
+    """Train and judge heads by a recipe from Python: `probe("probes/shapes")`; returns what results.json holds."""
+    name = f"{recipe}:{row}" if row else str(recipe)
+    built = build_probe(with_tokens(compose(recipe, row, overrides), tokens), name)
+    processes = join_processes(device)
+    options = {"allow_readable": allow_readable, "out": out, "resume": resume, "data_root": data_root}
+    return run_probe(built, name, processes, **cast(dict[str, Any], options))[0]
+
+
+def run_probe(
+    recipe: ProbeRecipe,
+    name: str,
+    processes: Processes,
+    *,
+    allow_readable: bool = False,
+    out: str | Path | None = None,
+    resume: bool = False,
+    shown: bool = False,
+    tell: Callable[[str], None] | None = None,
+    data_root: str | Path | None = None,
+    argv: Sequence[str] = (),
+) -> tuple[dict[str, Any], RunFolder]:
+    """Train heads in a run folder and judge the best; a run that is complete is only read. `tell` hears the plan."""
+    if processes.count > 1:
+        raise Mistake(f"heads are trained in one process, and {processes.count} were started; leave the launcher out")
+    root = recipe.data.root if data_root is None else data_root
+    job, model = _open_job(recipe, root, processes, allow_readable)
+    settings = {
+        **deciding(recipe.document),
+        "--data-root": None if data_root is None else str(data_root),
+        "backbone": backbone_fingerprint(_bare(model)),
+        "tokens fingerprint": model.fingerprint if isinstance(model, Tokened) else None,
+    }
+    path = None if out is None else Path(out)
+    folder = open_run("probe", name, settings, out=path, resume=resume, argv=list(argv or sys.argv), telling=TEXTS)
+    if folder.complete:
+        return json.loads((folder.path / "results.json").read_text()), folder
+    write_atomically(folder.path / "recipe.yaml", recipe_text(recipe.document).encode())
+    write_json(folder.path / "environment.json", environment(processes.device, processes.count))
+    if tell is not None:
+        tell(job.plan())
+    try:
+        results = job.run(name, folder, processes, shown)
+    except (KeyboardInterrupt, Interrupted):  # also of the audit inside: this run is what goes on with --resume
+        raise Interrupted(folder.path) from None
+    write_json(folder.path / "results.json", results)
+    folder.finish()
+    return results, folder
+
+
+def _open_job(
+    recipe: ProbeRecipe, root: str | Path | None, processes: Processes, allow_readable: bool
+) -> tuple[Job, Classifier | Tokened]:
+    """Model and data are opened before there is a folder: a mistake about them leaves none behind."""
+    classifier = _frozen_model(recipe.model, recipe.train.seed).to(processes.device)
+    model: Classifier | Tokened = classifier
+    if recipe.tokens is not None:
+        if "," in recipe.tokens and not Path(recipe.tokens).exists():
+            raise Mistake(f"a head is trained beside one set of tokens, got '{recipe.tokens}': give one file")
+        model = load_tokens(recipe.tokens, classifier, allow_readable=allow_readable).to(processes.device).eval()
+    if isinstance(recipe.data, MaskData):
+        return open_mask_job(recipe, model, root, HEAD_FILE), model
+    return _open_linear(recipe, recipe.data, model, root), model
+
+
+def _frozen_model(section: ModelSection, seed: int) -> Classifier:
+    """The model with its own head, which is not used; one that has none gets a fresh one, the same every time."""
+    headless = has_no_head(section.name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = load_model(
+            section.name,
+            weights=section.weights,
+            num_classes=section.num_classes or (2 if headless else None),
+            new_head=headless,
+            mean=section.mean,
+            std=section.std,
+            input_size=section.input_size,
+            crop_pct=section.crop_pct,
+            interpolation=section.interpolation,
+            small_images=section.small_images or False,
+            head_classes=section.head_classes,
+            kwargs=section.kwargs,
+        )
+    return model.requires_grad_(False)
+
+
+def _bare(model: Classifier | Tokened) -> Classifier:
+    return model.classifier if isinstance(model, Tokened) else model
+
+
+# Linear probes
+
+
+@dataclass(frozen=True, eq=False)
+class _LinearJob:
+    recipe: ProbeRecipe
+    model: Classifier | Tokened
+    train: Source
+    rows: Tensor
+    held_out: Tensor
+    test: Source
+    root: str | Path | None
+    preprocess: Preprocess
+
+    @property
+    def head(self) -> LinearHead:
+        return cast(LinearHead, self.recipe.head)
+
+    def plan(self) -> str:
+        head, images = self.head, len(self.rows) + len(self.held_out)
+        heads = len(head.blocks) * len(head.average) * len(head.rates)
+        size = images * (max(head.blocks) + 1) * feature_width(self.model) * (2 if head.half else 4) / 1e6
+        audit, train = self.recipe.audit, self.recipe.train
+        gradients = sum(make(name, eps=audit.eps, norm=audit.norm).passes()[0] for name in audit.attacks)
+        n = min(len(self.test), audit.limit or len(self.test))
+        attacked = f", and at most {gradients} gradients each under {', '.join(audit.attacks)}" if audit.attacks else ""
+        return (
+            f"{images:,} images once through the model ({size:,.1f} MB of features kept), "
+            f"{heads} heads in {train.steps:,} steps of {train.batch_size}; then {n:,} test images{attacked}"
+        )
+
+    def run(self, name: str, folder: RunFolder, processes: Processes, shown: bool) -> dict[str, Any]:
+        path = folder.path / HEAD_FILE
+        trained = load_head(path, self.model) if path.exists() else self._train(path, processes, shown)
+        report = head_about(path)["report"]
+        recipe, audit = self.recipe, self.recipe.audit
+        subject = Subject(cast(Classifier, trained), recipe.model.name, self.test, recipe.data.test, self.root)
+        order = Order(audit.attacks, audit.eps, audit.norm, audit.limit, audit.batch_size, recipe.train.seed)
+        outcome = run_audit(subject, order, processes, out=folder.path / "audit", resume=True, shown=shown)
+        for file in ("samples.parquet", "examples.npz"):
+            if (folder.path / "audit" / file).exists():
+                shutil.copyfile(folder.path / "audit" / file, folder.path / file)
+        told = {"recipe": name, "tokens": _fingerprint(self.model), **report}
+        return {**outcome.results, "probe": told}
+
+    def _train(self, path: Path, processes: Processes, shown: bool) -> Probe:
+        head, train = self.head, self.recipe.train
+        trained, report = train_probe(
+            self.model,
+            self.train,
+            self.rows,
+            self.held_out,
+            self.preprocess,
+            blocks=head.blocks,
+            average=head.average,
+            rates=head.rates,
+            steps=train.steps,
+            batch_size=train.batch_size,
+            seed=train.seed,
+            device=processes.device,
+            half=head.half,
+            shown=shown,
+        )
+        about = {"backbone_fingerprint": backbone_fingerprint(_bare(self.model)), "report": self._told(report)}
+        save_head(trained, path, about)
+        return trained
+
+    def _told(self, report: ProbeReport) -> dict[str, Any]:
+        return {
+            "train": self.recipe.data.train,
+            "trained_on": report.trained_on,
+            "classes_trained": len(self.train.labels()[self.rows].unique()),
+            "held_out": len(self.held_out),
+            "steps": self.recipe.train.steps,
+            "batch_size": self.recipe.train.batch_size,
+            "feature_bytes": report.cache_bytes,
+            "chosen": asdict(report.chosen),
+            "heads": [_head_entry(result) for result in report.heads],
+        }
+
+
+def _head_entry(result: HeadResult) -> dict[str, Any]:
+    """A head that diverged has no loss that JSON could hold."""
+    loss = result.loss if result.loss < float("inf") else None
+    return {**asdict(result.setting), "correct": result.correct, "n": result.n, "loss": loss}
+
+
+def _fingerprint(model: Classifier | Tokened) -> str | None:
+    return model.fingerprint if isinstance(model, Tokened) else None
+
+
+def _open_linear(
+    recipe: ProbeRecipe, section: ProbeData, model: Classifier | Tokened, root: str | Path | None
+) -> _LinearJob:
+    train, test = open_dataset(section.train, root=root), open_dataset(section.test, root=root)
+    _check_classes(train, test, section)
+    rows, held_out = _split(train, section, recipe.train.seed)
+    preprocess = Subject(cast(Classifier, model), recipe.model.name, train, section.train).preprocess
+    (first,) = batches(train, [rows[:1].tolist()], preprocess)
+    device, blocks = next(model.parameters()).device, cast(LinearHead, recipe.head).blocks
+    with frozen(model), torch.no_grad():  # a model without such tokens, or with fewer blocks, is told at once
+        token_features(model, first.to(device).x, max(blocks))
+    return _LinearJob(recipe, model, train, rows, held_out, test, root, preprocess)
+
+
+def _check_classes(train: Source, test: Source, section: ProbeData) -> None:
+    """A label must mean the same in both; sets that only number their classes are taken at their word."""
+    ours, theirs = list(train.classes), list(test.classes)
+    numbered = [str(number) for number in range(len(ours))]
+    if len(ours) != len(theirs) or (ours != theirs and numbered not in (ours, theirs)):
+        raise Mistake(
+            f"the classes of data.train ({section.train}: {len(ours)}, {', '.join(ours[:3])}, ...) are not those of "
+            f"data.test ({section.test}: {len(theirs)}, {', '.join(theirs[:3])}, ...); give two splits of one set"
+        )
+
+
+def _split(source: Source, section: ProbeData, seed: int) -> tuple[Tensor, Tensor]:
+    """Rows to train on and rows to choose on, both class-balanced; the latter do not depend on `limit`."""
+    labels = source.labels()
+    rows = ((labels >= 0) & (labels < len(source.classes))).nonzero()[:, 0]
+    if section.held_out >= len(rows):
+        raise Mistake(
+            f"data.held_out keeps {section.held_out} images aside, but data.train has only {len(rows)}; keep fewer"
+        )
+    aside = balanced_subset(labels[rows], section.held_out, seed + 1, rows)
+    rows = rows[~torch.isin(rows, aside)]
+    # By a seed of its own: with the audit's, few images of many classes would be of the very classes that are tested.
+    return balanced_subset(labels[rows], section.limit, seed + 2, rows), aside

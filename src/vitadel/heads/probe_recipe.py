@@ -1,0 +1,156 @@
+"""From the document of a recipe for a head on frozen features to its sections; all that is wrong is told at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from vitadel.attacks.goals import OnLogits
+from vitadel.attacks.losses import cross_entropy
+from vitadel.attacks.parse import make
+from vitadel.attacks.pgd import PGD
+from vitadel.data.sources.masks import MASKED_KINDS
+from vitadel.data.overlap import same_images
+from vitadel.data.spec import DATA_KINDS
+from vitadel.training.recipes.check import check_model_name, class_count, read_data_spec, sketched_model
+from vitadel.heads.recipe_sections import (
+    HEADS,
+    HeadTraining,
+    LinearHead,
+    MaskData,
+    PatchHead,
+    ProbeAudit,
+    ProbeData,
+)
+from vitadel.training.recipes.documents import PROBE_SECTIONS, TEXTS, is_probe, section_types, unknown_section
+from vitadel.training.recipes.sections import ModelSection
+from vitadel.training.recipes.instantiate import Faults, Faulty, as_mapping, settled
+from vitadel.errors import Mistake
+from vitadel.heads.frozen_features import token_features
+from vitadel.heads.segmentation import OnPixels
+from vitadel.types import Attack
+
+__all__ = ["ProbeRecipe", "build_probe", "build_probe_check", "pixel_attack", "with_tokens"]
+
+_NEEDED = ("model", "data", "head", "train")
+
+
+@dataclass(frozen=True)
+class ProbeRecipe:
+    """A recipe ready to be run; `head` and `data` are of one kind. `tokens` is a file of robustness tokens, or None.
+
+    `about` holds its texts, `document` the plain composed document that it was built from.
+    """
+
+    about: dict[str, str]
+    model: ModelSection
+    tokens: str | None
+    data: ProbeData | MaskData
+    head: LinearHead | PatchHead
+    train: HeadTraining
+    audit: ProbeAudit
+    document: dict[str, Any]
+
+
+def build_probe(document: Mapping[str, Any], where: str) -> ProbeRecipe:
+    """Build every section; `where` names the recipe in messages. Raises one `Faulty` with all faults."""
+    if not is_probe(document) and "objective" in document:
+        raise Mistake(f"recipe {where} trains a model, not a head on frozen features: run it with `vitadel harden`")
+    faults = Faults()
+    faults.unknown += [unknown_section(key, document) for key in document if key not in (*TEXTS, *PROBE_SECTIONS)]
+    faults.missing += [f"it needs '{key}'" for key in _NEEDED if key not in document]
+    for key in (*TEXTS, "tokens"):
+        if key in document and not isinstance(document[key], str):
+            faults.wrong.append(f"{key}: should be a text, got {document[key]!r}")
+    head = dict(as_mapping("head", document.get("head"), faults))
+    use = head.pop("use", None)
+    if "head" in document and use not in HEADS:
+        faults.wrong.append(f"head: needs 'use', one of {', '.join(HEADS)}, got {use!r}")
+    types = section_types(document) if "head" in document and use in HEADS else {}
+    given = {name: head if name == "head" else as_mapping(name, document.get(name), faults) for name in types}
+    parts = {
+        name: settled(name, types[name], values, faults)
+        for name, values in given.items()
+        if name in document or name not in _NEEDED
+    }
+    _check_values(parts, faults)
+    if faults.all():
+        raise Faulty(where, faults.all())
+    about = {key: document[key] for key in TEXTS if key in document}
+    sections = cast(dict[str, Any], parts)
+    return ProbeRecipe(about=about, tokens=document.get("tokens"), document=dict(document), **sections)
+
+
+def build_probe_check(recipe: ProbeRecipe, where: str) -> None:
+    """Build the model as well, without memory for its weights, and look whether it has the tokens for the head."""
+    faults = Faults()
+    counts = {spec: class_count(spec) for spec in (recipe.data.train, recipe.data.test)}
+    if isinstance(recipe.data, ProbeData) and None not in counts.values() and len(set(counts.values())) > 1:
+        told = ", ".join(f"{spec} {count}" for spec, count in counts.items())
+        faults.wrong.append(f"data: the numbers of classes do not agree: {told}")
+    section = replace(recipe.model, num_classes=recipe.model.num_classes or 10)
+    model = faults.attempt("model", sketched_model, json.dumps(asdict(section), default=str))
+    if model is not None:
+        blocks = max(recipe.head.blocks) if isinstance(recipe.head, LinearHead) else 1
+        height, width = model.record.input_size or (224, 224)
+        pixels = model.mean.new_zeros(1, 3, height, width)
+        faults.attempt("head", token_features, model, pixels, blocks)
+    if faults.all():
+        raise Faulty(where, faults.all())
+
+
+def _attack(name: str, audit: ProbeAudit) -> Attack:
+    return make(name, eps=audit.eps, norm=audit.norm)
+
+
+def pixel_attack(name: str, audit: ProbeAudit) -> PGD:
+    """PGD of the catalogue, with its steps and start, on the cross-entropy of pixels."""
+    attack: object = _attack(name, audit)
+    if not isinstance(attack, PGD) or attack.goal != OnLogits(cross_entropy):
+        raise Mistake(
+            f"'{name}' does not attack masks; use fgsm, or pgd-K such as pgd-30(step=1/255), without restarts"
+        )
+    return replace(attack, goal=OnPixels(), stop_when_fooled=False)
+
+
+def _check_values(parts: Mapping[str, Any], faults: Faults) -> None:
+    """Of the sections that could be built: whether what they name exists."""
+    model, data, audit = (parts.get(name) for name in ("model", "data", "audit"))
+    if model is not None:
+        faults.attempt("model.name", check_model_name, model.name)
+    if data is not None:
+        _check_data(data, faults)
+    if audit is not None:
+        check = pixel_attack if isinstance(data, MaskData) else _attack
+        for name in audit.attacks:
+            faults.attempt("audit.attacks", check, name, audit)
+
+
+def _check_data(data: ProbeData | MaskData, faults: Faults) -> None:
+    train = faults.attempt("data.train", read_data_spec, data.train, data.root)
+    test = faults.attempt("data.test", read_data_spec, data.test, data.root)
+    if isinstance(data, MaskData):
+        for name, request in (("train", train), ("test", test)):
+            if request is not None and request.kind not in MASKED_KINDS:
+                known = ", ".join(DATA_KINDS[kind].form for kind in MASKED_KINDS)
+                faults.wrong.append(f"data.{name}: '{request.spec}' has no masks; there is {known}")
+        if train is not None and train.kind in MASKED_KINDS[1:] and data.classes is None:
+            faults.missing.append("data: needs 'classes', the number of classes of the masks")
+    if train is None or test is None:
+        return
+    if train.split is None and ":" not in DATA_KINDS[train.kind].form:
+        faults.wrong.append(f"data.train: '{train.spec}' means the test images; write {train.spec}@train")
+        return
+    if faults.attempt("data.train", same_images, train, test):
+        faults.wrong.append(
+            f"data.train: '{train.spec}' are the images of data.test, '{test.spec}': a head trained on them is not "
+            "tested by them; choose another split"
+        )
+
+
+def with_tokens(document: Mapping[str, Any], tokens: str | Path | None) -> dict[str, Any]:
+    """The document with another file of tokens, if one is given."""
+    return dict(document) if tokens is None else {**document, "tokens": str(tokens)}

@@ -1,0 +1,153 @@
+"""What a recipe for a head on frozen features may say, section by section; `head.use` decides between the two kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vitadel.attacks.threats import threat as make_threat
+from vitadel.training.recipes.ranges import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, Range, check_ranges
+from vitadel.training.recipes.sections import ModelSection
+from vitadel.errors import Mistake
+from vitadel.heads.linear_probe import RATES
+from vitadel.types import Threat
+
+__all__ = [
+    "HEADS",
+    "HeadTraining",
+    "LinearHead",
+    "MaskData",
+    "PatchHead",
+    "ProbeAudit",
+    "ProbeData",
+    "probe_types",
+]
+
+_SEED = Range("a whole number from 0 to 2**62", lambda value: 0 <= value <= 2**62)
+_MASK_CLASSES = Range("from 2 to 255, as 255 marks pixels to leave out", lambda value: 2 <= value <= 255)
+_MASK_VALUE = Range("from 0 to 255, what a mask's pixel can hold", lambda value: 0 <= value <= 255)
+
+
+@dataclass(frozen=True)
+class ProbeData:
+    """`train` and `test` are --data specs. Heads are compared on `held_out` class-balanced images of the training data,
+    which no head is trained on; `limit` uses a class-balanced part of the others."""
+
+    train: str
+    test: str
+    held_out: int = 500
+    limit: int | None = None
+    root: str | None = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self, held_out=AT_LEAST_ONE, limit=AT_LEAST_ONE)
+
+
+@dataclass(frozen=True)
+class MaskData:
+    """`train` and `test` are specs of images with masks. `size` is (height, width), the model's own if absent: pictures
+    are made to cover it and cut at the centre, masks alike. `classes` of the masks must be told, except for shapes;
+    pixels of the values `void` are left out. With `from_one`, classes count from 1 and 0 is left out, as in ADE20K.
+    Patch tokens are computed once and kept if they take no more than `cache_mb` of main memory."""
+
+    train: str
+    test: str
+    held_out: int = 50
+    limit: int | None = None
+    root: str | None = None
+    size: tuple[int, int] | None = None
+    classes: int | None = None
+    void: tuple[int, ...] = ()
+    from_one: bool = False
+    cache_mb: int = 2000
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            self,
+            **dict.fromkeys(("held_out", "limit", "size"), AT_LEAST_ONE),
+            classes=_MASK_CLASSES,
+            void=_MASK_VALUE,
+            cache_mb=NOT_NEGATIVE,
+        )
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """A linear layer for every combination of inputs (class tokens of the last `blocks` blocks, with or without the
+    `average` of the patch tokens) and learning rate; `rates` are for batches of 256 and scaled in proportion. `half`
+    keeps features in half precision."""
+
+    blocks: tuple[int, ...] = (1, 4)
+    average: tuple[bool, ...] = (False, True)
+    rates: tuple[float, ...] = RATES
+    half: bool = False
+
+    def __post_init__(self) -> None:
+        check_ranges(self, blocks=AT_LEAST_ONE, rates=POSITIVE)
+        _check_lists(self, "blocks", "average", "rates")
+
+
+@dataclass(frozen=True)
+class PatchHead:
+    """BatchNorm and a 1x1 convolution on the last block's patch tokens, one for each of `rates`, trained by AdamW with
+    weight decay `decay`; the rate rises over a share `warm_up` of the steps and falls linearly to 0."""
+
+    rates: tuple[float, ...] = (1e-3,)
+    decay: float = 1e-4
+    warm_up: float = 0.0375
+
+    def __post_init__(self) -> None:
+        check_ranges(self, rates=POSITIVE, decay=NOT_NEGATIVE, warm_up=BELOW_ONE)
+        _check_lists(self, "rates")
+
+
+@dataclass(frozen=True)
+class HeadTraining:
+    """Every head is trained for `steps` batches of `batch_size` images."""
+
+    steps: int
+    batch_size: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_ranges(self, steps=AT_LEAST_ONE, batch_size=AT_LEAST_ONE, seed=_SEED)
+
+
+@dataclass(frozen=True)
+class ProbeAudit:
+    """How the chosen head is judged: clean, and by `attacks` through model and head, on `limit` test images or all.
+    For masks attacks are pgd-K, on the mean cross-entropy of the pixels; clean and attacked images are cut alike."""
+
+    attacks: tuple[str, ...] = ()
+    eps: float = 8 / 255
+    norm: str = "linf"
+    limit: int | None = None
+    batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_ranges(self, limit=AT_LEAST_ONE, batch_size=AT_LEAST_ONE)
+        self.threat()
+
+    def threat(self) -> Threat:
+        return make_threat(self.norm, self.eps)
+
+
+HEADS: Mapping[str, Mapping[str, type]] = {
+    "linear": {"data": ProbeData, "head": LinearHead},
+    "segmentation": {"data": MaskData, "head": PatchHead},
+}
+"""The sections that depend on `head.use`."""
+
+
+def probe_types(head: object) -> dict[str, type]:
+    """The dataclasses of a probe recipe with this head section; those of `linear` if it does not say what it is."""
+    use = head.get("use") if isinstance(head, Mapping) else None
+    own = HEADS.get(use, HEADS["linear"]) if isinstance(use, str) else HEADS["linear"]
+    return {"model": ModelSection, **own, "train": HeadTraining, "audit": ProbeAudit}
+
+
+def _check_lists(section: object, *names: str) -> None:
+    for name in names:
+        values = getattr(section, name)
+        if not values or len(set(values)) < len(values):
+            raise Mistake(f"{name} must be a list with at least one entry and none twice, got {list(values)}")

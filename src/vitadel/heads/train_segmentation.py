@@ -1,0 +1,373 @@
+"""Linear segmentation as a run: patch tokens kept, a head per rate, the best judged clean and under attack."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from vitadel.adapters.tokens.robustness_tokens import Tokened
+from vitadel.adapters.tokens.token_files import backbone_fingerprint
+from vitadel.quantities import amount_text
+from vitadel.attacks.settings import settings_of
+from vitadel.backbones.anatomy import backbone_of, family_of
+from vitadel.backbones.checkpoints import load_strict, read_checkpoint
+from vitadel.backbones.classifier import Classifier
+from vitadel.data.sources.masks import Cut, Masked, open_masked
+from vitadel.data.subset import balanced_subset
+from vitadel.heads.probe_recipe import ProbeRecipe, pixel_attack
+from vitadel.heads.recipe_sections import MaskData, PatchHead
+from vitadel.errors import Mistake
+from vitadel.heads.frozen_features import feature_width
+from vitadel.evaluation.engine.judge import TOLERANCE
+from vitadel.evaluation.engine.batch_cache import FolderLedger
+from vitadel.evaluation.engine.verdicts import heading
+from vitadel.heads.segmentation import Confusion, SegmentationHead, Segmenter, train_patch_head
+from vitadel.instrument.patch_grid import patch_grid
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import Processes
+from vitadel.runtime.progress import FOUND_AGAIN, Meter, progress
+from vitadel.runtime.run_folder import RunFolder, write_atomically
+from vitadel.types import Threat
+
+__all__ = ["OWN_HEAD", "PUBLIC", "open_mask_job"]
+
+_METADATA_KEY = "vitadel-segmentation"
+_SCHEMA = 1
+
+PUBLIC = "public backbone"
+"""What an attack was made on that knows model and head, but no tokens."""
+OWN_HEAD = "public backbone, the attacker's own head"
+"""What an attack was made on that knows neither tokens nor head, and trained one on the same images: the paper's."""
+_DEPLOYED = "deployed segmenter"
+_ATTACKERS = "attackers-head.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class _PatchMaps:
+    """Patch maps and masks of some images, by their place among `rows`; kept in main memory, or made when asked for."""
+
+    segmenter: Segmenter
+    data: Masked
+    rows: Tensor
+    cut: Cut
+    device: torch.device
+    kept: tuple[Tensor, Tensor] | None = None
+
+    def __getitem__(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kept is not None:
+            maps, masks = self.kept
+            return maps[places].to(self.device), masks[places].to(self.device)
+        pixels, masks = self.data.read(self.rows[places], self.cut)
+        with frozen(self.segmenter.model), torch.no_grad():
+            return self.segmenter.patch_map(pixels.to(self.device)), masks.to(self.device)
+
+    def keeping(self, batch_size: int, shown: bool) -> _PatchMaps:
+        with progress("patch tokens", len(self.rows), shown) as meter:
+            parts = []
+            for places in torch.arange(len(self.rows)).split(batch_size):
+                maps, masks = self[places]
+                parts.append((maps.cpu(), masks.to("cpu", torch.uint8)))
+                meter.advance(len(places))
+        maps, masks = (torch.cat(each) for each in zip(*parts, strict=True))
+        return _PatchMaps(self.segmenter, self.data, self.rows, self.cut, self.device, (maps, masks))
+
+    def shuffled(self, steps: int, batch_size: int, seed: int, meter: Meter) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches in one random order of all images after the other."""
+        rounds = -(-steps * batch_size // len(self.rows))
+        order = Draws.of_samples(seed, range(rounds)).stream("segmentation order").order(len(self.rows)).flatten()
+        for places in order[: steps * batch_size].split(batch_size):
+            batch = self[places]
+            meter.advance(1)  # before it is given: nobody asks again after the last
+            yield batch
+
+
+@dataclass(frozen=True, eq=False)
+class _MaskJob:
+    recipe: ProbeRecipe
+    model: Classifier | Tokened
+    train: Masked
+    rows: Tensor
+    held_out: Tensor
+    test: Masked
+    test_rows: Tensor
+    cut: Cut
+    head_file: Path
+
+    @property
+    def head(self) -> PatchHead:
+        return cast(PatchHead, self.recipe.head)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of patch tokens and masks of all images to train and choose on."""
+        height, width = self.cut.size
+        pixels = torch.zeros(1, 3, height, width, device=next(self.model.parameters()).device)
+        tall, wide = patch_grid(self.model, pixels)
+        each = tall * wide * feature_width(self.model) * 4 + height * width
+        return (len(self.rows) + len(self.held_out)) * each
+
+    @property
+    def keeps(self) -> bool:
+        return self.cache_bytes <= cast(MaskData, self.recipe.data).cache_mb * 1e6
+
+    def plan(self) -> str:
+        train, rates, audit = self.recipe.train, len(self.head.rates), self.recipe.audit
+        images, size = len(self.rows) + len(self.held_out), f"{self.cache_bytes / 1e6:,.0f} MB of patch tokens"
+        passes = (
+            f"{images:,} images once through the model ({size} kept)"
+            if self.keeps
+            else f"{rates * train.steps * train.batch_size:,} images through the model ({size} exceed data.cache_mb)"
+        )
+        gradients = sum(pixel_attack(name, audit).steps for name in audit.attacks)
+        gradients *= 3 if isinstance(self.model, Tokened) else 1
+        attacked = f", {gradients} gradients each under {', '.join(audit.attacks)}" if audit.attacks else ""
+        if attacked and isinstance(self.model, Tokened):
+            attacked += "; and the same training once more for an attacker's own head, without the tokens"
+        return (
+            f"{passes}, {rates} {'head' if rates == 1 else 'heads'} in {train.steps:,} steps of {train.batch_size}; "
+            f"then {len(self.test_rows):,} test images of {self.cut.size[0]} x {self.cut.size[1]}{attacked}"
+        )
+
+    def run(self, name: str, folder: RunFolder, processes: Processes, shown: bool) -> dict[str, Any]:
+        path = folder.path / self.head_file
+        if not path.exists():
+            self._train(path, processes, shown)
+        head, report = _load_head(path, self.model)
+        segmenter = Segmenter(self.model, head.to(processes.device)).eval()
+        clean = self._judge("clean", segmenter, None, None, folder, shown)
+        makers = {_DEPLOYED: segmenter}
+        if self.recipe.audit.attacks and isinstance(self.model, Tokened):
+            makers[PUBLIC] = Segmenter(self.model.classifier, segmenter.head).eval()
+            makers[OWN_HEAD] = self._attackers(path.with_name(_ATTACKERS), processes, shown)
+        attacks = [
+            self._judge(attack, segmenter, maker, where, folder, shown)
+            for attack in self.recipe.audit.attacks
+            for where, maker in makers.items()
+        ]
+        tokens = self.model.fingerprint if isinstance(self.model, Tokened) else None
+        told = {"recipe": name, "tokens": tokens, **report, "clean": clean, "attacks": attacks}
+        return {**self._about(), "segmentation": told}
+
+    def _attackers(self, path: Path, processes: Processes, shown: bool) -> Segmenter:
+        """The public backbone with a head that was trained as the defender's, but without the tokens."""
+        public = replace(self, model=cast(Tokened, self.model).classifier)
+        if not path.exists():
+            public._train(path, processes, shown)
+        head, _ = _load_head(path, public.model)
+        return Segmenter(public.model, head.to(processes.device)).eval()
+
+    def _train(self, path: Path, processes: Processes, shown: bool) -> None:
+        """A head for every rate; the one with the best mIoU of the held-out images is saved."""
+        train, classes = self.recipe.train, len(self.train.classes)
+        fresh = SegmentationHead(feature_width(self.model), classes, train.seed)
+        source = Segmenter(self.model, fresh)
+        maps, aside = (
+            _PatchMaps(source, self.train, rows, self.cut, processes.device) for rows in (self.rows, self.held_out)
+        )
+        if self.keeps:
+            maps, aside = maps.keeping(train.batch_size, shown), aside.keeping(train.batch_size, shown)
+        heads, scores = [], []
+        for rate in self.head.rates:
+            head = SegmentationHead(feature_width(self.model), classes, train.seed).to(processes.device)
+            with progress(f"head, rate {rate:g}", train.steps, shown) as meter:
+                batches = maps.shuffled(train.steps, train.batch_size, train.seed, meter)
+                settings = {"rate": rate, "decay": self.head.decay, "warm_up": self.head.warm_up}
+                train_patch_head(head, batches, steps=train.steps, **settings)
+            confusion = Confusion(classes)
+            with torch.no_grad():
+                for places in torch.arange(len(aside.rows)).split(train.batch_size):
+                    patch_map, masks = aside[places]
+                    confusion.add(head(patch_map, self.cut.size).argmax(1), masks)
+            heads.append(head)
+            scores.append(confusion.mean_iou())
+        best = max(range(len(scores)), key=scores.__getitem__)
+        report = {
+            "train": self.recipe.data.train,
+            "trained_on": len(self.rows),
+            "held_out": len(self.held_out),
+            "steps": train.steps,
+            "batch_size": train.batch_size,
+            "size": list(self.cut.size),
+            "chosen": {"rate": self.head.rates[best]},
+            "heads": [{"rate": r, "held_out_mean_iou": s} for r, s in zip(self.head.rates, scores, strict=True)],
+        }
+        _save_head(heads[best], path, self.model, self.train.classes, report)
+
+    def _judge(
+        self,
+        attack: str,
+        segmenter: Segmenter,
+        maker: Segmenter | None,
+        where: str | None,
+        folder: RunFolder,
+        shown: bool,
+    ) -> dict[str, Any]:
+        """Scores of the test images, or of what an attack on `maker` makes of them; batches done are kept."""
+        audit, seed = self.recipe.audit, self.recipe.train.seed
+        stage = attack if where is None else f"{attack} on {where}"
+        crafted = None if maker is None else pixel_attack(attack, audit)
+        confusion, ledger, void = Confusion(len(self.test.classes)), FolderLedger(folder), 0
+        device = next(segmenter.head.parameters()).device
+        with progress(stage, len(self.test_rows), shown) as meter, frozen(segmenter):
+            for number, rows in enumerate(self.test_rows.split(audit.batch_size)):
+                piece = ledger.find(stage, number)
+                if piece is None or piece["rows"].tolist() != rows.tolist():
+                    x, masks = (part.to(device) for part in self.test.read(rows, self.cut))
+                    broke = torch.zeros(len(x), dtype=torch.bool, device=device)
+                    if crafted is not None and maker is not None:
+                        draws = Draws.of_samples(seed, rows, device).stream(attack)
+                        x, broke = _lawful(crafted.threat, x, crafted(maker, x, masks, draws))
+                    own = Confusion(len(self.test.classes))
+                    with torch.no_grad():
+                        own.add(segmenter(x).argmax(1), masks)
+                    piece = {"rows": rows.numpy(), "matrix": own.matrix.numpy(), "counts": own.counts.numpy()}
+                    piece["void"] = np.asarray(int(broke.sum()))
+                    ledger.save(stage, number, piece)
+                    meter.advance(len(rows))
+                else:
+                    meter.advance(len(rows), FOUND_AGAIN)
+                confusion.take_in(torch.from_numpy(piece["matrix"]), torch.from_numpy(piece["counts"]))
+                void += int(piece["void"])
+        scores = _scores(confusion, self.test.classes, seed)
+        if crafted is None:
+            return scores
+        settings = {**settings_of(crafted), "norm": audit.norm, "eps": amount_text(audit.eps), "seed": seed}
+        return {"name": attack, "made_on": where, "judged_on": _DEPLOYED, "settings": settings, "void": void, **scores}
+
+    def _about(self) -> dict[str, Any]:
+        classifier = self.model.classifier if isinstance(self.model, Tokened) else self.model
+        audit, classes = self.recipe.audit, self.test.classes
+        return {
+            **heading(self.recipe.train.seed),
+            "model": {
+                "spec": self.recipe.model.name,
+                "parameters": sum(p.numel() for p in self.model.parameters()),
+                "family": family_of(self.model),
+                "fingerprint": backbone_fingerprint(classifier),
+                "notes": {key: note for key, note in self.model.record.notes.items() if key != "about"},
+            },
+            "data": {
+                "spec": self.recipe.data.test,
+                "n": len(self.test_rows),
+                "classes": len(classes),
+                "class_names": list(classes),
+            },
+            "threat": {"norm": audit.norm, "eps": audit.eps, "eps_text": amount_text(audit.eps)},
+            "batch_size": audit.batch_size,
+        }
+
+
+def open_mask_job(
+    recipe: ProbeRecipe, model: Classifier | Tokened, root: str | Path | None, head_file: Path
+) -> _MaskJob:
+    """Open images and masks, and see that the model takes images of their size; `head_file` lies in the run folder."""
+    section = cast(MaskData, recipe.data)
+    size = section.size or model.record.input_size
+    if size is None:
+        raise Mistake("the model names no input size; give data.size, [height, width]")
+    _check_size(model, size)
+    options: dict[str, Any] = {"classes": section.classes, "void": section.void, "from_one": section.from_one}
+    train, test = (open_masked(spec, root=root, **options) for spec in (section.train, section.test))
+    if section.held_out >= len(train):
+        raise Mistake(
+            f"data.held_out keeps {section.held_out} images aside, but data.train has only {len(train)}; keep fewer"
+        )
+    seed, cut = recipe.train.seed, Cut(size, model.record.interpolation)
+    aside = _some(torch.arange(len(train)), section.held_out, seed + 1)
+    rest = torch.arange(len(train))
+    rest = _some(rest[~torch.isin(rest, aside)], section.limit, seed)
+    test_rows = _some(torch.arange(len(test)), recipe.audit.limit, seed)
+    train.read(rest[:1], cut), test.read(test_rows[:1], cut)  # what is wrong with all of them is told at once
+    return _MaskJob(recipe, model, train, rest, aside, test, test_rows, cut, head_file)
+
+
+def _some(rows: Tensor, count: int | None, seed: int) -> Tensor:
+    return balanced_subset(torch.zeros(len(rows), dtype=torch.int64), count, seed, rows)
+
+
+def _check_size(model: Classifier | Tokened, size: tuple[int, int]) -> None:
+    backbone: Any = backbone_of(model)
+    patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", 1)
+    tall, wide = patch if isinstance(patch, tuple) else (patch, patch)
+    height, width = size
+    if height % tall or width % wide:
+        below, above = (
+            [max(1, (pixels + up * (side - 1)) // side) * side for pixels, side in ((height, tall), (width, wide))]
+            for up in (0, 1)
+        )
+        raise Mistake(
+            f"images of {height} x {width} pixels cannot be cut into patches of {tall} x {wide}: set data.size to "
+            f"multiples of them, such as {below} or {above}"
+        )
+    try:
+        patch_grid(model, torch.zeros(1, 3, height, width, device=next(model.parameters()).device))
+    except (AssertionError, RuntimeError, Mistake) as error:  # timm's own and ours, by how the model is wrapped
+        own = " x ".join(map(str, model.record.input_size or ("?",)))
+        raise Mistake(
+            f"data.size is {height} x {width} pixels, and '{model.record.name}' is built for {own}. Set data.size to "
+            "that, model.input_size to another square, or model.kwargs.dynamic_img_size=true for any size."
+        ) from error
+
+
+def _lawful(threat: Threat, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """What an attack proposes, or the clean image where that leaves box or budget, and which these are."""
+    flat = z.flatten(1)
+    in_box = (flat.isfinite() & (flat >= -TOLERANCE) & (flat <= 1 + TOLERANCE)).all(1)
+    broke = ~(in_box & (threat.size(z, x) <= threat.eps + TOLERANCE))
+    return torch.where(broke.view(-1, 1, 1, 1), x, z.clamp(0, 1)), broke
+
+
+def _scores(confusion: Confusion, classes: tuple[str, ...], seed: int) -> dict[str, Any]:
+    data_set, per_image = confusion.intervals(seed)
+    iou = {
+        name: None if value != value else value for name, value in zip(classes, confusion.iou().tolist(), strict=True)
+    }
+    return {
+        "images": confusion.images,
+        "mean_iou": confusion.mean_iou(),
+        "mean_iou_ci95": list(data_set),
+        "mean_iou_per_image": confusion.mean_iou_per_image(),
+        "mean_iou_per_image_ci95": list(per_image),
+        "pixel_accuracy": confusion.accuracy(),
+        "iou": iou,
+    }
+
+
+# The head's file
+
+
+def _save_head(
+    head: SegmentationHead, path: Path, model: Classifier | Tokened, classes: tuple[str, ...], report: dict[str, Any]
+) -> None:
+    classifier = model.classifier if isinstance(model, Tokened) else model
+    about = {
+        "schema": _SCHEMA,
+        "model": classifier.record.name,
+        "backbone_fingerprint": backbone_fingerprint(classifier),
+        "classes": list(classes),
+        "report": report,
+    }
+    weights = {key: value.detach().cpu().contiguous() for key, value in head.state_dict().items()}
+    write_atomically(path, safetensors.torch.save(weights, metadata={_METADATA_KEY: json.dumps(about)}))
+
+
+def _load_head(path: Path, model: Classifier | Tokened) -> tuple[SegmentationHead, dict[str, Any]]:
+    checkpoint = read_checkpoint(path)
+    try:
+        about = json.loads(checkpoint.metadata[_METADATA_KEY])
+        head, report = SegmentationHead(feature_width(model), len(about["classes"])), dict(about["report"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise Mistake(
+            f"'{path}' is no segmentation head, or damaged ({error!r}). Remove it to train it again."
+        ) from error
+    load_strict(head, checkpoint.weights, str(path))
+    return head.eval(), report

@@ -1,0 +1,88 @@
+"""The factors that aas finds for a model's attention, found once per study and kept in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.attention_scaling.aas import AAS, PAPER_STYLE, Rescaled
+from vitadel.attacks.parse import make
+from vitadel.attacks.pgd import PGD
+from vitadel.attacks.transfer.surrogate import Changed, Surrogate
+from vitadel.backbones.anatomy import attentions_of
+from vitadel.errors import Mistake
+from vitadel.evaluation.engine.calibration import calibrated, studies
+from vitadel.evaluation.engine.stages import rules_of
+from vitadel.instrument.attention import scaled_attention
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.rng import Draws
+from vitadel.studies.run import Scene
+from vitadel.types import Attack
+
+__all__ = ["ThroughScaled", "found_factors", "plain_search", "scaled"]
+
+_STAGE = "factors"
+
+
+def plain_search(name: str, eps: float, norm: str) -> Attack:
+    """An attack that can be sent through scaled attention: one that neither studies the model nor has its own rules."""
+    attack = make(name, eps=eps, norm=norm)
+    if studies(attack) or rules_of(attack) is not None:
+        raise Mistake(f"'{name}' cannot be sent through scaled attention here; take a plain one, such as pgd-20")
+    return attack
+
+
+def found_factors(scene: Scene, images: int, calibration: str | None) -> tuple[float, ...]:
+    """One per softmax attention, on images that are not studied; a resumed study finds them in its folder."""
+    bench = scene.bench
+    kept = bench.processes.on_main(lambda: bench.ledger.find(_STAGE, 0))
+    if kept is not None:
+        return tuple(kept["factors"].tolist())
+    attack = AAS(PGD(scene.threat), images=images)
+    ready = cast(Rescaled, calibrated(attack, bench, scene.subject, scene.tally.index, calibration))
+    factors = cast(tuple[float, ...], ready.factors)
+    assert len(factors) == len(attentions_of(bench.model))
+    if bench.processes.is_main:
+        bench.ledger.save(_STAGE, 0, {"factors": np.asarray(factors, np.float64)})
+    bench.processes.wait()
+    return factors
+
+
+def scaled(model: nn.Module, factors: Sequence[float]) -> nn.Module:
+    """The model with scaled attention, taken for one of its own."""
+    return Changed(model, lambda inner: scaled_attention(inner, tuple(factors)))
+
+
+@dataclass(frozen=True)
+class ThroughScaled:
+    """An attack on the model with scaled attention, alone; samples leave when the deployed model is fooled.
+
+    The first half of `aas+`, with the same random numbers: the second, the plain attack, does not depend on factors.
+    """
+
+    attack: Attack
+    factors: tuple[float, ...]
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+        draws = Draws.of_pixels(x) if draws is None else draws
+        return self.attack(Surrogate(scaled(model, self.factors), model), x, y, draws.stream("rescaled"))
+
+    def explain(
+        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """With the paper's way of counting as a note: does the scaled model, itself attacked, still give the label?"""
+        draws = Draws.of_pixels(x) if draws is None else draws
+        z, softened = self(model, x, y, draws), scaled(model, self.factors)
+        aimed = self.attack(softened, x, y, draws.stream("rescaled"))
+        with frozen(model), torch.no_grad():
+            return z, {PAPER_STYLE: softened(aimed).argmax(1) == y}
+
+    def passes(self) -> tuple[int, int]:
+        gradients, forwards = self.attack.passes()
+        # Every look at the scaled model needs one at the deployed one; then the search that counts as the paper does.
+        return 2 * gradients, 3 * forwards + gradients + 1

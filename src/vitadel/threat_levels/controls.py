@@ -1,0 +1,65 @@
+"""Controls: changes that nobody would call a defence, beside the tokens, under the attack that knows none of them.
+
+An image crafted on one model at a tiny budget fails on many a slightly different one. Only what tokens hold beyond
+these is learned robustness.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.threat_levels.levels import Head
+from vitadel.runtime.rng import Draws
+
+__all__ = ["Resized", "controls", "with_weight_noise"]
+
+RESIZED = 230 / 224
+WEIGHT_NOISE = 0.01
+
+
+class Resized(nn.Module):
+    """A model behind a tiny resize: every image is made `ratio` times as large and back again, bilinearly."""
+
+    def __init__(self, model: nn.Module, ratio: float = RESIZED) -> None:
+        super().__init__()
+        self.model = model
+        self.ratio = ratio
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = [max(1, round(side * self.ratio)) for side in x.shape[-2:]]
+        if size == list(x.shape[-2:]):
+            size = [side + 1 for side in size]  # small images: a ratio that rounds away would change nothing
+        larger = F.interpolate(x, size=size, mode="bilinear", align_corners=False)
+        logits: Tensor = self.model(F.interpolate(larger, size=x.shape[-2:], mode="bilinear", align_corners=False))
+        return logits
+
+
+def with_weight_noise(model: nn.Module, share: float = WEIGHT_NOISE, seed: int = 0) -> nn.Module:
+    """A copy whose weights of more than one axis each changed by about `share` of themselves."""
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for number, weight in enumerate(parameter for parameter in changed.parameters() if parameter.dim() > 1):
+            noise = Draws.of_samples(seed, [number]).stream("weight noise").normal(weight.numel())
+            weight.mul_(1 + share * noise.view_as(weight).to(weight))
+    return changed
+
+
+def controls(victim: Tokened, head: Head, seed: int, scale: float = 0.01) -> dict[str, nn.Module]:
+    """What needs no training, by name; the bare backbone first. Untrained tokens are `scale` times normal noise."""
+    classifier, (count, width) = victim.classifier, victim.tokens.shape
+
+    def beside(tokens: Tensor) -> nn.Module:
+        return head(Tokened(classifier, tokens.to(victim.tokens.device), placement=victim.placement))
+
+    return {
+        "no tokens": head(classifier),
+        "untrained tokens": beside(fresh_tokens(width, count, scale, seed)),
+        "zero tokens": beside(torch.zeros(count, width)),
+        "tiny resize": Resized(head(classifier)),
+        "tiny weight noise": with_weight_noise(head(classifier), seed=seed),
+    }

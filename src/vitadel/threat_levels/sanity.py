@@ -1,0 +1,65 @@
+"""Does a climb make sense? More knowledge, and more budget, must not seem to help less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+from vitadel.quantities import amount_text
+from vitadel.evaluation.intervals import wilson
+
+__all__ = ["findings_about_order"]
+
+_KNOWS_MORE = ("T2", "T3", "T4", "T6")
+
+Held = Mapping[str, Mapping[float, int]]
+"""Level -> budget -> how many images stand."""
+
+
+def findings_about_order(held: Held, n: int) -> list[dict[str, Any]]:
+    """Every place where a stronger attacker leaves more images standing, by more than chance explains."""
+    budgets = sorted({eps for by_eps in held.values() for eps in by_eps})
+    return [*_by_knowledge(held, budgets, n), *_by_queries(held, budgets, n), *_by_budget(held, n)]
+
+
+def _clearly_more(stronger: int, weaker: int, n: int) -> bool:
+    return wilson(stronger, n)[0] > weaker / n
+
+
+def _by_knowledge(held: Held, budgets: list[float], n: int) -> Iterator[dict[str, Any]]:
+    for eps in budgets:
+        known = [(code, held[code][eps]) for code in _KNOWS_MORE if eps in held.get(code, {})]
+        for (low, before), (high, after) in pairwise(known):
+            if _clearly_more(after, before, n):
+                yield _suspicious(
+                    f"{high} at least as strong as {low}",
+                    f"at {amount_text(eps)} {low} leaves {before} of {n} standing; {high}, which knows more, {after}",
+                    "give the attacks more steps, and look for masked gradients",
+                )
+
+
+def _by_queries(held: Held, budgets: list[float], n: int) -> Iterator[dict[str, Any]]:
+    for eps in budgets:
+        queries, white = (held.get(code, {}).get(eps) for code in ("T5", "T6"))
+        if queries is not None and white is not None and _clearly_more(white, queries, n):
+            yield _suspicious(
+                "gradients beat queries",
+                f"at {amount_text(eps)} score queries leave {queries} of {n} standing, the white-box attacks {white}",
+                "gradients are masked: the white-box number is an upper bound only",
+            )
+
+
+def _by_budget(held: Held, n: int) -> Iterator[dict[str, Any]]:
+    for code, by_eps in held.items():
+        for (small, before), (large, after) in pairwise(sorted(by_eps.items())):
+            if _clearly_more(after, before, n):
+                yield _suspicious(
+                    "a larger budget hurts at least as much",
+                    f"{code}: {before} of {n} stand at {amount_text(small)}, and {after} at {amount_text(large)}",
+                    "the attack is too weak at the larger budget: give it more steps",
+                )
+
+
+def _suspicious(check: str, evidence: str, advice: str) -> dict[str, Any]:
+    return {"check": check, "verdict": "suspicious", "evidence": evidence, "advice": advice}

@@ -1,0 +1,147 @@
+"""Further token sets for the same backbone: the attacker's surrogates, the defender's bank, and trained controls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitadel.adapters.tokens.robustness_tokens import Tokened
+from vitadel.adapters.tokens.token_files import load_tokens
+from vitadel.attacks.features import pixels_per_unit
+from vitadel.training.trainables.tokens import Tokens
+from vitadel.training.recipes.build import Recipe, build_recipe
+from vitadel.training.run import open_workshop, run_harden
+from vitadel.training.recipes.documents import compose, rows
+from vitadel.errors import Mistake
+from vitadel.runtime.distributed import Processes
+
+__all__ = ["Lesson", "TokenRecipe", "Trainer", "control_changes", "read_recipe"]
+
+_AS_WRITTEN: dict[str, Any] = {}
+_CONTROLS: dict[str, dict[str, Any]] = {
+    "tokens trained on noise": {"objective.attack": "noise"},
+    "tokens trained to change nothing": {"objective.attack": "noise", "objective.recovery": 0.0},
+}
+"""How the recipe is changed for tokens that never saw an attack."""
+
+
+@dataclass(frozen=True)
+class TokenRecipe:
+    """The defender's recipe, which attackers are taken to know; `text` is how it was named."""
+
+    text: str
+    name: str
+    row: str | None
+
+    def built(self, changes: Mapping[str, Any] = _AS_WRITTEN, what: str = "") -> Recipe:
+        """Without a test and a tracker, which no set here needs; `what` is to be trained, for messages."""
+        overrides = {"train.tracker": "none", "data.test": None, **changes}
+        return build_recipe(compose(self.name, self.row, overrides), f"{self.text} ({what})" if what else self.text)
+
+    @property
+    def scale(self) -> float:
+        """Of the noise that tokens start from."""
+        return float(getattr(self.built().adapter, "scale", 0.01))
+
+    @property
+    def features(self) -> str:
+        """Which features the defence compares, and so the paper's attack: tokens, or one pooled vector per image."""
+        return str(getattr(self.built().objective, "features", "tokens"))
+
+
+def read_recipe(text: str) -> TokenRecipe:
+    """NAME or NAME:ROW, of a shipped recipe or of a file; a `Mistake` if there is none, or if it trains no tokens."""
+    name, _, row = (text, "", "") if ":" not in text or text.endswith((".yaml", ".yml")) else text.rpartition(":")
+    there = rows(name)
+    if there and not row:
+        raise Mistake(
+            f"--recipe {text}: this recipe is a table, and tokens were trained by one of its rows. Name it, as in "
+            f"--recipe {name}:{there[0]}; there is {', '.join(there)}."
+        )
+    recipe = TokenRecipe(text, name, row or None)
+    built = recipe.built()
+    if not isinstance(built.adapter, Tokens):
+        use = dict(built.document.get("adapter") or {}).get("use", "whole_model")
+        raise Mistake(
+            f"--recipe {text} trains no robustness tokens (its adapter is {use}). Name the recipe of the victim's "
+            "tokens, such as tokens/deit-tiny, or a file like it."
+        )
+    return recipe
+
+
+def control_changes(recipe: TokenRecipe) -> dict[str, dict[str, Any]]:
+    """How the recipe is changed for tokens that never saw an attack, by what they saw instead.
+
+    Noise has the budget that the attack of the recipe has in pixels.
+    """
+    built = recipe.built()
+    budget = built.threat.eps * pixels_per_unit(built.objective.attack)
+    return {name: {**changes, "threat.eps": budget} for name, changes in _CONTROLS.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """What token sets are trained by, on the victim's frozen classifier; `data` None means the recipe's own images."""
+
+    victim: Tokened
+    recipe: TokenRecipe
+    data: str | None
+    data_root: str | Path | None
+
+    def built(self, what: str, seed: int, changes: Mapping[str, Any] = _AS_WRITTEN) -> Recipe:
+        """The recipe for one set, which has as many tokens as the victim, in the same place.
+
+        Each set has a seed of its own, from which both its start and its choice of images come.
+        """
+        overrides: dict[str, Any] = {
+            "adapter.count": len(self.victim.tokens),
+            "adapter.placement": self.victim.placement,
+            "adapter.seed": seed,
+            "train.seed": seed,
+            **({} if self.data is None else {"data.train": self.data}),
+            **changes,
+        }
+        return self.recipe.built(overrides, what)
+
+    def check(self, processes: Processes, variants: Mapping[str, Mapping[str, Any]]) -> None:
+        """Build the recipe with each variant's changes and open its data: a `Mistake` now, not after hours."""
+        built = [self.built(what, 0, changes) for what, changes in variants.items()]
+        open_workshop(built[0], processes, self.data_root, self.victim.classifier)
+
+
+@dataclass(frozen=True, eq=False)
+class Trainer:
+    """Trains in run folders below `folder`, so that a resumed ladder finds its sets again."""
+
+    folder: Path
+    processes: Processes
+    shown: bool = False
+
+    def several(self, lesson: Lesson, name: str, count: int, seed: int) -> tuple[Tokened, ...]:
+        return tuple(self.train(lesson, f"{name} {number + 1}", seed + number) for number in range(count))
+
+    def controls(self, lesson: Lesson, seed: int) -> dict[str, Tokened]:
+        """Tokens that never saw an attack, by what they saw instead."""
+        changes = control_changes(lesson.recipe)
+        return {name: self.train(lesson, name, seed + k, changes[name]) for k, name in enumerate(changes)}
+
+    def train(self, lesson: Lesson, name: str, seed: int, changes: Mapping[str, Any] = _AS_WRITTEN) -> Tokened:
+        out = self.folder / name.replace(" ", "-")
+        try:
+            run_harden(
+                lesson.built(name, seed, changes),
+                f"{lesson.recipe.text} ({name})",
+                self.processes,
+                out=out,
+                resume=True,
+                shown=self.shown,
+                data_root=lesson.data_root,
+                model=lesson.victim.classifier,
+            )
+        except Mistake as mistake:
+            raise Mistake(
+                f"the ladder could not train tokens ({name}) by '{lesson.recipe.text}': {mistake}"
+            ) from mistake
+        return load_tokens(out / "weights" / "best.safetensors", lesson.victim.classifier).eval()

@@ -1,0 +1,128 @@
+"""What a training will cost before it runs: its parts timed on a few images, on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.variants import training_form
+from vitadel.attacks.parse import make
+from vitadel.backbones.attention_kernels import fastest_attention
+from vitadel.training.inner_attack import craft
+from vitadel.training.recipes.build import Recipe
+from vitadel.training.run import Workshop, make_optimiser
+from vitadel.training.protocols import Measures
+from vitadel.evaluation.engine.compilation import gradient_probe, seconds_of
+from vitadel.evaluation.engine.stages import PRECISIONS
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.distributed import Processes
+
+__all__ = ["plan_training"]
+
+_IMAGES = 32
+
+
+def plan_training(shop: Workshop, processes: Processes) -> dict[str, Any]:
+    """Seconds for each part of the work, on this number of processes; plug-ins that add passes are not timed."""
+    recipe, device = shop.recipe, processes.device
+    model = recipe.adapter.attach(shop.model.to(device)).to(device)
+    shown = recipe.adapter.shown(model)
+    begun = time.perf_counter()
+    part = next(shop.stream.steps(0, 1))[0].to(device)
+    reading = (time.perf_counter() - begun) / len(part.y)
+    x, y = part.x[:_IMAGES], part.y[:_IMAGES]
+    half = PRECISIONS[recipe.train.precision]
+
+    def in_half(kind: torch.dtype | None) -> AbstractContextManager[object]:
+        return nullcontext() if kind is None else torch.autocast(device.type, kind)
+
+    def learn() -> Tensor:
+        with in_half(half):
+            loss = recipe.objective(model.train(), x, x, y)["loss"]
+        loss.backward()
+        return loss
+
+    def measured(work: Callable[[], Tensor]) -> float:
+        return seconds_of(work, device) / len(y)
+
+    def attack_once() -> Tensor:
+        assert at_work is not None
+        with in_half(half if half == torch.bfloat16 else None):  # fp16 is for the loss only, as in the loop
+            return craft(at_work, shown, x, y, mode=recipe.train.attack_mode)
+
+    attack = recipe.objective.attack
+    at_work = None if attack is None else training_form(attack)
+    with fastest_attention(model, device, half):
+        learning = measured(learn)
+        updating = seconds_of(_update(recipe, model), device)
+        model.zero_grad(set_to_none=True)
+        attacking = 0.0 if at_work is None else measured(attack_once)
+    with frozen(model):
+        gradient = measured(gradient_probe(model, x))
+        with torch.no_grad():
+            forward = measured(lambda: model(x))
+    threat = recipe.threat
+
+    def at_most(name: str) -> float:
+        gradients, forwards = make(name, eps=threat.eps, norm=threat.norm).passes()
+        return gradients * gradient + (forwards + 1) * forward
+
+    def validating() -> float:
+        objective = recipe.objective
+        if isinstance(objective, Measures) and attack is not None:  # judged by its own measure, under its own attack
+            with frozen(model), torch.no_grad():
+                return attacking + measured(lambda: objective.measure(model, x, x)[0])
+        return forward + (at_most(recipe.validation.attack) if recipe.validation.attack else 0.0)
+
+    epochs = recipe.train.epochs + recipe.schedule.cool_down
+    steps = shop.stream.steps_per_epoch * epochs
+    images = steps * recipe.train.batch_size / processes.count
+    validated = len(shop.held_out.rows) * (-(-epochs // recipe.validation.every)) / processes.count
+    audited = _audited(shop) / processes.count
+    parts: list[tuple[str, float, float]] = [  # what, images, seconds an image
+        ("reading and augmentation", images, reading),
+        ("attacks", images, attacking),
+        ("loss and gradients", images, learning),
+        ("update", steps * recipe.train.batch_size, updating / recipe.train.batch_size),
+        ("validation, at most", validated, validating()),
+        ("audit at the end, at most", audited, forward + sum(map(at_most, recipe.audit.attacks))),
+    ]
+    return {
+        "epochs": epochs,
+        "steps": steps,
+        "batch_size": recipe.train.batch_size,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "processes": processes.count,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "plugins_not_timed": [name for name, _ in recipe.plugins],
+        "rows": [{"name": name, "images": count, "seconds": count * each} for name, count, each in parts],
+        "seconds": sum(count * each for _, count, each in parts),
+    }
+
+
+def _update(recipe: Recipe, model: nn.Module) -> Callable[[], Tensor]:
+    """A step of the optimiser at a rate of 0: nearly all leave the weights where they are."""
+    optimiser = make_optimiser(recipe.optimiser, model)
+    for group in optimiser.param_groups:
+        group["lr"] = 0.0
+    some = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+    def step() -> Tensor:
+        optimiser.step()
+        return some
+
+    return step
+
+
+def _audited(shop: Workshop) -> int:
+    """How many test images the audit at the end will see."""
+    if shop.test is None:
+        return 0
+    limit = shop.recipe.audit.limit
+    return len(shop.test) if limit is None else min(limit, len(shop.test))

@@ -1,0 +1,62 @@
+"""Attacks inside training: on the bare model in either mode, with mixed labels where an attack takes them."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from torch import Tensor, nn
+
+from vitadel.attacks.variants import threats_in
+from vitadel.attacks.losses import hard_labels
+from vitadel.attacks.pgd import PGD
+from vitadel.attacks.views import Averaged
+from vitadel.attacks.wrappers import Restarts, WorstOf
+from vitadel.runtime.rng import Draws
+from vitadel.types import Attack
+
+__all__ = ["craft"]
+
+
+def craft(
+    attack: Attack,
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    draws: Draws | None = None,
+    mode: Literal["eval", "train"] = "eval",
+) -> Tensor:
+    """Perturbed images to train on. The model's modes, flags and parameters' gradients stay as they are.
+
+    In mode 'train' the attack meets the model in the modes that training has set. Dropout then draws from torch's
+    global generator, and every pass of the attack moves the running statistics of batch norm.
+
+    Mixed labels reach PGD as they are, also when it is repeated or averaged; other attacks get the likeliest class.
+    """
+    threats = threats_in(attack)
+    if threats and all(threat.eps == 0 for threat in threats):
+        return x.detach()
+    seen = _InItsOwnModes(model) if mode == "train" else model
+    return attack(seen, x, y if _takes_mixed_labels(attack) else hard_labels(y), draws)
+
+
+class _InItsOwnModes(nn.Module):
+    """A model whose modes nobody switches: attacks freeze what they are given, of which here only the flags remain."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def train(self, mode: bool = True) -> Self:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model(x)
+        return logits
+
+
+def _takes_mixed_labels(attack: Attack) -> bool:
+    if isinstance(attack, Restarts | Averaged):
+        return _takes_mixed_labels(attack.attack)
+    if isinstance(attack, WorstOf):
+        return all(map(_takes_mixed_labels, attack.attacks))
+    return isinstance(attack, PGD)

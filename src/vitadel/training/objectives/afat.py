@@ -1,0 +1,146 @@
+"""AFAT: features that stay put when an opponent corrupts a tenth of the patches (CVPR 2023; released as RSPC)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.patches.corruption_model import alignment, corrupted, keep_mask
+from vitadel.attacks.patches.random_patches import check_noise, normalisation_of, patches_in, uniform_noise
+from vitadel.training.objectives.terms import accuracy, check_share, check_weight, cross_entropy
+from vitadel.training.patch_selector import Opponent
+from vitadel.training.paired_features import Pair, pair_of, pair_with_fewer_tokens
+from vitadel.training.recipes.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, check_ranges
+from vitadel.errors import Mistake
+from vitadel.types import Attack
+
+__all__ = ["Afat"]
+
+_ENLARGED = 2.0**16  # the loss whose gradient is asked for beside the training's own: in fp16 it would be lost
+
+
+@dataclass(frozen=True)
+class Afat:
+    """CE(p(x), y) + weight * mean over blocks of |F(x) - F(x')|^2, an element mean; x' has noise in some patches.
+
+    The answers to x' do not count. One pass over [x', x], with gradients through both (`detach_clean`: just x').
+    `share` of the patches, of `side` pixels (0: the model's own), are corrupted: those that an `Opponent` chooses,
+    which climbs the alignment term (`selector: alignment`) or CE(p(x'), y) ('cross-entropy', a second backward pass),
+    or 'random' ones. `fill` is 'noise' (in the space of `noise`), 'zero' (the mean colour), or 'drop', which takes the
+    tokens away and works for plain ViTs. `straight_through` is the gradient of choosing: 'identity', 'clamp'ed to
+    [-1, 1] as released, or only within the 'window' of scores from -1 to 1 (Hubara et al. 2016). For the rest see
+    `Opponent` and `paired_features`; the defaults are the paper's numbers, and docs/afat.md has the reasons.
+    """
+
+    weight: float = 5e-3
+    share: float = 0.1
+    selector: Literal["alignment", "cross-entropy", "random"] = "alignment"
+    fill: Literal["noise", "zero", "drop"] = "noise"
+    noise: str = "normalised"
+    features: Literal["blocks", "attention"] = "blocks"
+    detach_clean: bool = False
+    same_paths: bool = False
+    label_smoothing: float = 0.0
+    side: int = 0
+    rounding: Literal["nearest", "quantile"] = "nearest"
+    straight_through: Literal["identity", "clamp", "window"] = "identity"
+    rate: float = 1e-4
+    momentum: float = 0.9
+    weight_decay: float = 0.05
+    gradient: Literal["normalised", "clipped"] = "normalised"
+    gradient_length: float = 5.0
+    opponent: Opponent = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_weight("weight", self.weight)
+        check_share("share", self.share)
+        check_share("label_smoothing", self.label_smoothing)
+        check_noise(self.share or 1, 1, self.noise)
+        check_ranges(
+            self,
+            rate=POSITIVE,
+            gradient_length=POSITIVE,
+            momentum=BELOW_ONE,
+            weight_decay=NOT_NEGATIVE,
+            side=NOT_NEGATIVE,
+        )
+        if self.fill == "drop" and self.share == 1:
+            raise Mistake("with fill: drop and share 1 no token would be left; choose a smaller share")
+        if self.fill == "drop" and self.same_paths:
+            raise Mistake(
+                "fill: drop needs a pass for each version of an image, so that drop-path cannot leave out the same "
+                "paths in both; leave out same_paths"
+            )
+        opponent = Opponent(
+            share=self.share,
+            rounding=self.rounding,
+            side=self.side,
+            learns=self.selector != "random",
+            rate=self.rate,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            gradient=self.gradient,
+            gradient_length=self.gradient_length,
+        )
+        object.__setattr__(self, "opponent", opponent)
+
+    @property
+    def attack(self) -> Attack | None:
+        return None
+
+    @property
+    def companion(self) -> tuple[str, Opponent]:
+        return "opponent", self.opponent
+
+    def __call__(self, model: nn.Module, x: Tensor, z: Tensor, y: Tensor) -> dict[str, Tensor]:
+        keep = self._kept(model, x)
+        climbs_ce = self.selector == "cross-entropy" and keep.requires_grad
+        used = keep.detach().requires_grad_() if climbs_ce else keep
+        pair = self._pair(model, x, used)
+        natural = cross_entropy(pair.clean, y, self.label_smoothing).mean()
+        apart = alignment(
+            [altered for altered, _ in pair.features],
+            [clean.detach() if self.detach_clean else clean for _, clean in pair.features],
+        )
+        loss = natural + self.weight * apart
+        if climbs_ce:
+            # The opponent's gradient as a product with numbers, so that the model learns nothing from these answers.
+            harm = cross_entropy(pair.altered, y, self.label_smoothing).mean()
+            (slope,) = torch.autograd.grad(_ENLARGED * harm, used, retain_graph=True)
+            # What overflows counts as nothing: in the loss it would leave the model nothing to learn from.
+            pull = (keep * (slope / _ENLARGED).nan_to_num(0.0, 0.0, 0.0)).sum()
+            loss = loss + pull - pull.detach()
+        return {
+            "loss": loss,
+            "natural": natural.detach(),
+            "alignment": apart.detach(),
+            "accuracy": accuracy(pair.altered, y),
+            "clean_accuracy": accuracy(pair.clean, y),
+        }
+
+    def _kept(self, model: nn.Module, x: Tensor) -> Tensor:
+        """1 for patches that stay, 0 for those to corrupt, with a way for gradients to an opponent who learns."""
+        rows, columns = patches_in(x, self.opponent.side_for(model, x))
+        count = self.opponent.count(rows * columns)
+        if self.selector == "random":
+            return (self.opponent.draws(x).stream("patches").order(rows * columns) >= count).to(x.dtype)
+        scores = self.opponent.scores(model, x)
+        if self.straight_through == "window":
+            scores = torch.where(scores.abs() <= 1, scores, scores.detach())
+        keep = keep_mask(scores, count)
+        if self.straight_through == "clamp" and keep.requires_grad:
+            keep.register_hook(lambda slope: slope.clamp(-1, 1))
+        return keep
+
+    def _pair(self, model: nn.Module, x: Tensor, keep: Tensor) -> Pair:
+        side = self.opponent.side_for(model, x)
+        if self.fill == "drop":
+            return pair_with_fewer_tokens(model, x, keep, self.opponent.count(keep.shape[1]), self.features)
+        if self.fill == "zero":
+            painted = normalisation_of(model)[0].to(x).expand_as(x)
+        else:
+            painted = uniform_noise(model, x, self.opponent.draws(x).stream("noise"), self.noise)
+        return pair_of(model, corrupted(x, keep, painted, side), x, self.features, self.same_paths)

@@ -1,0 +1,111 @@
+"""Two versions of each image through one model, and what its blocks make of either: what AFAT compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.patches.corruption_model import main_attentions, main_blocks
+from vitadel.backbones.anatomy import (
+    Part,
+    SoftmaxAttention,
+    attentions_of,
+    backbone_of,
+    blocks_of,
+    family_of,
+    prefix_tokens_of,
+)
+from vitadel.errors import Mistake
+from vitadel.instrument.hooks import Edge, hooked
+
+__all__ = ["Pair", "pair_of", "pair_with_fewer_tokens"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Logits of both versions, and their features, block by block, of which the first is the altered version's."""
+
+    altered: Tensor
+    clean: Tensor
+    features: list[tuple[Tensor, Tensor]]
+
+
+def pair_of(model: nn.Module, altered: Tensor, clean: Tensor, kind: str, same_paths: bool) -> Pair:
+    """Both in one pass, the altered ones first: batch norms see the mixture, whose statistics are used in the end.
+
+    Features are what 'blocks' or the 'attention' inside them give. With `same_paths` drop-path leaves out the same
+    paths in both versions of an image, so that they differ by what was altered alone.
+    """
+    seen: list[Tensor] = []
+    with _watching(model, kind, seen), hooked(model, _same_paths(model) if same_paths else []):
+        logits = model(torch.cat([altered, clean]))
+    halves = [tuple(each.chunk(2)) for each in seen]
+    first, second = logits.chunk(2)
+    return Pair(first, second, [(one, other) for one, other in halves])
+
+
+def pair_with_fewer_tokens(model: nn.Module, x: Tensor, keep: Tensor, count: int, kind: str) -> Pair:
+    """The images as they are, and without the tokens of the `count` patches that are not kept; compared by the others.
+
+    `keep`, (batch, patches), is 1 or 0 and multiplies the tokens that stay, which lets gradients reach it. Two passes,
+    as the numbers of tokens differ.
+    """
+    if family_of(model) != "vit":
+        raise Mistake(
+            f"tokens can be dropped from plain ViTs only, and this model is of the family '{family_of(model)}', which "
+            "needs all of its tokens in their places; set fill: zero"
+        )
+    prefix = prefix_tokens_of(model)
+    order = keep.detach().argsort(dim=1, descending=True, stable=True)[:, : keep.shape[1] - count]
+    patches = order.sort(dim=1).values
+    places = torch.cat([torch.arange(prefix, device=x.device).expand(len(x), -1), patches + prefix], 1)[..., None]
+
+    def leave_out(tokens: Tensor) -> Tensor:
+        if tokens.shape[1] - prefix != keep.shape[1]:
+            raise Mistake(
+                f"fill: drop takes whole tokens away, so patches must be the model's own: it has "
+                f"{tokens.shape[1] - prefix}, and the given side makes {keep.shape[1]}; set side: 0"
+            )
+        stay = tokens.take_along_dim(places, 1)
+        weights = torch.cat([stay.new_ones(len(x), prefix), keep.gather(1, patches).to(stay.dtype)], 1)
+        return stay * weights[..., None]
+
+    entrance = "norm_pre"
+    whole: list[Tensor] = []
+    fewer: list[Tensor] = []
+    leaving_out = Edge(entrance, backbone_of(model).get_submodule(entrance), leave_out)
+    with _watching(model, kind, fewer), hooked(model, [leaving_out]):
+        altered = model(x)
+    with _watching(model, kind, whole):
+        clean = model(x)
+    return Pair(altered, clean, [(one, all_.take_along_dim(places, 1)) for one, all_ in zip(fewer, whole, strict=True)])
+
+
+@contextmanager
+def _watching(model: nn.Module, kind: str, seen: list[Tensor]) -> Iterator[None]:
+    whole, chosen = (attentions_of, main_attentions) if kind == "attention" else (blocks_of, main_blocks)
+    parts: Sequence[Part | SoftmaxAttention] = whole(model)
+    sites = [Edge(parts[number].name, parts[number].module, seen.append) for number in chosen(model)]
+    with hooked(model, sites):
+        yield
+
+
+def _same_paths(model: nn.Module) -> list[Edge]:
+    """Both versions of an image as one longer sample while drop-path draws."""
+    dropping = [
+        (name, module)
+        for name, module in model.named_modules()
+        if any(kind.__name__ == "DropPath" for kind in type(module).__mro__) and getattr(module, "drop_prob", None)
+    ]
+    return [
+        edge
+        for name, module in dropping
+        for edge in (
+            Edge(name, module, lambda x: torch.cat(x.chunk(2), 1), before=True),
+            Edge(name, module, lambda x: torch.cat(x.chunk(2, 1))),
+        )
+    ]

@@ -1,0 +1,161 @@
+"""AFAT's corruption model at work in a training: it learns beside the model, against it (CVPR 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.patches.corruption_model_files import save_corruption_model
+from vitadel.attacks.patches.corruption_model import CorruptionModel, as_first_layer_sees
+from vitadel.attacks.patches.random_patches import count_of_share, patch_side_of, patches_in, strongest
+from vitadel.training.protocols import Losses, Training
+from vitadel.training.data_stream import whole_key
+from vitadel.runtime.rng import Draws
+
+__all__ = ["Opponent"]
+
+_PROBES = 64  # images on which it is watched how the choice of patches moves
+_LAST, _MOMENTUM = "last", "momentum."
+
+
+@dataclass
+class Opponent:
+    """Which patches to corrupt, and the learning of it: SGD uphill, on gradients that the objective's loss leaves.
+
+    Gradients are averaged over processes and then given the length `gradient_length`, whatever they had ('normalised'),
+    or shortened to it ('clipped', the released code). The latter ran in half precision and clipped gradients that
+    were still multiplied by the scale of the loss, so that in effect all were of that length; in full precision they
+    are some hundred times shorter and the opponent stays where it started. A step with gradients that are not finite
+    is left out. What is told every epoch: the share of chosen patches that are others than at the start
+    (`masks_moved`) and than an epoch before (`masks_moved_last`), on training images without augmentation.
+    """
+
+    share: float
+    rounding: str
+    side: int
+    learns: bool
+    rate: float
+    momentum: float
+    weight_decay: float
+    gradient: str
+    gradient_length: float
+    _model: CorruptionModel | None = field(init=False, default=None, repr=False)
+    _climber: torch.optim.SGD | None = field(init=False, default=None, repr=False)
+    _saved: dict[str, Tensor] = field(init=False, default_factory=dict, repr=False)
+    _last: Tensor | None = field(init=False, default=None, repr=False)
+    _side: int = field(init=False, default=0, repr=False)
+    _key: int = field(init=False, default=0, repr=False)
+
+    def draws(self, x: Tensor) -> Draws:
+        """By the pixels and the step: blind to batches and processes, and new when an image comes again."""
+        return Draws.of_pixels(x, self._key)
+
+    def count(self, patches: int) -> int:
+        """How many patches are corrupted; 'quantile' is the released rule for scores that all differ."""
+        if self.rounding == "quantile" and self.share > 0:
+            return int(self.share * (patches - 1)) + 1
+        return count_of_share(self.share, patches)
+
+    def side_for(self, model: nn.Module, x: Tensor) -> int:
+        self._side = self._side or self.side or patch_side_of(model, x)
+        return self._side
+
+    def scores(self, model: nn.Module, x: Tensor) -> Tensor:
+        """One per patch, (batch, patches); the lowest are to be corrupted. Gradients reach the corruption model."""
+        if self._model is None:  # called outside a training
+            self._model = _fresh(x, self.side_for(model, x), 0)
+        scores: Tensor = self._model(as_first_layer_sees(model, x))
+        return scores
+
+    @contextmanager
+    def around_step(self, run: Training, losses: Losses) -> Iterator[None]:
+        self._key = whole_key(run.seed, "corruption", run.step)
+        if self._side == 0 or (self.learns and self._climber is None):
+            self._begin(run)
+        yield
+        if self.learns:
+            self._climb(run)
+
+    def _begin(self, run: Training) -> None:
+        x, _ = next(iter(run.training_images(1)))
+        side = self.side_for(run.model, x)
+        if not self.learns:
+            return
+        self._model = _fresh(x, side, run.seed)
+        self._climber = torch.optim.SGD(
+            self._model.parameters(),
+            self.rate,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            nesterov=self.momentum > 0,
+            maximize=True,
+        )
+        if self._saved:
+            for name, weight in self._model.named_parameters():
+                weight.data.copy_(self._saved[name])
+                if _MOMENTUM + name in self._saved:
+                    self._climber.state[weight]["momentum_buffer"] = self._saved[_MOMENTUM + name].to(weight.device)
+
+    @torch.no_grad()
+    def _climb(self, run: Training) -> None:
+        assert self._model is not None
+        assert self._climber is not None
+        weights = list(self._model.parameters())
+        grads = [run.processes.mean(torch.zeros_like(w) if w.grad is None else w.grad) for w in weights]
+        length = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]))
+        run.log({"opponent_gradient": float(length)})
+        if bool(length.isfinite()):
+            factor = self.gradient_length / length.clamp(min=1e-30)
+            for weight, grad in zip(weights, grads, strict=True):
+                weight.grad = grad * (factor.clamp(max=1) if self.gradient == "clipped" else factor)
+            self._climber.step()
+        self._climber.zero_grad()
+
+    @torch.no_grad()
+    def after_epoch(self, run: Training) -> None:
+        if self._model is None or not self.learns:
+            return
+        batches = [x for x, _ in run.training_images(_PROBES)]
+        first = _fresh(batches[0], self._side, run.seed)
+        at_start, now = (
+            torch.cat([self._chosen(each, run.model, x) for x in batches]) for each in (first, self._model)
+        )
+        last = at_start if self._last is None else self._last.to(now.device)
+        run.log({"masks_moved": _moved(at_start, now), "masks_moved_last": _moved(last, now)})
+        self._last = now
+        if run.processes.is_main:
+            save_corruption_model(self._model, run.folder / "weights" / "corruption-model.safetensors")
+
+    def _chosen(self, selector: CorruptionModel, model: nn.Module, x: Tensor) -> Tensor:
+        scores = selector(as_first_layer_sees(model, x))
+        return strongest(-scores, self.count(scores.shape[1]))
+
+    def state(self) -> dict[str, Tensor]:
+        if self._model is None or self._climber is None:
+            return {}
+        state = {} if self._last is None else {_LAST: self._last.cpu()}
+        for name, weight in self._model.named_parameters():
+            state[name] = weight.detach().cpu().clone()
+            momentum = self._climber.state[weight].get("momentum_buffer")
+            if momentum is not None:
+                state[_MOMENTUM + name] = momentum.cpu().clone()
+        return state
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self._saved = dict(state)
+        self._last = self._saved.pop(_LAST, None)
+
+
+def _fresh(x: Tensor, side: int, seed: int) -> CorruptionModel:
+    """As it starts, in every process alike; `x` are images of the size that it is for."""
+    source = torch.Generator().manual_seed(whole_key(seed, "opponent"))
+    return CorruptionModel(*patches_in(x, side), side, x.shape[1], source).to(x.device)
+
+
+def _moved(before: Tensor, now: Tensor) -> float:
+    chosen = int(before.sum())
+    return float((before & ~now).sum()) / chosen if chosen else 0.0

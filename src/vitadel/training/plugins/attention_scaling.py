@@ -1,0 +1,126 @@
+"""AAS-AT: train with attention scales that are moved away every few epochs (Jain & Dutta, CVPR 2024, section 5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.adapters.tora.tora import Tora
+from vitadel.attacks.attention_scaling.aas import DISTANCES, ascended_factors
+from vitadel.attacks.losses import cross_entropy
+from vitadel.backbones.anatomy import attentions_of
+from vitadel.backbones.classifier import Classifier
+from vitadel.training.plugins.lengths import never_begins
+from vitadel.training.protocols import Training
+from vitadel.errors import Mistake
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.rng import Draws
+
+__all__ = ["AttentionScaling"]
+
+
+@dataclass
+class AttentionScaling:
+    """The scores of every softmax attention are multiplied by a factor, which is a part of the model.
+
+    Factors begin at 1. Before epochs `gap`, 2 * `gap`, ... new ones are sought on `images` training images as the AAS
+    attack seeks its own, from a random start in [0.01, 1]: those whose features are farthest, by `distance`, from the
+    features with the factors so far. `steps` and `pace` are those of the ascent. No weight changes meanwhile; how far
+    the clean loss jumps is logged. Objective, attack and averages see the model with its factors.
+
+    The ascent ends at the bounds: farthest from sharp attention is none at all. With the attack's 1e-7 as `smallest` it
+    is switched off, passes no gradient by which weights could answer, and is switched on again by the next factors.
+    """
+
+    gap: int = 10
+    images: int = 3200
+    steps: int = 10
+    pace: float = 0.3
+    distance: str = "lpips"
+    smallest: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.smallest < 1:
+            raise Mistake(f"the smallest factor of attention scaling must lie between 0 and 1, got {self.smallest:g}")
+        if self.distance not in DISTANCES:
+            raise Mistake(f"unknown distance {self.distance!r}; allowed: {', '.join(DISTANCES)}")
+        if min(self.gap, self.images, self.steps) < 1 or not 0 < self.pace < math.inf:
+            raise Mistake(
+                "attention scaling needs gap, images and steps of at least 1 and a positive pace, got "
+                f"gap={self.gap}, images={self.images}, steps={self.steps}, pace={self.pace:g}"
+            )
+
+    def said_of_length(self, epochs: int) -> str | None:
+        return never_begins(self.gap, epochs)
+
+    def check_model(self, model: Classifier) -> None:
+        if not attentions_of(model):
+            raise Mistake(
+                f"{type(model.backbone).__name__} has no softmax attention to scale; train another model, or without "
+                "attention_scaling"
+            )
+
+    def prepare(self, model: nn.Module) -> None:
+        """Give the model its factors, all 1 unless it has some: before optimisers, averages and processes see it."""
+        classifier = _classifier(model)
+        self.check_model(classifier)
+        if classifier.attention_factors is None:
+            classifier.set_attention_factors([1.0] * len(attentions_of(classifier)))
+
+    def before_epoch(self, run: Training) -> None:
+        classifier = _classifier(run.model)
+        if run.epoch == 0 or run.epoch % self.gap:
+            return
+        batches = run.training_images(self.images)
+        # Found once and handed round: processes that rounded differently would train different models.
+        factors, jump = run.processes.on_main(lambda: self._sought(run.model, classifier, batches, run))
+        classifier.set_attention_factors(factors)
+        run.log(
+            {"scales_mean": sum(factors) / len(factors), "scales_min": min(factors), "loss_jump": jump},
+        )
+
+    def _sought(
+        self, model: nn.Module, classifier: Classifier, batches: Iterable[tuple[Tensor, Tensor]], run: Training
+    ) -> tuple[tuple[float, ...], float]:
+        """New factors, and by how much they change the mean loss on the first batch."""
+        held = classifier.record.attention_factors
+        assert held is not None, "`prepare` was not called"
+        draws = Draws.of_samples(run.seed, [run.epoch]).stream("attention scaling")
+        first = next(iter(batches), None)
+        if first is None:
+            raise Mistake("attention scaling needs training images to find its factors on, and there are none")
+        with frozen(model):
+            before = _loss(model, *first)
+            try:
+                # The ascent multiplies what the model has; with ones there, it finds the factors themselves.
+                classifier.set_attention_factors([1.0] * len(held))
+                found = ascended_factors(
+                    model, batches, draws, self.steps, self.pace, self.distance, held, self.smallest
+                )
+                classifier.set_attention_factors(found)
+                return found, _loss(model, *first) - before
+            finally:
+                classifier.set_attention_factors(held)
+
+
+def _classifier(model: nn.Module) -> Classifier:
+    """Who has the factors: the model itself, or the frozen one that TORA stands on."""
+    if isinstance(model, Tora):
+        if model.settings.fuses and model.trade_off is not None:
+            raise Mistake(
+                "attention scaling belongs to phase 1 of TORA: the fusions of all lambdas stand on one model, with the "
+                "factors that it had there. Leave plugins.attention_scaling out of phase 2."
+            )
+        return model.classifier
+    if not isinstance(model, Classifier):
+        raise Mistake(f"attention scaling trains a vitadel Classifier, got {type(model).__name__}; use vitadel.wrap")
+    return model
+
+
+@torch.no_grad()
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    return float(cross_entropy(model(x), y).double().mean())

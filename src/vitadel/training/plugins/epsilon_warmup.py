@@ -1,0 +1,80 @@
+"""Epsilon warm-up: the budget grows over the first epochs (Debenedetti et al. 2022, arXiv:2209.07399)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from vitadel.quantities import amount_text
+from vitadel.attacks.variants import at_eps
+from vitadel.training.protocols import Objective, Training
+from vitadel.errors import Mistake
+from vitadel.types import Attack, Threat
+
+__all__ = ["EpsilonWarmup"]
+
+_SHAPES = ("linear", "sine")
+
+
+@dataclass
+class EpsilonWarmup:
+    """From clean images in the first `zero_epochs` + 1 epochs to the full budget from epoch `epochs` on (from 0).
+
+    eps changes once per epoch, in proportion ('linear') or as half a wave ('sine'). The paper's code divides by
+    `epochs` instead of `epochs - zero_epochs`, which leaves a jump at the end unless `zero_epochs` is 0. Only the
+    budget grows: an attack whose step is given keeps it, and its early perturbations lie in the corners of the ball.
+    With `first` the warm-up starts at that budget instead of 0, for data whose fragile cues should never be learnt.
+    """
+
+    epochs: int
+    zero_epochs: int = 0
+    shape: str = "linear"
+    first: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.shape not in _SHAPES:
+            raise Mistake(f"unknown shape {self.shape!r} of the epsilon warm-up; allowed: {', '.join(_SHAPES)}")
+        if not 0 <= self.zero_epochs < self.epochs:
+            raise Mistake(
+                "an epsilon warm-up needs at least 1 epoch and fewer zero_epochs than epochs, got "
+                f"epochs={self.epochs}, zero_epochs={self.zero_epochs}"
+            )
+        if not 0 <= self.first < math.inf:
+            raise Mistake(f"first, the budget that the warm-up starts at, must be at least 0, got {self.first:g}")
+
+    def said_of_length(self, epochs: int) -> str | None:
+        return (
+            f"lasts {self.epochs} epochs, and there are {epochs}: eps never gets full"
+            if self.epochs >= epochs
+            else None
+        )
+
+    def check_objective(self, objective: Objective, threat: Threat) -> None:
+        self._check_budget(threat.eps)
+        if objective.attack is None:
+            raise Mistake("this objective makes no attack whose budget could grow; leave epsilon_warmup out")
+        at_eps(objective.attack, threat.eps)  # tells if there is no budget in it that could grow
+
+    def _check_budget(self, full: float) -> None:
+        if self.first > full:
+            raise Mistake(
+                f"a warm-up to {amount_text(full)} cannot start at {amount_text(self.first)}; choose a smaller `first`"
+            )
+
+    def eps_at(self, epoch: int, full: float) -> float:
+        """The budget of an epoch; `full` itself, not a rounded neighbour, once the warm-up is over."""
+        if epoch >= self.epochs:
+            return full
+        share = max(0.0, (epoch - self.zero_epochs) / (self.epochs - self.zero_epochs))
+        if self.shape == "sine":
+            share = (1 - math.cos(math.pi * share)) / 2
+        return self.first + (full - self.first) * share
+
+    def change_attack(self, run: Training, attack: Attack) -> Attack | None:
+        full = run.threat.eps
+        self._check_budget(full)
+        eps = self.eps_at(run.epoch, full)
+        run.log({"eps": eps})
+        if eps == full:
+            return attack
+        return at_eps(attack, eps) if eps > 0 else None

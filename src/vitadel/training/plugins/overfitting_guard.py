@@ -1,0 +1,140 @@
+"""A guard against catastrophic overfitting: a model that withstands one step and no more (Wong et al. 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.pgd import PGD
+from vitadel.attacks.steppers import Steepest
+from vitadel.training.plugins.lengths import never_begins
+from vitadel.training.protocols import Training
+from vitadel.errors import Mistake
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.rng import Draws
+from vitadel.types import Attack
+
+__all__ = ["OverfittingGuard"]
+
+_ACTIONS = ("warn", "stop", "rollback")
+_LAST, _FACTORS, _PREFIX = "pgd_accuracy", "attention_factors", "good."
+
+
+@dataclass
+class OverfittingGuard:
+    """After each epoch, held-out images are attacked at full eps by FGSM and by PGD with `steps` steps.
+
+    There is an alarm if the accuracy under FGSM is more than `gap` above that under PGD, or if the latter is more than
+    `fall` below what it was an epoch ago. 'warn' only tells, 'stop' ends training, 'rollback' ends it with the weights
+    of the last epoch without alarm, as in arXiv:2001.03994. A model that has met no attack yet looks much like a
+    collapsed one: with an epsilon warm-up, let the guard begin at the epoch where eps is full (`from_epoch`). An epoch
+    that began with new attention factors (AAS-AT) is not compared with the one before.
+    """
+
+    action: str = "warn"
+    gap: float = 0.2
+    fall: float = 0.2
+    images: int = 256
+    steps: int = 10
+    from_epoch: int = 0
+    _last: float | None = field(init=False, default=None, repr=False)
+    _factors: Tensor | None = field(init=False, default=None, repr=False)
+    _good: dict[str, Tensor] = field(init=False, default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.action not in _ACTIONS:
+            raise Mistake(f"unknown action {self.action!r} of the overfitting guard; allowed: {', '.join(_ACTIONS)}")
+        if min(self.images, self.steps) < 1:
+            raise Mistake(
+                f"the overfitting guard needs at least 1 image and 1 step, got {self.images} and {self.steps}"
+            )
+
+    def said_of_length(self, epochs: int) -> str | None:
+        return never_begins(self.from_epoch, epochs)
+
+    def after_epoch(self, run: Training) -> None:
+        if run.epoch < self.from_epoch:
+            return
+        one_step = PGD(run.threat, stepper=Steepest(run.threat.eps), steps=1, random_start=False)
+        # Found once and handed round: processes must not come to different decisions.
+        fgsm, pgd = run.processes.on_main(
+            lambda: (self._left_by(one_step, run), self._left_by(PGD(run.threat, steps=self.steps), run))
+        )
+        run.log({"fgsm_accuracy": fgsm, "pgd_accuracy": pgd})
+        factors = _factors_of(run.model)
+        if factors is not None and (self._factors is None or not torch.equal(factors, self._factors)):
+            self._last = None
+        alarm = self._alarm(fgsm, pgd)
+        self._last, self._factors = pgd, factors
+        if alarm:
+            self._act(run, alarm)
+        elif self.action == "rollback":
+            self._good = {name: each.detach().to("cpu", copy=True) for name, each in _changing(run.model).items()}
+
+    def _alarm(self, fgsm: float, pgd: float) -> str:
+        if fgsm - pgd > self.gap:
+            return f"FGSM leaves {fgsm:.0%} of the held-out images, PGD-{self.steps} {pgd:.0%}"
+        if self._last is not None and self._last - pgd > self.fall:
+            return f"PGD-{self.steps} leaves {pgd:.0%} of the held-out images, {self._last:.0%} an epoch ago"
+        return ""
+
+    def _act(self, run: Training, alarm: str) -> None:
+        message, back_to = f"catastrophic overfitting in epoch {run.epoch + 1}: {alarm}", None
+        if self.action == "rollback":
+            if self._good:
+                with torch.no_grad():
+                    for name, each in _changing(run.model).items():
+                        each.copy_(self._good[name])
+                back_to = run.epoch - 1  # the first alarm ends the training, so there was none before
+                message += "; the weights of the last epoch without alarm are back"
+            else:
+                message += "; there was no epoch without alarm to go back to"
+        run.tell(message)
+        if self.action != "warn":
+            run.stop(message, back_to)
+
+    def _left_by(self, attack: Attack, run: Training) -> float:
+        return _accuracy(attack, run.model, run.held_out_images(self.images), run.seed)
+
+    def state(self) -> dict[str, Tensor]:
+        held = {_PREFIX + name: each for name, each in self._good.items()}
+        if self._last is not None:
+            held[_LAST] = torch.tensor(self._last, dtype=torch.float64)
+        if self._factors is not None:
+            held[_FACTORS] = self._factors
+        return held
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self._last = float(state[_LAST]) if _LAST in state else None
+        self._factors = state.get(_FACTORS)
+        self._good = {name.removeprefix(_PREFIX): each for name, each in state.items() if name.startswith(_PREFIX)}
+
+
+def _factors_of(model: nn.Module) -> Tensor | None:
+    """The attention factors that the model, or what it is built around, has; as AAS-AT sets them."""
+    named = (each for name, each in model.named_buffers() if name.rpartition(".")[2] == "attention_factors")
+    return next((each.detach().to("cpu", copy=True) for each in named), None)
+
+
+def _changing(model: nn.Module) -> dict[str, Tensor]:
+    """What training changes, itself and not by `state_dict`, which keeps secret tokens to itself."""
+    learning = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    return learning | dict(model.named_buffers())
+
+
+def _accuracy(attack: Attack, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], seed: int) -> float:
+    """The share of images that keep their label; draws are the same after every epoch."""
+    right = count = 0
+    with frozen(model):
+        for x, y in batches:
+            draws = Draws.of_samples(seed, range(count, count + len(x)), x.device).stream("overfitting guard")
+            z = attack(model, x, y, draws)
+            with torch.no_grad():
+                right += int((model(z).argmax(1) == y).sum())
+            count += len(x)
+    if count == 0:
+        raise Mistake("the overfitting guard needs held-out images, and there are none: give data.held_out")
+    return right / count

@@ -1,0 +1,94 @@
+"""Averaged weights are deployed: the exponential mean of steps, or the mean of epochs (Izmailov et al. 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.training.plugins.lengths import never_begins
+from vitadel.training.protocols import Training
+from vitadel.errors import Mistake
+
+__all__ = ["WeightAverage"]
+
+_KINDS = ("ema", "mean")
+_COUNT, _PREFIX = "count", "average."
+
+
+@dataclass
+class WeightAverage:
+    """From epoch `from_epoch` on, validate and save averaged weights instead of the last ones, which go on learning.
+
+    'ema': after every step, average = d * average + (1 - d) * weights with d = min(decay, (1 + t) / (10 + t)), t the
+    number of steps averaged before, so that early weights are soon forgotten. 'mean': of the weights that epochs ended
+    with. Buffers are always the latest: statistics of batch norms belong to the last weights then, and scales of
+    attention are what the weights were trained with.
+    """
+
+    decay: float = 0.999
+    kind: str = "ema"
+    from_epoch: int = 0
+    _average: dict[str, Tensor] = field(init=False, default_factory=dict, repr=False)
+    _count: int = field(init=False, default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise Mistake(f"unknown kind {self.kind!r} of weight average; allowed: {', '.join(_KINDS)}")
+        if not 0 <= self.decay < 1:
+            raise Mistake(f"decay must lie in [0, 1), got {self.decay:g}; 0.999 forgets over a thousand steps")
+
+    def said_of_length(self, epochs: int) -> str | None:
+        return never_begins(self.from_epoch, epochs)
+
+    def after_step(self, run: Training) -> None:
+        if self.kind == "ema" and run.epoch >= self.from_epoch:
+            decay = min(self.decay, (1 + self._count) / (10 + self._count))
+            self._take_in(run.model, 1 - decay)
+
+    def after_epoch(self, run: Training) -> None:
+        if self.kind == "mean" and run.epoch >= self.from_epoch:
+            self._take_in(run.model, 1 / (1 + self._count))
+
+    @torch.no_grad()
+    def _take_in(self, model: nn.Module, share: float) -> None:
+        for name, weight in _weights(model):
+            # Never in half precision: shares of a thousandth would round to nothing.
+            now = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            if self._count == 0:
+                self._average[name] = now.clone()
+            else:
+                self._average[name] = self._average[name].to(now.device).lerp_(now, share)
+        self._count += 1
+
+    @contextmanager
+    def evaluated(self, run: Training) -> Iterator[None]:
+        if not self._average:
+            yield
+            return
+        live = {name: weight.detach().clone() for name, weight in _weights(run.model)}
+        _put(run.model, self._average)
+        try:
+            yield
+        finally:
+            _put(run.model, live)
+
+    def state(self) -> dict[str, Tensor]:
+        return {_COUNT: torch.tensor(self._count), **{_PREFIX + name: each for name, each in self._average.items()}}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self._count = int(state[_COUNT])
+        self._average = {name.removeprefix(_PREFIX): each.clone() for name, each in state.items() if name != _COUNT}
+
+
+def _weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, weight) for name, weight in model.named_parameters() if weight.is_floating_point()]
+
+
+@torch.no_grad()
+def _put(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, weight in _weights(model):
+        weight.copy_(values[name])

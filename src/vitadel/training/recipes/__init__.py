@@ -1,0 +1,1 @@
+"""Recipes: documents, their sections, and what is built from them."""

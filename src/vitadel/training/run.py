@@ -1,0 +1,461 @@
+"""From a recipe to a hardened model: open, train, and audit what came out."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+from timm.optim import create_optimizer_v2, list_optimizers
+from torch import Tensor, nn
+
+from vitadel.attacks.features import pixels_per_unit
+from vitadel.attacks.settings import settings_of
+from vitadel.backbones.attention_kernels import fastest_attention
+from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.image_size import check_images_fit
+from vitadel.data import open_dataset
+from vitadel.data.preprocess import Preprocess
+from vitadel.data.subset import balanced_subset
+from vitadel.training.trainables.tokens import Tokens
+from vitadel.training.trainables.whole_model import WholeModel
+from vitadel.training.augmentation import augment, seed_everything
+from vitadel.training.batch_statistics import whose_statistics
+from vitadel.training.progress_table import board
+from vitadel.training.recipes.build import ChecksModel, Recipe, build_recipe
+from vitadel.training.loop import Run, train
+from vitadel.training.metrics import Metrics
+from vitadel.training.protocols import MindsLength, Prepares
+from vitadel.training.recipes.documents import IDLE, compose, deciding, dotted
+from vitadel.training.recipes.sections import DataSection, Optimiser
+from vitadel.training.starting_model import StartingModel, check_answer, starting_model
+from vitadel.training.data_stream import Stream
+from vitadel.training.tracking import begin_tracking, end_tracking
+from vitadel.training.validation import HeldOut
+from vitadel.training.recipes.write import recipe_text
+from vitadel.errors import Interrupted, Mistake, nearest_names
+from vitadel.evaluation.engine.class_subset import choose_among
+from vitadel.evaluation.audit.audit import Order, check_order, check_targets, run_audit
+from vitadel.evaluation.engine.stages import PRECISIONS
+from vitadel.evaluation.engine.target import Subject
+from vitadel.runtime.environment import environment
+from vitadel.runtime.distributed import Processes, join_processes
+from vitadel.runtime.run_folder import RunFolder, open_run, write_atomically, write_json
+from vitadel.types import Source
+
+__all__ = ["Workshop", "harden", "make_optimiser", "open_workshop", "run_harden", "title_of"]
+
+_PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A recipe with its model and data at hand; the test set is open, but nothing of it is read before the audit."""
+
+    recipe: Recipe
+    model: Classifier
+    stream: Stream
+    held_out: HeldOut
+    test: Source | None
+    fresh_head: bool = False
+
+
+def harden(
+    recipe: str | Path,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    *,
+    row: str | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    device: str = "auto",
+    data_root: str | Path | None = None,
+) -> dict[str, Any]:
+    """Train by a recipe from Python: `harden("shapes/trades", {"train.epochs": 3})`; returns what results.json holds.
+
+    Weights, metrics and the audit are in the run folder, below runs/ unless `out` names one.
+    """
+    built = build_recipe(compose(recipe, row, overrides), title_of(recipe, row))
+    name = title_of(recipe, row)
+    results, _ = run_harden(built, name, join_processes(device), out=out, resume=resume, data_root=data_root)
+    return results
+
+
+def title_of(recipe: str | Path, row: str | None) -> str:
+    return f"{recipe}:{row}" if row else str(recipe)
+
+
+def open_workshop(
+    recipe: Recipe, processes: Processes, data_root: str | Path | None = None, model: Classifier | None = None
+) -> Workshop:
+    """Open the data and build the model, with fresh weights drawn from the recipe's seed, unless it is given."""
+    _refuse_fp16_on_a_processor(recipe, processes)
+    section = recipe.data
+    root = section.root if data_root is None else data_root
+    source = open_dataset(section.train, root=root)
+    others = {
+        name: None if spec is None else _same_classes(open_dataset(spec, root=root), source, f"data.{name} ({spec})")
+        for name, spec in (("validation", section.validation), ("extra", section.extra), ("test", section.test))
+    }
+    rows, held_out_rows = _held_out(source, section, recipe.train.seed)
+    with _global_generators_kept():
+        seed_everything(recipe.train.seed)
+        given = None if model is None else StartingModel(model)
+        start = given or starting_model(recipe.model, len(source.classes), section.train)
+    _refuse_to_judge_a_fresh_head(recipe, start.fresh_head)
+    model = start.classifier
+    if "about" in recipe.about:
+        notes = {**model.record.notes, "about": recipe.about["about"]}
+        model = Classifier(model.backbone, replace(model.record, notes=notes))
+    record = model.record
+    size = record.input_size or _first_size(source, section.train)
+    check_images_fit(model, size, recipe.model.name)
+    if not record.can_be_rebuilt:
+        model = model.to(processes.device)
+        check_answer(model, size, recipe.model.name, len(source.classes), learns=isinstance(recipe.adapter, WholeModel))
+    preprocess = Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
+    validation_source = others["validation"] or source
+    if validation_source is not source:
+        held_out_rows = _usable(validation_source, len(source.classes))
+    if recipe.validation.limit is not None:
+        labels = validation_source.labels()[held_out_rows]
+        held_out_rows = balanced_subset(labels, recipe.validation.limit, recipe.train.seed, held_out_rows)
+    extra = others["extra"]
+    stream = Stream(
+        source=source,
+        rows=rows,
+        preprocess=preprocess,
+        augment=augment(recipe.augmentation, preprocess),
+        batch_size=recipe.train.batch_size,
+        seed=recipe.train.seed,
+        repeats=recipe.augmentation.repeats,
+        extra=extra,
+        extra_rows=None if extra is None else _usable(extra, len(source.classes)),
+        extra_share=section.extra_share,
+        easier=_easier(section, source, root),
+        easier_epochs=section.easier_epochs,
+        parts=recipe.train.accumulation,
+        rank=processes.rank,
+        processes=processes.count,
+        workers=section.workers,
+    )
+    _refuse_odd_pairs(recipe, processes)
+    held_out = HeldOut(validation_source, held_out_rows, preprocess)
+    shop = Workshop(recipe, model, stream, held_out, others["test"], start.fresh_head)
+    _check_targets(shop)
+    for name, plugin in recipe.plugins:
+        if isinstance(plugin, ChecksModel):
+            with _complaining_as(f"plugins.{name}"):
+                plugin.check_model(model)
+    return shop
+
+
+def _refuse_odd_pairs(recipe: Recipe, processes: Processes) -> None:
+    each = recipe.train.batch_size // (recipe.train.accumulation * processes.count)
+    if each % 2 and (recipe.augmentation.mixup or recipe.augmentation.cutmix):
+        raise Mistake(
+            f"mixup and cutmix mix images in pairs, but each of {processes.count} processes would get {each} images at "
+            f"once; choose a multiple of {2 * recipe.train.accumulation * processes.count} for train.batch_size"
+        )
+
+
+def _refuse_fp16_on_a_processor(recipe: Recipe, processes: Processes) -> None:
+    if recipe.train.precision == "fp16" and processes.device.type == "cpu":
+        raise Mistake("train.precision fp16 needs a GPU; use bf16 or fp32 on a processor")
+
+
+def _refuse_to_judge_a_fresh_head(recipe: Recipe, fresh: bool) -> None:
+    """Tokens leave the head as it is: one that has learnt nothing would be audited as if it had."""
+    if fresh and recipe.data.test is not None and isinstance(recipe.adapter, Tokens):
+        raise Mistake(
+            f"the head of '{recipe.model.name}' for the classes of data.train is fresh, and training tokens does not "
+            f"train it: an audit on data.test ({recipe.data.test}) would judge a random head. Set data.test=null and "
+            "judge the features by `vitadel probe` with the trained tokens; or, if the model's own head knows these "
+            "classes, name them in model.head_classes."
+        )
+
+
+def _same_classes(source: Source, training: Source, what: str) -> Source:
+    """A label must mean the same everywhere; sets that only number their classes are taken at their word."""
+    theirs, ours = list(source.classes), list(training.classes)
+    numbered = [str(number) for number in range(max(len(theirs), len(ours)))]
+    if len(theirs) != len(ours):
+        raise Mistake(f"{what} has {len(theirs)} classes and data.train {len(ours)}; they must be the same")
+    named = numbered[: len(ours)] not in (theirs, ours)
+    different = next(((n, a, b) for n, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b), None)
+    if named and different is not None:
+        number, there, here = different
+        raise Mistake(
+            f"{what}: its class {number} is '{there}', that of data.train is '{here}'; labels would be mixed up"
+        )
+    return source
+
+
+def _easier(section: DataSection, source: Source, root: str | Path | None) -> Source | None:
+    if section.easier is None:
+        return None
+    easier = open_dataset(section.easier, root=root)
+    if not torch.equal(easier.labels(), source.labels()):
+        raise Mistake(f"data.easier ({section.easier}) must have the samples of data.train in the same order")
+    return easier
+
+
+def _usable(source: Source, classes: int) -> Tensor:
+    labels = source.labels()
+    return ((labels >= 0) & (labels < classes)).nonzero()[:, 0]
+
+
+def _held_out(source: Source, section: DataSection, seed: int) -> tuple[Tensor, Tensor]:
+    """The rows to train on, and those kept aside, which do not depend on `limit`."""
+    rows = _usable(source, len(source.classes))
+    labels = source.labels()
+    aside = torch.empty(0, dtype=torch.int64)
+    if section.validation is None:
+        if section.held_out >= len(rows):
+            raise Mistake(
+                f"data.held_out keeps {section.held_out} images aside, but data.train has only {len(rows)}; keep fewer"
+            )
+        aside = balanced_subset(labels[rows], section.held_out, seed + 1, rows)
+        kept = torch.ones(len(labels), dtype=torch.bool)
+        kept[aside] = False
+        rows = rows[kept[rows]]
+    return balanced_subset(labels[rows], section.limit, seed, rows), aside
+
+
+def _first_size(source: Source, spec: str) -> tuple[int, int]:
+    image = source.read([0])[0]
+    if isinstance(image, Exception):
+        raise Mistake(f"the first image of {spec} cannot be read ({image}), and the model names no input size")
+    return image.height, image.width
+
+
+@contextmanager
+def _global_generators_kept() -> Iterator[None]:
+    """The caller's random numbers go on as if nothing had been drawn here."""
+    state, array_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            np.random.set_state(array_state)
+
+
+def run_harden(
+    recipe: Recipe,
+    name: str,
+    processes: Processes,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    shown: bool = False,
+    data_root: str | Path | None = None,
+    argv: Sequence[str] = (),
+    model: Classifier | None = None,
+) -> tuple[dict[str, Any], RunFolder]:
+    """Train in a run folder, then audit; a run that is complete is only read. A `model` is used as it is."""
+    shop = open_workshop(recipe, processes, data_root, model)
+    # Before there is a folder: not every model takes every adapter, nor every machine every optimiser.
+    adapted = _adapted(shop, processes)
+    make_optimiser(recipe.optimiser, adapted)
+    if not resume:
+        _check_audit(shop, adapted, data_root, processes.device)
+    settings = {**deciding(recipe.document), "--data-root": None if data_root is None else str(data_root)}
+    path, words = None if out is None else Path(out), list(argv or sys.argv)
+    folder = processes.on_main(
+        lambda: open_run("harden", name, settings, out=path, resume=resume, argv=words, telling=IDLE)
+    )
+    if folder.complete:
+        return json.loads((folder.path / "results.json").read_text()), folder
+    if processes.is_main:
+        write_atomically(folder.path / "recipe.yaml", recipe_text(recipe.document).encode())
+        write_json(folder.path / "environment.json", environment(processes.device, processes.count))
+    try:
+        run = _train(shop, adapted, processes, folder, resume, shown)
+        results = _audit(run, shop, name, processes, folder, shown, data_root)
+    except (KeyboardInterrupt, Interrupted):  # also of the audit inside: this run is what goes on with --resume
+        raise Interrupted(folder.path) from None
+    return results, folder
+
+
+def _adapted(shop: Workshop, processes: Processes) -> nn.Module:
+    """What is to be trained, where it is to be trained."""
+    for _, plugin in shop.recipe.plugins:
+        if isinstance(plugin, Prepares):
+            plugin.prepare(shop.model)
+    return shop.recipe.adapter.attach(shop.model.to(processes.device)).to(processes.device)
+
+
+def _train(shop: Workshop, model: nn.Module, processes: Processes, folder: RunFolder, resume: bool, shown: bool) -> Run:
+    recipe, main = shop.recipe, processes.is_main
+    attack = recipe.objective.attack
+    accelerator = _accelerator(recipe, processes, folder.path)
+    optimiser = make_optimiser(recipe.optimiser, model)
+    epochs = recipe.train.epochs + recipe.schedule.cool_down
+    steps = shop.stream.steps_per_epoch * epochs
+    with _global_generators_kept(), board(steps, epochs, shown and main, pixels_per_unit(attack)) as seen:
+        metrics = Metrics(folder.path / "metrics.jsonl" if main else None)
+        run = Run(
+            recipe,
+            model,
+            len(shop.stream.source.classes),
+            shop.stream,
+            shop.held_out,
+            processes,
+            folder.path,
+            seen,
+            metrics,
+        )
+        if told := attack and settings_of(attack).get("effective_eps"):
+            run.tell(f"attack in training: eps {told}")
+        if isinstance(recipe.adapter, Tokens) and recipe.adapter.seed is not None:
+            run.tell(
+                "adapter.seed stands in the recipe: who reads it can train the same tokens. Leave it out for tokens "
+                "to deploy."
+            )
+        if note := recipe.schedule.said_of_length(epochs):
+            run.tell(f"schedule: {note}")
+        for name, plugin in recipe.plugins:
+            if isinstance(plugin, MindsLength) and (note := plugin.said_of_length(epochs)):
+                run.tell(f"plugins.{name}: {note}")
+        if shop.fresh_head:
+            run.tell(f"the head of {recipe.model.name} is a fresh one, for the {run.num_classes} classes of data.train")
+        if note := whose_statistics(model, processes, recipe.train.attack_mode):
+            run.tell(note)
+        with fastest_attention(model, processes.device, PRECISIONS[recipe.train.precision]):
+            train(run, accelerator, optimiser, resume)
+        end_tracking(accelerator, recipe.train.tracker, folder.path)
+    return run
+
+
+def make_optimiser(section: Optimiser, model: nn.Module) -> torch.optim.Optimizer:
+    """timm's factory, which knows what not to decay, for what is not frozen; the rate is set anew at every step."""
+    if section.name not in (known := list_optimizers()):
+        raise Mistake(f"unknown optimiser '{section.name}'{nearest_names(section.name, known)}; timm has {len(known)}")
+    options: dict[str, Any] = {"eps": section.eps, "betas": section.betas}
+    try:
+        optimiser: torch.optim.Optimizer = create_optimizer_v2(
+            model.backbone if isinstance(model, Classifier) else model,  # whose names timm knows
+            opt=section.name,
+            lr=section.rate,
+            weight_decay=section.weight_decay,
+            momentum=section.momentum,
+            **{key: value for key, value in options.items() if value is not None},
+        )
+    except (ValueError, AssertionError, TypeError) as error:
+        raise Mistake(f"optimiser '{section.name}' cannot be made with these settings: {error}") from error
+    return optimiser
+
+
+def _accelerator(recipe: Recipe, processes: Processes, folder: Path) -> Accelerator:
+    tracker = recipe.train.tracker
+    AcceleratorState._reset_state()  # else a second training in this process could not have another precision
+    accelerator = Accelerator(
+        cpu=processes.device.type == "cpu",
+        mixed_precision=_PRECISIONS[recipe.train.precision],
+        device_placement=False,  # the model is where it belongs, which may be another GPU than the first
+        log_with=None if tracker == "none" else tracker,
+        project_dir=folder,
+        # Statistics of BatchNorm belong to each process; sent around at every forward pass they would be changed
+        # between the two passes of one loss, which autograd refuses.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    begin_tracking(accelerator, tracker, dotted(recipe.document), folder)
+    return accelerator
+
+
+def _order(recipe: Recipe) -> Order:
+    """The audit at the end."""
+    return Order(
+        attacks=recipe.audit.attacks,
+        eps=recipe.threat.eps,
+        norm=recipe.threat.norm,
+        limit=recipe.audit.limit,
+        batch_size=recipe.audit.batch_size,
+        seed=recipe.train.seed,
+        skip_bad=None,
+    )
+
+
+def _check_targets(shop: Workshop) -> None:
+    """A class that an attack is to reach cannot be the label of what it attacks."""
+    recipe, stream, held_out = shop.recipe, shop.stream, shop.held_out
+    learnt = stream.source.labels()[stream.rows]
+    if stream.extra is not None and stream.extra_rows is not None:
+        learnt = torch.cat([learnt, stream.extra.labels()[stream.extra_rows]])
+    attacks = {
+        "objective.attack": (recipe.document["objective"].get("attack"), learnt),
+        "validation.attack": (recipe.validation.attack, held_out.source.labels()[held_out.rows]),
+    }
+    for key, (name, labels) in attacks.items():
+        if name is not None:
+            with _complaining_as(key):
+                check_targets(name, labels)
+
+
+@contextmanager
+def _complaining_as(key: str) -> Iterator[None]:
+    try:
+        yield
+    except Mistake as mistake:
+        raise Mistake(f"{key}: {mistake}") from mistake
+
+
+def _check_audit(shop: Workshop, model: nn.Module, data_root: str | Path | None, device: torch.device) -> None:
+    """An attack that does not suit the model is told before it is trained, not after."""
+    recipe = shop.recipe
+    if shop.test is None or recipe.data.test is None:
+        return
+    root = recipe.data.root if data_root is None else data_root
+    subject = Subject(cast(Classifier, model), "the model", shop.test, recipe.data.test, root)
+    subject, order = choose_among(subject), _order(recipe)
+    check_order(subject, order, subject.selection(order.limit, order.seed, order.skip_bad)[0], device)
+
+
+def _audit(
+    run: Run,
+    shop: Workshop,
+    name: str,
+    processes: Processes,
+    folder: RunFolder,
+    shown: bool,
+    data_root: str | Path | None,
+) -> dict[str, Any]:
+    """The best epoch's weights on the test set, by the recipe's light suite; its folder lies in the run's."""
+    recipe = run.recipe
+    processes.wait()
+    training = {
+        "recipe": name,
+        "epochs": run.epochs,
+        "steps": run.step,
+        "images_per_step": recipe.train.batch_size,
+        "stopped": run.stopped or None,
+        "best_epoch": run.best_epoch,
+        "held_out": None if run.best is None else asdict(run.best),
+        "attack": None if recipe.objective.attack is None else settings_of(recipe.objective.attack),
+    }
+    results: dict[str, Any] = {"complete": True, "seed": recipe.train.seed}
+    if shop.test is not None and recipe.data.test is not None:
+        root = recipe.data.root if data_root is None else data_root
+        model = recipe.adapter.deployed(folder.path / "weights" / "best.safetensors", run.model)
+        subject = Subject(cast(Classifier, model), str(folder.path), shop.test, recipe.data.test, root)
+        outcome = run_audit(subject, _order(recipe), processes, out=folder.path / "audit", resume=True, shown=shown)
+        results = dict(outcome.results)
+    results["training"] = training
+    if processes.is_main:
+        for file in ("samples.parquet", "examples.npz"):
+            if (folder.path / "audit" / file).exists():
+                shutil.copyfile(folder.path / "audit" / file, folder.path / file)
+        write_json(folder.path / "results.json", results)
+        folder.finish()
+    processes.wait()
+    return results

@@ -1,0 +1,129 @@
+"""The model that a training starts from: fresh, or as it was learnt, and whether its head fits the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.load import has_no_head, load_model
+from vitadel.training.recipes.sections import ModelSection
+from vitadel.errors import Mistake
+
+__all__ = ["StartingModel", "check_answer", "starting_model"]
+
+
+@dataclass(frozen=True, eq=False)
+class StartingModel:
+    """`fresh_head`: the backbone has learnt something, its head has not."""
+
+    classifier: Classifier
+    fresh_head: bool = False
+
+
+def starting_model(section: ModelSection, classes: int, data: str) -> StartingModel:
+    """The model of a section with a head for so many classes; `data` names what has them."""
+    if section.num_classes is not None and section.num_classes != classes:
+        raise Mistake(
+            f"model.num_classes is {section.num_classes}, but {data} has {classes} classes; drop it or take other data"
+        )
+    kept = section.head_classes
+    if kept is not None and len(kept) != classes:
+        raise Mistake(f"model.head_classes keeps {len(kept)} classes, but {data} has {classes}; name one for each")
+    kwargs = dict(section.kwargs)
+    if section.drop_path is not None:
+        kwargs["drop_path_rate"] = section.drop_path
+    named = timm.is_model(section.name.partition(".")[0])
+    weights = section.weights or ("random" if named else None)
+    options: dict[str, Any] = {
+        "weights": weights,
+        "mean": section.mean,
+        "std": section.std,
+        "input_size": section.input_size,
+        "crop_pct": section.crop_pct,
+        "interpolation": section.interpolation,
+        "small_images": section.small_images or False,
+        "kwargs": kwargs,
+    }
+    if weights == "random":
+        if kept is not None:
+            raise Mistake("model.head_classes keeps what a model has learnt, but this one starts from fresh weights")
+        return StartingModel(load_model(section.name, num_classes=classes, **options))
+    if kept is None and has_no_head(section.name, weights):
+        return StartingModel(load_model(section.name, num_classes=classes, new_head=True, **options), fresh_head=True)
+    if kept is None and section.num_classes is None and named and weights != "pretrained":
+        return _from_file(section.name, classes, options)
+    model = load_model(section.name, num_classes=section.num_classes, head_classes=kept, **options)
+    if model.record.num_classes == classes:
+        return StartingModel(model)
+    if model.record.num_classes is None:  # code of the user's that does not say, and is taken at its word
+        return StartingModel(Classifier(model.backbone, replace(model.record, num_classes=classes)))
+    return StartingModel(load_model(section.name, num_classes=classes, new_head=True, **options), fresh_head=True)
+
+
+def check_answer(model: Classifier, size: tuple[int, int], name: str, classes: int, learns: bool) -> None:
+    """Code of the user's is asked once, before it is trained for long: does it take these images, know all classes,
+    and tell what it would have to change? With `learns` its own parameters are to change."""
+    trainable = [each for each in model.parameters() if each.requires_grad] if learns else []
+    if learns and not trainable:
+        raise Mistake(f"'{name}' has no parameters that require gradients, so there is nothing to train")
+    _check_weights(model.backbone, name)
+    halves = sorted({str(each.dtype) for each in trainable if each.dtype in (torch.float16, torch.bfloat16)})
+    if halves:
+        raise Mistake(
+            f"'{name}' has parameters of {', '.join(halves)}, which small steps would not change; return "
+            "model.float(), and set train.precision for half precision where it is safe"
+        )
+    x = torch.full((2, 3, *size), 0.5, device=model.mean.device, requires_grad=True)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.enable_grad():
+            logits = model.eval()(x)
+    except Mistake:
+        raise
+    except Exception as error:  # a module may raise whatever it likes
+        raise Mistake(f"'{name}' failed on two grey images of {size[0]} x {size[1]} pixels: {error}") from error
+    finally:
+        for module, training in modes:
+            module.training = training
+    if logits.shape != (2, classes):
+        raise Mistake(
+            f"'{name}' answers two images with a tensor of shape {tuple(logits.shape)}, but data.train has {classes} "
+            f"classes; let it return logits of shape (batch, {classes})"
+        )
+    if not bool(logits.isfinite().all()):
+        raise Mistake(f"'{name}' answers grey images with NaN or infinite logits; check its weights")
+    slopes = torch.autograd.grad(logits.sum(), [x, *trainable], allow_unused=True) if logits.requires_grad else ()
+    if not slopes or slopes[0] is None or (learns and all(slope is None for slope in slopes[1:])):
+        what = "pixels" if not slopes or slopes[0] is None else "parameters"
+        raise Mistake(
+            f"no gradient of the answers of '{name}' reaches its {what}: is there a detach() or torch.no_grad() in its "
+            "forward?"
+        )
+
+
+def _check_weights(backbone: nn.Module, name: str) -> None:
+    """What is trained is kept as the tensors of its state_dict and read back: that must work before hours are spent."""
+    state = backbone.state_dict()
+    other = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
+    if other:
+        raise Mistake(f"the state of '{name}' holds what is no tensor, and could not be saved: {', '.join(other)}")
+    try:
+        backbone.load_state_dict(state)
+    except Exception as error:
+        raise Mistake(
+            f"'{name}' cannot read its own state_dict back, so it could not be opened again: {error}"
+        ) from error
+
+
+def _from_file(name: str, classes: int, options: Mapping[str, Any]) -> StartingModel:
+    """With the file's head, if that is one for so many classes: how many it has, few files say."""
+    try:
+        return StartingModel(load_model(name, num_classes=classes, **options))
+    except Mistake:  # whatever else it is about is told again
+        return StartingModel(load_model(name, num_classes=classes, new_head=True, **options), fresh_head=True)

@@ -1,0 +1,73 @@
+"""Robustness tokens as what is trained (Pulfer et al., ECCV 2024): a frozen backbone, and tokens that stay secret."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_files import load_tokens, save_tokens
+from vitadel.backbones.classifier import Classifier
+from vitadel.errors import Mistake, nearest_names
+from vitadel.instrument.tokens import PLACEMENTS, check_placement, token_width
+
+__all__ = ["Tokens"]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """`count` tokens, at first `scale` times normal noise, after the class and register tokens (`placement`).
+
+    Without a `seed` the noise comes from the operating system: a seed in a recipe is no secret, and with it anybody
+    can train the same tokens again. In the paper attacks in training do not see the tokens; `through` lets them.
+    """
+
+    secret: ClassVar[bool] = True
+
+    count: int = 10
+    scale: float = 0.01
+    placement: str = "prefix"
+    seed: int | None = None
+    through: bool = False
+
+    def __post_init__(self) -> None:
+        fresh_tokens(1, min(self.count, 1), self.scale, self.seed or 0)  # says what is wrong with any of them
+        if self.placement not in PLACEMENTS:
+            near = nearest_names(self.placement, PLACEMENTS)
+            raise Mistake(f"unknown placement of tokens {self.placement!r}{near}; known: {', '.join(PLACEMENTS)}")
+
+    def check_model(self, model: Classifier) -> None:
+        """A `Mistake` if this model takes no tokens, or not at this place."""
+        token_width(model)
+        check_placement(model, self.placement)
+
+    def attach(self, model: Classifier) -> nn.Module:
+        seed = secrets.randbits(62) if self.seed is None else self.seed
+        tokens = fresh_tokens(token_width(model), self.count, self.scale, seed)
+        return Tokened(model, tokens, placement=self.placement)
+
+    def shown(self, adapted: nn.Module) -> nn.Module:
+        return adapted if self.through else cast(Tokened, adapted).classifier
+
+    def state(self, adapted: nn.Module) -> dict[str, Tensor]:
+        tokened = cast(Tokened, adapted)
+        salt = torch.frombuffer(bytearray(tokened.salt), dtype=torch.uint8)
+        return {"tokens": tokened.tokens.detach(), "salt": salt}
+
+    def load_state(self, adapted: nn.Module, state: Mapping[str, Tensor]) -> None:
+        tokened = cast(Tokened, adapted)
+        with torch.no_grad():
+            tokened.tokens.copy_(state["tokens"])
+        tokened.salt = bytes(state["salt"].tolist())
+
+    def save(self, adapted: nn.Module, path: Path) -> None:
+        save_tokens(cast(Tokened, adapted), path, asdict(self))
+
+    def deployed(self, path: Path, adapted: nn.Module) -> nn.Module:
+        return load_tokens(path, cast(Tokened, adapted).classifier).eval()

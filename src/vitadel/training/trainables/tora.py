@@ -1,0 +1,100 @@
+"""TORA-ViT as what is trained (Li & Xu, CVPR 2023): adapters and fusion first, then one fusion for each lambda."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.adapters.tora.tora import OneHead, Tora, learners
+from vitadel.adapters.tora.tora_files import load_tora, parts_file, save_fusion, save_tora
+from vitadel.adapters.tora.tora_settings import ToraSettings, check_trade_off
+from vitadel.backbones.classifier import Classifier
+from vitadel.errors import Mistake
+
+__all__ = ["ToraParts"]
+
+_FACTORS = "classifier.attention_factors"
+
+
+@dataclass(frozen=True)
+class ToraParts:
+    """Phase 1 without `start`: everything of `kind` learns. Phase 2 with it: the fusion alone, for one `trade_off`.
+
+    `start` is the run folder of phase 1, or its weights. `trade_off` is lambda, the weight of the robust loss. Kinds
+    without a fusion have one phase, with a lambda. `train_heads` lets heads learn in phase 2, too. The rest is as in
+    `ToraSettings`; in phase 2 it is that of phase 1.
+    """
+
+    secret: ClassVar[bool] = False
+
+    kind: str = "tora"
+    slot: str = "shared"
+    softmax: str = "adapter"
+    heads: int = 1
+    reduction: int = 16
+    joint: str = "logits"
+    start: str | None = None
+    trade_off: float | None = None
+    train_heads: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        settings = self._settings()
+        if self.trade_off is not None:
+            check_trade_off(self.trade_off)
+        if settings.fuses and (self.start is None) != (self.trade_off is None):
+            raise Mistake(
+                "TORA has two phases: without start and trade_off everything learns, with both the fusion alone learns "
+                f"for one lambda. Got start {self.start!r} and trade_off {self.trade_off!r}."
+            )
+        if not settings.fuses and (self.start is not None or self.trade_off is None):
+            raise Mistake(f"kind '{self.kind}' has no fusion and so one phase: give trade_off, lambda, and no start.")
+
+    def attach(self, model: Classifier) -> nn.Module:
+        if self.start is None:
+            tora = Tora(model, self._settings(), seed=self.seed, trade_off=self.trade_off)
+        else:
+            tora = load_tora(parts_file(self.start), model)
+            tora.trade_off = self.trade_off
+            taught = learners(tora, 2, heads=self.train_heads)
+            for name, parameter in tora.named_parameters():
+                parameter.requires_grad_(name in taught)
+        return tora
+
+    def shown(self, adapted: nn.Module) -> nn.Module:
+        return OneHead(cast(Tora, adapted), "rob")
+
+    def state(self, adapted: nn.Module) -> dict[str, Tensor]:
+        learnt = {name: each.detach() for name, each in adapted.named_parameters() if each.requires_grad}
+        factors = cast(Tora, adapted).classifier.attention_factors  # of AAS-AT, which changes them between epochs
+        return learnt if factors is None else {**learnt, _FACTORS: factors}
+
+    def load_state(self, adapted: nn.Module, state: Mapping[str, Tensor]) -> None:
+        own = dict(adapted.named_parameters())
+        with torch.no_grad():
+            for name, each in state.items():
+                if name != _FACTORS:
+                    own[name].copy_(each)
+        if _FACTORS in state:
+            cast(Tora, adapted).classifier.set_attention_factors(state[_FACTORS].tolist())
+
+    def save(self, adapted: nn.Module, path: Path) -> None:
+        tora = cast(Tora, adapted)
+        if self.start is None:
+            save_tora(tora, path)
+        else:
+            save_fusion(tora, path, self.trade_off)
+
+    def deployed(self, path: Path, adapted: nn.Module) -> nn.Module:
+        classifier = cast(Tora, adapted).classifier
+        if self.start is None:
+            return load_tora(path, classifier)
+        return load_tora(parts_file(self.start), classifier, path)
+
+    def _settings(self) -> ToraSettings:
+        return ToraSettings(self.kind, self.slot, self.softmax, self.heads, self.reduction, self.joint)

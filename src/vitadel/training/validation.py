@@ -1,0 +1,95 @@
+"""Clean and robust accuracy on held-out training images, at full eps: what models are selected by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.data.batches import batches
+from vitadel.data.preprocess import Preprocess
+from vitadel.evaluation.engine.judge import judge
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.rng import Draws
+from vitadel.runtime.distributed import Processes
+from vitadel.types import Attack, Source, Threat
+
+__all__ = ["HeldOut", "Score"]
+
+_BATCH = 128
+
+
+@dataclass(frozen=True)
+class Score:
+    """Shares of `n` held-out images, or means of another `measure`; `robust` is None where no attack was made."""
+
+    clean: float
+    robust: float | None
+    n: int
+    measure: str = "accuracy"
+
+    @property
+    def decisive(self) -> tuple[float, float]:
+        """What epochs are compared by: the robust accuracy, among equal ones the clean one; of other measures the mean.
+
+        Equal ones are common: none of a standard model's epochs withstands anything.
+        """
+        if self.robust is None:
+            return self.clean, 0.0
+        if self.measure == "accuracy":
+            return self.robust, self.clean
+        return (self.clean + self.robust) / 2, self.robust
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Images that are not trained on."""
+
+    source: Source
+    rows: Tensor
+    preprocess: Preprocess
+
+    def measured(
+        self,
+        model: nn.Module,
+        shown: nn.Module,
+        attack: Attack,
+        measure: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]],
+        name: str,
+        processes: Processes,
+        seed: int,
+    ) -> Score:
+        """Means of an objective's own measure; the attack sees what is `shown` of the model."""
+        sums = torch.zeros(2, dtype=torch.float64, device=processes.device)
+        chunks = [part.tolist() for part in self.rows[processes.rank :: processes.count].split(_BATCH)]
+        with frozen(model):
+            for batch in batches(self.source, chunks, self.preprocess, threads=1):
+                batch = batch.to(processes.device)
+                draws = Draws.of_samples(seed, batch.indices, batch.x.device).stream("validation")
+                z = attack(shown, batch.x, batch.y, draws)
+                with torch.no_grad():
+                    sums += torch.stack([values.double().sum() for values in measure(model, batch.x, z)])
+        clean, robust = (processes.mean(sums) * processes.count / len(self.rows)).tolist()
+        return Score(clean, robust, len(self.rows), name)
+
+    def score(self, model: nn.Module, attack: Attack | None, threat: Threat, processes: Processes, seed: int) -> Score:
+        """Judged as an audit judges; every process takes its share of the images."""
+        clean = robust = 0
+        chunks = [part.tolist() for part in self.rows[processes.rank :: processes.count].split(_BATCH)]
+        with frozen(model):
+            for batch in batches(self.source, chunks, self.preprocess, threads=1):
+                batch = batch.to(processes.device)
+                with torch.no_grad():
+                    correct = model(batch.x).argmax(1) == batch.y
+                clean += int(correct.sum())
+                if attack is None or not bool(correct.any()):
+                    continue
+                x, y = batch.x[correct], batch.y[correct]
+                draws = Draws.of_samples(seed, batch.indices[correct.cpu()], x.device).stream("validation")
+                robust += int(judge(model, threat, x, attack(model, x, y, draws), y).held.sum())
+        counts = processes.mean(torch.tensor([clean, robust], dtype=torch.float64, device=processes.device))
+        clean_all, robust_all = (counts * processes.count).round().tolist()
+        n = len(self.rows)
+        return Score(clean_all / n, None if attack is None else robust_all / n, n)
