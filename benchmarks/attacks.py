@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from vitadel.quantities import amount_text, read_amount
 from vitadel.attacks import PGD, Linf
 from vitadel.attacks.apgd import apgd_ce
 from vitadel.attacks.autoattack.standard import autoattack
@@ -48,9 +47,10 @@ from vitadel.attacks.steppers import Steepest
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
 from vitadel.data.sources.shapes import Shapes
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.engine.judge import judge
 from vitadel.evaluation.engine.pass_counter import Cost, metered
+from vitadel.quantities import quantity_text, read_quantity
 from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import write_json
 from vitadel.types import Attack
@@ -186,7 +186,7 @@ class Job:
     `brief`: short enough to be run on a large model without being asked for.
     """
 
-    contenders: Mapping[str, Build]
+    candidates: Mapping[str, Build]
     floor: Callable[[Work], tuple[int, int]]
     falling: bool = False
     brief: bool = False
@@ -253,7 +253,7 @@ class Scene:
 class Measured:
     """One contender in one job. `ratios` are its times over the floor's, one per round; counts are per image."""
 
-    contender: str
+    candidate: str
     ratios: list[float] = field(default_factory=list)
     own_ratios: list[float] = field(default_factory=list)  # over the time of the passes that it took itself
     gradients: float = 0.0
@@ -355,14 +355,14 @@ def bind(job: Job, scene: Scene, work: Work) -> tuple[dict[str, tuple[Run, Class
     bound: dict[str, tuple[Run, Classifier]] = {}
     missing = []
     for name in PACKAGES:
-        if name not in job.contenders:
+        if name not in job.candidates:
             missing.append(Measured(name, missing="does not have this attack"))
             continue
         model = copy.deepcopy(scene.model)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # deprecated imports inside the libraries
-                bound[name] = (job.contenders[name](model, work), model)
+                bound[name] = (job.candidates[name](model, work), model)
         except ImportError:
             missing.append(Measured(name, missing="not installed"))
     return bound, missing
@@ -399,7 +399,7 @@ class Outcome:
     def title(self) -> str:
         passes = zip(self.floor, ("gradient", "forward"), strict=True)
         floor = " and ".join(f"{count} {what}{'s' * (count > 1)}" for count, what in passes if count)
-        eps = "where nobody falls" if self.work.eps == STANDING_EPS else f"eps {amount_text(self.work.eps)}"
+        eps = "where nobody falls" if self.work.eps == STANDING_EPS else f"eps {quantity_text(self.work.eps)}"
         return f"{self.model}: {self.job}, {eps}, {self.images} images; floor = {floor} per image"
 
     def told(self) -> dict[str, Any]:
@@ -411,28 +411,28 @@ def show(outcome: Outcome) -> None:
     table = Table("", title=outcome.title(), title_justify="left")
     for heading in ("x floor", "range", "x own passes", "x vitadel", "gradients", "forwards", "held"):
         table.add_column(heading, justify="right")
-    ours_ratio = next((row.ratios for row in outcome.rows if row.contender == "vitadel"), [])
+    ours_ratio = next((row.ratios for row in outcome.rows if row.candidate == "vitadel"), [])
     for row in outcome.rows:
         if row.ratio is None:
-            table.add_row(row.contender, *["–"] * 7)
+            table.add_row(row.candidate, *["–"] * 7)
             continue
         against = median(theirs / own for theirs, own in zip(row.ratios, ours_ratio, strict=True)) if ours_ratio else 0
         spread = f"{min(row.ratios):.2f} to {max(row.ratios):.2f}"
         own = f"{median(row.own_ratios):.2f}"
         passes = (f"{row.gradients:.1f}", f"{row.forwards:.1f}", str(row.held))
-        table.add_row(row.contender, f"{row.ratio:.2f}", spread, own, f"{against:.2f}", *passes)
+        table.add_row(row.candidate, f"{row.ratio:.2f}", spread, own, f"{against:.2f}", *passes)
     console = Console()
     console.print(table)
     for row in outcome.rows:
         if row.missing == "not installed":
-            console.print(f"[dim]{row.contender} is not installed: pip install {PACKAGES[row.contender]}[/]")
+            console.print(f"[dim]{row.candidate} is not installed: pip install {PACKAGES[row.candidate]}[/]")
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     """One panel per job, because their ratios differ by more than one scale can show."""
     figure = Figure(figsize=(8, 0.6 + 1.9 * len(outcomes)), layout="constrained")
     for axes, outcome in zip(figure.subplots(len(outcomes), squeeze=False)[:, 0], outcomes, strict=True):
-        rows = {row.contender: row for row in outcome.rows if row.ratio is not None}
+        rows = {row.candidate: row for row in outcome.rows if row.ratio is not None}
         for number, name in enumerate(PACKAGES):
             ratios = rows[name].ratios if name in rows else []
             middle = median(ratios) if ratios else 0.0
@@ -478,7 +478,7 @@ def read_jobs(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in JOBS:
-            raise Mistake(f"unknown job {name!r}{nearest_names(name, JOBS) or '.'} Known: {', '.join(JOBS)}.")
+            raise UserError(f"unknown job {name!r}{nearest_names(name, JOBS) or '.'} Known: {', '.join(JOBS)}.")
     return names
 
 
@@ -498,7 +498,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--eps", type=lambda text: read_amount(text, "eps"), default=8 / 255)
+    parser.add_argument("--eps", type=lambda text: read_quantity(text, "eps"), default=8 / 255)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--targets", type=int, default=9)
     parser.add_argument("--queries", type=int, default=5000)

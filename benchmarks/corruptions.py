@@ -33,8 +33,8 @@ from torch import Tensor
 from vitadel.corruptions import COMMON, EXTRA, SEVERITIES, corrupt
 from vitadel.corruptions.constants import table_for
 from vitadel.data.sources.shapes import Shapes
-from vitadel.runtime.rng import Draws
 from vitadel.runtime.environment import environment
+from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import write_json
 
 Run = Callable[[Tensor, str, int], Tensor]
@@ -57,7 +57,7 @@ class Measured:
 
 
 def ours(x: Tensor, name: str, severity: int, constants: int | None = None) -> Tensor:
-    return corrupt(x, name, severity, Draws.of_samples(0, range(len(x))), constants=constants)
+    return corrupt(x, name, severity, SampleRNG.of_samples(0, range(len(x))), constants=constants)
 
 
 ours_with_same = partial(ours, constants=224)

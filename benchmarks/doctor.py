@@ -26,20 +26,20 @@ import torch
 from torch import nn
 
 from vitadel.adapters.open_model import open_model
-from vitadel.quantities import amount_text, read_amount
 from vitadel.backbones.load import load_model, zoo_names
-from vitadel.diagnosis.runner import CHECKS, Check, examine
+from vitadel.diagnosis.broken_defenses import GALLERY
 from vitadel.diagnosis.examination import LEVELS
 from vitadel.diagnosis.finding import OK
-from vitadel.diagnosis.broken_defenses import GALLERY
-from vitadel.diagnosis.run import Appointment, examination_of
-from vitadel.evaluation.engine.target import open_subject
-from vitadel.runtime.environment import environment
+from vitadel.diagnosis.run import DiagnosisRequest, examination_of
+from vitadel.diagnosis.runner import CHECKS, Check, examine
+from vitadel.evaluation.engine.target import open_target
+from vitadel.quantities import quantity_text, read_quantity
 from vitadel.runtime.distributed import join_processes
+from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import write_json
 
 HONEST = tuple(name for name in zoo_names() if name.startswith("zoo:shapes-"))
-LIARS = {liar.name: liar for liar in GALLERY}
+LIARS = {broken_defense.name: broken_defense for broken_defense in GALLERY}
 OUT = Path("runs/doctor")
 SHAPES = "shapes"
 
@@ -48,11 +48,11 @@ def patient(name: str) -> nn.Module:
     return LIARS[name].lie(load_model(LIARS[name].patient)) if name in LIARS else open_model(name)
 
 
-def visited(name: str, data: str, plan: Appointment, checks: Sequence[Check]) -> dict[str, Any]:
+def visited(name: str, data: str, plan: DiagnosisRequest, checks: Sequence[Check]) -> dict[str, Any]:
     processes = join_processes("cpu")
-    subject = open_subject(patient(name), data)
+    target = open_target(patient(name), data)
     begun = time.process_time()
-    e = examination_of(subject, plan, processes)[0]
+    e = examination_of(target, plan, processes)[0]
     examined = examine(e, checks)
     done = {finding.check for finding in examined.findings}
     attacked = any(check.attacks(e.level) for check in checks if check.name in done)
@@ -70,13 +70,13 @@ def visited(name: str, data: str, plan: Appointment, checks: Sequence[Check]) ->
     }
 
 
-def settings(plan: Appointment, checks: Sequence[Check]) -> dict[str, Any]:
+def settings(plan: DiagnosisRequest, checks: Sequence[Check]) -> dict[str, Any]:
     """What makes two verdicts comparable."""
     return {
         "level": plan.level,
         "images": plan.images,
         "norm": plan.norm,
-        "eps": amount_text(plan.eps),
+        "eps": quantity_text(plan.eps),
         "seed": plan.seed,
         "checks": [check.name for check in checks],
     }
@@ -153,8 +153,8 @@ def main() -> None:
     if unknown:
         parser.error(f"neither a liar nor a model of the zoo: {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
-    eps = read_amount(options.eps, "eps")
-    plan = Appointment(level=options.level, limit=options.images, norm=options.norm, eps=eps, seed=options.seed)
+    eps = read_quantity(options.eps, "eps")
+    plan = DiagnosisRequest(level=options.level, limit=options.images, norm=options.norm, eps=eps, seed=options.seed)
     checks = [check for check in CHECKS if not options.without_attacks or is_cheap(check, options.level)]
     wanted = settings(plan, checks)
     names = [] if options.table else options.only or [*HONEST, *LIARS]

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
-from vitadel.training.progress_table import Board
-from vitadel.training.recipes.build import Recipe
-from vitadel.training.run import make_optimiser, open_workshop
+from vitadel.runtime.distributed import join_processes
 
 # One step at a time is nobody else's business, so it has no public name; `train` would take all of them at once, and
 # contenders could not take turns.
 from vitadel.training.loop import Run, _Learner
 from vitadel.training.metrics import Metrics
-from vitadel.runtime.distributed import join_processes
+from vitadel.training.progress_table import ProgressTable
+from vitadel.training.recipes.build import Recipe
+from vitadel.training.run import make_optimizer, open_training
 
 __all__ = ["Step", "opened", "our_step", "ratios_to", "take_turns"]
 
@@ -37,13 +37,13 @@ def opened(name: str) -> Classifier:
 def our_step(recipe: Recipe, model: nn.Module, x: Tensor, y: Tensor) -> Step:
     """One optimiser step of `vitadel harden` on the given images, without reading any."""
     processes = join_processes("cpu")
-    shop = open_workshop(recipe, processes)
+    setup = open_training(recipe, processes)
     accelerator = Accelerator(cpu=True)
-    prepared, optimiser = accelerator.prepare(model, make_optimiser(recipe.optimiser, model))
-    board, folder = Board(10**6, 1, shown=False), Path(tempfile.mkdtemp())
-    run = Run(recipe, model, 10, shop.stream, shop.held_out, processes, folder, board, Metrics(None))
-    learner = _Learner(run, prepared, optimiser, accelerator, asked=lambda: False)
-    (part,) = next(shop.stream.steps(0, 1))
+    prepared, optimizer = accelerator.prepare(model, make_optimizer(recipe.optimizer, model))
+    board, folder = ProgressTable(10**6, 1, shown=False), Path(tempfile.mkdtemp())
+    run = Run(recipe, model, 10, setup.stream, setup.held_out, processes, folder, board, Metrics(None))
+    learner = _Learner(run, prepared, optimizer, accelerator, asked=lambda: False)
+    (part,) = next(setup.stream.steps(0, 1))
     part = type(part)(part.names, x, y)
     return lambda: learner.take([part])
 

@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitadel.adapters.tokens.robustness_tokens import fresh_tokens
-from vitadel.training.recipes.build import build_recipe
-from vitadel.training.recipes.documents import compose
 from vitadel.instrument.tokens import token_width
 from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import write_json
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.recipes.documents import compose
 
 EPS, LENGTH, RATE, COUNT = 8 / 255, 2 / 255, 1e-3, 10
 AT_MOST = 1.1
@@ -47,7 +47,7 @@ def floor(name: str, x: Tensor, steps: int) -> Step:
     classifier = opened(name).requires_grad_(False)
     net: Any = classifier.backbone
     tokens = torch.nn.Parameter(fresh_tokens(token_width(classifier), COUNT))
-    optimiser = torch.optim.Adam([tokens], lr=RATE)
+    optimizer = torch.optim.Adam([tokens], lr=RATE)
 
     def features(images: Tensor, extra: Tensor | None = None) -> Tensor:
         stream = net.patch_embed((images - classifier.mean) / classifier.std)
@@ -70,8 +70,8 @@ def floor(name: str, x: Tensor, steps: int) -> Step:
             target = features(x)
         kept, regained = features(torch.cat([x, z]), tokens).chunk(2)
         (2 - cosine(kept, target).mean() - cosine(regained, target).mean()).backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
 

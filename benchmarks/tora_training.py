@@ -34,10 +34,10 @@ from torch import Tensor, nn
 
 from vitadel.adapters.tora.tora import Tora
 from vitadel.adapters.tora.tora_files import save_tora
-from vitadel.training.recipes.build import build_recipe
-from vitadel.training.recipes.documents import compose
 from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import write_json
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.recipes.documents import compose
 
 MODELS = ("zoo:shapes-standard", "deit_tiny_patch16_224")
 WHOLE = "all weights, PGD-AT"
@@ -90,7 +90,7 @@ def watched(model: nn.Module) -> Iterator[Held]:
 
 
 @dataclass(frozen=True, eq=False)
-class Contender:
+class Candidate:
     model: nn.Module
     step: Step
 
@@ -104,16 +104,16 @@ class Contender:
         return {"activations": held.peak, "weights and optimiser": weights + _OF_ADAMW * trained, "trained": trained}
 
 
-def contenders(name: str, x: Tensor, y: Tensor, steps: int) -> dict[str, Contender]:
+def candidates(name: str, x: Tensor, y: Tensor, steps: int) -> dict[str, Candidate]:
     """The whole model in two ways, TORA's two phases, and the baseline with one adapter."""
 
-    def one(changes: Mapping[str, Any]) -> Contender:
+    def one(changes: Mapping[str, Any]) -> Candidate:
         shared = {"train.batch_size": len(y), "train.tracker": "none"}
         document = compose("tora/shapes", "tora", shared)
         document = {**document, "objective": {"use": "tora", "attack": f"pgd-{steps}"}, **changes}
         recipe = build_recipe(document, "benchmark")
         model = recipe.adapter.attach(opened(name))
-        return Contender(model, our_step(recipe, model, x, y))
+        return Candidate(model, our_step(recipe, model, x, y))
 
     whole = {"adapter": {"use": "whole_model"}}
     with tempfile.TemporaryDirectory() as folder:
@@ -133,7 +133,7 @@ def measure(name: str, batch: int, steps: int, rounds: int) -> dict[str, Any]:
     size = opened(name).record.input_size or (32, 32)
     classes = opened(name).record.num_classes or 10
     x, y = torch.rand(batch, 3, *size), torch.arange(batch) % min(classes, 10)
-    crew = contenders(name, x, y, steps)
+    crew = candidates(name, x, y, steps)
     seconds = take_turns({who: each.step for who, each in crew.items()}, rounds, time.process_time)
     return {"seconds": seconds, "bytes": {who: each.memory() for who, each in crew.items()}}
 
@@ -152,7 +152,7 @@ def told(name: str, found: Mapping[str, Any], title: str) -> Table:
         table.add_row(who, f"{median(ratios):.2f}", f"{low:.2f} to {high:.2f}", *shares, trained)
     table.caption = (
         f"1 = {median(found['seconds'][WHOLE]):.3f} s, {reference['activations'] / 2**20:.1f} MiB and "
-        f"{reference['weights and optimiser'] / 2**20:.1f} MiB"
+        f"{reference['weights and optimizer'] / 2**20:.1f} MiB"
     )
     return table
 

@@ -38,11 +38,11 @@ from torch.nn import functional as F
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
-from vitadel.training.recipes.build import build_recipe
-from vitadel.training.recipes.documents import compose
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import write_json
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.recipes.documents import compose
 
 EPS, LENGTH, BETA, CLIP = 8 / 255, 2 / 255, 6.0, 1.0
 
@@ -61,7 +61,7 @@ def loss_of(model: torch.nn.Module, x: Tensor, z: Tensor, y: Tensor, trades: boo
 
 
 def floor(name: str, x: Tensor, y: Tensor, steps: int, trades: bool) -> Step:
-    model, optimiser = fresh(name)
+    model, optimizer = fresh(name)
 
     def step() -> None:
         with frozen(model):
@@ -75,8 +75,8 @@ def floor(name: str, x: Tensor, y: Tensor, steps: int, trades: bool) -> Step:
                 z = z.detach()
         loss_of(model, x, z, y, trades).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
@@ -97,7 +97,7 @@ def ours_scaled(name: str, x: Tensor, y: Tensor, steps: int, trades: bool) -> St
 
 
 def mairs_way(name: str, x: Tensor, y: Tensor, steps: int, trades: bool) -> Step:
-    model, optimiser = fresh(name)
+    model, optimizer = fresh(name)
     kind = torchattacks.TPGD if trades else torchattacks.PGD
     attack = kind(model, eps=EPS, alpha=LENGTH, steps=steps)
 
@@ -109,17 +109,17 @@ def mairs_way(name: str, x: Tensor, y: Tensor, steps: int, trades: bool) -> Step
             loss = F.cross_entropy(clean, y) + BETA * kl
         else:
             loss = F.cross_entropy(model(z), y)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimiser.step()
+        optimizer.step()
         loss.item()
 
     return step
 
 
 def timms_way(name: str, x: Tensor, y: Tensor, steps: int, trades: bool) -> Step:
-    model, optimiser = fresh(name)
+    model, optimizer = fresh(name)
     meter = AverageMeter()
 
     def step() -> None:
@@ -137,10 +137,10 @@ def timms_way(name: str, x: Tensor, y: Tensor, steps: int, trades: bool) -> Step
             z = torch.min(torch.max(z.detach() + LENGTH * grad.sign(), x - EPS), x + EPS).clamp(0, 1)
         model.train()
         loss = loss_of(model, x, z, y, trades)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         dispatch_clip_grad(model.parameters(), CLIP)
-        optimiser.step()
+        optimizer.step()
         meter.update(loss.item(), len(y))
 
     return step

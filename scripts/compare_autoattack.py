@@ -29,19 +29,19 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from vitadel.quantities import amount_text, read_amount
 from vitadel.attacks import Linf
 from vitadel.attacks.autoattack.standard import autoattack
 from vitadel.data.batches import batches
 from vitadel.evaluation.engine.judge import judge
 from vitadel.evaluation.engine.pass_counter import Cost, metered
-from vitadel.evaluation.engine.target import Subject, open_subject
-from vitadel.runtime.rng import Draws
+from vitadel.evaluation.engine.target import Target, open_target
+from vitadel.quantities import quantity_text, read_quantity
+from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import write_json
 
 ALLOWED = 1 / 500  # how many samples more than theirs may hold against ours, as a share of those attacked
 
-Run = Callable[[nn.Module, Tensor, Tensor, Draws], Tensor]
+Run = Callable[[nn.Module, Tensor, Tensor, SampleRNG], Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def ours(settings: Settings) -> Run:
 def theirs(settings: Settings) -> Run:
     library = import_module("torchattacks")
 
-    def run(model: nn.Module, x: Tensor, y: Tensor, draws: Draws) -> Tensor:
+    def run(model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG) -> Tensor:
         common = {"norm": "Linf", "eps": settings.eps, "seed": settings.seed}
         classes = {"n_classes": settings.targets + 1, "steps": settings.steps}
         with torch.random.fork_rng():  # every part seeds torch's global generator
@@ -96,7 +96,7 @@ class Side:
     def attack(self, run: Run, model: nn.Module, ball: Linf, batch: tuple[Tensor, Tensor, Tensor], seed: int) -> None:
         index, x, y = batch
         with metered(model) as cost:
-            z = run(model, x, y, Draws.of_samples(seed, index))
+            z = run(model, x, y, SampleRNG.of_samples(seed, index))
         verdict = judge(model, ball, x, z, y)
         self.broken += index[~verdict.held].tolist()
         self.void += index[verdict.void].tolist()
@@ -151,7 +151,7 @@ class Begun:
         return cls(told["batches"], sorted({*us.broken, *them.broken, *told["both_hold"]}), us, them)
 
 
-def told_by_audit(folder: Path, settings: Settings, subject: Subject) -> Side:
+def told_by_audit(folder: Path, settings: Settings, target: Target) -> Side:
     """What an audit says that `autoattack` broke, as it is in the paper; the whole cost is its own."""
     length = (settings.steps, settings.targets, settings.queries)
     assert length == (100, 9, 5000), f"audits run autoattack with 100 steps, 9 targets, 5,000 queries, not {length}"
@@ -162,9 +162,9 @@ def told_by_audit(folder: Path, settings: Settings, subject: Subject) -> Side:
     assert results["threat"]["norm"] == "linf", f"{folder}: in another norm"
     assert abs(results["threat"]["eps"] - settings.eps) < 1e-9, f"{folder}: at another eps"
     assert results["precision"] == "fp32", f"{folder}: in another precision"
-    assert results["model"]["fingerprint"] == subject.model_fingerprint(), f"{folder}: of another model"
+    assert results["model"]["fingerprint"] == target.model_fingerprint(), f"{folder}: of another model"
     samples = pq.read_table(folder / "samples.parquet").to_pydict()
-    chosen = subject.selection(settings.limit, settings.seed, skip_bad=False)[0].tolist()
+    chosen = target.selection(settings.limit, settings.seed, skip_bad=False)[0].tolist()
     assert samples["index"] == chosen, f"{folder}: of other images"
     rows = zip(samples["index"], samples["clean_correct"], samples["held:autoattack"], strict=True)
     broken = [index for index, right, held in rows if right and not held]
@@ -173,7 +173,7 @@ def told_by_audit(folder: Path, settings: Settings, subject: Subject) -> Side:
 
 def show(settings: Settings, attacked: int, us: Side, them: Side) -> None:
     title = (
-        f"{settings.model}, Linf {amount_text(settings.eps)}, {attacked} attacked, {settings.steps} steps, "
+        f"{settings.model}, Linf {quantity_text(settings.eps)}, {attacked} attacked, {settings.steps} steps, "
         f"{settings.targets} targets, {settings.queries} queries"
     )
     table = Table("", title=title, title_justify="left")
@@ -189,15 +189,15 @@ def show(settings: Settings, attacked: int, us: Side, them: Side) -> None:
 
 def compare(settings: Settings, out: Path) -> bool:
     """Both attacks batch by batch; whether ours is as strong as is asked."""
-    subject, ball = open_subject(settings.model, settings.data), Linf(settings.eps)
+    target, ball = open_target(settings.model, settings.data), Linf(settings.eps)
     path = out / "comparison.json"
     begun = Begun.read(path, settings)
     us, them, attacked = begun.us, begun.them, begun.attacked
-    whole = None if settings.audit is None else told_by_audit(Path(settings.audit), settings, subject)
-    model, twin = subject.model, copy.deepcopy(subject.model)
-    chosen = subject.selection(settings.limit, settings.seed, skip_bad=False)[0].tolist()
+    whole = None if settings.audit is None else told_by_audit(Path(settings.audit), settings, target)
+    model, twin = target.model, copy.deepcopy(target.model)
+    chosen = target.selection(settings.limit, settings.seed, skip_bad=False)[0].tolist()
     chunks = [chosen[at : at + settings.batch_size] for at in range(0, len(chosen), settings.batch_size)]
-    left = batches(subject.source, chunks[begun.batches :], subject.preprocess)
+    left = batches(target.source, chunks[begun.batches :], target.preprocess)
     for done, read in enumerate(left, start=begun.batches + 1):
         with torch.no_grad():
             right = model(read.x).argmax(1) == read.y
@@ -221,7 +221,7 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="zoo:shapes-robust")
     parser.add_argument("--data", default="shapes")
     parser.add_argument("--limit", type=int, default=500, help="how many images, class-balanced")
-    parser.add_argument("--eps", type=lambda text: read_amount(text, "eps"), default=8 / 255)
+    parser.add_argument("--eps", type=lambda text: read_quantity(text, "eps"), default=8 / 255)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--targets", type=int, default=9)
     parser.add_argument("--queries", type=int, default=5000)

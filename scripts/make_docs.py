@@ -35,7 +35,11 @@ PUBLIC = {
         "vitadel.evaluation.trade_off.run",
         "vitadel.corruptions",
     ],
-    "Hardening": ["vitadel.training.recipes.documents", "vitadel.training.protocols", "vitadel.adapters.tora.tora_files"],
+    "Hardening": [
+        "vitadel.training.recipes.documents",
+        "vitadel.training.protocols",
+        "vitadel.adapters.tora.tora_files",
+    ],
     "Analyses of the papers": ["vitadel.studies"],
     "The doctor": ["vitadel.diagnosis.runner", "vitadel.diagnosis.finding", "vitadel.diagnosis.broken_defenses"],
     "Shapes and errors": ["vitadel.types", "vitadel.errors"],
@@ -51,8 +55,8 @@ def api() -> str:
         "What `import vitadel` gives, and the modules below it that are meant to be called. Nothing is imported before "
         "it is used. Shapes: images are (batch, 3, height, width), pixels in [0, 1].",
     ]
-    for subject, modules in PUBLIC.items():
-        parts.append(f"## {subject}")
+    for target, modules in PUBLIC.items():
+        parts.append(f"## {target}")
         for name in modules:
             tree = _tree(name)
             parts += [f"### {name}", _first_paragraph(ast.get_docstring(tree)), "\n".join(_entries(name, tree))]

@@ -26,8 +26,8 @@ import pyarrow.parquet as pq
 import vitadel
 from vitadel.adapters.tora.tora import Tora
 from vitadel.adapters.tora.tora_files import save_tora
-from vitadel.training.recipes.documents import compose, texts
 from vitadel.evaluation.intervals import wilson
+from vitadel.training.recipes.documents import compose, texts
 
 ALONE = """each attack alone, on all images that are right when clean; the worst case counts an image only if it holds
 against all of them."""

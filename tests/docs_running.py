@@ -33,8 +33,8 @@ from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.backbones.load import load_model
 from vitadel.backbones.record import create_backbone, save_classifier
 from vitadel.cli.main import app
+from vitadel.errors import UserError
 from vitadel.training.recipes.documents import compose, shipped_recipes, source
-from vitadel.errors import Mistake
 
 __all__ = ["World", "WronglyTyped", "parsed", "verb_in"]
 
@@ -132,7 +132,7 @@ class World:
             context = parsed(typed)
             typed = [*typed, *_sizes(context)]
             self._bring_files(context)
-        except (WronglyTyped, Mistake):
+        except (WronglyTyped, UserError):
             pass  # a fault of the command's: below the program itself meets it, and says so
         self.patch.setattr(sys, "argv", ["vitadel", *typed])
         with _swept_up() if typed[:1] == ["ui"] else nullcontext():

@@ -27,16 +27,16 @@ import torchvision.datasets
 from PIL import Image
 
 import vitadel.data.open_dataset
-import vitadel.training.run
 import vitadel.heads.probe
 import vitadel.threat_levels.token_training
+import vitadel.training.run
 from films import write_video
 from vitadel.attacks.prefixes import PREFIXES
 from vitadel.attacks.registry import CATALOGUE
-from vitadel.training.recipes import documents as recipes
 from vitadel.diagnosis import examination
 from vitadel.evaluation.audit import protocols
 from vitadel.evaluation.stability import run as stability
+from vitadel.training.recipes import documents as recipes
 
 __all__ = ["FLAGS", "IN_SNIPPETS", "KEPT_FLAGS", "LISTED", "MOST", "NAMES", "TINY", "shrink"]
 
@@ -100,7 +100,7 @@ def shrink(world: Path, patch: pytest.MonkeyPatch) -> None:
         patch.setitem(examination.LEVELS, name, replace(level, images=IMAGES, directions=1, lessons=1))
     small = {name: replace(each, images=IMAGES, image_list=None) for name, each in protocols.PROTOCOLS.items()}
     patch.setattr(protocols, "PROTOCOLS", small)
-    patch.setattr(stability, "StabilityOrder", partial(stability.StabilityOrder, training_steps=MOST))
+    patch.setattr(stability, "StabilityOrder", partial(stability.StabilityRequest, training_steps=MOST))
 
 
 def _shrink_models(patch: pytest.MonkeyPatch) -> None:
@@ -191,8 +191,8 @@ def _once(written: dict[str, Path], world: Path, kind: str, write: Callable[[Pat
 def _picture(number: int, size: int = 32) -> Image.Image:
     """A colour of its own with some noise."""
     chance = np.random.default_rng(number)
-    colour = chance.integers(20, 236, (1, 1, 3))
-    return Image.fromarray((colour + chance.integers(-20, 20, (size, size, 3))).astype(np.uint8))
+    color = chance.integers(20, 236, (1, 1, 3))
+    return Image.fromarray((color + chance.integers(-20, 20, (size, size, 3))).astype(np.uint8))
 
 
 def _write_pictures(folder: Path, classes: tuple[str, ...], each: int) -> Path:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from vitadel.quantities import read_amount
-from vitadel.evaluation.engine.verdicts import SCHEMA, Tally, samples_table
-from vitadel.evaluation.engine.stages import Leg
+from vitadel.evaluation.engine.stages import MemberResult
+from vitadel.evaluation.engine.verdicts import SCHEMA, Verdicts, samples_table
+from vitadel.quantities import read_quantity
 from vitadel.version import __version__
 
 __all__ = ["write_run"]
@@ -47,13 +47,13 @@ def write_run(
     """`attacks` says for every sample whether it would hold against that attack. With `pending` attacks the run is
     unfinished and, as in an audit, has neither samples.parquet nor environment.json nor examples.npz. An `older` run
     tells neither the size of its images nor the attack of its examples, which is the first one here."""
-    tally = _tally(np.asarray(correct, bool), attacks, len(class_names), first_index, independent)
-    tally.bad.extend({"name": name} for name in left_out)
+    verdicts = _tally(np.asarray(correct, bool), attacks, len(class_names), first_index, independent)
+    verdicts.bad.extend({"name": name} for name in left_out)
     settings = {
         "model": model,
         "model_fingerprint": "0123456789abcdef",
         "data": data,
-        "data_fingerprint": f"{data}-{first_index}-{len(tally.index)}",
+        "data_fingerprint": f"{data}-{first_index}-{len(verdicts.index)}",
         "attacks": [*attacks, *pending],
         "norm": norm,
         "eps": eps,
@@ -68,7 +68,7 @@ def write_run(
         "model": {"spec": model, "parameters": 5_500_000, "family": "vit", "fingerprint": "0123456789abcdef"},
         "data": {
             "spec": data,
-            "n": len(tally.index),
+            "n": len(verdicts.index),
             "classes": len(class_names),
             "class_names": list(class_names),
             "left_out": len(left_out),
@@ -76,10 +76,10 @@ def write_run(
             "not_opened": list(not_opened),
             **({} if older else {"pixels": [size, size]}),
         },
-        "threat": {"norm": norm, "eps": read_amount(eps), "eps_text": eps},
+        "threat": {"norm": norm, "eps": read_quantity(eps), "eps_text": eps},
         "batch_size": 64,
         "precision": precision,
-        **tally.summary(),
+        **verdicts.summary(),
         "findings": list(findings),
     }
     path.mkdir(parents=True)
@@ -87,9 +87,9 @@ def write_run(
     _write_json(path / "results.json", results)
     if not pending:
         _write_json(path / "environment.json", _environment())
-        (path / "samples.parquet").write_bytes(samples_table(tally))
+        (path / "samples.parquet").write_bytes(samples_table(verdicts))
         if attacks:
-            examples = _examples(tally, pictures, size, len(class_names), read_amount(eps))
+            examples = _examples(verdicts, pictures, size, len(class_names), read_quantity(eps))
             about = {"attack": np.asarray(next(iter(attacks))), "own_rules": np.asarray(False)}
             np.savez_compressed(path / "examples.npz", **examples | ({} if older else about))
     return path
@@ -97,13 +97,13 @@ def write_run(
 
 def _tally(
     correct: Array, attacks: Mapping[str, Sequence[bool] | Array], classes: int, first: int, independent: bool
-) -> Tally:
+) -> Verdicts:
     index = np.arange(first, first + len(correct))
     label = index % classes
     prediction = np.where(correct, label, (label + 1) % classes)
-    tally = Tally.of_clean([{"index": index, "label": label, "prediction": prediction, "bad": np.asarray("[]")}])
+    verdicts = Verdicts.of_clean([{"index": index, "label": label, "prediction": prediction, "bad": np.asarray("[]")}])
     for name, holds in attacks.items():
-        seen = (tally.correct if independent else tally.standing).numpy()
+        seen = (verdicts.correct if independent else verdicts.standing).numpy()
         piece = {
             "index": index[seen],
             "held": np.asarray(holds, bool)[seen],
@@ -112,21 +112,21 @@ def _tally(
             "forwards": np.asarray(22 * seen.sum()),
             "seconds": np.asarray(3.25),
         }
-        tally.add(name, dict(_SETTINGS), [Leg("", [piece])], alone=independent, own_rules=False)
-    return tally
+        verdicts.add(name, dict(_SETTINGS), [MemberResult("", [piece])], alone=independent, own_rules=False)
+    return verdicts
 
 
-def _examples(tally: Tally, pictures: int, size: int, classes: int, eps: float) -> dict[str, Array]:
-    rows = np.flatnonzero(tally.correct.numpy())[:pictures]
+def _examples(verdicts: Verdicts, pictures: int, size: int, classes: int, eps: float) -> dict[str, Array]:
+    rows = np.flatnonzero(verdicts.correct.numpy())[:pictures]
     rng = np.random.default_rng(0)
     across, down = np.meshgrid(np.linspace(0, 1, size), np.linspace(0, 1, size))
     x = np.stack([np.stack([across, down, np.full_like(across, row / 8)]) for row in range(len(rows))])
     x = (0.1 + 0.8 * x).astype(np.float32)
     z = x + eps * rng.choice([-1, 1], x.shape).astype(np.float32)
-    label = tally.label.numpy()[rows]
+    label = verdicts.label.numpy()[rows]
     fooled = np.arange(len(rows)) % 2 == 0
     prediction = np.where(fooled, (label + 1) % classes, label)
-    return {"index": tally.index.numpy()[rows], "x": x, "z": z, "label": label, "prediction": prediction}
+    return {"index": verdicts.index.numpy()[rows], "x": x, "z": z, "label": label, "prediction": prediction}
 
 
 def _environment() -> dict[str, Any]:

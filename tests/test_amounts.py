@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from vitadel.quantities import amount_text, read_amount, read_value
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
+from vitadel.quantities import quantity_text, read_quantity, read_value
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("8/255", 8 / 255), ("0.5", 0.5), ("1e-3", 1e-3), (" 3 / 4 ", 0.75), (2, 2.0)]
 )
 def test_numbers_as_people_write_them(text, value):
-    assert read_amount(text) == value
+    assert read_quantity(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "eight", "1/0", "nan", "inf", "8/", "1/2/3"])
 def test_other_things_are_refused(text):
-    with pytest.raises(Mistake):
-        read_amount(text, "eps")
+    with pytest.raises(UserError):
+        read_quantity(text, "eps")
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_other_things_are_refused(text):
     ],
 )
 def test_amounts_are_written_as_grey_levels_where_they_are_some(value, text):
-    assert amount_text(value) == text
-    assert read_amount(text) == pytest.approx(value, abs=1e-12)
+    assert quantity_text(value) == text
+    assert read_quantity(text) == pytest.approx(value, abs=1e-12)
 
 
 @pytest.mark.parametrize(

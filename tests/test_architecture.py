@@ -14,7 +14,7 @@ import vitadel
 SOURCE = Path(vitadel.__file__).parent
 # A folder may import what stands before it. `reporting` reads run folders only, so it sees neither models nor data.
 ORDER = ["", "runtime", "data", "corruptions", "backbones", "instrument", "adapters", "attacks", "evaluation"]
-ORDER += ["defenses", "ladder", "diagnosis", "studies", "playground", "cli"]
+ORDER += ["training", "heads", "threat_levels", "diagnosis", "studies", "playground", "cli"]
 FOR_REPORTING = {"", "runtime", "reporting", "evaluation"}
 
 

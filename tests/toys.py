@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = ["Constant", "TinyNet", "images", "trained_toy"]
 
@@ -37,22 +37,22 @@ class TinyNet(nn.Module):
 
 def images(count: int, seed: int = 0, side: int = 8) -> Tensor:
     """Random pixels, with some at exactly 0 and 1."""
-    x = Draws.of_samples(seed, range(count)).stream("toy images").uniform(3, side, side)
+    x = SampleRNG.of_samples(seed, range(count)).stream("toy images").uniform(3, side, side)
     return (x * 1.2 - 0.1).clamp(0, 1)
 
 
 def trained_toy() -> tuple[nn.Module, Tensor, Tensor]:
     """Four noisy patterns and a small network that has learnt them."""
-    pattern = Draws.of_samples(5, range(4)).signs(3, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    pattern = SampleRNG.of_samples(5, range(4)).signs(3, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
     y = torch.arange(600) % 4
-    x = (0.5 + 0.07 * pattern[y] + 0.2 * Draws.of_samples(6, range(600)).normal(3, 8, 8)).clamp(0, 1)
+    x = (0.5 + 0.07 * pattern[y] + 0.2 * SampleRNG.of_samples(6, range(600)).normal(3, 8, 8)).clamp(0, 1)
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 24), nn.Tanh(), nn.Linear(24, 4))
     for number, weight in enumerate(model.parameters()):
         scale = 0.1 if weight.ndim == 2 else 0.0
-        weight.data = scale * Draws.of_samples(number, range(len(weight))).normal(*weight.shape[1:])
-    optimiser = torch.optim.Adam(model.parameters(), 0.005)
+        weight.data = scale * SampleRNG.of_samples(number, range(len(weight))).normal(*weight.shape[1:])
+    optimizer = torch.optim.Adam(model.parameters(), 0.005)
     for _ in range(60):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[:400]), y[:400]).backward()
-        optimiser.step()
+        optimizer.step()
     return model.eval(), x[400:], y[400:]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vitadel.errors import Mistake
+from vitadel.errors import Mistake, UserError
 from vitadel.version import __version__
 
 if TYPE_CHECKING:
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from vitadel.cli.inspect import massive_activations
     from vitadel.cli.run_or_model import study
     from vitadel.data import open_dataset
-    from vitadel.training.run import harden
-    from vitadel.heads.probe import probe
     from vitadel.diagnosis.run import diagnose
     from vitadel.evaluation.audit.audit import audit
     from vitadel.evaluation.trade_off.run import trade_off
+    from vitadel.heads.probe import probe
     from vitadel.instrument import attention_maps, block_features, extra_tokens, scaled_attention, score_statistics
+    from vitadel.training.run import harden
 
 __all__ = [
     "Classifier",
     "Mistake",
+    "UserError",
     "__version__",
     "attacks",
     "attention_maps",

@@ -6,11 +6,15 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["Interrupted", "Mistake", "nearest_names"]
+__all__ = ["Interrupted", "Mistake", "UserError", "nearest_names"]
 
 
-class Mistake(ValueError):
+class UserError(ValueError):
     """Something the user can put right. The command line prints it without a traceback and ends with exit code 2."""
+
+
+Mistake = UserError
+"""The name before version 0.2; scripts of users may catch it."""
 
 
 class Interrupted(BaseException):

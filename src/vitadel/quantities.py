@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
-__all__ = ["amount_text", "read_amount", "read_value"]
+__all__ = ["quantity_text", "read_quantity", "read_value"]
 
 
-def read_amount(text: str | float, what: str = "number") -> float:
+def read_quantity(text: str | float, what: str = "number") -> float:
     """A finite number; fractions such as 8/255 are read everywhere a number is."""
     if isinstance(text, (int, float)):
         value = float(text)
@@ -18,13 +18,13 @@ def read_amount(text: str | float, what: str = "number") -> float:
         try:
             value = float(above) / float(below) if slash else float(above)
         except (ValueError, ZeroDivisionError):
-            raise Mistake(f"{what} {text!r} is not a number; write it like 8/255, 0.03 or 1e-3") from None
+            raise UserError(f"{what} {text!r} is not a number; write it like 8/255, 0.03 or 1e-3") from None
     if not math.isfinite(value):
-        raise Mistake(f"{what} must be finite, got {text!r}")
+        raise UserError(f"{what} must be finite, got {text!r}")
     return value
 
 
-def amount_text(value: float) -> str:
+def quantity_text(value: float) -> str:
     """'8/255' for a multiple of a quarter grey level up to 64, else a plain decimal."""
     quarters = value * 255 * 4
     if 0 < quarters <= 64 * 4 and abs(quarters - round(quarters)) < 1e-6:
@@ -42,6 +42,6 @@ def read_value(text: str) -> float | int | bool | str:
     except ValueError:
         pass
     try:
-        return read_amount(lowered)
-    except Mistake:
+        return read_quantity(lowered)
+    except UserError:
         return text.strip()

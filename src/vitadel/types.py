@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor, nn
 
-    from vitadel.runtime.rng import Draws
+    from vitadel.runtime.rng import SampleRNG
 
 __all__ = [
     "Aim",
@@ -37,7 +37,7 @@ class Attack(Protocol):
     the box [0, 1] and the budget of its threat, and leaves no trace on the model or on torch's global generator.
     """
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor: ...
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor: ...
 
     def passes(self) -> tuple[int, int]:
         """The most (gradients, forwards) that one sample can cost; `plan` multiplies with it."""
@@ -48,7 +48,7 @@ class Attack(Protocol):
 class Calibrated(Protocol):
     """An attack that studies the model on other images than the attacked ones before it can run.
 
-    Called unprepared it is a `Mistake`; `audit` prepares it with training or held-out images, never with test images.
+    Called unprepared it is a `UserError`; `audit` prepares it with training or held-out images, never with test images.
     """
 
     @property
@@ -66,19 +66,19 @@ class Explaining(Protocol):
     """An attack that has more to tell about each sample than the image it proposes."""
 
     def explain(
-        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What `__call__` returns, and notes: one value per sample under each name."""
         ...
 
 
 def explained(
-    attack: Attack, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None
+    attack: Attack, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """An attack's proposals with its notes, if it has any to make."""
     if isinstance(attack, Explaining):
-        return attack.explain(model, x, y, draws)
-    return attack(model, x, y, draws), {}
+        return attack.explain(model, x, y, rng)
+    return attack(model, x, y, rng), {}
 
 
 @runtime_checkable
@@ -100,7 +100,7 @@ class Threat(Protocol):
         """The point of ball and box nearest to `z` (or one no farther from `x`)."""
         ...
 
-    def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
+    def random(self, x: Tensor, rng: SampleRNG, surface: bool = False) -> Tensor:
         """A random start inside ball and box; with `surface`, as far from `x` as both allow."""
         ...
 

@@ -19,8 +19,8 @@ from vitadel.adapters.tora.tora import Tora
 from vitadel.adapters.tora.tora_files import backbone_of_parts, save_tora
 from vitadel.adapters.tora.tora_settings import ToraSettings
 from vitadel.backbones.load import load_model, model_names, zoo_file
-from vitadel.errors import Mistake
-from vitadel.evaluation.engine.target import open_subject
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.target import open_target
 
 ZOO = "zoo:shapes-standard"
 
@@ -47,10 +47,10 @@ def test_a_run_folder_is_its_backbone_with_its_tokens(run_folder):
     assert not opened.training
     assert torch.equal(answers(opened), expected)
     assert torch.equal(answers(vitadel.open_model(ZOO, tokens=run_folder / "weights" / "best.safetensors")), expected)
-    subject = open_subject(str(run_folder), "shapes")
-    assert torch.equal(answers(subject.model), expected)
-    assert subject.model_spec == str(run_folder)
-    assert "fingerprint" in subject.model.record.notes["tokens"]
+    target = open_target(str(run_folder), "shapes")
+    assert torch.equal(answers(target.model), expected)
+    assert target.model_spec == str(run_folder)
+    assert "fingerprint" in target.model.record.notes["tokens"]
 
 
 def test_other_names_open_as_they_always_did(tmp_path):
@@ -63,14 +63,14 @@ def test_other_names_open_as_they_always_did(tmp_path):
 
 
 def test_tokens_given_twice_are_refused(run_folder):
-    with pytest.raises(Mistake, match="is a training of tokens and has its own"):
+    with pytest.raises(UserError, match="is a training of tokens and has its own"):
         open_model(str(run_folder), tokens="other.safetensors")
 
 
 def test_tokens_that_others_can_read_are_refused_unless_told(run_folder):
     file = run_folder / "weights" / "best.safetensors"
     file.chmod(0o644)
-    with pytest.raises(Mistake, match="--allow-readable"):
+    with pytest.raises(UserError, match="--allow-readable"):
         open_model(str(run_folder))
     assert isinstance(open_model(str(run_folder), allow_readable=True), Tokened)
 
@@ -102,12 +102,12 @@ def test_several_token_files_are_a_bank(files):
 
 def test_files_that_make_no_bank_are_told(files, tmp_path):
     with pytest.raises(
-        Mistake, match=r"must have one placement, but '\S+a\.safe\S+' has prefix and '\S+elsewhere\S+ app"
+        UserError, match=r"must have one placement, but '\S+a\.safe\S+' has prefix and '\S+elsewhere\S+ app"
     ):
         open_model(ZOO, tokens=f"{files[0]},{files[2]}")
-    with pytest.raises(Mistake, match="hold the same tokens: a bank needs different sets"):
+    with pytest.raises(UserError, match="hold the same tokens: a bank needs different sets"):
         open_model(ZOO, tokens=f"{files[0]},{files[0]}")
-    with pytest.raises(Mistake, match=r"secret file 'nowhere\.safetensors' does not exist"):
+    with pytest.raises(UserError, match=r"secret file 'nowhere\.safetensors' does not exist"):
         open_model(ZOO, tokens=f"{files[0]},nowhere.safetensors")
     odd = tmp_path / "one,name.safetensors"
     save_tokens(Tokened(load_model(ZOO), fresh_tokens(96, 3, seed=4)), odd, {})
@@ -175,9 +175,9 @@ def test_the_zoo_may_hold_a_backbone_with_adapters(zoo_of_tora):
 
 
 def test_where_a_backbone_is_needed_such_a_model_is_refused(zoo_of_tora):
-    with pytest.raises(Mistake, match=r"'zoo:shapes-two' is a backbone with adapters.*open_model"):
+    with pytest.raises(UserError, match=r"'zoo:shapes-two' is a backbone with adapters.*open_model"):
         load_model("zoo:shapes-two")
-    with pytest.raises(Mistake, match="is a backbone with adapters"):
+    with pytest.raises(UserError, match="is a backbone with adapters"):
         open_model("zoo:shapes-two", tokens="some.safetensors")
 
 

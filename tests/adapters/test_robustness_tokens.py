@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from vitadel.adapters.tokens.robustness_tokens import TokenBank, Tokened, fresh_tokens
 from vitadel.attacks.features import feature_cosine, features, final_features
 from vitadel.attacks.parse import make
-from vitadel.attacks.transfer.surrogate import Surrogate
 from vitadel.attacks.threats import Linf
+from vitadel.attacks.transfer.surrogate import Surrogate
 from vitadel.attacks.views import Averaged
 from vitadel.backbones.anatomy import backbone_of, family_of
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
-from vitadel.errors import Mistake
-from vitadel.evaluation.audit.audit import Order, run_audit
-from vitadel.evaluation.engine.target import Subject, open_subject
+from vitadel.errors import UserError
+from vitadel.evaluation.audit.audit import AuditRequest, run_audit
+from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.instrument import attention_maps, block_features, extra_tokens, frozen
 from vitadel.instrument.patch_grid import patch_grid
-from vitadel.runtime.rng import Draws
 from vitadel.runtime.distributed import join_processes
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Calibrated
 from vits import VITS, make_vit, pixels
 
@@ -230,33 +230,33 @@ def test_the_record_is_the_classifiers_with_a_note() -> None:
 def test_mistakes_are_told() -> None:
     classifier = classifier_of("vit")
     for count in (0, -1):
-        with pytest.raises(Mistake, match=rf"a count of at least 1, got {count}; the paper takes 10"):
+        with pytest.raises(UserError, match=rf"a count of at least 1, got {count}; the paper takes 10"):
             fresh_tokens(24, count)
-    with pytest.raises(Mistake, match="a count of at least 1, got 0"):
+    with pytest.raises(UserError, match="a count of at least 1, got 0"):
         Tokened(classifier, torch.zeros(0, 24))
-    with pytest.raises(Mistake, match="width of at least 1, got 0"):
+    with pytest.raises(UserError, match="width of at least 1, got 0"):
         fresh_tokens(0, 1)
-    with pytest.raises(Mistake, match="scale of fresh tokens"):
+    with pytest.raises(UserError, match="scale of fresh tokens"):
         fresh_tokens(24, 1, scale=float("nan"))
-    with pytest.raises(Mistake, match=r"of shape \(3, 25\) do not fit 'vit', whose tokens are 24 wide"):
+    with pytest.raises(UserError, match=r"of shape \(3, 25\) do not fit 'vit', whose tokens are 24 wide"):
         Tokened(classifier, torch.zeros(3, 25))
-    with pytest.raises(Mistake, match="finite floating-point numbers"):
+    with pytest.raises(UserError, match="finite floating-point numbers"):
         Tokened(classifier, torch.full((3, 24), torch.inf))
-    with pytest.raises(Mistake, match="no meaning for family 'swin': its stages resize"):
+    with pytest.raises(UserError, match="no meaning for family 'swin': its stages resize"):
         Tokened(wrap(make_vit("swin")), torch.zeros(3, 24))
-    with pytest.raises(Mistake, match="no anatomy known for"):
+    with pytest.raises(UserError, match="no anatomy known for"):
         Tokened(wrap(nn.Flatten()), torch.zeros(3, 24))
-    with pytest.raises(Mistake, match="go around a Classifier, got VisionTransformer"):
+    with pytest.raises(UserError, match="go around a Classifier, got VisionTransformer"):
         Tokened(make_vit("vit"), torch.zeros(3, 24))  # type: ignore[arg-type]
-    with pytest.raises(Mistake, match="unknown placement"):
+    with pytest.raises(UserError, match="unknown placement"):
         Tokened(classifier, lively_tokens(), placement="middle")
-    with pytest.raises(Mistake, match="cannot be appended to Eva"):
+    with pytest.raises(UserError, match="cannot be appended to Eva"):
         Tokened(classifier_of("eva02"), lively_tokens(), placement="append")
-    with pytest.raises(Mistake, match="at least 2 sets of tokens, got 1"):
+    with pytest.raises(UserError, match="at least 2 sets of tokens, got 1"):
         TokenBank(classifier, [lively_tokens()])
-    with pytest.raises(Mistake, match="same number of tokens, got 2, 3"):
+    with pytest.raises(UserError, match="same number of tokens, got 2, 3"):
         TokenBank(classifier, [lively_tokens(3), lively_tokens(2)])
-    with pytest.raises(Mistake, match=r"of shape \(2, 3, 24\) do not fit"):
+    with pytest.raises(UserError, match=r"of shape \(2, 3, 24\) do not fit"):
         TokenBank(classifier, [torch.zeros(2, 3, 24)] * 2)
 
 
@@ -276,11 +276,11 @@ def test_cosines_by_hand() -> None:
         torch.testing.assert_close(feature_cosine(here, there, axis), torch.tensor([value, 1.0]))
     for axis in ("token", "flat"):  # pooled features
         torch.testing.assert_close(feature_cosine(here[:, 0], there[:, 0], axis), torch.tensor([0.96, 1.0]))
-    with pytest.raises(Mistake, match="class token alone"):
+    with pytest.raises(UserError, match="class token alone"):
         feature_cosine(here[:, 0], there[:, 0], "channel")
-    with pytest.raises(Mistake, match="unknown axis 'tokn'; did you mean token"):
+    with pytest.raises(UserError, match="unknown axis 'tokn'; did you mean token"):
         feature_cosine(here, there, "tokn")
-    with pytest.raises(Mistake, match=r"shapes \(2, 2, 2\) and \(1, 2, 2\) cannot be compared"):
+    with pytest.raises(UserError, match=r"shapes \(2, 2, 2\) and \(1, 2, 2\) cannot be compared"):
         feature_cosine(here, there[:1])
 
 
@@ -339,7 +339,7 @@ def test_attacks_work_through_the_tokens(attack: str, placement: str) -> None:
         ready = make(attack, eps=4 / 255)
         if isinstance(ready, Calibrated):
             ready = ready.prepared(each, [(pixels(name, 8, seed=4).double(), torch.arange(8) % 5)])
-        found.append(ready(each, x, y, Draws.of_samples(0, range(2))))
+        found.append(ready(each, x, y, SampleRNG.of_samples(0, range(2))))
     z, expected = found
     assert (z - x).abs().max() > 1e-3
     # Signs of gradients that are rounding errors may differ.
@@ -418,7 +418,7 @@ def test_gradients_averaged_over_draws_are_those_of_the_same_draws() -> None:
     bank = bank_of(classifier)
     slopes = []
 
-    def spy(model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+    def spy(model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         z = x.clone().requires_grad_()
         slopes.append(torch.autograd.grad(model(z).square().sum(), z)[0])
         return x
@@ -447,9 +447,9 @@ def test_a_bank_tells_nothing_either() -> None:
 
 
 def audited(model: Any) -> dict[str, Any]:
-    subject = Subject(model, "vit", open_dataset("shapes"), "shapes")
-    order = Order(attacks=("pgd-2", "features-2"), eps=4 / 255, limit=6, batch_size=6)
-    return run_audit(subject, order, join_processes("cpu")).results
+    target = Target(model, "vit", open_dataset("shapes"), "shapes")
+    request = AuditRequest(attacks=("pgd-2", "features-2"), eps=4 / 255, limit=6, batch_size=6)
+    return run_audit(target, request, join_processes("cpu")).results
 
 
 def test_the_audit_takes_it_and_tells_a_bank_from_a_fixed_set() -> None:
@@ -469,7 +469,7 @@ def test_the_audit_takes_it_and_tells_a_bank_from_a_fixed_set() -> None:
 
 def test_an_audit_takes_a_tokened_model_as_it_is_and_tells_other_tokens_apart() -> None:
     classifier = classifier_of("dinov2")
-    subjects = [open_subject(Tokened(classifier, fresh_tokens(24, 3, seed=seed)), "shapes") for seed in (0, 1)]
-    assert all(isinstance(subject.model, Tokened) for subject in subjects)
+    subjects = [open_target(Tokened(classifier, fresh_tokens(24, 3, seed=seed)), "shapes") for seed in (0, 1)]
+    assert all(isinstance(target.model, Tokened) for target in subjects)
     assert subjects[0].model_fingerprint() != subjects[1].model_fingerprint()
     assert "3 robustness tokens" in subjects[0].model.record.notes["tokens"]

@@ -24,7 +24,7 @@ from vitadel.adapters.tokens.token_files import (
 )
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.runtime.secrets import write_secret
 from vits import make_vit, pixels
 
@@ -117,13 +117,13 @@ def test_the_backbones_fingerprint_sees_every_weight_that_tokens_pass() -> None:
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
-    with pytest.raises(Mistake, match=r"tokens 24 wide, made for 'vit'; those of 'vit' are 36 wide \(of the same"):
+    with pytest.raises(UserError, match=r"tokens 24 wide, made for 'vit'; those of 'vit' are 36 wide \(of the same"):
         load_tokens(path, classifier_of(embed_dim=36))
-    with pytest.raises(Mistake, match=r"made for other weights, those of 'vit'; this is 'vit'"):
+    with pytest.raises(UserError, match=r"made for other weights, those of 'vit'; this is 'vit'"):
         load_tokens(path, classifier_of(seed=1))
-    with pytest.raises(Mistake, match=r"made for other weights, those of 'vit'; this is 'deit3'"):
+    with pytest.raises(UserError, match=r"made for other weights, those of 'vit'; this is 'deit3'"):
         load_tokens(path, classifier_of("deit3"))
-    with pytest.raises(Mistake, match="no meaning for family 'swin'"):
+    with pytest.raises(UserError, match="no meaning for family 'swin'"):
         load_tokens(path, classifier_of("swin"))
 
 
@@ -131,7 +131,7 @@ def test_files_that_others_can_read_are_refused_unless_allowed(tmp_path: Path) -
     path, tokened = saved(tmp_path)
     path.chmod(0o644)
     for read in (lambda: load_tokens(path, classifier_of()), lambda: fingerprint_of(path), lambda: read_tokens(path)):
-        with pytest.raises(Mistake, match=r"mode 0644: .* `chmod 600"):
+        with pytest.raises(UserError, match=r"mode 0644: .* `chmod 600"):
             read()
     assert torch.equal(load_tokens(path, classifier_of(), allow_readable=True).tokens, tokened.tokens)
     assert fingerprint_of(path, allow_readable=True) == tokened.fingerprint
@@ -142,11 +142,11 @@ def test_damage_anywhere_is_noticed(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content in (b"", whole[:5], whole[:40], whole[:-1], whole + b"\0", b"\xff" * len(whole), b"[]" * 100):
         write_secret(path, content)
-        with pytest.raises(Mistake, match="cannot be read as a file of robustness tokens"):
+        with pytest.raises(UserError, match="cannot be read as a file of robustness tokens"):
             load_tokens(path, classifier_of())
     for place in (len(whole) - 1, len(whole) - 3 * 24 * 4):  # single bits of the tokens
         write_secret(path, whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(Mistake, match="do not have the fingerprint"):
+        with pytest.raises(UserError, match="do not have the fingerprint"):
             load_tokens(path, classifier_of())
     write_secret(path, whole)
     assert len(load_tokens(path, classifier_of()).tokens) == 3
@@ -171,7 +171,7 @@ def test_files_that_contradict_themselves(tmp_path: Path, changes: dict[str, Any
     rewritten(path)
     assert len(load_tokens(path, classifier_of()).tokens) == 3
     rewritten(path, **changes)
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         load_tokens(path, classifier_of())
 
 
@@ -183,24 +183,24 @@ class _Bomb:
 def test_nothing_is_ever_unpickled(tmp_path: Path) -> None:
     path = tmp_path / "tokens.safetensors"
     write_secret(path, pickle.dumps(_Bomb()))
-    with pytest.raises(Mistake, match="cannot be read as a file of robustness tokens"):
+    with pytest.raises(UserError, match="cannot be read as a file of robustness tokens"):
         load_tokens(path, classifier_of())
 
 
 def test_weights_are_no_tokens(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     write_secret(path, safetensors.torch.save({"tokens": torch.zeros(3, 24)}))
-    with pytest.raises(Mistake, match="safetensors file without robustness tokens"):
+    with pytest.raises(UserError, match="safetensors file without robustness tokens"):
         load_tokens(path, classifier_of())
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     tokened = Tokened(classifier_of(), fresh_tokens(24, 3))
-    with pytest.raises(Mistake, match="settings of the tokens cannot be written"):
+    with pytest.raises(UserError, match="settings of the tokens cannot be written"):
         save_tokens(tokened, tmp_path / "tokens", {"path": tmp_path})
     with torch.no_grad():
         tokened.tokens[0, 0] = torch.nan
-    with pytest.raises(Mistake, match=r"diverged\. Nothing was written"):
+    with pytest.raises(UserError, match=r"diverged\. Nothing was written"):
         save_tokens(tokened, tmp_path / "tokens", {})
     assert not list(tmp_path.iterdir())
 

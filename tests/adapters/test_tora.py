@@ -19,14 +19,14 @@ from vitadel.backbones.anatomy import backbone_of, family_of
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
-from vitadel.errors import Mistake
-from vitadel.evaluation.audit.audit import Order, run_audit
-from vitadel.evaluation.engine.target import open_subject
+from vitadel.errors import UserError
+from vitadel.evaluation.audit.audit import AuditRequest, run_audit
+from vitadel.evaluation.engine.target import open_target
 from vitadel.instrument import attention_maps, block_features, extra_tokens, frozen
 from vitadel.instrument.patch_grid import patch_grid
 from vitadel.instrument.tokens import own_tokens
-from vitadel.runtime.rng import Draws
 from vitadel.runtime.distributed import join_processes
+from vitadel.runtime.rng import SampleRNG
 from vits import make_vit, pixels
 
 HOSTS = ["vit", "deit3", "dinov2_registers", "clip", "parallel"]
@@ -171,11 +171,11 @@ def test_learners_of_each_phase_by_name() -> None:
     assert learners(head, 1, "acc").keys() == {"acc.head.weight", "acc.head.bias"}
     assert learners(head, 2).keys() == HEADS
     assert learners(fusion, 2).keys() == PHI - {f"fusion.{layer}.value.bias" for layer in range(2)}
-    with pytest.raises(Mistake, match="phase 1, with the loss of branch 'acc' or 'rob'"):
+    with pytest.raises(UserError, match="phase 1, with the loss of branch 'acc' or 'rob'"):
         learners(tora, 1)
-    with pytest.raises(Mistake, match="got phase 2 and branch 'rob'"):
+    with pytest.raises(UserError, match="got phase 2 and branch 'rob'"):
         learners(tora, 2, "rob")
-    with pytest.raises(Mistake, match="is no parameter of a Tora"):
+    with pytest.raises(UserError, match="is no parameter of a Tora"):
         part_of("head.weight")
 
 
@@ -242,7 +242,7 @@ def test_attacks_run_through_it_and_leave_no_trace(settings: dict[str, Any]) -> 
         clean = tora(x)
     y = clean.argmax(1)
     flags = [module.training for module in tora.modules()]
-    z = make("pgd-2", eps=8 / 255)(tora, x, y, Draws.of_samples(0, range(2)))
+    z = make("pgd-2", eps=8 / 255)(tora, x, y, SampleRNG.of_samples(0, range(2)))
     with torch.no_grad():
         assert (F.cross_entropy(tora(z), y, reduction="none") > F.cross_entropy(clean, y, reduction="none")).all()
         assert torch.equal(tora(x), clean)
@@ -255,7 +255,7 @@ def test_attacks_run_through_it_and_leave_no_trace(settings: dict[str, Any]) -> 
 def test_nothing_is_left_behind_by_a_pass_that_fails() -> None:
     tora = tora_of(slot="separate")
     tora.classifier.set_attention_factors([0.5, 0.5])
-    with pytest.raises(Mistake, match="images of 40 x 40 pixels were given to 'vit', which is built for 32 x 32"):
+    with pytest.raises(UserError, match="images of 40 x 40 pixels were given to 'vit', which is built for 32 x 32"):
         tora(torch.rand(1, 3, 40, 40))
     assert hooks_on(tora) == []
 
@@ -265,11 +265,11 @@ def test_the_audit_takes_it() -> None:
     classes, side = len(source.classes), source.read([0])[0].height  # type: ignore[union-attr]
     classifier = classifier_of(classes=classes, img_size=side)
     tora = enlivened(Tora(classifier, ToraSettings(reduction=8), trade_off=0.5), scale=0.2).eval()
-    subjects = [open_subject(each, "shapes") for each in (tora, OneHead(tora, "rob"))]
+    subjects = [open_target(each, "shapes") for each in (tora, OneHead(tora, "rob"))]
     assert subjects[0].model is tora  # type: ignore[comparison-overlap]
     assert subjects[0].model_fingerprint() != subjects[1].model_fingerprint()
-    order = Order(attacks=("pgd-2", "features-2"), eps=4 / 255, limit=6, batch_size=6)
-    results = run_audit(subjects[0], order, join_processes("cpu")).results
+    request = AuditRequest(attacks=("pgd-2", "features-2"), eps=4 / 255, limit=6, batch_size=6)
+    results = run_audit(subjects[0], request, join_processes("cpu")).results
     assert results["model"]["notes"]["tora"] == "tora (shared slot, adapter softmax, 1 head), lambda 0.5"
     assert results["model"]["family"] == "vit"
 
@@ -352,31 +352,31 @@ class Reordered(type(make_vit("vit"))):  # type: ignore[misc]
 )
 def test_models_that_it_cannot_be_put_on(name: str, message: str) -> None:
     classifier = Classifier(make_vit(name), ModelRecord(name, num_classes=5))
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         Tora(classifier, ToraSettings(reduction=8))
     assert any(each.requires_grad for each in classifier.parameters())  # refused before anything was frozen
 
 
 def test_other_mistakes() -> None:
-    with pytest.raises(Mistake, match=r"classify by a class token \(global_pool 'avg'\)"):
+    with pytest.raises(UserError, match=r"classify by a class token \(global_pool 'avg'\)"):
         Tora(classifier_of(global_pool="avg"))
-    with pytest.raises(Mistake, match="goes around a Classifier, got VisionTransformer"):
+    with pytest.raises(UserError, match="goes around a Classifier, got VisionTransformer"):
         Tora(make_vit("vit"))  # type: ignore[arg-type]
-    with pytest.raises(Mistake, match="no anatomy known for"):
+    with pytest.raises(UserError, match="no anatomy known for"):
         Tora(wrap(nn.Flatten()))
-    with pytest.raises(Mistake, match=r"leave out what stands around it in 'wrapped' \(Sequential\)"):
+    with pytest.raises(UserError, match=r"leave out what stands around it in 'wrapped' \(Sequential\)"):
         Tora(wrap(nn.Sequential(nn.Identity(), make_vit("vit"))))
-    with pytest.raises(Mistake, match="is a Reordered, which may run otherwise"):
+    with pytest.raises(UserError, match="is a Reordered, which may run otherwise"):
         Tora(wrap(Reordered(img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=3, num_classes=5)))
     with pytest.raises(
-        Mistake, match=r"reduction 16 of TORA does not divide the backbone's width, 24\. What does: 1, 2, 3"
+        UserError, match=r"reduction 16 of TORA does not divide the backbone's width, 24\. What does: 1, 2, 3"
     ):
         Tora(classifier_of())
-    with pytest.raises(Mistake, match="heads 5 of TORA does not divide"):
+    with pytest.raises(UserError, match="heads 5 of TORA does not divide"):
         tora_of(heads=5)
-    with pytest.raises(Mistake, match="number of classes, at least 2, got 1"):
+    with pytest.raises(UserError, match="number of classes, at least 2, got 1"):
         Tora(classifier_of(), ToraSettings(reduction=8), num_classes=1)
-    with pytest.raises(Mistake, match=r"must lie in \[0, 1\], got 1.5"):
+    with pytest.raises(UserError, match=r"must lie in \[0, 1\], got 1.5"):
         Tora(classifier_of(), ToraSettings(reduction=8), trade_off=1.5)
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"kind": "tore"}, "unknown kind 'tore' of TORA; did you mean tora"),
@@ -390,9 +390,9 @@ def test_other_mistakes() -> None:
         ({"kind": "head", "slot": "separate"}, "kind 'head' has one class token"),
     )
     for settings, message in wrong:
-        with pytest.raises(Mistake, match=message):
+        with pytest.raises(UserError, match=message):
             ToraSettings(**settings)
-    with pytest.raises(Mistake, match="kind 'single' has no fusion and no gates"):
+    with pytest.raises(UserError, match="kind 'single' has no fusion and no gates"):
         tora_of(kind="single").gates(pixels("vit"))
-    with pytest.raises(Mistake, match="unknown branch 'robust' of TORA; did you mean rob"):
+    with pytest.raises(UserError, match="unknown branch 'robust' of TORA; did you mean rob"):
         OneHead(tora_of(), "robust")

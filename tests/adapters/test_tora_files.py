@@ -28,7 +28,7 @@ from vitadel.adapters.tora.tora_files import (
 from vitadel.adapters.tora.tora_settings import ToraSettings
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vits import make_vit, pixels
 
 X = pixels("vit")
@@ -150,9 +150,9 @@ def test_interpolation_is_a_knob_between_two_fusions(tmp_path: Path) -> None:
     save_fusion(tora, again)
     assert torch.equal(read_fusion(again).weights[name], middle.weights[name])
     for t in (-0.1, 1.1, float("nan")):
-        with pytest.raises(Mistake, match=r"between two fusions must lie in \[0, 1\], got"):
+        with pytest.raises(UserError, match=r"between two fusions must lie in \[0, 1\], got"):
             interpolated(first, second, t)
-    with pytest.raises(Mistake, match="trained beside different adapters"):
+    with pytest.raises(UserError, match="trained beside different adapters"):
         interpolated(first, fusion_of(enlivened(tora_of(), seed=5)), 0.5)
 
 
@@ -167,21 +167,21 @@ def test_other_image_sizes_and_heads_are_no_other_backbone(tmp_path: Path) -> No
 
 def test_other_backbones_are_refused(tmp_path: Path) -> None:
     parts, low, _ = trained(tmp_path)
-    with pytest.raises(Mistake, match=r"parts.* is for a backbone 24 wide, 'vit'; 'vit' is 36 wide"):
+    with pytest.raises(UserError, match=r"parts.* is for a backbone 24 wide, 'vit'; 'vit' is 36 wide"):
         load_tora(parts, classifier_of(embed_dim=36))
-    with pytest.raises(Mistake, match=r"parts.* trained on other weights, those of 'vit'; this is 'vit'"):
+    with pytest.raises(UserError, match=r"parts.* trained on other weights, those of 'vit'; this is 'vit'"):
         load_tora(parts, classifier_of(seed=1))
-    with pytest.raises(Mistake, match="plain ViT; 'swin' is of family 'swin'"):
+    with pytest.raises(UserError, match="plain ViT; 'swin' is of family 'swin'"):
         load_tora(parts, classifier_of("swin"))
     wide = Tora(classifier_of(embed_dim=36), ToraSettings(reduction=6))
-    with pytest.raises(Mistake, match=r"low.* is for a backbone 24 wide, 'vit'; 'vit' is 36 wide"):
+    with pytest.raises(UserError, match=r"low.* is for a backbone 24 wide, 'vit'; 'vit' is 36 wide"):
         put_fusion(wide, low)
-    with pytest.raises(Mistake, match=r"low.* trained on other weights, those of 'vit'; this is 'deit3'"):
+    with pytest.raises(UserError, match=r"low.* trained on other weights, those of 'vit'; this is 'deit3'"):
         put_fusion(tora_of("deit3"), low)
     for other in (enlivened(tora_of(), seed=7), tora_of(lively=True, heads=2), tora_of(lively=True, softmax="token")):
-        with pytest.raises(Mistake, match=r"low.* was trained beside other adapters than this model's"):
+        with pytest.raises(UserError, match=r"low.* was trained beside other adapters than this model's"):
             put_fusion(other, low)
-    with pytest.raises(Mistake, match="the fusion was trained beside other adapters"):
+    with pytest.raises(UserError, match="the fusion was trained beside other adapters"):
         put_fusion(enlivened(tora_of(), seed=7), read_fusion(low))
 
 
@@ -190,7 +190,7 @@ def test_a_fusion_for_other_classes_is_refused_and_changes_nothing(tmp_path: Pat
     save_fusion(tora_of(), tmp_path / "five")
     nine = Tora(classifier_of(), ToraSettings(reduction=8), num_classes=9)
     before = answers(nine)
-    with pytest.raises(Mistake, match=r"five.* does not fit this model, '(acc|rob)\.head\.\w+' for one"):
+    with pytest.raises(UserError, match=r"five.* does not fit this model, '(acc|rob)\.head\.\w+' for one"):
         put_fusion(nine, tmp_path / "five")
     assert torch.equal(answers(nine), before)
 
@@ -198,19 +198,19 @@ def test_a_fusion_for_other_classes_is_refused_and_changes_nothing(tmp_path: Pat
 def test_lambda_outside_the_unit_interval_is_refused(tmp_path: Path) -> None:
     tora = tora_of()
     for trade_off in (-0.1, 1.01, float("nan"), float("inf")):
-        with pytest.raises(Mistake, match=r"lambda, the weight of the robust loss, must lie in \[0, 1\], got"):
+        with pytest.raises(UserError, match=r"lambda, the weight of the robust loss, must lie in \[0, 1\], got"):
             save_fusion(tora, tmp_path / "fusion", trade_off)
     assert not list(tmp_path.iterdir())
     for trade_off in (0, 1):
         save_fusion(tora, tmp_path / "fusion", trade_off)
         assert read_fusion(tmp_path / "fusion").trade_off == trade_off
     rewritten(tmp_path / "fusion", trade_off=3)
-    with pytest.raises(Mistake, match=r"must lie in \[0, 1\], got 3"):
+    with pytest.raises(UserError, match=r"must lie in \[0, 1\], got 3"):
         put_fusion(tora, tmp_path / "fusion")
 
 
 def test_kinds_without_fusion_keep_no_fusion(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match=r"kind 'single' has no fusion to keep by itself\. Keep the whole"):
+    with pytest.raises(UserError, match=r"kind 'single' has no fusion to keep by itself\. Keep the whole"):
         save_fusion(tora_of(kind="single"), tmp_path / "fusion", 0.5)
 
 
@@ -219,17 +219,17 @@ def test_damage_anywhere_is_noticed(tmp_path: Path) -> None:
     whole = low.read_bytes()
     for content in (b"", whole[:5], whole[:40], whole[:-1], whole + b"\0", b"\xff" * len(whole), b"[]" * 100):
         low.write_bytes(content)
-        with pytest.raises(Mistake, match="cannot be read as a fusion of TORA"):
+        with pytest.raises(UserError, match="cannot be read as a fusion of TORA"):
             read_fusion(low)
     low.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
-    with pytest.raises(Mistake, match="do not have the fingerprint"):
+    with pytest.raises(UserError, match="do not have the fingerprint"):
         read_fusion(low)
     low.write_bytes(whole)
-    with pytest.raises(Mistake, match="holds a fusion of TORA; give the parts of TORA"):
+    with pytest.raises(UserError, match="holds a fusion of TORA; give the parts of TORA"):
         load_tora(low, classifier_of())
-    with pytest.raises(Mistake, match="holds the parts of TORA; give a fusion of TORA"):
+    with pytest.raises(UserError, match="holds the parts of TORA; give a fusion of TORA"):
         read_fusion(parts)
-    with pytest.raises(Mistake, match=r"absent.* cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"absent.* cannot be read: No such file"):
         read_fusion(tmp_path / "absent")
 
 
@@ -253,7 +253,7 @@ def test_files_that_contradict_themselves(tmp_path: Path, changes: dict[str, Any
     rewritten(parts)
     assert load_tora(parts, classifier_of()).num_classes == 5
     rewritten(parts, **changes)
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         load_tora(parts, classifier_of())
 
 
@@ -264,20 +264,20 @@ class _Bomb:
 
 def test_nothing_is_ever_unpickled(tmp_path: Path) -> None:
     (tmp_path / "bomb").write_bytes(pickle.dumps(_Bomb()))
-    with pytest.raises(Mistake, match="cannot be read as the parts of TORA"):
+    with pytest.raises(UserError, match="cannot be read as the parts of TORA"):
         load_tora(tmp_path / "bomb", classifier_of())
     (tmp_path / "weights").write_bytes(safetensors.torch.save({"head": torch.zeros(3)}))
-    with pytest.raises(Mistake, match="is a safetensors file, but not of TORA"):
+    with pytest.raises(UserError, match="is a safetensors file, but not of TORA"):
         read_fusion(tmp_path / "weights")
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     tora = tora_of()
-    with pytest.raises(Mistake, match="settings of the training cannot be written"):
+    with pytest.raises(UserError, match="settings of the training cannot be written"):
         save_tora(tora, tmp_path / "parts", {"path": tmp_path})
     with torch.no_grad():
         tora.acc.head.bias[0] = torch.nan
-    with pytest.raises(Mistake, match=r"diverged\. Nothing was written"):
+    with pytest.raises(UserError, match=r"diverged\. Nothing was written"):
         save_tora(tora, tmp_path / "parts")
     assert not list(tmp_path.iterdir())
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from toras import enlivened, tora_of
 from vitadel.adapters.tora.tora_fusion import GatedFusion, Gates, PfeifferFusion, row_mass
 from vitadel.adapters.tora.tora_maps import gate_maps
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vits import pixels
 
 
@@ -148,7 +148,7 @@ def test_maps_of_variants_are_shares(settings: dict[str, Any]) -> None:
         gates = tora.gates(x)[0]
     if gates.own:
         torch.testing.assert_close(maps[0].flatten(1), gates.acc[:, 0, gates.classes :])
-        with pytest.raises(Mistake, match=r"look at themselves only, .* Use row 'mean'"):
+        with pytest.raises(UserError, match=r"look at themselves only, .* Use row 'mean'"):
             gate_maps(tora, x, row="class")
     else:
         share = gates.acc.sum(2) / (gates.acc + gates.rob).sum(2)
@@ -161,7 +161,7 @@ def test_fresh_maps_are_one_half_everywhere() -> None:
 
 
 def test_mistakes_are_told() -> None:
-    with pytest.raises(Mistake, match="unknown row of gates 'clas'; did you mean class"):
+    with pytest.raises(UserError, match="unknown row of gates 'clas'; did you mean class"):
         gate_maps(enlivened(tora_of()), pixels("vit"), row="clas")
-    with pytest.raises(Mistake, match="kind 'head' has no fusion and no gates"):
+    with pytest.raises(UserError, match="kind 'head' has no fusion and no gates"):
         gate_maps(tora_of(kind="head"), pixels("vit"))

@@ -10,16 +10,24 @@ from torch import Tensor, nn
 
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf, make
-from vitadel.attacks.attention_scaling.aas import AAS, DISTANCES, PAPER_STYLE, Rescaled, _features, eq3_distance, lpips_distance
 from vitadel.attacks.apgd import apgd_t
+from vitadel.attacks.attention_scaling.aas import (
+    AAS,
+    DISTANCES,
+    PAPER_STYLE,
+    Rescaled,
+    _features,
+    eq3_distance,
+    lpips_distance,
+)
 from vitadel.attacks.transfer.surrogate import Changed, Surrogate
 from vitadel.attacks.wrappers import Restarts
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.instrument import block_features, scaled_attention
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vits import VITS, make_vit, pixels
 
 BALL = Linf(8 / 255)
@@ -109,15 +117,15 @@ def test_every_mode_attacks_every_family(family, name):
     attack, plain = make(f"{name}+pgd-3", eps=4 / 255), make("pgd-3", eps=4 / 255)
     if isinstance(attack, AAS):
         attack = attack.prepared(model, [(pixels(family, 4, 50, torch.float64), torch.arange(4) % 3)])
-    draws = Draws.of_samples(0, range(6))
+    rng = SampleRNG.of_samples(0, range(6))
     before = [list(vars(module)) for module in model.modules()]
-    z, notes = attack.explain(model, x, y, draws)
+    z, notes = attack.explain(model, x, y, rng)
     assert [list(vars(module)) for module in model.modules()] == before
     assert Linf(4 / 255).size(z, x).max() <= 4 / 255 + 1e-6
-    broken, alone = (model(each).argmax(1) != y for each in (z, plain(model, x, y, draws)))
+    broken, alone = (model(each).argmax(1) != y for each in (z, plain(model, x, y, rng)))
     assert not (alone & ~broken).any()
     soft = Changed(model, lambda inner: scaled_attention(inner, attack.factors))
-    right = soft(plain(soft, x, y, draws.stream("rescaled"))).argmax(1) == y
+    right = soft(plain(soft, x, y, rng.stream("rescaled"))).argmax(1) == y
     assert torch.equal(notes[PAPER_STYLE], right) or "bpda" in name  # there what was found otherwise counts, too
     assert not (notes[PAPER_STYLE] & ~right).any()
 
@@ -149,10 +157,10 @@ def test_the_literal_algorithm_is_a_walk_between_the_clamps():
     """With gradients far smaller than the noise, factors are clamp(1 + noise), then clamp(that + noise), ..."""
     model = make_vit("vit", classes=3)
     found = AAS(PGD(BALL), literal=True, ascent_steps=1).prepared(model, calibration("vit", 2), seed=3).factors
-    draws = Draws.of_samples(3, [0]).stream("aas factors")
+    rng = SampleRNG.of_samples(3, [0]).stream("aas factors")
     expected = torch.ones(len(found), dtype=torch.float64)
     for turn in range(2):
-        noise = draws.stream("noise", turn).normal(len(found))[0].double()
+        noise = rng.stream("noise", turn).normal(len(found))[0].double()
         expected = (expected + noise).clamp(1e-7, 1)
     assert found == pytest.approx(expected.tolist(), abs=0.1)
 
@@ -168,12 +176,12 @@ def labelled(model: nn.Module, count: int = 12) -> tuple[Tensor, Tensor]:
 def test_factors_of_one_repeat_the_plain_attack_bit_by_bit(inner, backward_only):
     model = make_vit("vit", classes=3)
     x, y = labelled(model)
-    draws = Draws.of_samples(0, range(len(x)))
-    z, notes = Rescaled(inner, 1.0, backward_only, paper_style=True).explain(model, x, y, draws)
-    scaled = inner(model, x, y, draws.stream("rescaled"))
+    rng = SampleRNG.of_samples(0, range(len(x)))
+    z, notes = Rescaled(inner, 1.0, backward_only, paper_style=True).explain(model, x, y, rng)
+    scaled = inner(model, x, y, rng.stream("rescaled"))
     fell = model(scaled).argmax(1) != y
     assert torch.equal(z[fell], scaled[fell])
-    assert torch.equal(z[~fell], inner(model, x, y, draws)[~fell])
+    assert torch.equal(z[~fell], inner(model, x, y, rng)[~fell])
     assert torch.equal(notes[PAPER_STYLE], ~fell)
 
 
@@ -182,9 +190,9 @@ def test_factors_of_one_repeat_the_plain_attack_bit_by_bit(inner, backward_only)
 def test_never_weaker_than_the_plain_attack(factors, mode):
     model = make_vit("vit", classes=3)
     x, y = labelled(model, 30)
-    draws = Draws.of_samples(0, range(30))
-    plain = model(PGD(Linf(3 / 255), steps=4)(model, x, y, draws)).argmax(1) != y
-    both = model(Rescaled(PGD(Linf(3 / 255), steps=4), factors, **mode)(model, x, y, draws)).argmax(1) != y
+    rng = SampleRNG.of_samples(0, range(30))
+    plain = model(PGD(Linf(3 / 255), steps=4)(model, x, y, rng)).argmax(1) != y
+    both = model(Rescaled(PGD(Linf(3 / 255), steps=4), factors, **mode)(model, x, y, rng)).argmax(1) != y
     assert 0 < int(plain.sum()) < 30
     assert not (plain & ~both).any()
 
@@ -198,13 +206,13 @@ def test_paper_style_is_the_accuracy_of_the_scaled_model(inner, mode):
     """Attacked itself and to the end: also where a sample left because the deployed model fell."""
     model = make_vit("vit", classes=3)
     x, y = labelled(model, 24)
-    draws = Draws.of_samples(0, range(24))
+    rng = SampleRNG.of_samples(0, range(24))
     attack = Rescaled(inner, 0.5, **MODES[mode], paper_style=True)
-    z, notes = attack.explain(model, x, y, draws)
-    soft, own = scaled(model, 0.5), draws.stream("rescaled")
+    z, notes = attack.explain(model, x, y, rng)
+    soft, own = scaled(model, 0.5), rng.stream("rescaled")
     expected = soft(inner(soft, x, y, own)).argmax(1) == y
     assert torch.equal(notes[PAPER_STYLE], expected)
-    assert torch.equal(z, attack(model, x, y, draws))
+    assert torch.equal(z, attack(model, x, y, rng))
     left_early = soft(inner(Surrogate(soft, model), x, y, own)).argmax(1) == y
     assert (left_early & ~expected).sum() > 3  # whom a look at the proposals would have counted as holding
 
@@ -265,12 +273,12 @@ def test_names_build_what_they_say():
     )
     assert make("aas-paper+pgd-7", eps=0.1) == AAS(inner, literal=True, paper_style=True)
     assert make("scale:1e-3+pgd-7", eps=0.1) == Rescaled(inner, 1e-3, paper_style=True)
-    with pytest.raises(Mistake, match="lpips, eq3"):
+    with pytest.raises(UserError, match="lpips, eq3"):
         make("aas(distance=cosine)+pgd-7")
 
 
 def test_a_model_without_attention_is_refused():
-    with pytest.raises(Mistake, match="no anatomy known"):
+    with pytest.raises(UserError, match="no anatomy known"):
         make("scale:0.1+pgd-5")(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.int64))
 
 

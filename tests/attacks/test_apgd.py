@@ -29,10 +29,10 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.threats import L1, L2, NORMS, Linf, threat
 from vitadel.attacks.wrappers import Restarts
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.evaluation.selftest import LinearToy
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim
 
 BUDGETS = {"linf": 0.06, "l2": 0.8, "l1": 4.0}
@@ -222,8 +222,8 @@ class Hill(nn.Module):
 
 @pytest.mark.parametrize(("ball", "reach"), [(Linf(0.1), 0.09), (L2(0.5), 0.4)], ids=["linf", "l2"])
 def test_halving_finds_the_top_of_a_hill(ball, reach):
-    draws, x = Draws.of_samples(1, range(10)), torch.full((10, 3, 4, 4), 0.5)
-    away = draws.normal(3, 4, 4)
+    rng, x = SampleRNG.of_samples(1, range(10)), torch.full((10, 3, 4, 4), 0.5)
+    away = rng.normal(3, 4, 4)
     top = x + reach * away / ball.size(x + away, x).view(-1, 1, 1, 1).float()
     hill, y = Hill(top), torch.zeros(10, dtype=torch.long)
     z = APGD(ball, OnLogits(margin))(hill, x, y)
@@ -235,7 +235,7 @@ def test_halving_finds_the_top_of_a_hill(ball, reach):
 @pytest.mark.parametrize("build", [apgd_ce, apgd_dlr, apgd_t])
 @pytest.mark.parametrize(("norm", "budgets"), [("linf", (0.001, 0.004)), ("l2", (0.01, 0.04)), ("l1", (0.04, 0.09))])
 def test_flips_exactly_above_the_distance(norm, budgets, build):
-    weight = Draws.of_samples(0, [0]).normal(3 * 64)[0]
+    weight = SampleRNG.of_samples(0, [0]).normal(3 * 64)[0]
     if norm == "l1":
         weight[11] = 8.0  # the closed form lies along this pixel
     x = 0.5 + 0.1 * (images(20) - 0.5)
@@ -250,8 +250,8 @@ def test_flips_exactly_above_the_distance(norm, budgets, build):
 
 def test_l1_spends_its_budget_where_pixels_still_have_room():
     """On a linear function the best point fills up pixel after pixel, the steepest first."""
-    weight, eps = Draws.of_samples(0, [0]).normal(192)[0], 1.5
-    x = images(12).flatten(1) * (Draws.of_samples(2, range(12)).uniform(192) < 0.5)  # half of the pixels are black
+    weight, eps = SampleRNG.of_samples(0, [0]).normal(192)[0], 1.5
+    x = images(12).flatten(1) * (SampleRNG.of_samples(2, range(12)).uniform(192) < 0.5)  # half of the pixels are black
     toy, y = LinearToy(weight, 0.0), torch.zeros(12, dtype=torch.long)
     z = APGD(L1(eps), OnLogits(margin), stop_when_fooled=False)(toy, x, y)
     steepest = weight.abs().argsort(descending=True)
@@ -320,11 +320,11 @@ def test_whoever_leaves_takes_nothing_of_the_others_along(norm):
 @pytest.mark.parametrize("build", [apgd_ce, apgd_t])
 def test_the_rest_of_the_batch_does_not_matter(build, norm):
     model, x, y = tiny(16, classes=4)
-    draws, attack = Draws.of_samples(5, range(16)), build(threat(norm, 0.6 * BUDGETS[norm]), steps=25)
-    whole = attack(model, x, y, draws)
+    rng, attack = SampleRNG.of_samples(5, range(16)), build(threat(norm, 0.6 * BUDGETS[norm]), steps=25)
+    whole = attack(model, x, y, rng)
     assert 0 < int((model(whole).argmax(1) == y).sum()) < 16
     for part in (torch.tensor([3]), torch.arange(16).flip(0), torch.tensor([8, 1, 15])):
-        assert torch.allclose(attack(model, x[part], y[part], draws[part]), whole[part], atol=1e-9)
+        assert torch.allclose(attack(model, x[part], y[part], rng[part]), whole[part], atol=1e-9)
 
 
 def test_costs_what_it_says_and_nothing_twice():
@@ -433,12 +433,12 @@ def trained() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
         x = (0.5 + 0.12 * patterns[y] + 0.1 * torch.randn(1300, 3, 8, 8)).clamp(0, 1)
         head = (nn.Flatten(), nn.Linear(108, 32), nn.GELU(), nn.Linear(32, 10))
         model = nn.Sequential(nn.Conv2d(3, 12, 3, stride=2), nn.GELU(), *head)
-        optimiser = torch.optim.Adam(model.parameters(), 3e-3)
+        optimizer = torch.optim.Adam(model.parameters(), 3e-3)
         for _ in range(10):
             for chosen in torch.randperm(1000).split(100):
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 F.cross_entropy(model(x[chosen]), y[chosen]).backward()
-                optimiser.step()
+                optimizer.step()
     x, y = x[1000:], y[1000:]
     right = model.eval()(x).argmax(1) == y
     return model, x[right][:200], y[right][:200]
@@ -451,15 +451,15 @@ def test_as_strong_as_torchattacks(kind, norm, eps, trained):
     torchattacks = pytest.importorskip("torchattacks")
     model, x, y = trained
     assert len(x) == 200
-    ball, draws = threat(norm.lower(), eps), Draws.of_samples(0, range(200))
+    ball, rng = threat(norm.lower(), eps), SampleRNG.of_samples(0, range(200))
     common = {"norm": norm, "eps": eps, "steps": 100}
     with torch.random.fork_rng():
         if kind == "t":
             theirs = torchattacks.APGDT(model, **common, n_restarts=1, n_classes=10)(x, y)
-            ours = apgd_t(ball)(model, x, y, draws)
+            ours = apgd_t(ball)(model, x, y, rng)
         else:
             theirs = torchattacks.APGD(model, **common, n_restarts=4, loss=kind)(x, y)
-            ours = {"ce": apgd_ce, "dlr": apgd_dlr}[kind](ball, restarts=4)(model, x, y, draws)
+            ours = {"ce": apgd_ce, "dlr": apgd_dlr}[kind](ball, restarts=4)(model, x, y, rng)
     held_ours, held_theirs = (int((model(z).argmax(1) == y).sum()) for z in (ours, theirs))
     assert 20 < held_theirs < 180  # otherwise there is nothing to compare
     assert held_theirs - 5 <= held_ours <= held_theirs + 1
@@ -480,7 +480,7 @@ def test_as_strong_as_torchattacks(kind, norm, eps, trained):
     ],
 )
 def test_impossible_settings_are_refused(build, message):
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         build()
 
 

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from toys import TinyNet, images
 from vitadel.attacks.features import features
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.transfer.pna_patchout import pna_patchout
-from vitadel.attacks.transfer.self_ensemble import self_ensemble
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.steppers import Steepest
-from vitadel.attacks.transfer.surrogate import Changed, Surrogate
 from vitadel.attacks.threats import L1, L2, Linf
+from vitadel.attacks.transfer.pna_patchout import pna_patchout
+from vitadel.attacks.transfer.self_ensemble import self_ensemble
+from vitadel.attacks.transfer.surrogate import Changed, Surrogate
 from vitadel.attacks.views import Averaged, Targeted
 from vitadel.backbones.classifier import wrap
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.instrument import scaled_attention
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 from vits import VITS, make_vit, pixels
 
@@ -73,7 +73,7 @@ def test_stays_in_shape_box_and_budget(name: str, threat: Threat) -> None:
 def test_fools_more_than_noise_of_the_same_size(name: str) -> None:
     model, x = make_vit("vit"), pixels("vit", 24)
     y, ball = labelled(model, x), Linf(EPS)
-    noise = ball.random(x, Draws.of_samples(1, range(24)))
+    noise = ball.random(x, SampleRNG.of_samples(1, range(24)))
     held = labelled(model, build(name, steps=8)(model, x, y)) == y
     assert held.float().mean() + 0.05 < (labelled(model, noise) == y).float().mean()
 
@@ -105,10 +105,10 @@ def test_a_sample_does_not_see_its_batch(name: str, given: bool) -> None:
     model, x = make_vit("vit").double(), pixels("vit", 5, dtype=torch.float64)
     y = labelled(model, x)
     y[0] = (y[0] + 1) % 5
-    draws = Draws.of_samples(3, range(5)) if given else Draws.of_pixels(x)
-    whole = build(name)(model, x, y, draws if given else None)
+    rng = SampleRNG.of_samples(3, range(5)) if given else SampleRNG.of_pixels(x)
+    whole = build(name)(model, x, y, rng if given else None)
     for part in (torch.tensor([2]), torch.tensor([4, 1, 0])):
-        alone = build(name)(model, x[part], y[part], draws[part] if given else None)
+        alone = build(name)(model, x[part], y[part], rng[part] if given else None)
         torch.testing.assert_close(alone, whole[part], rtol=0, atol=1e-9)
 
 
@@ -155,9 +155,9 @@ def test_few_classes_work(name: str, classes: int) -> None:
 @EVERY
 def test_other_pixels_and_other_models_are_refused(name: str) -> None:
     model, x = make_vit("vit"), pixels("vit")
-    with pytest.raises(Mistake, match=r"pixels in \[0, 1\]"):
+    with pytest.raises(UserError, match=r"pixels in \[0, 1\]"):
         build(name)(model, x * 255, labelled(model, x))
-    with pytest.raises(Mistake, match=r"no anatomy known for toys\.TinyNet.*Known families"):
+    with pytest.raises(UserError, match=r"no anatomy known for toys\.TinyNet.*Known families"):
         build(name)(TinyNet().eval(), images(2), torch.tensor([0, 1]))
 
 

@@ -14,9 +14,9 @@ from vitadel.attacks.square import Square
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.views import Averaged
 from vitadel.attacks.wrappers import Restarts, WorstOf
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 
 @pytest.mark.parametrize("ball", [Linf(8 / 255), L2(0.5)])
@@ -59,7 +59,7 @@ class Recorder:
     def __init__(self, breaks: set[int]) -> None:
         self.breaks, self.seen = breaks, []
 
-    def __call__(self, model, x, y, draws=None):
+    def __call__(self, model, x, y, rng=None):
         numbers = (x[:, 0, 0, 0] * 100).round().long().tolist()
         self.seen.append(numbers)
         z = x.clone()
@@ -84,7 +84,7 @@ def test_each_member_sees_what_the_others_left():
     crew = (Recorder({1, 3}), Recorder({0}), Recorder({2, 3}))
     WorstOf(crew)(FallsToAWhitePixel(), x, torch.zeros(5, dtype=torch.int64))
     assert [member.seen for member in crew] == [[[0, 1, 2, 3, 4]], [[0, 2, 4]], [[2, 4]]]
-    with pytest.raises(Mistake, match="3 attacks need as many names, got 1"):
+    with pytest.raises(UserError, match="3 attacks need as many names, got 1"):
         WorstOf(crew, ("alone",))
 
 
@@ -106,11 +106,11 @@ def test_an_audit_runs_members_as_stages_and_agrees_with_the_attack_itself():
 def test_called_directly_it_breaks_what_its_strongest_member_breaks():
     model, x = TinyNet(5).eval(), images(30)
     y = model(x).argmax(1)
-    draws = Draws.of_samples(0, range(30))
+    rng = SampleRNG.of_samples(0, range(30))
     ball = Linf(0.02)
-    whole = model(autoattack(ball, steps=20, queries=100)(model, x, y, draws)).argmax(1) == y
+    whole = model(autoattack(ball, steps=20, queries=100)(model, x, y, rng)).argmax(1) == y
     first = (
-        model(autoattack(ball, steps=20, queries=100).attacks[0](model, x, y, draws.stream("member", 0))).argmax(1) == y
+        model(autoattack(ball, steps=20, queries=100).attacks[0](model, x, y, rng.stream("member", 0))).argmax(1) == y
     )
     assert 0 < int(whole.sum()) < 30
     assert not (whole & ~first).any()

@@ -14,10 +14,10 @@ from vitadel.attacks.autoattack.fast import STAGES, AutoAttackFast, _two_phases,
 from vitadel.attacks.losses import probability_margin
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import WorstOf
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
 from vitadel.evaluation.engine.pass_counter import metered
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 
 def logits_of(seed: int, scale: float = 1.0) -> Tensor:
@@ -68,11 +68,11 @@ def test_two_phases_fall_from_twice_eps_and_start_again():
 def test_finds_what_full_runs_find(ball, seed):
     model, x = TinyNet(6, seed).eval(), images(60, seed)
     y = model(x).argmax(1)
-    draws = Draws.of_samples(0, range(60))
+    rng = SampleRNG.of_samples(0, range(60))
     with metered(model) as cheap:
-        fast = judge(model, ball, x, AutoAttackFast(ball)(model, x, y, draws), y)
+        fast = judge(model, ball, x, AutoAttackFast(ball)(model, x, y, rng), y)
     with metered(model) as dear:
-        full = judge(model, ball, x, WorstOf((apgd_ce(ball), apgd_t(ball, targets=5)))(model, x, y, draws), y)
+        full = judge(model, ball, x, WorstOf((apgd_ce(ball), apgd_t(ball, targets=5)))(model, x, y, rng), y)
     assert not fast.void.any()
     assert 0 < int(full.held.sum()) < 60
     assert not (fast.held & ~full.held).any()
@@ -84,7 +84,7 @@ def test_notes_say_when_each_sample_fell():
     y = model(x).argmax(1)
     y[0] = (y[0] + 1) % 5
     ball = Linf(0.015)
-    z, notes = AutoAttackFast(ball).explain(model, x, y, Draws.of_samples(0, range(80)))
+    z, notes = AutoAttackFast(ball).explain(model, x, y, SampleRNG.of_samples(0, range(80)))
     held = judge(model, ball, x, z, y).held
     fell = notes["fell_in"]
     assert torch.equal(fell < 0, held)
@@ -102,13 +102,13 @@ def test_notes_say_when_each_sample_fell():
 
 def test_who_is_watched_is_drawn_before_anything_is_known():
     x = images(400)
-    draws = Draws.of_samples(0, range(400))
+    rng = SampleRNG.of_samples(0, range(400))
     small = AutoAttackFast(Linf(1e-5), 1, 2, 2, 1, 1, 1, sentinel_steps=1, sentinel_queries=1)
     seen = []
     for seed in (0, 1):
         model = TinyNet(4, seed).eval()
         y = model(x).argmax(1)
-        notes = small.explain(model, x, y, draws)[1]
+        notes = small.explain(model, x, y, rng)[1]
         seen.append((notes["sentinel"], notes["kept_alive"]))
     assert torch.equal(seen[0][0], seen[1][0])
     assert torch.equal(seen[0][1], seen[1][1])
@@ -118,7 +118,7 @@ def test_who_is_watched_is_drawn_before_anything_is_known():
 
 def test_a_model_without_slope_is_noticed():
     x, y = images(5), torch.zeros(5, dtype=torch.int64)
-    _, notes = AutoAttackFast(Linf(0.1)).explain(Constant(), x, y, Draws.of_samples(0, range(5)))
+    _, notes = AutoAttackFast(Linf(0.1)).explain(Constant(), x, y, SampleRNG.of_samples(0, range(5)))
     assert notes["missing"].isinf().all()
 
 
@@ -136,7 +136,7 @@ class Rounded(nn.Module):
 def test_sentinels_break_what_gradients_cannot_see():
     model, x = Rounded(TinyNet(4).eval()), images(200)
     y = model(x).argmax(1)
-    _, notes = AutoAttackFast(Linf(0.1)).explain(model, x, y, Draws.of_samples(0, range(200)))
+    _, notes = AutoAttackFast(Linf(0.1)).explain(model, x, y, SampleRNG.of_samples(0, range(200)))
     watched = notes["sentinel"]
     fell = (notes["fell_in"] == STAGES.index("sentinel")) & watched
     assert int(watched.sum()) > 5
@@ -144,5 +144,5 @@ def test_sentinels_break_what_gradients_cannot_see():
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(Mistake, match="target_steps of autoattack-fast must be at least 1, got 0"):
+    with pytest.raises(UserError, match="target_steps of autoattack-fast must be at least 1, got 0"):
         autoattack_fast(Linf(0.1), target_steps=0)

@@ -7,14 +7,14 @@ import torch
 from torch.nn import functional as F
 
 from toys import TinyNet, images
-from vitadel.attacks.transfer.diverse_inputs import Diverse, shrunk
 from vitadel.attacks.goals import OnLogits
 from vitadel.attacks.losses import margin
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.threats import Linf
-from vitadel.errors import Mistake
-from vitadel.runtime.rng import Draws
+from vitadel.attacks.transfer.diverse_inputs import Diverse, shrunk
+from vitadel.errors import UserError
+from vitadel.runtime.rng import SampleRNG
 from vits import make_vit, pixels
 
 EPS = 8 / 255
@@ -68,19 +68,19 @@ def test_every_step_sees_another_image():
 def test_strange_tokens_are_beside_the_image_and_change_from_step_to_step():
     model, x = make_vit("vit"), pixels("vit")
     y = model(x).argmax(1)
-    draws = Draws.of_samples(0, range(len(x)))
-    plain, beside = (Diverse(Linf(EPS), 4, probability=0.0, tokens=r)(model, x, y, draws) for r in (0, 4))
+    rng = SampleRNG.of_samples(0, range(len(x)))
+    plain, beside = (Diverse(Linf(EPS), 4, probability=0.0, tokens=r)(model, x, y, rng) for r in (0, 4))
     assert not torch.equal(plain, beside)
     tokens = model.blocks[0].register_forward_pre_hook(lambda _, inputs: counts.append(inputs[0].shape[1]))
     counts: list[int] = []
-    Diverse(Linf(EPS), 4, probability=0.0, tokens=4)(model, x, y, draws)
+    Diverse(Linf(EPS), 4, probability=0.0, tokens=4)(model, x, y, rng)
     tokens.remove()
     assert counts == [1 + 16 + 4] * 4
 
 
 def test_tokens_need_a_transformer():
     model, x = TinyNet(3).eval(), images(2)
-    with pytest.raises(Mistake):
+    with pytest.raises(UserError):
         Diverse(Linf(EPS), 2, tokens=2)(model, x, torch.zeros(2, dtype=torch.int64))
 
 
@@ -88,5 +88,5 @@ def test_tokens_need_a_transformer():
     "wrong", [{"loss": "mse"}, {"probability": 1.5}, {"smallest": 0.0}, {"tokens": -1}], ids=lambda each: str(each)
 )
 def test_settings_out_of_range_are_told(wrong):
-    with pytest.raises(Mistake, match=next(iter(wrong))):
+    with pytest.raises(UserError, match=next(iter(wrong))):
         Diverse(Linf(EPS), **wrong)

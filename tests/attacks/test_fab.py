@@ -12,11 +12,11 @@ from torch import nn
 from toys import Constant, TinyNet, images, trained_toy
 from vitadel.attacks.fab import FAB, fab, fab_t, to_hyperplane
 from vitadel.attacks.threats import L1, L2, Linf
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.evaluation.selftest import LinearToy
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 ORDERS = {Linf: math.inf, L2: 2.0, L1: 1.0}
 WHOLE_BOX = {Linf: 1.0, L2: 20.0, L1: 200.0}  # budgets that reach everywhere in 3 x 8 x 8 pixels
@@ -57,11 +57,11 @@ def brute_force_l1(x: torch.Tensor, w: torch.Tensor, gap: float) -> float:
 
 def planes(seed: int, samples: int, size: int, reach: float):
     """Points with pixels at 0 and 1, gradients with zeros, and planes at `reach` of what the box allows."""
-    draws = Draws.of_samples(seed, range(samples))
-    x = (draws.stream("x").uniform(size) * 1.6 - 0.3).clamp(0, 1).double()
-    w = draws.stream("w").normal(size).double()
+    rng = SampleRNG.of_samples(seed, range(samples))
+    x = (rng.stream("x").uniform(size) * 1.6 - 0.3).clamp(0, 1).double()
+    w = rng.stream("w").normal(size).double()
     w[:, 1::7] = 0
-    sign = draws.stream("sign").signs().double()
+    sign = rng.stream("sign").signs().double()
     toward = -w.sign() * sign[:, None]
     room = torch.where(toward > 0, 1 - x, torch.where(toward < 0, x, 0.0))
     gap = sign * reach * (w.abs() * room).sum(1)
@@ -102,7 +102,7 @@ def test_no_other_point_of_the_plane_is_nearer(order):
     move = to_hyperplane(x[None], w, gap[None], order)[0]
     length = torch.linalg.vector_norm(move, ord=order, dim=1)
     for trial in range(50):
-        other = Draws.of_samples(trial, range(20)).uniform(60).double()
+        other = SampleRNG.of_samples(trial, range(20)).uniform(60).double()
         # Between a random point of the box and our point, on the plane after one more projection.
         there = x + 0.9 * move + 0.1 * (other - x)
         value = gap + (w * (there - x)).sum(1)
@@ -163,7 +163,7 @@ class ManyPlanes(nn.Module):
         super().__init__()
         self.head = nn.Linear(192, classes)
         steepness = 1 + spread * torch.arange(classes)[:, None]  # else the runner-up's plane is always the nearest
-        self.head.weight.data = steepness * Draws.of_samples(0, range(classes)).normal(192)
+        self.head.weight.data = steepness * SampleRNG.of_samples(0, range(classes)).normal(192)
         self.head.bias.data = -0.5 * self.head.weight.data.sum(1)
 
     def forward(self, x):
@@ -216,7 +216,7 @@ def test_finds_the_minimal_norm_of_a_linear_model(ball, targets, clipped):
 
 @BALLS
 def test_two_classes_agree_with_the_closed_form(ball):
-    weight = Draws.of_samples(0, [0]).normal(192)[0]
+    weight = SampleRNG.of_samples(0, [0]).normal(192)[0]
     weight[11] = 12.0  # one pixel is enough in L1, and does not reach the box
     toy, x = LinearToy(weight, -0.5 * float(weight.sum())), grey(20)
     y = toy(x).argmax(1)
@@ -312,14 +312,14 @@ def test_wrong_labels_come_back_at_once(ball, targets):
 def test_restarts_only_help_and_come_from_the_draws():
     model, x = TinyNet(4, seed=3).eval(), images(30)
     y = model(x).argmax(1)
-    draws = [Draws.of_samples(seed, range(30)) for seed in (1, 2)]
+    rng = [SampleRNG.of_samples(seed, range(30)) for seed in (1, 2)]
     once = FAB(L2(5.0), steps=3, stop_when_fooled=False)
     more = FAB(L2(5.0), steps=3, restarts=4, stop_when_fooled=False)
-    assert torch.equal(once(model, x, y, draws[0]), once(model, x, y, draws[1]))
-    sizes = [L2(1.0).size(attack(model, x, y, draws[0]), x) for attack in (once, more)]
+    assert torch.equal(once(model, x, y, rng[0]), once(model, x, y, rng[1]))
+    sizes = [L2(1.0).size(attack(model, x, y, rng[0]), x) for attack in (once, more)]
     assert (sizes[1] <= sizes[0]).all()
     assert (sizes[1] < sizes[0] - 1e-4).any()
-    assert not torch.equal(more(model, x, y, draws[0]), more(model, x, y, draws[1]))
+    assert not torch.equal(more(model, x, y, rng[0]), more(model, x, y, rng[1]))
 
 
 @BALLS
@@ -327,12 +327,12 @@ def test_restarts_only_help_and_come_from_the_draws():
 def test_does_not_depend_on_the_rest_of_the_batch(ball, targets):
     model, x = TinyNet(4).double().eval(), images(9).double()
     y = model(x).argmax(1)
-    draws = Draws.of_samples(3, range(9))
+    rng = SampleRNG.of_samples(3, range(9))
     attack = FAB(ball(WHOLE_BOX[ball] / 20), steps=8, targets=targets, restarts=2)
-    whole = attack(model, x, y, draws)
+    whole = attack(model, x, y, rng)
     for sample in range(9):
         here = torch.tensor([sample])
-        assert torch.allclose(attack(model, x[here], y[here], draws[here]), whole[here], atol=1e-9)
+        assert torch.allclose(attack(model, x[here], y[here], rng[here]), whole[here], atol=1e-9)
     assert (whole != x).any()
 
 
@@ -355,9 +355,9 @@ def test_hard_cases(ball, targets):
 
 def test_mistakes_are_told():
     for settings in ({"steps": 0}, {"targets": 0}, {"restarts": 0}):
-        with pytest.raises(Mistake, match="at least 1"):
+        with pytest.raises(UserError, match="at least 1"):
             FAB(Linf(0.1), **settings)
-    with pytest.raises(Mistake, match="Linf, L2 and L1"):
+    with pytest.raises(UserError, match="Linf, L2 and L1"):
         FAB(object())
 
 

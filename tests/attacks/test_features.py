@@ -13,9 +13,9 @@ from vitadel.attacks.features import AwayFromFeatures, FeatureAttack, features
 from vitadel.attacks.goals import clearly_fooled
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.threats import L2, Linf
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument import block_features
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vits import VITS, make_vit, pixels, precise_vit
 
 EPS = 8 / 255
@@ -42,7 +42,7 @@ def eight_bit(name: str, batch: int) -> Tensor:
 def test_the_value_equals_a_computation_by_hand(axis: str, normed: bool) -> None:
     model, x = precise_vit("dinov2_registers")
     net: Any = model
-    z = Linf(0.1).random(x, Draws.of_samples(0, range(2)))
+    z = Linf(0.1).random(x, SampleRNG.of_samples(0, range(2)))
     with block_features(model) as seen:
         model(x)
         clean = list(seen)
@@ -65,7 +65,7 @@ def test_the_clean_image_has_cosine_one_and_the_attack_lowers_it(name: str) -> N
     goal = AwayFromFeatures()
     torch.testing.assert_close(cosine(goal, model, x, x), torch.ones(2))
     few, many = (features(Linf(EPS), k, stop_when_fooled=False)(model, x, torch.tensor([0, 1])) for k in (1, 6))
-    noise = Linf(EPS).random(x, Draws.of_samples(0, range(2)))
+    noise = Linf(EPS).random(x, SampleRNG.of_samples(0, range(2)))
     assert (cosine(goal, model, x, many) < cosine(goal, model, x, noise)).all()
     assert (cosine(goal, model, x, many) < cosine(goal, model, x, few)).all()
 
@@ -74,10 +74,10 @@ def test_labels_matter_for_leaving_only() -> None:
     model, x = make_vit("vit"), pixels("vit")
     y = model(x).argmax(1)
     attack = features(Linf(EPS), 5, stop_when_fooled=False)
-    draws = Draws.of_samples(0, range(2))
-    assert torch.equal(attack(model, x, y, draws), attack(model, x, (y + 1) % 5, draws))
-    start = features(Linf(EPS), 5, 2 / 255)(model, x, (y + 1) % 5, draws)  # fooled at once: the start is all there is
-    noise = draws.stream("start").stream("gaussian start").normal(3, 32, 32)
+    rng = SampleRNG.of_samples(0, range(2))
+    assert torch.equal(attack(model, x, y, rng), attack(model, x, (y + 1) % 5, rng))
+    start = features(Linf(EPS), 5, 2 / 255)(model, x, (y + 1) % 5, rng)  # fooled at once: the start is all there is
+    noise = rng.stream("start").stream("gaussian start").normal(3, 32, 32)
     torch.testing.assert_close(start, (x + (2 / 255 * noise).clamp(-EPS, EPS)).clamp(0, 1))
 
 
@@ -162,30 +162,30 @@ def test_the_papers_numbers() -> None:
     assert (psnr(unrounded(model, x, y), x) > 42.9).all()
     one = FeatureAttack(Linf(EPS), attack.goal, 1, 0.01, paper=True, stop_when_fooled=False)
     object.__setattr__(one, "_proposal", lambda z, _: z)
-    draws = Draws.of_samples(0, range(4))
-    noise = 0.01 * draws.stream("start").stream("gaussian start").normal(3, 32, 32)
-    step = ((one(model, x, y, draws) - x) / STD - noise.clamp(-EPS, EPS)).abs()
+    rng = SampleRNG.of_samples(0, range(4))
+    noise = 0.01 * rng.stream("start").stream("gaussian start").normal(3, 32, 32)
+    step = ((one(model, x, y, rng) - x) / STD - noise.clamp(-EPS, EPS)).abs()
     free = noise.abs() < 0.02  # where the step does not meet the budget
     torch.testing.assert_close(step[free], torch.full_like(step[free], 0.01), rtol=1e-3, atol=1e-5)
 
 
 def test_mistakes_are_told() -> None:
-    with pytest.raises(Mistake, match="unknown axis 'tokens'; did you mean token"):
+    with pytest.raises(UserError, match="unknown axis 'tokens'; did you mean token"):
         features(Linf(EPS), axis="tokens")
-    with pytest.raises(Mistake, match="paper=true sets step, axis"):
+    with pytest.raises(UserError, match="paper=true sets step, axis"):
         features(Linf(EPS), axis="channel", paper=True)
-    with pytest.raises(Mistake, match="Linf, got a threat in L2"):
+    with pytest.raises(UserError, match="Linf, got a threat in L2"):
         features(L2(1.0), paper=True)
-    with pytest.raises(Mistake, match="decibels"):
+    with pytest.raises(UserError, match="decibels"):
         features(Linf(EPS), psnr=-1.0)
-    with pytest.raises(Mistake, match="at least one block"):
+    with pytest.raises(UserError, match="at least one block"):
         AwayFromFeatures(blocks=())
     y = torch.tensor([0, 1])
-    with pytest.raises(Mistake, match="the last 3 blocks were asked for; the model has 2"):
+    with pytest.raises(UserError, match="the last 3 blocks were asked for; the model has 2"):
         features(Linf(EPS), blocks=3)(make_vit("vit"), pixels("vit"), y)
-    with pytest.raises(Mistake, match="class token alone"):
+    with pytest.raises(UserError, match="class token alone"):
         features(Linf(EPS), axis="channel")(make_vit("cait"), pixels("cait"), y)
-    with pytest.raises(Mistake, match=r"width, 16; this model has one of width 32"):
+    with pytest.raises(UserError, match=r"width, 16; this model has one of width 32"):
         features(Linf(EPS), blocks=4, normed=True)(make_vit("swin"), pixels("swin"), y)
-    with pytest.raises(Mistake, match="this model has none"):
+    with pytest.raises(UserError, match="this model has none"):
         features(Linf(EPS), normed=True)(make_vit("levit"), pixels("levit"), y)

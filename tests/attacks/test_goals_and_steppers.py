@@ -10,7 +10,7 @@ from vitadel.attacks import Linf, make
 from vitadel.attacks.goals import Gama, OnLogits, clearly_fooled, gradient
 from vitadel.attacks.losses import cross_entropy, dlr, floored_margin, margin, rescaled_cross_entropy, targeted_dlr
 from vitadel.attacks.steppers import Dropping, Fading, Momentum, Steepest
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.pass_counter import metered
 
 LOGITS = torch.tensor([[3.0, 1.0, 0.5, -2.0], [0.2, 0.9, 0.1, 0.8], [-1.0, -1.5, 4.0, 2.0]])
@@ -89,17 +89,17 @@ def test_gama_steps_drop_by_ten_at_sixty_and_eighty_five():
 def test_gama_starts_in_a_corner_and_takes_one_forward_more():
     model, x = TinyNet().eval(), torch.full((4, 3, 8, 8), 0.5)
     y = model(x).argmax(1)
-    start = Linf(0.1).random(x, _draws(4), surface=True)
+    start = Linf(0.1).random(x, _rng(4), surface=True)
     assert torch.allclose((start - x).abs(), torch.full_like(x, 0.1))
     with metered(model) as cost:
         make("gama-5", eps=1e-6)(model, x, y)
     assert (cost.gradients, cost.forwards) == (20, 4)
 
 
-def _draws(count):
-    from vitadel.runtime.rng import Draws
+def _rng(count):
+    from vitadel.runtime.rng import SampleRNG
 
-    return Draws.of_samples(0, range(count))
+    return SampleRNG.of_samples(0, range(count))
 
 
 def test_momentum_gathers_normalised_gradients():
@@ -165,7 +165,7 @@ def test_gama_can_be_guided_by_the_start_as_in_the_released_code():
     second, _ = aim.look(x, 0.1)
     pulled = margin(model(x).softmax(1), y) + 50 * 0.6 * (model(x).softmax(1) - probabilities).square().sum(1)
     assert torch.allclose(second, pulled)
-    with pytest.raises(Mistake, match="clean, init"):
+    with pytest.raises(UserError, match="clean, init"):
         Gama(guide="noise")
 
 

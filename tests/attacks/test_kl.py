@@ -7,15 +7,15 @@ import torch
 
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf, Restarts, make
-from vitadel.attacks.variants import training_form
 from vitadel.attacks.goals import FromClean, gradient
 from vitadel.attacks.losses import hard_labels, kl_divergence, lead, likeliest_wrong, margin, probability_margin
 from vitadel.attacks.registry import kl
 from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.threats import L1, L2
-from vitadel.errors import Mistake
+from vitadel.attacks.variants import training_form
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.pass_counter import metered
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 
 def toy() -> tuple[TinyNet, torch.Tensor, torch.Tensor]:
@@ -31,7 +31,7 @@ def test_divergence_by_hand():
 
 def test_value_is_the_divergence_from_the_clean_answer_which_stands_first():
     model, x, y = toy()
-    z = Linf(0.1).random(x, Draws.of_samples(0, range(8)))
+    z = Linf(0.1).random(x, SampleRNG.of_samples(0, range(8)))
     value, fooled = FromClean()(model, x, y).look(z, 0.0)
     p, q = (model(each).double().softmax(1) for each in (x, z))
     assert torch.allclose(value.double(), (p * (p / q).log()).sum(1), atol=1e-5)
@@ -70,14 +70,14 @@ def test_the_clean_answer_is_computed_once():
 
 def test_one_step_by_hand():
     model, x, y = toy()
-    draws = Draws.of_samples(4, range(8))
-    start = (x + 0.001 * draws.stream("start").normal(3, 8, 8)).clamp(x - 0.03, x + 0.03).clamp(0, 1).requires_grad_()
+    rng = SampleRNG.of_samples(4, range(8))
+    start = (x + 0.001 * rng.stream("start").normal(3, 8, 8)).clamp(x - 0.03, x + 0.03).clamp(0, 1).requires_grad_()
     with torch.no_grad():
         clean = model(x).softmax(1)
     value = torch.nn.functional.kl_div(model(start).log_softmax(1), clean, reduction="sum")
     grad = torch.autograd.grad(value, start)[0]
     by_hand = (start.detach() + 0.01 * grad.sign()).clamp(x - 0.03, x + 0.03).clamp(0, 1)
-    z = training_form(kl(Linf(0.03), steps=1, step=0.01))(model, x, y, draws)
+    z = training_form(kl(Linf(0.03), steps=1, step=0.01))(model, x, y, rng)
     assert (z != by_hand).float().mean() < 0.01  # a sign may turn where the slope is rounding
     assert not torch.equal(z, x)
 
@@ -86,10 +86,10 @@ def test_many_steps_lead_far_away():
     model, x, y = toy()
 
     def away(steps):
-        z = training_form(kl(Linf(0.05), steps=steps))(model, x, y, Draws.of_samples(0, range(8)))
+        z = training_form(kl(Linf(0.05), steps=steps))(model, x, y, SampleRNG.of_samples(0, range(8)))
         return kl_divergence(model(x), model(z)).mean().item()
 
-    noise = Linf(0.05).random(x, Draws.of_samples(1, range(8)))
+    noise = Linf(0.05).random(x, SampleRNG.of_samples(1, range(8)))
     assert away(20) > away(1)
     assert away(20) > 10 * kl_divergence(model(x), model(noise)).mean().item()
 
@@ -97,7 +97,7 @@ def test_many_steps_lead_far_away():
 @pytest.mark.parametrize("threat", [Linf(0.0005), L2(0.005), L1(0.02)])
 def test_noise_larger_than_the_ball_is_cut_to_it(threat):
     x = images(5)
-    z = PGD(threat, start_noise=0.1)._start(x, Draws.of_samples(0, range(5)))
+    z = PGD(threat, start_noise=0.1)._start(x, SampleRNG.of_samples(0, range(5)))
     assert (threat.size(z, x) <= threat.eps + 1e-6).all()
     assert (threat.size(z, x) > 0.5 * threat.eps).all()
     assert z.min() >= 0
@@ -106,7 +106,7 @@ def test_noise_larger_than_the_ball_is_cut_to_it(threat):
 
 def test_the_start_is_normal_noise_of_that_size():
     x = torch.full((20, 3, 8, 8), 0.5)
-    noise = (PGD(Linf(0.1), start_noise=0.001)._start(x, Draws.of_samples(0, range(20))) - x) / 0.001
+    noise = (PGD(Linf(0.1), start_noise=0.001)._start(x, SampleRNG.of_samples(0, range(20))) - x) / 0.001
     assert noise.std().item() == pytest.approx(1, abs=0.03)
     assert noise.mean().item() == pytest.approx(0, abs=0.05)
     assert noise.abs().max() > 3
@@ -118,7 +118,7 @@ def test_settings_of_the_name():
     )
     assert kl(Linf(0.03), noise=0) == PGD(Linf(0.03), FromClean(), Steepest(0.03 / 4), 10)
     assert kl(Linf(0.03), restarts=3) == Restarts(kl(Linf(0.03)), 3)
-    with pytest.raises(Mistake, match="start_noise must be positive, got -1"):
+    with pytest.raises(UserError, match="start_noise must be positive, got -1"):
         PGD(Linf(0.03), start_noise=-1.0)
 
 

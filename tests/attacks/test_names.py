@@ -7,7 +7,7 @@ import pytest
 from vitadel.attacks import PGD, Restarts, make
 from vitadel.attacks.parse import read_attack_name, split_attack_list
 from vitadel.attacks.settings import settings_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 
 def test_settings_stand_in_brackets():
@@ -74,13 +74,13 @@ def test_lists_split_outside_brackets():
     ],
 )
 def test_wrong_names_are_told(text, said):
-    with pytest.raises(Mistake, match=said):
+    with pytest.raises(UserError, match=said):
         read_attack_name(text)
 
 
 @pytest.mark.parametrize("text", ["fgsm,,pgd-20", ",", "fgsm,"])
 def test_empty_names_are_told(text):
-    with pytest.raises(Mistake, match="empty name"):
+    with pytest.raises(UserError, match="empty name"):
         split_attack_list(text)
 
 
@@ -107,7 +107,7 @@ def test_empty_names_are_told(text):
     ],
 )
 def test_settings_that_would_do_nothing_are_told(text, norm, said):
-    with pytest.raises(Mistake, match=said):
+    with pytest.raises(UserError, match=said):
         make(text, norm=norm, eps=0.1)
 
 
@@ -129,5 +129,5 @@ def test_the_ends_of_ranges_are_allowed(text):
 
 
 def test_no_steps_are_told():
-    with pytest.raises(Mistake, match="at least 1 step"):
+    with pytest.raises(UserError, match="at least 1 step"):
         make("pgd-0")

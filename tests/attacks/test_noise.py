@@ -9,15 +9,15 @@ from toys import TinyNet, images
 from vitadel.attacks import make
 from vitadel.attacks.noise import Noise
 from vitadel.attacks.threats import Linf
-from vitadel.errors import Mistake
-from vitadel.runtime.rng import Draws
+from vitadel.errors import UserError
+from vitadel.runtime.rng import SampleRNG
 
 EPS = 8 / 255
 
 
 def change(kind, x):
-    draws = Draws.of_samples(0, range(len(x)))
-    return Noise(Linf(EPS), kind)(TinyNet(3), x, torch.zeros(len(x), dtype=torch.int64), draws) - x
+    rng = SampleRNG.of_samples(0, range(len(x)))
+    return Noise(Linf(EPS), kind)(TinyNet(3), x, torch.zeros(len(x), dtype=torch.int64), rng) - x
 
 
 def test_uniform_noise_fills_the_ball_evenly():
@@ -47,7 +47,7 @@ def test_gaussian_noise_has_half_the_budget_and_is_cut_to_it():
 
 def test_no_pass_is_spent():
     assert make("noise").passes() == (0, 0)
-    with pytest.raises(Mistake, match="unknown kind of noise 'unifrom'; did you mean"):
+    with pytest.raises(UserError, match="unknown kind of noise 'unifrom'; did you mean"):
         make("noise(kind=unifrom)")
 
 
@@ -60,6 +60,6 @@ def test_restarts_draw_anew():
         def forward(self, z):
             return torch.tensor([[1.0, 0.0]]).expand(len(z), 2) + 0 * z.mean((1, 2, 3))[:, None]
 
-    draws = Draws.of_samples(0, range(3))
-    again = make("noise")(Right(), x, y, draws.stream("restart", 1))
-    assert torch.equal(attack(Right(), x, y, draws), again)
+    rng = SampleRNG.of_samples(0, range(3))
+    again = make("noise")(Right(), x, y, rng.stream("restart", 1))
+    assert torch.equal(attack(Right(), x, y, rng), again)

@@ -11,10 +11,10 @@ from vitadel.attacks.patches.patch_fool import patch_fool
 from vitadel.attacks.patches.random_patches import patches_random
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import L1, L2, Linf
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
 from vitadel.evaluation.engine.pass_counter import metered
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 from vits import make_vit, pixels
 
@@ -97,16 +97,16 @@ def test_depends_on_seed_and_sample_only(build):
     attack = build(BALL, model)
     x, y = batch(model)
     model, x = model.double(), x.double()
-    draws = Draws.of_samples(3, range(len(x)))
-    whole = attack(model, x, y, draws)
-    assert torch.equal(whole, attack(model, x, y, draws))
+    rng = SampleRNG.of_samples(3, range(len(x)))
+    whole = attack(model, x, y, rng)
+    assert torch.equal(whole, attack(model, x, y, rng))
     each = [torch.tensor([i]) for i in range(len(x))]
-    assert torch.allclose(whole, torch.cat([attack(model, x[i], y[i], draws[i]) for i in each]), atol=1e-5)
-    assert not torch.equal(whole, attack(model, x, y, Draws.of_samples(4, range(len(x)))))
+    assert torch.allclose(whole, torch.cat([attack(model, x[i], y[i], rng[i]) for i in each]), atol=1e-5)
+    assert not torch.equal(whole, attack(model, x, y, SampleRNG.of_samples(4, range(len(x)))))
     unkeyed = attack(model, x, y)
     assert torch.allclose(unkeyed, torch.cat([attack(model, x[:2], y[:2]), attack(model, x[2:], y[2:])]), atol=1e-5)
     odd = x.contiguous(memory_format=torch.channels_last)
-    assert torch.allclose(attack(model, odd, y, draws), whole, atol=1e-5)
+    assert torch.allclose(attack(model, odd, y, rng), whole, atol=1e-5)
 
 
 @everything
@@ -142,9 +142,9 @@ def test_odd_inputs_are_refused(build):
     model = vit()
     attack = build(BALL, model)
     x, y = batch(model)
-    with pytest.raises(Mistake, match=r"pixels in \[0, 1\]"):
+    with pytest.raises(UserError, match=r"pixels in \[0, 1\]"):
         attack(model, x * 255, y)
-    with pytest.raises(Mistake, match="images of shape"):
+    with pytest.raises(UserError, match="images of shape"):
         attack(model, x[0], y)
 
 

@@ -15,9 +15,9 @@ from vitadel.attacks.patches.learned_patches import LearnedPatches, patches_lear
 from vitadel.attacks.patches.random_patches import Patches, changed_patches, patches_random
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.classifier import wrap
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument import block_features
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Calibrated
 from vits import make_vit, pixels
 
@@ -33,7 +33,7 @@ class OnePatch(nn.Module):
 
 
 def bright_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    x = 0.9 + 0.1 * Draws.of_samples(seed, range(count)).uniform(3, 16, 16)
+    x = 0.9 + 0.1 * SampleRNG.of_samples(seed, range(count)).uniform(3, 16, 16)
     return x, torch.zeros(count, dtype=torch.long)
 
 
@@ -69,7 +69,7 @@ def test_scores_are_a_convolution_gelu_and_a_mixing():
 
 
 def test_other_image_sizes_are_refused():
-    with pytest.raises(Mistake, match=r"made for 2 x 3 patches of side 4.*have 2 x 2"):
+    with pytest.raises(UserError, match=r"made for 2 x 3 patches of side 4.*have 2 x 2"):
         CorruptionModel(2, 3, 4)(images(1))
 
 
@@ -124,7 +124,7 @@ def test_it_moves_features_further_than_chance_on_new_images():
     attack = learned(model, batches, share=0.25, masks=1, training_steps=40, noise="pixel")
     x, y = pixels("vit", 64, seed=9), torch.zeros(64, dtype=torch.long)
     chance = [
-        patches_random(BALL, share=0.25, masks=1, noise="pixel")(model, x, y, Draws.of_samples(seed, range(64)))
+        patches_random(BALL, share=0.25, masks=1, noise="pixel")(model, x, y, SampleRNG.of_samples(seed, range(64)))
         for seed in range(5)
     ]
     by_chance = [feature_distance(model, x, z) for z in chance]
@@ -168,13 +168,13 @@ def test_unprepared_it_says_what_to_do():
     attack = patches_learned(BALL)
     assert isinstance(attack, Calibrated)
     assert attack.calibration_images == 256
-    with pytest.raises(Mistake, match=r"must first study the model.*attack\.prepared\(model, batches\)"):
+    with pytest.raises(UserError, match=r"must first study the model.*attack\.prepared\(model, batches\)"):
         attack(make_vit("vit"), pixels("vit"), torch.zeros(2, dtype=torch.long))
 
 
 @pytest.mark.parametrize("calibration", [[], [(torch.zeros(0, 3, 32, 32), torch.zeros(0, dtype=torch.long))]])
 def test_no_images_to_learn_from(calibration):
-    with pytest.raises(Mistake, match="no images to learn from"):
+    with pytest.raises(UserError, match="no images to learn from"):
         patches_learned(BALL).prepared(make_vit("vit"), calibration)
 
 
@@ -182,7 +182,7 @@ def test_a_stream_that_ends_is_refused_unless_it_is_long_enough():
     model = make_vit("vit")
     for paper in (False, True):
         stream = ((pixels("vit", 2, seed), torch.zeros(2, dtype=torch.long)) for seed in range(2))
-        with pytest.raises(Mistake, match="gone through only once"):
+        with pytest.raises(UserError, match="gone through only once"):
             patches_learned(BALL, training_steps=3, paper=paper).prepared(model, stream)
     stream = ((pixels("vit", 2, seed), torch.zeros(2, dtype=torch.long)) for seed in range(2))
     assert learned(model, stream, training_steps=2).selector is not None
@@ -200,7 +200,7 @@ def test_works_on_every_family_with_a_grid(name, objective):
 def test_models_without_a_grid_need_a_side_and_the_logits():
     model, x = TinyNet().eval(), images(4)
     y = model(x).argmax(1)
-    with pytest.raises(Mistake, match="no grid is known here"):
+    with pytest.raises(UserError, match="no grid is known here"):
         patches_learned(BALL).prepared(model, [(x, y)])
     attack = learned(model, [(x, y)], side=4, objective="ce", training_steps=2)
     assert (Patches(1, 4).size(attack(model, x, y), x) == 1).all()
@@ -222,5 +222,5 @@ def test_a_constant_model_teaches_nothing_and_breaks_nothing(paper):
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         patches_learned(BALL, **settings)

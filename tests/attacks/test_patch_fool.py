@@ -13,14 +13,14 @@ from toys import TinyNet, images
 from vitadel.attacks.patches import patch_fool as module
 from vitadel.attacks.patches.patch_fool import PatchFool, attention_drawn, patch_fool, without_conflict
 from vitadel.attacks.patches.random_patches import Patches, changed_patches, patch_grid_of, patches_random
-from vitadel.attacks.transfer.surrogate import Changed, Surrogate
 from vitadel.attacks.threats import L1, L2, Linf
+from vitadel.attacks.transfer.surrogate import Changed, Surrogate
 from vitadel.attacks.views import Averaged
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.instrument import attention_maps, scaled_attention
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vits import make_vit, pixels
 
 BALL = Linf(8 / 255)
@@ -44,8 +44,8 @@ def stubborn(model: nn.Module) -> nn.Module:
 
 
 def random_gradients() -> tuple[Tensor, Tensor]:
-    draws = Draws.of_samples(0, range(40))
-    return draws.stream("a").normal(3, 8, 8).double(), draws.stream("b").normal(3, 8, 8).double()
+    rng = SampleRNG.of_samples(0, range(40))
+    return rng.stream("a").normal(3, 8, 8).double(), rng.stream("b").normal(3, 8, 8).double()
 
 
 def dots(a: Tensor, b: Tensor) -> Tensor:
@@ -145,9 +145,9 @@ def test_the_patches_with_the_largest_gradient_are_repainted():
 def test_random_patches_are_distinct_and_the_papers_are_not():
     model = deep(2)
     x, y = sample(model, 30)
-    draws = Draws.of_samples(0, range(30))
+    rng = SampleRNG.of_samples(0, range(30))
     counts = [
-        Patches(6, 8).size(patch_fool(BALL, patches=6, steps=1, select="random", paper=paper)(model, x, y, draws), x)
+        Patches(6, 8).size(patch_fool(BALL, patches=6, steps=1, select="random", paper=paper)(model, x, y, rng), x)
         for paper in (False, True)
     ]
     assert (counts[0] == 6).all()
@@ -234,7 +234,7 @@ def test_the_mild_variants_stay_in_their_ball(mild, ball):
 
 def test_the_mild_radius_must_be_of_its_norm():
     for ball in (L1(3.0), Linf(0.1)):
-        with pytest.raises(Mistake, match=r"mild=l2 takes its radius from eps.*--norm l2"):
+        with pytest.raises(UserError, match=r"mild=l2 takes its radius from eps.*--norm l2"):
             patch_fool(ball, mild="l2")
 
 
@@ -253,10 +253,10 @@ def test_it_fools_where_noise_in_as_many_patches_does_not():
 def test_the_attention_term_draws_attention():
     model = stubborn(deep())
     x = pixels("vit", 6, dtype=torch.float64)
-    y, draws = torch.zeros(6, dtype=torch.long), Draws.of_samples(0, range(6))
+    y, rng = torch.zeros(6, dtype=torch.long), SampleRNG.of_samples(0, range(6))
     drawn = []
     for alpha in (1e-9, 1e3):
-        z = PatchFool(BALL, steps=15, alpha=alpha)(model, x, y, draws)
+        z = PatchFool(BALL, steps=15, alpha=alpha)(model, x, y, rng)
         chosen = changed_patches(z, x, 8)
         drawn.append((columns(model, z, 1) + columns(model, z, 2))[chosen].mean())
     assert drawn[1] > 1.2 * drawn[0]
@@ -289,7 +289,7 @@ def test_works_on_every_family_that_attends_between_patches(name):
 @pytest.mark.parametrize("name", ["xcit", "swin", "swinv2"])
 def test_other_attention_is_refused(name):
     model, x = make_vit(name), pixels(name)
-    with pytest.raises(Mistake, match="follows the attention between patches, and this model has none"):
+    with pytest.raises(UserError, match="follows the attention between patches, and this model has none"):
         patch_fool(BALL, steps=2)(model, x, model(x).argmax(1))
 
 
@@ -323,7 +323,7 @@ def test_the_layer_that_chooses_patches_is_number_four_or_the_last_or_the_one_gi
     assert torch.equal(chosen(model), chosen(model, layer=4))
     assert torch.equal(chosen(shallow), chosen(shallow, layer=2))
     assert not torch.equal(chosen(model, layer=0), chosen(model))
-    with pytest.raises(Mistake, match=r"layer 6, but 6 attention maps .* from 0 to 5"):
+    with pytest.raises(UserError, match=r"layer 6, but 6 attention maps .* from 0 to 5"):
         chosen(model, layer=6)
 
 
@@ -340,12 +340,12 @@ def test_restarts_try_other_content():
 
 
 def test_models_without_patches_are_refused():
-    with pytest.raises(Mistake, match="no grid is known here"):
+    with pytest.raises(UserError, match="no grid is known here"):
         patch_fool(BALL, steps=2)(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.long))
 
 
 def test_more_patches_than_there_are_is_refused():
-    with pytest.raises(Mistake, match="17 patches, but an image has 16"):
+    with pytest.raises(UserError, match="17 patches, but an image has 16"):
         patch_fool(BALL, patches=17).rules(make_vit("vit"), pixels("vit"))
 
 
@@ -361,7 +361,7 @@ def test_more_patches_than_there_are_is_refused():
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         patch_fool(BALL, **settings)
 
 

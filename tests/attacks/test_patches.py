@@ -25,14 +25,14 @@ from vitadel.attacks.patches.random_patches import (
     uniform_noise,
 )
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.transfer.surrogate import Changed, Surrogate
 from vitadel.attacks.threats import L2, Linf
+from vitadel.attacks.transfer.surrogate import Changed, Surrogate
 from vitadel.backbones.classifier import wrap
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.instrument import scaled_attention
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vits import VITS, make_vit, pixels
 
 SIDES = {name: 8 for name in VITS if name != "pit"} | {"swin": 4, "swinv2": 4, "levit": 16, "levit_conv": 16}
@@ -97,17 +97,17 @@ def test_reading_the_side_is_no_query_and_leaves_no_trace():
 
 
 def test_overlapping_patches_are_no_grid():
-    with pytest.raises(Mistake, match=r"do not tile images of 32 x 32 pixels.*side=16"):
+    with pytest.raises(UserError, match=r"do not tile images of 32 x 32 pixels.*side=16"):
         patch_side_of(make_vit("pit"), pixels("pit"))
 
 
 def test_a_model_without_patches_is_refused():
-    with pytest.raises(Mistake, match=r"no grid is known here: no anatomy known for .*TinyNet.*side=16"):
+    with pytest.raises(UserError, match=r"no grid is known here: no anatomy known for .*TinyNet.*side=16"):
         patches_random(Linf(0.1))(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.long))
 
 
 def test_a_side_that_does_not_divide_is_refused():
-    with pytest.raises(Mistake, match="8 x 8 pixels cannot be cut into patches of side 3"):
+    with pytest.raises(UserError, match="8 x 8 pixels cannot be cut into patches of side 3"):
         patches_random(Linf(0.1), side=3)(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.long))
 
 
@@ -164,7 +164,7 @@ class Grey(nn.Module):
 def test_random_starts_obey(ball, surface):
     x = 0.4 + 0.2 * images(20, side=16)
     rules = Patches(3, 4, ball)
-    z = rules.random(x, Draws.of_samples(0, range(20)), surface)
+    z = rules.random(x, SampleRNG.of_samples(0, range(20)), surface)
     assert (rules.size(z, x) == 3).all()
     assert z.min() >= 0
     assert z.max() <= 1
@@ -187,7 +187,7 @@ class Linear(nn.Module):
 
 @pytest.mark.parametrize("ball", [None, Linf(0.1), L2(0.4)])
 def test_pgd_in_patches_finds_the_best_patch_of_a_linear_model(ball):
-    weight = Draws.of_samples(0, [0]).normal(3, 16, 16)[0]
+    weight = SampleRNG.of_samples(0, [0]).normal(3, 16, 16)[0]
     x = torch.full((1, 3, 16, 16), 0.5)
     rules = Patches(1, 4, ball)
     z = PGD(rules, OnLogits(margin), steps=20, random_start=False)(Linear(weight), x, torch.zeros(1, dtype=torch.long))
@@ -203,13 +203,13 @@ def test_pgd_in_patches_finds_the_best_patch_of_a_linear_model(ball):
 
 def test_noise_is_drawn_in_the_space_that_the_model_normalises_to():
     model = wrap(Grey(), mean=(0.1, 0.4, 0.9), std=(0.2, 0.5, 0.3))
-    x, draws = images(30, side=16), Draws.of_samples(0, range(30))
-    noise = uniform_noise(model, x, draws)
+    x, rng = images(30, side=16), SampleRNG.of_samples(0, range(30))
+    noise = uniform_noise(model, x, rng)
     low, high = noise.amin((0, 2, 3)), noise.amax((0, 2, 3))
     assert torch.allclose(low, torch.tensor([0.1, 0.4, 0.9]), atol=2e-3)
     assert torch.allclose(high, torch.tensor([0.3, 0.9, 1.0]), atol=2e-3)  # the box ends the last
-    assert uniform_noise(model, x, draws, "pixel").amax((0, 2, 3)).min() > 0.99
-    assert torch.equal(uniform_noise(Grey(), x, draws), uniform_noise(Grey(), x, draws, "pixel"))
+    assert uniform_noise(model, x, rng, "pixel").amax((0, 2, 3)).min() > 0.99
+    assert torch.equal(uniform_noise(Grey(), x, rng), uniform_noise(Grey(), x, rng, "pixel"))
 
 
 def test_random_patches_replace_the_share_they_say():
@@ -228,8 +228,8 @@ def test_random_patches_replace_the_share_they_say():
 def test_more_masks_are_never_better_for_the_model():
     model, x = make_vit("vit"), pixels("vit", 12)
     y = model(x).argmax(1)
-    draws = Draws.of_samples(5, range(12))
-    worst = [margin(model(RandomPatches(Linf(1.0), 0.1, masks)(model, x, y, draws)), y) for masks in (1, 4, 16)]
+    rng = SampleRNG.of_samples(5, range(12))
+    worst = [margin(model(RandomPatches(Linf(1.0), 0.1, masks)(model, x, y, rng)), y) for masks in (1, 4, 16)]
     for before, after in pairwise(worst):
         assert ((after >= before - 1e-5) | (before > 0)).all()  # who is fooled is not made worse
         assert (after > before + 1e-3).any()
@@ -251,10 +251,10 @@ def test_random_patches_run_on_any_model_with_a_side():
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         patches_random(Linf(0.1), **settings)
 
 
 def test_a_threat_needs_a_side():
-    with pytest.raises(Mistake, match="side >= 1"):
+    with pytest.raises(UserError, match="side >= 1"):
         Patches(1, 0)

@@ -12,14 +12,14 @@ from vitadel.attacks import PGD, Linf, Restarts, make
 from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.steppers import Steepest, usual_length
 from vitadel.attacks.threats import L2
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.evaluation.selftest import LinearToy
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 
 def linear_toy() -> tuple[LinearToy, torch.Tensor, torch.Tensor]:
-    weight = Draws.of_samples(0, [0]).normal(3 * 64)[0]
+    weight = SampleRNG.of_samples(0, [0]).normal(3 * 64)[0]
     x = 0.5 + 0.2 * (images(20) - 0.5)
     toy = LinearToy(weight, -0.5 * float(weight.sum()))
     return toy, x, toy(x).argmax(1)
@@ -101,13 +101,13 @@ def test_everything_fooled_ends_the_search_at_once():
 def test_restarts_only_help_and_only_retry_what_held():
     model, x = TinyNet().eval(), images(300)
     y = model(x).argmax(1)
-    draws = Draws.of_samples(0, range(300))
+    rng = SampleRNG.of_samples(0, range(300))
     once = PGD(Linf(0.05), stepper=Steepest(0.01), steps=1)
     with metered(model) as one:
-        first_try = Restarts(once, 1)(model, x, y, draws)
+        first_try = Restarts(once, 1)(model, x, y, rng)
     first = margin(model(first_try), y) > 0
     with metered(model) as many:
-        five_tries = Restarts(once, 5)(model, x, y, draws)
+        five_tries = Restarts(once, 5)(model, x, y, rng)
     all_five = margin(model(five_tries), y) > 0
     assert (all_five | ~first).all()
     assert int(all_five.sum()) > int(first.sum())
@@ -123,7 +123,7 @@ def test_usual_step_can_cross_a_large_ball():
 
 @pytest.mark.parametrize("build", [lambda: PGD(Linf(0.1), steps=0), lambda: Restarts(PGD(Linf(0.1)), 0)])
 def test_no_steps_and_no_restarts_are_refused(build):
-    with pytest.raises(Mistake, match="at least 1"):
+    with pytest.raises(UserError, match="at least 1"):
         build()
 
 

@@ -10,15 +10,15 @@ from toys import TinyNet, images
 from vitadel.attacks.goals import gradient
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.transfer.pna_patchout import PatchOut, PnaPatchOut, pna_patchout
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.threats import Linf
-from vitadel.errors import Mistake
+from vitadel.attacks.transfer.pna_patchout import PatchOut, PnaPatchOut, pna_patchout
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.instrument import extra_tokens
 from vitadel.instrument.attention import constant_attention
 from vitadel.instrument.patch_grid import patch_grid
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vits import VITS, make_vit, pixels, precise_vit
 
 EPS = 8 / 255
@@ -38,9 +38,9 @@ def patches_of(grad: Tensor, side: int = 8) -> Tensor:
 
 
 @pytest.fixture
-def scene() -> tuple[nn.Module, Tensor, Tensor, Draws]:
+def scene() -> tuple[nn.Module, Tensor, Tensor, SampleRNG]:
     model, x = precise_vit("vit")
-    return model, x, model(x).argmax(1), Draws.of_samples(0, range(2))
+    return model, x, model(x).argmax(1), SampleRNG.of_samples(0, range(2))
 
 
 @pytest.mark.parametrize("name", VITS)
@@ -62,55 +62,55 @@ def test_extra_tokens_are_no_patches_and_wide_images_have_wide_grids() -> None:
 
 def test_tokens_that_form_no_grid_are_told() -> None:
     model = make_vit("vit", patch_size=(8, 4))
-    with pytest.raises(Mistake, match=r"32 patch tokens form no grid of squares on images of 32 x 32"):
+    with pytest.raises(UserError, match=r"32 patch tokens form no grid of squares on images of 32 x 32"):
         patch_grid(model, pixels("vit"))
 
 
 def test_only_the_chosen_share_of_patches_has_a_gradient(scene) -> None:
-    model, x, y, draws = scene
+    model, x, y, rng = scene
     seen = []
     for progress in (0.0, 0.1, 0.2, 0.3):
-        grad = slope(PatchOut(draws), model, x, x, y, progress)  # at the clean image the length has no gradient
+        grad = slope(PatchOut(rng), model, x, x, y, progress)  # at the clean image the length has no gradient
         taken = patches_of(grad)
         assert (taken.sum(1) == 11).all()  # 130 of 196 is 0.663; of 16, that is 10.6
-        assert torch.equal(patches_of(slope(PatchOut(draws), model, x, x, y, progress)), taken)
+        assert torch.equal(patches_of(slope(PatchOut(rng), model, x, x, y, progress)), taken)
         seen.append(taken)
     together = torch.stack(seen)
     assert len(together.flatten(0, 1).unique(dim=0)) == 8  # another choice for each sample and each step
-    quarter = patches_of(slope(PatchOut(draws, share=0.25), model, x, x, y))
+    quarter = patches_of(slope(PatchOut(rng, share=0.25), model, x, x, y))
     assert (quarter.sum(1) == 4).all()
 
 
 def test_196_patches_keep_130() -> None:
     model = make_vit("vit", img_size=112)
     x = torch.rand(1, 3, 112, 112)
-    grad = slope(PatchOut(Draws.of_samples(0, [0]), weight=0.0), model, x, x, torch.tensor([0]))
+    grad = slope(PatchOut(SampleRNG.of_samples(0, [0]), weight=0.0), model, x, x, torch.tensor([0]))
     assert patches_of(grad).sum() == 130
 
 
 def test_the_model_is_shown_the_clean_image_in_the_other_patches(scene) -> None:
-    model, x, y, draws = scene
-    z = Linf(0.1).random(x, draws)
-    chosen = patches_of(slope(PatchOut(draws, weight=0.0), model, x, z, y)).view(2, 1, 4, 4).double()
+    model, x, y, rng = scene
+    z = Linf(0.1).random(x, rng)
+    chosen = patches_of(slope(PatchOut(rng, weight=0.0), model, x, z, y)).view(2, 1, 4, 4).double()
     mask = nn.functional.interpolate(chosen, scale_factor=8, mode="nearest").bool()
-    values, _ = PatchOut(draws, weight=0.0)(model, x, y).look(z, 0.0)
+    values, _ = PatchOut(rng, weight=0.0)(model, x, y).look(z, 0.0)
     torch.testing.assert_close(values, cross_entropy(model(torch.where(mask, z, x)), y), rtol=0, atol=1e-12)
 
 
 def test_the_length_counts_per_sample_and_pulls_on_every_patch(scene) -> None:
-    model, x, y, draws = scene
-    z = Linf(0.1).random(x, draws)
-    (with_length, _), (without, _) = (PatchOut(draws, weight=weight)(model, x, y).look(z, 0.0) for weight in (0.5, 0.0))
+    model, x, y, rng = scene
+    z = Linf(0.1).random(x, rng)
+    (with_length, _), (without, _) = (PatchOut(rng, weight=weight)(model, x, y).look(z, 0.0) for weight in (0.5, 0.0))
     lengths = torch.stack([(z[i] - x[i]).square().sum().sqrt() for i in range(2)])
     torch.testing.assert_close(with_length - without, 0.5 * lengths)
-    difference = slope(PatchOut(draws, weight=0.5), model, x, z, y) - slope(PatchOut(draws, weight=0.0), model, x, z, y)
+    difference = slope(PatchOut(rng, weight=0.5), model, x, z, y) - slope(PatchOut(rng, weight=0.0), model, x, z, y)
     torch.testing.assert_close(difference, 0.5 * (z - x) / lengths.view(-1, 1, 1, 1))
 
 
 def test_pna_changes_gradients_and_neither_logits_nor_verdicts(scene) -> None:
-    model, x, y, draws = scene
-    z = Linf(0.1).random(x, draws)
-    goal = PatchOut(draws)
+    model, x, y, rng = scene
+    z = Linf(0.1).random(x, rng)
+    goal = PatchOut(rng)
     plain, (values, verdicts) = slope(goal, model, x, z, y), goal(model, x, y).look(z, 0.0)
     with constant_attention(model):
         held, (held_values, held_verdicts) = slope(goal, model, x, z, y), goal(model, x, y).look(z, 0.0)
@@ -120,17 +120,17 @@ def test_pna_changes_gradients_and_neither_logits_nor_verdicts(scene) -> None:
 
 
 def test_one_step_goes_along_the_sign_of_the_masked_gradient(scene) -> None:
-    model, x, y, draws = scene
+    model, x, y, rng = scene
     with constant_attention(model):
-        grad = slope(PatchOut(draws), model, x, x, y)
-    z = pna_patchout(Linf(EPS), steps=1)(model, x, y, draws)
+        grad = slope(PatchOut(rng), model, x, x, y)
+    z = pna_patchout(Linf(EPS), steps=1)(model, x, y, rng)
     torch.testing.assert_close(z, (x + EPS * grad.sign()).clamp(0, 1), rtol=0, atol=1e-12)
 
 
 def test_momentum_starts_alike_and_then_differs(scene) -> None:
-    model, x, y, draws = scene
+    model, x, y, rng = scene
     plain, gathered = (
-        [pna_patchout(Linf(EPS), k, EPS / 8, decay)(model, x, y, draws) for k in (1, 4)] for decay in (0, 1)
+        [pna_patchout(Linf(EPS), k, EPS / 8, decay)(model, x, y, rng) for k in (1, 4)] for decay in (0, 1)
     )
     torch.testing.assert_close(plain[0], gathered[0], rtol=0, atol=1e-12)
     assert not torch.allclose(plain[1], gathered[1])
@@ -146,9 +146,9 @@ def test_with_both_off_it_is_mi_fgsm_on_any_model(decay: float) -> None:
 
 
 def test_each_half_alone_differs_from_both(scene) -> None:
-    model, x, y, draws = scene
+    model, x, y, rng = scene
     found = [
-        pna_patchout(Linf(EPS), 3, pna=pna, patchout=patchout)(model, x, y, draws)
+        pna_patchout(Linf(EPS), 3, pna=pna, patchout=patchout)(model, x, y, rng)
         for pna in (True, False)
         for patchout in (True, False)
     ]
@@ -156,17 +156,17 @@ def test_each_half_alone_differs_from_both(scene) -> None:
 
 
 def test_verdicts_are_on_the_whole_image(scene) -> None:
-    model, x, y, draws = scene
+    model, x, y, rng = scene
     wrong = (y + 1) % 5
-    _, told = PatchOut(draws)(model, x, wrong).look(x, 0.0)
-    _, silent = PatchOut(draws, verdicts=False)(model, x, wrong).look(x, 0.0)
+    _, told = PatchOut(rng)(model, x, wrong).look(x, 0.0)
+    _, silent = PatchOut(rng, verdicts=False)(model, x, wrong).look(x, 0.0)
     assert told.all()
     assert not silent.any()
-    assert torch.equal(pna_patchout(Linf(EPS), stop_when_fooled=True)(model, x, wrong, draws), x)
-    assert not torch.equal(pna_patchout(Linf(EPS))(model, x, wrong, draws), x)
+    assert torch.equal(pna_patchout(Linf(EPS), stop_when_fooled=True)(model, x, wrong, rng), x)
+    assert not torch.equal(pna_patchout(Linf(EPS))(model, x, wrong, rng), x)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5])
 def test_a_share_that_is_none_is_told(share: float) -> None:
-    with pytest.raises(Mistake, match=f"above 0 and at most 1, got {share}"):
+    with pytest.raises(UserError, match=f"above 0 and at most 1, got {share}"):
         PnaPatchOut(Linf(EPS), share=share)

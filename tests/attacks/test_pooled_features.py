@@ -18,9 +18,9 @@ from vitadel.backbones import load
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
 from vitadel.backbones.record import ModelRecord
-from vitadel.training.objectives.robustness_tokens import RobustnessTokens
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument import extra_tokens
+from vitadel.training.objectives.robustness_tokens import RobustnessTokens
 from vits import VITS, make_vit, pixels
 
 EPS = 8 / 255
@@ -142,11 +142,11 @@ def test_mistakes_are_told() -> None:
         lambda: features(Linf(EPS), axis="channel", features="pooled"),
         lambda: RobustnessTokens(make("features-3"), axis="channel", features="pooled"),
     ):
-        with pytest.raises(Mistake, match=r"pooled features are one vector per image\. Use axis=token"):
+        with pytest.raises(UserError, match=r"pooled features are one vector per image\. Use axis=token"):
             wrong()
-    with pytest.raises(Mistake, match="unknown features 'poled'; did you mean pooled"):
+    with pytest.raises(UserError, match="unknown features 'poled'; did you mean pooled"):
         make("features-3(features=poled)")
-    with pytest.raises(Mistake, match="leave blocks out"):
+    with pytest.raises(UserError, match="leave blocks out"):
         make("features-3(features=pooled,blocks=2)")
-    with pytest.raises(Mistake, match="built without pooling"):
+    with pytest.raises(UserError, match="built without pooling"):
         final_features(make_vit("vit", global_pool=""), pixels("vit"), "pooled")

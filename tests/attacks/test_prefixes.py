@@ -12,9 +12,9 @@ from vitadel.attacks import make
 from vitadel.attacks.attention_scaling.aas import PAPER_STYLE, Rescaled
 from vitadel.attacks.prefixes import PREFIXES
 from vitadel.attacks.settings import settings_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Calibrated, Explaining
 from vits import VITS, make_vit
 
@@ -74,12 +74,12 @@ def test_the_doubts_of_an_attack_inside_are_passed_on():
     with torch.no_grad():
         y = model(x).argmax(1)
     fast = make("autoattack-fast(entropy_steps=2,margin_steps=2,target_steps=1,best_steps=1)", eps=1 / 255)
-    draws = Draws.of_samples(0, range(12))
-    z, notes = Rescaled(fast, 0.5).explain(model, x, y, draws)
+    rng = SampleRNG.of_samples(0, range(12))
+    z, notes = Rescaled(fast, 0.5).explain(model, x, y, rng)
     held = model(z).argmax(1) == y
     assert 0 < int(held.sum()) < 12
     assert torch.equal(notes["fell_in"] < 0, held)
-    plain, told = fast.explain(model, x[held], y[held], draws[held])
+    plain, told = fast.explain(model, x[held], y[held], rng[held])
     assert torch.equal(z[held], plain)
     assert torch.equal(notes["missing"][held], told["missing"])
 
@@ -120,17 +120,17 @@ def test_calibrated_layers_are_prepared_from_the_inside_out():
     ],
 )
 def test_wrong_names_are_told(name, told):
-    with pytest.raises(Mistake, match=told):
+    with pytest.raises(UserError, match=told):
         make(name)
 
 
 def test_a_target_that_is_a_label_is_told_before_anything_runs():
     for name in ("targeted:3+pgd-2", "scale:0.1+targeted:3+pgd-2"):
-        with pytest.raises(Mistake, match="class 3 is the label of 2 of the 20 samples"):
+        with pytest.raises(UserError, match="class 3 is the label of 2 of the 20 samples"):
             audit("zoo:shapes-robust", attacks=[name], limit=20)
 
 
 @pytest.mark.parametrize(("norm", "eps"), [("l2", 56.0), ("l1", 4000.0)])
 def test_a_budget_that_reaches_everything_is_told(norm, eps):
-    with pytest.raises(Mistake, match="lets every pixel become anything"):
+    with pytest.raises(UserError, match="lets every pixel become anything"):
         audit("zoo:shapes-robust", attacks=["pgd-2"], limit=4, norm=norm, eps=eps)

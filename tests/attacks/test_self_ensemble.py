@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.losses import cross_entropy, margin
-from vitadel.attacks.transfer.self_ensemble import EveryBlock, block_logits, self_ensemble
 from vitadel.attacks.threats import Linf
+from vitadel.attacks.transfer.self_ensemble import EveryBlock, block_logits, self_ensemble
 from vitadel.backbones.anatomy import blocks_of
 from vitadel.backbones.classifier import wrap
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument import block_features, extra_tokens
 from vits import VITS, make_vit, pixels, precise_vit
 
@@ -141,6 +141,6 @@ def test_an_empty_batch_and_a_skipped_norm() -> None:
     assert self_ensemble(Linf(0.03))(model, x[:0], torch.zeros(0, dtype=torch.long)).shape == (0, 3, 32, 32)
     net: Any = model
     net.forward_features = lambda images, **_: net.blocks(net._pos_embed(net.patch_embed(images)))
-    with pytest.raises(Mistake, match="nothing was seen at 'norm'"), block_logits(model):
+    with pytest.raises(UserError, match="nothing was seen at 'norm'"), block_logits(model):
         model(x)
     assert len(blocks_of(model)) == 2

@@ -14,11 +14,11 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.square import Square, _Bumps, _FlatSquares, _hill, share_of_pixels, square
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import Restarts
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.evaluation.selftest import LinearToy
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 BUDGETS = {Linf: 8 / 255, L2: 0.5, L1: 3.0}
 BALLS = pytest.mark.parametrize("ball", BUDGETS, ids=lambda ball: ball.__name__)
@@ -40,8 +40,8 @@ def witnessed(ball, queries: int, shape: tuple[int, ...], pixels: torch.Tensor |
     """(clean images, start, proposals (queries - 1, samples, ...)) of a search that accepts nothing."""
     x = torch.full(shape, 0.5) if pixels is None else pixels
     model = Witness()
-    draws = Draws.of_samples(4, range(len(x)))
-    Square(ball, queries=queries, **settings)(model, x, torch.zeros(len(x), dtype=torch.int64), draws)
+    rng = SampleRNG.of_samples(4, range(len(x)))
+    Square(ball, queries=queries, **settings)(model, x, torch.zeros(len(x), dtype=torch.int64), rng)
     assert len(model.seen) == queries + 1
     assert torch.equal(model.seen[0], x)
     return x, model.seen[1], torch.stack(model.seen[2:])
@@ -173,7 +173,7 @@ def test_the_brush_has_length_one_and_two_opposite_halves(ball, side):
 
 
 def linear_toy(spike: float = 0.0) -> tuple[LinearToy, torch.Tensor, torch.Tensor]:
-    weight = Draws.of_samples(0, [0]).normal(3 * 64)[0]
+    weight = SampleRNG.of_samples(0, [0]).normal(3 * 64)[0]
     weight[77] += spike
     x = 0.5 + 0.2 * (images(20) - 0.5)
     toy = LinearToy(weight, -0.5 * float(weight.sum()))
@@ -197,8 +197,8 @@ def test_flips_with_a_generous_budget_and_never_below_the_distance(ball, generou
 def test_more_queries_only_help(ball):
     model, x = TinyNet().eval(), images(20)
     y = model(x).argmax(1)
-    draws = Draws.of_samples(0, range(20))
-    values = [margin(model(Square(ball(BUDGETS[ball]), q)(model, x, y, draws)), y).detach() for q in (1, 20, 150)]
+    rng = SampleRNG.of_samples(0, range(20))
+    values = [margin(model(Square(ball(BUDGETS[ball]), q)(model, x, y, rng)), y).detach() for q in (1, 20, 150)]
     for fewer, more in itertools.pairwise(values):
         assert ((more >= fewer - 1e-5) | (more > 0)).all()
     assert values[2].mean() > values[1].mean() > values[0].mean()
@@ -258,13 +258,13 @@ def test_any_image_shape_works(ball, shape):
 def test_does_not_depend_on_the_rest_of_the_batch(ball):
     model, x = TinyNet(4).double().eval(), images(9).double()
     y = model(x).argmax(1)
-    draws = Draws.of_samples(3, range(9))
+    rng = SampleRNG.of_samples(3, range(9))
     attack = Square(ball(BUDGETS[ball]), queries=150)
-    whole = attack(model, x, y, draws)
+    whole = attack(model, x, y, rng)
     for sample in range(9):
         here = torch.tensor([sample])
-        assert torch.allclose(attack(model, x[here], y[here], draws[here]), whole[here], atol=1e-9)
-    assert not torch.equal(attack(model, x, y, Draws.of_samples(4, range(9))), whole)
+        assert torch.allclose(attack(model, x[here], y[here], rng[here]), whole[here], atol=1e-9)
+    assert not torch.equal(attack(model, x, y, SampleRNG.of_samples(4, range(9))), whole)
 
 
 @BALLS
@@ -289,13 +289,13 @@ def test_builder_repeats():
 
 
 def test_mistakes_are_told():
-    with pytest.raises(Mistake, match="at least 1 query"):
+    with pytest.raises(UserError, match="at least 1 query"):
         Square(Linf(0.1), queries=0)
-    with pytest.raises(Mistake, match="share of the pixels"):
+    with pytest.raises(UserError, match="share of the pixels"):
         Square(Linf(0.1), p_init=1.5)
-    with pytest.raises(Mistake, match="Linf, L2 and L1"):
+    with pytest.raises(UserError, match="Linf, L2 and L1"):
         Square(object())
-    with pytest.raises(Mistake, match="batch, channels, height, width"):
+    with pytest.raises(UserError, match="batch, channels, height, width"):
         Square(Linf(0.1))(nn.Linear(4, 2), torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
 
 
@@ -310,8 +310,8 @@ def test_agrees_with_torchattacks_but_for_the_last_place(ball, eps, monkeypatch)
         )(x, y)
     reference = judge(model, ball(eps * (1 + 1e-5)), x, theirs, y).held.float().mean()
     assert 0.2 < reference < 0.8
-    attack, draws = Square(ball(eps), queries=300), Draws.of_samples(0, range(len(x)))
-    assert judge(model, ball(eps), x, attack(model, x, y, draws), y).held.float().mean() < reference - 0.05
+    attack, rng = Square(ball(eps), queries=300), SampleRNG.of_samples(0, range(len(x)))
+    assert judge(model, ball(eps), x, attack(model, x, y, rng), y).held.float().mean() < reference - 0.05
 
     def without_last(corner, length, like):
         places = (max(extent - length, 1) for extent in like.shape[-2:])
@@ -319,5 +319,5 @@ def test_agrees_with_torchattacks_but_for_the_last_place(ball, eps, monkeypatch)
         return tuple(torch.arange(n) - spot[:, None] for n, spot in zip(like.shape[-2:], first, strict=True))
 
     monkeypatch.setattr("vitadel.attacks.square._positions", without_last)
-    held = judge(model, ball(eps), x, attack(model, x, y, draws), y).held.float().mean()
+    held = judge(model, ball(eps), x, attack(model, x, y, rng), y).held.float().mean()
     assert (held - reference).abs() < 0.08  # L2: it weighs windows over all channels, the paper by channel

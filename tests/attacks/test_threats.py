@@ -7,14 +7,14 @@ import torch
 
 from toys import images
 from vitadel.attacks.threats import L1, L2, NORMS, Linf, threat
-from vitadel.errors import Mistake
-from vitadel.runtime.rng import Draws
+from vitadel.errors import UserError
+from vitadel.runtime.rng import SampleRNG
 
 BUDGETS = {"linf": 0.1, "l2": 1.3, "l1": 9.0}
 
 
 def far_points(x: torch.Tensor, reach: float) -> torch.Tensor:
-    return x + reach * Draws.of_samples(9, range(len(x))).normal(*x.shape[1:])
+    return x + reach * SampleRNG.of_samples(9, range(len(x))).normal(*x.shape[1:])
 
 
 def nearest_by_bisection(z: torch.Tensor, x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -64,12 +64,12 @@ def test_l1_projection_uses_the_whole_budget():
 def test_ascent_has_length_one_and_beats_every_other_direction(norm):
     ball = threat(norm, 1.0) if norm != "l1" else L1(1.0, sparsity=0.0)
     z = torch.full((4, 3, 8, 8), 0.5)
-    grad = Draws.of_samples(3, range(4)).normal(3, 8, 8)
+    grad = SampleRNG.of_samples(3, range(4)).normal(3, 8, 8)
     step = ball.ascent(grad, z)
     assert torch.allclose(ball.size(step, torch.zeros_like(step)), torch.ones(4).double(), atol=1e-5)
     gain = (step * grad).flatten(1).sum(1)
     for seed in range(20):
-        other = Draws.of_samples(seed, range(4)).stream("other").normal(3, 8, 8)
+        other = SampleRNG.of_samples(seed, range(4)).stream("other").normal(3, 8, 8)
         other = other / ball.size(other, torch.zeros_like(other)).view(-1, 1, 1, 1).float()
         assert (gain >= (other * grad).flatten(1).sum(1) - 1e-5).all()
 
@@ -93,7 +93,7 @@ def test_zero_gradient_gives_a_zero_step(norm):
 @pytest.mark.parametrize("norm", NORMS)
 def test_random_starts_fill_the_ball_differently_for_each_sample(norm):
     ball, x = threat(norm, BUDGETS[norm]), images(8)
-    z = ball.random(x, Draws.of_samples(0, range(8)))
+    z = ball.random(x, SampleRNG.of_samples(0, range(8)))
     sizes = ball.size(z, x)
     assert (sizes > 0).all()
     assert sizes.max() <= BUDGETS[norm] + 1e-6
@@ -102,14 +102,14 @@ def test_random_starts_fill_the_ball_differently_for_each_sample(norm):
 
 def test_linf_start_is_uniform():
     x = torch.full((64, 3, 8, 8), 0.5)
-    shift = (Linf(0.1).random(x, Draws.of_samples(0, range(64))) - x).flatten()
+    shift = (Linf(0.1).random(x, SampleRNG.of_samples(0, range(64))) - x).flatten()
     assert abs(shift.mean()) < 0.002
     assert abs(shift.std() - 0.2 / 12**0.5) < 0.001
 
 
 def test_l2_radius_is_spread():
     x = torch.full((200, 3, 8, 8), 0.5)
-    radius = L2(1.0).size(L2(1.0).random(x, Draws.of_samples(0, range(200))), x)
+    radius = L2(1.0).size(L2(1.0).random(x, SampleRNG.of_samples(0, range(200))), x)
     assert abs(radius.mean() - 0.5) < 0.08
     assert radius.max() > 0.9
 
@@ -119,7 +119,7 @@ def test_l2_radius_is_spread():
     [("linf", 8, "8/255"), ("linf", -0.1, "negative"), ("l2", -1, "negative"), ("lp", 0.1, "linf, l2, l1")],
 )
 def test_senseless_budgets_are_told(norm, eps, said):
-    with pytest.raises(Mistake, match=said):
+    with pytest.raises(UserError, match=said):
         threat(norm, eps)
 
 
@@ -128,9 +128,9 @@ def test_senseless_budgets_are_told(norm, eps, said):
 def test_coarse_types_stay_in_the_ball(dtype, norm, eps):
     x = images(20).to(dtype)
     ball = threat(norm, eps)
-    draws = Draws.of_samples(0, range(20))
-    far = (x + draws.stream("far").normal(*x.shape[1:]).to(dtype)).to(dtype)
-    for z in (ball.project(far, x), ball.random(x, draws), ball.random(x, draws, surface=True)):
+    rng = SampleRNG.of_samples(0, range(20))
+    far = (x + rng.stream("far").normal(*x.shape[1:]).to(dtype)).to(dtype)
+    for z in (ball.project(far, x), ball.random(x, rng), ball.random(x, rng, surface=True)):
         assert z.dtype == dtype
         assert ball.size(z, x).max() <= eps + 1e-6
         assert z.min() >= 0

@@ -12,9 +12,9 @@ from vitadel.attacks.goals import fooled
 from vitadel.attacks.square import Square
 from vitadel.attacks.transfer.surrogate import Surrogate, deployed, seen_through
 from vitadel.attacks.views import Averaged, Targeted
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.pass_counter import metered
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 
 class Linear(nn.Module):
@@ -42,7 +42,7 @@ def test_rules_choose_by_the_clean_logits():
     for rule, expected in (("next", [2, 2]), ("least", [1, 0])):
         assert Targeted(PGD(Linf(0.2), steps=10), rule)(model, x, y).flatten(1)[:, :4].argmax(1).tolist() == expected
     chosen = Targeted(PGD(Linf(0.2)), "random")._targets(
-        model, x.repeat(50, 1, 1, 1), y.repeat(50), Draws.of_samples(0, range(100))
+        model, x.repeat(50, 1, 1, 1), y.repeat(50), SampleRNG.of_samples(0, range(100))
     )
     assert not (chosen == y.repeat(50)).any()
     assert set(chosen[::2].tolist()) == {1, 2, 3}
@@ -61,11 +61,11 @@ def test_landing_in_a_third_class_is_not_the_target():
 
 def test_impossible_targets_are_told():
     x, y = torch.full((2, 3, 4, 4), 0.5), torch.tensor([1, 0])
-    with pytest.raises(Mistake, match="label of 1 of the samples"):
+    with pytest.raises(UserError, match="label of 1 of the samples"):
         Targeted(PGD(Linf(0.1)), 1)(Linear(), x, y)
-    with pytest.raises(Mistake, match="has 4, numbered from 0"):
+    with pytest.raises(UserError, match="has 4, numbered from 0"):
         Targeted(PGD(Linf(0.1)), 4)(Linear(), x, y)
-    with pytest.raises(Mistake, match="next, least, random"):
+    with pytest.raises(UserError, match="next, least, random"):
         make("targeted:nearest+pgd-5")
 
 
@@ -91,8 +91,8 @@ def test_averaging_finds_the_mean_model():
 def test_averaging_an_exact_model_changes_nothing():
     model, x = TinyNet().eval().double(), images(5).double()
     y = model(x).argmax(1)
-    draws = Draws.of_samples(0, range(5))
-    plain, mean = (attack(model, x, y, draws) for attack in (PGD(Linf(0.03)), Averaged(PGD(Linf(0.03)), 3)))
+    rng = SampleRNG.of_samples(0, range(5))
+    plain, mean = (attack(model, x, y, rng) for attack in (PGD(Linf(0.03)), Averaged(PGD(Linf(0.03)), 3)))
     assert torch.allclose(plain, mean, atol=1e-9)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from toys import images
 from vitadel.attacks import Restarts, WorstOf
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.pass_counter import metered
 
 EASY, MIDDLING, HARD = 0.2, 0.5, 0.8
@@ -31,7 +31,7 @@ class Paint:
     power: float
     asked: list[list[float]] = field(default_factory=list)
 
-    def __call__(self, model, x, y, draws=None):
+    def __call__(self, model, x, y, rng=None):
         marks = x[:, 0, 0, 0]
         self.asked.append([round(mark, 1) for mark in marks.tolist()])
         return torch.where((marks < self.power).view(-1, 1, 1, 1), torch.ones_like(x), x)
@@ -71,8 +71,8 @@ def test_restarts_ask_again_for_survivors_with_other_draws():
     class Keys:
         seen: list[Tensor] = field(default_factory=list)
 
-        def __call__(self, model, x, y, draws=None):
-            self.seen.append(draws.keys)
+        def __call__(self, model, x, y, rng=None):
+            self.seen.append(rng.keys)
             return x
 
         def passes(self):
@@ -92,9 +92,9 @@ class Told(Paint):
 
     name: str = "mark"
 
-    def explain(self, model, x, y, draws=None):
+    def explain(self, model, x, y, rng=None):
         marks = x[:, 0, 0, 0]
-        return self(model, x, y, draws), {self.name: marks, "strong": marks < self.power, "at": marks.mul(10).long()}
+        return self(model, x, y, rng), {self.name: marks, "strong": marks < self.power, "at": marks.mul(10).long()}
 
 
 def test_notes_are_those_of_the_last_attack_that_a_sample_met():
@@ -114,5 +114,5 @@ def test_notes_are_those_of_the_last_attack_that_a_sample_met():
 
 
 def test_an_empty_ensemble_is_refused():
-    with pytest.raises(Mistake, match="at least one"):
+    with pytest.raises(UserError, match="at least one"):
         WorstOf(())

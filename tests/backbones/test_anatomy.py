@@ -21,7 +21,7 @@ from vitadel.backbones.anatomy import (
     family_of,
     prefix_tokens_of,
 )
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument import attention_maps, block_features, scaled_attention
 from vits import VITS, make_vit, pixels
 
@@ -96,7 +96,7 @@ def test_subclasses_count_and_namesakes_do_not() -> None:
         pass
 
     assert family_of(MyVit(img_size=32, patch_size=8, depth=1, embed_dim=24, num_heads=3)) == "vit"
-    with pytest.raises(Mistake):
+    with pytest.raises(UserError):
         family_of(VisionTransformer())
 
 
@@ -104,7 +104,7 @@ def test_subclasses_count_and_namesakes_do_not() -> None:
 def test_an_unknown_family_is_told(wrapped: bool) -> None:
     inner: nn.Module = nn.Conv2d(3, 3, 1)
     model = Wrapping("module", Wrapping("backbone", inner)) if wrapped else inner
-    with pytest.raises(Mistake) as told:
+    with pytest.raises(UserError) as told:
         family_of(model)
     message = str(told.value)
     assert "torch.nn.modules.conv.Conv2d" in message
@@ -114,7 +114,7 @@ def test_an_unknown_family_is_told(wrapped: bool) -> None:
 
 def test_two_backbones_are_one_too_many_unless_they_are_the_same() -> None:
     one = make_vit("vit")
-    with pytest.raises(Mistake, match=r"2 backbones side by side \(VisionTransformer, Xcit\)"):
+    with pytest.raises(UserError, match=r"2 backbones side by side \(VisionTransformer, Xcit\)"):
         family_of(nn.ModuleList([one, make_vit("xcit")]))
     assert backbone_of(nn.ModuleList([one, one])) is one
 
@@ -122,7 +122,7 @@ def test_two_backbones_are_one_too_many_unless_they_are_the_same() -> None:
 def test_an_unknown_attention_in_a_known_family_is_told() -> None:
     model = make_vit("vit", attn_layer="diff", num_heads=2)
     assert len(blocks_of(model)) == 2
-    with pytest.raises(Mistake, match=r"block 'blocks\.0' attends by DiffAttention.* Known here: Attention,"):
+    with pytest.raises(UserError, match=r"block 'blocks\.0' attends by DiffAttention.* Known here: Attention,"):
         attentions_of(model)
 
 

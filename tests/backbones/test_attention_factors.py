@@ -13,7 +13,7 @@ import vitadel
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.load import load_model
 from vitadel.backbones.record import ModelRecord, build_classifier, load_classifier, read_record, save_classifier
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vits import VITS, make_vit, pixels, precise_vit
 
 
@@ -139,6 +139,6 @@ def test_compiled_models_use_them():
 @pytest.mark.parametrize("factors", [[0.5], [0.5, 0.5, 0.5], [0.5, float("nan")]])
 def test_other_numbers_are_refused(factors):
     model = wrap(make_vit("vit"))
-    with pytest.raises(Mistake, match="must be 2 finite numbers"):
+    with pytest.raises(UserError, match="must be 2 finite numbers"):
         model.set_attention_factors(factors)
     assert model.attention_factors is None

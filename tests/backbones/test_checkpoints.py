@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.checkpoints import fit_to, load_strict, read_checkpoint, read_metadata, read_weights
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.tensor([1.0, 2.0])}
 KWARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -97,7 +97,7 @@ def test_a_malicious_pickle_is_refused_without_running_it(kind: str, tmp_path: P
         path.write_bytes(pickle.dumps(Malice(mark)))
     else:
         torch.save(content, path, _use_new_zipfile_serialization=kind == "zip")
-    with pytest.raises(Mistake, match=r"evil.pth' was refused.*Nothing was run.*safetensors.torch.save_file"):
+    with pytest.raises(UserError, match=r"evil.pth' was refused.*Nothing was run.*safetensors.torch.save_file"):
         read_weights(path)
     assert not mark.exists()
     if kind != "plain pickle":  # the test is worth something only if the file really bites
@@ -107,7 +107,7 @@ def test_a_malicious_pickle_is_refused_without_running_it(kind: str, tmp_path: P
 
 def test_a_whole_module_is_refused_and_the_class_is_named(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
-    with pytest.raises(Mistake, match=r"refused.*\(torch.nn.modules.linear.Linear\)"):
+    with pytest.raises(UserError, match=r"refused.*\(torch.nn.modules.linear.Linear\)"):
         read_weights(tmp_path / "module.pt")
 
 
@@ -139,24 +139,24 @@ def _bytes_of_npz() -> bytes:
 )
 def test_unreadable_files_are_named_with_the_reason(name: str, content: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(Mistake, match=said) as caught:
+    with pytest.raises(UserError, match=said) as caught:
         read_weights(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
 
 
 def test_metadata_of_a_damaged_file_is_a_mistake_too(tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(safetensors.torch.save(WEIGHTS)[:-4])
-    with pytest.raises(Mistake, match="cannot be read as a safetensors file"):
+    with pytest.raises(UserError, match="cannot be read as a safetensors file"):
         read_metadata(tmp_path / "w.safetensors")
 
 
 def test_folders_and_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match="is a folder, a weight file was expected"):
+    with pytest.raises(UserError, match="is a folder, a weight file was expected"):
         read_weights(tmp_path)
-    with pytest.raises(Mistake, match=r"nothing.pt' does not exist"):
+    with pytest.raises(UserError, match=r"nothing.pt' does not exist"):
         read_weights(tmp_path / "nothing.pt")
     (tmp_path / "file").write_bytes(b"x")
-    with pytest.raises(Mistake, match="cannot be read: Not a directory"):
+    with pytest.raises(UserError, match="cannot be read: Not a directory"):
         read_weights(tmp_path / "file" / "w.pt")
 
 
@@ -172,7 +172,7 @@ def test_folders_and_missing_files(tmp_path: Path) -> None:
 )
 def test_files_without_a_state_dict(content: object, said: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "w.pt")
-    with pytest.raises(Mistake, match=said):
+    with pytest.raises(UserError, match=said):
         read_weights(tmp_path / "w.pt")
 
 
@@ -238,7 +238,7 @@ def test_timms_converter_may_not_resample_behind_the_users_back() -> None:
     load_strict(target, in_clip(source), "w.pt")
     assert same(target.state_dict(), source.state_dict())
     assert set(fit_to(make(), in_clip(make(img_size=64))).weights) != set(target.state_dict())
-    with pytest.raises(Mistake, match=r"trained on images of 64 pixels. Load it with input size 64"):
+    with pytest.raises(UserError, match=r"trained on images of 64 pixels. Load it with input size 64"):
         load_strict(make(), make(img_size=64).state_dict(), "w.pt")
 
 
@@ -255,7 +255,7 @@ def test_half_precision_weights_are_loaded_and_noted() -> None:
 
 def complaint(module: nn.Module, weights: Mapping[str, Tensor]) -> str:
     before = {key: value.clone() for key, value in module.state_dict().items()}
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UserError) as caught:
         load_strict(module, weights, "runs/w.pt")
     assert same(module.state_dict(), before), "a refused file must not have been loaded in part"
     text = str(caught.value)
@@ -369,11 +369,11 @@ def test_broken_numbers_are_counted_and_named(value: float) -> None:
     weights = {key: tensor.clone() for key, tensor in make().state_dict().items()}
     weights["blocks.1.mlp.fc1.weight"].view(-1)[[3, 5]] = value
     with pytest.raises(
-        Mistake, match=r"w.pt: 'blocks.1.mlp.fc1.weight' has 2 of 2304 values that are NaN or infinite\. "
+        UserError, match=r"w.pt: 'blocks.1.mlp.fc1.weight' has 2 of 2304 values that are NaN or infinite\. "
     ):
         load_strict(make(), weights, "w.pt")
     weights["norm.bias"][:] = value
-    with pytest.raises(Mistake, match=r"infinite; 2 tensors are affected\."):
+    with pytest.raises(UserError, match=r"infinite; 2 tensors are affected\."):
         load_strict(make(), weights, "w.pt")
 
 

@@ -11,7 +11,7 @@ from toys import images
 from vitadel.backbones.head_classes import keep_classes
 from vitadel.backbones.load import load_model
 from vitadel.backbones.record import load_classifier, save_classifier
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vits import make_vit
 
 ZOO = "zoo:shapes-standard"
@@ -42,7 +42,7 @@ def test_of_a_weight_file_with_more_classes(tmp_path):
     cut = load_model(name, head_classes=kept, **given)
     torch.testing.assert_close(logits(cut), logits(whole)[:, kept])
     assert torch.equal(logits(load_model(name, head_classes=kept, num_classes=3, **given)), logits(cut))
-    with pytest.raises(Mistake, match="3 classes are to be kept, but num_classes is 10"):
+    with pytest.raises(UserError, match="3 classes are to be kept, but num_classes is 10"):
         load_model(name, head_classes=kept, num_classes=10, **given)
 
 
@@ -50,14 +50,14 @@ def test_of_a_weight_file_with_more_classes(tmp_path):
     ("kept", "told"), [([0, 99], "there is none of 99"), ([-1, 2], "none of -1"), ([1, 1], "each once"), ([3], "two")]
 )
 def test_classes_that_cannot_be_kept(kept, told):
-    with pytest.raises(Mistake, match=f"numbers from 0 to 9: .*{told}"):
+    with pytest.raises(UserError, match=f"numbers from 0 to 9: .*{told}"):
         load_model(ZOO, head_classes=kept)
 
 
 def test_a_head_that_cannot_be_cut():
-    with pytest.raises(Mistake, match="only one linear layer can be cut"):
+    with pytest.raises(UserError, match="only one linear layer can be cut"):
         keep_classes(nn.Sequential(nn.Flatten(), nn.Linear(3, 2)), [0, 1], "mine")
-    with pytest.raises(Mistake, match="new_head or head_classes, not both"):
+    with pytest.raises(UserError, match="new_head or head_classes, not both"):
         load_model(ZOO, head_classes=KEPT, new_head=True, num_classes=3)
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vitadel.backbones.output_checks import check_logits, check_pixels, looks_like_probabilities, modules_in_train_mode
 from vitadel.backbones.classifier import Classifier, logits_of, wrap
+from vitadel.backbones.output_checks import check_logits, check_pixels, looks_like_probabilities, modules_in_train_mode
 from vitadel.backbones.record import ModelRecord
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -92,7 +92,7 @@ def test_finds_the_logits_in_what_a_model_returns(shape: Any) -> None:
     ],
 )
 def test_other_outputs_are_named(output: object, said: str) -> None:
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UserError) as caught:
         logits_of(output)
     assert f"returned {said};" in str(caught.value)
 
@@ -162,18 +162,18 @@ def test_wrapping_a_timm_model_with_another_normalisation_is_noted() -> None:
 
 
 def test_wrap_refuses_nonsense() -> None:
-    with pytest.raises(Mistake, match=r"takes an nn.Module, got function"):
+    with pytest.raises(UserError, match=r"takes an nn.Module, got function"):
         wrap(lambda x: x)  # type: ignore[arg-type]
-    with pytest.raises(Mistake, match="mean must be three numbers"):
+    with pytest.raises(UserError, match="mean must be three numbers"):
         wrap(ChannelMeans(), mean=(0.5, 0.5))
-    with pytest.raises(Mistake, match="std must be three positive numbers"):
+    with pytest.raises(UserError, match="std must be three positive numbers"):
         wrap(ChannelMeans(), std=(0.5, 0.0, 0.5))
 
 
 def test_a_classifier_is_not_normalised_twice() -> None:
     model = wrap(ChannelMeans(), MEAN, STD)
     assert wrap(model) is model
-    with pytest.raises(Mistake, match=r"Classifier already.*`.backbone`"):
+    with pytest.raises(UserError, match=r"Classifier already.*`.backbone`"):
         wrap(model, MEAN, STD)
 
 
@@ -204,7 +204,7 @@ def test_pixels_in_the_box_pass() -> None:
     ids=["normalised", "0..255", "bytes", "NaN", "channels last"],
 )
 def test_other_pixels_are_refused_with_advice(x: Tensor, said: str) -> None:
-    with pytest.raises(Mistake, match=said):
+    with pytest.raises(UserError, match=said):
         check_pixels(x)
 
 
@@ -223,7 +223,7 @@ def test_good_logits_pass() -> None:
     ],
 )
 def test_bad_logits_are_refused(logits: Tensor, said: str) -> None:
-    with pytest.raises(Mistake, match=said):
+    with pytest.raises(UserError, match=said):
         check_logits(logits, num_classes=10)
 
 

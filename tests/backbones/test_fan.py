@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vitadel.backbones import Fan, load_model
 from vitadel.backbones.load import model_names
 from vitadel.backbones.record import load_classifier, save_classifier
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument import attention_maps, block_features, scaled_attention
 from vits import make_vit, pixels, precise_vit
 
@@ -326,7 +326,7 @@ def test_there_is_nothing_to_download() -> None:
         lambda: load_model("fan_small_12_p4_hybrid", weights="pretrained"),
     ):
         with pytest.raises(
-            Mistake, match=r"^there are no pretrained weights for 'fan_small_12_p4_hybrid'.*--weights FILE"
+            UserError, match=r"^there are no pretrained weights for 'fan_small_12_p4_hybrid'.*--weights FILE"
         ):
             make()
 
@@ -353,9 +353,9 @@ def test_other_image_sizes_are_loaded_and_leftovers_are_told() -> None:
     model = load_model("fan_tiny_8_p4_hybrid", weights="random", num_classes=5, input_size=64, kwargs=TINY)
     assert model.record.input_size == (64, 64)
     assert model(torch.rand(1, 3, 64, 64)).shape == model(torch.rand(1, 3, 32, 96)).shape == (1, 5)
-    with pytest.raises(Mistake, match=r"40 x 64 pixels cannot be cut into patches of 16 x 16.*32 x 64 and 48 x 64"):
+    with pytest.raises(UserError, match=r"40 x 64 pixels cannot be cut into patches of 16 x 16.*32 x 64 and 48 x 64"):
         model(torch.rand(1, 3, 40, 64))
-    with pytest.raises(Mistake, match="50 x 50 pixels cannot be cut"):
+    with pytest.raises(UserError, match="50 x 50 pixels cannot be cut"):
         load_model("fan_tiny_12_p16_224", weights="random", input_size=50, kwargs=TINY)
 
 
@@ -369,5 +369,5 @@ def test_other_image_sizes_are_loaded_and_leftovers_are_told() -> None:
     ],
 )
 def test_what_cannot_be_built_is_told(name: str, kwargs: dict[str, Any], said: str) -> None:
-    with pytest.raises(Mistake, match=said):
+    with pytest.raises(UserError, match=said):
         timm.create_model(name, **kwargs)

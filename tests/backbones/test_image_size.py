@@ -18,8 +18,8 @@ from vitadel.backbones.classifier import wrap
 from vitadel.backbones.image_size import check_image_size, check_images_fit
 from vitadel.backbones.load import load_model
 from vitadel.data import open_dataset
-from vitadel.errors import Mistake
-from vitadel.evaluation.engine.target import Subject
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.target import Target
 from vits import make_vit
 
 VIT = "vit_tiny_patch16_224"
@@ -48,21 +48,21 @@ def test_a_multiple_is_needed_with_and_without_tokens() -> None:
     classifier = wrap(dynamic())
     model, x = Tokened(classifier, fresh_tokens(24, 2)), torch.rand(2, 3, 36, 40)
     for each in (classifier, model):
-        with pytest.raises(Mistake, match=TOLD.format("wrapped")):
+        with pytest.raises(UserError, match=TOLD.format("wrapped")):
             each(x)
-        with pytest.raises(Mistake, match=TOLD.format("wrapped")):
+        with pytest.raises(UserError, match=TOLD.format("wrapped")):
             make("features-2")(each, x, torch.zeros(2, dtype=torch.long))
         assert each(x[:, :, :32]).shape == (2, 5)  # 32 x 40: another size, whole patches
 
 
 def test_too_small_for_one_patch() -> None:
-    with pytest.raises(Mistake, match=r"The nearest sizes are 8 x 8; "):
+    with pytest.raises(UserError, match=r"The nearest sizes are 8 x 8; "):
         check_image_size(dynamic(), (5, 7), "tiny")
 
 
 def test_a_model_for_one_size_says_which() -> None:
     with pytest.raises(
-        Mistake, match=r"images of 48 x 48 pixels were given to 'wrapped', which is built for 32 x 32\."
+        UserError, match=r"images of 48 x 48 pixels were given to 'wrapped', which is built for 32 x 32\."
     ):
         wrap(make_vit("vit"))(torch.rand(1, 3, 48, 48))
 
@@ -79,7 +79,7 @@ def test_what_timm_takes_is_taken() -> None:
 
 def test_wrapped_models_are_asked_before_they_are_doubted() -> None:
     inside, resizing = wrap(Normalised(dynamic())), wrap(Normalised(dynamic(), size=32))
-    with pytest.raises(Mistake, match=TOLD.format("mine")):
+    with pytest.raises(UserError, match=TOLD.format("mine")):
         check_images_fit(inside, (36, 40), "mine")
     check_images_fit(inside, (40, 40), "mine")
     check_images_fit(resizing, (36, 40), "mine")
@@ -87,16 +87,16 @@ def test_wrapped_models_are_asked_before_they_are_doubted() -> None:
 
 def test_a_run_is_told_before_its_first_image() -> None:
     model = wrap(Normalised(make_vit("vit", patch_size=16, dynamic_img_size=True)), input_size=40)
-    subject = Subject(model, "mine", open_dataset("shapes"), "shapes")
-    with pytest.raises(Mistake, match=r"40 x 40 pixels .* patches of 16 x 16 by 'mine'.*32 x 32 and 48 x 48"):
-        _ = subject.preprocess
+    target = Target(model, "mine", open_dataset("shapes"), "shapes")
+    with pytest.raises(UserError, match=r"40 x 40 pixels .* patches of 16 x 16 by 'mine'.*32 x 32 and 48 x 48"):
+        _ = target.preprocess
 
 
 @pytest.mark.parametrize("options", [{"input_size": 36, "kwargs": SMALL}, {"kwargs": {**SMALL, "img_size": 36}}])
 def test_loading_tells_it(options: dict[str, Any]) -> None:
-    with pytest.raises(Mistake, match=r"36 x 36 pixels cannot be cut .* The nearest sizes are 32 x 32 and 40 x 40"):
+    with pytest.raises(UserError, match=r"36 x 36 pixels cannot be cut .* The nearest sizes are 32 x 32 and 40 x 40"):
         load_model(VIT, weights="random", num_classes=3, **options)
-    with pytest.raises(Mistake, match="at least 1 pixel, input size 0"):
+    with pytest.raises(UserError, match="at least 1 pixel, input size 0"):
         load_model(VIT, weights="random", num_classes=3, input_size=0, kwargs=SMALL)
 
 

@@ -17,10 +17,10 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from vitadel.backbones import Classifier, load, load_model, wrap
-from vitadel.backbones.third_party import processor_normalisation
 from vitadel.backbones.load import model_names, zoo_names
 from vitadel.backbones.record import ModelRecord, build_classifier, load_classifier, save_classifier
-from vitadel.errors import Mistake
+from vitadel.backbones.third_party import processor_normalisation
+from vitadel.errors import UserError
 
 KWARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 VIT, DEIT = "vit_tiny_patch16_224", "deit_tiny_patch16_224"
@@ -107,7 +107,7 @@ def test_prefixes_are_told_in_the_notes(tmp_path: Path) -> None:
 
 
 def test_no_weights_explains_the_three_choices() -> None:
-    with pytest.raises(Mistake, match=r"--weights FILE .* --weights pretrained .* --weights random"):
+    with pytest.raises(UserError, match=r"--weights FILE .* --weights pretrained .* --weights random"):
         load_model(VIT)
 
 
@@ -120,11 +120,11 @@ def test_random_weights_take_any_number_of_classes() -> None:
 
 def test_wrong_number_of_classes(tmp_path: Path) -> None:
     plain_file(tmp_path / "w.pt")
-    with pytest.raises(Mistake, match=r"the file has 10 classes, the model 1000. Pass --num-classes 10"):
+    with pytest.raises(UserError, match=r"the file has 10 classes, the model 1000. Pass --num-classes 10"):
         load_model(VIT, weights=tmp_path / "w.pt", kwargs=KWARGS)
     saved(tmp_path / "m.safetensors")
     for spec, weights in ((str(tmp_path / "m.safetensors"), None), (VIT, tmp_path / "m.safetensors")):
-        with pytest.raises(Mistake, match="has 7 classes, --num-classes 10 was given"):
+        with pytest.raises(UserError, match="has 7 classes, --num-classes 10 was given"):
             load_model(spec, weights=weights, num_classes=10)
 
 
@@ -133,15 +133,17 @@ def test_nan_weights(tmp_path: Path) -> None:
     with torch.no_grad():
         model.get_parameter("norm.bias").fill_(torch.nan)
     torch.save(model.state_dict(), tmp_path / "w.pt")
-    with pytest.raises(Mistake, match=r"'norm.bias' has 24 of 24 values that are NaN"):
+    with pytest.raises(UserError, match=r"'norm.bias' has 24 of 24 values that are NaN"):
         load_model(VIT, weights=tmp_path / "w.pt", num_classes=10, kwargs=KWARGS)
 
 
 def test_a_file_of_another_architecture_by_its_record(tmp_path: Path) -> None:
     saved(tmp_path / "m.safetensors")
-    with pytest.raises(Mistake, match=rf"holds '{VIT}' by its own record, not '{DEIT}'. Give the file itself as MODEL"):
+    with pytest.raises(
+        UserError, match=rf"holds '{VIT}' by its own record, not '{DEIT}'. Give the file itself as MODEL"
+    ):
         load_model(DEIT, weights=tmp_path / "m.safetensors")
-    with pytest.raises(Mistake, match=r"was built with .* by its own record, not with \{'depth': 9\}"):
+    with pytest.raises(UserError, match=r"was built with .* by its own record, not with \{'depth': 9\}"):
         load_model(VIT, weights=tmp_path / "m.safetensors", kwargs={"depth": 9})
 
 
@@ -157,37 +159,39 @@ def test_a_model_that_has_learnt_may_drop_more_or_less(tmp_path: Path) -> None:
         assert torch.equal(model(images()), before(images()))
     zoo = load_model("zoo:shapes-standard", kwargs={"drop_path_rate": 0.1})
     assert any(isinstance(module, DropPath) for module in zoo.modules())
-    with pytest.raises(Mistake, match="drop the arguments depth"):
+    with pytest.raises(UserError, match="drop the arguments depth"):
         load_model("zoo:shapes-standard", kwargs={"drop_path_rate": 0.1, "depth": 3})
 
 
 def test_unknown_models_get_the_nearest_names() -> None:
-    with pytest.raises(Mistake, match=r"unknown model 'deit_tiny_patch16_2244'; did you mean .*deit_tiny_patch16_224"):
+    with pytest.raises(
+        UserError, match=r"unknown model 'deit_tiny_patch16_2244'; did you mean .*deit_tiny_patch16_224"
+    ):
         load_model("deit_tiny_patch16_2244", weights="random")
-    with pytest.raises(Mistake, match=r"did you mean deit_tiny_patch16_224, deit_tiny_distilled_patch16_224\?"):
+    with pytest.raises(UserError, match=r"did you mean deit_tiny_patch16_224, deit_tiny_distilled_patch16_224\?"):
         load_model("deit_tiny", weights="random")
-    with pytest.raises(Mistake, match=r"unknown model 'qqqqqqqq'\. It is no timm name, no file and no folder"):
+    with pytest.raises(UserError, match=r"unknown model 'qqqqqqqq'\. It is no timm name, no file and no folder"):
         load_model("qqqqqqqq")
     with pytest.raises(
-        Mistake, match=r"unknown kind of model 'pythn:' in 'pythn:a:b'; did you mean python\? Known: zoo:"
+        UserError, match=r"unknown kind of model 'pythn:' in 'pythn:a:b'; did you mean python\? Known: zoo:"
     ):
         load_model("pythn:a:b")
 
 
 def test_mean_without_std_and_new_head_without_classes() -> None:
-    with pytest.raises(Mistake, match="give mean and std together"):
+    with pytest.raises(UserError, match="give mean and std together"):
         load_model(VIT, weights="random", mean=(0.5,))
-    with pytest.raises(Mistake, match="a new head needs a number of classes"):
+    with pytest.raises(UserError, match="a new head needs a number of classes"):
         load_model(VIT, weights="random", new_head=True)
 
 
 def test_a_backbone_without_head_is_no_classifier() -> None:
-    with pytest.raises(Mistake, match=r"'vit_small_patch14_dinov2' has no classification head"):
+    with pytest.raises(UserError, match=r"'vit_small_patch14_dinov2' has no classification head"):
         load_model("vit_small_patch14_dinov2", weights="random", kwargs={"depth": 1, "img_size": 28})
 
 
 def test_an_impossible_device() -> None:
-    with pytest.raises(Mistake, match=r"cannot be put on device 'nonsense'.*--device cpu"):
+    with pytest.raises(UserError, match=r"cannot be put on device 'nonsense'.*--device cpu"):
         load_model(VIT, weights="random", kwargs=KWARGS, device="nonsense")
 
 
@@ -206,7 +210,7 @@ def test_pretrained_is_timms_own_download_with_its_own_head(monkeypatch: pytest.
     fake_download(monkeypatch, create)
     assert load_model(DEIT, weights="pretrained", kwargs=KWARGS).record.num_classes == 1000
     assert asked == [(DEIT, True, None)]
-    with pytest.raises(Mistake, match="has 1000 classes, --num-classes 10 was given"):
+    with pytest.raises(UserError, match="has 1000 classes, --num-classes 10 was given"):
         load_model(DEIT, weights="pretrained", num_classes=10, kwargs=KWARGS)
 
 
@@ -215,7 +219,7 @@ def test_a_failed_download_is_a_mistake_with_the_reason(monkeypatch: pytest.Monk
         raise ConnectionError("no route to host\nmore")
 
     fake_download(monkeypatch, offline)
-    with pytest.raises(Mistake, match=rf"pretrained weights for '{DEIT}': no route to host\. .*--weights FILE"):
+    with pytest.raises(UserError, match=rf"pretrained weights for '{DEIT}': no route to host\. .*--weights FILE"):
         load_model(DEIT, weights="pretrained")
 
 
@@ -233,7 +237,7 @@ def test_a_new_head_keeps_the_rest(tmp_path: Path) -> None:
         assert all(torch.equal(own[key], reference[key]) for key in reference if not key.startswith("head."))
         save_classifier(model, tmp_path / "again.safetensors")
         assert torch.equal(load_classifier(tmp_path / "again.safetensors")(images()), model(images()))
-    with pytest.raises(Mistake, match="has no `reset_classifier`"):
+    with pytest.raises(UserError, match="has no `reset_classifier`"):
         load._as_wished(nn.Linear(2, 2), ModelRecord("wrapped"), wishes(num_classes=3, new_head=True), "wrapped")
 
 
@@ -266,10 +270,10 @@ def test_a_file_that_was_trained_at_the_wished_size(tmp_path: Path) -> None:
 
 
 def test_input_sizes_that_cannot_be() -> None:
-    with pytest.raises(Mistake, match=r"50 x 50 pixels cannot be cut into patches of 8 x 8 .* 48 x 48 and 56 x 56"):
+    with pytest.raises(UserError, match=r"50 x 50 pixels cannot be cut into patches of 8 x 8 .* 48 x 48 and 56 x 56"):
         load_model(VIT, weights="random", input_size=50, kwargs=KWARGS)
     cait = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
-    with pytest.raises(Mistake, match=r"'cait_xxs24_224' takes images of \(32, 32\) only"):
+    with pytest.raises(UserError, match=r"'cait_xxs24_224' takes images of \(32, 32\) only"):
         load_model("cait_xxs24_224", weights="random", input_size=64, kwargs=cait)
 
 
@@ -325,34 +329,34 @@ def test_folders_open_the_checkpoint_that_is_meant(files: list[str], chosen: int
 
 
 def test_folders_that_are_not_clear(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match=r"has no \*.safetensors"):
+    with pytest.raises(UserError, match=r"has no \*.safetensors"):
         load_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(Mistake, match=r"looks like a Hugging Face model. Give it as hf:"):
+    with pytest.raises(UserError, match=r"looks like a Hugging Face model. Give it as hf:"):
         load_model(str(tmp_path))
     for name in ("a", "b"):
         saved(tmp_path / "weights" / f"{name}.safetensors")
-    with pytest.raises(Mistake, match=r"several checkpoints: a.safetensors, b.safetensors"):
+    with pytest.raises(UserError, match=r"several checkpoints: a.safetensors, b.safetensors"):
         load_model(str(tmp_path))
 
 
 def test_files_that_are_not_there_or_not_ours(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match="does not exist"):
+    with pytest.raises(UserError, match="does not exist"):
         load_model("runs/none")
-    with pytest.raises(Mistake, match="does not exist"):
+    with pytest.raises(UserError, match="does not exist"):
         load_model("none.safetensors")
     plain_file(tmp_path / "w.pt")
-    with pytest.raises(Mistake, match="has no model record"):
+    with pytest.raises(UserError, match="has no model record"):
         load_model(str(tmp_path / "w.pt"))
 
 
 def test_what_brings_its_weights_takes_no_others(tmp_path: Path) -> None:
     saved(tmp_path / "m.safetensors")
-    with pytest.raises(Mistake, match="brings its own weights; drop 'pretrained'"):
+    with pytest.raises(UserError, match="brings its own weights; drop 'pretrained'"):
         load_model(str(tmp_path / "m.safetensors"), weights="pretrained")
-    with pytest.raises(Mistake, match="built as its record says; drop the arguments depth"):
+    with pytest.raises(UserError, match="built as its record says; drop the arguments depth"):
         load_model(str(tmp_path / "m.safetensors"), kwargs={"depth": 3})
-    with pytest.raises(Mistake, match="brings its own weights"):
+    with pytest.raises(UserError, match="brings its own weights"):
         load_model("zoo:any", weights="random")
 
 
@@ -385,17 +389,17 @@ def test_zoo_models_are_found_by_name(zoo: Path) -> None:
 
 def test_unknown_zoo_models(zoo: Path) -> None:
     with pytest.raises(
-        Mistake, match=r"unknown zoo model 'zoo:shapes-plan'; did you mean .*There are: zoo:shapes-plain"
+        UserError, match=r"unknown zoo model 'zoo:shapes-plan'; did you mean .*There are: zoo:shapes-plain"
     ):
         load_model("zoo:shapes-plan")
-    with pytest.raises(Mistake, match=r"unknown model 'shapes-trades'; did you mean zoo:shapes-trades"):
+    with pytest.raises(UserError, match=r"unknown model 'shapes-trades'; did you mean zoo:shapes-trades"):
         load_model("shapes-trades")
 
 
 def test_an_installation_without_zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "files", lambda _package: tmp_path)
     assert zoo_names() == []
-    with pytest.raises(Mistake, match="There are: none in this installation"):
+    with pytest.raises(UserError, match="There are: none in this installation"):
         load_model("zoo:anything")
 
 
@@ -481,14 +485,14 @@ def test_a_factory_takes_a_weight_file(factories: str, tmp_path: Path) -> None:
     ],
 )
 def test_factories_that_fail_say_why(factories: str, spec: str, said: str) -> None:
-    with pytest.raises(Mistake, match=said.replace("{name}", factories)):
+    with pytest.raises(UserError, match=said.replace("{name}", factories)):
         load_model("python:" + spec.replace("{name}", factories))
 
 
 def test_factories_take_neither_words_nor_arguments(factories: str) -> None:
-    with pytest.raises(Mistake, match="must be a file, got 'pretrained'"):
+    with pytest.raises(UserError, match="must be a file, got 'pretrained'"):
         load_model(f"python:{factories}:model", weights="pretrained")
-    with pytest.raises(Mistake, match="takes no arguments; drop depth"):
+    with pytest.raises(UserError, match="takes no arguments; drop depth"):
         load_model(f"python:{factories}:model", kwargs={"depth": 1})
 
 
@@ -585,7 +589,7 @@ def test_a_timm_model_inside_transformers(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_processor_that_nothing_is_known_of(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_transformers(monkeypatch, prepares=SimpleNamespace(do_rescale=False))
-    with pytest.raises(Mistake, match=r"prepares its images in a way of its own .*do_normalize.*Give mean and std"):
+    with pytest.raises(UserError, match=r"prepares its images in a way of its own .*do_normalize.*Give mean and std"):
         load_model("hf:org/name")
     assert load_model("hf:org/name", mean=(0.5,), std=(0.5,)).record.std == (0.5,) * 3
 
@@ -609,7 +613,7 @@ def test_processors_arithmetic_on_bytes_equals_ours_on_pixels(changes: dict[str,
 def test_a_folder_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = fake_transformers(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Mistake, match=r"folder './model' for 'hf:./model' does not exist"):
+    with pytest.raises(UserError, match=r"folder './model' for 'hf:./model' does not exist"):
         load_model("hf:./model")
     (tmp_path / "model").mkdir()
     load_model("hf:./model")
@@ -618,20 +622,20 @@ def test_a_folder_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 def test_an_untrained_head_is_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_transformers(monkeypatch, missing=("classifier.weight", "classifier.bias"))
-    with pytest.raises(Mistake, match=r"no trained weights for classifier.bias, classifier.weight: it is a backbone"):
+    with pytest.raises(UserError, match=r"no trained weights for classifier.bias, classifier.weight: it is a backbone"):
         load_model("hf:org/name")
 
 
 def test_hugging_face_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_transformers(monkeypatch, model=OSError("org/nam is not a valid identifier\nmore"))
     with pytest.raises(
-        Mistake, match=r"'hf:org/nam' could not be loaded .*: org/nam is not a valid identifier\. Check"
+        UserError, match=r"'hf:org/nam' could not be loaded .*: org/nam is not a valid identifier\. Check"
     ):
         load_model("hf:org/nam")
     fake_transformers(monkeypatch, prepares=OSError("no preprocessor_config.json"))
-    with pytest.raises(Mistake, match=r"how its images are prepared: no preprocessor_config.json. Give mean and std"):
+    with pytest.raises(UserError, match=r"how its images are prepared: no preprocessor_config.json. Give mean and std"):
         load_model("hf:org/name")
     assert load_model("hf:org/name", mean=(0.5,), std=(0.5,)).record.mean == (0.5,) * 3
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(Mistake, match=r"needs the package transformers. Install it: pip install 'vitadel\[hf\]'"):
+    with pytest.raises(UserError, match=r"needs the package transformers. Install it: pip install 'vitadel\[hf\]'"):
         load_model("hf:org/name")

@@ -22,7 +22,7 @@ from vitadel.backbones.record import (
     read_record,
     save_classifier,
 )
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 KWARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 RECORD = ModelRecord(
@@ -114,14 +114,14 @@ def test_tied_weights_can_be_saved(tmp_path: Path) -> None:
 
 def test_a_wrapped_model_says_how_to_load_it(tmp_path: Path) -> None:
     save_classifier(wrap(nn.Linear(3, 2)), tmp_path / "w.safetensors")
-    with pytest.raises(Mistake, match=r"recorded as 'wrapped' cannot be built.*python:package.module:function"):
+    with pytest.raises(UserError, match=r"recorded as 'wrapped' cannot be built.*python:package.module:function"):
         load_classifier(tmp_path / "w.safetensors")
 
 
 def test_a_file_without_record_says_what_to_do(tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.zeros(2)}, tmp_path / "plain.safetensors")
     assert read_record(tmp_path / "plain.safetensors") is None
-    with pytest.raises(Mistake, match=r"plain.safetensors' has no model record.*--weights FILE"):
+    with pytest.raises(UserError, match=r"plain.safetensors' has no model record.*--weights FILE"):
         load_classifier(tmp_path / "plain.safetensors")
 
 
@@ -138,25 +138,25 @@ def test_a_file_without_record_says_what_to_do(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_record_is_a_mistake_with_the_file_name(text: str, said: str) -> None:
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UserError) as caught:
         ModelRecord.from_json(text, "runs/a.safetensors")
     assert said in str(caught.value)
     assert "runs/a.safetensors" in str(caught.value)
 
 
 def test_fields_are_checked() -> None:
-    with pytest.raises(Mistake, match="at least 2 classes, got num_classes=1"):
+    with pytest.raises(UserError, match="at least 2 classes, got num_classes=1"):
         ModelRecord("a", num_classes=1)
-    with pytest.raises(Mistake, match="cannot be written"):
+    with pytest.raises(UserError, match="cannot be written"):
         ModelRecord("a", kwargs={"norm_layer": nn.LayerNorm}).to_json()
 
 
 def test_unknown_names_tags_and_arguments() -> None:
-    with pytest.raises(Mistake, match=r"unknown model 'deit_tiny_patch16_244'; did you mean.*deit_tiny_patch16_224"):
+    with pytest.raises(UserError, match=r"unknown model 'deit_tiny_patch16_244'; did you mean.*deit_tiny_patch16_224"):
         create_backbone("deit_tiny_patch16_244", None, {})
-    with pytest.raises(Mistake, match=r"no weights called 'fb_in2k'; did you mean fb_in1k\? Known: fb_in1k"):
+    with pytest.raises(UserError, match=r"no weights called 'fb_in2k'; did you mean fb_in1k\? Known: fb_in1k"):
         create_backbone("deit_tiny_patch16_224.fb_in2k", None, {})
-    with pytest.raises(Mistake, match=r"cannot be built with \{'depht': 2\}.*depht"):
+    with pytest.raises(UserError, match=r"cannot be built with \{'depht': 2\}.*depht"):
         create_backbone("deit_tiny_patch16_224", None, {"depht": 2})
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitadel.backbones import load_model, wrap
-from vitadel.backbones.record import load_classifier, save_classifier
 from vitadel.backbones.families.rvt import VARIANTS, Attention, ConvFeedForward, Stem
-from vitadel.errors import Mistake
+from vitadel.backbones.record import load_classifier, save_classifier
+from vitadel.errors import UserError
 from vitadel.instrument import attention_maps, block_features
 from vitadel.instrument.patch_grid import patch_grid
 from vits import make_vit, precise_vit
@@ -254,11 +254,11 @@ def test_scores_are_resampled_over_the_grid_of_queries_and_that_of_keys() -> Non
 
 
 def test_a_size_with_a_rest_is_refused() -> None:
-    with pytest.raises(Mistake, match=r"36 x 32 pixels cannot be cut into patches of 8 x 8 by 'wrapped'"):
+    with pytest.raises(UserError, match=r"36 x 32 pixels cannot be cut into patches of 8 x 8 by 'wrapped'"):
         wrap(small())(torch.rand(1, 3, 36, 32))
-    with pytest.raises(Mistake, match=r"22 x 22 pixels cannot be cut into patches of 4 x 4 by 'rvt_micro_32'"):
+    with pytest.raises(UserError, match=r"22 x 22 pixels cannot be cut into patches of 4 x 4 by 'rvt_micro_32'"):
         load_model("rvt_micro_32", weights="random", num_classes=3, input_size=22)
-    with pytest.raises(Mistake, match="no adaptation to small images is known for 'RVT'"):
+    with pytest.raises(UserError, match="no adaptation to small images is known for 'RVT'"):
         load_model("rvt_tiny", weights="random", num_classes=3, small_images=True, kwargs={**TINY})
 
 
@@ -285,9 +285,9 @@ def test_a_file_of_the_other_kind_is_told(tmp_path: Path) -> None:
         blocks = {**few, "scaled_blocks": int("plus" in name)}
         model = load_model(name, weights="random", num_classes=3, kwargs=blocks)
         torch.save(model.backbone.state_dict(), tmp_path / f"{name}.pt")
-    with pytest.raises(Mistake, match=r"the model is an RVT with position-aware .* the file holds none"):
+    with pytest.raises(UserError, match=r"the model is an RVT with position-aware .* the file holds none"):
         load_model("rvt_micro_plus_32", weights=tmp_path / "rvt_micro_32.pt", num_classes=3, kwargs=blocks)
-    with pytest.raises(Mistake, match=r"the file holds an RVT with position-aware .* the model is none"):
+    with pytest.raises(UserError, match=r"the file holds an RVT with position-aware .* the model is none"):
         load_model("rvt_micro_32", weights=tmp_path / "rvt_micro_plus_32.pt", num_classes=3, kwargs=few)
 
 
@@ -327,10 +327,10 @@ def test_where_the_learned_scores_start_and_that_they_do_not_decay() -> None:
     ],
 )
 def test_what_cannot_be_built_is_told(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         small(**settings)
 
 
 def test_pretrained_weights_are_told_to_be_missing() -> None:
-    with pytest.raises(Mistake, match=r"^there are no pretrained weights for 'rvt_tiny' to download\. Give a file"):
+    with pytest.raises(UserError, match=r"^there are no pretrained weights for 'rvt_tiny' to download\. Give a file"):
         load_model("rvt_tiny", weights="pretrained")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitadel.backbones.families.small_images import adapt_to_small_images, sum_kernel_blocks
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 SMALL = {"embed_dim": 24, "depth": 1, "num_heads": 3, "num_classes": 5}
 
@@ -163,12 +163,12 @@ def test_doing_it_twice_changes_nothing_more() -> None:
     ],
 )
 def test_what_cannot_be_adapted_is_a_mistake(name: str, kwargs: Any, size: int, patch: int, said: str) -> None:
-    with pytest.raises(Mistake, match=said):
+    with pytest.raises(UserError, match=said):
         adapt_to_small_images(make(name, **kwargs), size, patch)
 
 
 def test_hybrids_and_unknown_interpolations_are_mistakes() -> None:
-    with pytest.raises(Mistake, match="no adaptation"):
+    with pytest.raises(UserError, match="no adaptation"):
         adapt_to_small_images(make("vit_tiny_r_s16_p8_224"))
-    with pytest.raises(Mistake, match="bicubic or bilinear, got 'nearest'"):
+    with pytest.raises(UserError, match="bicubic or bilinear, got 'nearest'"):
         adapt_to_small_images(make("vit_tiny_patch16_224"), interpolation="nearest")  # type: ignore[arg-type]

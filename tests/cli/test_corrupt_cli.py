@@ -9,7 +9,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from vitadel.cli.main import app
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 AUDIT = ("audit", "zoo:shapes-standard", "--suite", "corruptions", "--data", "shapes")
 
@@ -67,7 +67,7 @@ def test_a_copy_is_written_and_told(tmp_path):
 )
 def test_mistakes_are_told(words, told, tmp_path):
     done = called(*words, "--out", tmp_path / "run")
-    assert isinstance(done.exception, Mistake)
+    assert isinstance(done.exception, UserError)
     assert told in str(done.exception)
     assert not (tmp_path / "run").exists()
 

@@ -14,7 +14,7 @@ from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
 from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.backbones.load import load_model
 from vitadel.cli import main
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -136,5 +136,5 @@ def test_the_folder_of_an_audit_from_python(tmp_path: Path) -> None:
     assert (told["model"]["spec"], told["data"]["n"], told["seed"]) == ("zoo:shapes-standard", 5, 3)
     assert json.loads((tmp_path / "run" / "command.json").read_text())["settings"]["eps"] == "2/255"
     assert [entry["name"] for entry in told["activations"]["conditions"]] == ["clean", "attacked"]
-    with pytest.raises(Mistake, match="no setting 'limt'; did you mean limit"):
+    with pytest.raises(UserError, match="no setting 'limt'; did you mean limit"):
         vitadel_package.massive_activations(audited, limt=5)

@@ -14,7 +14,7 @@ from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
 from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.backbones.load import load_model
 from vitadel.cli.main import app
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.heads.head_files import save_head
 from vitadel.heads.linear_probe import Probe, linear_layer
 
@@ -130,8 +130,8 @@ def test_the_ladder_judges_one_set(bank, tmp_path):
 )
 def test_mistakes_are_told(words, told, tmp_path):
     done = called(*words, "--limit", "10", "--out", tmp_path / "run")
-    assert isinstance(done.exception, Mistake | SystemExit)
-    assert told in (str(done.exception) if isinstance(done.exception, Mistake) else done.output)
+    assert isinstance(done.exception, UserError | SystemExit)
+    assert told in (str(done.exception) if isinstance(done.exception, UserError) else done.output)
 
 
 def test_a_run_folder_that_is_not_there(tmp_path):

@@ -8,10 +8,9 @@ from pathlib import Path
 from PIL import Image
 
 from command_line import vitadel
-from vitadel.cli import options
-from vitadel.cli import run_verb
+from vitadel.cli import options, run_verb
 from vitadel.cli.audit import _opened_under
-from vitadel.runtime.next_command import following_command
+from vitadel.runtime.next_command import next_command
 
 
 def told_by(*words: str, cwd: Path, code: int) -> str:
@@ -60,16 +59,18 @@ def test_protocols_are_listed(tmp_path):
 def test_what_a_protocol_stands_for_is_kept_with_the_command(tmp_path, monkeypatch):
     """So that studies and further commands open the model as the audit did."""
     seen = {}
-    monkeypatch.setattr("vitadel.evaluation.audit.audit.run_audit", lambda *_, **kept: seen.update(kept) or Unfinished())
+    monkeypatch.setattr(
+        "vitadel.evaluation.audit.audit.run_audit", lambda *_, **kept: seen.update(kept) or Unfinished()
+    )
     monkeypatch.setattr(sys, "argv", ["vitadel", "audit", "zoo:shapes-robust", "--protocol=rvt"])
-    order = run_verb.order_of(options.Attacking("pgd-5"), options.Sampling("shapes"), options.Conduct())
+    request = run_verb.request_of(options.Attacking("pgd-5"), options.Sampling("shapes"), options.Conduct())
     choice, words = _opened_under("rvt", options.Choice(), {"interpolation"})
     assert (choice.crop_pct, words) == (0.875, ["--crop-pct=0.875"])
     run_verb.run_attacks(
-        "audit", order, "zoo:shapes-robust", choice, options.Sampling("shapes"), options.Running(), unsaid=words
+        "audit", request, "zoo:shapes-robust", choice, options.Sampling("shapes"), options.Running(), unsaid=words
     )
     assert seen["argv"] == [*sys.argv[1:], *words]
-    command = following_command(seen["argv"], "diagnose", "m", "shapes", "linf", "1/255", after="audit")
+    command = next_command(seen["argv"], "diagnose", "m", "shapes", "linf", "1/255", after="audit")
     assert "--crop-pct=0.875" in command
 
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 import command_line
 from vitadel.cli.main import app
+from vitadel.errors import UserError
 from vitadel.training.recipes.documents import compose, rows, shipped_recipes, source
-from vitadel.errors import Mistake
 
 SHIPPED = "shapes/trades"
 FAULTY = "extends: shapes/trades\ntrain: {epoch: 3}\nobjective: {betta: 1}\n"
@@ -47,12 +47,12 @@ def test_copy_writes_a_recipe_that_runs_on_and_never_overwrites(tmp_path, monkey
     assert Path("new/mine.yaml").read_text() == source(SHIPPED)
     assert compose("new/mine.yaml") == compose(SHIPPED)
     Path("new/mine.yaml").write_text("my own work")
-    with pytest.raises(Mistake, match="exists already"):
+    with pytest.raises(UserError, match="exists already"):
         vitadel("recipes", "copy", SHIPPED, "new/mine.yaml")
     assert Path("new/mine.yaml").read_text() == "my own work"
-    with pytest.raises(Mistake, match=r"does not end in \.yaml"):
+    with pytest.raises(UserError, match=r"does not end in \.yaml"):
         vitadel("recipes", "copy", SHIPPED, "mine.txt")
-    with pytest.raises(Mistake, match="unknown recipe 'shapes/tradez'"):
+    with pytest.raises(UserError, match="unknown recipe 'shapes/tradez'"):
         vitadel("recipes", "copy", "shapes/tradez", "other.yaml")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine.yaml", "new"]
 
@@ -61,7 +61,7 @@ def test_check_tells_what_is_good_and_every_fault_of_the_rest(tmp_path):
     for name in ("one.yaml", "two.yaml"):
         (tmp_path / name).write_text(FAULTY)
     assert vitadel("recipes", "check", SHIPPED, "aas/table4") == f"{SHIPPED}: good\naas/table4: good, 4 rows\n"
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UserError) as caught:
         vitadel("recipes", "check", str(tmp_path / "one.yaml"), SHIPPED, str(tmp_path / "two.yaml"))
     assert str(caught.value).count("has 2 problems:") == 2
     assert str(caught.value).count("did you mean epochs?") == 2

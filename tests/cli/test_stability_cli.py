@@ -6,12 +6,12 @@ import json
 
 from typer.testing import CliRunner
 
-from vitadel.attacks.patches.corruption_model_files import save_corruption_model
 from vitadel.attacks.patches.corruption_model import CorruptionModel
+from vitadel.attacks.patches.corruption_model_files import save_corruption_model
 from vitadel.cli.main import app
 from vitadel.cli.stability import StabilityFlags
-from vitadel.errors import Mistake
-from vitadel.evaluation.stability.run import StabilityOrder
+from vitadel.errors import UserError
+from vitadel.evaluation.stability.run import StabilityRequest
 
 SHORT = ["--limit", 10, "--batch-size", 5, "--masks", 3, "--no-learned", "--patch-attacks", "fgsm", "--device", "cpu"]
 
@@ -43,7 +43,7 @@ def test_a_short_run_ends_with_tables_report_and_folder(tmp_path):
 def test_what_does_not_fit_is_told_before_anything_is_written(tmp_path):
     save_corruption_model(CorruptionModel(2, 2, 5), tmp_path / "c.safetensors")
     done = called(*SHORT, "--selector", tmp_path / "c.safetensors", "--out", tmp_path / "run")
-    assert isinstance(done.exception, Mistake)
+    assert isinstance(done.exception, UserError)
     assert "2 x 2 patches of side 5" in str(done.exception)
     done = called(*SHORT, "--eps", "2/255", "--out", tmp_path / "run")
     assert "--eps do not go with --suite stability" in str(done.exception)
@@ -51,4 +51,4 @@ def test_what_does_not_fit_is_told_before_anything_is_written(tmp_path):
 
 
 def test_attacks_by_default_are_the_orders_own():
-    assert StabilityFlags().patch_attacks == ",".join(StabilityOrder().attacks)
+    assert StabilityFlags().patch_attacks == ",".join(StabilityRequest().attacks)

@@ -14,7 +14,7 @@ from run_folders import write_run
 from vitadel.cli import main
 from vitadel.cli.options import Choice, Sampling, Threat
 from vitadel.cli.run_or_model import IMAGES, Opening, revisited
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 PLAIN = Opening("", IMAGES, Threat(), Choice())
 
@@ -59,12 +59,12 @@ def test_models_are_left_as_they_are_and_other_runs_refused(tmp_path: Path) -> N
         if model:
             assert revisited(asked, set()) == asked
         else:
-            with pytest.raises(Mistake, match="a run of 'vitadel diagnose'"):
+            with pytest.raises(UserError, match="a run of 'vitadel diagnose'"):
                 revisited(asked, set())
 
 
 def test_a_command_that_is_not_known_any_more(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match="--strange"):
+    with pytest.raises(UserError, match="--strange"):
         revisited(replace(PLAIN, model=str(audited(tmp_path / "run", "--strange=1"))), set())
 
 
@@ -94,7 +94,7 @@ def test_what_has_changed_since_is_told(audit: tuple[Path, dict[str, object]], t
     command["settings"][f"{what}_fingerprint"] = "another"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "command.json").write_text(json.dumps(command))
-    with pytest.raises(Mistake, match=f"the {what} .* is no more what it was .*then it was another"):
+    with pytest.raises(UserError, match=f"the {what} .* is no more what it was .*then it was another"):
         vitadel.study("curves", tmp_path / "run", out=tmp_path / "study")
     assert not (tmp_path / "study").exists()
 
@@ -121,5 +121,5 @@ def test_mistakes_end_with_two(
 
 
 def test_an_unknown_study() -> None:
-    with pytest.raises(Mistake, match=r"unknown study 'curve'.*did you mean curves"):
+    with pytest.raises(UserError, match=r"unknown study 'curve'.*did you mean curves"):
         vitadel.study("curve")

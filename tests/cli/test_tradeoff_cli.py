@@ -20,8 +20,8 @@ from vitadel.backbones.load import load_model
 from vitadel.backbones.record import save_classifier
 from vitadel.cli.main import app
 from vitadel.data.batches import batches
-from vitadel.errors import Mistake
-from vitadel.evaluation.engine.target import open_subject
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.target import open_target
 
 KWARGS = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 3}
 SHORT = [
@@ -93,9 +93,9 @@ def test_two_lambdas_a_baseline_and_a_knob(runs, tmp_path):
     low, high, _, middle = (entry["fingerprint"] for entry in told["contenders"])
     assert len({low, high, middle}) == 3
     # Each has its own fusion, and what was judged is what the folder holds.
-    subject = open_subject(runs[0], "shapes(size=32)")
+    target = open_target(runs[0], "shapes(size=32)")
     samples = pq.read_table(out / "samples.parquet").to_pydict()
-    (batch,) = batches(subject.source, [samples["index"]], subject.preprocess)
+    (batch,) = batches(target.source, [samples["index"]], target.preprocess)
     answers = {}
     for name, run in zip(("lambda-0.1", "lambda-0.9", "single-0.5"), runs, strict=True):
         with torch.no_grad():
@@ -111,7 +111,7 @@ def test_two_lambdas_a_baseline_and_a_knob(runs, tmp_path):
 
 def test_a_mistake_is_told_before_anything_is_opened(runs, tmp_path):
     done = called("nowhere", "--eps", "4/255,1/255", "--out", tmp_path / "run")
-    assert isinstance(done.exception, Mistake)
+    assert isinstance(done.exception, UserError)
     assert "the smallest first" in str(done.exception)
     done = called(runs[0], *SHORT, "--knob", 2, "--out", tmp_path / "run")
     assert "--knob goes from one fusion to another" in str(done.exception)

@@ -16,10 +16,10 @@ from vitadel.attacks.parse import looks_inside, read_attack_name
 from vitadel.attacks.prefixes import PREFIXES
 from vitadel.attacks.registry import CATALOGUE
 from vitadel.attacks.threats import NORMS, threat
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.evaluation.engine.stages import rules_of
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Calibrated, Threat
 from vits import VITS, make_vit
 
@@ -86,8 +86,8 @@ def ready(name: str, norm: str, model: nn.Module, like: Tensor, eps: float | Non
     return attack
 
 
-def run(name, norm, model, x, y, eps=None, draws=None):
-    return ready(name, norm, model, x, eps)(model, x, y, draws)
+def run(name, norm, model, x, y, eps=None, rng=None):
+    return ready(name, norm, model, x, eps)(model, x, y, rng)
 
 
 def excess(name: str, norm: str, model: nn.Module, z: Tensor, x: Tensor) -> float:
@@ -119,7 +119,7 @@ def test_fools_more_than_noise_of_the_same_size(name, norm, model):
     x = images_for(name, 40, seed=5)
     with torch.no_grad():
         y = model(x).argmax(1)
-    noise = rules_for(name, norm, model, x).random(x, Draws.of_samples(1, range(40)))
+    noise = rules_for(name, norm, model, x).random(x, SampleRNG.of_samples(1, range(40)))
     held = (model(run(name, norm, model, x, y)).argmax(1) == y).float().mean()
     assert held < (model(noise).argmax(1) == y).float().mean()
 
@@ -158,22 +158,22 @@ def test_leaves_no_trace(name, norm, batch):
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
 def test_depends_on_seed_and_sample_only(name, norm, precise):
     model, x, y = precise
-    draws = Draws.of_samples(3, range(len(x)))
-    whole = run(name, norm, model, x, y, draws=draws)
-    assert torch.equal(whole, run(name, norm, model, x, y, draws=draws))
+    rng = SampleRNG.of_samples(3, range(len(x)))
+    whole = run(name, norm, model, x, y, rng=rng)
+    assert torch.equal(whole, run(name, norm, model, x, y, rng=rng))
     alone = torch.cat(
-        [run(name, norm, model, x[i : i + 1], y[i : i + 1], draws=draws[torch.tensor([i])]) for i in range(len(x))]
+        [run(name, norm, model, x[i : i + 1], y[i : i + 1], rng=rng[torch.tensor([i])]) for i in range(len(x))]
     )
     assert torch.allclose(whole, alone, atol=1e-5)
     backwards = torch.arange(len(x)).flip(0)
-    turned = run(name, norm, model, x[backwards], y[backwards], draws=draws[backwards])
+    turned = run(name, norm, model, x[backwards], y[backwards], rng=rng[backwards])
     assert torch.allclose(whole, turned[backwards], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_another_seed_is_another_attack(name, precise):
     model, x, y = precise
-    first, second = (run(name, "linf", model, x, y, draws=Draws.of_samples(seed, range(len(x)))) for seed in (3, 4))
+    first, second = (run(name, "linf", model, x, y, rng=SampleRNG.of_samples(seed, range(len(x)))) for seed in (3, 4))
     assert torch.equal(first, second) == (name in WITHOUT_LOTS)
 
 
@@ -251,7 +251,7 @@ def test_few_classes_work(name, norm, classes):
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
 def test_pixels_outside_the_box_are_refused(name, norm, model, batch):
     x, y = batch
-    with pytest.raises(Mistake, match=r"pixels in \[0, 1\]"):
+    with pytest.raises(UserError, match=r"pixels in \[0, 1\]"):
         run(name, norm, model, x * 255, y)
 
 
@@ -280,19 +280,19 @@ def test_costs_no_more_than_it_says(name, norm):
 @pytest.mark.parametrize("name", [name for name in NAMES if looks_inside(name)])
 def test_a_model_without_attention_is_refused(name):
     x = images(3)
-    with pytest.raises(Mistake, match=r"anatomy|attention|patch"):
+    with pytest.raises(UserError, match=r"anatomy|attention|patch"):
         run(name, "linf", TinyNet(CLASSES).eval(), x, torch.zeros(3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("name", ASKING)
 def test_a_model_with_one_class_is_refused(name):
-    with pytest.raises(Mistake, match="at least 2 classes"):
+    with pytest.raises(UserError, match="at least 2 classes"):
         run(name, "linf", model_for(name, 1), images_for(name, 3), torch.zeros(3, dtype=torch.int64))
 
 
 def test_what_needs_calibration_says_so():
     model, x = make_vit("vit", classes=CLASSES), images(2, side=VITS["vit"].size)
-    with pytest.raises(Mistake, match="calibration"):
+    with pytest.raises(UserError, match="calibration"):
         make("aas+pgd-6")(model, x, torch.zeros(2, dtype=torch.int64))
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf
+from vitadel.runtime.rng import SampleRNG
 from vitadel.training import objectives
 from vitadel.training.protocols import Objective
-from vitadel.runtime.rng import Draws
 from vits import VITS, make_vit
 
 CLASSES = 5
@@ -43,7 +43,7 @@ def objective(request) -> Objective:
 
 def batch(count: int, classes: int = CLASSES, side: int = VITS["vit"].size) -> tuple[Tensor, Tensor, Tensor]:
     x = images(count, side=side)
-    return x, Linf(0.1).random(x, Draws.of_samples(1, range(count))), torch.arange(count) % classes
+    return x, Linf(0.1).random(x, SampleRNG.of_samples(1, range(count))), torch.arange(count) % classes
 
 
 def soft(y: Tensor, classes: int = CLASSES) -> Tensor:

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from vitadel.errors import Interrupted
-from vitadel.evaluation.engine.batch_cache import FolderLedger
-from vitadel.evaluation.engine.target import Subject, open_subject
+from vitadel.evaluation.engine.batch_cache import FolderCache
+from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.reporting.exports import export
-from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.page import render, verdict
+from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.studies import STUDIES, draw_study, show_study
 from vitadel.runtime.distributed import Processes
 from vitadel.studies import named
@@ -35,8 +35,8 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
-    return open_subject("zoo:shapes-standard", "shapes")
+def target() -> Target:
+    return open_target("zoo:shapes-standard", "shapes")
 
 
 @pytest.fixture(scope="module", params=sorted(STUDIES))
@@ -48,14 +48,14 @@ Measure = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def measure(name: str, subject: Subject) -> Measure:
-    make_order, study = named(name)
+def measure(name: str, target: Target) -> Measure:
+    make_request, study = named(name)
 
     def run(out: Path, **more: Any) -> dict[str, Any]:
         resume = more.pop("resume", False)
-        order = make_order(**{"limit": 4, "batch_size": 2, **SMALL.get(name, {}), **more})
-        assert dataclasses.is_dataclass(order)
-        results: dict[str, Any] = study(subject, order, HERE, out=out, resume=resume, argv=["study", name]).results
+        request = make_request(**{"limit": 4, "batch_size": 2, **SMALL.get(name, {}), **more})
+        assert dataclasses.is_dataclass(request)
+        results: dict[str, Any] = study(target, request, HERE, out=out, resume=resume, argv=["study", name]).results
         return results
 
     return run
@@ -103,17 +103,17 @@ def test_it_is_told(name: str, done: Path, tmp_path: Path, capsys: pytest.Captur
 def test_a_study_that_was_killed_comes_to_the_same(
     done: Path, measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saves, save = 0, FolderLedger.save
+    saves, save = 0, FolderCache.save
 
-    def dying(ledger: FolderLedger, *piece: Any) -> None:
+    def dying(cache: FolderCache, *piece: Any) -> None:
         nonlocal saves
         if saves == 3:  # after the clean predictions and a first piece of its own
             raise KeyboardInterrupt
         saves += 1
-        save(ledger, *piece)
+        save(cache, *piece)
 
     with monkeypatch.context() as patched:
-        patched.setattr(FolderLedger, "save", dying)
+        patched.setattr(FolderCache, "save", dying)
         with pytest.raises(Interrupted):
             measure(tmp_path / "run")
     assert saves == 3

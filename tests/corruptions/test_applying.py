@@ -13,8 +13,8 @@ from vitadel.backbones import load_model
 from vitadel.corruptions import COMMON, EXTRA, SEVERITIES, TABLES, Table, corrupt, frost_photos, minimum_size
 from vitadel.corruptions.constants import table_for
 from vitadel.data.sources.shapes import Shapes
-from vitadel.errors import Mistake
-from vitadel.runtime.rng import Draws
+from vitadel.errors import UserError
+from vitadel.runtime.rng import SampleRNG
 
 HAS_FROST = importlib.util.find_spec("imagecorruptions") is not None
 ALL = [name for name in (*COMMON, *EXTRA) if HAS_FROST or name != "frost"]
@@ -32,27 +32,27 @@ def test_there_are_fifteen_and_four_and_a_full_table_for_each_size():
 def test_the_result_is_whole_levels_and_belongs_to_the_sample(name):
     x = pictures(5, 32, 32)
     before = x.clone()
-    draws = Draws.of_samples(0, [4, 8, 15, 16, 23])
+    rng = SampleRNG.of_samples(0, [4, 8, 15, 16, 23])
     for severity in SEVERITIES:
-        y = corrupt(x, name, severity, draws)
+        y = corrupt(x, name, severity, rng)
         assert y.shape == x.shape
         assert y.dtype == x.dtype
         assert torch.equal(y.mul(255).round().div(255), y)
         assert not torch.equal(y, x)
-        assert torch.equal(y, corrupt(x, name, severity, draws))
+        assert torch.equal(y, corrupt(x, name, severity, rng))
         order = torch.tensor([3, 0])
-        assert torch.equal(corrupt(x[order], name, severity, draws[order]), y[order])
+        assert torch.equal(corrupt(x[order], name, severity, rng[order]), y[order])
         one = torch.tensor([4])
-        assert torch.equal(corrupt(x[one], name, severity, draws[one]), y[one])
+        assert torch.equal(corrupt(x[one], name, severity, rng[one]), y[one])
     assert torch.equal(x, before)
 
 
 @EACH
 def test_a_batch_beyond_one_piece_is_the_same_as_its_images(name):
     x = pictures(2, 256, 272)  # larger than what is worked on at once
-    draws = Draws.of_samples(0, range(2))
-    y = corrupt(x, name, 5, draws)
-    assert torch.equal(corrupt(x[1:], name, 5, draws[torch.tensor([1])]), y[1:])
+    rng = SampleRNG.of_samples(0, range(2))
+    y = corrupt(x, name, 5, rng)
+    assert torch.equal(corrupt(x[1:], name, 5, rng[torch.tensor([1])]), y[1:])
 
 
 @EACH
@@ -78,7 +78,7 @@ def test_the_smallest_images_are_taken_and_smaller_ones_refused(name):
     side = minimum_size(name)
     assert corrupt(pictures(1, side, side), name, 5).shape == (1, 3, side, side)
     if side > 1:
-        with pytest.raises(Mistake, match=f"at least {side} pixels"):
+        with pytest.raises(UserError, match=f"at least {side} pixels"):
             corrupt(pictures(1, side, side - 1), name, 5)
 
 
@@ -139,7 +139,7 @@ def test_constants_can_be_chosen_and_made():
     assert not torch.equal(corrupt(x, "contrast", 1, constants=224), corrupt(x, "contrast", 1))
     own = Table(32, {**TABLES[32].rows, "impulse_noise": ((0.0,),) * 5})
     assert torch.equal(corrupt(x, "impulse_noise", 1, constants=own), x)
-    with pytest.raises(Mistake, match="224, 64, 32 pixels, not for 96"):
+    with pytest.raises(UserError, match="224, 64, 32 pixels, not for 96"):
         corrupt(x, "contrast", 1, constants=96)
 
 
@@ -150,33 +150,33 @@ def test_float64_stays_float64_and_no_images_stay_none():
 
 @pytest.mark.parametrize("severity", [0, 6, -1, 2.5, True, "3"])
 def test_severities_are_one_to_five(severity):
-    with pytest.raises(Mistake, match="1, 2, 3, 4 or 5"):
+    with pytest.raises(UserError, match="1, 2, 3, 4 or 5"):
         corrupt(pictures(1, 8, 8), "fog", severity)
 
 
 def test_what_cannot_be_corrupted_is_told():
     x = pictures(2, 32, 32)
-    with pytest.raises(Mistake, match="did you mean gaussian_noise, gaussian_blur"):
+    with pytest.raises(UserError, match="did you mean gaussian_noise, gaussian_blur"):
         corrupt(x, "gausian_noise", 1)
-    with pytest.raises(Mistake, match="unknown corruption 'smoke'"):
+    with pytest.raises(UserError, match="unknown corruption 'smoke'"):
         minimum_size("smoke")
-    with pytest.raises(Mistake, match="shape"):
+    with pytest.raises(UserError, match="shape"):
         corrupt(x[:, :1], "fog", 1)
-    with pytest.raises(Mistake, match=r"float32 or float64.*uint8"):
+    with pytest.raises(UserError, match=r"float32 or float64.*uint8"):
         corrupt(x.mul(255).byte(), "fog", 1)
-    with pytest.raises(Mistake, match=r"in \[0, 1\], got .* to 2.*"):
+    with pytest.raises(UserError, match=r"in \[0, 1\], got .* to 2.*"):
         corrupt(x * 255, "fog", 1)
-    with pytest.raises(Mistake, match="got nan"):
+    with pytest.raises(UserError, match="got nan"):
         corrupt(x * float("nan"), "fog", 1)
-    with pytest.raises(Mistake, match="draws for 3 samples cannot corrupt 2 images"):
-        corrupt(x, "fog", 1, Draws.of_samples(0, range(3)))
+    with pytest.raises(UserError, match="draws for 3 samples cannot corrupt 2 images"):
+        corrupt(x, "fog", 1, SampleRNG.of_samples(0, range(3)))
 
 
 def test_without_photos_only_frost_is_missing(monkeypatch):
     monkeypatch.setattr(frost_photos.importlib.util, "find_spec", lambda name: None)
     frost_photos._original.cache_clear()
     frost_photos.frost_photo.cache_clear()
-    with pytest.raises(Mistake, match="pip install imagecorruptions-imaug"):
+    with pytest.raises(UserError, match="pip install imagecorruptions-imaug"):
         corrupt(pictures(1, 32, 32), "frost", 1)
     assert corrupt(pictures(1, 32, 32), "snow", 1).shape == (1, 3, 32, 32)
 
@@ -198,7 +198,7 @@ def test_a_model_is_as_accurate_on_ours_as_on_the_peers(name):
     pixels, labels, _ = Shapes(size=model.record.input_size[0]).render(range(count))
     x = pixels.float() / 255
     theirs = torch.stack([torch.tensor(peer.corrupt(array(image), 2, name)).permute(2, 0, 1) / 255 for image in x])
-    ours = corrupt(x, name, 2, Draws.of_samples(0, range(count)), constants=224)
+    ours = corrupt(x, name, 2, SampleRNG.of_samples(0, range(count)), constants=224)
     with torch.no_grad():
         held = [(model(images).argmax(1) == labels).float() for images in (ours, theirs)]
     # The same images: only those on which the two differ can make a difference, and each is a fair coin.
@@ -209,7 +209,7 @@ def test_a_model_is_as_accurate_on_ours_as_on_the_peers(name):
 @EACH
 def test_only_what_is_random_asks_for_draws(name):
     x = pictures(2, 32, 32)
-    one, other = (corrupt(x, name, 5, Draws.of_samples(seed, range(2))) for seed in (0, 1))
+    one, other = (corrupt(x, name, 5, SampleRNG.of_samples(seed, range(2))) for seed in (0, 1))
     fixed = {"defocus_blur", "gaussian_blur", "zoom_blur", "brightness", "contrast", "saturate", "pixelate"}
     fixed.add("jpeg_compression")
     assert torch.equal(one, other) == (name in fixed)

@@ -7,37 +7,37 @@ import torch
 
 from vitadel.corruptions import corrupt, noise
 from vitadel.corruptions.randomness import between, normal_field, uniform_field, words
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 stats = pytest.importorskip("scipy.stats")
 
 
 def test_fields_follow_their_distributions():
-    draws = Draws.of_samples(0, range(4))
-    assert stats.kstest(normal_field(draws, 20_001).flatten().numpy(), "norm").pvalue > 1e-3
-    assert stats.kstest(uniform_field(draws, 20_001).flatten().numpy(), "uniform").pvalue > 1e-3
-    angles = between(Draws.of_samples(0, range(5000)), -45, 45)
+    rng = SampleRNG.of_samples(0, range(4))
+    assert stats.kstest(normal_field(rng, 20_001).flatten().numpy(), "norm").pvalue > 1e-3
+    assert stats.kstest(uniform_field(rng, 20_001).flatten().numpy(), "uniform").pvalue > 1e-3
+    angles = between(SampleRNG.of_samples(0, range(5000)), -45, 45)
     assert stats.kstest(angles.numpy(), "uniform", (-45, 90)).pvalue > 1e-3
 
 
 def test_the_two_halves_of_a_pair_are_independent():
-    field = normal_field(Draws.of_samples(7, [0]), 200_000)[0]
+    field = normal_field(SampleRNG.of_samples(7, [0]), 200_000)[0]
     first, second = field[:100_000], field[100_000:]
     for one, other in ((first, second), (first.square(), second.square()), (first[1:], first[:-1])):
         assert abs(torch.corrcoef(torch.stack((one, other)))[0, 1]) < 0.015
 
 
 def test_a_field_belongs_to_its_sample():
-    both = normal_field(Draws.of_samples(0, [3, 9]), 3, 33, 31)
-    assert torch.equal(both[1:], normal_field(Draws.of_samples(0, [9]), 3, 33, 31))
+    both = normal_field(SampleRNG.of_samples(0, [3, 9]), 3, 33, 31)
+    assert torch.equal(both[1:], normal_field(SampleRNG.of_samples(0, [9]), 3, 33, 31))
     assert not torch.equal(both[0], both[1])
-    assert words(Draws.of_samples(0, [1]), 5).shape == (1, 5)
+    assert words(SampleRNG.of_samples(0, [1]), 5).shape == (1, 5)
 
 
 def test_words_are_the_bits_of_the_streams():
-    draws = Draws.of_samples(3, [0, 5, 2**40])
-    assert torch.equal(words(draws, 3, 334), draws.bits(501).view(torch.int32).view(3, 3, 334))
-    assert torch.equal(words(draws, 7), draws.bits(4).view(torch.int32)[:, :7])
+    rng = SampleRNG.of_samples(3, [0, 5, 2**40])
+    assert torch.equal(words(rng, 3, 334), rng.bits(501).view(torch.int32).view(3, 3, 334))
+    assert torch.equal(words(rng, 7), rng.bits(4).view(torch.int32)[:, :7])
 
 
 @pytest.mark.parametrize("photons", [3, 60, 500])
@@ -45,7 +45,7 @@ def test_words_are_the_bits_of_the_streams():
 def test_shot_noise_counts_photons(photons, level):
     count = 60_000
     pixels = torch.full((1, 3, 100, 200), level, dtype=torch.uint8)
-    found = noise.shot_noise(pixels, Draws.of_samples(level, [0]), photons).flatten()
+    found = noise.shot_noise(pixels, SampleRNG.of_samples(level, [0]), photons).flatten()
     rate = level / 255 * photons
     values = torch.arange(int(rate + 10 * rate**0.5 + 20))
     levels = (values / photons).clamp(max=1).double().mul(255).add(1e-9).floor()
@@ -63,7 +63,7 @@ def test_shot_noise_counts_photons(photons, level):
 
 def test_impulses_hit_every_channel_on_its_own_and_go_both_ways():
     pixels = torch.full((1, 3, 200, 200), 100, dtype=torch.uint8)
-    found = noise.impulse_noise(pixels, Draws.of_samples(0, [0]), 0.2)
+    found = noise.impulse_noise(pixels, SampleRNG.of_samples(0, [0]), 0.2)
     for end in (0, 255):
         assert abs((found == end).float().mean() - 0.1) < 4 * (0.1 * 0.9 / 120_000) ** 0.5
     assert ((found == 0) | (found == 255) | (found == 100)).all()
@@ -74,7 +74,7 @@ def test_impulses_hit_every_channel_on_its_own_and_go_both_ways():
 @pytest.mark.parametrize(("name", "spread"), [("gaussian_noise", 0.04 * 255), ("speckle_noise", 0.06 * 128)])
 def test_the_spread_of_additive_noise(name, spread):
     x = torch.full((2, 3, 32, 32), 128 / 255)
-    change = (corrupt(x, name, 1, Draws.of_samples(0, range(2))) - x).mul(255).double()
+    change = (corrupt(x, name, 1, SampleRNG.of_samples(0, range(2))) - x).mul(255).double()
     count = change.numel()
     assert abs(change.mean() + 0.5) < 4 * spread / count**0.5  # cutting to 8 bits costs half a level
     assert abs(change.std() / (spread**2 + 1 / 12) ** 0.5 - 1) < 4 / (2 * count) ** 0.5
@@ -82,5 +82,5 @@ def test_the_spread_of_additive_noise(name, spread):
 
 def test_every_severity_draws_anew():
     x = torch.full((1, 3, 32, 32), 0.5)
-    first, second = (corrupt(x, "gaussian_noise", severity, Draws.of_samples(0, [0])) - x for severity in (1, 2))
+    first, second = (corrupt(x, "gaussian_noise", severity, SampleRNG.of_samples(0, [0])) - x for severity in (1, 2))
     assert abs(torch.corrcoef(torch.stack((first.flatten(), second.flatten())))[0, 1]) < 0.08

@@ -14,7 +14,7 @@ from PIL import Image
 
 from vitadel.corruptions import blur, corrupt, digital, filtering, spatter, weather
 from vitadel.corruptions.frost_photos import PHOTOS, frost_photo
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 cv2 = pytest.importorskip("cv2")
 ndimage = pytest.importorskip("scipy.ndimage")
@@ -79,7 +79,7 @@ def test_the_kernel_of_defocus_is_opencvs_and_not_normalised(radius, sigma):
 
 @pytest.mark.parametrize(("height", "width", "reach"), [(12, 12, 1), (17, 30, 2), (20, 15, 4)])
 def test_glass_copies_pixel_after_pixel_from_the_bottom_right(height, width, reach):
-    offsets = blur.glass_offsets(Draws.of_samples(3, range(4)), reach, height, width)
+    offsets = blur.glass_offsets(SampleRNG.of_samples(3, range(4)), reach, height, width)
     assert offsets.min() == -reach
     assert offsets.max() == reach - 1
     found = blur.shuffled_positions(offsets, reach, height, width)
@@ -93,11 +93,11 @@ def test_glass_copies_pixel_after_pixel_from_the_bottom_right(height, width, rea
 
 
 def test_glass_is_blur_shuffle_blur():
-    x, draws = pictures(1, 40, 36), Draws.of_samples(0, [5])
-    ours = corrupt(x, "glass_blur", 3, draws, constants=224)
+    x, rng = pictures(1, 40, 36), SampleRNG.of_samples(0, [5])
+    ours = corrupt(x, "glass_blur", 3, rng, constants=224)
     soft = np.uint8(filters.gaussian(array(x[0]) / 255, sigma=1, channel_axis=-1) * 255)
     for turn in range(3):
-        offsets = blur.glass_offsets(draws.stream("glass_blur", 3).stream("round", turn), 2, 40, 36)
+        offsets = blur.glass_offsets(rng.stream("glass_blur", 3).stream("round", turn), 2, 40, 36)
         places = blur.shuffled_positions(offsets, 2, 40, 36)[0].numpy()
         soft = soft.reshape(-1, 3)[places].reshape(soft.shape)
     # A level that the first blur rounds the other way is carried on by the shuffle and shared out by the second.
@@ -160,7 +160,7 @@ def test_frost_photos_are_opencvs(scale):
 
 def test_frost_is_a_piece_of_a_photo_added():
     x = pictures(6, 32, 32)
-    ours = corrupt(x, "frost", 5, Draws.of_samples(0, range(6)))
+    ours = corrupt(x, "frost", 5, SampleRNG.of_samples(0, range(6)))
     for before, after in zip(x, ours, strict=True):
         ice = ((array(after).astype(float) - 0.75 * array(before)) / 0.45)[8:24:4, 8:24:4]
         bright = array(after)[8:24:4, 8:24:4] == 255
@@ -204,7 +204,7 @@ def test_displacements_are_scipys(alpha, sigma):
 @pytest.mark.parametrize("factor", [0.95, 0.85, 0.65, 0.6, 0.5, 0.4, 0.3, 0.25, 0.07, 0.003])
 def test_pixelation_is_pillows(height, width, factor):
     pixels = torch.randint(0, 256, (2, 3, height, width), generator=torch.Generator().manual_seed(0)).byte()
-    ours = digital.pixelate(pixels, Draws.of_samples(0, range(2)), factor)
+    ours = digital.pixelate(pixels, SampleRNG.of_samples(0, range(2)), factor)
     small = max(1, int(width * factor)), max(1, int(height * factor))
     for before, after in zip(pixels, ours, strict=True):
         picture = Image.fromarray(before.permute(1, 2, 0).numpy()).resize(small, Image.Resampling.BOX)
@@ -298,7 +298,7 @@ Statistic = Callable[[np.ndarray], float]
 @pytest.mark.parametrize("severity", [1, 5])
 def test_what_is_random_has_the_peers_mean_and_spread(name, severity):
     x = pictures(48, 32, 32)
-    ours = corrupt(x, name, severity, Draws.of_samples(1, range(48)), constants=224)
+    ours = corrupt(x, name, severity, SampleRNG.of_samples(1, range(48)), constants=224)
     np.random.seed(0)
     theirs = torch.stack(
         [torch.from_numpy(peer.corrupt(array(image), severity, name)).permute(2, 0, 1) / 255 for image in x]

@@ -20,8 +20,8 @@ from vitadel.corruptions import (
     VALIDATION_SEQUENCES,
     sequence,
 )
-from vitadel.errors import Mistake
-from vitadel.runtime.rng import Draws
+from vitadel.errors import UserError
+from vitadel.runtime.rng import SampleRNG
 
 ALL = tuple(dict.fromkeys((*IMAGENET_SEQUENCES, *VALIDATION_SEQUENCES)))
 EACH = pytest.mark.parametrize("name", ALL)
@@ -39,12 +39,12 @@ def test_the_lists_are_the_benchmarks():
 
 @EACH
 def test_frames_are_whole_levels_and_belong_to_the_sample(name):
-    x, draws = pictures(3, 32, 32), Draws.of_samples(0, [1, 2, 3])
-    frames = sequence(x, name, draws)
+    x, rng = pictures(3, 32, 32), SampleRNG.of_samples(0, [1, 2, 3])
+    frames = sequence(x, name, rng)
     assert frames.shape == ({"motion_blur": 21, "translate": 16}.get(name, 31), 3, 3, 32, 32)
     assert torch.equal(frames.mul(255).round().div(255), frames)
     last = torch.tensor([2])
-    assert torch.equal(sequence(x[last], name, draws[last]), frames[:, last])
+    assert torch.equal(sequence(x[last], name, rng[last]), frames[:, last])
     assert all(not torch.equal(one, other) for one, other in pairwise(frames))
 
 
@@ -123,8 +123,8 @@ def test_noise_grows_with_difficulty_and_frames_are_independent(name):
 
 @pytest.mark.parametrize("name", ["brightness", "rotate", "snow"])
 def test_difficulty_changes_nothing_else(name):
-    x, draws = pictures(1, 32, 32), Draws.of_samples(0, [0])
-    assert torch.equal(sequence(x, name, draws, 1), sequence(x, name, draws, 3)) == (name != "snow")
+    x, rng = pictures(1, 32, 32), SampleRNG.of_samples(0, [0])
+    assert torch.equal(sequence(x, name, rng, 1), sequence(x, name, rng, 3)) == (name != "snow")
 
 
 def test_brightness_rises_by_hand():
@@ -147,7 +147,7 @@ def test_zoom_blur_is_the_running_mean_of_enlargements():
 
 def test_water_runs_down():
     x = torch.zeros(1, 3, 32, 32)
-    wet = sequence(x, "spatter", Draws.of_samples(0, [0])).sum(2)[:, 0]
+    wet = sequence(x, "spatter", SampleRNG.of_samples(0, [0])).sum(2)[:, 0]
     rows = torch.arange(32.0)[:, None]
     centre = [(frame * rows).sum() / frame.sum() for frame in (wet[0], wet[6])]
     assert centre[1] > centre[0] + 1
@@ -164,9 +164,9 @@ def test_gaussian_blur_is_scikit_images():
 
 def test_what_is_not_a_sequence_is_told():
     x = pictures(1, 32, 32)
-    with pytest.raises(Mistake, match="did you mean"):
+    with pytest.raises(UserError, match="did you mean"):
         sequence(x, "rotation")
-    with pytest.raises(Mistake, match="difficulty of a sequence is 1, 2 or 3, got 4"):
+    with pytest.raises(UserError, match="difficulty of a sequence is 1, 2 or 3, got 4"):
         sequence(x, "rotate", difficulty=4)
-    with pytest.raises(Mistake, match="at least 8 pixels"):
+    with pytest.raises(UserError, match="at least 8 pixels"):
         sequence(pictures(1, 7, 32), "rotate")

@@ -13,7 +13,7 @@ from pictures import picture, write_png
 from PIL import Image
 
 from vitadel.data import BadSample, Preprocess, batches, open_dataset
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 
 @dataclass(eq=False)
@@ -121,7 +121,7 @@ def test_a_bad_sample_is_a_mistake_that_names_it() -> None:
     stream = batches(Counted(broken=frozenset({39})), CHUNKS, Preprocess(8), skip_bad=False)
     assert next(stream).indices.tolist() == CHUNKS[0]
     assert next(stream).indices.tolist() == CHUNKS[1]
-    with pytest.raises(Mistake, match=r"sample 39 \(39.png\) cannot be read: torn.*--skip-bad"):
+    with pytest.raises(UserError, match=r"sample 39 \(39.png\) cannot be read: torn.*--skip-bad"):
         next(stream)
     assert readers() == []
 
@@ -148,15 +148,15 @@ def test_a_picture_that_cannot_be_resized_is_bad_too() -> None:
 def test_a_mistake_within_reading_reaches_the_caller() -> None:
     class Full(Counted):
         def read(self, indices: Sequence[int]) -> list[Image.Image | Exception]:
-            raise Mistake("no room for temporary files")
+            raise UserError("no room for temporary files")
 
-    with pytest.raises(Mistake, match="no room"):
+    with pytest.raises(UserError, match="no room"):
         list(batches(Full(), CHUNKS, Preprocess(8), skip_bad=True))
     assert readers() == []
 
 
 def test_threads_must_be_positive_and_this_is_told_at_once() -> None:
-    with pytest.raises(Mistake, match="at least 1, got 0"):
+    with pytest.raises(UserError, match="at least 1, got 0"):
         batches(Counted(), CHUNKS, Preprocess(8), threads=0)
 
 
@@ -165,7 +165,7 @@ def test_from_a_folder_with_a_torn_file(tmp_path: Path) -> None:
         write_png(tmp_path / "cat" / f"{number}.png", number)
     (tmp_path / "cat" / "2.png").write_bytes(b"torn")
     source = open_dataset(f"folder:{tmp_path}")
-    with pytest.raises(Mistake, match=r"cat/2.png\) cannot be read: not a picture"):
+    with pytest.raises(UserError, match=r"cat/2.png\) cannot be read: not a picture"):
         list(batches(source, [[0, 1], [2, 3]], Preprocess((6, 5))))
     got = list(batches(source, [[0, 1], [2, 3]], Preprocess((6, 5)), skip_bad=True))
     assert torch.cat([batch.indices for batch in got]).tolist() == [0, 1, 3]

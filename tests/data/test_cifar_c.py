@@ -9,7 +9,7 @@ from pictures import picture, pixels_of
 from vitadel.data import open_dataset
 from vitadel.data.sources.cifar_c import CorruptedArrays
 from vitadel.data.sources.cifar_names import CIFAR10_CLASSES, CIFAR100_CLASSES
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 SHARE = 3  # images per severity; the benchmark has 10,000
 
@@ -77,17 +77,17 @@ def test_the_names_of_the_hundred_classes() -> None:
     ],
 )
 def test_what_is_not_there(spec: str, message: str, root: Path) -> None:
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         open_dataset(spec, root=root)
 
 
 def test_files_of_the_wrong_shape_or_cut_off(root: Path) -> None:
     folder = root / "CIFAR-10-C"
     np.save(folder / "snow.npy", np.zeros((15, 16, 16, 3), dtype=np.uint8))
-    with pytest.raises(Mistake, match=r"snow.npy' has shape \(15, 16, 16, 3\)"):
+    with pytest.raises(UserError, match=r"snow.npy' has shape \(15, 16, 16, 3\)"):
         open_dataset("cifar10-c/snow", root=root)
     (folder / "frost.npy").write_bytes(b"nothing")
-    with pytest.raises(Mistake, match=r"frost.npy' cannot be read"):
+    with pytest.raises(UserError, match=r"frost.npy' cannot be read"):
         open_dataset("cifar10-c/frost", root=root)
     whole = (folder / "fog.npy").read_bytes()
     (folder / "fog.npy").write_bytes(whole[:-100])

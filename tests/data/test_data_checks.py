@@ -7,7 +7,7 @@ import pytest
 from pictures import picture
 
 from vitadel.data import BadSample, check_labels, left_out, open_dataset
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.types import Source
 
 
@@ -24,7 +24,7 @@ def test_labels_that_fit(tmp_path: Path) -> None:
 
 def test_a_label_outside_names_the_sample_the_range_and_the_cause(tmp_path: Path) -> None:
     source = labelled(tmp_path, [0, 12, 1, 10])
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UserError) as caught:
         check_labels(source, 10, skip_bad=False)
     message = str(caught.value)
     for part in (
@@ -36,7 +36,7 @@ def test_a_label_outside_names_the_sample_the_range_and_the_cause(tmp_path: Path
         "--skip-bad",
     ):
         assert part in message
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UserError) as caught:
         check_labels(source, 10)
     assert "--skip-bad" not in str(caught.value)  # where there is no such flag
     assert check_labels(source, 10, skip_bad=True) == (
@@ -47,13 +47,13 @@ def test_a_label_outside_names_the_sample_the_range_and_the_cause(tmp_path: Path
 
 def test_a_missing_label(tmp_path: Path) -> None:
     source = labelled(tmp_path, [0, -1, 1])
-    with pytest.raises(Mistake, match=r"sample 1 .* has no label that can be read.*put the labels right"):
+    with pytest.raises(UserError, match=r"sample 1 .* has no label that can be read.*put the labels right"):
         check_labels(source, 2)
     assert [bad.index for bad in check_labels(source, 2, skip_bad=True)] == [1]
 
 
 def test_leaving_everything_out_is_no_way_out(tmp_path: Path) -> None:
     source = labelled(tmp_path, [5, 6])
-    with pytest.raises(Mistake, match="2 of 2 samples") as caught:
+    with pytest.raises(UserError, match="2 of 2 samples") as caught:
         check_labels(source, 3, skip_bad=True)
     assert "--skip-bad" not in str(caught.value)

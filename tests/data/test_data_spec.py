@@ -8,7 +8,7 @@ from vitadel.data import known_specs, open_dataset
 from vitadel.data.sources.shapes import Shapes
 from vitadel.data.spec import DATA_KINDS, parse_spec
 from vitadel.data.splits import pick_split
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 
 def parsed(spec: str, split: str | None = None) -> tuple[str, str, dict[str, str], str | None]:
@@ -37,7 +37,7 @@ def test_a_spec_taken_apart(spec: str, expected: tuple[object, ...]) -> None:
 def test_the_split_from_the_spec_and_from_the_call() -> None:
     assert parsed("cifar10", split="train")[3] == "train"
     assert parsed("cifar10@train", split="train")[3] == "train"
-    with pytest.raises(Mistake, match="says @test, but split 'train'"):
+    with pytest.raises(UserError, match="says @test, but split 'train'"):
         parsed("cifar10@test", split="train")
 
 
@@ -82,7 +82,7 @@ def test_shapes_with_settings() -> None:
     ],
 )
 def test_specs_that_do_not_work(spec: str, message: str) -> None:
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         open_dataset(spec)
 
 
@@ -90,10 +90,10 @@ def test_a_bare_path_is_met_with_the_right_kind(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "set.parquet").touch()
     (tmp_path / "folder" / "x").mkdir(parents=True)
     for given, meant in ((f"{tmp_path}", "folder:"), (f"{tmp_path}/set.parquet", "parquet:")):
-        with pytest.raises(Mistake, match=f"did you mean {meant}{given}"):
+        with pytest.raises(UserError, match=f"did you mean {meant}{given}"):
             open_dataset(given)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Mistake, match="did you mean folder:folder/x"):
+    with pytest.raises(UserError, match="did you mean folder:folder/x"):
         open_dataset("folder/x")
 
 

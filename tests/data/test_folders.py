@@ -7,7 +7,7 @@ import pytest
 from pictures import picture, pixels_of, write_png
 
 from vitadel.data import left_out, open_dataset
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 
 def make_classes(root: Path) -> None:
@@ -44,7 +44,7 @@ def test_the_split_is_a_sub_folder_and_test_is_the_default(tmp_path: Path) -> No
 
 def test_validation_stands_in_for_test_but_train_never_does(tmp_path: Path) -> None:
     write_png(tmp_path / "train" / "cat" / "x.png", 0)
-    with pytest.raises(Mistake, match=r"no split to test on.*train"):
+    with pytest.raises(UserError, match=r"no split to test on.*train"):
         open_dataset(f"folder:{tmp_path}")
     write_png(tmp_path / "validation" / "cat" / "x.png", 1)
     assert np.array_equal(pixels_of(open_dataset(f"folder:{tmp_path}").read([0])[0]), picture(1))
@@ -60,9 +60,9 @@ def test_an_empty_class_is_named_or_keeps_its_number(tmp_path: Path) -> None:
     write_png(tmp_path / "cat" / "x.png", 0)
     write_png(tmp_path / "zebra" / "x.png", 1)
     (tmp_path / "dog").mkdir()
-    with pytest.raises(Mistake, match=r"class 'dog' is empty.*--skip-bad"):
+    with pytest.raises(UserError, match=r"class 'dog' is empty.*--skip-bad"):
         open_dataset(f"folder:{tmp_path}", skip_bad=False)
-    with pytest.raises(Mistake, match=r"is empty.*if it is not a class$"):  # a training has no such flag
+    with pytest.raises(UserError, match=r"is empty.*if it is not a class$"):  # a training has no such flag
         open_dataset(f"folder:{tmp_path}")
     source = open_dataset(f"folder:{tmp_path}", skip_bad=True)
     assert tuple(source.classes) == ("cat", "dog", "zebra")
@@ -105,5 +105,5 @@ def test_what_cannot_be_opened_is_told_with_its_path(spec: str, message: str, tm
     write_png(tmp_path / "flat" / "x.png", 0)
     for name in ("a", "b"):
         (tmp_path / "bare" / name).mkdir(parents=True)
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         open_dataset(spec.format(tmp_path))

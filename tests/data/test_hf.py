@@ -8,7 +8,7 @@ import pytest
 from pictures import picture, pixels_of, png
 
 from vitadel.data import open_dataset
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 datasets = pytest.importorskip("datasets")
 
@@ -43,7 +43,7 @@ def test_a_saved_dictionary_of_splits(tmp_path: Path) -> None:
         order = [3, 0, 0, 2]
         for image, place in zip(source.read(order), order, strict=True):
             assert np.array_equal(pixels_of(image), picture(numbers[place]))
-    with pytest.raises(Mistake, match="no split 'val'; it has: train, test"):
+    with pytest.raises(UserError, match="no split 'val'; it has: train, test"):
         open_dataset(f"hf:{tmp_path}/saved@val")
 
 
@@ -75,12 +75,12 @@ def test_pictures_kept_as_files_and_rows_without_one(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match=r"could not be loaded.*ORG/NAME"):
+    with pytest.raises(UserError, match=r"could not be loaded.*ORG/NAME"):
         open_dataset("hf:no-such-organisation/no-such-set")
-    with pytest.raises(Mistake, match="names no data set"):
+    with pytest.raises(UserError, match="names no data set"):
         open_dataset("hf:")
     datasets.Dataset.from_dict({"a": [1], "b": [2]}).save_to_disk(tmp_path / "plain")
-    with pytest.raises(Mistake, match="no column that could be the image"):
+    with pytest.raises(UserError, match="no column that could be the image"):
         open_dataset(f"hf:{tmp_path}/plain")
 
 
@@ -93,5 +93,5 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *args, **keywords)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", without_datasets)
-    with pytest.raises(Mistake, match=r"pip install 'vitadel\[hf\]'"):
+    with pytest.raises(UserError, match=r"pip install 'vitadel\[hf\]'"):
         open_dataset("hf:org/name")

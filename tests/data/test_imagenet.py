@@ -9,7 +9,7 @@ from pictures import picture, pixels_of, write_png
 from vitadel.data import left_out, open_dataset
 from vitadel.data.sources.folders import ImageFiles
 from vitadel.data.sources.imagenet import class_numbers, imagenet_classes, named_like_imagenet
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 TENCH, GOLDFISH, STINGRAY, GOOSE = "n01440764", "n01443537", "n01498041", "n01855672"  # classes 0, 1, 6 and 99
 
@@ -46,9 +46,9 @@ def test_two_hundred_of_the_thousand(kind: str, member: str, stranger: str, tmp_
     assert list(source.among) == sorted(source.among)
     assert source.labels().item() in source.among
     write_png(tmp_path / stranger / "x.jpg", 0)
-    with pytest.raises(Mistake, match=f"{stranger}' is not one of the 200 classes"):
+    with pytest.raises(UserError, match=f"{stranger}' is not one of the 200 classes"):
         open_dataset(f"imagenet-{kind}:{tmp_path}")
-    with pytest.raises(Mistake, match="no split 'train'"):
+    with pytest.raises(UserError, match="no split 'train'"):
         open_dataset(f"imagenet-{kind}:{tmp_path}@train")
 
 
@@ -89,7 +89,7 @@ def test_a_part_of_the_tree(part: str, parts: list[str], tmp_path: Path) -> None
 def test_an_empty_class(tmp_path: Path) -> None:
     write_png(tmp_path / TENCH / "x.JPEG", 0)
     (tmp_path / GOOSE).mkdir()
-    with pytest.raises(Mistake, match=f"class '{GOOSE}' is empty"):
+    with pytest.raises(UserError, match=f"class '{GOOSE}' is empty"):
         open_dataset(f"imagenet:{tmp_path}")
     source = open_dataset(f"imagenet:{tmp_path}", skip_bad=True)
     assert left_out(source) == (f"class '{GOOSE}' is empty",)
@@ -108,7 +108,7 @@ def test_trees_that_are_something_else(tmp_path: Path) -> None:
         ("imagenet-c:{}/bare", "holds no pictures"),
         ("imagenet:{}/missing", "does not exist"),
     ):
-        with pytest.raises(Mistake, match=message):
+        with pytest.raises(UserError, match=message):
             open_dataset(spec.format(tmp_path))
 
 
@@ -123,12 +123,12 @@ def test_a_list_of_images_picks_them_and_only_them(tmp_path: Path) -> None:
     assert source.labels().tolist() == [0, 99]
     assert np.array_equal(pixels_of(source.read([1])[0]), picture(4))
     chosen.write_text(f"{names[0]}\n{TENCH}/elsewhere.JPEG")
-    with pytest.raises(Mistake, match=r"names 1 images that are not below .*elsewhere\.JPEG"):
+    with pytest.raises(UserError, match=r"names 1 images that are not below .*elsewhere\.JPEG"):
         open_dataset(f"imagenet:{tmp_path}(list={chosen})")
     chosen.write_text("\n")
-    with pytest.raises(Mistake, match="is empty"):
+    with pytest.raises(UserError, match="is empty"):
         open_dataset(f"imagenet:{tmp_path}(list={chosen})")
-    with pytest.raises(Mistake, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         open_dataset(f"imagenet:{tmp_path}(list={tmp_path / 'nowhere'})")
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 from timm.data import ImageDataset
 
 from vitadel.data.images import attempts, decode, from_array
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 
 def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -33,12 +33,12 @@ def test_alpha_is_dropped_and_not_blended() -> None:
 
 
 def test_palette_with_transparency_gives_the_palette_colours_without_a_warning() -> None:
-    colours = picture(5, 1, 4)[0]
+    colors = picture(5, 1, 4)[0]
     places = np.arange(12, dtype=np.uint8).reshape(3, 4) % 4
     image = Image.fromarray(places).convert("P")
-    image.putpalette(colours.tobytes())
+    image.putpalette(colors.tobytes())
     content = encoded(image, "PNG", transparency=bytes([0, 128, 255, 7]))
-    assert np.array_equal(pixels_of(decode(content)), colours[places])
+    assert np.array_equal(pixels_of(decode(content)), colors[places])
 
 
 def test_cmyk_is_inverted_ink() -> None:
@@ -84,9 +84,9 @@ def test_broken_files_say_what_is_wrong() -> None:
 
 def test_a_mistake_is_not_blamed_on_the_sample() -> None:
     def full(_: int) -> Image.Image:
-        raise Mistake("no room for temporary files")
+        raise UserError("no room for temporary files")
 
-    with pytest.raises(Mistake, match="no room"):
+    with pytest.raises(UserError, match="no room"):
         attempts(full, [1])
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from vitadel.data.sources.masks import VOID, Cut, open_masked
 from vitadel.data.sources.shapes import Shapes
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 
 def encoded(values, form="PNG"):
@@ -80,32 +80,32 @@ def test_void_values_and_classes_from_one(tmp_path):
     assert open_masked(f"parquet:{file}", classes=3).read([0], cut)[1].tolist() == [[[0, 1, 2, VOID]]]
     assert open_masked(f"parquet:{file}", classes=2, void=[2]).read([0], cut)[1].tolist() == [[[0, 1, VOID, VOID]]]
     assert open_masked(f"parquet:{file}", classes=2, from_one=True).read([0], cut)[1].tolist() == [[[VOID, 0, 1, VOID]]]
-    with pytest.raises(Mistake, match="its mask holds 2; there are 2 classes"):
+    with pytest.raises(UserError, match="its mask holds 2; there are 2 classes"):
         open_masked(f"parquet:{file}", classes=2).read([0], cut)
 
 
 def test_columns_are_found_or_named(tmp_path):
     file = write_parquet(tmp_path / "a.parquet", [striped(0)], names=("scene", "truth"))
-    with pytest.raises(Mistake, match="several columns could be the image"):
+    with pytest.raises(UserError, match="several columns could be the image"):
         open_masked(f"parquet:{file}", classes=3)
     for settings in ("image=scene,mask=truth", "mask=truth", "image=scene"):
         assert open_masked(f"parquet:{file}({settings})", classes=3).read([0], Cut((6, 8)))[1][0, 4, 0] == 1
-    with pytest.raises(Mistake, match="did you mean truth"):
+    with pytest.raises(UserError, match="did you mean truth"):
         open_masked(f"parquet:{file}(mask=truht)", classes=3)
 
 
 def test_data_without_masks_is_told(tmp_path):
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"img": [encoded(striped(0)[0])], "label": [3]}), file)
-    with pytest.raises(Mistake, match="has no masks"):
+    with pytest.raises(UserError, match="has no masks"):
         open_masked(f"parquet:{file}", classes=3)
-    with pytest.raises(Mistake, match="has no masks"):
+    with pytest.raises(UserError, match="has no masks"):
         open_masked("cifar10@train", classes=3)
-    with pytest.raises(Mistake, match="unknown data"):
+    with pytest.raises(UserError, match="unknown data"):
         open_masked("shappes", classes=3)
-    with pytest.raises(Mistake, match="number of classes"):
+    with pytest.raises(UserError, match="number of classes"):
         open_masked(f"parquet:{file}")
-    with pytest.raises(Mistake, match="11 classes"):
+    with pytest.raises(UserError, match="11 classes"):
         open_masked("shapes", classes=3)
 
 
@@ -118,14 +118,14 @@ def test_data_without_masks_is_told(tmp_path):
 )
 def test_masks_that_do_not_fit_are_told_with_the_sample(tmp_path, mask, told):
     file = write_parquet(tmp_path / "a.parquet", [(striped(0)[0], mask)])
-    with pytest.raises(Mistake, match=told):
+    with pytest.raises(UserError, match=told):
         open_masked(f"parquet:{file}", classes=3).read([0], Cut((6, 8)))
 
 
 def test_a_broken_mask_is_told_with_the_sample(tmp_path):
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"img": [encoded(striped(0)[0])], "mask": [b"nothing"]}), file)
-    with pytest.raises(Mistake, match=r"a\.parquet row 0.*cannot be read"):
+    with pytest.raises(UserError, match=r"a\.parquet row 0.*cannot be read"):
         open_masked(f"parquet:{file}", classes=3).read([0], Cut((6, 8)))
 
 
@@ -149,10 +149,10 @@ def test_palettes_hold_classes_and_missing_masks_are_told(tmp_path):
     (tmp_path / "images").mkdir()
     image, mask = striped(0)
     Image.fromarray(image.astype(np.uint8)).save(tmp_path / "images" / "a.png")
-    with pytest.raises(Mistake, match="has no masks/"):
+    with pytest.raises(UserError, match="has no masks/"):
         open_masked(f"folder:{tmp_path}", classes=3)
     (tmp_path / "masks").mkdir()
-    with pytest.raises(Mistake, match="1 images have no mask"):
+    with pytest.raises(UserError, match="1 images have no mask"):
         open_masked(f"folder:{tmp_path}", classes=3)
     coloured = Image.fromarray(mask.astype(np.uint8))
     coloured.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0])
@@ -165,5 +165,5 @@ def test_palettes_hold_classes_and_missing_masks_are_told(tmp_path):
         1,
         2,
     ]
-    with pytest.raises(Mistake, match="no split 'train'"):
+    with pytest.raises(UserError, match="no split 'train'"):
         open_masked(f"folder:{tmp_path}@train", classes=3)

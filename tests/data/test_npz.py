@@ -12,7 +12,7 @@ import pytest
 from pictures import picture, pixels_of
 
 from vitadel.data import open_dataset
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 IMAGES = np.stack([picture(n) for n in range(5)])
 LABELS = np.array([2, 0, 1, 1, 0])
@@ -64,7 +64,7 @@ def test_splits_within_one_file(form: str, tmp_path: Path) -> None:
         source = open_dataset(f"npz:{tmp_path}/set.npz{suffix}")
         assert source.labels().tolist() == LABELS[first : first + 2].tolist()
         assert np.array_equal(pixels_of(source.read([1])[0]), picture(first + 1))
-    with pytest.raises(Mistake, match="no split 'val'; it has: test, train"):
+    with pytest.raises(UserError, match="no split 'val'; it has: test, train"):
         open_dataset(f"npz:{tmp_path}/set.npz@val")
 
 
@@ -115,7 +115,7 @@ def test_float_pixels_out_of_range_are_the_samples_fault(tmp_path: Path) -> None
 )
 def test_archives_that_do_not_fit(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "set.npz", **arrays)
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         open_dataset(f"npz:{tmp_path}/set.npz")
 
 
@@ -123,7 +123,7 @@ def test_arrays_can_be_named(tmp_path: Path) -> None:
     np.savez(tmp_path / "set.npz", clean=IMAGES, noisy=IMAGES[::-1], y=LABELS)
     source = open_dataset(f"npz:{tmp_path}/set.npz(images=noisy,labels=y)")
     assert np.array_equal(pixels_of(source.read([0])[0]), picture(4))
-    with pytest.raises(Mistake, match=r"no array 'noise'.*did you mean noisy"):
+    with pytest.raises(UserError, match=r"no array 'noise'.*did you mean noisy"):
         open_dataset(f"npz:{tmp_path}/set.npz(images=noise)")
 
 
@@ -135,7 +135,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     trap = np.array([Trap()] * 5, dtype=object)
     for number, arrays in enumerate(({"images": trap, "labels": LABELS}, {"images": IMAGES, "labels": trap})):
         np.savez(tmp_path / f"{number}.npz", **arrays)
-        with pytest.raises(Mistake):
+        with pytest.raises(UserError):
             open_dataset(f"npz:{tmp_path}/{number}.npz")
     assert not (tmp_path / "sprung").exists()
 
@@ -148,11 +148,11 @@ def test_broken_archives_are_named(tmp_path: Path) -> None:
     (tmp_path / "flipped.npz").write_bytes(whole[:middle] + bytes(40) + whole[middle + 40 :])
     (tmp_path / "text.npz").write_text("no archive")
     for name in ("cut", "flipped", "text"):
-        with pytest.raises(Mistake, match=f"{name}.npz' cannot be read"):
+        with pytest.raises(UserError, match=f"{name}.npz' cannot be read"):
             open_dataset(f"npz:{tmp_path}/{name}.npz")
-    with pytest.raises(Mistake, match="does not exist"):
+    with pytest.raises(UserError, match="does not exist"):
         open_dataset(f"npz:{tmp_path}/missing.npz")
-    with pytest.raises(Mistake, match="has no splits"):
+    with pytest.raises(UserError, match="has no splits"):
         open_dataset(f"npz:{tmp_path}/whole.npz@train")
 
 

@@ -13,7 +13,7 @@ from pictures import picture, pixels_of, png
 
 from vitadel.data import open_dataset
 from vitadel.data.sources.parquet import ParquetImages
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -58,10 +58,10 @@ def test_splits_by_the_names_of_the_files(tmp_path: Path) -> None:
         write(path, {"img": cells(numbers), "label": pa.array([0] * len(numbers))})
     for suffix, size in (("", 2), ("@train", 3), ("@val", 1), ("@test", 2)):
         assert len(open_dataset(f"parquet:{tmp_path}{suffix}")) == size
-    with pytest.raises(Mistake, match=r"no split 'train'.*it has: test"):
+    with pytest.raises(UserError, match=r"no split 'train'.*it has: test"):
         open_dataset(f"parquet:{tmp_path}/data/test-00000-of-00001.parquet@train")
     write(tmp_path / "x.parquet", {"img": cells(range(1)), "label": pa.array([0])})
-    with pytest.raises(Mistake, match="do not begin with the name of a split"):
+    with pytest.raises(UserError, match="do not begin with the name of a split"):
         open_dataset(f"parquet:{tmp_path}/x.parquet@train")
 
 
@@ -94,13 +94,13 @@ def test_missing_bytes_and_labels_are_the_samples_fault(tmp_path: Path) -> None:
 def test_unclear_columns_are_listed(tmp_path: Path) -> None:
     two = {"left": cells(range(2)), "right": cells(range(2)), "label": pa.array([0, 1])}
     write(tmp_path / "two.parquet", two)
-    with pytest.raises(Mistake, match=r"several columns could be the image: left, right; name .* \(image=COLUMN\)"):
+    with pytest.raises(UserError, match=r"several columns could be the image: left, right; name .* \(image=COLUMN\)"):
         open_dataset(f"parquet:{tmp_path}/two.parquet")
     assert len(open_dataset(f"parquet:{tmp_path}/two.parquet(image=right)")) == 2
-    with pytest.raises(Mistake, match=r"no column 'rigt'.*did you mean right"):
+    with pytest.raises(UserError, match=r"no column 'rigt'.*did you mean right"):
         open_dataset(f"parquet:{tmp_path}/two.parquet(image=rigt)")
     write(tmp_path / "mask.parquet", {"img": cells(range(2)), "label": cells(range(2))})
-    with pytest.raises(Mistake, match="no column that could be the label"):
+    with pytest.raises(UserError, match="no column that could be the label"):
         open_dataset(f"parquet:{tmp_path}/mask.parquet")
 
 
@@ -116,7 +116,7 @@ def test_files_that_are_no_parquet_or_have_no_rows_or_do_not_fit(tmp_path: Path)
         ("{one,other}.parquet", "give files of one data set"),
         ("o{ne.parquet", "braces"),
     ):
-        with pytest.raises(Mistake, match=message):
+        with pytest.raises(UserError, match=message):
             open_dataset(f"parquet:{tmp_path}/{name}")
 
 

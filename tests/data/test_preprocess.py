@@ -8,7 +8,7 @@ from PIL import Image
 from timm.data import create_transform
 
 from vitadel.data import Preprocess
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 
@@ -60,7 +60,7 @@ def test_the_centre_is_what_is_kept() -> None:
     ],
 )
 def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         Preprocess(**settings)  # type: ignore[arg-type]
 
 

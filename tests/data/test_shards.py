@@ -10,7 +10,7 @@ import pytest
 from pictures import picture, pixels_of, png
 
 from vitadel.data import left_out, open_dataset
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], mode: str = "w") -> None:
@@ -88,7 +88,7 @@ def test_a_shard_that_is_cut_off(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar") as archive:
         place = archive.getmember("0002.png").offset_data
     (tmp_path / "a.tar").write_bytes(whole[: place + 20])
-    with pytest.raises(Mistake, match=r"a.tar' cannot be read beyond its first 2 samples.*--skip-bad"):
+    with pytest.raises(UserError, match=r"a.tar' cannot be read beyond its first 2 samples.*--skip-bad"):
         open_dataset(f"shards:{tmp_path}/*.tar", skip_bad=False)
     source = open_dataset(f"shards:{tmp_path}/*.tar", skip_bad=True)
     assert source.labels().tolist() == [0, 1, 1]
@@ -108,7 +108,7 @@ def test_what_cannot_be_used(tmp_path: Path) -> None:
         ("missing-{0..3}.tar", "nothing matches '.*missing-0.tar'"),
         ("unlabelled.tar(classes=none.txt)", "class names in 'none.txt' cannot be read"),
     ):
-        with pytest.raises(Mistake, match=message):
+        with pytest.raises(UserError, match=message):
             open_dataset(f"shards:{tmp_path}/{name}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from vitadel.data.sources.row_group_cache import Spool
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 
 def content(group: int, row: int) -> bytes:
@@ -82,5 +82,5 @@ def test_a_full_disk_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("vitadel.data.sources.row_group_cache.tempfile.TemporaryFile", lambda **_: Full())
-    with pytest.raises(Mistake, match=r"No space left on device.*TMPDIR"):
+    with pytest.raises(UserError, match=r"No space left on device.*TMPDIR"):
         Spool(lambda group: [content(group, 0)]).row(0, 0)

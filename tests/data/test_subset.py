@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vitadel.data import balanced_subset
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 LABELS = torch.arange(100) % 7
 
@@ -84,5 +84,5 @@ def test_the_answer_does_not_depend_on_torchs_generator() -> None:
 
 @pytest.mark.parametrize("limit", [0, -5])
 def test_a_limit_below_one_is_a_mistake(limit: int) -> None:
-    with pytest.raises(Mistake, match=f"at least 1, got {limit}"):
+    with pytest.raises(UserError, match=f"at least 1, got {limit}"):
         balanced_subset(LABELS, limit, seed=0)

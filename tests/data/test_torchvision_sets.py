@@ -13,9 +13,9 @@ from pictures import picture, pixels_of, write_png
 from PIL import Image
 
 from vitadel.data import open_dataset
-from vitadel.data.spec import DATA_KINDS
 from vitadel.data.sources.torchvision_sets import TORCHVISION_SETS
-from vitadel.errors import Mistake
+from vitadel.data.spec import DATA_KINDS
+from vitadel.errors import UserError
 
 
 def make_cifar10(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert tuple(source.classes) == tuple("abcdefghij")
         assert np.array_equal(pixels_of(source.read([2])[0]), picture(first + 2, 32, 32))
     assert source.name(2) == "cifar10 train 2"
-    with pytest.raises(Mistake, match="cifar10 has no split 'val'; it has: test, train"):
+    with pytest.raises(UserError, match="cifar10 has no split 'val'; it has: test, train"):
         open_dataset("cifar10@val", root=tmp_path)
 
 
@@ -129,7 +129,7 @@ def test_missing_files_are_told_and_nothing_is_fetched(
 
     for name in ("download_url", "download_and_extract_archive"):
         monkeypatch.setattr(f"torchvision.datasets.utils.{name}", forbidden)
-    with pytest.raises(Mistake, match=rf"^{kind}: no complete copy below '{tmp_path}'.*--data-root.*download=True"):
+    with pytest.raises(UserError, match=rf"^{kind}: no complete copy below '{tmp_path}'.*--data-root.*download=True"):
         open_dataset(kind, root=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -144,11 +144,11 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise ModuleNotFoundError("No module named 'scipy'", name="scipy")
 
     monkeypatch.setattr(torchvision.datasets, "SVHN", needs_scipy)
-    with pytest.raises(Mistake, match=r"svhn needs scipy.*pip install scipy"):
+    with pytest.raises(UserError, match=r"svhn needs scipy.*pip install scipy"):
         open_dataset("svhn", root=tmp_path)
 
 
 def test_these_sets_take_no_path(tmp_path: Path) -> None:
     for spec in (f"cifar10:{tmp_path}", "cifar10/fog"):
-        with pytest.raises(Mistake, match="takes no path"):
+        with pytest.raises(UserError, match="takes no path"):
             open_dataset(spec)

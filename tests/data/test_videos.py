@@ -9,7 +9,7 @@ from pictures import pixels_of
 from films import write_video
 from vitadel.data import left_out, open_dataset
 from vitadel.data.sources.videos import VideoFrames
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 pytest.importorskip("av")
 GOOSE, TENCH = "n01855672", "n01440764"
@@ -49,7 +49,7 @@ def test_every_frame_is_a_sample(root: Path) -> None:
 
 def test_a_broken_video(root: Path) -> None:
     (root / "snow" / GOOSE / "b.mp4").write_bytes(b"not a video")
-    with pytest.raises(Mistake, match=r"b.mp4' cannot be read.*--skip-bad"):
+    with pytest.raises(UserError, match=r"b.mp4' cannot be read.*--skip-bad"):
         open_dataset(f"imagenet-p:{root}", skip_bad=False)
     source = open_dataset(f"imagenet-p:{root}", skip_bad=True)
     assert len(source) == 9
@@ -65,7 +65,7 @@ def test_a_video_that_shrank_since_gives_exceptions(root: Path) -> None:
 
 
 def test_no_videos(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match="holds no videos"):
+    with pytest.raises(UserError, match="holds no videos"):
         open_dataset(f"imagenet-p:{tmp_path}")
 
 
@@ -78,5 +78,5 @@ def test_the_missing_package_is_named(root: Path, monkeypatch: pytest.MonkeyPatc
         return real(name, *args, **keywords)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", without_av)
-    with pytest.raises(Mistake, match=r"pip install 'vitadel\[video\]'"):
+    with pytest.raises(UserError, match=r"pip install 'vitadel\[video\]'"):
         open_dataset(f"imagenet-p:{root}")

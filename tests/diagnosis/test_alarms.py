@@ -22,13 +22,13 @@ from vitadel.diagnosis.checks import pixels_and_outputs as outputs
 from vitadel.diagnosis.checks import randomness as randomness
 from vitadel.diagnosis.checks import search_strength as strength
 from vitadel.diagnosis.codebook import looking_up
-from vitadel.diagnosis.runner import CHECKS, Check, examine, sentence
 from vitadel.diagnosis.examination import Examination
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined
-from vitadel.diagnosis.run import Appointment, diagnose, examination_of
-from vitadel.evaluation.engine.target import open_subject
-from vitadel.runtime.rng import Draws
+from vitadel.diagnosis.run import DiagnosisRequest, diagnose, examination_of
+from vitadel.diagnosis.runner import CHECKS, Check, examine, sentence
+from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
+from vitadel.runtime.rng import SampleRNG
 from vits import make_vit
 
 toy = cache(trained_toy)
@@ -117,8 +117,8 @@ def test_a_saturated_book_hides_what_softened_attention_finds():
     model = open_model("zoo:shapes-standard")
 
     def reader(gap: float) -> Examination:
-        subject = open_subject(looking_up(model, 16, gap), "shapes")
-        return examination_of(subject, Appointment(limit=16), CPU)[0]
+        target = open_target(looking_up(model, 16, gap), "shapes")
+        return examination_of(target, DiagnosisRequest(limit=16), CPU)[0]
 
     sharp, blurred = reader(1000.0), reader(1.0)
     assert attention.attention_saturation(sharp)[1]["rows beyond the normal range, per block"][0] > 0.8
@@ -271,8 +271,8 @@ def test_some_classes_count_where_a_benchmark_says_so(tmp_path):
     for model in models:
         nn.init.zeros_(model.backbone.patch_embed.proj.weight)
         answering(model.backbone.head)
-    subject = open_subject(models[0], write_imagenet_a(tmp_path / "a"))
-    e = examination_of(subject, Appointment(), CPU, models[1])[0]
+    target = open_target(models[0], write_imagenet_a(tmp_path / "a"))
+    e = examination_of(target, DiagnosisRequest(), CPU, models[1])[0]
     assert e.logits.shape == (4, 200)
     assert int(e.correct.sum()) == RIGHT
     assert e.surrogate is not None
@@ -335,7 +335,7 @@ def test_a_hollow_between_the_steps_is_found_by_finer_ones():
 
 
 def test_a_second_start_finds_the_other_side():
-    signs = Draws.of_samples(0, range(1)).signs(3, 8, 8)
+    signs = SampleRNG.of_samples(0, range(1)).signs(3, 8, 8)
 
     def ridge(u: Tensor) -> Tensor:
         along = (u * signs).flatten(1).mean(1)

@@ -18,7 +18,7 @@ from vitadel.diagnosis.checks import search_strength as strength
 from vitadel.diagnosis.examination import LEVELS, Examination, level_named, probing_threat
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined
 from vitadel.diagnosis.surrogate_student import taught
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 toy = cache(trained_toy)
 
@@ -365,7 +365,7 @@ def test_levels_and_the_probing_budget():
     assert probing_threat("l2", torch.zeros(1, 3, 2, 2)).eps == pytest.approx(12**0.5 / 2)
     assert probing_threat("l1", torch.zeros(1, 3, 2, 2)).eps == 6
     assert level_named("thorough").images > LEVELS["quick"].images
-    with pytest.raises(Mistake, match="did you mean quick"):
+    with pytest.raises(UserError, match="did you mean quick"):
         level_named("quik")
 
 

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from toys import TinyNet, trained_toy
 from vitadel.diagnosis import run
-from vitadel.diagnosis.runner import CHECKS, Check, cost_of, examine, next_command, sentence
 from vitadel.diagnosis.examination import LEVELS, Examination
 from vitadel.diagnosis.finding import OK
-from vitadel.diagnosis.run import Appointment, diagnose
-from vitadel.errors import Interrupted, Mistake
+from vitadel.diagnosis.run import DiagnosisRequest, diagnose
+from vitadel.diagnosis.runner import CHECKS, Check, cost_of, examine, next_command, sentence
+from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.engine.pass_counter import metered
-from vitadel.evaluation.engine.target import open_subject
+from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
 
 
@@ -104,10 +104,10 @@ def test_an_interrupted_visit_goes_on_where_it_was(tmp_path, monkeypatch):
 
     checks = few_checks(pixel={"run": counted}, outputs={"run": interrupted})
     monkeypatch.setattr(run, "examine", lambda e, **how: examine(e, checks, **how))
-    subject, plan, cpu = open_subject("zoo:shapes-standard", "shapes"), Appointment(limit=16), join_processes("cpu")
+    target, plan, cpu = open_target("zoo:shapes-standard", "shapes"), DiagnosisRequest(limit=16), join_processes("cpu")
     with pytest.raises(Interrupted):
-        run.run(subject, plan, cpu, out=tmp_path / "run")
-    results, _ = run.run(subject, plan, cpu, out=tmp_path / "run", resume=True)
+        run.run(target, plan, cpu, out=tmp_path / "run")
+    results, _ = run.run(target, plan, cpu, out=tmp_path / "run", resume=True)
     assert asked == ["pixels", "outputs", "outputs"]
     assert [finding["evidence"].get("turn") for finding in results["findings"]] == [1, 3, None]
     assert not (tmp_path / "run" / "findings.json").exists()
@@ -142,7 +142,7 @@ def test_tensors_are_treated_as_other_data_are(monkeypatch):
     ],
 )
 def test_wrong_tensors_are_told(pixels, labels, message):
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         diagnose(TinyNet(4), (pixels, labels))
 
 
@@ -151,8 +151,8 @@ def test_wrong_tensors_are_told(pixels, labels, message):
     [({"level": "deep"}, "unknown level"), ({"eps": 0.0}, "above 0"), ({"eps": 8.0}, "8/255"), ({"limit": 15}, "16")],
 )
 def test_mistakes_are_told_before_anything_is_loaded(wrong, message):
-    with pytest.raises(Mistake, match=message):
-        Appointment(**wrong)
+    with pytest.raises(UserError, match=message):
+        DiagnosisRequest(**wrong)
 
 
 def test_the_verb(tmp_path, monkeypatch):

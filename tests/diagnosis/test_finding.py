@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from vitadel.diagnosis.runner import CHECKS
 from vitadel.diagnosis.finding import Finding, explanation_of
+from vitadel.diagnosis.runner import CHECKS
 from vitadel.evaluation.chance import beaten, binomial_tail, sign_test, surprising
 
 

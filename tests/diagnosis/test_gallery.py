@@ -10,13 +10,13 @@ import pytest
 from torch import nn
 
 from vitadel.adapters.open_model import open_model
-from vitadel.diagnosis.runner import CHECKS, examine
+from vitadel.diagnosis.broken_defenses import GALLERY
 from vitadel.diagnosis.examination import Examination
 from vitadel.diagnosis.finding import OK
-from vitadel.diagnosis.broken_defenses import GALLERY
-from vitadel.diagnosis.run import Appointment, examination_of
+from vitadel.diagnosis.run import DiagnosisRequest, examination_of
+from vitadel.diagnosis.runner import CHECKS, examine
 from vitadel.diagnosis.writing import gallery_in_words
-from vitadel.evaluation.engine.target import open_subject
+from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
 
 # Small differences, which take more images to be told from luck.
@@ -27,23 +27,25 @@ honest = cache(open_model)
 
 
 def examination(model: nn.Module, images: int) -> Examination:
-    return examination_of(open_subject(model, "shapes"), Appointment(limit=images), join_processes("cpu"))[0]
+    return examination_of(open_target(model, "shapes"), DiagnosisRequest(limit=images), join_processes("cpu"))[0]
 
 
-@pytest.mark.parametrize("liar", GALLERY, ids=lambda liar: liar.name)
-def test_every_liar_is_caught_for_the_right_reason(liar):
-    model = liar.lie(copy.deepcopy(honest(liar.patient)))
-    checks = [check for check in CHECKS if check.name in liar.seen_by]
-    assert len(checks) == len(liar.seen_by), "a check that must see a liar must exist"
-    examined = examine(examination(model, 48 if SUBTLE & set(liar.seen_by) else 16), checks)
+@pytest.mark.parametrize("liar", GALLERY, ids=lambda broken_defense: broken_defense.name)
+def test_every_liar_is_caught_for_the_right_reason(broken_defense):
+    model = broken_defense.lie(copy.deepcopy(honest(broken_defense.patient)))
+    checks = [check for check in CHECKS if check.name in broken_defense.seen_by]
+    assert len(checks) == len(broken_defense.seen_by), "a check that must see a liar must exist"
+    examined = examine(examination(model, 48 if SUBTLE & set(broken_defense.seen_by) else 16), checks)
     raised = {finding.check for finding in examined.findings if finding.verdict != OK}
-    assert raised == set(liar.seen_by)
+    assert raised == set(broken_defense.seen_by)
     assert all(finding.advice for finding in examined.findings)
 
 
 def test_every_check_is_needed_by_a_liar():
     about_images = {"pixel range"}  # which no model can change
-    assert {check.name for check in CHECKS} - {name for liar in GALLERY for name in liar.seen_by} == about_images
+    assert {check.name for check in CHECKS} - {
+        name for broken_defense in GALLERY for name in broken_defense.seen_by
+    } == about_images
 
 
 @pytest.mark.parametrize("name", HONEST)

@@ -12,16 +12,16 @@ from vitadel.backbones.load import load_model
 from vitadel.cli.main import app
 from vitadel.diagnosis.broken_defenses import GALLERY
 from vitadel.diagnosis.precheck import IMAGES, glance
-from vitadel.evaluation.audit.audit import Order
-from vitadel.evaluation.engine.target import open_subject
+from vitadel.evaluation.audit.audit import AuditRequest
+from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
 
-LIARS = {liar.name: liar for liar in GALLERY}
+LIARS = {broken_defense.name: broken_defense for broken_defense in GALLERY}
 CPU = join_processes("cpu")
 
 
 def findings_about(model, eps=8 / 255):
-    return glance(open_subject(model, "shapes"), Order(("fgsm",), eps=eps), CPU)
+    return glance(open_target(model, "shapes"), AuditRequest(("fgsm",), eps=eps), CPU)
 
 
 def test_an_honest_model_gets_one_line():
@@ -32,9 +32,9 @@ def test_an_honest_model_gets_one_line():
 
 @pytest.mark.parametrize("name", ["stop-gradient", "bit depth"])
 def test_a_liar_is_told_by_the_checks_that_see_it(name):
-    liar = LIARS[name]
-    raised = {finding["check"] for finding in findings_about(liar.lie(load_model(liar.patient)))}
-    assert raised & set(liar.seen_by)
+    broken_defense = LIARS[name]
+    raised = {finding["check"] for finding in findings_about(broken_defense.lie(load_model(broken_defense.patient)))}
+    assert raised & set(broken_defense.seen_by)
     assert "the doctor's glance" not in raised
 
 
@@ -47,8 +47,8 @@ def test_it_keeps_to_the_batch_size_and_is_silent_about_accuracy():
     model = load_model("zoo:shapes-standard")
     largest = []
     model.register_forward_pre_hook(lambda _module, args: largest.append(len(args[0]) * torch.is_grad_enabled()))
-    source = open_subject(model, "shapes").source
-    (finding,) = glance(open_subject(model, source), Order(("fgsm",), batch_size=4), CPU)
+    source = open_target(model, "shapes").source
+    (finding,) = glance(open_target(model, source), AuditRequest(("fgsm",), batch_size=4), CPU)
     assert finding["verdict"] == "ok"
     assert max(largest) == 4
     always_wrong = torch.nn.Sequential(model, Rolled())

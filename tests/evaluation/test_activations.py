@@ -17,17 +17,17 @@ from vitadel.data import open_dataset
 from vitadel.data.batches import batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
-from vitadel.errors import Interrupted, Mistake
+from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation import activations
-from vitadel.evaluation.activations import Look, inspect_activations
-from vitadel.evaluation.engine.target import Subject
+from vitadel.evaluation.activations import ActivationsRequest, inspect_activations
+from vitadel.evaluation.engine.target import Target
 from vitadel.instrument.massive_activations import massive_activations
-from vitadel.runtime.rng import Draws
 from vitadel.runtime.distributed import join_processes
+from vitadel.runtime.rng import SampleRNG
 from vits import make_vit
 
 CPU = join_processes("cpu")
-LOOK = Look("features-2", eps=4 / 255, limit=7, batch_size=3)
+LOOK = ActivationsRequest("features-2", eps=4 / 255, limit=7, batch_size=3)
 LAYERS = ["input of blocks.0", "blocks.0", "blocks.1"]
 
 
@@ -35,18 +35,18 @@ def classifier_of(name: str) -> Classifier:
     return Classifier(make_vit(name), ModelRecord(name, num_classes=5, input_size=(32, 32)))
 
 
-def subject_of(classifier: Classifier) -> Subject:
-    return Subject(classifier, "tiny", open_dataset("shapes"), "shapes")
+def subject_of(classifier: Classifier) -> Target:
+    return Target(classifier, "tiny", open_dataset("shapes"), "shapes")
 
 
 def tokened_of(classifier: Classifier, placement: str = "prefix") -> Tokened:
     return Tokened(classifier, fresh_tokens(24, 3, scale=20.0), placement=placement)
 
 
-def all_images(subject: Subject) -> tuple[torch.Tensor, torch.Tensor]:
-    labels = subject.source.labels()
+def all_images(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = target.source.labels()
     indices = balanced_subset(labels, LOOK.limit, LOOK.seed, torch.arange(len(labels)))
-    (batch,) = batches(subject.source, [indices.tolist()], Preprocess(32))
+    (batch,) = batches(target.source, [indices.tolist()], Preprocess(32))
     return batch.indices, batch.x
 
 
@@ -58,13 +58,13 @@ def seen(results: dict[str, Any], number: int) -> list[list[float]]:
 @pytest.mark.parametrize("placement", ["prefix", "append"])
 def test_five_conditions_as_one_pass_over_all_images_gives_them(tmp_path: Path, placement: str) -> None:
     classifier = classifier_of("dinov2_registers")
-    subject, tokened = subject_of(classifier), tokened_of(classifier, placement)
-    results, _ = inspect_activations(subject, tokened, LOOK, CPU, out=tmp_path / "run")
-    indices, x = all_images(subject)
+    target, tokened = subject_of(classifier), tokened_of(classifier, placement)
+    results, _ = inspect_activations(target, tokened, LOOK, CPU, out=tmp_path / "run")
+    indices, x = all_images(target)
     attack = make("features-2(stop_when_fooled=false)", eps=4 / 255)
-    draws = Draws.of_samples(0, indices)
+    rng = SampleRNG.of_samples(0, indices)
     zeros = torch.zeros(7, dtype=torch.long)
-    transferred, adaptive = attack(classifier, x, zeros, draws), attack(tokened, x, zeros, draws)
+    transferred, adaptive = attack(classifier, x, zeros, rng), attack(tokened, x, zeros, rng)
     expected = [
         (classifier, x, "clean"),
         (classifier, transferred, "attacked"),
@@ -105,20 +105,20 @@ def test_shares_count_images() -> None:
 
 
 def test_few_images_are_warned_of(tmp_path: Path) -> None:
-    subject = subject_of(classifier_of("vit"))
-    few, folder = inspect_activations(subject, None, LOOK, CPU, out=tmp_path / "few")
+    target = subject_of(classifier_of("vit"))
+    few, folder = inspect_activations(target, None, LOOK, CPU, out=tmp_path / "few")
     assert "n = 7 is too few" in few["activations"]["warning"]
     assert "n = 1 is no evidence" in few["activations"]["warning"]
     assert len(few["activations"]["conditions"]) == 2
     assert json.loads((folder.path / "results.json").read_text()) == json.loads(json.dumps(few))
     assert not (folder.path / "partial").exists()
-    enough = Look("features-1", limit=100, batch_size=50)
-    assert inspect_activations(subject, None, enough, CPU, out=tmp_path / "enough")[0]["activations"]["warning"] is None
+    enough = ActivationsRequest("features-1", limit=100, batch_size=50)
+    assert inspect_activations(target, None, enough, CPU, out=tmp_path / "enough")[0]["activations"]["warning"] is None
 
 
 def test_an_interrupted_look_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject, calls = subject_of(classifier_of("vit")), []
-    whole, _ = inspect_activations(subject, None, LOOK, CPU, out=tmp_path / "whole")
+    target, calls = subject_of(classifier_of("vit")), []
+    whole, _ = inspect_activations(target, None, LOOK, CPU, out=tmp_path / "whole")
     real = activations.look_at
 
     def tired(*given: Any) -> Any:
@@ -129,8 +129,8 @@ def test_an_interrupted_look_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(activations, "look_at", tired)
     with pytest.raises(Interrupted):
-        inspect_activations(subject, None, LOOK, CPU, out=tmp_path / "run")
-    again, _ = inspect_activations(subject, None, LOOK, CPU, out=tmp_path / "run", resume=True)
+        inspect_activations(target, None, LOOK, CPU, out=tmp_path / "run")
+    again, _ = inspect_activations(target, None, LOOK, CPU, out=tmp_path / "run", resume=True)
     assert calls == [3, 3, 3, 1]  # the first batch is not done twice
     assert again == whole
 
@@ -146,14 +146,14 @@ def test_no_tokens_and_no_secrets_in_the_folder(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match="first studies the model"):
-        Look("aas+pgd-3")
-    with pytest.raises(Mistake, match="unknown attack"):
-        Look("featurs-30")
-    with pytest.raises(Mistake, match="at least 1, got 0"):
-        Look(batch_size=0)
+    with pytest.raises(UserError, match="first studies the model"):
+        ActivationsRequest("aas+pgd-3")
+    with pytest.raises(UserError, match="unknown attack"):
+        ActivationsRequest("featurs-30")
+    with pytest.raises(UserError, match="at least 1, got 0"):
+        ActivationsRequest(batch_size=0)
     record = ModelRecord("other", num_classes=5, input_size=(32, 32))
     unknown = Classifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 5)), record)
-    with pytest.raises(Mistake, match="no anatomy known"):
+    with pytest.raises(UserError, match="no anatomy known"):
         inspect_activations(subject_of(unknown), None, LOOK, CPU, out=tmp_path / "none")
     assert not (tmp_path / "none").exists()

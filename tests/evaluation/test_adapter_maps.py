@@ -13,13 +13,13 @@ from toras import classifier_of, tora_of
 from vitadel.adapters.tora.tora import Tora
 from vitadel.adapters.tora.tora_maps import gate_maps
 from vitadel.adapters.tora.tora_settings import ToraSettings
+from vitadel.evaluation.engine.target import open_target
 from vitadel.evaluation.trade_off.adapter_maps import PARTS, area, deletion_and_insertion, patch_orders
-from vitadel.evaluation.trade_off.candidates import Contender
-from vitadel.evaluation.engine.target import open_subject
-from vitadel.evaluation.trade_off.run import TradeOffOrder, run_trade_off
+from vitadel.evaluation.trade_off.candidates import Candidate
+from vitadel.evaluation.trade_off.run import TradeOffRequest, run_trade_off
 from vitadel.instrument import attention_maps
-from vitadel.runtime.rng import Draws
 from vitadel.runtime.distributed import join_processes
+from vitadel.runtime.rng import SampleRNG
 from vits import pixels
 
 GREY = (0.5, 0.5, 0.5)
@@ -42,13 +42,13 @@ def test_a_planted_map_loses_everything_at_once(place):
     x = torch.full((2, 3, 40, 32), 0.9)
     y = torch.zeros(2, dtype=torch.int64)
     model, others = OnePatch(place // 4, place % 4), [each for each in range(20) if each != place]
-    order = torch.tensor([[place, *others]] * 2)
-    deletion, insertion = deletion_and_insertion(model, x, y, order, (5, 4), GREY)
+    request = torch.tensor([[place, *others]] * 2)
+    deletion, insertion = deletion_and_insertion(model, x, y, request, (5, 4), GREY)
     seen, blind = 1 / (1 + math.exp(-4)), 0.5
     assert deletion[0].tolist() == pytest.approx([seen] + [blind] * PARTS)
     assert insertion[0].tolist() == pytest.approx([blind] + [seen] * PARTS)
     assert float(area(deletion)[0]) == pytest.approx(blind + (seen - blind) / 2 / PARTS)
-    last, first = deletion_and_insertion(model, x, y, order.flip(1), (5, 4), GREY)
+    last, first = deletion_and_insertion(model, x, y, request.flip(1), (5, 4), GREY)
     assert torch.equal(last, insertion.flip(1))  # hiding by the order backwards is showing by the order
     assert torch.equal(first, deletion.flip(1))
 
@@ -63,19 +63,19 @@ def test_orders_of_patches(settings):
     tora, x = tora_of(lively=True, **settings).eval(), pixels("vit", batch=3)
     maps = gate_maps(tora, x)
     with torch.no_grad():
-        orders = patch_orders(tora, x, maps, Draws.of_samples(0, range(3)))
-    ranked = maps.mean(0).flatten(1).gather(1, orders["map"][0])
+        requests = patch_orders(tora, x, maps, SampleRNG.of_samples(0, range(3)))
+    ranked = maps.mean(0).flatten(1).gather(1, requests["map"][0])
     assert (ranked[:, :-1] >= ranked[:, 1:]).all()
     assert (ranked[:, 0] > ranked[:, -1]).all()
     with torch.no_grad(), attention_maps(tora) as seen:
         tora(x)
     skipped = seen[-1].shape[-1] - 16  # class tokens stand before the patches
     assert skipped == (2 if settings.get("slot") == "separate" else 1)
-    looked = seen[-1][:, :, 0, skipped:].mean(1).gather(1, orders["attention"][0])
+    looked = seen[-1][:, :, 0, skipped:].mean(1).gather(1, requests["attention"][0])
     assert (looked[:, :-1] >= looked[:, 1:]).all()
-    for order in (each for several in orders.values() for each in several):
-        assert order.sort(1).values.tolist() == [list(range(16))] * 3
-    assert not torch.equal(orders["random"][0], orders["random"][1])
+    for request in (each for several in requests.values() for each in several):
+        assert request.sort(1).values.tolist() == [list(range(16))] * 3
+    assert not torch.equal(requests["random"][0], requests["random"][1])
 
 
 def robust_side(seed=0):
@@ -89,9 +89,9 @@ def robust_side(seed=0):
 
 def test_names_that_differ_in_signs_only_keep_their_maps_apart(tmp_path):
     toras = {"run 1": robust_side(), "run+1": robust_side(50)}
-    crew = [Contender(name, open_subject(tora, "shapes(size=32)@test")) for name, tora in toras.items()]
-    order = TradeOffOrder(eps=(1 / 255,), attacks=("fgsm",), aimed=(), maps=2, limit=10, batch_size=2)
-    out = run_trade_off(crew, order, join_processes("cpu"), out=tmp_path / "run")
+    crew = [Candidate(name, open_target(tora, "shapes(size=32)@test")) for name, tora in toras.items()]
+    request = TradeOffRequest(eps=(1 / 255,), attacks=("fgsm",), aimed=(), maps=2, limit=10, batch_size=2)
+    out = run_trade_off(crew, request, join_processes("cpu"), out=tmp_path / "run")
     with np.load(out.folder.path / "maps.npz", allow_pickle=False) as arrays:
         x = torch.from_numpy(arrays["x"]).float() / 255
         kept = {name: torch.from_numpy(arrays[f"maps:{name}"]) for name in toras}
@@ -102,9 +102,9 @@ def test_names_that_differ_in_signs_only_keep_their_maps_apart(tmp_path):
 
 def test_a_trade_off_keeps_and_checks_maps(tmp_path):
     tora = robust_side()
-    contender = Contender("one", open_subject(tora, "shapes(size=32)@test"))
-    order = TradeOffOrder(eps=(1 / 255,), attacks=("fgsm",), aimed=(), maps=3, limit=10, batch_size=2)
-    out = run_trade_off([contender], order, join_processes("cpu"), out=tmp_path / "run")
+    candidate = Candidate("one", open_target(tora, "shapes(size=32)@test"))
+    request = TradeOffRequest(eps=(1 / 255,), attacks=("fgsm",), aimed=(), maps=3, limit=10, batch_size=2)
+    out = run_trade_off([candidate], request, join_processes("cpu"), out=tmp_path / "run")
     told = out.results["trade_off"]["maps"]
     assert told["n"] == 3
     with np.load(out.folder.path / "maps.npz", allow_pickle=False) as arrays:
@@ -125,7 +125,9 @@ def test_a_trade_off_keeps_and_checks_maps(tmp_path):
             by["map"]["mean"] - by["random"]["mean"]
         )
     with torch.no_grad():
-        orders = patch_orders(tora, x, maps, Draws.of_samples(0, [0, 0, 0]))
+        requests = patch_orders(tora, x, maps, SampleRNG.of_samples(0, [0, 0, 0]))
         answer = tora(x).argmax(1)
-        deletion, _ = deletion_and_insertion(tora, x, answer, orders["map"][0], tuple(maps.shape[2:]), tora.record.mean)
+        deletion, _ = deletion_and_insertion(
+            tora, x, answer, requests["map"][0], tuple(maps.shape[2:]), tora.record.mean
+        )
     assert entry["deletion"]["map"]["mean"] == pytest.approx(float(area(deletion).mean()), abs=1e-4)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import vitadel
 from vitadel.backbones.classifier import wrap
 from vitadel.data import open_dataset
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.class_subset import AmongClasses, AmongLogits, choose_among, numbered_alike
-from vitadel.evaluation.engine.target import open_subject
+from vitadel.evaluation.engine.target import open_target
 
 # Classes 0, 6 and 99; the last two are of ImageNet-A.
 TENCH, STINGRAY, GOOSE = "n01440764", "n01498041", "n01855672"
@@ -70,18 +70,18 @@ def test_all_of_imagenet_is_not_restricted(root):
 
 @pytest.mark.parametrize("outputs", [10, 200])
 def test_models_without_the_1000_are_refused(root, outputs):
-    with pytest.raises(Mistake, match=f"has {outputs} outputs, but this benchmark chooses 200 of the 1000"):
+    with pytest.raises(UserError, match=f"has {outputs} outputs, but this benchmark chooses 200 of the 1000"):
         vitadel.audit(Grey(outputs, 1, 2).eval(), f"imagenet-a:{root}/a", attacks=())
     silent = nn.Sequential(nn.Flatten(), nn.Linear(192, outputs))  # announces nothing: noticed at the first image
-    with pytest.raises(Mistake, match=f"has {outputs} outputs"):
+    with pytest.raises(UserError, match=f"has {outputs} outputs"):
         vitadel.audit(silent.eval(), f"imagenet-a:{root}/a", attacks=())
 
 
 def test_strange_labels_are_refused(root):
-    subject = open_subject(Grey().eval(), f"imagenet-a:{root}/a")
-    subject.source.targets[1] = 0  # the tench is not one of the 200
-    with pytest.raises(Mistake, match=r"1\.png is not of one of the 200 classes"):
-        choose_among(subject)
+    target = open_target(Grey().eval(), f"imagenet-a:{root}/a")
+    target.source.targets[1] = 0  # the tench is not one of the 200
+    with pytest.raises(UserError, match=r"1\.png is not of one of the 200 classes"):
+        choose_among(target)
 
 
 def test_slicing_keeps_order_and_gradients():
@@ -99,7 +99,7 @@ def test_other_data_is_numbered_alike(root):
     for wnid in (TENCH, GOOSE):
         write(root / "val" / wnid / "x.png", 9)
     other = open_dataset(f"imagenet:{root}/val")
-    source = choose_among(open_subject(Grey().eval(), f"imagenet-a:{root}/a")).source
+    source = choose_among(open_target(Grey().eval(), f"imagenet-a:{root}/a")).source
     assert isinstance(source, AmongClasses)
     again = numbered_alike(other, source)
     assert again.labels().tolist() == [-1, source.labels()[-1]]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import vitadel
 from toys import TinyNet
 from vitadel.data.sources.shapes import Shapes
-from vitadel.errors import Mistake
-from vitadel.evaluation.audit.audit import Order
+from vitadel.errors import UserError
+from vitadel.evaluation.audit.audit import AuditRequest
 
 
 class Brightness(nn.Module):
@@ -115,7 +115,7 @@ def test_attacks_that_break_the_rules_gain_nothing(monkeypatch):
     from vitadel.attacks import registry
 
     class Cheat:
-        def __call__(self, model, x, y, draws=None):
+        def __call__(self, model, x, y, rng=None):
             return 1 - x
 
         def passes(self):
@@ -136,13 +136,13 @@ def test_nan_outputs_and_missing_classes_are_told():
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * float("nan")
 
-    with pytest.raises(Mistake, match="NaN"):
+    with pytest.raises(UserError, match="NaN"):
         vitadel.audit(Broken().eval(), limit=10)
 
     class Three(Brightness):
         num_classes = 3
 
-    with pytest.raises(Mistake, match=r"label 3 is outside 0\.\.2"):
+    with pytest.raises(UserError, match=r"label 3 is outside 0\.\.2"):
         vitadel.audit(Three().eval(), limit=10)
 
 
@@ -159,8 +159,8 @@ def test_nan_outputs_and_missing_classes_are_told():
     ],
 )
 def test_senseless_orders_are_told_before_anything_is_loaded(fault, said):
-    with pytest.raises(Mistake, match=said):
-        Order(**fault)
+    with pytest.raises(UserError, match=said):
+        AuditRequest(**fault)
 
 
 def test_half_precision_is_used_and_recorded():
@@ -189,7 +189,7 @@ class Two(Brightness):
 def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
     save_pictures(tmp_path / "photos", 8)
     (tmp_path / "photos" / "class0" / "0.png").write_bytes(b"not a picture")
-    with pytest.raises(Mistake, match=r"0\.png"):
+    with pytest.raises(UserError, match=r"0\.png"):
         vitadel.audit(Two().eval(), f"folder:{tmp_path}/photos", attacks="fgsm")
     results = vitadel.audit(Two().eval(), f"folder:{tmp_path}/photos", attacks="fgsm", skip_bad=True)
     assert (results["data"]["n"], results["data"]["left_out"]) == (7, 1)
@@ -211,15 +211,15 @@ def test_an_image_lost_between_two_stages_is_told_and_not_counted_as_robust(tmp_
     save_pictures(tmp_path / "photos", 6)
     clean_stage = module.clean_stage
 
-    def then_lose_them_all(bench, indices):
-        pieces = clean_stage(bench, indices)
+    def then_lose_them_all(context, indices):
+        pieces = clean_stage(context, indices)
         for file in (tmp_path / "photos").rglob("*.png"):
             file.write_bytes(b"gone")
         return pieces
 
     monkeypatch.setattr(module, "clean_stage", then_lose_them_all)
-    monkeypatch.setattr(module, "_findings_about_outputs", lambda bench, tally: [])
-    with pytest.raises(Mistake, match="cannot be read now"):
+    monkeypatch.setattr(module, "_findings_about_outputs", lambda context, verdicts: [])
+    with pytest.raises(UserError, match="cannot be read now"):
         vitadel.audit(Two().eval(), f"folder:{tmp_path}/photos", attacks="fgsm", skip_bad=True)
 
 
@@ -230,21 +230,21 @@ def test_fewer_outputs_than_labels_are_told():
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)[:, :5]
 
-    with pytest.raises(Mistake, match="5 outputs, but the data has label"):
+    with pytest.raises(UserError, match="5 outputs, but the data has label"):
         vitadel.audit(Five().eval(), limit=20)
 
 
 def test_a_damaged_piece_is_work_not_done(tmp_path):
-    from vitadel.evaluation.engine.batch_cache import FolderLedger
+    from vitadel.evaluation.engine.batch_cache import FolderCache
     from vitadel.runtime.run_folder import RunFolder
 
-    ledger = FolderLedger(RunFolder(tmp_path))
-    ledger.save("clean", 0, {"index": torch.arange(3).numpy()})
-    assert ledger.find("clean", 0)["index"].tolist() == [0, 1, 2]
+    cache = FolderCache(RunFolder(tmp_path))
+    cache.save("clean", 0, {"index": torch.arange(3).numpy()})
+    assert cache.find("clean", 0)["index"].tolist() == [0, 1, 2]
     path = RunFolder(tmp_path).piece("clean", 0)
     path.write_bytes(path.read_bytes()[:40])
-    assert ledger.find("clean", 0) is None
-    assert ledger.find("clean", 1) is None
+    assert cache.find("clean", 0) is None
+    assert cache.find("clean", 1) is None
 
 
 def test_an_attack_by_rules_of_its_own_sees_all_and_stays_out_of_the_worst_case(tmp_path):

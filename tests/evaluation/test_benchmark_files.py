@@ -17,15 +17,15 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
 from vitadel.data.sources.shapes import Shapes
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.corruptions import results
-from vitadel.evaluation.corruptions.corrupted_copy import CopyOrder, write_copy
-from vitadel.evaluation.corruptions.request import CorruptionOrder
+from vitadel.evaluation.corruptions.corrupted_copy import CorruptedCopyRequest, write_copy
+from vitadel.evaluation.corruptions.request import CorruptionRequest
 from vitadel.evaluation.corruptions.results import Course, Gathered, Origin
-from vitadel.evaluation.corruptions.scores import ALEXNET_ERRORS, ALEXNET_FLIPS
 from vitadel.evaluation.corruptions.run import corruptions
-from vitadel.evaluation.engine.verdicts import Tally
-from vitadel.evaluation.engine.target import open_subject
+from vitadel.evaluation.corruptions.scores import ALEXNET_ERRORS, ALEXNET_FLIPS
+from vitadel.evaluation.engine.target import open_target
+from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.reporting.page import write_report
 from vitadel.runtime.distributed import Processes
 
@@ -61,8 +61,8 @@ def clean(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(clean):
-    order = CopyOrder(corruptions=PARTS, batch_size=7)
-    write_copy(open_dataset(f"imagenet:{clean}/val"), "imagenet", order, ALONE, out=clean / "c")
+    request = CorruptedCopyRequest(corruptions=PARTS, batch_size=7)
+    write_copy(open_dataset(f"imagenet:{clean}/val"), "imagenet", request, ALONE, out=clean / "c")
     return clean
 
 
@@ -138,7 +138,7 @@ def test_a_limit_takes_the_same_images_in_every_part(copied):
 def test_a_picture_that_cannot_be_read_leaves_all_versions_of_it_out(copied):
     broken = copied / "c" / "fog" / "2" / GOOSE / "03.png"
     broken.write_bytes(b"no picture")
-    with pytest.raises(Mistake, match=r"fog/2/n01855672/03\.png\) cannot be read"):
+    with pytest.raises(UserError, match=r"fog/2/n01855672/03\.png\) cannot be read"):
         judged(copied, "imagenet-c:{}/c")
     results = judged(copied, "imagenet-c:{}/c", skip_bad=True)
     assert {cell["n"] for cell in results["corruptions"]["cells"]} == {23}
@@ -158,26 +158,26 @@ def test_a_picture_that_cannot_be_read_leaves_all_versions_of_it_out(copied):
 def test_what_is_missing_is_listed(copied):
     (copied / "c" / "fog" / "2" / GOOSE / "03.png").unlink()
     (copied / "c" / "contrast" / "5" / TENCH / "11.png").unlink()
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UserError) as caught:
         judged(copied, "imagenet-c:{}/c")
     assert f"contrast/5/{TENCH}/11.png" in str(caught.value)
     assert f"fog/2/{GOOSE}/03.png" in str(caught.value)
     assert cells(judged(copied, "imagenet-c:{}/c", corruptions=("gaussian_noise",)))
     shutil.rmtree(copied / "c" / "fog" / "4")
-    with pytest.raises(Mistake, match="is not complete: fog/4 missing"):
+    with pytest.raises(UserError, match="is not complete: fog/4 missing"):
         judged(copied, "imagenet-c:{}/c")
-    with pytest.raises(Mistake, match="there is no 'snow'"):
+    with pytest.raises(UserError, match="there is no 'snow'"):
         judged(copied, "imagenet-c:{}/c", corruptions=("snow",))
-    with pytest.raises(Mistake, match="has no sequences"):
+    with pytest.raises(UserError, match="has no sequences"):
         judged(copied, "imagenet-c:{}/c", corruptions=("contrast",), severities=(1,), perturbations=None)
 
 
 def test_other_clean_data_is_refused(copied):
     shutil.copytree(copied / "val", copied / "fewer")
     (copied / "fewer" / TENCH / "05.png").unlink()
-    with pytest.raises(Mistake, match=f"lacks images of the benchmark: {TENCH}/05.png"):
+    with pytest.raises(UserError, match=f"lacks images of the benchmark: {TENCH}/05.png"):
         judged(copied, "imagenet-c:{}/c", clean_data=f"imagenet:{copied}/fewer")
-    with pytest.raises(Mistake, match="is not the clean version"):
+    with pytest.raises(UserError, match="is not the clean version"):
         judged(copied, "imagenet-c:{}/c", clean_data="shapes")
 
 
@@ -190,8 +190,8 @@ class Corner(nn.Module):
 
 def test_arrays_in_the_layout_of_cifar_give_the_numbers_of_the_fly(tmp_path):
     source, names = Shapes("test", size=32), ("brightness", "impulse_noise")
-    order = CopyOrder(corruptions=names, format="npy", limit=30, batch_size=8)
-    write_copy(source, "shapes", order, ALONE, out=tmp_path / "CIFAR-10-C")
+    request = CorruptedCopyRequest(corruptions=names, format="npy", limit=30, batch_size=8)
+    write_copy(source, "shapes", request, ALONE, out=tmp_path / "CIFAR-10-C")
     made = corruptions(Corner().eval(), source, corruptions=names, limit=30, device="cpu")
     read = corruptions(Corner().eval(), "cifar10-c", data_root=tmp_path, device="cpu")
     assert cells(made) == cells(read)
@@ -215,13 +215,13 @@ def test_all_fifteen_at_five_severities_make_an_mce(clean):
     label = torch.tensor([0] * 12 + [99] * 12)
     wrong = {(name, level): chance.random(n) < 0.15 * level for name in ALEXNET_ERRORS for level in range(1, 6)}
     predictions = {part: np.where(column, 7, label.numpy()) for part, column in wrong.items()}
-    tally = Tally(torch.arange(n), label, torch.where(torch.arange(n) < 3, 7, label), [])
+    verdicts = Verdicts(torch.arange(n), label, torch.where(torch.arange(n) < 3, 7, label), [])
     course = Course(np.full(n, 0.1), np.zeros(n), 31)
     files = Origin("the benchmark's files", False, (224, 224))
-    gathered = Gathered(files, tally, True, predictions, dict.fromkeys(ALEXNET_FLIPS, course), {})
-    subject = open_subject(DarkTenches().eval(), f"imagenet:{clean}/val")
+    gathered = Gathered(files, verdicts, True, predictions, dict.fromkeys(ALEXNET_FLIPS, course), {})
+    target = open_target(DarkTenches().eval(), f"imagenet:{clean}/val")
     settings = {"model_fingerprint": "0"}
-    results = results.results(subject, CorruptionOrder(), gathered, settings)
+    results = results.results(target, CorruptionRequest(), gathered, settings)
     ce, relative = {}, {}
     for name, alexnet in ALEXNET_ERRORS.items():
         errors = [wrong[name, level].sum() / n for level in range(1, 6)]
@@ -239,15 +239,15 @@ def test_all_fifteen_at_five_severities_make_an_mce(clean):
     mfr = sum(0.1 / value for value in ALEXNET_FLIPS.values()) / 10 * 100
     assert results["perturbations"]["mfr"] == pytest.approx(mfr)
     fewer = {part: column for part, column in predictions.items() if part[0] != "frost"}
-    gathered = Gathered(replace(files, in_memory=True), tally, True, fewer, {}, {"frost": "no photos"})
-    told = results.results(subject, CorruptionOrder(), gathered, settings)["corruptions"]
+    gathered = Gathered(replace(files, in_memory=True), verdicts, True, fewer, {}, {"frost": "no photos"})
+    told = results.results(target, CorruptionRequest(), gathered, settings)["corruptions"]
     assert told["mce"] is None
     assert told["relative_mce"] is None
     assert told["mce_without_noise"] is None
     assert told["mean_ce"] == pytest.approx((sum(ce.values()) - ce["frost"]) / 14)
     small = replace(files, shape=(64, 64))
-    gathered = Gathered(small, tally, True, predictions, dict.fromkeys(ALEXNET_FLIPS, course), {})
-    results = results.results(subject, CorruptionOrder(), gathered, settings)
+    gathered = Gathered(small, verdicts, True, predictions, dict.fromkeys(ALEXNET_FLIPS, course), {})
+    results = results.results(target, CorruptionRequest(), gathered, settings)
     told = results["corruptions"]
     assert [told[name] for name in ("mce", "relative_mce", "mce_without_noise")] == [None] * 3
     assert told["mean_ce"] == pytest.approx(sum(ce.values()) / 15)
@@ -261,14 +261,14 @@ def test_a_sequence_for_validation_takes_nothing_from_the_ten(clean):
     courses = {name: Course(np.full(n, value), np.zeros(n), 31) for name, value in share.items()}
     courses |= dict.fromkeys(("spatter", "shear"), Course(np.ones(n), np.full(n, 9.0), 31))
     origin = Origin("made on the fly", True, (224, 224))
-    gathered = Gathered(origin, Tally(torch.arange(n), label, label, []), True, {}, courses, {})
-    subject = open_subject(DarkTenches().eval(), f"imagenet:{clean}/val")
+    gathered = Gathered(origin, Verdicts(torch.arange(n), label, label, []), True, {}, courses, {})
+    target = open_target(DarkTenches().eval(), f"imagenet:{clean}/val")
 
-    def told(order, gathered):
+    def told(request, gathered):
         settings = {"model_fingerprint": "0"}
-        return results.results(subject, order, gathered, settings)["perturbations"]
+        return results.results(target, request, gathered, settings)["perturbations"]
 
-    found = told(CorruptionOrder(), gathered)
+    found = told(CorruptionRequest(), gathered)
     rates = {name: 100 * value / ALEXNET_FLIPS[name] for name, value in share.items()}
     assert {row["perturbation"]: row["flip_rate"] for row in found["rows"] if "flip_rate" in row} == pytest.approx(
         rates
@@ -279,8 +279,8 @@ def test_a_sequence_for_validation_takes_nothing_from_the_ten(clean):
     assert found["mean_flip_probability_over"] == list(ALEXNET_FLIPS)
     assert [row["perturbation"] for row in found["rows"] if not row["counted"]] == ["spatter", "shear"]
     assert [remark[:40] for remark in found["remarks"]] == ["Made in memory: ImageNet-P's own videos "]
-    assert "mfr" not in told(CorruptionOrder(difficulty=2), gathered)
-    alone = told(CorruptionOrder(), replace(gathered, courses={"shear": courses["shear"]}))
+    assert "mfr" not in told(CorruptionRequest(difficulty=2), gathered)
+    alone = told(CorruptionRequest(), replace(gathered, courses={"shear": courses["shear"]}))
     assert (alone["mean_flip_probability"], alone["mfr"]) == (1, None)
 
 
@@ -299,7 +299,7 @@ def test_large_pictures_are_corrupted_at_the_size_of_the_benchmark_whatever_the_
             coarse = Image.fromarray(chance.integers(70, 180, (30, 26, 3)).astype(np.uint8))
             coarse.resize((260, 300), Image.Resampling.NEAREST).save(tmp_path / "val" / wnid / f"{number}.png")
     names = ("gaussian_noise", "pixelate")
-    write_copy(open_dataset(f"imagenet:{tmp_path}/val"), "", CopyOrder(names), ALONE, out=tmp_path / "c")
+    write_copy(open_dataset(f"imagenet:{tmp_path}/val"), "", CorruptedCopyRequest(names), ALONE, out=tmp_path / "c")
     model = sized(size, crop_pct=0.9, interpolation="bicubic")
     tables = []
     for data in (f"imagenet:{tmp_path}/val", f"imagenet-c:{tmp_path}/c"):

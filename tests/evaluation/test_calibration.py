@@ -9,16 +9,16 @@ from vitadel.attacks import make
 from vitadel.attacks.attention_scaling.aas import AAS, Rescaled
 from vitadel.attacks.views import Targeted
 from vitadel.data.sources.shapes import Shapes
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
 from vitadel.evaluation.engine.calibration import BATCH, CalibrationImages, calibration_images
-from vitadel.evaluation.engine.target import open_subject
+from vitadel.evaluation.engine.target import open_target
 
 
 def test_a_named_set_lends_its_training_split():
     for name in ("shapes", "shapes@test", "shapes@val"):
-        subject = open_subject("zoo:shapes-robust", name)
-        source, rows = calibration_images(subject, torch.arange(10), None, 40, seed=0)
+        target = open_target("zoo:shapes-robust", name)
+        source, rows = calibration_images(target, torch.arange(10), None, 40, seed=0)
         assert isinstance(source, Shapes)
         assert source.split == "train"
         assert len(rows) == 40
@@ -27,37 +27,37 @@ def test_a_named_set_lends_its_training_split():
 
 
 def test_other_data_can_be_named():
-    subject = open_subject("zoo:shapes-robust", "shapes")
-    source, _ = calibration_images(subject, torch.arange(10), "shapes@val", 40, seed=0)
+    target = open_target("zoo:shapes-robust", "shapes")
+    source, _ = calibration_images(target, torch.arange(10), "shapes@val", 40, seed=0)
     assert source.split == "val"
 
 
 @pytest.mark.parametrize("spec", ["shapes", "shapes@test", "shapes(agreement=0.9)@test"])
 def test_the_audited_images_are_refused(spec):
-    subject = open_subject("zoo:shapes-robust", "shapes")
-    with pytest.raises(Mistake, match="are the audited images"):
-        calibration_images(subject, torch.arange(10), spec, 40, seed=0)
+    target = open_target("zoo:shapes-robust", "shapes")
+    with pytest.raises(UserError, match="are the audited images"):
+        calibration_images(target, torch.arange(10), spec, 40, seed=0)
 
 
 @pytest.mark.parametrize("data", [Shapes("test"), "shapes@train"])
 def test_without_a_training_split_it_is_what_the_audit_leaves_out(data):
-    subject = open_subject("zoo:shapes-robust", data)
-    audited = torch.arange(0, len(subject.source), 2)
-    source, rows = calibration_images(subject, audited, None, 50, seed=0)
-    assert source is subject.source
+    target = open_target("zoo:shapes-robust", data)
+    audited = torch.arange(0, len(target.source), 2)
+    source, rows = calibration_images(target, audited, None, 50, seed=0)
+    assert source is target.source
     assert len(rows) == 50
     assert not set(rows.tolist()) & set(audited.tolist())
 
 
 def test_nothing_left_is_told():
-    subject = open_subject("zoo:shapes-robust", Shapes("test"))
-    with pytest.raises(Mistake, match="--calibration SPEC"):
-        calibration_images(subject, torch.arange(len(subject.source)), None, 50, seed=0)
+    target = open_target("zoo:shapes-robust", Shapes("test"))
+    with pytest.raises(UserError, match="--calibration SPEC"):
+        calibration_images(target, torch.arange(len(target.source)), None, 50, seed=0)
 
 
 def test_batches_can_be_gone_through_again():
-    subject = open_subject("zoo:shapes-robust", "shapes@val")
-    images = CalibrationImages(subject.source, torch.arange(BATCH + 6), subject.preprocess, torch.device("cpu"))
+    target = open_target("zoo:shapes-robust", "shapes@val")
+    images = CalibrationImages(target.source, torch.arange(BATCH + 6), target.preprocess, torch.device("cpu"))
     first, second = list(images), list(images)
     assert [len(y) for _, y in first] == [BATCH, 6]
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first, second, strict=True))
@@ -75,5 +75,5 @@ def test_an_attack_is_prepared_also_inside_a_wrapper():
 
 
 def _model_and_images():
-    subject = open_subject("zoo:shapes-robust", "shapes@val")
-    return subject.model, CalibrationImages(subject.source, torch.arange(4), subject.preprocess, torch.device("cpu"))
+    target = open_target("zoo:shapes-robust", "shapes@val")
+    return target.model, CalibrationImages(target.source, torch.arange(4), target.preprocess, torch.device("cpu"))

@@ -13,24 +13,26 @@ from PIL import Image
 from vitadel.corruptions import corrupt
 from vitadel.data import open_dataset
 from vitadel.data.sources.shapes import CLASSES, Shapes
-from vitadel.errors import Interrupted, Mistake
+from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.corruptions import corrupted_copy
-from vitadel.evaluation.corruptions.corrupted_copy import CopyOrder, write_copy
+from vitadel.evaluation.corruptions.corrupted_copy import CorruptedCopyRequest, write_copy
 from vitadel.evaluation.corruptions.sizes import benchmark_preprocess
-from vitadel.runtime.rng import Draws
 from vitadel.runtime.distributed import Processes
+from vitadel.runtime.rng import SampleRNG
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 
 
 def write(out, source=None, processes=ALONE, resume=False, **settings):
-    order = CopyOrder(**{"corruptions": ("shot_noise",), "severities": (2, 4), "limit": 20, "batch_size": 6} | settings)
-    return write_copy(source or Shapes("test", size=16), "shapes", order, processes, out=out, resume=resume)
+    request = CorruptedCopyRequest(
+        **{"corruptions": ("shot_noise",), "severities": (2, 4), "limit": 20, "batch_size": 6} | settings
+    )
+    return write_copy(source or Shapes("test", size=16), "shapes", request, processes, out=out, resume=resume)
 
 
 def expected(index: int, level: int, size: int = 16) -> np.ndarray:
     pixels, _, _ = Shapes("test", size=size).render(torch.tensor([index]))
-    z = corrupt(pixels.float() / 255, "shot_noise", level, Draws.of_samples(0, [index]))
+    z = corrupt(pixels.float() / 255, "shot_noise", level, SampleRNG.of_samples(0, [index]))
     return (z[0] * 255).round().byte().permute(1, 2, 0).numpy()
 
 
@@ -118,7 +120,7 @@ def test_batch_size_and_processes_change_no_file(tmp_path):
     part = Processes(1, 2, torch.device("cpu"))
     second = corrupted_copy._Copy(
         Shapes("test", size=16),
-        CopyOrder(corruptions=("shot_noise",), severities=(2, 4), limit=20, batch_size=6),
+        CorruptedCopyRequest(corruptions=("shot_noise",), severities=(2, 4), limit=20, batch_size=6),
         torch.tensor(sorted({int(name[-12:-4]) for name in whole})),
         benchmark_preprocess(Shapes("test", size=16)),
         copies,
@@ -159,7 +161,7 @@ def test_large_pictures_are_prepared_as_imagenet_c_was(tmp_path):
     ids=str,
 )
 def test_mistakes_are_told_before_anything_is_written(settings, told, tmp_path):
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UserError) as caught:
         write(tmp_path / "c", **settings)
     assert told in str(caught.value)
     assert not (tmp_path / "c").exists()
@@ -167,9 +169,9 @@ def test_mistakes_are_told_before_anything_is_written(settings, told, tmp_path):
 
 def test_another_copy_is_not_mixed_in(tmp_path):
     write(tmp_path / "c")
-    with pytest.raises(Mistake, match="already holds a finished run"):
+    with pytest.raises(UserError, match="already holds a finished run"):
         write(tmp_path / "c")
-    with pytest.raises(Mistake, match="begun with other settings"):
+    with pytest.raises(UserError, match="begun with other settings"):
         write(tmp_path / "c", resume=True, seed=1)
 
 
@@ -183,7 +185,7 @@ def grey_pictures(root: Path, *names: str) -> str:
 
 def test_pictures_that_differ_by_their_endings_alone_are_not_written_over_each_other(tmp_path):
     spec = grey_pictures(tmp_path, "cat/1.bmp", "cat/1.png", "cat/2.png", "dog/1.png")
-    with pytest.raises(Mistake, match=r"cat/1\.bmp and cat/1\.png would both be written to cat/1\.png; rename"):
+    with pytest.raises(UserError, match=r"cat/1\.bmp and cat/1\.png would both be written to cat/1\.png; rename"):
         write(tmp_path / "c", open_dataset(spec), limit=None)
     assert not (tmp_path / "c").exists()
     (tmp_path / "in" / "cat" / "1.bmp").unlink()
@@ -201,9 +203,9 @@ def test_images_that_cannot_be_read_are_told_and_not_counted(tmp_path):
         assert len(pictures(tmp_path / "c")) == 2 * 3
     for name in ("cat/1", "dog/1", "dog/2"):
         (tmp_path / "in" / f"{name}.png").write_bytes(b"no picture")
-    with pytest.raises(Mistake, match="no image of the data can be read"):
+    with pytest.raises(UserError, match="no image of the data can be read"):
         write(tmp_path / "none", open_dataset(spec), limit=None, skip_bad=True)
-    with pytest.raises(Mistake, match="none of the chosen images can be read"):
+    with pytest.raises(UserError, match="none of the chosen images can be read"):
         write(tmp_path / "none", open_dataset(spec), limit=None, skip_bad=True, size=16)
 
 
@@ -220,7 +222,7 @@ def test_a_full_disk_is_told_and_arrays_go_on_when_there_is_space(tmp_path, monk
         with pytest.raises(Interrupted):
             write(tmp_path / "c", **settings)
     (tmp_path / "c" / "contrast.part").symlink_to("/dev/full")
-    with pytest.raises(Mistake, match=r"no space left on the disk while writing .*contrast\.npy"):
+    with pytest.raises(UserError, match=r"no space left on the disk while writing .*contrast\.npy"):
         write(tmp_path / "c", resume=True, **settings)
     assert sorted(files_of(tmp_path / "c")) == ["command.json"]
     write(tmp_path / "c", resume=True, **settings)

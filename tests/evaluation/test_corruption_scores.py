@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.corruptions.scores import (
     ALEXNET_CLEAN_ERROR,
     ALEXNET_ERRORS,
@@ -104,9 +104,9 @@ def test_some_severities_are_compared_with_the_same_of_alexnet():
 
 
 def test_names_without_constants_are_told():
-    with pytest.raises(Mistake, match="no error of AlexNet for 'spatter'"):
+    with pytest.raises(UserError, match="no error of AlexNet for 'spatter'"):
         corruption_errors({"spatter": {1: 0.5}})
-    with pytest.raises(Mistake, match="no flip probability of AlexNet for shear"):
+    with pytest.raises(UserError, match="no flip probability of AlexNet for shear"):
         flip_rates({"shear": 0.5})
 
 
@@ -132,9 +132,9 @@ def test_flips_agree_with_all_phases_gone_through_one_by_one(difficulty):
 
 
 def test_sequences_that_are_too_short():
-    with pytest.raises(Mistake, match="these have 2 frames"):
+    with pytest.raises(UserError, match="these have 2 frames"):
         flips(np.zeros((3, 2), int), noise=False, difficulty=2)
-    with pytest.raises(Mistake, match="these have 1 frames"):
+    with pytest.raises(UserError, match="these have 1 frames"):
         flips(np.zeros((3, 1), int), noise=True)
 
 
@@ -149,12 +149,12 @@ def test_top_five_of_known_moves():
 def test_top_five_agree_with_the_sum_in_the_paper():
     """Sum over the five ranks i, and over j from min(i, s) + 1 to max(i, s), of [1 <= j - 1 <= 5]; s: new rank of i."""
     chance = np.random.default_rng(1)
-    orders = np.stack([[chance.permutation(12) for _ in range(2)] for _ in range(50)])
+    requests = np.stack([[chance.permutation(12) for _ in range(2)] for _ in range(50)])
     expected = []
-    for one, other in orders.tolist():
+    for one, other in requests.tolist():
         total = 0
         for i in range(1, 6):
             s = other.index(one[i - 1]) + 1
             total += sum(1 <= j - 1 <= 5 for j in range(min(i, s) + 1, max(i, s) + 1))
         expected.append(total)
-    assert top5_distances(orders[:, :, :5], noise=False) == pytest.approx(expected)
+    assert top5_distances(requests[:, :, :5], noise=False) == pytest.approx(expected)

@@ -20,11 +20,10 @@ from vitadel.corruptions import COMMON, corrupt, sequence
 from vitadel.corruptions.sequences import CIFAR_SEQUENCES
 from vitadel.data.sources.shapes import Shapes
 from vitadel.data.subset import balanced_subset
-from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation.corruptions import corrupted_copy
-from vitadel.evaluation.corruptions import perturbations
+from vitadel.errors import Interrupted, UserError
+from vitadel.evaluation.corruptions import corrupted_copy, perturbations
 from vitadel.evaluation.corruptions.run import corruptions
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 SOME = ("gaussian_noise", "contrast", "pixelate")
 
@@ -86,7 +85,7 @@ def test_errors_are_those_of_images_corrupted_by_hand(tmp_path):
     assert table["index"] == rows.tolist()
     for cell in results["corruptions"]["cells"]:
         name, level = cell["corruption"], cell["severity"]
-        z = corrupt(x, name, level, Draws.of_samples(0, rows))
+        z = corrupt(x, name, level, SampleRNG.of_samples(0, rows))
         said = Brightness()(z).argmax(1)
         assert table[f"prediction:{name}/{level}"] == said.tolist()
         right = int((said == label).sum())
@@ -128,7 +127,7 @@ def test_one_forward_per_image_corruption_and_severity():
 
 
 def test_a_model_that_always_flips(monkeypatch):
-    def blinking(x, name, draws, difficulty):
+    def blinking(x, name, rng, difficulty):
         return torch.stack([torch.full_like(x, level) for level in (0.02, 0.98, 0.02, 0.98)])
 
     monkeypatch.setattr(perturbations, "sequence", blinking)
@@ -145,7 +144,7 @@ def test_a_model_that_always_flips(monkeypatch):
 def test_flips_are_those_of_sequences_made_by_hand(name, tmp_path):
     rows, x, _ = chosen(20)
     results = run(Corner(), limit=20, corruptions=(), perturbations=(name,), out=tmp_path / "run")
-    frames = sequence(x, name, Draws.of_samples(0, rows))
+    frames = sequence(x, name, SampleRNG.of_samples(0, rows))
     said = torch.stack([Corner()(frame).argmax(1) for frame in frames])
     before = said[:1] if name == "gaussian_noise" else said[:-1]
     flipped = (said[1:] != before).double().mean(0)
@@ -175,7 +174,7 @@ def test_small_pictures_move_as_small_ones_before_a_large_model_sees_them(tmp_pa
     model = Classifier(Corner(), ModelRecord("toy:large", num_classes=10, input_size=(64, 64), crop_pct=0.8)).eval()
     settings = {"corruptions": (), "limit": 10, "device": "cpu"}
     corruptions(model, source(), perturbations=("translate",), out=tmp_path / "run", **settings)
-    frames = sequence(x, "translate", Draws.of_samples(0, rows))
+    frames = sequence(x, "translate", SampleRNG.of_samples(0, rows))
     assert frames.shape[3:] == (16, 16)
     said = []
     for frame in (frames * 255).round().byte().permute(0, 1, 3, 4, 2).numpy():
@@ -211,7 +210,7 @@ def test_interrupted_and_resumed_it_comes_to_the_same_without_doing_it_again(tmp
     resumed = run(again, batch_size=8, out=out, resume=True)
     assert resumed["corruptions"] == whole["corruptions"]
     assert again.seen == 40 * (1 + 3 * 5) - 40 - 5 * 16  # two batches of eight were done
-    with pytest.raises(Mistake, match="begun with other settings"):
+    with pytest.raises(UserError, match="begun with other settings"):
         run(Brightness(), batch_size=8, out=out, resume=True, severities=(1,))
 
 
@@ -240,14 +239,14 @@ def test_two_processes_tell_what_one_tells(tmp_path):
 def test_what_cannot_be_had_is_left_out_and_told_unless_it_was_asked_for(monkeypatch):
     def without_photos(x, name, *more):
         if name == "frost":
-            raise Mistake("no photos of frost here")
+            raise UserError("no photos of frost here")
         return x
 
     monkeypatch.setattr(corrupted_copy, "corrupt", without_photos)
     told = run(Always(), corruptions=None, severities=(1,))["corruptions"]
     assert told["left_out"] == {"frost": "no photos of frost here"}
     assert told["mean_error_over"] == [name for name in COMMON if name != "frost"]
-    with pytest.raises(Mistake, match="no photos of frost"):
+    with pytest.raises(UserError, match="no photos of frost"):
         run(Always(), corruptions=("frost", "fog"))
 
 
@@ -271,6 +270,6 @@ def test_what_cannot_be_had_is_left_out_and_told_unless_it_was_asked_for(monkeyp
     ids=str,
 )
 def test_mistakes_are_told(settings, told):
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UserError) as caught:
         run(Always(), **settings)
     assert told in str(caught.value)

@@ -7,15 +7,15 @@ import pytest
 
 from vitadel.attacks.autoattack.fast import STAGES
 from vitadel.evaluation.audit.evidence import findings_about
-from vitadel.evaluation.engine.stages import NOTE, Leg
+from vitadel.evaluation.engine.stages import NOTE, MemberResult
 
 
-def leg(name: str, held: list[bool], **notes: list[float]) -> Leg:
+def leg(name: str, held: list[bool], **notes: list[float]) -> MemberResult:
     piece = {"index": np.arange(len(held)), "held": np.asarray(held)}
-    return Leg(name, [piece | {f"{NOTE}{key}": np.asarray(values) for key, values in notes.items()}])
+    return MemberResult(name, [piece | {f"{NOTE}{key}": np.asarray(values) for key, values in notes.items()}])
 
 
-def course(falls: dict[str, int], n: int = 1000, met: int = 60, alive: int = 30, flat: int = 0) -> list[Leg]:
+def course(falls: dict[str, int], n: int = 1000, met: int = 60, alive: int = 30, flat: int = 0) -> list[MemberResult]:
     fell = [STAGES.index(stage) for stage, count in falls.items() for _ in range(count)]
     fell += [-1] * (n - len(fell))
     place = np.arange(n)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from films import write_video
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.corruptions.run import corruptions
 
 pytest.importorskip("av")
@@ -64,13 +64,13 @@ def test_a_limit_keeps_the_numbers_of_the_videos(root):
 
 
 def test_what_is_missing_is_told(root):
-    with pytest.raises(Mistake, match="has sequences only"):
+    with pytest.raises(UserError, match="has sequences only"):
         corruptions(Bright().eval(), f"imagenet-p:{root}/p", corruptions=("snow",), device="cpu")
     (root / "p" / "tilt" / GOOSE / "2.mp4").unlink()
-    with pytest.raises(Mistake, match=f"missing: tilt/{GOOSE}/2.mp4"):
+    with pytest.raises(UserError, match=f"missing: tilt/{GOOSE}/2.mp4"):
         corruptions(Bright().eval(), f"imagenet-p:{root}/p", device="cpu")
     write_video(root / "p" / "tilt" / GOOSE / "2.mp4", STEADY[:3])
-    with pytest.raises(Mistake, match=f"have 5 frames, but not {GOOSE}/2.mp4"):
+    with pytest.raises(UserError, match=f"have 5 frames, but not {GOOSE}/2.mp4"):
         corruptions(Bright().eval(), f"imagenet-p:{root}/p", device="cpu")
-    with pytest.raises(Mistake, match="holds no snow; there are: gaussian_noise, tilt"):
+    with pytest.raises(UserError, match="holds no snow; there are: gaussian_noise, tilt"):
         corruptions(Bright().eval(), f"imagenet-p:{root}/p", perturbations=("snow",), device="cpu")

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from vitadel.attacks.parse import make
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.data.sources.shapes import SPLITS
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.audit import protocols
-from vitadel.evaluation.audit.audit import Order, audit
+from vitadel.evaluation.audit.audit import AuditRequest, audit
 from vitadel.evaluation.audit.protocols import PROTOCOLS, Protocol, differences, list_digest, settings, standing
-from vitadel.evaluation.engine.target import Subject
+from vitadel.evaluation.engine.target import Target
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,25 @@ class Blank:
         return f"n{index % 10:08d}/{index}.JPEG"
 
 
-def subject_of(data: str = "cifar10", n: int = 10_000, side: int = 32, crop_pct: float = 0.875) -> Subject:
+def subject_of(data: str = "cifar10", n: int = 10_000, side: int = 32, crop_pct: float = 0.875) -> Target:
     model = wrap(nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), crop_pct=crop_pct)
-    return Subject(model, "toy", Blank(n, side), data)
+    return Target(model, "toy", Blank(n, side), data)
 
 
-def order_of(name: str, **changes) -> Order:
+def request_of(name: str, **changes) -> AuditRequest:
     asked = settings(name)
     asked["attacks"] = PROTOCOLS[name].attacks
     asked["eps"] = make("fgsm", eps=asked["eps"], norm=asked["norm"]).threat.eps
-    return Order(**{**asked, **changes})
+    return AuditRequest(**{**asked, **changes})
 
 
-def told(order: Order, subject: Subject) -> dict:
-    return standing(order, subject, torch.arange(len(subject.source)))
+def told(request: AuditRequest, target: Target) -> dict:
+    return standing(request, target, torch.arange(len(target.source)))
 
 
-def refusal(order: Order, subject: Subject) -> str:
-    with pytest.raises(Mistake, match="no run of the protocol") as caught:
-        told(order, subject)
+def refusal(request: AuditRequest, target: Target) -> str:
+    with pytest.raises(UserError, match="no run of the protocol") as caught:
+        told(request, target)
     return str(caught.value)
 
 
@@ -80,25 +80,25 @@ def test_the_facts_of_the_leaderboards():
 def test_a_run_by_the_book_bears_the_name(name):
     protocol = PROTOCOLS[name]
     data = "imagenet:somewhere" if "imagenet" in protocol.data else protocol.data[0]
-    subject = subject_of(data, protocol.images, protocol.pixels or 64)
-    found = told(order_of(name), subject)
+    target = subject_of(data, protocol.images, protocol.pixels or 64)
+    found = told(request_of(name), target)
     assert (found["name"], found["comparable_with"]) == (name, protocol.comparable_with)
     assert found["differences"] == {}
-    unasked = told(order_of(name, protocol=None), subject)
+    unasked = told(request_of(name, protocol=None), target)
     assert unasked["name"] == name  # whoever does everything right need not know that there is a name
 
 
 def test_the_same_attack_by_another_name_is_the_same():
-    subject = subject_of()
-    assert told(order_of("robustbench-cifar10", attacks=("autoattack-100(targets=9)",)), subject)["differences"] == {}
-    assert "attacks" in refusal(order_of("robustbench-cifar10", attacks=("autoattack-50",)), subject)
+    target = subject_of()
+    assert told(request_of("robustbench-cifar10", attacks=("autoattack-100(targets=9)",)), target)["differences"] == {}
+    assert "attacks" in refusal(request_of("robustbench-cifar10", attacks=("autoattack-50",)), target)
 
 
 def test_all_differences_are_told_at_once():
-    order = order_of(
+    request = request_of(
         "robustbench-cifar10", eps=4 / 255, attacks=("pgd-20", "fgsm"), precision="bf16", skip_bad=True, norm="l2"
     )
-    message = refusal(order, subject_of("shapes", 100, side=64))
+    message = refusal(request, subject_of("shapes", 100, side=64))
     assert "data: shapes instead of cifar10" in message
     assert "norm: l2 instead of linf" in message
     assert "eps: 4/255 instead of 8/255" in message
@@ -111,52 +111,54 @@ def test_all_differences_are_told_at_once():
 
 
 def test_training_images_and_nameless_data_are_other_data():
-    assert "data: cifar10@train" in refusal(order_of("robustbench-cifar10"), subject_of("cifar10@train"))
-    assert told(order_of("robustbench-cifar10"), subject_of("cifar10@test"))["name"]
+    assert "data: cifar10@train" in refusal(request_of("robustbench-cifar10"), subject_of("cifar10@train"))
+    assert told(request_of("robustbench-cifar10"), subject_of("cifar10@test"))["name"]
     nameless = replace(subject_of(), given_as_object=True)
-    assert "data: cifar10 instead of cifar10" in refusal(order_of("robustbench-cifar10"), nameless)
+    assert "data: cifar10 instead of cifar10" in refusal(request_of("robustbench-cifar10"), nameless)
 
 
 def test_a_part_of_a_larger_set_is_not_a_split_of_its_own():
     training = subject_of("imagenet:somewhere/train", 60_000, side=224)
-    with pytest.raises(Mistake, match="images: 50,000 of 60,000 instead of a whole split of 50,000") as caught:
-        standing(order_of("rvt"), training, torch.arange(50_000))
+    with pytest.raises(UserError, match="images: 50,000 of 60,000 instead of a whole split of 50,000") as caught:
+        standing(request_of("rvt"), training, torch.arange(50_000))
     assert str(caught.value).count(" instead of ") == 1
-    unasked = standing(order_of("rvt", protocol=None), training, torch.arange(50_000))
+    unasked = standing(request_of("rvt", protocol=None), training, torch.arange(50_000))
     assert (unasked["name"], unasked["nearest"], [*unasked["differences"]]) == (None, "rvt", ["images"])
 
 
 def test_attacks_in_a_row_are_not_attacks_alone():
-    message = refusal(order_of("rvt", independent=False), subject_of("imagenet:x", 50_000, side=224))
+    message = refusal(request_of("rvt", independent=False), subject_of("imagenet:x", 50_000, side=224))
     assert "counting: attacks one after the other instead of each alone" in message
     assert message.count(" instead of ") == 1
     assert "counting" not in differences(
         PROTOCOLS["robustbench-cifar10"],
-        order_of("robustbench-cifar10", independent=True),
+        request_of("robustbench-cifar10", independent=True),
         subject_of(),
         torch.arange(10_000),
     )  # of a single attack both are the same
 
 
 def test_an_attack_that_a_protocol_rules_out_is_a_difference_and_no_fault():
-    order = Order(attacks=("features-30(paper=true)",))  # cannot be built in the norm of robustbench-cifar10-l2
-    found = told(order, subject_of())
+    request = AuditRequest(
+        attacks=("features-30(paper=true)",)
+    )  # cannot be built in the norm of robustbench-cifar10-l2
+    found = told(request, subject_of())
     assert found["name"] is None
     assert found["differences"]["attacks"].startswith("features-30(paper=true) instead of ")
     wanted = PROTOCOLS["robustbench-cifar10-l2"]
-    assert "attacks" in differences(wanted, order, subject_of(), torch.arange(10_000))
+    assert "attacks" in differences(wanted, request, subject_of(), torch.arange(10_000))
 
 
 def test_weights_in_half_precision_are_another_precision():
-    subject = subject_of()
-    subject.model.to(torch.bfloat16)
-    message = refusal(order_of("robustbench-cifar10"), subject)
+    target = subject_of()
+    target.model.to(torch.bfloat16)
+    message = refusal(request_of("robustbench-cifar10"), target)
     assert "precision of weights: bfloat16 instead of float32" in message
     assert message.count(" instead of ") == 1
 
 
 def test_rvt_is_at_224_pixels():
-    message = refusal(order_of("rvt"), subject_of("imagenet:x", 50_000, side=384))
+    message = refusal(request_of("rvt"), subject_of("imagenet:x", 50_000, side=384))
     assert "size of attacked images: 384 x 384 instead of 224 x 224" in message
     assert message.count(" instead of ") == 1
 
@@ -170,15 +172,15 @@ def test_rvt_is_at_224_pixels():
     ],
 )
 def test_rvt_is_at_the_crop_of_its_paper(changes, own):
-    subject = subject_of("imagenet:x", 50_000, side=224)
-    other = Classifier(subject.model.backbone, replace(subject.model.record, **changes))
-    subject = replace(subject, model=other)
-    message = refusal(order_of("rvt"), subject)
+    target = subject_of("imagenet:x", 50_000, side=224)
+    other = Classifier(target.model.backbone, replace(target.model.record, **changes))
+    target = replace(target, model=other)
+    message = refusal(request_of("rvt"), target)
     wanted = "shorter side to 256 pixels (bicubic), then the central 224 x 224"
     assert f"preprocessing: {own}, then the central 224 x 224 instead of {wanted}" in message
     assert message.count(" instead of ") == 1
     board = replace(PROTOCOLS["robustbench-imagenet"], image_list=None, images=50_000)
-    found = differences(board, order_of("robustbench-imagenet"), subject, torch.arange(50_000))
+    found = differences(board, request_of("robustbench-imagenet"), target, torch.arange(50_000))
     assert found == {}  # there every model has its own way
 
 
@@ -188,21 +190,21 @@ def test_what_a_protocol_asks_of_opening_a_model():
 
 
 def test_studies_on_other_images_are_other_attacks():
-    message = refusal(order_of("paper-aas", calibration="svhn"), subject_of())
+    message = refusal(request_of("paper-aas", calibration="svhn"), subject_of())
     assert "calibration: svhn instead of the training split" in message
     assert message.count(" instead of ") == 1
-    idle = order_of("robustbench-cifar10", calibration="svhn")  # AutoAttack studies nothing
+    idle = request_of("robustbench-cifar10", calibration="svhn")  # AutoAttack studies nothing
     assert told(idle, subject_of())["name"] == "robustbench-cifar10"
 
 
 def test_five_thousand_images_are_not_yet_those_of_the_list(monkeypatch):
-    subject = subject_of("imagenet:x", 5_000)
-    message = refusal(order_of("robustbench-imagenet"), subject)
+    target = subject_of("imagenet:x", 5_000)
+    message = refusal(request_of("robustbench-imagenet"), target)
     assert "images: other 5,000 images than those of imagenet:DIR(list=FILE)" in message
-    names = [subject.source.name(index) for index in range(5_000)]
+    names = [target.source.name(index) for index in range(5_000)]
     right = replace(PROTOCOLS["robustbench-imagenet"], image_list=list_digest(reversed(names)))
     monkeypatch.setattr(protocols, "PROTOCOLS", {right.name: right})
-    assert told(order_of("robustbench-imagenet"), subject)["name"] == "robustbench-imagenet"
+    assert told(request_of("robustbench-imagenet"), target)["name"] == "robustbench-imagenet"
 
 
 def test_lists_are_named_by_their_images_alone():
@@ -213,16 +215,16 @@ def test_lists_are_named_by_their_images_alone():
 
 
 def test_a_run_without_a_name_hears_how_far_off_it_is():
-    found = told(Order(attacks=("autoattack",), eps=0.4, norm="l2"), subject_of())
+    found = told(AuditRequest(attacks=("autoattack",), eps=0.4, norm="l2"), subject_of())
     assert (found["name"], found["comparable_with"]) == (None, None)
     assert found["nearest"] == "robustbench-cifar10-l2"
     assert found["differences"] == {"eps": "0.4 instead of 0.5"}
-    assert told(Order(), subject_of("folder:x", 20))["nearest"] is None
+    assert told(AuditRequest(), subject_of("folder:x", 20))["nearest"] is None
 
 
 def test_unknown_names_are_told_with_the_known_ones():
-    with pytest.raises(Mistake, match="did you mean robustbench-cifar10") as caught:
-        Order(protocol="robustbench-cifar-10")
+    with pytest.raises(UserError, match="did you mean robustbench-cifar10") as caught:
+        AuditRequest(protocol="robustbench-cifar-10")
     assert "paper-aas" in str(caught.value)
 
 
@@ -233,7 +235,7 @@ def test_audits_write_it_down_and_refuse_before_they_run(monkeypatch, tmp_path):
     done = audit(out=tmp_path / "run", **settings("tiny"))
     assert done["protocol"]["comparable_with"] == "nobody"
     assert json.loads((tmp_path / "run" / "results.json").read_text())["protocol"]["name"] == "tiny"
-    with pytest.raises(Mistake, match="images: 10 instead of 20"):
+    with pytest.raises(UserError, match="images: 10 instead of 20"):
         audit(limit=10, out=tmp_path / "other", **settings("tiny"))
     assert not (tmp_path / "other").exists()
     off = audit(attacks="fgsm", eps="4/255")["protocol"]

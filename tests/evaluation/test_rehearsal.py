@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from vitadel.attacks import make
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
-from vitadel.evaluation.engine.preflight import rehearse
+from vitadel.evaluation.engine.preflight import preflight
 from vits import make_vit
 
 
@@ -34,7 +34,7 @@ def crew(*names: str) -> list[tuple[str, object]]:
 def test_it_takes_few_passes_and_leaves_no_trace(name):
     model = Counting().train()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    rehearse(model, crew(name), (16, 16))
+    preflight(model, crew(name), (16, 16))
     members = 4 if name == "autoattack" else 1
     assert 1 < model.passes <= 1 + 3 * members
     assert model.training
@@ -55,21 +55,21 @@ def test_it_takes_few_passes_and_leaves_no_trace(name):
     ],
 )
 def test_what_does_not_suit_the_model_is_told(name):
-    with pytest.raises(Mistake):
-        rehearse(Counting(), crew("pgd-2", name), (16, 16))
+    with pytest.raises(UserError):
+        preflight(Counting(), crew("pgd-2", name), (16, 16))
 
 
 @pytest.mark.parametrize("name", ["patch-fool-2", "aas(images=4,steps=1)+pgd-2", "features-3", "patches-learned"])
 def test_what_suits_it_is_not(name):
     model, passes = make_vit("vit"), []
     model.register_forward_hook(lambda module, given, logits: passes.append(len(logits)))
-    rehearse(model, crew(name), (32, 32))
+    preflight(model, crew(name), (32, 32))
     assert 1 < len(passes) <= 8
 
 
 def test_an_audit_is_refused_before_it_writes_or_attacks_anything(tmp_path):
     model = Counting()
-    with pytest.raises(Mistake, match="99"):
+    with pytest.raises(UserError, match="99"):
         audit(model, "shapes(size=16)", attacks=["pgd-2", "targeted:99+pgd-2"], limit=4, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert model.passes < 10

@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from imagenet_a import RIGHT, answering, write_imagenet_a
-from vitadel.attacks.patches.corruption_model_files import save_corruption_model
 from vitadel.attacks.patches.corruption_model import CorruptionModel
+from vitadel.attacks.patches.corruption_model_files import save_corruption_model
 from vitadel.backbones.classifier import wrap
-from vitadel.errors import Interrupted, Mistake
+from vitadel.errors import Interrupted, UserError
+from vitadel.evaluation.engine.target import open_target
 from vitadel.evaluation.stability import run as stability
-from vitadel.evaluation.stability.run import StabilityOrder, run_stability
 from vitadel.evaluation.stability.measures import drift, map_similarity, mean_with_interval, over_masks, steps_below_one
-from vitadel.evaluation.engine.target import open_subject
-from vitadel.reporting.read_runs import read_run
-from vitadel.reporting.page import render, verdict
+from vitadel.evaluation.stability.run import StabilityRequest, run_stability
 from vitadel.reporting.kinds.stability import draw_stability, show_stability, stability_tables
+from vitadel.reporting.page import render, verdict
+from vitadel.reporting.read_runs import read_run
 from vitadel.runtime.distributed import join_processes
 from vits import make_vit
 
@@ -52,7 +52,7 @@ def blind():
 
 def measured(model, folder, resume=False, **changes):
     return run_stability(
-        open_subject(model, DATA), StabilityOrder(**{**QUICK, **changes}), CPU, out=folder, resume=resume
+        open_target(model, DATA), StabilityRequest(**{**QUICK, **changes}), CPU, out=folder, resume=resume
     )
 
 
@@ -80,8 +80,8 @@ def test_numbers_by_another_computation(tmp_path, monkeypatch):
     seen = []
     real = stability._noise_in
 
-    def watched(order, selector):
-        corrupt = real(order, selector)
+    def watched(request, selector):
+        corrupt = real(request, selector)
 
         def noted(*given):
             seen.append((given[1], corrupt(*given)))
@@ -162,10 +162,10 @@ def test_a_given_selector_chooses(tmp_path, monkeypatch):
     changed = []
     real = stability._looked_at
 
-    def spy(model, batch, draws, corrupt, masks, order):
-        z = corrupt(model, batch.x, draws.stream("mask", 0))
+    def spy(model, batch, rng, corrupt, masks, request):
+        z = corrupt(model, batch.x, rng.stream("mask", 0))
         changed.append(((z - batch.x).abs().amax(1) > 0).unflatten(1, (4, 8)).unflatten(3, (4, 8)).any(4).any(2))
-        return real(model, batch, draws, corrupt, masks, order)
+        return real(model, batch, rng, corrupt, masks, request)
 
     monkeypatch.setattr(stability, "_looked_at", spy)
     told = measured(lively(), tmp_path / "run", selector=str(tmp_path / "c.safetensors")).results["stability"]
@@ -182,7 +182,7 @@ def test_a_given_selector_chooses(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_a_selector_for_another_grid_is_told_first(tmp_path, grid, told):
     save_corruption_model(CorruptionModel(*grid), tmp_path / "c.safetensors")
-    with pytest.raises(Mistake, match=told):
+    with pytest.raises(UserError, match=told):
         measured(lively(), tmp_path / "run", selector=str(tmp_path / "c.safetensors"))
     assert not (tmp_path / "run").exists()
 
@@ -192,9 +192,9 @@ def test_masks_are_judged_among_the_classes_that_count(tmp_path):
     model = wrap(make_vit("vit", classes=1000), mean=(0.5,) * 3, std=(0.5,) * 3)
     nn.init.zeros_(model.backbone.patch_embed.proj.weight)
     answering(model.backbone.head)
-    order = StabilityOrder(**{**QUICK, "limit": None, "attacks": ("fgsm",)})
+    request = StabilityRequest(**{**QUICK, "limit": None, "attacks": ("fgsm",)})
     data = write_imagenet_a(tmp_path / "a")
-    results = run_stability(open_subject(model, data), order, CPU, out=tmp_path / "run").results
+    results = run_stability(open_target(model, data), request, CPU, out=tmp_path / "run").results
     assert results["clean"]["correct"] == RIGHT
     assert results["clean_among_all"]["correct"] == 0
     assert results["stability"]["random"]["accuracy"]["mean"] == RIGHT / 4
@@ -225,7 +225,7 @@ def test_three_ways_to_compare_maps():
     windows = torch.cat([clean, clean])  # of one image
     assert map_similarity(windows, torch.cat([clean, other]), 1, "map", 0).tolist() == pytest.approx([7 / 8])
     assert map_similarity(windows, torch.cat([clean, other]), 2, "map", 0).tolist() == pytest.approx([1, 3 / 4])
-    with pytest.raises(Mistake, match="form no square"):
+    with pytest.raises(UserError, match="form no square"):
         map_similarity(clean, other, 1, "centre", 1)
 
 
@@ -250,8 +250,8 @@ def test_interval_of_a_mean():
     ({"noise": "grey"}, "unknown noise"),
 ])  # fmt: skip
 def test_orders_without_sense(settings, told):
-    with pytest.raises(Mistake, match=told):
-        StabilityOrder(**settings)
+    with pytest.raises(UserError, match=told):
+        StabilityRequest(**settings)
 
 
 def test_attacks_beside_it_and_the_report(tmp_path, capsys):

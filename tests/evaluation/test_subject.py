@@ -11,23 +11,23 @@ from safetensors.torch import save_file
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head
-from vitadel.errors import Mistake
-from vitadel.evaluation.engine.target import Subject, open_subject
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.target import Target, open_target
 
 
 @pytest.mark.parametrize("data", ["shapes", "shapes(size=32)@test"])
 def test_a_zoo_model_of_other_images_is_not_judged_on_the_built_in_ones(data):
-    with pytest.raises(Mistake, match=r"trained on cifar10.*--data cifar10@test"):
-        open_subject("zoo:cifar10-trades", data)
+    with pytest.raises(UserError, match=r"trained on cifar10.*--data cifar10@test"):
+        open_target("zoo:cifar10-trades", data)
 
 
 def test_a_zoo_model_of_shapes_is():
-    assert open_subject("zoo:shapes-robust", "shapes").model_spec == "zoo:shapes-robust"
+    assert open_target("zoo:shapes-robust", "shapes").model_spec == "zoo:shapes-robust"
 
 
 def test_an_unknown_name_is_told_as_such():
-    with pytest.raises(Mistake, match="unknown zoo model"):
-        open_subject("zoo:cifar10-tredes", "shapes")
+    with pytest.raises(UserError, match="unknown zoo model"):
+        open_target("zoo:cifar10-tredes", "shapes")
 
 
 def test_a_number_of_classes_is_only_advised_where_it_can_be_set(tmp_path):
@@ -35,8 +35,8 @@ def test_a_number_of_classes_is_only_advised_where_it_can_be_set(tmp_path):
     data = f"npz:{tmp_path}/set.npz"
 
     def told(model: str, **options: object) -> str:
-        with pytest.raises(Mistake, match="13 classes and the model 10: take a model for this data") as caught:
-            open_subject(model, data, model_options=options).selection(None, 0, False)
+        with pytest.raises(UserError, match="13 classes and the model 10: take a model for this data") as caught:
+            open_target(model, data, model_options=options).selection(None, 0, False)
         return str(caught.value)
 
     assert "--num-classes" not in told("zoo:shapes-robust")
@@ -44,14 +44,14 @@ def test_a_number_of_classes_is_only_advised_where_it_can_be_set(tmp_path):
 
 
 def test_a_model_is_the_same_whatever_a_recipe_says_about_it():
-    subject = open_subject("zoo:shapes-robust", "shapes")
+    target = open_target("zoo:shapes-robust", "shapes")
 
-    def noted(**notes: str) -> Subject:
-        record = replace(subject.model.record, notes={**subject.model.record.notes, **notes})
-        return replace(subject, model=Classifier(subject.model.backbone, record))
+    def noted(**notes: str) -> Target:
+        record = replace(target.model.record, notes={**target.model.record.notes, **notes})
+        return replace(target, model=Classifier(target.model.backbone, record))
 
-    assert noted(about="words").model_fingerprint() == subject.model_fingerprint()
-    assert noted(tokens="some").model_fingerprint() != subject.model_fingerprint()
+    assert noted(about="words").model_fingerprint() == target.model_fingerprint()
+    assert noted(tokens="some").model_fingerprint() != target.model_fingerprint()
 
 
 def test_a_file_may_bring_the_head_that_a_release_lacks(tmp_path):

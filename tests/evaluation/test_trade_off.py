@@ -21,20 +21,20 @@ from vitadel.attacks.branch_attacks import Aimed
 from vitadel.attacks.parse import make
 from vitadel.data import open_dataset
 from vitadel.data.batches import batches
-from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation.trade_off import run as trade_off
-from vitadel.evaluation.engine.class_subset import choose_among
-from vitadel.evaluation.trade_off.candidates import Contender, between, check_alike, open_contenders
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.audit.protocols import RVT
-from vitadel.evaluation.engine.target import open_subject
-from vitadel.evaluation.trade_off.run import TradeOffOrder, run_trade_off
+from vitadel.evaluation.engine.class_subset import choose_among
+from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.target import open_target
+from vitadel.evaluation.trade_off import run as trade_off
+from vitadel.evaluation.trade_off.candidates import Candidate, between, check_alike, open_contenders
+from vitadel.evaluation.trade_off.run import TradeOffRequest, run_trade_off
 from vitadel.runtime.distributed import join_processes
 from vitadel.types import Source
 
 CPU = join_processes("cpu")
 BUDGETS = (1 / 255, 4 / 255)
-ORDER = TradeOffOrder(eps=BUDGETS, attacks=("pgd-2",), aimed=("pgd-2",), batch_size=16)
+ORDER = TradeOffRequest(eps=BUDGETS, attacks=("pgd-2",), aimed=("pgd-2",), batch_size=16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class Answered:
 
 
 def answered(count=24):
-    shapes, bare = open_dataset("shapes(size=32)@test"), open_subject(classifier_of(), "shapes(size=32)@test")
+    shapes, bare = open_dataset("shapes(size=32)@test"), open_target(classifier_of(), "shapes(size=32)@test")
     (batch,) = batches(shapes, [list(range(count))], bare.preprocess)
     with torch.no_grad():
         return Answered(shapes, bare.model(batch.x).argmax(1))
@@ -88,15 +88,15 @@ def other_fusion(model, trade_off=0.9):
     return other
 
 
-def contender(name, model):
-    return Contender(name, open_subject(model, SOURCE))
+def candidate(name, model):
+    return Candidate(name, open_target(model, SOURCE))
 
 
 @pytest.fixture(scope="module")
 def crew():
     first = tora()
     baseline = tora(kind="single", trade_off=0.5)
-    return [contender("low", first), contender("high", other_fusion(first)), contender("single", baseline)]
+    return [candidate("low", first), candidate("high", other_fusion(first)), candidate("single", baseline)]
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +109,13 @@ def samples(outcome):
     return pq.read_table(io.BytesIO((outcome.folder.path / "samples.parquet").read_bytes())).to_pydict()
 
 
-def pixels(subject, index):
-    (batch,) = batches(subject.source, [list(index)], subject.preprocess)
+def pixels(target, index):
+    (batch,) = batches(target.source, [list(index)], target.preprocess)
     return batch.x, batch.y
 
 
 def test_every_head_is_judged_as_by_hand(crew, outcome, samples):
-    x, y = pixels(crew[0].subject, samples["index"])
+    x, y = pixels(crew[0].target, samples["index"])
     model = crew[0].tora
     assert samples["label"] == y.tolist()
     outputs = {"acc": OneHead(model, "acc"), "rob": OneHead(model, "rob"), "joint": model}
@@ -162,8 +162,8 @@ def test_the_worst_case_is_what_holds_against_everything_within_the_budget(crew,
 
 
 def test_an_aimed_step_follows_the_gradient_of_its_branch(crew):
-    model, subject = crew[0].tora, crew[0].subject
-    x, y = pixels(subject, range(12))
+    model, target = crew[0].tora, crew[0].target
+    x, y = pixels(target, range(12))
     eps = 2 / 255
     for branch in ("acc", "rob"):
         found = Aimed(make("fgsm", eps=eps), branch)(model, x, y)
@@ -186,11 +186,11 @@ def of_imagenet(seed):
 
 
 def test_every_output_chooses_between_the_classes_that_count(tmp_path):
-    subject = open_subject(of_imagenet(0), write_imagenet_a(tmp_path / "a"))
-    order = TradeOffOrder(eps=BUDGETS[:1], attacks=("pgd-2",), aimed=("pgd-2",), maps=2, batch_size=2)
-    crew = [Contender("one", subject), Contender("plain", open_subject(classifier_of(classes=1000), subject.source))]
-    answering(crew[1].subject.model.backbone.head)
-    results = run_trade_off(crew, order, CPU, out=tmp_path / "run").results
+    target = open_target(of_imagenet(0), write_imagenet_a(tmp_path / "a"))
+    request = TradeOffRequest(eps=BUDGETS[:1], attacks=("pgd-2",), aimed=("pgd-2",), maps=2, batch_size=2)
+    crew = [Candidate("one", target), Candidate("plain", open_target(classifier_of(classes=1000), target.source))]
+    answering(crew[1].target.model.backbone.head)
+    results = run_trade_off(crew, request, CPU, out=tmp_path / "run").results
     assert results["data"]["classes"] == 200
     one, plain = results["trade_off"]["contenders"]
     assert (one["kind"], plain["kind"]) == ("tora", "model")
@@ -203,20 +203,20 @@ def test_every_output_chooses_between_the_classes_that_count(tmp_path):
 
 
 def test_an_aimed_step_between_some_classes(tmp_path):
-    subject = choose_among(open_subject(of_imagenet(1), write_imagenet_a(tmp_path / "a")))
-    x, y = pixels(subject, range(RIGHT))
-    whole, eps = Contender("one", subject).tora, 2 / 255
+    target = choose_among(open_target(of_imagenet(1), write_imagenet_a(tmp_path / "a")))
+    x, y = pixels(target, range(RIGHT))
+    whole, eps = Candidate("one", target).tora, 2 / 255
     for branch in ("acc", "rob"):
-        found = Aimed(make("fgsm", eps=eps), branch)(subject.model, x, y)
+        found = Aimed(make("fgsm", eps=eps), branch)(target.model, x, y)
         z = x.clone().requires_grad_()
-        logits = OneHead(whole, branch)(z)[:, subject.model.chosen]
+        logits = OneHead(whole, branch)(z)[:, target.model.chosen]
         (slope,) = torch.autograd.grad(F.cross_entropy(logits, y, reduction="sum"), z)
         torch.testing.assert_close(found, (x + eps * slope.sign()).clamp(0, 1))
 
 
 def test_an_aimed_attack_costs_what_it_says(crew):
     model = crew[0].tora
-    x, _ = pixels(crew[0].subject, range(6))
+    x, _ = pixels(crew[0].target, range(6))
     with torch.no_grad():
         y = model(x).argmax(1)
     attack = Aimed(make("pgd-3", eps=1e-6), "acc")
@@ -228,9 +228,9 @@ def test_an_aimed_attack_costs_what_it_says(crew):
 def test_aiming_needs_two_heads():
     x = torch.rand(1, 3, 32, 32)
     for model in (tora(kind="single"), classifier_of()):
-        with pytest.raises(Mistake, match="no branch 'acc' to aim at"):
+        with pytest.raises(UserError, match="no branch 'acc' to aim at"):
             Aimed(make("fgsm"), "acc")(model, x, torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(Mistake, match="unknown branch 'ac' to aim at; did you mean acc"):
+    with pytest.raises(UserError, match="unknown branch 'ac' to aim at; did you mean acc"):
         Aimed(make("fgsm"), "ac")
 
 
@@ -242,7 +242,7 @@ class Masked(Tora):
 
 
 def test_a_joint_output_without_gradients_is_seen_through_and_told(tmp_path):
-    found = run_trade_off([contender("masked", tora(made=Masked))], ORDER, CPU, out=tmp_path / "run").results
+    found = run_trade_off([candidate("masked", tora(made=Masked))], ORDER, CPU, out=tmp_path / "run").results
     (entry,) = found["trade_off"]["contenders"]
     before, *after = [each["held"] for each in entry["attacks"] if each["eps"] == BUDGETS[1]]
     assert after[-1] < before - 5
@@ -291,13 +291,13 @@ def test_the_knob_gives_fusions_in_between(crew):
 
 @pytest.mark.parametrize("alone", [slice(0, 1), slice(2, 3)])
 def test_a_knob_needs_two_fusions_of_one_training(crew, alone):
-    with pytest.raises(Mistake, match="--knob goes from one fusion to another of the same training"):
+    with pytest.raises(UserError, match="--knob goes from one fusion to another of the same training"):
         between(crew[alone], 1)
 
 
 def test_a_knob_needs_two_lambdas(crew):
-    again = contender("again", other_fusion(crew[0].tora, trade_off=0.1))
-    with pytest.raises(Mistake, match="with different lambdas"):
+    again = candidate("again", other_fusion(crew[0].tora, trade_off=0.1))
+    with pytest.raises(UserError, match="with different lambdas"):
         between([crew[0], again], 1)
     assert [each.knob["lambdas"] for each in between([crew[0], again, crew[1]], 1)] == [[0.1, 0.9]]
 
@@ -305,18 +305,18 @@ def test_a_knob_needs_two_lambdas(crew):
 def test_models_by_name_share_data():
     found = open_contenders(["zoo:shapes-standard", "zoo:shapes-robust"], "shapes")
     assert [each.name for each in found] == ["zoo:shapes-standard", "zoo:shapes-robust"]
-    assert found[0].subject.source is found[1].subject.source
+    assert found[0].target.source is found[1].target.source
     assert found[0].told()["kind"] == "model"
     assert found[0].branches == ()
-    with pytest.raises(Mistake, match="at least one model"):
+    with pytest.raises(UserError, match="at least one model"):
         open_contenders([], "shapes")
 
 
 @pytest.mark.parametrize("eps", [2 / 255, "2/255", [2 / 255], ["2/255"]])
 def test_budgets_and_attacks_however_they_are_written(eps):
-    order = TradeOffOrder.read(eps, "pgd-2(step=1/255,restarts=2),fgsm", None)
-    assert (order.eps, order.attacks, order.aimed) == ((2 / 255,), ("pgd-2(step=1/255,restarts=2)", "fgsm"), ())
-    assert TradeOffOrder.read("1/255,2/255", ["fgsm"], "").eps == (1 / 255, 2 / 255)
+    request = TradeOffRequest.read(eps, "pgd-2(step=1/255,restarts=2),fgsm", None)
+    assert (request.eps, request.attacks, request.aimed) == ((2 / 255,), ("pgd-2(step=1/255,restarts=2)", "fgsm"), ())
+    assert TradeOffRequest.read("1/255,2/255", ["fgsm"], "").eps == (1 / 255, 2 / 255)
 
 
 @pytest.mark.parametrize(
@@ -336,8 +336,8 @@ def test_budgets_and_attacks_however_they_are_written(eps):
     ],
 )
 def test_orders_that_make_no_sense(settings, told):
-    with pytest.raises(Mistake, match=told):
-        TradeOffOrder(**settings)
+    with pytest.raises(UserError, match=told):
+        TradeOffRequest(**settings)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_orders_that_make_no_sense(settings, told):
     ],
 )
 def test_models_for_other_inputs_or_classes_are_refused(settings, told):
-    first, other = (contender(name, classifier_of(**given)) for name, given in (("one", {}), ("two", settings)))
-    with pytest.raises(Mistake, match=f"'two' and 'one' {told}"):
+    first, other = (candidate(name, classifier_of(**given)) for name, given in (("one", {}), ("two", settings)))
+    with pytest.raises(UserError, match=f"'two' and 'one' {told}"):
         check_alike(first, other)
     check_alike(first, first)

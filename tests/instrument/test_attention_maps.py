@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument import attention_maps, scaled_attention, score_statistics
 from vits import VITS, make_vit, pixels, precise_vit
 
@@ -176,7 +176,7 @@ def test_maps_are_taken_before_dropout_and_of_the_last_run() -> None:
 
 
 def test_reading_before_running_is_told() -> None:
-    with attention_maps(make_vit("vit")) as maps, pytest.raises(Mistake, match=r"'blocks\.1\.attn'.*run the model"):
+    with attention_maps(make_vit("vit")) as maps, pytest.raises(UserError, match=r"'blocks\.1\.attn'.*run the model"):
         maps[-1]
     with pytest.raises(IndexError):
         maps[2]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vitadel.backbones.anatomy import blocks_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument import block_features, scaled_attention
 from vits import VITS, make_vit, pixels, precise_vit
 
@@ -77,5 +77,5 @@ def test_chosen_blocks_in_the_order_given() -> None:
 
 def test_a_block_that_is_not_there() -> None:
     message = r"no block 2, -3; the model has 2 blocks. Give numbers from -2 to 1"
-    with pytest.raises(Mistake, match=message), block_features(make_vit("vit"), [0, 2, -3]):
+    with pytest.raises(UserError, match=message), block_features(make_vit("vit"), [0, 2, -3]):
         pass

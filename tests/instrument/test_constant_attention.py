@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from toys import TinyNet
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument import attention_maps, scaled_attention
 from vitadel.instrument.attention import constant_attention
 from vits import VITS, make_vit, pixels, precise_vit
@@ -143,5 +143,5 @@ def test_no_trace_is_left(name: str, fused: bool) -> None:
 
 
 def test_a_model_without_attention_is_told() -> None:
-    with pytest.raises(Mistake, match=r"no anatomy known for toys\.TinyNet"), constant_attention(TinyNet()):
+    with pytest.raises(UserError, match=r"no anatomy known for toys\.TinyNet"), constant_attention(TinyNet()):
         pass

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument import attention_maps, block_features, extra_tokens, scaled_attention
 from vitadel.instrument.tokens import own_tokens, token_width
 from vits import VITS, make_vit, pixels, precise_vit
@@ -132,7 +132,7 @@ def test_gradients_of_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", UNABLE)
 def test_families_without_a_place_for_them_say_why(name: str) -> None:
     message = rf"no meaning for family '{VITS[name].family}': its .*\. Families that take them: eva, vit\."
-    with pytest.raises(Mistake, match=message), extra_tokens(make_vit(name), torch.ones(1, 24)):
+    with pytest.raises(UserError, match=message), extra_tokens(make_vit(name), torch.ones(1, 24)):
         pass
 
 
@@ -140,7 +140,7 @@ def test_a_model_of_no_known_family_hears_which_would_do() -> None:
     """Not only which families are known: most of those take no tokens either."""
     message = r"no place is known for extra tokens: no anatomy known for .*\. Families that take them: eva, vit\."
     for ask in (token_width, lambda model: extra_tokens(model, torch.ones(1, 24)).__enter__()):
-        with pytest.raises(Mistake, match=message):
+        with pytest.raises(UserError, match=message):
             ask(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()))
 
 
@@ -166,7 +166,7 @@ def test_appended_tokens_do_the_same_at_the_other_end(name: str, fused: bool) ->
 @pytest.mark.parametrize("name", ["eva02", "dinov3"])
 def test_rotating_models_refuse_appended_tokens(name: str) -> None:
     message = r"cannot be appended to Eva: it rotates .* Use placement 'prefix'"
-    with pytest.raises(Mistake, match=message), extra_tokens(make_vit(name), torch.ones(1, 24), placement="append"):
+    with pytest.raises(UserError, match=message), extra_tokens(make_vit(name), torch.ones(1, 24), placement="append"):
         pass
 
 
@@ -180,7 +180,7 @@ def test_without_rotation_that_family_takes_them_at_the_end_too() -> None:
 
 def test_an_unknown_place() -> None:
     with (
-        pytest.raises(Mistake, match=r"'prefx'; did you mean prefix\? Known: prefix, append"),
+        pytest.raises(UserError, match=r"'prefx'; did you mean prefix\? Known: prefix, append"),
         extra_tokens(make_vit("vit"), torch.ones(1, 24), placement="prefx"),
     ):
         pass
@@ -197,7 +197,7 @@ def test_one_set_of_tokens_per_image(name: str) -> None:
     with extra_tokens(model, sets):
         torch.testing.assert_close(model(x), torch.cat(expected), rtol=0, atol=1e-11)
     with (
-        pytest.raises(Mistake, match="2 sets of tokens given for 3 images"),
+        pytest.raises(UserError, match="2 sets of tokens given for 3 images"),
         extra_tokens(model, sets),
     ):
         model(x[[0, 1, 0]])
@@ -243,14 +243,14 @@ def test_own_tokens_of_families_without_extra_ones() -> None:
 def test_the_width_of_tokens() -> None:
     assert token_width(make_vit("vit")) == 24
     assert token_width(make_vit("eva02", embed_dim=36)) == 36
-    with pytest.raises(Mistake, match="no meaning for family 'swin'"):
+    with pytest.raises(UserError, match="no meaning for family 'swin'"):
         token_width(make_vit("swin"))
 
 
 @pytest.mark.parametrize("shape", [(24,), (1, 23), (2, 1, 23), (1, 1, 1, 24)])
 def test_wrong_shapes(shape: tuple[int, ...]) -> None:
     with (
-        pytest.raises(Mistake, match=r"takes \(R, 24\) or \(1, R, 24\)"),
+        pytest.raises(UserError, match=r"takes \(R, 24\) or \(1, R, 24\)"),
         extra_tokens(make_vit("vit"), torch.ones(shape)),
     ):
         pass

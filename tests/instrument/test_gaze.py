@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from toys import TinyNet, images
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.attention_rows import attention_over_patches
 from vitadel.instrument.tokens import extra_tokens
 from vits import make_vit, pixels
@@ -64,8 +64,8 @@ def test_attention_is_over_the_grid_that_the_last_layer_has(name, grid):
 
 
 def test_models_without_maps_over_patches_say_so():
-    with pytest.raises(Mistake, match="no anatomy known"):
+    with pytest.raises(UserError, match="no anatomy known"):
         attention_over_patches(TinyNet(), images(2))
     x = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(Mistake, match="over windows"):
+    with pytest.raises(UserError, match="over windows"):
         attention_over_patches(make_vit("swin", img_size=64), x)  # its last layer has four

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument import attention_maps, block_features, frozen, hooked, scaled_attention
 from vitadel.instrument.hooks import Edge
 from vits import make_vit, pixels
@@ -112,7 +112,7 @@ class Skipping(nn.Module):
 )
 def test_a_site_that_saw_nothing_is_told(block: Any, site: str) -> None:
     model, x = Skipping(), pixels("vit")
-    with pytest.raises(Mistake, match=f"Skipping ran, but nothing was seen at {site}: "), block(model):
+    with pytest.raises(UserError, match=f"Skipping ran, but nothing was seen at {site}: "), block(model):
         model(x)
     with block(model):
         pass  # never ran: nothing to complain about

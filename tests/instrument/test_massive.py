@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import blocks_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument import block_features, extra_tokens, hooked
 from vitadel.instrument.hooks import Edge
 from vitadel.instrument.massive_activations import CLASS, EXTRA, REGISTER, massive_activations, quartiles
@@ -140,7 +140,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 @pytest.mark.parametrize(("excluded", "message"), [([17], "no token 17.*has 17"), (range(17), "all 17 tokens")])
 def test_wrong_exclusions_are_told(excluded: list[int], message: str) -> None:
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         massive_activations(make_vit("vit"), pixels("vit"), excluded)
 
 
@@ -148,7 +148,7 @@ def test_quartiles() -> None:
     values = torch.stack([torch.arange(101.0), torch.arange(101.0) * 2])[:, torch.randperm(101)]
     assert quartiles(values).tolist() == [[25.0, 50.0], [50.0, 100.0], [75.0, 150.0]]
     assert quartiles(torch.tensor([1.0, 2.0])).tolist() == [1.25, 1.5, 1.75]
-    with pytest.raises(Mistake, match="no values"):
+    with pytest.raises(UserError, match="no values"):
         quartiles(torch.empty(3, 0))
 
 

@@ -14,7 +14,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument import attention_maps, block_features, extra_tokens, frozen, scaled_attention, score_statistics
 from vits import VITS, make_vit, pixels, precise_vit
 
@@ -128,7 +128,7 @@ def test_an_attention_that_never_shows_its_softmax_is_told() -> None:
 
     model: Any = make_vit("vit")
     model.blocks[1].attn = AlwaysFused(24, num_heads=3)
-    with pytest.raises(Mistake, match=r"nothing was seen at 'blocks\.1\.attn'"), attention_maps(model):
+    with pytest.raises(UserError, match=r"nothing was seen at 'blocks\.1\.attn'"), attention_maps(model):
         model(pixels("vit"))
     with scaled_attention(model, 0.5):
         model(pixels("vit"))

@@ -12,7 +12,7 @@ from timm.models.vision_transformer import ParallelScalingBlock
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument import attention_maps, frozen, scaled_attention
 from vits import VITS, make_vit, pixels, precise_vit
 
@@ -249,7 +249,7 @@ def test_half_precision_stays_half(half: torch.dtype) -> None:
     ],
 )
 def test_wrong_numbers_of_factors(factors: Any, message: str) -> None:
-    with pytest.raises(Mistake, match=message), scaled_attention(make_vit("vit"), factors):
+    with pytest.raises(UserError, match=message), scaled_attention(make_vit("vit"), factors):
         pass
 
 

@@ -28,7 +28,7 @@ from vitadel.attacks.views import Averaged
 from vitadel.backbones.load import load_model
 from vitadel.data.sources.shapes import Shapes
 from vitadel.evaluation.engine.judge import judge
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vits import make_vit
 
 EPS = 8 / 255
@@ -233,7 +233,7 @@ class FromTheirStart:
     def project(self, z: Tensor, x: Tensor) -> Tensor:
         return self.ball.project(z, x)
 
-    def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
+    def random(self, x: Tensor, rng: SampleRNG, surface: bool = False) -> Tensor:
         return self.project(self.start, x)
 
     def ascent(self, grad: Tensor, z: Tensor) -> Tensor:
@@ -334,7 +334,7 @@ def robust_model() -> tuple[nn.Module, Tensor, Tensor]:
 @cache
 def what_ours_breaks(name: str, eps: float) -> Tensor:
     model, x, y = robust_model()
-    z = make(name, eps=eps)(model, x, y, Draws.of_samples(0, range(60)))
+    z = make(name, eps=eps)(model, x, y, SampleRNG.of_samples(0, range(60)))
     return ~judge(model, Linf(eps), x, z, y).held
 
 

@@ -25,15 +25,15 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from browsing import DESKTOP, PHONE, Visit, browsing, keep_screenshot
-from vitadel.errors import Mistake
-from vitadel.playground.models import Chosen, Shelf
+from vitadel.errors import UserError
+from vitadel.playground.models import Chosen, ModelCache
 from vitadel.playground.uploads import MOST_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of a web server and its parts, in threads of their own
 
 
-def shelf() -> Shelf:
-    return Shelf((), "shapes", torch.device("cpu"))
+def shelf() -> ModelCache:
+    return ModelCache((), "shapes", torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def test_a_port_that_is_taken_is_a_mistake(address: str) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with (
-            pytest.raises(Mistake, match="Take another --port"),
+            pytest.raises(UserError, match="Take another --port"),
             serving(shelf(), "127.0.0.1", taken.getsockname()[1]),
         ):
             pass
@@ -258,5 +258,5 @@ def test_a_port_that_is_taken_is_a_mistake(address: str) -> None:
 def test_without_gradio_the_way_to_get_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "vitadel.playground.app", raising=False)
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(Mistake, match=r"pip install 'vitadel\[ui\]'"):
+    with pytest.raises(UserError, match=r"pip install 'vitadel\[ui\]'"):
         import vitadel.playground.app  # noqa: F401

@@ -11,9 +11,9 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from vitadel.attacks.parse import make
-from vitadel.errors import Mistake
-from vitadel.evaluation.engine.target import open_subject
-from vitadel.playground.craft import Tell, Wish, craft, look, ready_attack, shown, transfer
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.target import open_target
+from vitadel.playground.craft import AttackForm, Tell, craft, look, ready_attack, shown, transfer
 from vitadel.playground.models import Opened
 from vits import make_vit
 
@@ -38,7 +38,7 @@ def grey(side: int = SIDE) -> Tensor:
     return torch.full((1, 3, side, side), 0.5)
 
 
-def crafted_on(model: nn.Module, wish: Wish, x: Tensor | None = None):  # type: ignore[no-untyped-def]
+def crafted_on(model: nn.Module, wish: AttackForm, x: Tensor | None = None):  # type: ignore[no-untyped-def]
     return craft(model, grey() if x is None else x, make(wish.attack, eps=wish.eps, norm=wish.norm), wish)
 
 
@@ -49,7 +49,7 @@ def logistic(s: float) -> float:
 @pytest.mark.parametrize(("score", "fooled"), [(1.0, True), (2.0, False)])
 def test_closed_form(score: float, fooled: bool) -> None:
     eps = 8 / 255  # takes 48 * 8 / 255 = 1.506 from the score
-    crafted = crafted_on(Line(score), Wish("fgsm", eps))
+    crafted = crafted_on(Line(score), AttackForm("fgsm", eps))
     assert (crafted.before.answer, crafted.after.answer) == (1, 0 if fooled else 1)
     assert (crafted.fooled, crafted.void) == (fooled, False)
     assert float(crafted.before.probabilities[1]) == pytest.approx(logistic(score), abs=1e-6)
@@ -64,13 +64,13 @@ def test_closed_form(score: float, fooled: bool) -> None:
 
 
 def test_l2_goes_straight_to_the_boundary() -> None:
-    crafted = crafted_on(Line(1.0), Wish("fgsm", 0.2, "l2"))
+    crafted = crafted_on(Line(1.0), AttackForm("fgsm", 0.2, "l2"))
     assert crafted.size("l2") == pytest.approx(0.2, abs=1e-5)
     assert float(crafted.after.probabilities[1]) == pytest.approx(logistic(1 - 0.2 * math.sqrt(CELLS)), abs=1e-5)
 
 
 def test_without_budget_nothing_changes() -> None:
-    crafted = crafted_on(Line(1.0), Wish("pgd-3", 0.0))
+    crafted = crafted_on(Line(1.0), AttackForm("pgd-3", 0.0))
     assert torch.equal(crafted.x, crafted.z)
     assert not crafted.fooled
     change, factor = shown(crafted)
@@ -80,7 +80,7 @@ def test_without_budget_nothing_changes() -> None:
 
 def test_perturbation_is_scaled_to_fill_the_range() -> None:
     model = Line(1.0)
-    change, factor = shown(crafted_on(model, Wish("fgsm", 4 / 255)))
+    change, factor = shown(crafted_on(model, AttackForm("fgsm", 4 / 255)))
     assert factor == pytest.approx(255 / 8, rel=1e-4)
     # The attack lowers s: black where w is +1, white where it is -1.
     assert torch.allclose(change, (0.5 - 0.5 * model.w.detach()[0]), atol=1e-4)
@@ -88,36 +88,36 @@ def test_perturbation_is_scaled_to_fill_the_range() -> None:
 
 def test_what_leaves_the_budget_counts_for_nothing() -> None:
     class Cheat:
-        def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: object = None) -> Tensor:
+        def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: object = None) -> Tensor:
             return (x - 0.4 * model.get_parameter("w").detach()).clamp(0, 1)
 
         def passes(self) -> tuple[int, int]:
             return 0, 0
 
-    crafted = craft(Line(1.0), grey(), Cheat(), Wish())
+    crafted = craft(Line(1.0), grey(), Cheat(), AttackForm())
     assert (crafted.after.answer, crafted.fooled, crafted.void) == (0, False, True)
 
 
 def test_rounding_to_8_bits_can_undo_an_attack() -> None:
     levels = torch.full((1, 3, SIDE, SIDE), 128 / 255)  # sum(w x) does not change: w adds up to zero
-    tiny = crafted_on(Line(0.01), Wish("fgsm", 0.4 / 255), levels)
+    tiny = crafted_on(Line(0.01), AttackForm("fgsm", 0.4 / 255), levels)
     assert (tiny.fooled, tiny.picture_fools) == (True, False)
     assert bool((tiny.picture == 128).all())
-    whole = crafted_on(Line(0.01), Wish("fgsm", 1 / 255), levels)
+    whole = crafted_on(Line(0.01), AttackForm("fgsm", 1 / 255), levels)
     assert (whole.fooled, whole.picture_fools) == (True, True)
     assert sorted(whole.picture.unique().tolist()) == [127, 129]
 
 
 def test_every_pass_is_told_and_no_hook_stays() -> None:
     model, told = Line(100.0), []
-    wish = Wish("pgd-5(random_start=false)", 1 / 255)
+    wish = AttackForm("pgd-5(random_start=false)", 1 / 255)
     craft(model, grey(), make(wish.attack, eps=wish.eps), wish, lambda done, most: told.append((done, most)))
     assert told == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
     assert not model._forward_hooks
 
 
 def test_transfer_to_itself_and_to_its_opposite() -> None:
-    made = crafted_on(Line(1.0), Wish("fgsm", 8 / 255))
+    made = crafted_on(Line(1.0), AttackForm("fgsm", 8 / 255))
     same = transfer(made, Line(1.0), (SIDE, SIDE), CPU)
     assert (same.fooled, same.resized) == (True, False)
     assert torch.equal(same.after.probabilities, made.after.probabilities)
@@ -129,7 +129,7 @@ def test_transfer_to_itself_and_to_its_opposite() -> None:
 
 
 def test_transfer_to_another_size_averages_the_checkerboard_away() -> None:
-    made = crafted_on(Line(1.0), Wish("fgsm", 8 / 255))
+    made = crafted_on(Line(1.0), AttackForm("fgsm", 8 / 255))
 
     class Mean(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -151,33 +151,37 @@ def test_models_without_a_map_say_why() -> None:
 
 
 def opened(**changes: object) -> Opened:
-    subject = open_subject("zoo:shapes-standard", "shapes")
-    names = tuple(subject.source.classes)
-    return replace(Opened(subject, names, True, CPU), **changes)  # type: ignore[arg-type]
+    target = open_target("zoo:shapes-standard", "shapes")
+    names = tuple(target.source.classes)
+    return replace(Opened(target, names, True, CPU), **changes)  # type: ignore[arg-type]
 
 
 def test_attacks_that_study_the_model_are_made_ready_on_its_own_data() -> None:
     told: list[tuple[int, int | None]] = []
-    attack = ready_attack(opened(), Wish("aas(images=8,steps=1,select=false)+fgsm"), 0, lambda *got: told.append(got))
+    attack = ready_attack(
+        opened(), AttackForm("aas(images=8,steps=1,select=false)+fgsm"), 0, lambda *got: told.append(got)
+    )
     assert len(attack.factors) == 6  # type: ignore[attr-defined]
     assert told
     assert all(most is None for _, most in told)
-    with pytest.raises(Mistake, match=r"studies the model.*--data SPEC"):
-        ready_attack(opened(knows_data=False), Wish("aas+fgsm"))
+    with pytest.raises(UserError, match=r"studies the model.*--data SPEC"):
+        ready_attack(opened(knows_data=False), AttackForm("aas+fgsm"))
 
 
 @pytest.mark.parametrize("tell", [None, lambda *_: None])
 def test_a_study_is_bounded_too(monkeypatch: pytest.MonkeyPatch, tell: Tell | None) -> None:
-    wish = Wish("aas(images=8,steps=3,select=false)+fgsm")  # 8 images, once as they are and three times on the way
+    wish = AttackForm(
+        "aas(images=8,steps=3,select=false)+fgsm"
+    )  # 8 images, once as they are and three times on the way
     monkeypatch.setattr("vitadel.playground.craft.MOST_PASSES", 32)
     ready_attack(opened(), wish, 0, tell)
     monkeypatch.setattr("vitadel.playground.craft.MOST_PASSES", 31)
     beyond = opened()
-    with pytest.raises(Mistake, match=r"studies the model with more than 31 passes.*Take fewer images or steps"):
+    with pytest.raises(UserError, match=r"studies the model with more than 31 passes.*Take fewer images or steps"):
         ready_attack(beyond, wish, 0, tell)
-    assert not beyond.subject.model._forward_hooks
+    assert not beyond.target.model._forward_hooks
 
 
 def test_hours_are_refused_beforehand() -> None:
-    with pytest.raises(Mistake, match="may take 1,000,000 passes"):
-        ready_attack(opened(), Wish("pgd-1000000"))
+    with pytest.raises(UserError, match="may take 1,000,000 passes"):
+        ready_attack(opened(), AttackForm("pgd-1000000"))

@@ -10,20 +10,20 @@ from dataclasses import replace
 import torch
 from PIL import Image
 
-from vitadel.playground.craft import Crafted, Seen, Transferred, Wish
+from vitadel.playground.craft import AttackForm, CraftedImage, Seen, Transferred
 from vitadel.playground.models import Chosen
 from vitadel.playground.panels import chosen_panel, comparison_panel, mistake_panel, result_panel
 
 BAD = "<img src=x onerror=alert(1)>"
 
 
-def crafted(fooled: bool = True) -> Crafted:
+def crafted(fooled: bool = True) -> CraftedImage:
     x = torch.full((1, 3, 4, 4), 100 / 255)
     z = x + 2 / 255
     before = Seen(0, torch.tensor([0.75, 0.25]), torch.tensor([[0.5, 0.5], [0.0, 0.0]]))
     after = Seen(1, torch.tensor([0.125, 0.875]), torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
     picture = torch.full((3, 4, 4), 102, dtype=torch.uint8)
-    return Crafted(x, z, before, after if fooled else before, fooled, False, picture, False, 20, 3, 1.25)
+    return CraftedImage(x, z, before, after if fooled else before, fooled, False, picture, False, 20, 3, 1.25)
 
 
 def pictures(page: str) -> list[Image.Image]:
@@ -32,10 +32,10 @@ def pictures(page: str) -> list[Image.Image]:
 
 
 def test_everything_about_a_success_is_told() -> None:
-    page = result_panel(crafted(), ("cat", "dog"), Wish("pgd-20", 8 / 255), "cat")
+    page = result_panel(crafted(), ("cat", "dog"), AttackForm("pgd-20", 8 / 255), "cat")
     assert "Fooled: cat became dog." in page
     assert "pgd-20, linf 8/255: used Linf 2.00/255, L2 0.054; 20 gradients, 3 other passes, 1.2 s." in page
-    once = result_panel(replace(crafted(), gradients=1, forwards=1), ("cat", "dog"), Wish(), "cat")
+    once = result_panel(replace(crafted(), gradients=1, forwards=1), ("cat", "dog"), AttackForm(), "cat")
     assert "; 1 gradient, 1 other pass, 1.2 s." in once
     assert "75.0 %" in page
     assert "87.5 %" in page
@@ -52,7 +52,7 @@ def test_everything_about_a_success_is_told() -> None:
 
 
 def test_downloads_hold_the_image() -> None:
-    page = result_panel(crafted(), ("cat", "dog"), Wish(), None)
+    page = result_panel(crafted(), ("cat", "dog"), AttackForm(), None)
     content = re.search(r'download="adversarial.png" href="data:image/png;base64,([^"]+)"', page)
     assert content
     image = Image.open(io.BytesIO(base64.b64decode(content[1])))
@@ -60,13 +60,13 @@ def test_downloads_hold_the_image() -> None:
 
 
 def test_failures_voids_and_wrong_models_are_told_as_such() -> None:
-    assert "It holds: still cat." in result_panel(crafted(fooled=False), ("cat", "dog"), Wish(), "cat")
+    assert "It holds: still cat." in result_panel(crafted(fooled=False), ("cat", "dog"), AttackForm(), "cat")
     void = replace(crafted(), fooled=False, void=True)
-    assert "left its budget" in result_panel(void, ("cat", "dog"), Wish(), None)
-    wrong = result_panel(crafted(), ("cat", "dog"), Wish(), "dog")
+    assert "left its budget" in result_panel(void, ("cat", "dog"), AttackForm(), None)
+    wrong = result_panel(crafted(), ("cat", "dog"), AttackForm(), "dog")
     assert "The true class is dog: the model is wrong about the clean image already." in wrong
     blind = replace(crafted(), before=Seen(0, torch.tensor([0.75, 0.25]), None, "it attends in windows."))
-    page = result_panel(blind, ("cat", "dog"), Wish(), None)
+    page = result_panel(blind, ("cat", "dog"), AttackForm(), None)
     assert "No attention shown: it attends in windows." in page
     assert len(pictures(page)) == 3
 
@@ -75,7 +75,7 @@ def test_comparison_says_who_is_fooled_by_whose_image() -> None:
     stays, moves = Seen(0, torch.tensor([0.9, 0.1]), None), Seen(1, torch.tensor([0.2, 0.8]), None)
     transferred = [Transferred(stays, stays, False), Transferred(stays, moves, True)]
     made = [crafted(fooled=False), crafted()]
-    page = comparison_panel(("A", "B"), [("cat", "dog")] * 2, made, transferred, Wish())
+    page = comparison_panel(("A", "B"), [("cat", "dog")] * 2, made, transferred, AttackForm())
     cells = re.findall(r'<td class="(\w+)">([^<]*)', page)
     assert cells == [
         ("held", "cat (75.0 %)"),  # A on its own image
@@ -96,7 +96,7 @@ def test_comparison_begins_with_its_verdict() -> None:
         ((True, True), (True, False), "Both are fooled. What fools A also fools B. What fools B does not fool A.</p>"),
     ):
         made = [crafted(fooled=each) for each in fooled]
-        page = comparison_panel(("A", "B"), [("cat", "dog")] * 2, made, [moved[each] for each in also], Wish())
+        page = comparison_panel(("A", "B"), [("cat", "dog")] * 2, made, [moved[each] for each in also], AttackForm())
         assert told in page
         assert page.index(told) < page.index("<img")
 
@@ -105,8 +105,10 @@ def test_hostile_names_stay_words() -> None:
     seen = [
         mistake_panel(ValueError(BAD)),
         chosen_panel(Chosen(Image.new("RGB", (5, 5)), BAD)),
-        result_panel(crafted(), (BAD, BAD), Wish(BAD), BAD + "!"),
-        comparison_panel((BAD, BAD), [(BAD, BAD)] * 2, [crafted()] * 2, [Transferred(*_both(), False)] * 2, Wish(BAD)),
+        result_panel(crafted(), (BAD, BAD), AttackForm(BAD), BAD + "!"),
+        comparison_panel(
+            (BAD, BAD), [(BAD, BAD)] * 2, [crafted()] * 2, [Transferred(*_both(), False)] * 2, AttackForm(BAD)
+        ),
     ]
     for page in seen:
         assert BAD not in page

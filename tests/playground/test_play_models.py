@@ -7,12 +7,12 @@ import torch
 
 from vitadel.backbones.load import zoo_names
 from vitadel.data.sources.shapes import CLASSES, Shapes
-from vitadel.errors import Mistake
-from vitadel.playground.models import Shelf, class_names
+from vitadel.errors import UserError
+from vitadel.playground.models import ModelCache, class_names
 
 
-def shelf(**settings: object) -> Shelf:
-    return Shelf(**{"named": (), "data": "shapes", "device": torch.device("cpu"), **settings})  # type: ignore[arg-type]
+def shelf(**settings: object) -> ModelCache:
+    return ModelCache(**{"named": (), "data": "shapes", "device": torch.device("cpu"), **settings})  # type: ignore[arg-type]
 
 
 def test_names_of_classes() -> None:
@@ -32,14 +32,14 @@ def test_images_by_number_with_their_true_class() -> None:
     assert torch.equal(opened.pixels(chosen.picture) * 255, Shapes().render([13])[0].float())
     assert opened.knows_data
     for number in (-1, 10_000):
-        with pytest.raises(Mistake, match="0 to 9999"):
+        with pytest.raises(UserError, match="0 to 9999"):
             shelf().image(number)
 
 
 def test_only_what_was_named_or_shipped_can_be_opened() -> None:
     named = "python:os:getcwd"  # a page must not be able to ask for code that nobody named
     assert named not in shelf().specs
-    with pytest.raises(Mistake, match="no model 'python:os:getcwd' here"):
+    with pytest.raises(UserError, match="no model 'python:os:getcwd' here"):
         shelf().open(named)
 
 

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from vitadel.cli.ui import ui
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 
 @pytest.fixture
@@ -70,6 +70,6 @@ def test_models_are_named_with_their_flags_and_opened_at_once(served: list[tuple
 
 def test_a_wrong_name_is_told_before_anything_is_served(served: list[tuple[Any, str, int]]) -> None:
     result = run("vit_tinny_patch16_224", "--device", "cpu")
-    assert isinstance(result.exception, Mistake)
+    assert isinstance(result.exception, UserError)
     assert "did you mean" in str(result.exception)
     assert served == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.playground.uploads import MOST_BYTES, read_upload, take_upload
 
 
@@ -35,9 +35,9 @@ def bomb(width: int, height: int) -> bytes:
 def test_three_types_are_read(kind: str, settings: dict[str, object]) -> None:
     picture = read_upload(encoded(kind, **settings))
     assert (picture.mode, picture.size) == ("RGB", (6, 4))
-    colour = picture.getpixel((2, 2))
-    assert isinstance(colour, tuple)
-    assert all(abs(got - meant) <= 3 for got, meant in zip(colour, (200, 30, 90), strict=True))
+    color = picture.getpixel((2, 2))
+    assert isinstance(color, tuple)
+    assert all(abs(got - meant) <= 3 for got, meant in zip(color, (200, 30, 90), strict=True))
 
 
 def test_a_photograph_stands_upright() -> None:
@@ -80,7 +80,7 @@ def test_a_photograph_stands_upright() -> None:
     ],
 )
 def test_what_is_refused_and_how(content: bytes, said: str) -> None:
-    with pytest.raises(Mistake, match=said) as refusal:
+    with pytest.raises(UserError, match=said) as refusal:
         read_upload(content)
     assert "PNG, JPEG or WebP of at most 10 MB and 25 million pixels" in str(refusal.value)
     assert "no side over 10,000 pixels or 20 times the other" in str(refusal.value)
@@ -97,7 +97,7 @@ def test_the_file_is_gone_whether_it_could_be_read_or_not(tmp_path: Path, conten
     path.parent.mkdir()
     path.write_bytes(content)
     if content == b"no picture":
-        with pytest.raises(Mistake):
+        with pytest.raises(UserError):
             take_upload(path, tmp_path / "sent")
     else:
         assert take_upload(path, tmp_path / "sent").size == (6, 4)
@@ -108,6 +108,6 @@ def test_files_elsewhere_are_neither_read_nor_removed(tmp_path: Path) -> None:
     path = tmp_path / "mine.png"
     path.write_bytes(encoded("PNG"))
     for sneaky in (path, tmp_path / "sent" / ".." / "mine.png"):
-        with pytest.raises(Mistake, match="not sent by a browser"):
+        with pytest.raises(UserError, match="not sent by a browser"):
             take_upload(sneaky, tmp_path / "sent")
     assert path.exists()

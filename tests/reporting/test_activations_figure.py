@@ -8,8 +8,8 @@ from typing import Any
 
 from run_folders import write_run
 from vitadel.reporting.kinds.activations import activations_sentence, draw_activations, size_text, where_rows
-from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.page import render, verdict
+from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.terminal import show_training
 
 PLACE = {

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from run_folders import write_run
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.reporting.kinds.training import draw_training, draw_trainings, training_rows
-from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.page import render
+from vitadel.reporting.read_runs import read_run
 
 ROWS = [
     {"step": 1, "loss": 2.0},
@@ -50,7 +50,7 @@ def test_damaged_metrics_are_told(tmp_path):
     folder = write_run(tmp_path / "run", correct=[True, False], attacks={})
     for line in ("{torn\n", '{"loss": 2}\n'):
         (folder / "metrics.jsonl").write_text(line)
-        with pytest.raises(Mistake, match=r"metrics.jsonl cannot be read"):
+        with pytest.raises(UserError, match=r"metrics.jsonl cannot be read"):
             read_run(folder)
 
 

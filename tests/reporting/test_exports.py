@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from run_folders import write_run
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.reporting.exports import export
 from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.tables import Column, Table, as_csv, as_latex, as_markdown, tables_of
@@ -257,7 +257,7 @@ def test_unfinished_runs_are_exported_as_far_as_they_got(tmp_path: Path) -> None
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(Mistake, match="is a file; --export takes a folder"):
+    with pytest.raises(UserError, match="is a file; --export takes a folder"):
         export([made(tmp_path / "a")], tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
 

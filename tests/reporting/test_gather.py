@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from run_folders import write_run
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.reporting.read_runs import (
     aspects,
     class_scores,
@@ -76,19 +76,19 @@ def test_run_that_has_only_begun(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match=r"command\.json is missing"):
+    with pytest.raises(UserError, match=r"command\.json is missing"):
         read_run(tmp_path)
-    with pytest.raises(Mistake, match="there is no run folder"):
+    with pytest.raises(UserError, match="there is no run folder"):
         read_run(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
-    with pytest.raises(Mistake, match="is a file"):
+    with pytest.raises(UserError, match="is a file"):
         read_run(tmp_path / "file")
 
 
 def test_a_folder_of_runs_points_at_them(tmp_path: Path) -> None:
     write_run(tmp_path / "audit-b", correct=EIGHT, attacks={})
     write_run(tmp_path / "audit-a", correct=EIGHT, attacks={})
-    with pytest.raises(Mistake, match="audit-a, audit-b"):
+    with pytest.raises(UserError, match="audit-a, audit-b"):
         read_run(tmp_path)
 
 
@@ -162,7 +162,7 @@ def clean(**fields: Any) -> bytes:
 def test_damaged_files_are_named(tmp_path: Path, file: str, content: bytes, message: str) -> None:
     path = write_run(tmp_path / "run", correct=EIGHT, attacks={"fgsm": EIGHT})
     (path / file).write_bytes(content)
-    with pytest.raises(Mistake, match=message) as told:
+    with pytest.raises(UserError, match=message) as told:
         read_run(path)
     assert str(path / file) in str(told.value)
 
@@ -175,21 +175,21 @@ def test_samples_of_another_kind_are_damaged(tmp_path: Path, column: str, values
     path = write_run(tmp_path / "run", correct=EIGHT, attacks={"fgsm": EIGHT}) / "samples.parquet"
     table = pq.read_table(path)
     pq.write_table(table.set_column(table.column_names.index(column), column, pa.array(values)), path)
-    with pytest.raises(Mistake, match=f"samples.parquet cannot be read: column '{column}' holds"):
+    with pytest.raises(UserError, match=f"samples.parquet cannot be read: column '{column}' holds"):
         read_run(path.parent)
 
 
 def test_examples_are_never_unpickled(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", correct=EIGHT, attacks={"fgsm": EIGHT})
     np.savez(path / "examples.npz", x=np.array([{}], dtype=object))
-    with pytest.raises(Mistake, match=r"examples\.npz cannot be read"):
+    with pytest.raises(UserError, match=r"examples\.npz cannot be read"):
         read_run(path)
 
 
 def test_examples_without_their_arrays_are_damaged(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", correct=EIGHT, attacks={"fgsm": EIGHT})
     np.savez(path / "examples.npz", x=np.zeros((1, 3, 2, 2)), index=[0], label=[0])
-    with pytest.raises(Mistake, match="it lacks z, prediction"):
+    with pytest.raises(UserError, match="it lacks z, prediction"):
         read_run(path)
 
 
@@ -198,11 +198,11 @@ def test_examples_tell_one_attack(tmp_path: Path) -> None:
     with np.load(path / "examples.npz") as file:
         arrays = dict(file)
     np.savez(path / "examples.npz", **{**arrays, "attack": np.asarray(["fgsm", "pgd-20"])})
-    with pytest.raises(Mistake, match="attack should be a single value, got 2"):
+    with pytest.raises(UserError, match="attack should be a single value, got 2"):
         read_run(path)
     for name, value in (("label", arrays["label"][:-1]), ("prediction", arrays["prediction"] * 0.5)):
         np.savez(path / "examples.npz", **{**arrays, name: value})
-        with pytest.raises(Mistake, match=f"{name} should be {len(arrays['x'])} whole numbers, got"):
+        with pytest.raises(UserError, match=f"{name} should be {len(arrays['x'])} whole numbers, got"):
             read_run(path)
 
 

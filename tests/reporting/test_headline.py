@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from run_folders import write_run
-from vitadel.reporting.read_runs import Run, read_run
 from vitadel.reporting.headline import headline
 from vitadel.reporting.page import render
 from vitadel.reporting.pairs import pairings
+from vitadel.reporting.read_runs import Run, read_run
 
 
 def holding(path: Path, model: str, held: int, **settings: Any) -> Run:

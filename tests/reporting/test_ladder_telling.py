@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from vitadel.reporting.read_runs import Run
 from vitadel.reporting.kinds.threat_levels import (
     compare_ladders,
     control_rows,
@@ -14,6 +13,7 @@ from vitadel.reporting.kinds.threat_levels import (
     ladder_sentence,
     show_ladder,
 )
+from vitadel.reporting.read_runs import Run
 
 SMALL, LARGE = 1 / 255, 4 / 255
 BUDGETS = [{"eps": SMALL, "eps_text": "1/255"}, {"eps": LARGE, "eps_text": "4/255"}]

@@ -17,11 +17,11 @@ import pytest
 
 from run_folders import write_run
 from vitadel.diagnosis.run import examinable
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
 from vitadel.reporting.exports import export
-from vitadel.reporting.read_runs import Run, read_run
 from vitadel.reporting.page import trust, verdict, write_report
+from vitadel.reporting.read_runs import Run, read_run
 
 ALL, NONE, HALF = [True] * 40, [False] * 40, [True, False] * 20
 
@@ -259,13 +259,13 @@ def test_a_run_named_twice_is_shown_once(tmp_path: Path) -> None:
 
 def test_mistakes_are_told_and_nothing_is_overwritten(tmp_path: Path) -> None:
     run = made(tmp_path / "a")
-    with pytest.raises(Mistake, match="at least one run folder"):
+    with pytest.raises(UserError, match="at least one run folder"):
         write_report([], tmp_path / "page.html")
     before = (run / "results.json").read_bytes()
-    with pytest.raises(Mistake, match="named like one"):
+    with pytest.raises(UserError, match="named like one"):
         write_report([run], run / "results.json")
     assert (run / "results.json").read_bytes() == before
-    with pytest.raises(Mistake, match="is not a run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         write_report([run, tmp_path], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 
@@ -462,7 +462,7 @@ def test_a_suite_that_lacks_what_it_should_show_is_damage_and_nothing_is_written
     path, fine = made(tmp_path / "a"), made(tmp_path / "b")
     rewrite(path, **part)
     for write in (lambda: page_of(tmp_path, fine, path), lambda: export([fine, path], tmp_path / "files")):
-        with pytest.raises(Mistake, match="should have written is not as expected") as told:
+        with pytest.raises(UserError, match="should have written is not as expected") as told:
             write()
         assert str(path / "results.json") in str(told.value)
         assert str(fine) not in str(told.value)

@@ -11,8 +11,6 @@ import pytest
 
 from vitadel.evaluation.intervals import share
 from vitadel.reporting.kinds.adapter_maps import MAPS_REMARK, check_table, draw_maps
-from vitadel.reporting.read_runs import read_run
-from vitadel.reporting.page import render, write_report
 from vitadel.reporting.kinds.trade_off import (
     draw_trade_off,
     show_trade_off,
@@ -20,6 +18,8 @@ from vitadel.reporting.kinds.trade_off import (
     trade_off_sentence,
     trade_off_tables,
 )
+from vitadel.reporting.page import render, write_report
+from vitadel.reporting.read_runs import read_run
 
 N = 40
 AREAS = {name: {"mean": 0.5, "ci95": [0.4, 0.6]} for name in ("map", "attention", "random")}

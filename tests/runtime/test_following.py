@@ -10,7 +10,7 @@ import typer.main
 from vitadel.cli.flag_groups import flags_of
 from vitadel.cli.main import app
 from vitadel.cli.options import Choice, Sampling
-from vitadel.runtime.next_command import following_command
+from vitadel.runtime.next_command import next_command
 
 COMMANDS = typer.main.get_command(app).commands
 OPENING = {*flags_of(Choice), *flags_of(Sampling), "device"} - {"data", "limit"}  # the results know these two better
@@ -18,7 +18,7 @@ OPENING = {*flags_of(Choice), *flags_of(Sampling), "device"} - {"data", "limit"}
 
 def words_after(verb, *words):
     following = "diagnose" if verb == "audit" else "audit"
-    command = following_command([verb, "m", *words], following, "m", "shapes", "linf", "8/255", after=verb)
+    command = next_command([verb, "m", *words], following, "m", "shapes", "linf", "8/255", after=verb)
     start, end = ["vitadel", following, "m", "--data", "shapes"], ["--norm", "linf", "--eps", "8/255"]
     told = shlex.split(command)
     assert (told[: len(start)], told[-len(end) :]) == (start, end)
@@ -41,7 +41,5 @@ def test_a_cut_head_stays_cut():
 
 
 def test_words_of_another_verb_are_not_taken_over():
-    command = following_command(
-        ["study", "m", "--seed", "3"], "diagnose", "a model", "shapes", "l2", "0.5", after="audit"
-    )
+    command = next_command(["study", "m", "--seed", "3"], "diagnose", "a model", "shapes", "l2", "0.5", after="audit")
     assert command == "vitadel diagnose 'a model' --data shapes --norm l2 --eps 0.5"

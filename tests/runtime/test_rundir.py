@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.runtime.run_folder import open_run, write_atomically, write_json
 
 SETTINGS = {"model": "m", "attacks": ("fgsm",), "seed": 0}
@@ -36,7 +36,7 @@ def test_a_new_folder_records_its_command(tmp_path):
 def test_an_unfinished_run_goes_on_only_when_told(tmp_path):
     begin(tmp_path / "run")
     before = files(tmp_path)
-    with pytest.raises(Mistake, match=r"unfinished run.*--resume"):
+    with pytest.raises(UserError, match=r"unfinished run.*--resume"):
         begin(tmp_path / "run")
     assert begin(tmp_path / "run", resume=True).path == tmp_path / "run"
     assert files(tmp_path) == before
@@ -55,7 +55,7 @@ time.sleep(60)
         while not told.exists():
             assert other.poll() is None
             time.sleep(0.05)
-        with pytest.raises(Mistake, match="another process is working in"):
+        with pytest.raises(UserError, match="another process is working in"):
             begin(folder, resume=True)
         other.kill()
     run = begin(folder, resume=True)  # however it ended
@@ -65,7 +65,7 @@ time.sleep(60)
 def test_what_a_run_only_tells_does_not_keep_it_from_going_on(tmp_path):
     begin(tmp_path / "run", settings={**SETTINGS, "about": "one"})
     other = {**SETTINGS, "about": "another"}
-    with pytest.raises(Mistake, match="about: was 'one', now 'another'"):
+    with pytest.raises(UserError, match="about: was 'one', now 'another'"):
         begin(tmp_path / "run", resume=True, settings=other)
     again = {"out": tmp_path / "run", "resume": True, "argv": ["audit", "m"]}
     assert open_run("audit", "m", other, **again, telling=("about",)).path == tmp_path / "run"
@@ -75,7 +75,7 @@ def test_other_settings_are_named_one_by_one(tmp_path):
     begin(tmp_path / "run")
     before = files(tmp_path)
     with pytest.raises(
-        Mistake, match=r"(?s)other settings.*attacks: was \['fgsm'\], now \['pgd-5'\].*seed: was 0, now 1"
+        UserError, match=r"(?s)other settings.*attacks: was \['fgsm'\], now \['pgd-5'\].*seed: was 0, now 1"
     ):
         begin(tmp_path / "run", resume=True, settings={**SETTINGS, "attacks": ("pgd-5",), "seed": 1})
     assert files(tmp_path) == before
@@ -83,13 +83,13 @@ def test_other_settings_are_named_one_by_one(tmp_path):
 
 def test_another_verb_and_another_folder_are_refused(tmp_path):
     begin(tmp_path / "run", verb="harden")
-    with pytest.raises(Mistake, match="'vitadel harden', not of 'vitadel audit'"):
+    with pytest.raises(UserError, match="'vitadel harden', not of 'vitadel audit'"):
         begin(tmp_path / "run", resume=True)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.png").write_bytes(b"meow")
-    with pytest.raises(Mistake, match="not a run folder"):
+    with pytest.raises(UserError, match="not a run folder"):
         begin(tmp_path / "photos", resume=True)
-    with pytest.raises(Mistake, match="is a file"):
+    with pytest.raises(UserError, match="is a file"):
         begin(tmp_path / "photos" / "cat.png")
     assert files(tmp_path / "photos") == {(tmp_path / "photos" / "cat.png").relative_to(tmp_path / "photos"): b"meow"}
 
@@ -113,7 +113,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path, monkeypatch, fault):
         raise OSError(fault, os.strerror(fault))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(Mistake, match="no space left.*--resume" if fault == errno.ENOSPC else "cannot write"):
+    with pytest.raises(UserError, match="no space left.*--resume" if fault == errno.ENOSPC else "cannot write"):
         write_atomically(target, b"new")
     assert files(tmp_path) == {target.relative_to(tmp_path): b"old"}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.runtime.run_folder import write_atomically
 from vitadel.runtime.secrets import fingerprint, read_secret, write_secret
 
@@ -69,7 +69,7 @@ def test_a_failed_write_leaves_the_old_secret_and_no_remains(tmp_path: Path, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(Mistake, match=r"no space left on the disk while writing .*key"):
+    with pytest.raises(UserError, match=r"no space left on the disk while writing .*key"):
         write_secret(tmp_path / "key", b"new")
     assert [each.name for each in tmp_path.iterdir()] == ["key"]
     assert read_secret(tmp_path / "key") == b"old"
@@ -80,7 +80,7 @@ def test_a_folder_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pytest
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(tempfile, "mkstemp", forbidden)
-    with pytest.raises(Mistake, match=r"cannot write .*key: Permission denied"):
+    with pytest.raises(UserError, match=r"cannot write .*key: Permission denied"):
         write_secret(tmp_path / "key", b"new")
 
 
@@ -89,7 +89,7 @@ def test_files_open_to_others_are_refused_unless_allowed(tmp_path: Path, mode: i
     path = tmp_path / "key"
     write_secret(path, b"secret")
     path.chmod(mode)
-    with pytest.raises(Mistake, match=rf"has mode {mode:04o}: .* `chmod 600 .*key`; .* --allow-readable"):
+    with pytest.raises(UserError, match=rf"has mode {mode:04o}: .* `chmod 600 .*key`; .* --allow-readable"):
         read_secret(path)
     assert read_secret(path, allow_readable=True) == b"secret"
     path.chmod(0o600)
@@ -103,14 +103,14 @@ def test_the_file_behind_a_link_counts(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "key")
     assert read_secret(tmp_path / "link") == b"secret"
     (tmp_path / "key").chmod(0o644)
-    with pytest.raises(Mistake, match="mode 0644"):
+    with pytest.raises(UserError, match="mode 0644"):
         read_secret(tmp_path / "link")
 
 
 def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Mistake, match=r"'.*nothing' does not exist"):
+    with pytest.raises(UserError, match=r"'.*nothing' does not exist"):
         read_secret(tmp_path / "nothing")
-    with pytest.raises(Mistake, match="cannot be read: Is a directory"):
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
         read_secret(tmp_path)
 
     def forbidden(*_args: Any) -> Any:
@@ -118,7 +118,7 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     write_secret(tmp_path / "key", b"secret")
     monkeypatch.setattr("vitadel.runtime.secrets.open", forbidden, raising=False)  # root may open everything
-    with pytest.raises(Mistake, match="cannot be read: Permission denied"):
+    with pytest.raises(UserError, match="cannot be read: Permission denied"):
         read_secret(tmp_path / "key")
 
 

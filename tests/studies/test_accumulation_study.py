@@ -7,11 +7,11 @@ import pytest
 import torch
 from two_patterns import GREY, Faint, Patterned, pattern, patterned
 
-from vitadel.errors import Mistake
-from vitadel.evaluation.engine.target import open_subject
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
 from vitadel.studies import reference_models
-from vitadel.studies.accumulation import AccumulationOrder, Canvases, climbed, study_accumulation
+from vitadel.studies.accumulation import AccumulationRequest, Canvases, climbed, study_accumulation
 from vitadel.studies.perturbations import SHOWN
 
 CPU = join_processes("cpu")
@@ -48,8 +48,8 @@ def test_canvases_are_every_class_and_then_again():
 
 def test_everyone_sees_the_class_and_all_begin_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(reference_models, "open_model", lambda spec: patterned(2.0))
-    order = AccumulationOrder(starts=3, steps=20, step=0.05, start="grey", others=("twin",), batch_size=4)
-    results = study_accumulation(open_subject(patterned(), Faint()), order, CPU, out=tmp_path / "run").results
+    request = AccumulationRequest(starts=3, steps=20, step=0.05, start="grey", others=("twin",), batch_size=4)
+    results = study_accumulation(open_target(patterned(), Faint()), request, CPU, out=tmp_path / "run").results
     told = results["study"]
     assert (told["n"], [each["name"] for each in told["classes"]]) == (6, ["pattern", "opposite"])
     for maker in told["models"]:
@@ -74,9 +74,9 @@ def test_orders_that_cannot_be(tmp_path):
         ({"steps": 0}, "at least 1"),
         ({"classes": (1, 1)}, "different numbers"),
     ):
-        with pytest.raises(Mistake, match=words):
-            AccumulationOrder(**settings)
-    order = AccumulationOrder(classes=(5,))
-    with pytest.raises(Mistake, match="no class 5"):
-        study_accumulation(open_subject(patterned(), Faint()), order, CPU, out=tmp_path / "run")
+        with pytest.raises(UserError, match=words):
+            AccumulationRequest(**settings)
+    request = AccumulationRequest(classes=(5,))
+    with pytest.raises(UserError, match="no class 5"):
+        study_accumulation(open_target(patterned(), Faint()), request, CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -11,10 +11,10 @@ from torch import nn
 from two_patterns import Faint, patterned
 
 from vitadel.backbones.classifier import wrap
-from vitadel.errors import Mistake
-from vitadel.evaluation.engine.target import open_subject
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
-from vitadel.studies.attention import AttentionOrder, cosines, mean_of_pairs, study_attention, unit_sum
+from vitadel.studies.attention import AttentionRequest, cosines, mean_of_pairs, study_attention, unit_sum
 from vits import make_vit
 
 CPU = join_processes("cpu")
@@ -25,8 +25,8 @@ def lively():
 
 
 def studied(model, folder, **changes):
-    order = AttentionOrder(**{"attack": "fgsm", "limit": 6, "batch_size": 4, **changes})
-    return study_attention(open_subject(model, "shapes(size=32)"), order, CPU, out=folder).results["study"]
+    request = AttentionRequest(**{"attack": "fgsm", "limit": 6, "batch_size": 4, **changes})
+    return study_attention(open_target(model, "shapes(size=32)"), request, CPU, out=folder).results["study"]
 
 
 def test_the_mean_over_pairs_is_that_of_all_pairs():
@@ -69,8 +69,8 @@ def test_each_head_by_itself_and_a_large_change(tmp_path):
 
 
 def test_who_has_no_maps_is_told_before_anything_is_written(tmp_path):
-    with pytest.raises(Mistake, match="no anatomy known"):
-        study_attention(open_subject(patterned(), Faint()), AttentionOrder(), CPU, out=tmp_path / "run")
+    with pytest.raises(UserError, match="no anatomy known"):
+        study_attention(open_target(patterned(), Faint()), AttentionRequest(), CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    with pytest.raises(Mistake, match="ROW,COL"):
-        AttentionOrder(query="left")
+    with pytest.raises(UserError, match="ROW,COL"):
+        AttentionRequest(query="left")

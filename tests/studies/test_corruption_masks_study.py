@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from vitadel.attacks.patches.corruption_model_files import save_corruption_model
 from vitadel.attacks.patches.corruption_model import CorruptionModel
+from vitadel.attacks.patches.corruption_model_files import save_corruption_model
 from vitadel.backbones.classifier import wrap
-from vitadel.errors import Mistake
-from vitadel.evaluation.engine.target import open_subject
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
-from vitadel.studies.corruption_masks import CorruptionMasksOrder, concentration, overlap, study_corruption_masks
+from vitadel.studies.corruption_masks import CorruptionMasksRequest, concentration, overlap, study_corruption_masks
 from vits import make_vit
 
 CPU = join_processes("cpu")
@@ -39,8 +39,8 @@ def test_overlap_is_that_of_all_pairs():
 def studied(folder, selector, **changes):
     model = wrap(make_vit("vit", classes=10), mean=(0.5,) * 3, std=(0.5,) * 3)
     settings = {"limit": 6, "batch_size": 4, "fills": 3, "share": 0.25, "selector": selector, **changes}
-    order = CorruptionMasksOrder(**settings)
-    return study_corruption_masks(open_subject(model, "shapes(size=32)"), order, CPU, out=folder).results["study"]
+    request = CorruptionMasksRequest(**settings)
+    return study_corruption_masks(open_target(model, "shapes(size=32)"), request, CPU, out=folder).results["study"]
 
 
 def test_one_mask_for_every_image(tmp_path):
@@ -72,10 +72,10 @@ def test_one_is_trained_where_none_is_given(tmp_path):
 
 def test_what_does_not_fit_is_told_before_anything_is_written(tmp_path):
     save_corruption_model(CorruptionModel(2, 2, 8), tmp_path / "c.safetensors")
-    with pytest.raises(Mistake, match="2 x 2 patches of side 8"):
+    with pytest.raises(UserError, match="2 x 2 patches of side 8"):
         studied(tmp_path / "run", str(tmp_path / "c.safetensors"))
-    with pytest.raises(Mistake, match="no file and no run folder"):
+    with pytest.raises(UserError, match="no file and no run folder"):
         studied(tmp_path / "run", str(tmp_path / "nothing"))
-    with pytest.raises(Mistake, match="share"):
-        CorruptionMasksOrder(share=0)
+    with pytest.raises(UserError, match="share"):
+        CorruptionMasksRequest(share=0)
     assert not (tmp_path / "run").exists()

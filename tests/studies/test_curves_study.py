@@ -11,10 +11,10 @@ from torch import nn
 from toys import images
 from vitadel.attacks.parse import make, read_attack_name
 from vitadel.attacks.threats import Linf
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
-from vitadel.runtime.rng import Draws
-from vitadel.studies.curves import Clocked, CurvesOrder, beginnings, rises, variant
+from vitadel.runtime.rng import SampleRNG
+from vitadel.studies.curves import Clocked, CurvesRequest, beginnings, rises, variant
 
 
 class Bright(nn.Module):
@@ -67,16 +67,16 @@ def test_a_sample_is_noted_at_the_step_at_which_it_falls() -> None:
 def test_a_long_run_judged_on_its_way_is_the_short_run(text: str) -> None:
     torch_model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.Tanh(), nn.Linear(16, 3))
     for number, weight in enumerate(torch_model.parameters()):
-        weight.data = 0.4 * Draws.of_samples(number, range(len(weight))).normal(*weight.shape[1:])
+        weight.data = 0.4 * SampleRNG.of_samples(number, range(len(weight))).normal(*weight.shape[1:])
     x = images(24)
     with torch.no_grad():
         y = torch_model(x).argmax(1)
-    draws, threat = Draws.of_samples(0, range(24)), Linf(8 / 255)
-    z, notes = Clocked(make(text, eps=threat.eps)).explain(torch_model, x, y, draws)
+    rng, threat = SampleRNG.of_samples(0, range(24)), Linf(8 / 255)
+    z, notes = Clocked(make(text, eps=threat.eps)).explain(torch_model, x, y, rng)
     held = judge(torch_model, threat, x, z, y).held
     fallen = []
     for steps in range(1, 9):
-        short = make(variant(text, steps), eps=threat.eps)(torch_model, x, y, draws)
+        short = make(variant(text, steps), eps=threat.eps)(torch_model, x, y, rng)
         expected = judge(torch_model, threat, x, short, y).held
         assert (held | (notes["turn"] > steps)).tolist() == expected.tolist()
         fallen.append(int((~expected).sum()))
@@ -93,11 +93,11 @@ def test_rises_are_told_and_falls_are_not() -> None:
 
 
 def test_points_by_default_and_mistakes() -> None:
-    assert CurvesOrder().points == pytest.approx([0, 1 / 255, 2 / 255, 4 / 255, 8 / 255, 16 / 255])
-    assert CurvesOrder(eps=0.6).points[-1] == 0.6  # twice that is beyond any pixel
-    assert CurvesOrder(eps=0.6, norm="l2").points[-1] == 1.2
-    assert CurvesOrder(attack="fgsm").counts == ()
-    assert CurvesOrder(attack="pgd-50").usual_steps == 50
+    assert CurvesRequest().points == pytest.approx([0, 1 / 255, 2 / 255, 4 / 255, 8 / 255, 16 / 255])
+    assert CurvesRequest(eps=0.6).points[-1] == 0.6  # twice that is beyond any pixel
+    assert CurvesRequest(eps=0.6, norm="l2").points[-1] == 1.2
+    assert CurvesRequest(attack="fgsm").counts == ()
+    assert CurvesRequest(attack="pgd-50").usual_steps == 50
     for wrong, said in [
         ({"budgets": (0.1, 0.1)}, "--budgets must rise"),
         ({"steps": (0, 2)}, "--steps must rise, from 1"),
@@ -107,5 +107,5 @@ def test_points_by_default_and_mistakes() -> None:
         ({"eps": 0.0}, "above 0"),
         ({"budgets": (), "steps": (), "restarts": ()}, "no curve is asked for"),
     ]:
-        with pytest.raises(Mistake, match=said):
-            dataclasses.replace(CurvesOrder(), **wrong)
+        with pytest.raises(UserError, match=said):
+            dataclasses.replace(CurvesRequest(), **wrong)

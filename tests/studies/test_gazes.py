@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.attention import attention_maps
 from vitadel.instrument.tokens import extra_tokens
 from vitadel.studies.attention_rows import gaze_of, rows_of, seen_rows
@@ -65,7 +65,7 @@ def check(model, x, gaze, place):
 
 @pytest.mark.parametrize("name", NO_CLASS)
 def test_who_has_no_class_token_says_so(name):
-    with pytest.raises(Mistake, match="no class token"):
+    with pytest.raises(UserError, match="no class token"):
         gaze_of(make_vit(name), pixels(name), "class", "last")
 
 
@@ -73,7 +73,7 @@ def test_who_has_no_class_token_says_so(name):
     ("name", "block", "words"), [("xcit", "last", "channels"), ("swin", "0", "windows"), ("levit", "1", "queries")]
 )
 def test_where_patches_cannot_ask(name, block, words):
-    with pytest.raises(Mistake, match=words):
+    with pytest.raises(UserError, match=words):
         gaze_of(make_vit(name), pixels(name), "centre", block)
 
 
@@ -88,7 +88,7 @@ def test_blocks_and_places_by_number():
         ("centre", "2", "no attention 2"),
         ("centre", "first", "0 is the first"),
     ):
-        with pytest.raises(Mistake, match=words):
+        with pytest.raises(UserError, match=words):
             gaze_of(model, x, query, block)
 
 
@@ -123,5 +123,5 @@ def test_tokens_that_were_added_neither_ask_nor_answer(placement):
 
 def test_a_register_is_no_class_token():
     model = make_vit("vit", class_token=False, reg_tokens=2, global_pool="avg")
-    with pytest.raises(Mistake, match="no class token"):
+    with pytest.raises(UserError, match="no class token"):
         gaze_of(model, pixels("vit"), "class", "last")

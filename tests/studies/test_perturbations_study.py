@@ -11,14 +11,14 @@ from two_patterns import Faint, pattern, patterned
 
 from toys import images
 from vitadel.backbones.load import zoo_names
-from vitadel.errors import Mistake
-from vitadel.evaluation.engine.target import open_subject
-from vitadel.reporting.read_runs import read_run
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.target import open_target
 from vitadel.reporting.kinds.study_perturbations import PERTURBATIONS, against_chance
-from vitadel.runtime.rng import Draws
+from vitadel.reporting.read_runs import read_run
 from vitadel.runtime.distributed import join_processes
+from vitadel.runtime.rng import SampleRNG
 from vitadel.studies import reference_models
-from vitadel.studies.perturbations import PerturbationsOrder, rescaled, scattered, study_perturbations
+from vitadel.studies.perturbations import PerturbationsRequest, rescaled, scattered, study_perturbations
 
 CPU = join_processes("cpu")
 
@@ -32,12 +32,12 @@ def test_rescaled_as_in_the_thesis():
 
 def test_scattered_pixels_are_the_same_ones_elsewhere():
     change = images(2) - 0.5
-    draws = Draws.of_samples(0, [4, 7])
-    moved = scattered(change, draws)
+    rng = SampleRNG.of_samples(0, [4, 7])
+    moved = scattered(change, rng)
     assert not torch.equal(moved, change)
     for before, after in zip(change, moved, strict=True):
         assert sorted(map(tuple, before.flatten(1).T.tolist())) == sorted(map(tuple, after.flatten(1).T.tolist()))
-    alone = scattered(change[1:], draws[torch.tensor([1])])
+    alone = scattered(change[1:], rng[torch.tensor([1])])
     assert torch.equal(alone[0], moved[1])
 
 
@@ -46,8 +46,8 @@ def run(tmp_path_factory):
     out = tmp_path_factory.mktemp("study") / "run"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(reference_models, "open_model", lambda spec: patterned(2.0))
-        order = PerturbationsOrder(attack="pgd-10", others=("twin",), batch_size=3)
-        study_perturbations(open_subject(patterned(), Faint()), order, CPU, out=out)
+        request = PerturbationsRequest(attack="pgd-10", others=("twin",), batch_size=3)
+        study_perturbations(open_target(patterned(), Faint()), request, CPU, out=out)
     return read_run(out)
 
 
@@ -84,14 +84,14 @@ def test_it_is_said_that_this_is_less_than_chance(run):
 
 
 def test_models_that_cannot_be_compared(monkeypatch, tmp_path):
-    subject = open_subject("zoo:shapes-standard", "shapes")
+    target = open_target("zoo:shapes-standard", "shapes")
     others = [name for name in zoo_names() if name.startswith("zoo:shapes-") and name != "zoo:shapes-standard"]
     assert "zoo:shapes-robust" in others
-    assert [juror.name for juror in reference_models.seated(subject, ())] == ["zoo:shapes-standard", *others]
-    with pytest.raises(Mistake, match="twice"):
-        reference_models.seated(subject, ("zoo:shapes-robust", "zoo:shapes-robust"))
-    with pytest.raises(Mistake, match="classes"):
-        reference_models.seated(subject, ("vit_tiny_patch16_224=random",))
-    assert [juror.name for juror in reference_models.seated(open_subject(patterned(), Faint()), ())] == ["wrapped"]
-    renamed = replace(subject, data_spec="svhn")  # ten classes as well, but of other things
+    assert [juror.name for juror in reference_models.seated(target, ())] == ["zoo:shapes-standard", *others]
+    with pytest.raises(UserError, match="twice"):
+        reference_models.seated(target, ("zoo:shapes-robust", "zoo:shapes-robust"))
+    with pytest.raises(UserError, match="classes"):
+        reference_models.seated(target, ("vit_tiny_patch16_224=random",))
+    assert [juror.name for juror in reference_models.seated(open_target(patterned(), Faint()), ())] == ["wrapped"]
+    renamed = replace(target, data_spec="svhn")  # ten classes as well, but of other things
     assert [juror.name for juror in reference_models.seated(renamed, ())] == ["zoo:shapes-standard"]

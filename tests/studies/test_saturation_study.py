@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from vitadel.errors import Mistake
-from vitadel.studies.saturation import EDGES, SaturationOrder, counted, quantile, thresholds
+from vitadel.errors import UserError
+from vitadel.studies.saturation import EDGES, SaturationRequest, counted, quantile, thresholds
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_quantiles_of_a_histogram_are_those_of_the_values_to_half_a_bin() -> Non
 
 
 def test_mistakes() -> None:
-    with pytest.raises(Mistake, match="plain one"):
-        SaturationOrder(attack="aas+pgd-3")
-    with pytest.raises(Mistake, match="--images"):
-        SaturationOrder(images=0)
+    with pytest.raises(UserError, match="plain one"):
+        SaturationRequest(attack="aas+pgd-3")
+    with pytest.raises(UserError, match="--images"):
+        SaturationRequest(images=0)

@@ -8,11 +8,11 @@ import torch
 from vitadel.attacks.attention_scaling.aas import PAPER_STYLE, Rescaled
 from vitadel.attacks.goals import clearly_fooled
 from vitadel.attacks.parse import make
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.attention import scaled_attention
-from vitadel.runtime.rng import Draws
-from vitadel.studies.scaled_blocks import ScaledBlocksOrder, block_sets, factors_within
+from vitadel.runtime.rng import SampleRNG
 from vitadel.studies.scale_factors import ThroughScaled
+from vitadel.studies.scaled_blocks import ScaledBlocksRequest, block_sets, factors_within
 from vits import make_vit, pixels
 
 
@@ -29,31 +29,31 @@ def test_together_with_the_plain_attack_it_is_the_whole_of_aas() -> None:
     model, x = make_vit("vit"), pixels("vit", batch=6)
     with torch.no_grad():
         y = model(x).argmax(1)
-    search, factors, draws = make("pgd-2", eps=4 / 255), (0.3, 1.0), Draws.of_samples(0, range(6))
-    z, notes = ThroughScaled(search, factors).explain(model, x, y, draws)
-    plain = search(model, x, y, draws)
-    whole, _ = Rescaled(search, factors).explain(model, x, y, draws)
+    search, factors, rng = make("pgd-2", eps=4 / 255), (0.3, 1.0), SampleRNG.of_samples(0, range(6))
+    z, notes = ThroughScaled(search, factors).explain(model, x, y, rng)
+    plain = search(model, x, y, rng)
+    whole, _ = Rescaled(search, factors).explain(model, x, y, rng)
     with torch.no_grad():
         fooled = clearly_fooled(model(z), y) | clearly_fooled(model(plain), y)
         assert clearly_fooled(model(whole), y).tolist() == fooled.tolist()
     with scaled_attention(model, factors):  # the paper attacks this model and judges on it
-        aimed = search(model, x, y, draws.stream("rescaled"))
+        aimed = search(model, x, y, rng.stream("rescaled"))
         with torch.no_grad():
             assert notes[PAPER_STYLE].tolist() == (model(aimed).argmax(1) == y).tolist()
 
 
 def test_with_nothing_scaled_it_is_the_plain_attack_again() -> None:
     model, x = make_vit("vit"), pixels("vit", batch=2)
-    y, draws = torch.zeros(2, dtype=torch.int64), Draws.of_samples(0, range(2))
+    y, rng = torch.zeros(2, dtype=torch.int64), SampleRNG.of_samples(0, range(2))
     search = make("pgd-2", eps=4 / 255)
-    z = ThroughScaled(search, (1.0, 1.0))(model, x, y, draws)
-    assert torch.equal(z, search(model, x, y, draws.stream("rescaled")))
+    z = ThroughScaled(search, (1.0, 1.0))(model, x, y, rng)
+    assert torch.equal(z, search(model, x, y, rng.stream("rescaled")))
 
 
 def test_mistakes() -> None:
-    with pytest.raises(Mistake, match=r"unknown way 'frist'.*did you mean first"):
-        ScaledBlocksOrder(ways=("frist",))
-    with pytest.raises(Mistake, match="at least 1"):
-        ScaledBlocksOrder(every=0)
-    with pytest.raises(Mistake, match="plain one"):
-        ScaledBlocksOrder(attack="patch-fool")
+    with pytest.raises(UserError, match=r"unknown way 'frist'.*did you mean first"):
+        ScaledBlocksRequest(ways=("frist",))
+    with pytest.raises(UserError, match="at least 1"):
+        ScaledBlocksRequest(every=0)
+    with pytest.raises(UserError, match="plain one"):
+        ScaledBlocksRequest(attack="patch-fool")

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitadel.backbones.classifier import wrap
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = ["GREY", "SIDE", "Faint", "Patterned", "pattern", "patterned"]
 
@@ -18,7 +18,7 @@ SIDE, GREY = 8, 128
 
 
 def pattern() -> Tensor:
-    return Draws.of_samples(3, [0]).signs(3, SIDE, SIDE)[0]
+    return SampleRNG.of_samples(3, [0]).signs(3, SIDE, SIDE)[0]
 
 
 class Patterned(nn.Module):

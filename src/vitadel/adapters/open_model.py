@@ -16,7 +16,7 @@ from vitadel.adapters.tora.tora import Tora
 from vitadel.adapters.tora.tora_files import backbone_of_parts, load_tora, parts_file
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model, zoo_file, zoo_names
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["open_model", "options_for_features", "token_run"]
 
@@ -49,7 +49,9 @@ def open_model(
         classifier = _loaded(spec, given)
         return classifier if tokens is None else _with_tokens(classifier, tokens, allow_readable)
     if tokens is not None:
-        raise Mistake(f"'{spec}' is a training of {run.use} and has its own; to use those of {tokens}, name a backbone")
+        raise UserError(
+            f"'{spec}' is a training of {run.use} and has its own; to use those of {tokens}, name a backbone"
+        )
     known = {name: run.model[name] for name in _OPTIONS if run.model.get(name)}
     classifier = _loaded(run.model["name"], {**known, **given})
     file = Path(spec) / _BEST

@@ -17,9 +17,9 @@ from vitadel.attacks.losses import dlr, lead, likeliest_wrong, targeted_dlr
 from vitadel.attacks.threats import L1, Linf, per_sample
 from vitadel.attacks.wrappers import repeated
 from vitadel.backbones.output_checks import check_pixels
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim, Attack, Goal, Threat
 
 __all__ = ["APGD", "OverTargets", "TowardsClass", "TowardsRank", "apgd_ce", "apgd_dlr", "apgd_t", "checkpoints"]
@@ -44,16 +44,16 @@ def checkpoints(steps: int) -> tuple[int, ...]:
     return tuple(reviews)
 
 
-def _start(threat: Threat, x: Tensor, draws: Draws) -> Tensor:
+def _start(threat: Threat, x: Tensor, rng: SampleRNG) -> Tensor:
     """A random start as the papers have it: as far out as the ball allows, before the box cuts it."""
     if isinstance(threat, L1):
         # Noise far outside the ball: its nearest point in ball and box changes few pixels, as good L1 steps do.
-        return threat.project(x + draws.normal(*x.shape[1:]).to(x.dtype), x)
+        return threat.project(x + rng.normal(*x.shape[1:]).to(x.dtype), x)
     if isinstance(threat, Linf):
-        noise = draws.uniform(*x.shape[1:]) * 2 - 1
+        noise = rng.uniform(*x.shape[1:]) * 2 - 1
         reach = threat.eps / noise.flatten(1).abs().amax(1).clamp(min=1e-12)
         return threat.project(x + per_sample(reach, x) * noise.to(x.dtype), x)
-    return threat.random(x, draws, surface=True)
+    return threat.random(x, rng, surface=True)
 
 
 @dataclass(frozen=True)
@@ -229,18 +229,18 @@ class APGD:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise Mistake(f"an attack needs at least 1 step, got {self.steps}")
+            raise UserError(f"an attack needs at least 1 step, got {self.steps}")
         for name, value in (("rho", self.rho), ("momentum", self.momentum)):
             if not 0 <= value <= 1:
-                raise Mistake(f"{name} must lie between 0 and 1, got {value:g}; the paper has 0.75")
+                raise UserError(f"{name} must lie between 0 and 1, got {value:g}; the paper has 0.75")
         if isinstance(self.threat, L1) and (self.rho, self.momentum) != (_USUAL, _USUAL):
-            raise Mistake("rho and momentum do nothing in L1, where steps adapt by another rule; leave them out")
+            raise UserError("rho and momentum do nothing in L1, where steps adapt by another rule; leave them out")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        return self.search(model, x, y, draws)[0]
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        return self.search(model, x, y, rng)[0]
 
     def search(
-        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None, right: bool = False
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None, right: bool = False
     ) -> tuple[Tensor, Tensor]:
         """The attack's images, and the places of the samples that it has not fooled: nobody need look again.
 
@@ -248,12 +248,12 @@ class APGD:
         """
         check_pixels(x)
         x = x.detach()
-        draws = Draws.of_pixels(x) if draws is None else draws
+        rng = SampleRNG.of_pixels(x) if rng is None else rng
         phases = self._phases()
         with frozen(model), torch.no_grad():
             standing = _Standing(self.goal(model, x, y), x, torch.arange(len(x), device=x.device))
             if self.random_start:
-                best = _start(phases[0].threat, x, draws.stream("start"))
+                best = _start(phases[0].threat, x, rng.stream("start"))
                 if self.stop_when_fooled and len(phases) > 1 and not right:
                     standing = _without_wrong_from_the_start(standing, best)
             else:
@@ -390,7 +390,7 @@ class TowardsRank:
         with torch.no_grad():
             wrong = likeliest_wrong(model(x), y)
         if not 2 <= self.rank <= wrong.shape[1] + 1:
-            raise Mistake(f"rank must lie between 2 and the number of classes, {wrong.shape[1] + 1}, got {self.rank}")
+            raise UserError(f"rank must lie between 2 and the number of classes, {wrong.shape[1] + 1}, got {self.rank}")
         return _TargetedAim(model, y, wrong[:, self.rank - 2])
 
 
@@ -406,13 +406,13 @@ class OverTargets:
 
     def __post_init__(self) -> None:
         if self.targets < 1:
-            raise Mistake(f"targets must be at least 1, got {self.targets}")
+            raise UserError(f"targets must be at least 1, got {self.targets}")
         if not self.attack.stop_when_fooled:
-            raise Mistake("targets are tried until one fools the model: use an attack with stop_when_fooled=True")
+            raise UserError("targets are tried until one fools the model: use an attack with stop_when_fooled=True")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
-        draws = Draws.of_pixels(x) if draws is None else draws
+        rng = SampleRNG.of_pixels(x) if rng is None else rng
         found = x.detach().clone()
         with frozen(model), torch.no_grad():
             clean = model(found)
@@ -421,7 +421,7 @@ class OverTargets:
             if len(place) == 0:
                 break
             attack = replace(self.attack, goal=TowardsClass(target[place]))
-            own = draws[place].stream("target", turn)
+            own = rng[place].stream("target", turn)
             found[place], standing = attack.search(model, x[place], y[place], own, right=True)
             place = place[standing]
         return found

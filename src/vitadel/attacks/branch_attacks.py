@@ -11,9 +11,9 @@ from vitadel.adapters.tora.tora_settings import BRANCHES
 from vitadel.attacks.sample_info import Notes, proposals
 from vitadel.attacks.transfer.surrogate import Surrogate, deployed
 from vitadel.backbones.output_checks import check_pixels
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.hooks import Edge, hooked
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 
 __all__ = ["Aimed"]
@@ -54,17 +54,17 @@ class Aimed:
     def __post_init__(self) -> None:
         if self.branch not in BRANCHES:
             near = nearest_names(self.branch, BRANCHES) or "."
-            raise Mistake(f"unknown branch {self.branch!r} to aim at{near} Known: {', '.join(BRANCHES)}.")
+            raise UserError(f"unknown branch {self.branch!r} to aim at{near} Known: {', '.join(BRANCHES)}.")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        return self._run(model, x, y, draws, noted=False)[0]
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        return self._run(model, x, y, rng, noted=False)[0]
 
-    def explain(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> tuple[Tensor, Notes]:
-        return self._run(model, x, y, draws, noted=True)
+    def explain(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> tuple[Tensor, Notes]:
+        return self._run(model, x, y, rng, noted=True)
 
-    def _run(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None, noted: bool) -> tuple[Tensor, Notes]:
+    def _run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None, noted: bool) -> tuple[Tensor, Notes]:
         check_pixels(x)
-        own = (Draws.of_pixels(x) if draws is None else draws).stream("aimed", BRANCHES.index(self.branch))
+        own = (SampleRNG.of_pixels(x) if rng is None else rng).stream("aimed", BRANCHES.index(self.branch))
         whole = deployed(model)
         shown = _Branch(whole, _with_branch(whole, self.branch), self.branch)
         return proposals(self.attack, Surrogate(shown, whole), x, y, own, noted)
@@ -78,7 +78,7 @@ class Aimed:
 def _with_branch(model: nn.Module, branch: str) -> Tora:
     tora = next((module for module in model.modules() if isinstance(module, Tora)), None)
     if tora is None or branch not in tora.settings.branches:
-        raise Mistake(
+        raise UserError(
             f"there is no branch '{branch}' to aim at: only TORA and its baselines with two heads have two. Attack the "
             "model itself."
         )

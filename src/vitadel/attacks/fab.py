@@ -17,9 +17,9 @@ from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import likeliest_wrong
 from vitadel.attacks.threats import L1, L2, Linf, per_sample
 from vitadel.backbones.output_checks import check_pixels
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
 __all__ = ["FAB", "fab", "fab_t", "to_hyperplane"]
@@ -58,23 +58,25 @@ class FAB:
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("targets", self.targets), ("restarts", self.restarts)):
             if value is not None and value < 1:
-                raise Mistake(f"{name} of FAB must be at least 1, got {value}")
+                raise UserError(f"{name} of FAB must be at least 1, got {value}")
         if not 1 <= self.eta <= 10:
-            raise Mistake(
+            raise UserError(
                 f"eta of FAB is a step to the boundary and beyond, from 1 to 10, got {self.eta:g}; the paper has 1.05"
             )
         for name, share, usual in (("alpha_max", self.alpha_max, 0.1), ("beta", self.beta, 0.9)):
             if not 0 <= share <= 1:
-                raise Mistake(f"{name} of FAB is a share of the way, from 0 to 1, got {share:g}; the paper has {usual}")
+                raise UserError(
+                    f"{name} of FAB is a share of the way, from 0 to 1, got {share:g}; the paper has {usual}"
+                )
         if type(self.threat) not in _ORDERS:
-            raise Mistake(f"FAB knows the balls Linf, L2 and L1, got {type(self.threat).__name__}")
+            raise UserError(f"FAB knows the balls Linf, L2 and L1, got {type(self.threat).__name__}")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
         x = x.detach()
         if self.threat.eps == 0:
             return x.clone()
-        draws = Draws.of_pixels(x) if draws is None else draws
+        rng = SampleRNG.of_pixels(x) if rng is None else rng
         with frozen(model), torch.no_grad():
             logits = model(x)
             wrong = fooled(model, x, logits, y)
@@ -88,15 +90,15 @@ class FAB:
                         break
                     part, z = x[place], x[place]
                     if restart:
-                        z = self._random(part, size[place], draws[place].stream("start", restart, turn))
+                        z = self._random(part, size[place], rng[place].stream("start", restart, turn))
                     found[place], size[place] = self._walk(
                         model, part, y[place], z, classes[place], found[place], size[place]
                     )
         return torch.where(per_sample(size <= self.threat.eps, x).bool(), found, x)
 
-    def _random(self, x: Tensor, size: Tensor, draws: Draws) -> Tensor:
+    def _random(self, x: Tensor, size: Tensor, rng: SampleRNG) -> Tensor:
         shape = x.shape[1:]
-        noise = (draws.uniform(*shape) * 2 - 1 if self._order == math.inf else draws.normal(*shape)).to(x.dtype)
+        noise = (rng.uniform(*shape) * 2 - 1 if self._order == math.inf else rng.normal(*shape)).to(x.dtype)
         radius = size.clamp(max=self.threat.eps) / 2 / self.threat.size(noise, torch.zeros_like(noise))
         return (x + noise * per_sample(radius, x)).clamp(0, 1)
 

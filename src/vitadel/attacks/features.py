@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitadel.quantities import amount_text
 from vitadel.attacks.goals import clearly_fooled, fooled
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest, usual_length
-from vitadel.attacks.transfer.surrogate import deployed
 from vitadel.attacks.threats import Linf
+from vitadel.attacks.transfer.surrogate import deployed
 from vitadel.attacks.wrappers import repeated
 from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of, prefix_tokens_of
 from vitadel.backbones.output_checks import check_pixels
 from vitadel.backbones.projection import projected
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.features import block_features
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.instrument.tokens import own_tokens
-from vitadel.runtime.rng import Draws
+from vitadel.quantities import quantity_text
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim, Attack, Threat
 
 __all__ = [
@@ -59,13 +59,13 @@ def feature_cosine(features: Tensor, reference: Tensor, axis: str = "token") -> 
     """
     _check_axis(axis)
     if features.shape != reference.shape:
-        raise Mistake(
+        raise UserError(
             f"features of shapes {tuple(features.shape)} and {tuple(reference.shape)} cannot be compared: take both "
             "from models of one width, on images of one size."
         )
     here, there = (each[:, None] if each.dim() == 2 else each for each in (features, reference))
     if axis == "channel" and here.shape[1] == 1:
-        raise Mistake(
+        raise UserError(
             "axis 'channel' compares channels over tokens, but these features are one token per image: the class "
             "token alone (class attention), or pooled. Use axis=token, or choose earlier blocks."
         )
@@ -88,10 +88,10 @@ def final_features(model: nn.Module, x: Tensor, kind: str = "tokens") -> Tensor:
 def check_kind(kind: str, axis: str) -> None:
     """Refuse features that are unknown, and a cosine over tokens where there are none."""
     if kind not in KINDS:
-        raise Mistake(f"unknown features {kind!r}{nearest_names(kind, KINDS) or '.'} Known: {', '.join(KINDS)}.")
+        raise UserError(f"unknown features {kind!r}{nearest_names(kind, KINDS) or '.'} Known: {', '.join(KINDS)}.")
     _check_axis(axis)
     if kind == "pooled" and axis == "channel":
-        raise Mistake(
+        raise UserError(
             "axis 'channel' compares channels over tokens, but pooled features are one vector per image. Use "
             "axis=token, the axis of the embedding, or features=tokens."
         )
@@ -99,7 +99,7 @@ def check_kind(kind: str, axis: str) -> None:
 
 def _check_axis(axis: str) -> None:
     if axis not in AXES:
-        raise Mistake(f"unknown axis {axis!r}{nearest_names(axis, AXES) or '.'} Known: {', '.join(AXES)}.")
+        raise UserError(f"unknown axis {axis!r}{nearest_names(axis, AXES) or '.'} Known: {', '.join(AXES)}.")
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ class AwayFromFeatures:
     def __post_init__(self) -> None:
         check_kind(self.kind, self.axis)
         if not self.blocks:
-            raise Mistake("features need at least one block to look at; give block numbers such as (-1,)")
+            raise UserError("features need at least one block to look at; give block numbers such as (-1,)")
         if self.kind == "pooled" and self.blocks != (-1,):
-            raise Mistake("features=pooled are those of the whole model; leave blocks out, or use features=tokens")
+            raise UserError("features=pooled are those of the whole model; leave blocks out, or use features=tokens")
 
     @property
     def forwards(self) -> int:
@@ -162,7 +162,7 @@ class AwayFromFeatures:
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         there = len(blocks_of(model))
         if -min(self.blocks) > there:
-            raise Mistake(f"features of the last {-min(self.blocks)} blocks were asked for; the model has {there}")
+            raise UserError(f"features of the last {-min(self.blocks)} blocks were asked for; the model has {there}")
         with torch.no_grad():
             _, clean = self.features(model, x)
         return _FeatureAim(model, x, y, tuple(clean), self)
@@ -192,7 +192,7 @@ def _pooled(model: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
         logits: Tensor = model(z)
     vector = projected(backbone, torch.stack(given[-len(heads) :]).mean(0))
     if vector.dim() != 2:
-        raise Mistake(
+        raise UserError(
             f"features=pooled need one vector per image, but the head of {type(backbone).__name__} is given "
             f"{tuple(vector.shape)}: the model was built without pooling. Use features=tokens."
         )
@@ -211,7 +211,7 @@ def _after_norm(model: nn.Module, features: Tensor) -> Tensor:
     norm = getattr(backbone_of(model), "norm", None)
     width = getattr(norm, "normalized_shape", features.shape[-1:])
     if not isinstance(norm, nn.Module) or tuple(width) != tuple(features.shape[-1:]):
-        raise Mistake(
+        raise UserError(
             f"normed=true needs a final norm that fits the blocks' width, {features.shape[-1]}; this model has "
             f"{f'one of width {width[-1]}' if isinstance(norm, nn.Module) else 'none'}. Use the last blocks only, or "
             "normed=false."
@@ -264,8 +264,8 @@ class _Region:
         shrink = (10 ** (-self.psnr / 10) / error).sqrt().view(-1, *[1] * (x.ndim - 1))
         return torch.where(shrink < 1, x + (z - x) * (shrink * (1 - 1e-6)).to(x.dtype), z)
 
-    def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
-        noise = draws.stream("gaussian start").normal(*x.shape[1:]).to(x.dtype)
+    def random(self, x: Tensor, rng: SampleRNG, surface: bool = False) -> Tensor:
+        noise = rng.stream("gaussian start").normal(*x.shape[1:]).to(x.dtype)
         if not isinstance(self.threat, Linf):  # there a step's length is that of all pixels together, not of each
             length = self.threat.size(noise, torch.zeros_like(noise)).clamp(min=1e-12)
             noise = noise / length.view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
@@ -290,7 +290,7 @@ def pixels_per_unit(attack: object) -> float:
 def effective_eps(eps: float) -> str:
     """A budget of `paper=true`, in normalised units, as what it is in pixels, for red, green and blue."""
     levels = ", ".join(f"{255 * eps * unit:.2f}" for unit in _IMAGENET_STD)
-    return f"{amount_text(eps)} in normalised units = {levels} /255 in pixels"
+    return f"{quantity_text(eps)} in normalised units = {levels} /255 in pixels"
 
 
 @dataclass(frozen=True)
@@ -323,19 +323,19 @@ class FeatureAttack:
 
     def __post_init__(self) -> None:
         if self.psnr < 0:
-            raise Mistake(f"psnr is in decibels, 0 switches it off; got {self.psnr:g}, try 40")
+            raise UserError(f"psnr is in decibels, 0 switches it off; got {self.psnr:g}, try 40")
         if self.paper and not isinstance(self.threat, Linf):
-            raise Mistake(f"paper=true is an attack in Linf, got a threat in {type(self.threat).__name__}")
+            raise UserError(f"paper=true is an attack in Linf, got a threat in {type(self.threat).__name__}")
         if self.paper:
             object.__setattr__(self, "effective_eps", effective_eps(self.threat.eps))
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
         goal = replace(self.goal, judged_as=self._proposal) if self._judges_apart() else self.goal
         length = usual_length(self.threat, max(self.steps, 1)) if self.length is None else self.length
         region = _Region(self.threat, self.psnr, length, _IMAGENET_STD if self.paper else (1.0,))
         search = PGD(region, goal, Steepest(length), self.steps, stop_when_fooled=self.stop_when_fooled)
-        return self._proposal(search(model, x, y, draws), x.detach())
+        return self._proposal(search(model, x, y, rng), x.detach())
 
     def _proposal(self, z: Tensor, x: Tensor) -> Tensor:
         """The image that the attack hands out for `z`."""
@@ -378,7 +378,7 @@ def features(
     if paper:
         own = (step, axis, weight, blocks, normed, psnr, quantize)
         if own != (None, "token", 1.0, 1, False, 0.0, False):
-            raise Mistake(
+            raise UserError(
                 "paper=true sets step, axis, weight, blocks, normed, psnr and quantize itself; leave them out, or "
                 "leave paper out and set them one by one"
             )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.losses import cross_entropy, kl_divergence, margin, precise
 from vitadel.attacks.transfer.surrogate import Surrogate
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.types import Aim, Loss
 
 __all__ = ["FromClean", "Gama", "OnLogits", "clearly_fooled", "fooled", "gradient"]
@@ -138,9 +138,9 @@ class Gama:
 
     def __post_init__(self) -> None:
         if self.guide not in ("clean", "init"):
-            raise Mistake(f"unknown guide {self.guide!r} of GAMA; allowed: clean, init")
+            raise UserError(f"unknown guide {self.guide!r} of GAMA; allowed: clean, init")
         if not 0 < self.until <= 1:
-            raise Mistake(
+            raise UserError(
                 f"until is the share of GAMA's steps after which nothing pulls, above 0 and at most 1, got "
                 f"{self.until:g}; the paper has 0.25"
             )

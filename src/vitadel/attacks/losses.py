@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = [
     "check_classes",
@@ -34,7 +34,7 @@ _LARGE_GAP = 12.0  # of the two best logits: beyond it, probabilities lose their
 
 def check_classes(logits: Tensor) -> None:
     if logits.shape[1] < 2:
-        raise Mistake(f"a model needs at least 2 classes to be attacked, this one has {logits.shape[1]}")
+        raise UserError(f"a model needs at least 2 classes to be attacked, this one has {logits.shape[1]}")
 
 
 def hard_labels(y: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from vitadel.attacks.wrappers import repeated
 from vitadel.backbones.output_checks import check_pixels
-from vitadel.errors import Mistake, nearest_names
-from vitadel.runtime.rng import Draws
+from vitadel.errors import UserError, nearest_names
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
 __all__ = ["KINDS", "Noise", "noise"]
@@ -28,12 +28,14 @@ class Noise:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise Mistake(f"unknown kind of noise {self.kind!r}{nearest_names(self.kind, KINDS) or '.'} Known: {KINDS}")
+            raise UserError(
+                f"unknown kind of noise {self.kind!r}{nearest_names(self.kind, KINDS) or '.'} Known: {KINDS}"
+            )
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
         x = x.detach()
-        own = (Draws.of_pixels(x) if draws is None else draws).stream("noise")
+        own = (SampleRNG.of_pixels(x) if rng is None else rng).stream("noise")
         if self.kind != "gaussian":
             return self.threat.random(x, own, surface=self.kind == "surface")
         bump = own.normal(*x.shape[1:]).to(x.dtype)

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vitadel.quantities import read_amount, read_value
 from vitadel.attacks.prefixes import PREFIXES
 from vitadel.attacks.registry import CATALOGUE
 from vitadel.attacks.threats import threat
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
+from vitadel.quantities import read_quantity, read_value
 from vitadel.types import Attack
 
 __all__ = ["AttackName", "is_adaptive", "looks_inside", "make", "read_attack_name", "split_attack_list", "targets_in"]
@@ -36,7 +36,7 @@ def split_attack_list(text: str) -> list[str]:
     """Split at commas, but not at those inside brackets."""
     names = [part.strip() for part in re.split(r",(?![^(]*\))", text)]
     if not all(names):
-        raise Mistake(f"empty name in the attack list {text!r}; write it like fgsm,pgd-20(restarts=5)")
+        raise UserError(f"empty name in the attack list {text!r}; write it like fgsm,pgd-20(restarts=5)")
     return names
 
 
@@ -49,20 +49,22 @@ def read_attack_name(text: str) -> AttackName:
         known = ", ".join(f"{n}-K" if "steps" in p.settings else n for n, p in CATALOGUE.items())
         near = nearest_names(base, CATALOGUE) or "."
         if attack.count("(") != attack.count(")") or re.search(r"\s", attack):
-            raise Mistake(f"attack {attack!r} is not readable; write it like pgd-20(restarts=5), without blanks")
-        raise Mistake(f"unknown attack {attack!r}{near} Known: {known} (K = number of steps).")
+            raise UserError(f"attack {attack!r} is not readable; write it like pgd-20(restarts=5), without blanks")
+        raise UserError(f"unknown attack {attack!r}{near} Known: {known} (K = number of steps).")
     allowed = CATALOGUE[base].settings
     settings = _read_settings(f"attack {base!r}", base, match["settings"], allowed)
     if match["steps"]:
         if "steps" not in allowed:
-            raise Mistake(f"attack {base!r} takes no number of steps, got {text!r}; write {base!r}")
+            raise UserError(f"attack {base!r} takes no number of steps, got {text!r}; write {base!r}")
         if "steps" in settings:
-            raise Mistake(f"attack {text!r} sets steps twice; set it once")
+            raise UserError(f"attack {text!r} sets steps twice; set it once")
         _refuse_too_many(f"attack {base!r}", "steps", match["steps"], float(match["steps"]))
         settings["steps"] = int(match["steps"])
     around = tuple(_read_prefix(prefix) for prefix in prefixes)
     if [name for name, _ in around].count("targeted") > 1:
-        raise Mistake(f"attack {text!r} has two targets, and only the outer one would count; keep one targeted:TARGET+")
+        raise UserError(
+            f"attack {text!r} has two targets, and only the outer one would count; keep one targeted:TARGET+"
+        )
     return AttackName(base, settings, around)
 
 
@@ -71,12 +73,12 @@ def _read_prefix(text: str) -> tuple[str, dict[str, Setting]]:
     name = match["name"] if match else text
     if match is None or name not in PREFIXES:
         known = ", ".join(prefix.title(name) for name, prefix in PREFIXES.items())
-        raise Mistake(f"unknown prefix {text!r}{nearest_names(name, PREFIXES) or '.'} Known: {known}.")
+        raise UserError(f"unknown prefix {text!r}{nearest_names(name, PREFIXES) or '.'} Known: {known}.")
     prefix = PREFIXES[name]
     settings = _read_settings(f"prefix {name!r}", name, match["settings"], prefix.settings)
     if match["value"] is not None:
         if prefix.value is None or prefix.value in settings:
-            raise Mistake(f"prefix {text!r}: write {prefix.title(name)}")
+            raise UserError(f"prefix {text!r}: write {prefix.title(name)}")
         default = prefix.settings[prefix.value]
         settings[prefix.value] = _checked_setting(f"prefix {name!r}", prefix.value, match["value"], default)
     return name, settings
@@ -88,15 +90,15 @@ def _read_settings(whose: str, base: str, text: str | None, allowed: Mapping[str
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals and key in allowed:
             sample = {bool: "true", str: "NAME"}.get(type(allowed[key]), "N")
-            raise Mistake(f"setting {key!r} of {whose} is given no value; write {key}={sample}")
+            raise UserError(f"setting {key!r} of {whose} is given no value; write {key}={sample}")
         if key not in allowed:
             names = ", ".join(allowed) or "none"
-            raise Mistake(
+            raise UserError(
                 f"{whose} has no setting {key!r}{nearest_names(key, allowed) or '.'} It takes: {names}; "
                 f"write them like {base}(name=value)."
             )
         if key in settings:
-            raise Mistake(f"{whose} is given {key} twice; set it once")
+            raise UserError(f"{whose} is given {key} twice; set it once")
         settings[key] = _checked_setting(whose, key, value, allowed[key])
     return settings
 
@@ -113,12 +115,12 @@ def _checked_setting(whose: str, key: str, text: str, default: object) -> Settin
     if not fits.get(type(default), True):
         names = "a name or the number of a class" if key == "target" else "a name"
         wanted = {bool: "true or false", int: "a whole number", str: names}.get(type(default), "a number")
-        raise Mistake(f"setting {key!r} of {whose} must be {wanted}, got {text!r}")
+        raise UserError(f"setting {key!r} of {whose} must be {wanted}, got {text!r}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if key in _MAY_BE_ZERO and value < 0:
-            raise Mistake(f"setting {key!r} of {whose} must not be negative, got {text!r}")
+            raise UserError(f"setting {key!r} of {whose} must not be negative, got {text!r}")
         if key not in _MAY_BE_ZERO and value <= 0:
-            raise Mistake(f"setting {key!r} of {whose} must be positive, got {text!r}; it could not work")
+            raise UserError(f"setting {key!r} of {whose} must be positive, got {text!r}; it could not work")
         _refuse_too_many(whose, key, text, value)
     return value
 
@@ -126,7 +128,7 @@ def _checked_setting(whose: str, key: str, text: str, default: object) -> Settin
 def _refuse_too_many(whose: str, key: str, text: str, value: float) -> None:
     if value > _MOST:
         given = text if len(text) <= 40 else f"{text[:40]}..."
-        raise Mistake(f"setting {key!r} of {whose} must be at most {_MOST:,}, got {given}; take less")
+        raise UserError(f"setting {key!r} of {whose} must be at most {_MOST:,}, got {given}; take less")
 
 
 def looks_inside(text: str) -> bool:
@@ -149,7 +151,7 @@ def targets_in(text: str) -> list[int]:
 def make(text: str, *, eps: float | str = 8 / 255, norm: str = "linf") -> Attack:
     """An attack by its contract name, e.g. `make("pgd-100", eps=8/255, norm="linf")`."""
     name = read_attack_name(text)
-    attack = CATALOGUE[name.base].build(threat(norm, read_amount(eps, "eps")), **name.settings)
+    attack = CATALOGUE[name.base].build(threat(norm, read_quantity(eps, "eps")), **name.settings)
     for prefix, settings in reversed(name.prefixes):
         attack = PREFIXES[prefix].wrap(attack, **settings)
     return attack

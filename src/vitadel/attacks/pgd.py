@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import OnLogits, gradient
 from vitadel.attacks.steppers import Steepest
 from vitadel.backbones.output_checks import check_pixels
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Goal, Stepper, Threat
 
 __all__ = ["PGD"]
@@ -40,24 +40,24 @@ class PGD:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise Mistake(f"an attack needs at least 1 step, got {self.steps}")
+            raise UserError(f"an attack needs at least 1 step, got {self.steps}")
         if self.start_noise is not None and self.start_noise <= 0:
-            raise Mistake(f"start_noise must be positive, got {self.start_noise:g}; without noise leave it out")
+            raise UserError(f"start_noise must be positive, got {self.start_noise:g}; without noise leave it out")
         if self.surface_start + (self.start_noise is not None) > self.random_start:
-            raise Mistake(
+            raise UserError(
                 "a search has one start: without random_start the clean image, with it a point of the ball, of its "
                 "surface (surface_start) or near the clean image (start_noise, or noise in a name)"
             )
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
         x = x.detach()
         with frozen(model):
-            return self._search(model, x, y, Draws.of_pixels(x) if draws is None else draws)
+            return self._search(model, x, y, SampleRNG.of_pixels(x) if rng is None else rng)
 
-    def _search(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws) -> Tensor:
+    def _search(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG) -> Tensor:
         aim, step = self.goal(model, x, y), self.stepper.start(self.threat, self.steps, x)
-        z = self._start(x, draws.stream("start"))
+        z = self._start(x, rng.stream("start"))
         found = z.clone()
         place = torch.arange(len(x), device=x.device)  # where the samples still searched for stand in the batch
         for turn in range(self.steps):
@@ -78,12 +78,12 @@ class PGD:
         found[place] = z
         return found
 
-    def _start(self, x: Tensor, draws: Draws) -> Tensor:
+    def _start(self, x: Tensor, rng: SampleRNG) -> Tensor:
         if not self.random_start:
             return x.clone()
         if self.start_noise is None:
-            return self.threat.random(x, draws, self.surface_start)
-        return self.threat.project(x + self.start_noise * draws.normal(*x.shape[1:]).to(x.dtype), x)
+            return self.threat.random(x, rng, self.surface_start)
+        return self.threat.project(x + self.start_noise * rng.normal(*x.shape[1:]).to(x.dtype), x)
 
     def passes(self) -> tuple[int, int]:
         return self.steps, self.goal.forwards

@@ -9,9 +9,8 @@ from functools import partial
 
 from vitadel.attacks import losses
 from vitadel.attacks.apgd import apgd_ce, apgd_dlr, apgd_t
-from vitadel.attacks.autoattack.standard import autoattack, autoattack_plus, autoattack_rand
 from vitadel.attacks.autoattack.fast import autoattack_fast
-from vitadel.attacks.transfer.diverse_inputs import diverse
+from vitadel.attacks.autoattack.standard import autoattack, autoattack_plus, autoattack_rand
 from vitadel.attacks.fab import fab, fab_t
 from vitadel.attacks.features import features
 from vitadel.attacks.goals import FromClean, Gama, OnLogits
@@ -21,13 +20,14 @@ from vitadel.attacks.patches.learned_patches import patches_learned
 from vitadel.attacks.patches.patch_fool import patch_fool
 from vitadel.attacks.patches.random_patches import patches_random
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.transfer.pna_patchout import pna_patchout
-from vitadel.attacks.transfer.self_ensemble import self_ensemble
 from vitadel.attacks.square import square
 from vitadel.attacks.steppers import Dropping, Fading, Filling, Momentum, Steepest, usual_length
 from vitadel.attacks.threats import L1
+from vitadel.attacks.transfer.diverse_inputs import diverse
+from vitadel.attacks.transfer.pna_patchout import pna_patchout
+from vitadel.attacks.transfer.self_ensemble import self_ensemble
 from vitadel.attacks.wrappers import repeated
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.types import Attack, Goal, Threat
 
 __all__ = ["CATALOGUE", "Preset"]
@@ -51,7 +51,7 @@ def pgd(
     noise: float | None = None,
 ) -> Attack:
     if restarts > 1 and not random_start:
-        raise Mistake(f"from the clean image all {restarts} restarts of pgd would be the same; leave restarts out")
+        raise UserError(f"from the clean image all {restarts} restarts of pgd would be the same; leave restarts out")
     length = usual_length(threat, max(steps, 1)) if step is None else step
     search = PGD(threat, stepper=Steepest(length), steps=steps, random_start=random_start, start_noise=noise or None)
     return repeated(search, restarts)
@@ -85,7 +85,7 @@ def mifpe(
     threat: Threat, steps: int = 100, gap: float = 10.0, reach: float = 2.0, keeping: float = 0.75, restarts: int = 1
 ) -> Attack:
     if gap > 80:
-        raise Mistake(f"gap={gap:g} leaves mifpe no slope in single precision; give at most 80, the usual one is 10")
+        raise UserError(f"gap={gap:g} leaves mifpe no slope in single precision; give at most 80, the usual one is 10")
     goal = OnLogits(partial(losses.rescaled_cross_entropy, gap=gap))
     return repeated(PGD(threat, goal, Fading(reach, keeping), steps, surface_start=True), restarts)
 

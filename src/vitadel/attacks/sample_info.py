@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, explained
 
 __all__ = ["Notes", "join_notes", "proposals"]
@@ -18,10 +18,10 @@ Notes = dict[str, Tensor]
 
 
 def proposals(
-    attack: Attack, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None, noted: bool
+    attack: Attack, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None, noted: bool
 ) -> tuple[Tensor, Notes]:
     """An attack's images, and its notes if they are wanted: some cost passes."""
-    return explained(attack, model, x, y, draws) if noted else (attack(model, x, y, draws), {})
+    return explained(attack, model, x, y, rng) if noted else (attack(model, x, y, rng), {})
 
 
 def join_notes(notes: Notes, told: Mapping[str, Tensor], place: Tensor, count: int) -> None:

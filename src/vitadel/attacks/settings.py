@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-from vitadel.quantities import amount_text
 from vitadel.attacks.wrappers import Restarts
+from vitadel.quantities import quantity_text
 from vitadel.types import Attack
 
 __all__ = ["settings_of"]
@@ -41,7 +41,7 @@ def settings_of(attack: Attack) -> dict[str, object]:
 
 def _told(key: str, value: object) -> object:
     """Budgets and lengths as grey levels, everything else as it is."""
-    return amount_text(value) if key in ("eps", "length") and isinstance(value, float) else _plain(value)
+    return quantity_text(value) if key in ("eps", "length") and isinstance(value, float) else _plain(value)
 
 
 def _plain(value: object) -> object:

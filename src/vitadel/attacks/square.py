@@ -22,9 +22,9 @@ from vitadel.attacks.losses import margin
 from vitadel.attacks.threats import L1, L2, Linf, per_sample
 from vitadel.attacks.wrappers import repeated
 from vitadel.backbones.output_checks import check_pixels
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
 __all__ = ["Square", "share_of_pixels", "square"]
@@ -61,33 +61,33 @@ class Square:
 
     def __post_init__(self) -> None:
         if self.queries < 1:
-            raise Mistake(f"Square needs at least 1 query, got {self.queries}")
+            raise UserError(f"Square needs at least 1 query, got {self.queries}")
         if not 0 < self.p_init <= 1:
-            raise Mistake(f"p_init is a share of the pixels: it must be in (0, 1], got {self.p_init}")
+            raise UserError(f"p_init is a share of the pixels: it must be in (0, 1], got {self.p_init}")
         if not isinstance(self.threat, (Linf, L2, L1)):
-            raise Mistake(f"Square knows the balls Linf, L2 and L1, got {type(self.threat).__name__}")
+            raise UserError(f"Square knows the balls Linf, L2 and L1, got {type(self.threat).__name__}")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
         if x.ndim != 4:
-            raise Mistake(f"Square needs images of shape (batch, channels, height, width), got {tuple(x.shape)}")
+            raise UserError(f"Square needs images of shape (batch, channels, height, width), got {tuple(x.shape)}")
         x = x.detach()
         if self.threat.eps == 0:
             return x.clone()
         with frozen(model), torch.no_grad():
-            return self._search(model, x, y, Draws.of_pixels(x) if draws is None else draws)
+            return self._search(model, x, y, SampleRNG.of_pixels(x) if rng is None else rng)
 
-    def _search(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws) -> Tensor:
+    def _search(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG) -> Tensor:
         strokes = _FlatSquares(self.threat) if isinstance(self.threat, Linf) else _Bumps(self.threat)
         found = x.clone()
         place = (~fooled(model, x, model(x), y)).nonzero().squeeze(1)  # where the standing samples are in the batch
-        x, y, draws = x[place], y[place], draws[place]
+        x, y, rng = x[place], y[place], rng[place]
         z, best = x, torch.full((len(x),), -torch.inf, dtype=x.dtype, device=x.device)
-        for query, propose in enumerate(self._plan(strokes, x, draws)):
+        for query, propose in enumerate(self._plan(strokes, x, rng)):
             if len(place) == 0:
                 break
             if query % _BLOCK == 0:
-                lots = draws.stream("block", query // _BLOCK).uniform(_BLOCK, strokes.numbers + x.shape[1])
+                lots = rng.stream("block", query // _BLOCK).uniform(_BLOCK, strokes.numbers + x.shape[1])
             trial = propose(z, x, lots[:, query % _BLOCK])
             logits = model(trial)
             value, wrong = margin(logits, y).to(best.dtype), fooled(model, trial, logits, y)
@@ -96,11 +96,11 @@ class Square:
                 found[place[wrong]] = z[wrong]
                 rest = ~wrong
                 place, z, x, y, best = place[rest], z[rest], x[rest], y[rest], best[rest]
-                draws, lots = draws[rest], lots[rest]
+                rng, lots = rng[rest], lots[rest]
         found[place] = z
         return found
 
-    def _plan(self, strokes: _FlatSquares | _Bumps, x: Tensor, draws: Draws) -> Iterator[Propose]:
+    def _plan(self, strokes: _FlatSquares | _Bumps, x: Tensor, rng: SampleRNG) -> Iterator[Propose]:
         """The start, then windows that shrink; what belongs to a window size is made once for all its queries."""
         height, width = x.shape[-2:]
         rescale_from = self.queries if self.rescale_schedule else None
@@ -108,7 +108,7 @@ class Square:
         def side(query: int) -> int:
             return strokes.side(share_of_pixels(query, self.p_init, rescale_from), height, width)
 
-        yield lambda z, x, lots: strokes.start(x, draws.stream("start"))
+        yield lambda z, x, lots: strokes.start(x, rng.stream("start"))
         for length, queries in groupby(range(self.queries - 1), key=side):
             yield from repeat(strokes.windows(length, x), len(list(queries)))
 
@@ -150,8 +150,8 @@ class _FlatSquares:
     def side(self, share: float, height: int, width: int) -> int:
         return min(max(round(math.sqrt(share * height * width)), 1), height, width)
 
-    def start(self, x: Tensor, draws: Draws) -> Tensor:
-        signs = draws.signs(x.shape[1], 1, x.shape[3]).to(x.dtype)
+    def start(self, x: Tensor, rng: SampleRNG) -> Tensor:
+        signs = rng.signs(x.shape[1], 1, x.shape[3]).to(x.dtype)
         return self.threat.project(x + self.threat.eps * signs, x)
 
     def windows(self, length: int, like: Tensor) -> Propose:
@@ -180,14 +180,14 @@ class _Bumps:
         odd = max(round(math.sqrt(share * height * width)), 3) | 1
         return min(odd, height, width)
 
-    def start(self, x: Tensor, draws: Draws) -> Tensor:
+    def start(self, x: Tensor, rng: SampleRNG) -> Tensor:
         """A grid of bumps, each in one of two directions and with one sign per channel."""
         samples, channels, height, width = x.shape
         tile = max(min(height, width) // 5, 1)
         down, across = height // tile, width // tile
-        turned = (draws.stream("turn").uniform(down, across) < 0.5).long()
+        turned = (rng.stream("turn").uniform(down, across) < 0.5).long()
         bumps = self._brush(tile, x)[turned].transpose(2, 3).reshape(samples, 1, down * tile, across * tile)
-        signs = draws.stream("signs").signs(channels, down, across).to(x.dtype)
+        signs = rng.stream("signs").signs(channels, down, across).to(x.dtype)
         signs = signs.repeat_interleave(tile, 2).repeat_interleave(tile, 3)
         left, top = (width - across * tile) // 2, (height - down * tile) // 2
         border = (left, width - across * tile - left, top, height - down * tile - top)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitadel.attacks.threats import Linf, per_sample
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.types import Step, Threat
 
 __all__ = ["Dropping", "Fading", "Filling", "Momentum", "Scripted", "Steepest", "usual_length"]
@@ -137,7 +137,7 @@ class Momentum:
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay <= 10:  # beyond, the first gradient outweighs all later ones
-            raise Mistake(f"decay is the weight of the gradients before, from 0 to 10, got {self.decay:g}; try 1")
+            raise UserError(f"decay is the weight of the gradients before, from 0 to 10, got {self.decay:g}; try 1")
 
     def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
         length = threat.eps / steps if self.length is None else self.length
@@ -176,7 +176,7 @@ class Fading:
 
     def __post_init__(self) -> None:
         if not 0 <= self.keeping <= 1:
-            raise Mistake(f"keeping is the new step's share of a move, from 0 to 1, got {self.keeping:g}; try 0.75")
+            raise UserError(f"keeping is the new step's share of a move, from 0 to 1, got {self.keeping:g}; try 0.75")
 
     def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
         lengths = tuple(self.reach * threat.eps * (1 - turn / steps) for turn in range(steps))

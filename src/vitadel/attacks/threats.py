@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitadel.quantities import amount_text
-from vitadel.errors import Mistake, nearest_names
-from vitadel.runtime.rng import Draws
+from vitadel.errors import UserError, nearest_names
+from vitadel.quantities import quantity_text
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 
 __all__ = ["L1", "L2", "NORMS", "Linf", "per_sample", "threat"]
@@ -59,8 +59,8 @@ class Linf:
             return _rounded_towards(x, inside, torch.full_like(start, self.eps))
         return z.clamp(x - self.eps, x + self.eps).clamp(0, 1)
 
-    def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
-        start = draws.stream("linf start")
+    def random(self, x: Tensor, rng: SampleRNG, surface: bool = False) -> Tensor:
+        start = rng.stream("linf start")
         noise = start.signs(*x.shape[1:]) if surface else start.uniform(*x.shape[1:]) * 2 - 1
         return self.project(x + self.eps * noise.to(x.dtype), x)
 
@@ -87,9 +87,9 @@ class L2:
         inside = x + kept
         return _tightened(inside.clamp(0, 1), x, self.eps, self.size)
 
-    def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
-        direction = draws.stream("l2 start").normal(*x.shape[1:]).to(x.dtype)
-        radius = self.eps * (1 if surface else draws.stream("l2 radius").uniform())
+    def random(self, x: Tensor, rng: SampleRNG, surface: bool = False) -> Tensor:
+        direction = rng.stream("l2 start").normal(*x.shape[1:]).to(x.dtype)
+        radius = self.eps * (1 if surface else rng.stream("l2 radius").uniform())
         length = torch.linalg.vector_norm(direction.flatten(1), dim=1).clamp(min=_TINY)
         return self.project(x + direction * per_sample(radius / length, x), x)
 
@@ -120,11 +120,11 @@ class L1:
         kept = torch.minimum((reach - shift[:, None]).clamp(min=0), room)
         return _rounded_towards(x, (start + kept * delta.sign()).view_as(x), kept.view_as(x))
 
-    def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
+    def random(self, x: Tensor, rng: SampleRNG, surface: bool = False) -> Tensor:
         flat = math.prod(x.shape[1:])
-        spread = -torch.log1p(-draws.stream("l1 start").uniform(flat).double())
-        direction = spread / spread.sum(1, keepdim=True) * draws.stream("l1 signs").signs(flat)
-        radius = self.eps * (1 if surface else draws.stream("l1 radius").uniform()[:, None])
+        spread = -torch.log1p(-rng.stream("l1 start").uniform(flat).double())
+        direction = spread / spread.sum(1, keepdim=True) * rng.stream("l1 signs").signs(flat)
+        radius = self.eps * (1 if surface else rng.stream("l1 radius").uniform()[:, None])
         return self.project(x + (direction * radius).to(x.dtype).view_as(x), x)
 
     def ascent(self, grad: Tensor, z: Tensor) -> Tensor:
@@ -169,11 +169,11 @@ NORMS: dict[str, Callable[[float], Threat]] = {"linf": Linf, "l2": L2, "l1": L1}
 def threat(norm: str, eps: float) -> Threat:
     """The ball of a norm by name, with a budget that makes sense in pixels."""
     if norm not in NORMS:
-        raise Mistake(f"unknown norm {norm!r}{nearest_names(norm, NORMS) or '.'} Known: {', '.join(NORMS)}.")
+        raise UserError(f"unknown norm {norm!r}{nearest_names(norm, NORMS) or '.'} Known: {', '.join(NORMS)}.")
     if eps < 0:
-        raise Mistake(f"eps must not be negative, got {amount_text(eps)}; pixels are in [0, 1], so try 8/255")
+        raise UserError(f"eps must not be negative, got {quantity_text(eps)}; pixels are in [0, 1], so try 8/255")
     if norm == "linf" and eps > 1:
-        raise Mistake(
+        raise UserError(
             f"eps {eps:g} is larger than the whole pixel range: pixels are in [0, 1] here, not in 0..255. "
             f"Did you mean {eps:g}/255?"
         )

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from vitadel.attacks.apgd import OverTargets
 from vitadel.attacks.threats import NORMS
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.types import Attack, Threat
 
 __all__ = ["at_eps", "threats_in", "training_form"]
@@ -33,9 +33,9 @@ def at_eps(attack: Attack, eps: float) -> Attack:
     during training, early steps then reach the ball's surface at once, as in arXiv:2209.07399.
     """
     if eps < 0:
-        raise Mistake(f"eps must not be negative, got {eps:g}")
+        raise UserError(f"eps must not be negative, got {eps:g}")
     if not threats_in(attack):
-        raise Mistake(
+        raise UserError(
             f"the eps of {type(attack).__name__} cannot be changed: none of its fields holds a threat "
             f"({', '.join(NORMS)}). Make it a dataclass with a field `threat`."
         )

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from vitadel.attacks.losses import check_classes, likeliest_wrong
 from vitadel.attacks.sample_info import Notes, join_notes, proposals
 from vitadel.attacks.transfer.surrogate import deployed, seen_through
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, explained
 
 __all__ = ["Averaged", "Targeted"]
@@ -58,13 +58,13 @@ class Averaged:
 
     def __post_init__(self) -> None:
         if self.times < 1:
-            raise Mistake(f"eot needs at least 1 pass to average, got {self.times}")
+            raise UserError(f"eot needs at least 1 pass to average, got {self.times}")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        return self.attack(self._shown(model), x, y, draws)
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        return self.attack(self._shown(model), x, y, rng)
 
-    def explain(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> tuple[Tensor, Notes]:
-        return explained(self.attack, self._shown(model), x, y, draws)
+    def explain(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> tuple[Tensor, Notes]:
+        return explained(self.attack, self._shown(model), x, y, rng)
 
     def _shown(self, model: nn.Module) -> nn.Module:
         return seen_through(model, lambda inner: _Mean(inner, self.times))
@@ -92,10 +92,10 @@ class _OneAgainstTheRest(nn.Module):
         return torch.stack([rest, logits[:, self.target]], dim=1)
 
 
-_RULES: dict[str, Callable[[Tensor, Draws], Tensor]] = {
-    "next": lambda ranked, draws: ranked[:, 0],
-    "least": lambda ranked, draws: ranked[:, -1],
-    "random": lambda ranked, draws: _pick(ranked, draws.stream("target").uniform()),
+_RULES: dict[str, Callable[[Tensor, SampleRNG], Tensor]] = {
+    "next": lambda ranked, rng: ranked[:, 0],
+    "least": lambda ranked, rng: ranked[:, -1],
+    "random": lambda ranked, rng: _pick(ranked, rng.stream("target").uniform()),
 }
 
 
@@ -118,36 +118,36 @@ class Targeted:
 
     def __post_init__(self) -> None:
         if isinstance(self.target, str) and self.target not in _RULES:
-            raise Mistake(f"unknown target {self.target!r}; give the number of a class, or {', '.join(_RULES)}")
+            raise UserError(f"unknown target {self.target!r}; give the number of a class, or {', '.join(_RULES)}")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        return self._run(model, x, y, draws, noted=False)[0]
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        return self._run(model, x, y, rng, noted=False)[0]
 
-    def explain(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> tuple[Tensor, Notes]:
-        return self._run(model, x, y, draws, noted=True)
+    def explain(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> tuple[Tensor, Notes]:
+        return self._run(model, x, y, rng, noted=True)
 
-    def _run(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None, noted: bool) -> tuple[Tensor, Notes]:
-        draws = Draws.of_pixels(x) if draws is None else draws
-        target = self._targets(model, x.detach(), y, draws)
+    def _run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None, noted: bool) -> tuple[Tensor, Notes]:
+        rng = SampleRNG.of_pixels(x) if rng is None else rng
+        target = self._targets(model, x.detach(), y, rng)
         found, notes = x.detach().clone(), Notes()
         for each in target.unique().tolist():
             (place,) = torch.where(target == each)
             view = seen_through(model, partial(_OneAgainstTheRest, target=each))
             rest = torch.zeros_like(y[place])
-            found[place], told = proposals(self.attack, view, x[place], rest, draws[place], noted)
+            found[place], told = proposals(self.attack, view, x[place], rest, rng[place], noted)
             join_notes(notes, told, place, len(x))
         return found, notes
 
-    def _targets(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws) -> Tensor:
+    def _targets(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG) -> Tensor:
         with frozen(model), torch.no_grad():
             logits = deployed(model)(x)
         check_classes(logits)
         if isinstance(self.target, str):
-            return _RULES[self.target](likeliest_wrong(logits, y), draws)
+            return _RULES[self.target](likeliest_wrong(logits, y), rng)
         if not 0 <= self.target < logits.shape[1]:
-            raise Mistake(f"target {self.target} is no class: the model has {logits.shape[1]}, numbered from 0")
+            raise UserError(f"target {self.target} is no class: the model has {logits.shape[1]}, numbered from 0")
         if bool((y == self.target).any()):
-            raise Mistake(
+            raise UserError(
                 f"target {self.target} is the label of {int((y == self.target).sum())} of the samples, so there is "
                 f"nothing to reach; leave that class out, or choose a target by rule: {', '.join(_RULES)}"
             )

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import clearly_fooled
 from vitadel.attacks.sample_info import Notes, join_notes, proposals
 from vitadel.attacks.transfer.surrogate import deployed
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 
 __all__ = ["MEMBER", "Restarts", "WorstOf", "repeated"]
@@ -33,15 +33,15 @@ def _one_after_the_other(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    draws: Draws | None,
+    rng: SampleRNG | None,
     noted: bool,
 ) -> tuple[Tensor, Notes]:
     """Each attack, with its own stream of draws, on the samples that the ones before did not fool."""
-    draws = Draws.of_pixels(x) if draws is None else draws
+    rng = SampleRNG.of_pixels(x) if rng is None else rng
     found, notes = x.detach().clone(), Notes()
     place = torch.arange(len(x), device=x.device)
     for number, (attack, stream, turn) in enumerate(attacks):
-        z, told = proposals(attack, model, x[place], y[place], draws[place].stream(stream, turn), noted)
+        z, told = proposals(attack, model, x[place], y[place], rng[place].stream(stream, turn), noted)
         found[place] = z
         join_notes(notes, told, place, len(x))
         if number + 1 < len(attacks):  # whether the last one succeeded is for the judge to say
@@ -60,14 +60,14 @@ class Restarts:
 
     def __post_init__(self) -> None:
         if self.times < 1:
-            raise Mistake(f"restarts must be at least 1, got {self.times}")
+            raise UserError(f"restarts must be at least 1, got {self.times}")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        return _one_after_the_other(self._turns, model, x, y, draws, noted=False)[0]
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        return _one_after_the_other(self._turns, model, x, y, rng, noted=False)[0]
 
-    def explain(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> tuple[Tensor, Notes]:
+    def explain(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> tuple[Tensor, Notes]:
         """With the notes of the last run that each sample saw."""
-        return _one_after_the_other(self._turns, model, x, y, draws, noted=True)
+        return _one_after_the_other(self._turns, model, x, y, rng, noted=True)
 
     @property
     def _turns(self) -> list[tuple[Attack, str, int]]:
@@ -95,9 +95,9 @@ class WorstOf:
 
     def __post_init__(self) -> None:
         if not self.attacks:
-            raise Mistake("a worst case needs at least one attack")
+            raise UserError("a worst case needs at least one attack")
         if self.names and len(self.names) != len(self.attacks):
-            raise Mistake(f"{len(self.attacks)} attacks need as many names, got {len(self.names)}")
+            raise UserError(f"{len(self.attacks)} attacks need as many names, got {len(self.names)}")
 
     @classmethod
     def named(cls, attacks: Mapping[str, Attack]) -> WorstOf:
@@ -107,12 +107,12 @@ class WorstOf:
         names = self.names or tuple(str(number) for number in range(len(self.attacks)))
         return list(zip(names, self.attacks, strict=True))
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        return _one_after_the_other(self._crew, model, x, y, draws, noted=False)[0]
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        return _one_after_the_other(self._crew, model, x, y, rng, noted=False)[0]
 
-    def explain(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> tuple[Tensor, Notes]:
+    def explain(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> tuple[Tensor, Notes]:
         """With the notes of the last member that each sample met."""
-        return _one_after_the_other(self._crew, model, x, y, draws, noted=True)
+        return _one_after_the_other(self._crew, model, x, y, rng, noted=True)
 
     @property
     def _crew(self) -> list[tuple[Attack, str, int]]:

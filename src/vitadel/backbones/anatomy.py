@@ -21,7 +21,7 @@ from typing import cast
 
 from torch import nn
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = [
     "ANATOMIES",
@@ -207,14 +207,14 @@ def backbone_of(model: nn.Module) -> nn.Module:
     """The module of a known family inside `model`, which may be the model itself or sit under any wrappers."""
     found = {id(module): module for module in _backbones(model)}
     if not found:
-        raise Mistake(
+        raise UserError(
             f"no anatomy known for {_full_names(_unwrapped(model))[0]}: where its attention lies is not known. "
             f"Known families: {', '.join(sorted(ANATOMIES))}. "
             "Use a model of one of these, or add a row to backbones/anatomy.py."
         )
     if len(found) > 1:
         kinds = ", ".join(type(module).__name__ for module in found.values())
-        raise Mistake(
+        raise UserError(
             f"the model holds {len(found)} backbones side by side ({kinds}), and only one can be instrumented at a "
             "time. Pass one of them, or nest one block per backbone."
         )
@@ -259,7 +259,7 @@ def attentions_of(model: nn.Module) -> list[SoftmaxAttention]:
     for block in blocks_of(model):
         if not any(each.name == block.name or each.name.startswith(block.name + ".") for each in found):
             inner = getattr(block.module, "attn", block.module)
-            raise Mistake(
+            raise UserError(
                 f"family '{family_of(model)}': block '{block.name}' attends by {type(inner).__name__}, whose score "
                 f"seam is not known. Known here: {', '.join(sorted(row.attentions))}. "
                 "Add the class to the family's row in backbones/anatomy.py."

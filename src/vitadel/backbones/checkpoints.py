@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from vitadel.backbones.compatibility import describe_mismatch, find_mismatch
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["Checkpoint", "Fitted", "fit_to", "load_strict", "read_checkpoint", "read_metadata", "read_weights"]
 
@@ -60,7 +60,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         except (SafetensorError, OSError) as error:
             raise _damaged(path, "safetensors", error) from error
         if not weights:
-            raise Mistake(f"'{path}' holds no tensors. Give a file with the weights of a model.")
+            raise UserError(f"'{path}' holds no tensors. Give a file with the weights of a model.")
         return Checkpoint(weights, metadata)
     content = _torch_load(path)
     notes: list[str] = []
@@ -83,30 +83,32 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 def _is_safetensors(path: Path) -> bool:
     """Also refuses what is no weight file at all, with the likely reason."""
     if path.is_dir():
-        raise Mistake(f"'{path}' is a folder, a weight file was expected. Give one of the files in it.")
+        raise UserError(f"'{path}' is a folder, a weight file was expected. Give one of the files in it.")
     try:
         with path.open("rb") as file:
             head = file.read(64)
     except FileNotFoundError:
-        raise Mistake(
+        raise UserError(
             f"weight file '{path}' does not exist. Check the path (it is relative to {Path.cwd()})."
         ) from None
     except OSError as error:
-        raise Mistake(
+        raise UserError(
             f"weight file '{path}' cannot be read: {error.strerror or error}. Check its permissions."
         ) from error
     if not head:
-        raise Mistake(f"weight file '{path}' is empty. Download or copy it again.")
+        raise UserError(f"weight file '{path}' is empty. Download or copy it again.")
     if head.startswith(b"version https://git-lfs"):
-        raise Mistake(f"'{path}' is a Git LFS pointer, not the weights themselves. Run `git lfs pull` to fetch them.")
+        raise UserError(f"'{path}' is a Git LFS pointer, not the weights themselves. Run `git lfs pull` to fetch them.")
     if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise Mistake(f"'{path}' is a web page, not a weight file. The download probably met an error page; repeat it.")
+        raise UserError(
+            f"'{path}' is a web page, not a weight file. The download probably met an error page; repeat it."
+        )
     return head[8:9] == b"{" or path.suffix == ".safetensors"
 
 
-def _damaged(path: Path, kind: str, error: Exception) -> Mistake:
+def _damaged(path: Path, kind: str, error: Exception) -> UserError:
     reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-    return Mistake(
+    return UserError(
         f"'{path}' cannot be read as a {kind} file: {reason}. "
         "It is damaged, cut short, or of another kind. Copy or download it again; "
         "safetensors files and files of torch.save are read."
@@ -124,7 +126,7 @@ def _torch_load(path: Path) -> object:
         if not is_pickle:
             raise _damaged(path, "torch", error.__class__("neither safetensors nor torch's format")) from error
         wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-        raise Mistake(
+        raise UserError(
             f"'{path}' was refused: it is a pickle that wants to run more than loading tensors needs"
             f"{f' ({wanted.group(1)})' if wanted else ''}, and reading such a file can run any code. Nothing was run. "
             "Ask for a safetensors file or a plain state_dict. If you trust its author, convert it once, where that "
@@ -156,7 +158,7 @@ def _unwrap(content: object, path: Path, notes: list[str]) -> dict[str, Tensor]:
     found = (
         f"keys {', '.join(map(repr, list(content)[:5]))}" if isinstance(content, Mapping) else type(content).__name__
     )
-    raise Mistake(
+    raise UserError(
         f"'{path}' holds no state dict: found {found}. "
         f"Known are a dictionary of tensors, alone or under one of {', '.join(_CONTAINERS)}."
     )
@@ -228,7 +230,7 @@ def load_strict(module: nn.Module, weights: Mapping[str, Tensor], source: str) -
     fitted = fit_to(module, weights)
     mismatch = find_mismatch(module, fitted.weights)
     if mismatch:
-        raise Mistake(describe_mismatch(mismatch, module, fitted.weights, source, fitted.notes))
+        raise UserError(describe_mismatch(mismatch, module, fitted.weights, source, fitted.notes))
     _refuse_broken_numbers(module, fitted.weights, source)
     module.load_state_dict(fitted.weights, strict=True)
     stored = sorted(
@@ -250,7 +252,7 @@ def _refuse_broken_numbers(module: nn.Module, weights: Mapping[str, Tensor], sou
     if broken:
         first, count = next(iter(broken.items()))
         more = f"; {len(broken)} tensors are affected" if len(broken) > 1 else ""
-        raise Mistake(
+        raise UserError(
             f"{source}: '{first}' has {count} of {weights[first].numel()} values that are NaN or infinite{more}. "
             "The training that wrote this file diverged, or the file is damaged. Use an earlier checkpoint."
         )

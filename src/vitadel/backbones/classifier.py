@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.backbones.output_checks import check_logits, check_pixels, looks_like_probabilities, modules_in_train_mode
 from vitadel.backbones.image_size import check_image_size
+from vitadel.backbones.output_checks import check_logits, check_pixels, looks_like_probabilities, modules_in_train_mode
 from vitadel.backbones.record import ModelRecord, three_numbers
 from vitadel.backbones.score_scaling import scaled_scores
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = [
     "Classifier",
@@ -66,7 +66,7 @@ class Classifier(nn.Module):
         count = len(attentions_of(self.backbone))
         values = torch.as_tensor(factors, dtype=torch.float32)
         if values.shape != (count,) or not bool(values.isfinite().all()):
-            raise Mistake(
+            raise UserError(
                 f"attention factors must be {count} finite numbers, one per softmax attention of the model, "
                 f"got {values.tolist()}."
             )
@@ -129,7 +129,7 @@ def logits_of(output: object) -> Tensor:
         came = f"a {type(output).__name__} of {', '.join(type(part).__name__ for part in output[:5]) or 'nothing'}"
     else:
         came = type(output).__name__
-    raise Mistake(
+    raise UserError(
         f"the model returned {came}; logits are expected: a tensor, an object with `.logits`, "
         "a dict with 'logits', or a tuple whose first entry is a tensor. Wrap the model in a module that returns them."
     )
@@ -149,13 +149,13 @@ def wrap(
     Images of another size than `input_size` are resized to `input_size / crop_pct`, and their centre is taken.
     """
     if not isinstance(module, nn.Module):
-        raise Mistake(
+        raise UserError(
             f"wrap takes an nn.Module, got {type(module).__name__}. Put a plain function into a module first."
         )
     normalisation = (three_numbers(mean, "mean"), three_numbers(std, "std"))
     if isinstance(module, Classifier):
         if normalisation != ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)):
-            raise Mistake("the model is a Classifier already and normalises itself; wrap its `.backbone` instead.")
+            raise UserError("the model is a Classifier already and normalises itself; wrap its `.backbone` instead.")
         return module
     record = ModelRecord(
         name="wrapped",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["keep_classes"]
 
@@ -18,14 +18,14 @@ def keep_classes(backbone: nn.Module, classes: Sequence[int], spec: str) -> None
     get: Any = getattr(backbone, "get_classifier", None)
     head = get() if callable(get) else None
     if not isinstance(head, nn.Linear):
-        raise Mistake(
+        raise UserError(
             f"classes of '{spec}' cannot be chosen: its head is {_kind(head)}, and only one linear layer can be cut. "
             "Choose among its logits in your own code, or take a new head."
         )
     wrong = sorted({each for each in classes if not 0 <= each < head.out_features})
     if wrong or len(set(classes)) != len(classes) or len(classes) < 2:
         told = f"there is none of {', '.join(map(str, wrong))}" if wrong else "each once, and at least two"
-        raise Mistake(
+        raise UserError(
             f"classes to keep of '{spec}' are numbers from 0 to {head.out_features - 1}: {told}; got {list(classes)}."
         )
     reset: Any = backbone.reset_classifier

@@ -8,7 +8,7 @@ from torch import nn
 
 from vitadel.backbones.families.fan_stems import HybridEmbed
 from vitadel.backbones.families.rvt import Stem
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["check_image_size", "check_images_fit", "not_a_multiple"]
 
@@ -30,15 +30,15 @@ def check_images_fit(model: nn.Module, size: tuple[int, int], name: str) -> None
         try:
             with torch.no_grad():
                 model(torch.full((1, 3, *size), 0.5, device=like.device))
-        except (AssertionError, Mistake) as error:
+        except (AssertionError, UserError) as error:
             raise complaint from error
 
 
-def not_a_multiple(size: tuple[int, int], patch: tuple[int, int], name: str) -> Mistake:
+def not_a_multiple(size: tuple[int, int], patch: tuple[int, int], name: str) -> UserError:
     """What is said of a size that leaves pixels over."""
     near = [_nearest(side, step) for side, step in zip(size, patch, strict=True)]
     below, above = (_text((near[0][way], near[1][way])) for way in (0, 1))
-    return Mistake(
+    return UserError(
         f"images of {_text(size)} pixels cannot be cut into patches of {_text(patch)} by '{name}': something would be "
         f"left over. The nearest sizes are {above if min(near[0][0], near[1][0]) == 0 else f'{below} and {above}'}; "
         "images are brought to such a size by --input-size (in recipes model.input_size, in Python "
@@ -46,7 +46,7 @@ def not_a_multiple(size: tuple[int, int], patch: tuple[int, int], name: str) -> 
     )
 
 
-def _complaint(embed: object, size: tuple[int, int], name: str) -> Mistake | None:
+def _complaint(embed: object, size: tuple[int, int], name: str) -> UserError | None:
     if isinstance(embed, HybridEmbed | Stem) and (size[0] % embed.patch_size or size[1] % embed.patch_size):
         return not_a_multiple(size, (embed.patch_size, embed.patch_size), name)  # the rest would not be looked at
     if not isinstance(embed, PatchEmbed):
@@ -58,7 +58,7 @@ def _complaint(embed: object, size: tuple[int, int], name: str) -> Mistake | Non
         return not_a_multiple(size, (tall, wide), name)
     if own is None or not embed.strict_img_size:
         return None
-    return Mistake(
+    return UserError(
         f"images of {_text(size)} pixels were given to '{name}', which is built for {_text(own)}. Resize the images, "
         f"or load the model for theirs: --input-size {size[0]} (in Python load_model(..., input_size={size[0]}))."
     )

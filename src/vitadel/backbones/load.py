@@ -18,12 +18,13 @@ from timm.models.xcit import Xcit
 from torch import nn
 
 from vitadel.backbones.checkpoints import Checkpoint, fit_to, load_strict, read_checkpoint, read_weights
-from vitadel.backbones.output_checks import modules_in_train_mode
-from vitadel.backbones.head_classes import keep_classes
 from vitadel.backbones.classifier import Classifier, wrap
-from vitadel.backbones.third_party import call_factory, load_hugging_face
-from vitadel.backbones.image_size import not_a_multiple
 from vitadel.backbones.compatibility import class_count, find_mismatch
+from vitadel.backbones.families.registration import own_names
+from vitadel.backbones.families.small_images import adapt_to_small_images
+from vitadel.backbones.head_classes import keep_classes
+from vitadel.backbones.image_size import not_a_multiple
+from vitadel.backbones.output_checks import modules_in_train_mode
 from vitadel.backbones.projection import keep_projection
 from vitadel.backbones.record import (
     DROP_RATES,
@@ -34,9 +35,8 @@ from vitadel.backbones.record import (
     read_record,
     three_numbers,
 )
-from vitadel.backbones.families.registration import own_names
-from vitadel.backbones.families.small_images import adapt_to_small_images
-from vitadel.errors import Mistake, nearest_names
+from vitadel.backbones.third_party import call_factory, load_hugging_face
+from vitadel.errors import UserError, nearest_names
 
 __all__ = ["has_no_head", "load_model", "model_names", "zoo_file", "zoo_names"]
 
@@ -104,13 +104,13 @@ def load_model(
     of a model that vitadel wrote only the rates of dropout and drop-path may be set anew.
     """
     if (mean is None) != (std is None):
-        raise Mistake("give mean and std together: one alone would be mixed with another model's other half.")
+        raise UserError("give mean and std together: one alone would be mixed with another model's other half.")
     if new_head and head_classes is not None:
-        raise Mistake("a new head has no classes to keep: give new_head or head_classes, not both.")
+        raise UserError("a new head has no classes to keep: give new_head or head_classes, not both.")
     if head_classes is not None and num_classes not in (None, len(head_classes)):
-        raise Mistake(f"{len(head_classes)} classes are to be kept, but num_classes is {num_classes}; drop that.")
+        raise UserError(f"{len(head_classes)} classes are to be kept, but num_classes is {num_classes}; drop that.")
     if new_head and num_classes is None:
-        raise Mistake("a new head needs a number of classes: give num_classes.")
+        raise UserError("a new head needs a number of classes: give num_classes.")
     wishes = _Wishes(
         weights=weights,
         num_classes=num_classes if head_classes is None else None,  # how many the checkpoint has is its own affair
@@ -129,7 +129,7 @@ def load_model(
         return classifier.to(device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise Mistake(f"the model cannot be put on device '{device}': {reason}. Try --device cpu.") from error
+        raise UserError(f"the model cannot be put on device '{device}': {reason}. Try --device cpu.") from error
 
 
 def is_timm_name(spec: str) -> bool:
@@ -165,7 +165,7 @@ def _open(spec: str, wishes: _Wishes) -> tuple[nn.Module, ModelRecord]:
         if kind == "python":
             return _with_weight_file(*_from_factory(rest), spec, wishes)
         known = ", ".join(f"{name}:" for name in _PREFIXES)
-        raise Mistake(
+        raise UserError(
             f"unknown kind of model '{kind}:' in '{spec}'{nearest_names(kind, _PREFIXES) or '.'} Known: {known}."
         )
     if is_timm_name(spec):
@@ -175,17 +175,19 @@ def _open(spec: str, wishes: _Wishes) -> tuple[nn.Module, ModelRecord]:
         _refuse_own_weights(spec, wishes)
         return _take_apart(load_classifier(_weights_in(path) if path.is_dir() else path, wishes.dropping))
     near = near_models(spec.partition(".")[0], zoo_names())
-    raise Mistake(f"unknown model '{spec}'{near} It is no timm name, no file and no folder. See `vitadel list models`.")
+    raise UserError(
+        f"unknown model '{spec}'{near} It is no timm name, no file and no folder. See `vitadel list models`."
+    )
 
 
 def _refuse_own_weights(spec: str, wishes: _Wishes) -> None:
     if wishes.weights is not None:
-        raise Mistake(
+        raise UserError(
             f"'{spec}' brings its own weights; drop '{wishes.weights}' (--weights, in recipes model.weights), or "
             "name a timm model with it."
         )
     if wishes.building:
-        raise Mistake(f"'{spec}' is built as its record says; drop the arguments {', '.join(wishes.building)}.")
+        raise UserError(f"'{spec}' is built as its record says; drop the arguments {', '.join(wishes.building)}.")
 
 
 def _take_apart(classifier: Classifier) -> tuple[nn.Module, ModelRecord]:
@@ -231,7 +233,7 @@ def zoo_file(spec: str) -> Iterator[Path]:
     known = zoo_names()
     if spec not in known:
         there = ", ".join(known) or "none in this installation"
-        raise Mistake(f"unknown zoo model '{spec}'{nearest_names(spec, known) or '.'} There are: {there}.")
+        raise UserError(f"unknown zoo model '{spec}'{nearest_names(spec, known) or '.'} There are: {there}.")
     with resources.as_file(resources.files("vitadel") / "zoo" / f"{spec.removeprefix('zoo:')}.safetensors") as path:
         yield path
 
@@ -239,7 +241,7 @@ def zoo_file(spec: str) -> Iterator[Path]:
 def _from_zoo(spec: str, dropping: Mapping[str, float]) -> Classifier:
     with zoo_file(spec) as path:
         if read_record(path) is None:
-            raise Mistake(
+            raise UserError(
                 f"'{spec}' is a backbone with adapters, and here a backbone alone is needed. Name another model; in "
                 "Python, `open_model` opens it whole."
             )
@@ -258,10 +260,12 @@ def _weights_in(folder: Path) -> Path:
             return files[0]
         if files:
             names = ", ".join(file.name for file in files)
-            raise Mistake(f"'{place}' has several checkpoints: {names}. Give one of these files as MODEL.")
+            raise UserError(f"'{place}' has several checkpoints: {names}. Give one of these files as MODEL.")
     if (folder / "config.json").exists():
-        raise Mistake(f"'{folder}' looks like a Hugging Face model. Give it as hf:{folder}.")
-    raise Mistake(f"folder '{folder}' has no *.safetensors, neither in weights/ nor directly. Give a run of `harden`.")
+        raise UserError(f"'{folder}' looks like a Hugging Face model. Give it as hf:{folder}.")
+    raise UserError(
+        f"folder '{folder}' has no *.safetensors, neither in weights/ nor directly. Give a run of `harden`."
+    )
 
 
 def _from_factory(rest: str) -> tuple[nn.Module, ModelRecord]:
@@ -278,11 +282,11 @@ def _with_weight_file(
 ) -> tuple[nn.Module, ModelRecord]:
     """Models that bring their own weights take a file of others on request."""
     if wishes.kwargs:
-        raise Mistake(f"'{spec}' takes no arguments; drop {', '.join(wishes.kwargs)}.")
+        raise UserError(f"'{spec}' takes no arguments; drop {', '.join(wishes.kwargs)}.")
     path = wishes.weight_file()
     if path is None:
         if wishes.weights is not None:
-            raise Mistake(
+            raise UserError(
                 f"weights for '{spec}' must be a file, got '{wishes.weights}'; without --weights it brings its own."
             )
         return module, record
@@ -305,7 +309,7 @@ def _load_plain(module: nn.Module, record: ModelRecord, path: Path, checkpoint: 
 
 def _from_timm(name: str, wishes: _Wishes) -> tuple[nn.Module, ModelRecord]:
     if wishes.weights is None:
-        raise Mistake(
+        raise UserError(
             f"no weights for '{name}'. Give --weights FILE for a checkpoint, --weights pretrained for timm's own "
             "download, or --weights random for an untrained model."
         )
@@ -323,11 +327,11 @@ def _from_timm(name: str, wishes: _Wishes) -> tuple[nn.Module, ModelRecord]:
 def _download(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     try:
         return create_backbone(name, None, kwargs, pretrained=True)
-    except Mistake:
+    except UserError:
         raise
     except Exception as error:  # timm, hub and network libraries each have exceptions of their own
         reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        raise Mistake(
+        raise UserError(
             f"timm could not get pretrained weights for '{name}': {reason}. "
             "Check the network, or give a file you have as --weights FILE."
         ) from error
@@ -337,7 +341,7 @@ def _timm_record(name: str, backbone: nn.Module, wishes: _Wishes) -> ModelRecord
     config = resolve_model_data_config(backbone, use_test_size=False)
     classes: Any = getattr(backbone, "num_classes", None)
     if classes == 0 and not wishes.new_head:
-        raise Mistake(
+        raise UserError(
             f"'{name}' has no classification head (num_classes=0). Give weights that have one and --num-classes."
         )
     size = wishes.kwargs.get("img_size", config["input_size"][1:])
@@ -361,12 +365,12 @@ def _from_timm_file(name: str, path: Path, wishes: _Wishes) -> tuple[nn.Module, 
     own = read_record(path)
     if own is not None and own.can_be_rebuilt:
         if own.name.partition(".")[0] != name.partition(".")[0]:
-            raise Mistake(
+            raise UserError(
                 f"'{path}' holds '{own.name}' by its own record, not '{name}'. Give the file itself as MODEL."
             )
         theirs = {key: value for key, value in own.kwargs.items() if key not in DROP_RATES}
         if wishes.building and wishes.building != theirs:
-            raise Mistake(f"'{path}' was built with {theirs} by its own record, not with {wishes.building}.")
+            raise UserError(f"'{path}' was built with {theirs} by its own record, not with {wishes.building}.")
         return _take_apart(load_classifier(path, wishes.dropping))
     checkpoint = read_checkpoint(path)
     backbone = create_backbone(name, wishes.num_classes, wishes.kwargs)
@@ -383,7 +387,7 @@ def _as_wished(backbone: nn.Module, record: ModelRecord, wishes: _Wishes, spec: 
     if wishes.new_head and wishes.num_classes is not None:
         reset = getattr(backbone, "reset_classifier", None)
         if reset is None:
-            raise Mistake(
+            raise UserError(
                 f"'{spec}' has no `reset_classifier`, so its head cannot be replaced. Do that in your own code."
             )
         keep_projection(backbone)
@@ -393,7 +397,7 @@ def _as_wished(backbone: nn.Module, record: ModelRecord, wishes: _Wishes, spec: 
         keep_classes(backbone, wishes.head_classes, spec)
         record = replace(record, num_classes=len(wishes.head_classes))
     elif wishes.num_classes is not None and wishes.num_classes != (record.num_classes or wishes.num_classes):
-        raise Mistake(
+        raise UserError(
             f"'{spec}' has {record.num_classes} classes, --num-classes {wishes.num_classes} was given. "
             "Drop the flag, or choose weights trained for that number of classes."
         )
@@ -433,7 +437,7 @@ def _resized(backbone: nn.Module, record: ModelRecord, size: int) -> ModelRecord
     patch: Any = getattr(getattr(backbone, "patch_embed", None), "patch_size", 1)
     tall, wide = patch if isinstance(patch, tuple) else (patch, patch)
     if size < 1:
-        raise Mistake(f"images need at least 1 pixel, input size {size} was given for '{record.name}'.")
+        raise UserError(f"images need at least 1 pixel, input size {size} was given for '{record.name}'.")
     _check_multiple((size, size), (tall, wide), record.name)
     resize = getattr(backbone, "set_input_size", None)
     told: Any = getattr(backbone, "pretrained_cfg", None)
@@ -442,8 +446,10 @@ def _resized(backbone: nn.Module, record: ModelRecord, size: int) -> ModelRecord
         try:
             resize(img_size=(size, size))
         except (AssertionError, ValueError, RuntimeError) as error:
-            raise Mistake(f"'{record.name}' cannot take images of {size} pixels: {error}.") from error
+            raise UserError(f"'{record.name}' cannot take images of {size} pixels: {error}.") from error
         return replace(record, input_size=(size, size), kwargs=record.kwargs | {"img_size": size})
     if fixed:
-        raise Mistake(f"'{record.name}' takes images of {record.input_size} only. Choose a variant for {size} pixels.")
+        raise UserError(
+            f"'{record.name}' takes images of {record.input_size} only. Choose a variant for {size} pixels."
+        )
     return replace(record, input_size=(size, size))

@@ -16,7 +16,7 @@ from torch import nn
 
 from vitadel.backbones.checkpoints import load_strict, read_checkpoint, read_metadata
 from vitadel.backbones.families.small_images import adapt_to_small_images
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.runtime.run_folder import write_atomically
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def three_numbers(values: Sequence[float], what: str) -> tuple[float, float, flo
         numbers *= 3
     if len(numbers) != 3 or not all(math.isfinite(n) for n in numbers) or (what == "std" and min(numbers) <= 0):
         kind = "positive numbers" if what == "std" else "numbers"
-        raise Mistake(f"{what} must be three {kind}, one per colour channel (or one for all), got {tuple(values)}.")
+        raise UserError(f"{what} must be three {kind}, one per colour channel (or one for all), got {tuple(values)}.")
     return numbers[0], numbers[1], numbers[2]
 
 
@@ -77,7 +77,7 @@ class ModelRecord:
 
     def __post_init__(self) -> None:
         if self.num_classes is not None and self.num_classes < 2:
-            raise Mistake(f"a classifier needs at least 2 classes, got num_classes={self.num_classes}.")
+            raise UserError(f"a classifier needs at least 2 classes, got num_classes={self.num_classes}.")
         # JSON has no tuples; without this a record would differ from itself after a round trip.
         as_tuples = {key: tuple(v) if isinstance(v, list) else v for key, v in self.kwargs.items()}
         object.__setattr__(self, "kwargs", as_tuples)
@@ -100,7 +100,7 @@ class ModelRecord:
         try:
             return json.dumps({"schema": _SCHEMA, **asdict(self)}, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise Mistake(
+            raise UserError(
                 f"the record of '{self.name}' cannot be written: {error}. Use plain numbers and texts."
             ) from error
 
@@ -112,8 +112,10 @@ class ModelRecord:
             if schema == _SCHEMA:
                 return cls(**values)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise Mistake(f"{source}: its model record cannot be read ({error}). Save the model again.") from error
-        raise Mistake(f"{source}: its model record has schema {schema}, this version reads {_SCHEMA}. Update vitadel.")
+            raise UserError(f"{source}: its model record cannot be read ({error}). Save the model again.") from error
+        raise UserError(
+            f"{source}: its model record has schema {schema}, this version reads {_SCHEMA}. Update vitadel."
+        )
 
 
 def near_models(name: str, others: Iterable[str] = ()) -> str:
@@ -131,20 +133,20 @@ def create_backbone(
     """`timm.create_model` with messages for people; a name may carry a tag, as in `deit_tiny_patch16_224.fb_in1k`."""
     base, _, tag = name.partition(".")
     if not timm.is_model(base):
-        raise Mistake(f"unknown model '{name}'{near_models(base)} See `vitadel list models`.")
+        raise UserError(f"unknown model '{name}'{near_models(base)} See `vitadel list models`.")
     if tag:
         tags = [full.partition(".")[2] for full in get_arch_pretrained_cfgs(base)]
         if tag not in tags:
             allowed = ", ".join(tags) or "none"
-            raise Mistake(
+            raise UserError(
                 f"model '{base}' has no weights called '{tag}'{nearest_names(tag, tags) or '.'} Known: {allowed}."
             )
     try:
         model: nn.Module = timm.create_model(name, pretrained=pretrained, num_classes=num_classes, **kwargs)
-    except Mistake:
+    except UserError:
         raise
     except (TypeError, AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        raise Mistake(f"'{name}' cannot be built with {dict(kwargs)}: {error}. Check the arguments.") from error
+        raise UserError(f"'{name}' cannot be built with {dict(kwargs)}: {error}. Check the arguments.") from error
     return model
 
 
@@ -154,7 +156,7 @@ def build_classifier(record: ModelRecord) -> Classifier:
     from vitadel.backbones.classifier import Classifier
 
     if not record.can_be_rebuilt:
-        raise Mistake(
+        raise UserError(
             f"a model recorded as '{record.name}' cannot be built from its record alone. Load the code that made it, "
             "as `python:package.module:function` or `hf:ORG/NAME`, and give this file as --weights."
         )
@@ -189,7 +191,7 @@ def load_classifier(path: str | Path, dropping: Mapping[str, float] | None = Non
     checkpoint = read_checkpoint(path)
     text = checkpoint.metadata.get(_METADATA_KEY)
     if text is None:
-        raise Mistake(
+        raise UserError(
             f"'{path}' has no model record: it was not written by vitadel. "
             "Name the model and give the file as its weights: vitadel audit TIMM_NAME --weights FILE."
         )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vitadel.backbones.anatomy import ScoreSeam, SoftmaxAttention, attentions_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["Factor", "Lens", "noting", "refuse_silence", "scaled_scores"]
 
@@ -272,10 +272,10 @@ def scaled_scores(backbone: nn.Module, factors: Tensor) -> Iterator[None]:
 
 
 def refuse_silence(model: nn.Module, names: Iterable[str]) -> None:
-    """A `Mistake` if there are names of modules that ran unseen: what was wanted there would be silently missing."""
+    """A `UserError` if there are names of modules that ran unseen: what was wanted there would be silently missing."""
     unseen = ", ".join(map(repr, names))
     if unseen:
-        raise Mistake(
+        raise UserError(
             f"{type(model).__name__} ran, but nothing was seen at {unseen}: "
             "these modules were skipped, or run compiled. Inside the block, call the plain model, without "
             "torch.compile, so that its own modules run."

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from vitadel.backbones.record import ModelRecord, three_numbers
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 
 __all__ = ["call_factory", "load_hugging_face", "processor_normalisation", "users_code"]
 
@@ -48,32 +48,32 @@ def call_factory(spec: str) -> nn.Module:
     """Import `package.module:function`, the working folder included, and call the function without arguments."""
     module_name, _, function_name = spec.rpartition(":")
     if not module_name or not function_name:
-        raise Mistake(f"'python:{spec}' names no function. Write python:package.module:function.")
+        raise UserError(f"'python:{spec}' names no function. Write python:package.module:function.")
     with users_code():
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise Mistake(f"importing '{module_name}' failed: {_cause(error)}. Install what it needs.") from error
-            raise Mistake(
+                raise UserError(f"importing '{module_name}' failed: {_cause(error)}. Install what it needs.") from error
+            raise UserError(
                 f"there is no Python module '{error.name}' for 'python:{spec}'. Install it, or run from the folder "
                 f"it is in (now {Path.cwd()})."
             ) from error
         except Exception as error:  # the user's code may raise anything
-            raise Mistake(f"importing '{module_name}' failed: {_cause(error)}. Repair the module.") from error
+            raise UserError(f"importing '{module_name}' failed: {_cause(error)}. Repair the module.") from error
         factory = getattr(module, function_name, None)
         if factory is None:
             own = [name for name, each in vars(module).items() if getattr(each, "__module__", None) == module_name]
             near = nearest_names(function_name, own) or "."
-            raise Mistake(f"module '{module_name}' has no '{function_name}'{near}")
+            raise UserError(f"module '{module_name}' has no '{function_name}'{near}")
         if not callable(factory):
-            raise Mistake(f"'python:{spec}' is a {type(factory).__name__}, not a function that returns an nn.Module.")
+            raise UserError(f"'python:{spec}' is a {type(factory).__name__}, not a function that returns an nn.Module.")
         try:
             made = factory()
         except Exception as error:
-            raise Mistake(f"'python:{spec}' was called without arguments and failed: {_cause(error)}.") from error
+            raise UserError(f"'python:{spec}' was called without arguments and failed: {_cause(error)}.") from error
     if not isinstance(made, nn.Module):
-        raise Mistake(
+        raise UserError(
             f"'python:{spec}' returned {type(made).__name__}; it must return an nn.Module on pixels in [0, 1]."
         )
     return made
@@ -84,21 +84,23 @@ def load_hugging_face(name: str, *, needs_normalisation: bool = True) -> tuple[n
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
-        raise Mistake(f"'hf:{name}' needs the package transformers. Install it: pip install 'vitadel[hf]'.") from error
+        raise UserError(
+            f"'hf:{name}' needs the package transformers. Install it: pip install 'vitadel[hf]'."
+        ) from error
     location = str(Path(name).expanduser()) if name.startswith((".", "/", "~")) else name
     if name.startswith((".", "/", "~")) and not Path(location).is_dir():
-        raise Mistake(f"folder '{name}' for 'hf:{name}' does not exist. Check the path (now in {Path.cwd()}).")
+        raise UserError(f"folder '{name}' for 'hf:{name}' does not exist. Check the path (now in {Path.cwd()}).")
     failures = (OSError, ValueError, KeyError, ImportError, RuntimeError)
     try:
         model, told = transformers.AutoModelForImageClassification.from_pretrained(location, output_loading_info=True)
     except failures as error:
-        raise Mistake(
+        raise UserError(
             f"'hf:{name}' could not be loaded as an image classifier: {_first_line(error)}. "
             "Check the name and the network; a folder on disk is written hf:./FOLDER."
         ) from error
     missing = sorted(told.get("missing_keys", ()))
     if missing:  # transformers fills them with random numbers and only logs it
-        raise Mistake(
+        raise UserError(
             f"'hf:{name}' has no trained weights for {', '.join(missing[:3])}: it is a backbone without a "
             "classification head. Choose a model that was trained to classify images."
         )
@@ -106,7 +108,7 @@ def load_hugging_face(name: str, *, needs_normalisation: bool = True) -> tuple[n
         processor = transformers.AutoImageProcessor.from_pretrained(location)
     except failures as error:
         if needs_normalisation:
-            raise Mistake(
+            raise UserError(
                 f"'hf:{name}' does not say how its images are prepared: {_first_line(error)}. Give mean and std."
             ) from error
         processor = None
@@ -114,7 +116,7 @@ def load_hugging_face(name: str, *, needs_normalisation: bool = True) -> tuple[n
         return model, _hugging_face_record(name, model, processor)
     except (AttributeError, KeyError, TypeError) as error:
         if needs_normalisation:
-            raise Mistake(
+            raise UserError(
                 f"'hf:{name}' prepares its images in a way of its own ({error}). Give mean and std."
             ) from error
         return model, _hugging_face_record(name, model, None)

@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vitadel.cli import options
-from vitadel.cli import run_verb
+from vitadel.cli import options, run_verb
 from vitadel.cli.flag_groups import bundled
 
 
@@ -26,8 +25,8 @@ def attack(
     """Craft adversarial images for MODEL, judge them, and save those that fool it as safetensors (floats in [0, 1])."""
     from vitadel.reporting import terminal
 
-    order = run_verb.order_of(attacking, sampling, conduct, keep="png" if png else "images")
-    done = run_verb.run_attacks("attack", order, model, choice, sampling, run)
+    request = run_verb.request_of(attacking, sampling, conduct, keep="png" if png else "images")
+    done = run_verb.run_attacks("attack", request, model, choice, sampling, run)
     if done is None:
         return
 

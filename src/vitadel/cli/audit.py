@@ -7,11 +7,9 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli import corruptions, options, stability
-from vitadel.cli import threat_levels
-from vitadel.cli import run_verb
+from vitadel.cli import corruptions, options, run_verb, stability, threat_levels
 from vitadel.cli.flag_groups import bundled, flags_of, given_flags, spelled
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 
 _OF_ATTACKS = (
     "attacks",
@@ -79,8 +77,8 @@ def audit(
         if protocol is not None:
             attacking, sampling, independent = _under(protocol, attacking, sampling, independent, given)
             choice, words = _opened_under(protocol, choice, given)
-        order = run_verb.order_of(attacking, sampling, conduct, independent=independent, protocol=protocol)
-        done = run_verb.run_attacks("audit", order, model, choice, sampling, run, doctor=doctor, unsaid=words)
+        request = run_verb.request_of(attacking, sampling, conduct, independent=independent, protocol=protocol)
+        done = run_verb.run_attacks("audit", request, model, choice, sampling, run, doctor=doctor, unsaid=words)
         if done is not None:
             run_verb.tell(*done, run, terminal.show_results)
 
@@ -95,7 +93,7 @@ def _under(
     if "data" not in given:
         protocol = protocol_named(name)
         if protocol.needs:
-            raise Mistake(f"the protocol {name} needs --data {protocol.needs}")
+            raise UserError(f"the protocol {name} needs --data {protocol.needs}")
         sampling = replace(sampling, data=protocol.data[0])
     fixed = {flag: asked[flag] for flag in ("attacks", "eps", "norm") if flag in asked}
     return replace(attacking, **fixed), sampling, asked.get("independent", independent)
@@ -113,7 +111,9 @@ def _refuse_idle_flags(suite: str | None, given: set[str]) -> None:
     """Flags that would be ignored: those of a plain audit with a suite, and those of a suite without it."""
     if suite is not None:
         if suite not in _SUITES:
-            raise Mistake(f"unknown suite {suite!r}{nearest_names(suite, _SUITES) or '.'} Known: {', '.join(_SUITES)}.")
+            raise UserError(
+                f"unknown suite {suite!r}{nearest_names(suite, _SUITES) or '.'} Known: {', '.join(_SUITES)}."
+            )
         _, heeded = _SUITES[suite]
         idle = [name for name in _OF_ATTACKS if name in given and name not in heeded]
         _refuse(idle, f"do not go with --suite {suite}, which has attacks and budgets of its own; leave them out.")
@@ -126,4 +126,4 @@ def _refuse_idle_flags(suite: str | None, given: set[str]) -> None:
 def _refuse(idle: list[str], why: str) -> None:
     if idle:
         flags = ", ".join(map(spelled, idle))
-        raise Mistake(f"{flags} {why}")
+        raise UserError(f"{flags} {why}")

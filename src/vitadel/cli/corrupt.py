@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from vitadel.cli import options
-from vitadel.cli import run_verb
-from vitadel.cli.flag_groups import bundled
+from vitadel.cli import options, run_verb
 from vitadel.cli.corruptions import corruption_list, severity_list
+from vitadel.cli.flag_groups import bundled
 
 
 @bundled
@@ -33,20 +32,20 @@ def corrupt(
 ) -> None:
     """Write a copy of the data, corrupted: corruption/severity/class/picture, or one array per corruption."""
     from vitadel.data import open_dataset
-    from vitadel.evaluation.corruptions.corrupted_copy import CopyOrder, write_copy
+    from vitadel.evaluation.corruptions.corrupted_copy import CorruptedCopyRequest, write_copy
     from vitadel.runtime.distributed import join_processes
 
-    order = CopyOrder(
+    request = CorruptedCopyRequest(
         corruptions=corruption_list(corruptions),
         severities=severity_list(severities),
         format=file_format,
         size=size,
-        **sampling.for_order(),
+        **sampling.for_request(),
     )
     processes = join_processes(run.device)
     source = open_dataset(sampling.data, root=sampling.data_root, skip_bad=sampling.skip_bad)
     results, folder = write_copy(
-        source, sampling.data, order, processes, out=run.out, resume=run.resume, shown=True, argv=sys.argv[1:]
+        source, sampling.data, request, processes, out=run.out, resume=run.resume, shown=True, argv=sys.argv[1:]
     )
     if processes.is_main:
         run_verb.tell(results, folder.path, run, _show, report=False)

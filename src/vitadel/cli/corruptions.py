@@ -10,7 +10,7 @@ import typer
 
 from vitadel.cli import run_verb
 from vitadel.cli.options import Choice, Running, Sampling
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["CorruptionFlags", "corruption_list", "run_corruptions", "severity_list"]
 
@@ -47,23 +47,23 @@ def run_corruptions(
 ) -> None:
     """The whole benchmark, told."""
     from vitadel.evaluation.corruptions import run as corruptions
-    from vitadel.evaluation.corruptions.request import CorruptionOrder
+    from vitadel.evaluation.corruptions.request import CorruptionRequest
     from vitadel.reporting.kinds.corruptions import show_corruptions
     from vitadel.runtime.distributed import join_processes
 
-    order = CorruptionOrder(
+    request = CorruptionRequest(
         corruptions=corruption_list(flags.corruptions),
         severities=severity_list(flags.severities),
         perturbations={"none": (), "all": None}.get(flags.perturbations, _names(flags.perturbations)),
         difficulty=flags.difficulty,
         clean_data=flags.clean_data,
         precision=precision,
-        **sampling.for_order(),
+        **sampling.for_request(),
     )
     processes = join_processes(run.device)
     outcome = corruptions.run_corruptions(
         run_verb.open_chosen(model, choice, sampling),
-        order,
+        request,
         processes,
         out=run.out,
         in_folder=True,
@@ -86,7 +86,7 @@ def severity_list(text: str) -> tuple[int, ...]:
     """Whole numbers; which are allowed is for the order to say."""
     parts = _names(text)
     if not all(part.isdigit() for part in parts):
-        raise Mistake(f"--severities takes some of 1, 2, 3, 4, 5, separated by commas; got {text!r}")
+        raise UserError(f"--severities takes some of 1, 2, 3, 4, 5, separated by commas; got {text!r}")
     return tuple(int(part) for part in parts)
 
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli import options
-from vitadel.cli import run_verb
+from vitadel.cli import options, run_verb
 from vitadel.cli.flag_groups import bundled
 
 
@@ -25,24 +24,24 @@ def diagnose(
     run: options.Running = options.Running(),
 ) -> None:
     """Can robustness numbers of MODEL be trusted? Checks for masked gradients, weak attacks and plain accidents."""
-    from vitadel.quantities import read_amount
-    from vitadel.diagnosis.run import Appointment, visit
+    from vitadel.diagnosis.run import DiagnosisRequest, visit
+    from vitadel.quantities import read_quantity
     from vitadel.reporting import terminal
     from vitadel.reporting.kinds import diagnosis
     from vitadel.runtime.distributed import join_processes
 
-    plan = Appointment(
+    plan = DiagnosisRequest(
         level=level,
-        eps=read_amount(threat.eps, "eps"),
+        eps=read_quantity(threat.eps, "eps"),
         norm=threat.norm,
         surrogate=surrogate,
-        **sampling.for_order(),
+        **sampling.for_request(),
     )
     processes = join_processes(run.device)
-    subject = run_verb.open_chosen(model, choice, sampling)
-    terminal.tell_notes(subject.model.record.notes)
+    target = run_verb.open_chosen(model, choice, sampling)
+    terminal.tell_notes(target.model.record.notes)
     results, folder = visit(
-        subject,
+        target,
         plan,
         processes,
         out=run.out,

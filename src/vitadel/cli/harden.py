@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli import options
-from vitadel.cli import run_verb
+from vitadel.cli import options, run_verb
 from vitadel.cli.flag_groups import bundled
 
 
@@ -23,11 +22,11 @@ def harden(
     run: options.Running = options.Running(),
 ) -> None:
     """Train by RECIPE, keep the best weights on held-out images, and audit them on the test set."""
-    from vitadel.training.recipes.build import build_recipe
-    from vitadel.training.run import run_harden, title_of
-    from vitadel.training.recipes.documents import compose
     from vitadel.reporting import terminal
     from vitadel.runtime.distributed import join_processes
+    from vitadel.training.recipes.build import build_recipe
+    from vitadel.training.recipes.documents import compose
+    from vitadel.training.run import run_harden, title_of
 
     title = title_of(recipe, row)
     built = build_recipe(compose(recipe, row, overrides or ()), title)

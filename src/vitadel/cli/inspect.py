@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitadel.cli import options
-from vitadel.cli import run_verb
+from vitadel.cli import options, run_verb
 from vitadel.cli.flag_groups import bundled, given_flags
 from vitadel.cli.run_or_model import (
     Opening,
@@ -21,7 +20,7 @@ from vitadel.cli.run_or_model import (
     revisited,
     shared_settings,
 )
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +60,7 @@ def massive_activations(
     opening, run, unknown = opened_from_python(run_or_model, settings, _IMAGES)
     if unknown:
         name = next(iter(unknown))
-        raise Mistake(f"massive_activations has no setting {name!r}{nearest_names(name, shared_settings()) or '.'}")
+        raise UserError(f"massive_activations has no setting {name!r}{nearest_names(name, shared_settings()) or '.'}")
     return _inspected(opening, set(settings), attack, run, (), shown=False)[0]
 
 
@@ -69,24 +68,22 @@ def _inspected(
     opening: Opening, given: set[str], attack: str, run: options.Running, argv: Sequence[str], *, shown: bool
 ) -> tuple[dict[str, Any], RunFolder]:
     from vitadel.adapters.tokens.robustness_tokens import TokenBank, Tokened
-    from vitadel.quantities import read_amount
-    from vitadel.evaluation.activations import Look, inspect_activations
+    from vitadel.evaluation.activations import ActivationsRequest, inspect_activations
+    from vitadel.quantities import read_quantity
     from vitadel.reporting import terminal
     from vitadel.runtime.distributed import join_processes
 
     opening = revisited(opening, given)
-    eps = read_amount(opening.threat.eps, "eps")
-    look = Look(attack, eps, opening.threat.norm, **opening.sampling.for_order())
+    eps = read_quantity(opening.threat.eps, "eps")
+    look = ActivationsRequest(attack, eps, opening.threat.norm, **opening.sampling.for_request())
     processes = join_processes(run.device)
-    subject = open_revisited(opening, given, for_features=True)
+    target = open_revisited(opening, given, for_features=True)
     if shown:
-        terminal.tell_notes(subject.model.record.notes)
-    opened: object = subject.model
+        terminal.tell_notes(target.model.record.notes)
+    opened: object = target.model
     if isinstance(opened, TokenBank):
-        raise Mistake("activations are those of one set of tokens, not of a random one: give one file with --tokens")
+        raise UserError("activations are those of one set of tokens, not of a random one: give one file with --tokens")
     tokened = opened if isinstance(opened, Tokened) else None
     if tokened is not None:
-        subject = replace(subject, model=tokened.classifier)
-    return inspect_activations(
-        subject, tokened, look, processes, out=run.out, resume=run.resume, shown=shown, argv=argv
-    )
+        target = replace(target, model=tokened.classifier)
+    return inspect_activations(target, tokened, look, processes, out=run.out, resume=run.resume, shown=shown, argv=argv)

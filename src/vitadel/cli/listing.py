@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 
 
 class Kind(enum.StrEnum):
@@ -30,7 +30,7 @@ def listing(
     found = [(name, about) for name, about in rows.items() if search.lower() in name.lower()]
     if not found:
         near = _near(kind, search.lower(), rows)
-        raise Mistake(f"no name among the {kind} contains {search!r}{near} See 'vitadel list {kind}'.")
+        raise UserError(f"no name among the {kind} contains {search!r}{near} See 'vitadel list {kind}'.")
     show_names(found)
 
 

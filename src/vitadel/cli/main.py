@@ -10,9 +10,24 @@ from typing import NoReturn
 
 import typer
 
-from vitadel.cli import attack, audit, corrupt, diagnose, harden, inspect, listing, plan, probe, recipes, report, selftest, study, ui
-from vitadel.cli import trade_off
-from vitadel.errors import Interrupted, Mistake
+from vitadel.cli import (
+    attack,
+    audit,
+    corrupt,
+    diagnose,
+    harden,
+    inspect,
+    listing,
+    plan,
+    probe,
+    recipes,
+    report,
+    selftest,
+    study,
+    trade_off,
+    ui,
+)
+from vitadel.errors import Interrupted, UserError
 from vitadel.version import __version__
 
 __all__ = ["app", "main"]
@@ -67,7 +82,7 @@ def main() -> None:
     """The console script. Wrong flags end inside `app` with exit code 2, Ctrl-C before a run with 130."""
     try:
         app()
-    except Mistake as mistake:
+    except UserError as mistake:
         _end(f"vitadel: {mistake}", 2)
     except Interrupted as stop:
         again = resuming_command(sys.argv[1:], stop.folder)

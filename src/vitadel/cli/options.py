@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from vitadel.quantities import read_amount
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
+from vitadel.quantities import read_quantity
 
 __all__ = ["Attacking", "Choice", "Conduct", "Model", "Running", "Sampling", "Threat"]
 
@@ -70,7 +70,7 @@ class Choice:
             "mean": _numbers(self.mean, "--mean"),
             "std": _numbers(self.std, "--std"),
             "input_size": self.input_size,
-            "crop_pct": None if self.crop_pct is None else read_amount(self.crop_pct, "--crop-pct"),
+            "crop_pct": None if self.crop_pct is None else read_quantity(self.crop_pct, "--crop-pct"),
             "interpolation": self.interpolation,
             "small_images": self.small_images,
             "head_classes": _whole_numbers(self.head_classes, "--head-classes"),
@@ -90,9 +90,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed <= 2**62:  # as in recipes
-            raise Mistake(f"--seed must be a whole number from 0 to 2**62, got {self.seed}")
+            raise UserError(f"--seed must be a whole number from 0 to 2**62, got {self.seed}")
 
-    def for_order(self) -> dict[str, Any]:
+    def for_request(self) -> dict[str, Any]:
         """What every order of a run takes of it; the data themselves are opened apart."""
         return {"limit": self.limit, "batch_size": self.batch_size, "seed": self.seed, "skip_bad": self.skip_bad}
 
@@ -147,14 +147,14 @@ def _whole_numbers(text: str | None, what: str) -> tuple[int, ...] | None:
         return None
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise Mistake(f"{what} takes numbers of classes with commas between them, as in 0,217,482; got {text!r}")
+        raise UserError(f"{what} takes numbers of classes with commas between them, as in 0,217,482; got {text!r}")
     return tuple(int(part) for part in parts)
 
 
 def _numbers(text: str | None, what: str) -> tuple[float, ...] | None:
     if text is None:
         return None
-    numbers = tuple(read_amount(part.strip(), what) for part in text.split(","))
+    numbers = tuple(read_quantity(part.strip(), what) for part in text.split(","))
     if len(numbers) not in (1, 3):
-        raise Mistake(f"{what} takes one number or three, one per colour channel; got {text!r}")
+        raise UserError(f"{what} takes one number or three, one per colour channel; got {text!r}")
     return numbers * (3 // len(numbers))

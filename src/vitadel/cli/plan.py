@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli import options
-from vitadel.cli import run_verb
+from vitadel.cli import options, run_verb
 from vitadel.cli.flag_groups import bundled, flags_of, given_flags, spelled
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 
 
 @bundled
@@ -36,7 +35,7 @@ def plan(
         own = [*flags_of(options.Sampling), *flags_of(options.Attacking), *flags_of(options.Choice)]
         odd = [spelled(name) for name in own if name in given_flags(ctx) and name != "data_root"]
         if odd:
-            raise Mistake(
+            raise UserError(
                 f"{', '.join(odd)}: a recipe says these itself; write KEY=VALUE instead, e.g. threat.eps=4/255 "
                 "audit.limit=100 audit.attacks=[pgd-20]"
             )
@@ -44,22 +43,22 @@ def plan(
         return
     _refuse_mistyped_recipe(model, shipped)
     if overrides or row:
-        raise Mistake(f"KEY=VALUE and --row belong to a recipe, and '{model}' is none; see 'vitadel list recipes'")
+        raise UserError(f"KEY=VALUE and --row belong to a recipe, and '{model}' is none; see 'vitadel list recipes'")
     from vitadel.evaluation.engine.cost import plan as estimate
     from vitadel.reporting.terminal import show_plan
     from vitadel.runtime.distributed import join_processes
 
-    order = run_verb.order_of(attacking, sampling)
-    subject = run_verb.open_chosen(model, choice, sampling)
+    request = run_verb.request_of(attacking, sampling)
+    target = run_verb.open_chosen(model, choice, sampling)
     cost = estimate(
-        subject,
-        attacks=order.attacks,
-        eps=order.eps,
-        norm=order.norm,
-        samples=len(subject.selection(order.limit, order.seed, order.skip_bad)[0]),
-        batch_size=order.batch_size,
+        target,
+        attacks=request.attacks,
+        eps=request.eps,
+        norm=request.norm,
+        samples=len(target.selection(request.limit, request.seed, request.skip_bad)[0]),
+        batch_size=request.batch_size,
         device=join_processes(device).device,
-        compile_model=order.compile,
+        compile_model=request.compile,
     )
     if as_json:
         typer.echo(json.dumps(cost, indent=2))
@@ -74,23 +73,23 @@ def _refuse_mistyped_recipe(name: str, shipped: list[str]) -> None:
     alike = [recipe for recipe in shipped if recipe.endswith(f"/{name}")]
     near = nearest_names(name, shipped) if "/" in name else f"; did you mean {', '.join(alike)}?" if alike else ""
     if near:
-        raise Mistake(f"'{name}' is no recipe, and no file or folder{near} See 'vitadel list recipes'.")
+        raise UserError(f"'{name}' is no recipe, and no file or folder{near} See 'vitadel list recipes'.")
 
 
 def _plan_training(
     name: str, row: str | None, overrides: list[str], data_root: Path | None, device: str, as_json: bool
 ) -> None:
-    from vitadel.training.recipes.build import build_recipe
-    from vitadel.training.run import open_workshop, title_of
-    from vitadel.training.cost import plan_training
-    from vitadel.training.recipes.documents import compose
     from vitadel.reporting.terminal import show_training_plan
     from vitadel.runtime.distributed import join_processes
+    from vitadel.training.cost import plan_training
+    from vitadel.training.recipes.build import build_recipe
+    from vitadel.training.recipes.documents import compose
+    from vitadel.training.run import open_training, title_of
 
     title = title_of(name, row)
     processes = join_processes(device)
-    shop = open_workshop(build_recipe(compose(name, row, overrides), title), processes, data_root)
-    cost = plan_training(shop, processes)
+    setup = open_training(build_recipe(compose(name, row, overrides), title), processes, data_root)
+    cost = plan_training(setup, processes)
     if as_json:
         typer.echo(json.dumps(cost, indent=2))
     else:

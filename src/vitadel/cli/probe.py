@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli import options
-from vitadel.cli import run_verb
+from vitadel.cli import options, run_verb
 from vitadel.cli.flag_groups import bundled
 
 
@@ -26,12 +25,12 @@ def probe(
     run: options.Running = options.Running(),
 ) -> None:
     """Train heads on frozen features by RECIPE, choose on held-out training images, judge on the test set."""
-    from vitadel.training.run import title_of
-    from vitadel.heads.probe_recipe import build_probe, with_tokens
     from vitadel.heads.probe import run_probe
-    from vitadel.training.recipes.documents import compose
+    from vitadel.heads.probe_recipe import build_probe, with_tokens
     from vitadel.reporting.kinds import probe as heads
     from vitadel.runtime.distributed import join_processes
+    from vitadel.training.recipes.documents import compose
+    from vitadel.training.run import title_of
 
     title = title_of(recipe, row)
     built = build_probe(with_tokens(compose(recipe, row, overrides or ()), tokens), title)

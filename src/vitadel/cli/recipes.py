@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 app = typer.Typer(help="Show, copy and check recipes.", no_args_is_help=True)
 
@@ -39,16 +39,16 @@ def copy(name: Name, target: Annotated[Path, typer.Argument(help="the .yaml file
     from vitadel.training.recipes.documents import source
 
     if target.suffix not in (".yaml", ".yml"):
-        raise Mistake(f"'{target}' does not end in .yaml, by which files of your own are known; try {target}.yaml")
+        raise UserError(f"'{target}' does not end in .yaml, by which files of your own are known; try {target}.yaml")
     text = source(name)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise Mistake(f"'{target}' exists already and is left as it is; choose another name") from None
+        raise UserError(f"'{target}' exists already and is left as it is; choose another name") from None
     except OSError as error:
-        raise Mistake(f"'{target}' cannot be written: {error}") from error
+        raise UserError(f"'{target}' cannot be written: {error}") from error
     typer.echo(str(target))
 
 
@@ -67,4 +67,4 @@ def check(names: Names = None) -> None:
         count = len(rows(name))
         typer.echo(f"{name}: good{f', {count} rows' if count else ''}")
     if faults:
-        raise Mistake("\n".join(faults))
+        raise UserError("\n".join(faults))

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
-from vitadel.cli import audit
-from vitadel.cli import run_verb
+from vitadel.cli import audit, run_verb
 from vitadel.cli.flag_groups import flags_of, given_flags
 from vitadel.cli.options import Choice, Running, Sampling, Threat
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 
 if TYPE_CHECKING:
     from torch import nn
 
     from vitadel.evaluation.engine.run import Outcome
-    from vitadel.evaluation.engine.target import Subject
+    from vitadel.evaluation.engine.target import Target
 
 __all__ = [
     "IMAGES",
@@ -97,7 +96,7 @@ def _command_in(folder: Path) -> dict[str, Any] | None:
     if verb in _MODELS or (folder / "recipe.yaml").exists():
         return None
     if verb != "audit" or not isinstance(settings, dict) or not {"model", "data"} <= settings.keys():
-        raise Mistake(f"{folder} holds a run of 'vitadel {verb}'; name the folder of an audit, or a MODEL")
+        raise UserError(f"{folder} holds a run of 'vitadel {verb}'; name the folder of an audit, or a MODEL")
     return cast(dict[str, Any], command)
 
 
@@ -108,7 +107,7 @@ def _parsed(words: list[str], folder: str) -> dict[str, Any]:
     try:
         return dict(typer.main.get_command(alone).make_context("audit", words).params)
     except _Unread as error:
-        raise Mistake(
+        raise UserError(
             f"the command of {folder} is not one that this version knows: {error}. Name model and data by themselves."
         ) from None
 
@@ -120,31 +119,31 @@ def _taken(bundle: _B, known: Mapping[str, Any], given: set[str]) -> _B:
     )
 
 
-def open_revisited(opening: Opening, given: set[str], *, for_features: bool = False) -> Subject:
-    """Model and data; a `Mistake` if they are no more what the audit had, and no flag asked for others."""
-    subject = run_verb.open_chosen(
+def open_revisited(opening: Opening, given: set[str], *, for_features: bool = False) -> Target:
+    """Model and data; a `UserError` if they are no more what the audit had, and no flag asked for others."""
+    target = run_verb.open_chosen(
         cast(str, opening.model), opening.choice, opening.sampling, for_features=for_features
     )  # a module is taken as it is
     if opening.recorded is None:
-        return subject
+        return target
     from vitadel.evaluation.engine.class_subset import choose_among
 
     asked = opening.recorded
     if not given & {*flags_of(Choice)}:
         if "opened_fingerprint" in asked:  # of a climb, which may put a head on what it opened
-            then, now = asked["opened_fingerprint"], subject.model_fingerprint()
+            then, now = asked["opened_fingerprint"], target.model_fingerprint()
         else:
-            then, now = asked.get("model_fingerprint"), choose_among(subject).model_fingerprint()
+            then, now = asked.get("model_fingerprint"), choose_among(target).model_fingerprint()
         _check("model", str(asked["model"]), then, now)
     if not given & {"data", "data_root"}:
-        indices, _ = subject.selection(asked.get("limit"), int(asked.get("seed", 0)), bool(asked.get("skip_bad")))
-        _check("data", str(asked["data"]), asked.get("data_fingerprint"), subject.data_fingerprint(indices))
-    return subject
+        indices, _ = target.selection(asked.get("limit"), int(asked.get("seed", 0)), bool(asked.get("skip_bad")))
+        _check("data", str(asked["data"]), asked.get("data_fingerprint"), target.data_fingerprint(indices))
+    return target
 
 
 def _check(what: str, name: str, then: object, now: str) -> None:
     if then != now:
-        raise Mistake(
+        raise UserError(
             f"the {what} {name} is no more what it was in the audit: its fingerprint is {now}, then it was {then}. "
             f"Bring back the old {what}, audit the new one, or name the MODEL and --data by themselves."
         )
@@ -154,18 +153,18 @@ def _conducted(
     name: str, opening: Opening, given: set[str], run: Running, own: Mapping[str, Any], *, shown: bool
 ) -> Outcome:
     """The study of this name, by its module: see `reporting.studies`."""
-    from vitadel.quantities import read_amount
+    from vitadel.quantities import read_quantity
     from vitadel.runtime.distributed import join_processes
     from vitadel.studies import named
 
-    make_order, measure = named(name)
+    make_request, measure = named(name)
     opening = revisited(opening, given)
-    eps = read_amount(opening.threat.eps, "eps")
-    order = make_order(**opening.sampling.for_order(), eps=eps, norm=opening.threat.norm, **own)
+    eps = read_quantity(opening.threat.eps, "eps")
+    request = make_request(**opening.sampling.for_request(), eps=eps, norm=opening.threat.norm, **own)
     processes = join_processes(run.device)
-    subject = open_revisited(opening, given)
+    target = open_revisited(opening, given)
     argv = sys.argv[1:] if shown else ()
-    outcome: Outcome = measure(subject, order, processes, out=run.out, resume=run.resume, shown=shown, argv=argv)
+    outcome: Outcome = measure(target, request, processes, out=run.out, resume=run.resume, shown=shown, argv=argv)
     return outcome
 
 
@@ -188,7 +187,7 @@ def study(name: str, run_or_model: str | Path | nn.Module = _DEFAULT, **settings
     from vitadel.reporting.studies import STUDIES
 
     if name not in STUDIES:
-        raise Mistake(f"unknown study {name!r}{nearest_names(name, STUDIES) or '.'} Known: {', '.join(STUDIES)}.")
+        raise UserError(f"unknown study {name!r}{nearest_names(name, STUDIES) or '.'} Known: {', '.join(STUDIES)}.")
     opening, run, own = opened_from_python(run_or_model, settings, IMAGES)
     return _conducted(name, opening, set(settings), run, own, shown=False).results
 

@@ -14,19 +14,19 @@ import typer
 from vitadel.cli.options import Attacking, Choice, Conduct, Running, Sampling
 
 if TYPE_CHECKING:
-    from vitadel.evaluation.audit.audit import Order
-    from vitadel.evaluation.engine.target import Subject
+    from vitadel.evaluation.audit.audit import AuditRequest
+    from vitadel.evaluation.engine.target import Target
 
-__all__ = ["open_chosen", "order_of", "run_attacks", "tell"]
+__all__ = ["open_chosen", "request_of", "run_attacks", "tell"]
 
 
-def open_chosen(model: str, choice: Choice, sampling: Sampling, *, for_features: bool = False) -> Subject:
+def open_chosen(model: str, choice: Choice, sampling: Sampling, *, for_features: bool = False) -> Target:
     """Model and data as the flags name them; `for_features` asks for no head where a backbone has none."""
     from vitadel.adapters.open_model import options_for_features
-    from vitadel.evaluation.engine.target import open_subject
+    from vitadel.evaluation.engine.target import open_target
 
     chosen = choice.for_loading()
-    return open_subject(
+    return open_target(
         model,
         sampling.data,
         data_root=sampling.data_root,
@@ -37,27 +37,27 @@ def open_chosen(model: str, choice: Choice, sampling: Sampling, *, for_features:
     )
 
 
-def order_of(attacking: Attacking, sampling: Sampling, conduct: Conduct = Conduct(), **more: Any) -> Order:
+def request_of(attacking: Attacking, sampling: Sampling, conduct: Conduct = Conduct(), **more: Any) -> AuditRequest:
     """What an audit is asked to do by its flags."""
-    from vitadel.quantities import read_amount
     from vitadel.attacks.parse import split_attack_list
-    from vitadel.evaluation.audit.audit import Order
+    from vitadel.evaluation.audit.audit import AuditRequest
+    from vitadel.quantities import read_quantity
 
-    return Order(
+    return AuditRequest(
         attacks=tuple(split_attack_list(attacking.attacks)),
-        eps=read_amount(attacking.eps, "eps"),
+        eps=read_quantity(attacking.eps, "eps"),
         norm=attacking.norm,
         precision=conduct.precision,
         calibration=conduct.calibration,
         compile=attacking.compile_model,
         **more,
-        **sampling.for_order(),
+        **sampling.for_request(),
     )
 
 
 def run_attacks(
     verb: str,
-    order: Order,
+    request: AuditRequest,
     model: str,
     choice: Choice,
     sampling: Sampling,
@@ -77,12 +77,12 @@ def run_attacks(
     from vitadel.runtime.distributed import join_processes
 
     processes = join_processes(running.device)
-    subject = open_chosen(model, choice, sampling)
+    target = open_chosen(model, choice, sampling)
     if processes.is_main:
-        terminal.tell_notes(subject.model.record.notes)
+        terminal.tell_notes(target.model.record.notes)
     outcome = run_audit(
-        subject,
-        order,
+        target,
+        request,
         processes,
         out=running.out,
         in_folder=True,
@@ -90,7 +90,7 @@ def run_attacks(
         shown=True,
         argv=[*sys.argv[1:], *unsaid],
         verb=verb,
-        examine=(lambda opened: glance(opened, order, processes)) if doctor else (lambda opened: []),
+        examine=(lambda opened: glance(opened, request, processes)) if doctor else (lambda opened: []),
     )
     if not outcome.is_main or outcome.folder is None:
         return None

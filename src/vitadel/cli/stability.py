@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from vitadel.quantities import read_amount
 from vitadel.cli import run_verb
 from vitadel.cli.options import Choice, Running, Sampling
+from vitadel.quantities import read_quantity
 
 _PANEL = "Stability (--suite stability)"
 
@@ -51,13 +51,13 @@ def measure(
 ) -> None:
     """The whole suite, told."""
     from vitadel.attacks.parse import split_attack_list
-    from vitadel.evaluation.stability.run import StabilityOrder, run_stability
+    from vitadel.evaluation.stability.run import StabilityRequest, run_stability
     from vitadel.reporting import terminal
     from vitadel.reporting.kinds.stability import show_stability
     from vitadel.runtime.distributed import join_processes
 
-    order = StabilityOrder(
-        share=read_amount(flags.share, "--share"),
+    request = StabilityRequest(
+        share=read_quantity(flags.share, "--share"),
         masks=flags.masks,
         watched=min(flags.watched, flags.masks),
         similarity=flags.similarity,
@@ -67,11 +67,11 @@ def measure(
         selector=None if flags.selector is None else str(flags.selector),
         attacks=tuple(split_attack_list(flags.patch_attacks)) if flags.patch_attacks else (),
         calibration=calibration,
-        **sampling.for_order(),
+        **sampling.for_request(),
     )
     processes = join_processes(run.device)
-    subject = run_verb.open_chosen(model, choice, sampling)
-    outcome = run_stability(subject, order, processes, out=run.out, resume=run.resume, shown=True, argv=sys.argv[1:])
+    target = run_verb.open_chosen(model, choice, sampling)
+    outcome = run_stability(target, request, processes, out=run.out, resume=run.resume, shown=True, argv=sys.argv[1:])
     if not outcome.is_main or outcome.folder is None:
         return
 

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from vitadel.quantities import read_amount
 from vitadel.cli import options, study_pictures
 from vitadel.cli.flag_groups import bundled
 from vitadel.cli.run_or_model import IMAGES, Calibration, Opening, RunOrModel, conduct
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
+from vitadel.quantities import read_quantity
 
 _Images = Annotated[int, typer.Option(help="calibration images on which aas finds its factors")]
 _Attack = Annotated[str, typer.Option(help="one plain attack, e.g. pgd-20; see 'vitadel list attacks'")]
@@ -44,7 +44,7 @@ def curves(
         Opening(model, sampling, threat, choice),
         run,
         attack=attack,
-        budgets=None if budgets is None else tuple(read_amount(part.strip(), "eps") for part in budgets.split(",")),
+        budgets=None if budgets is None else tuple(read_quantity(part.strip(), "eps") for part in budgets.split(",")),
         steps=None if steps is None else _counts(steps, "--steps"),
         restarts=_counts(restarts, "--restarts"),
         calibration=calibration,
@@ -101,4 +101,4 @@ def _counts(text: str, flag: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",")) if text.strip() else ()
     except ValueError:
-        raise Mistake(f"{flag} takes whole numbers, comma-separated, e.g. 1,2,5; got {text!r}") from None
+        raise UserError(f"{flag} takes whole numbers, comma-separated, e.g. 1,2,5; got {text!r}") from None

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from vitadel.quantities import read_amount
 from vitadel.cli import options
 from vitadel.cli.flag_groups import bundled
 from vitadel.cli.run_or_model import IMAGES, Calibration, Opening, RunOrModel, conduct
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
+from vitadel.quantities import read_quantity
 
 _Others = Annotated[
     str | None,
@@ -63,7 +63,7 @@ def accumulation(
     try:
         chosen = tuple(int(part) for part in _listed(classes))
     except ValueError:
-        raise Mistake(f"--classes takes numbers of classes, comma-separated, e.g. 0,3,7; got {classes!r}") from None
+        raise UserError(f"--classes takes numbers of classes, comma-separated, e.g. 0,3,7; got {classes!r}") from None
     conduct(
         ctx,
         "accumulation",
@@ -75,7 +75,7 @@ def accumulation(
         start=start,
         objective=objective,
         steps=steps,
-        step=read_amount(step, "--step"),
+        step=read_quantity(step, "--step"),
         others=_listed(others),
     )
 
@@ -127,7 +127,7 @@ def corruption_masks(
         Opening(model, sampling, options.Threat(), choice),
         run,
         selector=None if selector is None else str(selector),
-        share=read_amount(share, "--share"),
+        share=read_quantity(share, "--share"),
         fills=fills,
         training_steps=training_steps,
         noise=noise,

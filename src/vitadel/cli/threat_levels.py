@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitadel.quantities import read_amount
 from vitadel.cli import run_verb
 from vitadel.cli.options import Choice, Running, Sampling
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
+from vitadel.quantities import read_quantity
 
 if TYPE_CHECKING:
-    from vitadel.threat_levels.request import LadderOrder
+    from vitadel.threat_levels.request import ThreatLevelsRequest
 
 _PANEL = "Ladder (--suite ladder)"
 
@@ -76,26 +76,28 @@ def climb(model: str, choice: Choice, sampling: Sampling, run: Running, flags: L
     from vitadel.adapters.open_model import token_run
     from vitadel.backbones.load import has_no_head, load_model
     from vitadel.heads.head_files import load_head
-    from vitadel.threat_levels.run import run_ladder
-    from vitadel.reporting.kinds import threat_levels as told
     from vitadel.reporting import terminal
+    from vitadel.reporting.kinds import threat_levels as told
     from vitadel.runtime.distributed import join_processes
+    from vitadel.threat_levels.run import run_ladder
 
     if flags.other_weights is not None and flags.other is None:
-        raise Mistake("--other-weights are those of another model (T1): name it with --other MODEL, or leave them out")
+        raise UserError(
+            "--other-weights are those of another model (T1): name it with --other MODEL, or leave them out"
+        )
     trained = token_run(model) or {}
     name = str(trained.get("name", model))
     if flags.head is None and has_no_head(name, choice.weights or trained.get("weights")):
-        raise Mistake(
+        raise UserError(
             f"'{name}' has no classifier of its own: train a head by `vitadel probe`, with the tokens, and give it "
             "with --head"
         )
-    order = _order(model, choice, sampling, flags, eps)
+    request = _request(model, choice, sampling, flags, eps)
     processes = join_processes(run.device)
-    subject = run_verb.open_chosen(model, choice, sampling, for_features=flags.head is not None)
+    target = run_verb.open_chosen(model, choice, sampling, for_features=flags.head is not None)
     outcome = run_ladder(
-        subject,
-        order,
+        target,
+        request,
         processes,
         head=None if flags.head is None else partial(load_head, flags.head),
         own_head=None if flags.attacker_head is None else partial(load_head, flags.attacker_head),
@@ -116,17 +118,19 @@ def climb(model: str, choice: Choice, sampling: Sampling, run: Running, flags: L
     run_verb.tell(outcome.results, outcome.folder.path, run, show)
 
 
-def _order(model: str, choice: Choice, sampling: Sampling, flags: LadderFlags, eps: str | None) -> LadderOrder:
+def _request(
+    model: str, choice: Choice, sampling: Sampling, flags: LadderFlags, eps: str | None
+) -> ThreatLevelsRequest:
     from vitadel.adapters.open_model import token_run
     from vitadel.attacks.parse import split_attack_list
     from vitadel.threat_levels.levels import LEVELS
-    from vitadel.threat_levels.request import BUDGETS, LadderOrder
+    from vitadel.threat_levels.request import BUDGETS, ThreatLevelsRequest
 
     own_recipe = str(Path(model) / "recipe.yaml") if token_run(model) is not None else None
     if own_recipe is None and "/" in model and ":" not in model and not Path(model).exists():
-        raise Mistake(f"'{model}' does not exist: there is no run folder, and no weight file, of that name")
-    return LadderOrder(
-        eps=BUDGETS if eps is None else tuple(read_amount(part.strip(), "eps") for part in eps.split(",")),
+        raise UserError(f"'{model}' does not exist: there is no run folder, and no weight file, of that name")
+    return ThreatLevelsRequest(
+        eps=BUDGETS if eps is None else tuple(read_quantity(part.strip(), "eps") for part in eps.split(",")),
         levels=tuple(LEVELS) if flags.levels is None else _listed(flags.levels.upper()),
         steps=flags.steps,
         queries=flags.queries,
@@ -136,7 +140,7 @@ def _order(model: str, choice: Choice, sampling: Sampling, flags: LadderFlags, e
         recipe=flags.recipe or own_recipe,
         attacker_data=flags.attacker_data,
         allow_readable=choice.allow_readable,
-        **sampling.for_order(),
+        **sampling.for_request(),
     )
 
 
@@ -146,7 +150,7 @@ def _count_or_files(text: str, flag: str) -> int | tuple[str, ...]:
         return int(text)
     files = _listed(text)
     if not files or any(_is_number(file) and not Path(file).exists() for file in files):
-        raise Mistake(f"{flag} is a number of token sets to train, 0 or more, or token files a,b,...; got {text!r}")
+        raise UserError(f"{flag} is a number of token sets to train, 0 or more, or token files a,b,...; got {text!r}")
     return files
 
 

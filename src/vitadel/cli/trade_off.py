@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli import options
-from vitadel.cli import run_verb
+from vitadel.cli import options, run_verb
 from vitadel.cli.flag_groups import bundled
 
 
@@ -31,18 +30,20 @@ def trade_off(
 ) -> None:
     """Which RUN is more accurate, which more robust? All on the same images, every head and the joint output."""
     from vitadel.evaluation.trade_off.candidates import open_contenders
-    from vitadel.evaluation.trade_off.run import TradeOffOrder, run_trade_off
+    from vitadel.evaluation.trade_off.run import TradeOffRequest, run_trade_off
     from vitadel.reporting import terminal
-    from vitadel.reporting.read_runs import read_run
     from vitadel.reporting.kinds.trade_off import show_trade_off
+    from vitadel.reporting.read_runs import read_run
     from vitadel.runtime.distributed import join_processes
 
-    order = TradeOffOrder.read(eps, attacks, aimed, maps=maps, **sampling.for_order())
+    request = TradeOffRequest.read(eps, attacks, aimed, maps=maps, **sampling.for_request())
     processes = join_processes(run.device)
-    contenders = open_contenders(
+    candidates = open_contenders(
         runs, sampling.data, data_root=sampling.data_root, skip_bad=sampling.skip_bad, knob=knob
     )
-    outcome = run_trade_off(contenders, order, processes, out=run.out, resume=run.resume, shown=True, argv=sys.argv[1:])
+    outcome = run_trade_off(
+        candidates, request, processes, out=run.out, resume=run.resume, shown=True, argv=sys.argv[1:]
+    )
     if not outcome.is_main or outcome.folder is None:
         return
     folder = outcome.folder.path

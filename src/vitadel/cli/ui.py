@@ -29,10 +29,10 @@ def ui(
 ) -> None:
     """Play in the browser: pick a model, an image, an attack, and see what becomes of the answer. Ctrl-C ends it."""
     from vitadel.playground.app import serving
-    from vitadel.playground.models import Shelf
+    from vitadel.playground.models import ModelCache
     from vitadel.runtime.distributed import join_processes
 
-    shelf = Shelf(
+    shelf = ModelCache(
         named=models or (),
         data=data,
         device=join_processes(device).device,

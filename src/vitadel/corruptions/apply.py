@@ -11,8 +11,8 @@ from torch import Tensor
 from vitadel.corruptions import blur, digital, noise, weather
 from vitadel.corruptions.constants import COMMON, EXTRA, TABLES, Table, table_for
 from vitadel.corruptions.spatter import spatter
-from vitadel.errors import Mistake, nearest_names
-from vitadel.runtime.rng import Draws
+from vitadel.errors import UserError, nearest_names
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = ["as_bytes", "as_floats", "check_images", "corrupt", "fitting", "minimum_size"]
 
@@ -47,7 +47,7 @@ _MINIMUM = {"glass_blur": 4, "elastic_transform": 3, "spatter": 3, "pixelate": 2
 
 
 def corrupt(
-    x: Tensor, name: str, severity: int, draws: Draws | None = None, constants: Table | int | None = None
+    x: Tensor, name: str, severity: int, rng: SampleRNG | None = None, constants: Table | int | None = None
 ) -> Tensor:
     """Corrupted copies of images (n, 3, height, width) with values in [0, 1]; the result holds whole levels k / 255.
 
@@ -60,17 +60,17 @@ def corrupt(
     table = _table(constants) if constants is not None else table_for(x.shape[2], x.shape[3])
     row = table.row(name, severity)
     if min(x.shape[2:]) < minimum_size(name):
-        raise Mistake(
+        raise UserError(
             f"'{name}' needs images of at least {minimum_size(name)} pixels on both sides, got {x.shape[2]} x "
             f"{x.shape[3]}: enlarge them or leave this corruption out"
         )
-    draws = _streams(x, draws, name, severity)
+    rng = _streams(x, rng, name, severity)
     count = max(1, _PIXELS_AT_ONCE // (x.shape[2] * x.shape[3]))
     result = torch.empty(x.shape, dtype=x.dtype)
     # Also the way to 8 bits and back is piece by piece: what is still in the cache need not be fetched again.
     for first in range(0, len(x), count):
         part = slice(first, first + count)
-        pixels = _FUNCTIONS[name](as_bytes(x[part], woven=name == _WOVEN), Draws(draws.keys[part]), *row)
+        pixels = _FUNCTIONS[name](as_bytes(x[part], woven=name == _WOVEN), SampleRNG(rng.keys[part]), *row)
         _write_floats(pixels, result[part])
     return result.to(x.device)
 
@@ -79,34 +79,34 @@ def minimum_size(name: str) -> int:
     """The shortest side that an image may have for this corruption."""
     if name not in _FUNCTIONS:
         known = ", ".join((*COMMON, *EXTRA))
-        raise Mistake(f"unknown corruption {name!r}{nearest_names(name, _FUNCTIONS) or '.'} Known: {known}.")
+        raise UserError(f"unknown corruption {name!r}{nearest_names(name, _FUNCTIONS) or '.'} Known: {known}.")
     return _MINIMUM.get(name, 1)
 
 
 def check_images(x: Tensor) -> None:
     """A batch of RGB images in a type that holds all 256 levels; `as_bytes` checks that they are in [0, 1]."""
     if x.ndim != 4 or x.shape[1] != 3 or 0 in x.shape[2:]:
-        raise Mistake(f"corruptions take RGB images of shape (n, 3, height, width), got {tuple(x.shape)}")
+        raise UserError(f"corruptions take RGB images of shape (n, 3, height, width), got {tuple(x.shape)}")
     if x.dtype not in (torch.float32, torch.float64):
-        raise Mistake(
+        raise UserError(
             f"corruptions take float32 or float64 pixels in [0, 1], got {x.dtype}: convert with x.float() / 255"
         )
 
 
-def fitting(x: Tensor, draws: Draws | None) -> Draws:
+def fitting(x: Tensor, rng: SampleRNG | None) -> SampleRNG:
     """One stream per image, on the CPU; without `draws` the images are their own keys."""
-    if draws is None:
-        return Draws.of_pixels(x.detach().cpu())
-    if len(draws) != len(x):
-        raise Mistake(f"draws for {len(draws)} samples cannot corrupt {len(x)} images: give one stream per image")
-    return Draws(draws.keys.cpu())
+    if rng is None:
+        return SampleRNG.of_pixels(x.detach().cpu())
+    if len(rng) != len(x):
+        raise UserError(f"draws for {len(rng)} samples cannot corrupt {len(x)} images: give one stream per image")
+    return SampleRNG(rng.keys.cpu())
 
 
-def _streams(x: Tensor, draws: Draws | None, name: str, severity: int) -> Draws:
-    if name in _WITHOUT_CHANCE and draws is None:
-        return Draws(torch.zeros(len(x), dtype=torch.int64))
-    draws = fitting(x, draws)
-    return draws if name in _WITHOUT_CHANCE else draws.stream(name, severity)
+def _streams(x: Tensor, rng: SampleRNG | None, name: str, severity: int) -> SampleRNG:
+    if name in _WITHOUT_CHANCE and rng is None:
+        return SampleRNG(torch.zeros(len(x), dtype=torch.int64))
+    rng = fitting(x, rng)
+    return rng if name in _WITHOUT_CHANCE else rng.stream(name, severity)
 
 
 def as_bytes(x: Tensor, woven: bool = False) -> Tensor:
@@ -125,7 +125,9 @@ def as_bytes(x: Tensor, woven: bool = False) -> Tensor:
         plane = values[:, channel]
         if not (float(plane.min()) >= -1e-6 and float(plane.max()) <= 1 + 1e-6):
             low, high = values.min(), values.max()
-            raise Mistake(f"corruptions take pixels in [0, 1], got {low:.4g} to {high:.4g}: divide 8-bit pixels by 255")
+            raise UserError(
+                f"corruptions take pixels in [0, 1], got {low:.4g} to {high:.4g}: divide 8-bit pixels by 255"
+            )
         np.multiply(plane, 255, out=scratch)
         np.copyto(pixels[:, channel], np.rint(scratch, out=scratch), casting="unsafe")
     return torch.from_numpy(pixels)
@@ -148,5 +150,7 @@ def _table(constants: Table | int) -> Table:
     if isinstance(constants, Table):
         return constants
     if constants not in TABLES:
-        raise Mistake(f"there are tables of constants for {', '.join(map(str, TABLES))} pixels, not for {constants!r}")
+        raise UserError(
+            f"there are tables of constants for {', '.join(map(str, TABLES))} pixels, not for {constants!r}"
+        )
     return TABLES[constants]

@@ -20,7 +20,7 @@ from vitadel.corruptions.filtering import (
     zoom_crop,
 )
 from vitadel.corruptions.randomness import between, words
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = [
     "defocus_blur",
@@ -33,26 +33,26 @@ __all__ = [
 ]
 
 
-def gaussian_blur(pixels: Tensor, draws: Draws, sigma: float) -> Tensor:
+def gaussian_blur(pixels: Tensor, rng: SampleRNG, sigma: float) -> Tensor:
     """Each channel on its own, kernel cut at 4 sigmas, edges replicated."""
     return bytes_below(smoothed(pixels.float(), sigma), FLOAT32_SLACK)
 
 
-def defocus_blur(pixels: Tensor, draws: Draws, radius: float, alias_sigma: float) -> Tensor:
+def defocus_blur(pixels: Tensor, rng: SampleRNG, radius: float, alias_sigma: float) -> Tensor:
     """A disk for an aperture; below radius 1 only its softening remains."""
     return correlate(pixels, disk(radius, alias_sigma))
 
 
-def motion_blur(pixels: Tensor, draws: Draws, radius: float, sigma: float) -> Tensor:
+def motion_blur(pixels: Tensor, rng: SampleRNG, radius: float, sigma: float) -> Tensor:
     """ImageMagick's one-sided blur along a ray within 45 degrees of the horizontal: the picture also drifts.
 
     Fractions of a level are cut off, as by the package imagecorruptions. Snow and sequences round them, as ImageMagick
     does itself.
     """
-    return blurred_along(pixels, between(draws, -45, 45), radius, sigma)
+    return blurred_along(pixels, between(rng, -45, 45), radius, sigma)
 
 
-def zoom_blur(pixels: Tensor, draws: Draws, stop: float, step: float) -> Tensor:
+def zoom_blur(pixels: Tensor, rng: SampleRNG, stop: float, step: float) -> Tensor:
     """The mean of the image and its enlargements by 1, 1 + step, ...; whether `stop` is one of them floats decide."""
     size = (pixels.shape[2], pixels.shape[3])
     image = pixels.float().div_(255)
@@ -75,24 +75,24 @@ def _shape(size: tuple[int, int], zoom: float) -> list[tuple[int, int]]:
     return [(crop, round(crop * zoom)) for crop in crops]
 
 
-def glass_blur(pixels: Tensor, draws: Draws, sigma: float, reach: float, rounds: float) -> Tensor:
+def glass_blur(pixels: Tensor, rng: SampleRNG, sigma: float, reach: float, rounds: float) -> Tensor:
     """Blur, pixels displaced at random, blur. The benchmark meant to swap pixels and copies them; so does this."""
     n, _, height, width = pixels.shape
     soft = bytes_below(smoothed(pixels.float(), sigma), FLOAT32_SLACK).flatten(2)
     for turn in range(int(rounds)):
-        offsets = glass_offsets(draws.stream("round", turn), int(reach), height, width)
+        offsets = glass_offsets(rng.stream("round", turn), int(reach), height, width)
         places = shuffled_positions(offsets, int(reach), height, width)
         soft = soft.gather(2, places[:, None].expand(n, 3, height * width))
     return bytes_below(smoothed(soft.view_as(pixels).float(), sigma), FLOAT32_SLACK)
 
 
-def glass_offsets(draws: Draws, reach: int, height: int, width: int) -> Tensor:
+def glass_offsets(rng: SampleRNG, reach: int, height: int, width: int) -> Tensor:
     """(down, right) from -reach to reach - 1 for each pixel that moves, (n, 2, rows, columns).
 
     The upper bound is missing in the benchmark too: pictures creep to the lower right.
     """
     side = [max(length - 2 * reach, 0) for length in (height, width)]
-    bits = words(draws, 2, *side).to(torch.int64)
+    bits = words(rng, 2, *side).to(torch.int64)
     return ((bits + 2**31) * (2 * reach) >> 32) - reach
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from vitadel.corruptions.filtering import bytes_below
 
-__all__ = ["Colour", "hue_saturation_value", "of_hue_saturation_value"]
+__all__ = ["Color", "hue_saturation_value", "of_hue_saturation_value"]
 
 
 @dataclass(frozen=True)
-class Colour:
+class Color:
     """`place` stands for the hue: where each channel lies between the largest (0) and the smallest (1)."""
 
     place: Tensor
@@ -21,7 +21,7 @@ class Colour:
     value: Tensor
 
 
-def hue_saturation_value(pixels: Tensor) -> Colour:
+def hue_saturation_value(pixels: Tensor) -> Color:
     image = pixels.double().div_(255)
     value = image.amax(1, keepdim=True)
     span = value - image.amin(1, keepdim=True)
@@ -32,7 +32,7 @@ def hue_saturation_value(pixels: Tensor) -> Colour:
     middle = _middle(image, value, span)
     place = image.neg_().add_(value).div_(span)
     place[:, 1:].masked_fill_(grey, 1)
-    return Colour(torch.where((place > 0) & (place < 1), middle, place), saturation, value)
+    return Color(torch.where((place > 0) & (place < 1), middle, place), saturation, value)
 
 
 def _middle(image: Tensor, value: Tensor, span: Tensor) -> Tensor:
@@ -47,6 +47,6 @@ def _middle(image: Tensor, value: Tensor, span: Tensor) -> Tensor:
     return torch.where(sector.remainder_(2) == 1, rest, 1 - rest)
 
 
-def of_hue_saturation_value(colour: Colour) -> Tensor:
-    image = (colour.place * colour.saturation).neg_().add_(1).mul_(colour.value)
+def of_hue_saturation_value(color: Color) -> Tensor:
+    image = (color.place * color.saturation).neg_().add_(1).mul_(color.value)
     return bytes_below(image.mul_(255))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 
 __all__ = ["COMMON", "EXTRA", "SEVERITIES", "TABLES", "Table", "table_for"]
 
@@ -49,9 +49,11 @@ class Table:
     def row(self, name: str, severity: int) -> Row:
         if name not in (*COMMON, *EXTRA):
             known = ", ".join((*COMMON, *EXTRA))
-            raise Mistake(f"unknown corruption {name!r}{nearest_names(name, (*COMMON, *EXTRA)) or '.'} Known: {known}.")
+            raise UserError(
+                f"unknown corruption {name!r}{nearest_names(name, (*COMMON, *EXTRA)) or '.'} Known: {known}."
+            )
         if isinstance(severity, bool) or severity not in SEVERITIES:
-            raise Mistake(
+            raise UserError(
                 f"the severity of a corruption is 1, 2, 3, 4 or 5, got {severity!r}; 0 would be no corruption"
             )
         return self.rows[name][severity - 1]

@@ -17,7 +17,7 @@ from torchvision.io import ImageReadMode
 from vitadel.corruptions.color import hue_saturation_value, of_hue_saturation_value
 from vitadel.corruptions.filtering import FLOAT32_SLACK, bytes_below, smoother
 from vitadel.corruptions.randomness import uniform_field
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = ["affine_points", "contrast", "displaced", "elastic_transform", "jpeg_compression", "pixelate", "saturate"]
 
@@ -26,20 +26,20 @@ _FIXED_BITS = 22  # of Pillow's averages
 _FIXED_POINT = 1 << _FIXED_BITS
 
 
-def contrast(pixels: Tensor, draws: Draws, factor: float) -> Tensor:
+def contrast(pixels: Tensor, rng: SampleRNG, factor: float) -> Tensor:
     """Towards the mean of each channel of each image."""
     mean = pixels.sum((2, 3), keepdim=True).double().div_(255 * pixels[0, 0].numel())
     return bytes_below(pixels.double().div_(255).sub_(mean).mul_(factor).add_(mean).mul_(255))
 
 
-def saturate(pixels: Tensor, draws: Draws, factor: float, offset: float) -> Tensor:
+def saturate(pixels: Tensor, rng: SampleRNG, factor: float, offset: float) -> Tensor:
     """The S of HSV scaled and shifted."""
-    colour = hue_saturation_value(pixels)
-    saturation = (colour.saturation * factor).add_(offset).clamp_(0, 1)
-    return of_hue_saturation_value(replace(colour, saturation=saturation))
+    color = hue_saturation_value(pixels)
+    saturation = (color.saturation * factor).add_(offset).clamp_(0, 1)
+    return of_hue_saturation_value(replace(color, saturation=saturation))
 
 
-def pixelate(pixels: Tensor, draws: Draws, factor: float) -> Tensor:
+def pixelate(pixels: Tensor, rng: SampleRNG, factor: float) -> Tensor:
     """Made smaller by averaging, then larger by repetition."""
     rows, columns = (_cells(length, max(1, int(length * factor))) for length in pixels.shape[2:])
     # Whole rows are quick to pick, so columns are made rows and back. Columns first: Pillow rounds after each side.
@@ -86,7 +86,7 @@ def _averages(planes: NDArray[np.uint8], cells: _Cells) -> NDArray[np.uint8]:
     return total.astype(np.uint8)
 
 
-def jpeg_compression(pixels: Tensor, draws: Draws, quality: float) -> Tensor:
+def jpeg_compression(pixels: Tensor, rng: SampleRNG, quality: float) -> Tensor:
     """Through a JPEG file with colours at half the resolution."""
     # torchvision's codec writes and reads the same bytes at half the cost of Pillow's, but is to be removed from it.
     through_file = _through_torchvision if hasattr(torch.ops.image, "encode_jpeg") else _through_pillow
@@ -108,13 +108,13 @@ def _through_pillow(picture: NDArray[np.uint8], quality: int) -> NDArray[np.uint
     return np.asarray(Image.open(file, formats=("JPEG",)))
 
 
-def elastic_transform(pixels: Tensor, draws: Draws, alpha: float, sigma: float, jitter: float) -> Tensor:
+def elastic_transform(pixels: Tensor, rng: SampleRNG, alpha: float, sigma: float, jitter: float) -> Tensor:
     """A random affine map of the whole, then smooth random displacements of the pixels."""
     height, width = pixels.shape[2:]
-    corners = draws.stream("affine").uniform(3, 2).double().mul_(2).sub_(1).mul_(jitter)
+    corners = rng.stream("affine").uniform(3, 2).double().mul_(2).sub_(1).mul_(jitter)
     image = affine_points(pixels.float(), corners)
     if alpha:
-        image = displaced(image, uniform_field(draws, 2, height, width).mul_(2).sub_(1), alpha, sigma)
+        image = displaced(image, uniform_field(rng, 2, height, width).mul_(2).sub_(1), alpha, sigma)
     return bytes_below(image, FLOAT32_SLACK)
 
 

@@ -210,9 +210,9 @@ def blurred_along(pixels: Tensor, angles: Tensor, radius: float, sigma: float, n
     """Motion blur of images (n, c, height, width), each along its own angle in degrees."""
     height, width = pixels.shape[2:]
     # In the order of the angles, because images next to each other then share most of their taps.
-    ascending, order = angles.sort()
+    ascending, request = angles.sort()
     taps = [motion_taps(radius, sigma, angle, height, width) for angle in ascending.tolist()]
-    return _averaged(pixels.index_select(0, order), taps, nearest).index_select(0, order.argsort())
+    return _averaged(pixels.index_select(0, request), taps, nearest).index_select(0, request.argsort())
 
 
 def _averaged(pixels: Tensor, taps: list[list[Tap]], nearest: bool) -> Tensor:

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["PHOTOS", "frost_photo"]
 
@@ -26,7 +26,7 @@ def _folder() -> Path:
     for folder in folders:
         if all((folder / name).is_file() for name in PHOTOS):
             return folder
-    raise Mistake(
+    raise UserError(
         "the corruption 'frost' needs the benchmark's photos of frost, which are not installed. They come with the "
         "package imagecorruptions-imaug: pip install 'vitadel[frost]', or pip install imagecorruptions-imaug. "
         "All other corruptions work without it."

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitadel.corruptions.filtering import bytes_below
 from vitadel.corruptions.randomness import normal_field, uniform_field, words
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = ["gaussian_noise", "impulse_noise", "shot_noise", "speckle_noise"]
 
@@ -19,27 +19,27 @@ _GUIDES = 256
 _WALKS = 3
 
 
-def gaussian_noise(pixels: Tensor, draws: Draws, sigma: float) -> Tensor:
+def gaussian_noise(pixels: Tensor, rng: SampleRNG, sigma: float) -> Tensor:
     """x + N(0, sigma)."""
-    return bytes_below(normal_field(draws, *pixels.shape[1:]).mul_(255 * sigma).add_(pixels))
+    return bytes_below(normal_field(rng, *pixels.shape[1:]).mul_(255 * sigma).add_(pixels))
 
 
-def speckle_noise(pixels: Tensor, draws: Draws, sigma: float) -> Tensor:
+def speckle_noise(pixels: Tensor, rng: SampleRNG, sigma: float) -> Tensor:
     """x + x N(0, sigma)."""
-    return bytes_below(normal_field(draws, *pixels.shape[1:]).mul_(sigma).add_(1).mul_(pixels))
+    return bytes_below(normal_field(rng, *pixels.shape[1:]).mul_(sigma).add_(1).mul_(pixels))
 
 
-def impulse_noise(pixels: Tensor, draws: Draws, amount: float) -> Tensor:
+def impulse_noise(pixels: Tensor, rng: SampleRNG, amount: float) -> Tensor:
     """Salt and pepper, in every channel on its own: a share `amount` of all values, half of them to each end."""
-    bits = words(draws, *pixels.shape[1:])
+    bits = words(rng, *pixels.shape[1:])
     tail = round(amount / 2 * 2**32)
     return pixels.masked_fill(bits < tail - 2**31, 0).masked_fill_(bits > 2**31 - 1 - tail, 255)
 
 
-def shot_noise(pixels: Tensor, draws: Draws, photons: float) -> Tensor:
+def shot_noise(pixels: Tensor, rng: SampleRNG, photons: float) -> Tensor:
     """Poisson(x photons) / photons, by inversion: there are only 256 rates, and all of them can be tabulated."""
     table = _poisson(photons)
-    chance = uniform_field(draws, *pixels.shape[1:]).flatten().clamp_(max=1 - 2.0**-24)
+    chance = uniform_field(rng, *pixels.shape[1:]).flatten().clamp_(max=1 - 2.0**-24)
     rate = pixels.flatten().to(torch.int64)
     place = table.starts.take((chance * _GUIDES).to(torch.int64).add_(rate, alpha=_GUIDES))
     left = (table.steps.take(place) <= chance).nonzero()[:, 0]

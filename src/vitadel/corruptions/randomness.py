@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = ["between", "normal_field", "uniform_field", "words"]
 
@@ -20,16 +20,16 @@ _MIXING = (  # SplitMix64's finaliser, as in `Draws`: shift, then factor
 )
 
 
-def words(draws: Draws, *shape: int) -> Tensor:
+def words(rng: SampleRNG, *shape: int) -> Tensor:
     """32 random bits per cell as signed integers, shape (samples, *shape)."""
     cells = math.prod(shape)
-    return _bits(draws, (cells + 1) // 2).view(torch.int32)[:, :cells].reshape(len(draws), *shape)
+    return _bits(rng, (cells + 1) // 2).view(torch.int32)[:, :cells].reshape(len(rng), *shape)
 
 
-def _bits(draws: Draws, cells: int) -> Tensor:
+def _bits(rng: SampleRNG, cells: int) -> Tensor:
     """`draws.bits(cells)`, at half its cost: images need so many that scratch memory and masks for shifts count."""
     counter = np.arange(1, cells + 1, dtype=np.uint64) * _GOLDEN
-    bits = draws.keys.numpy().view(np.uint64)[:, None] + counter
+    bits = rng.keys.numpy().view(np.uint64)[:, None] + counter
     shifted = np.empty_like(bits)
     for shift, factor in _MIXING:
         np.right_shift(bits, shift, out=shifted)
@@ -39,21 +39,21 @@ def _bits(draws: Draws, cells: int) -> Tensor:
     return torch.from_numpy(bits.view(np.int64))
 
 
-def uniform_field(draws: Draws, *shape: int) -> Tensor:
+def uniform_field(rng: SampleRNG, *shape: int) -> Tensor:
     """Uniform on [0, 1] in float32."""
-    return words(draws, *shape).to(torch.float32).mul_(2.0**-32).add_(0.5)
+    return words(rng, *shape).to(torch.float32).mul_(2.0**-32).add_(0.5)
 
 
-def between(draws: Draws, low: float, high: float) -> Tensor:
+def between(rng: SampleRNG, low: float, high: float) -> Tensor:
     """One number per sample, uniform between two bounds, in float64."""
-    return low + (high - low) * draws.uniform(1)[:, 0].double()
+    return low + (high - low) * rng.uniform(1)[:, 0].double()
 
 
-def normal_field(draws: Draws, *shape: int) -> Tensor:
+def normal_field(rng: SampleRNG, *shape: int) -> Tensor:
     """Standard normal by Box and Muller (1958): both numbers of a pair are used, unlike in `Draws.normal`."""
     cells = math.prod(shape)
     pairs = (cells + 1) // 2
-    bits = words(draws, 2, pairs).to(torch.float32)
+    bits = words(rng, 2, pairs).to(torch.float32)
     # Half a step above zero: the logarithm stays finite, and the longest radius is 6.8.
     radius = bits[:, 0].mul_(2.0**-32).add_(0.5 + 2.0**-33).clamp_(min=2.0**-33).log_().mul_(-2).sqrt_()
     angle = bits[:, 1].mul_(2 * math.pi * 2.0**-32)
@@ -61,4 +61,4 @@ def normal_field(draws: Draws, *shape: int) -> Tensor:
     # In place: both are views of `bits`, which becomes the field.
     angle.sin_().mul_(radius)
     radius.mul_(cosine)
-    return bits.view(len(draws), 2 * pairs)[:, :cells].reshape(len(draws), *shape)
+    return bits.view(len(rng), 2 * pairs)[:, :cells].reshape(len(rng), *shape)

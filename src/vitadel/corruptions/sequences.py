@@ -22,8 +22,8 @@ from vitadel.corruptions.noise import gaussian_noise, shot_noise, speckle_noise
 from vitadel.corruptions.randomness import normal_field
 from vitadel.corruptions.spatter import liquid, splashed
 from vitadel.corruptions.weather import brightness, flakes, snowed
-from vitadel.errors import Mistake, nearest_names
-from vitadel.runtime.rng import Draws
+from vitadel.errors import UserError, nearest_names
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = [
     "CIFAR_SEQUENCES",
@@ -119,7 +119,7 @@ class _Scene:
 
     whole: Tensor
     window: tuple[slice, slice]
-    draws: Draws
+    rng: SampleRNG
     difficulty: int
     motion: Motion
 
@@ -128,7 +128,7 @@ class _Scene:
         return self.whole[:, :, self.window[0], self.window[1]].contiguous()
 
 
-def sequence(x: Tensor, name: str, draws: Draws | None = None, difficulty: int = 1) -> Tensor:
+def sequence(x: Tensor, name: str, rng: SampleRNG | None = None, difficulty: int = 1) -> Tensor:
     """The frames (frames, n, 3, ...) that the images (n, 3, height, width) go through; values are whole levels k / 255.
 
     Images with a shorter side above 48 pixels are ImageNet's: give them at 256 pixels, the frames are the central 224
@@ -138,17 +138,17 @@ def sequence(x: Tensor, name: str, draws: Draws | None = None, difficulty: int =
     check_images(x)
     if name not in _SEQUENCES:
         known = ", ".join(_SEQUENCES)
-        raise Mistake(f"unknown sequence {name!r}{nearest_names(name, _SEQUENCES) or '.'} Known: {known}.")
+        raise UserError(f"unknown sequence {name!r}{nearest_names(name, _SEQUENCES) or '.'} Known: {known}.")
     if isinstance(difficulty, bool) or difficulty not in (1, 2, 3):
-        raise Mistake(f"the difficulty of a sequence is 1, 2 or 3, got {difficulty!r}")
+        raise UserError(f"the difficulty of a sequence is 1, 2 or 3, got {difficulty!r}")
     if min(x.shape[2:]) < 8:
-        raise Mistake(f"sequences need images of at least 8 pixels on both sides, got {x.shape[2]} x {x.shape[3]}")
+        raise UserError(f"sequences need images of at least 8 pixels on both sides, got {x.shape[2]} x {x.shape[3]}")
     motion = CIFAR_MOTION if min(x.shape[2:]) <= SMALL else IMAGENET_MOTION
     side = round(min(x.shape[2:]) * motion.kept)
     lengths = x.shape[2:] if motion.kept == 1 else (side, side)
     starts = [round((have - keep) / 2) for have, keep in zip(x.shape[2:], lengths, strict=True)]
     window = slice(starts[0], starts[0] + lengths[0]), slice(starts[1], starts[1] + lengths[1])
-    stream = fitting(x, draws).stream("sequence " + name, difficulty)
+    stream = fitting(x, rng).stream("sequence " + name, difficulty)
     frames = _SEQUENCES[name](_Scene(as_bytes(x), window, stream, difficulty, motion))
     return as_floats(torch.stack(list(frames)), x)
 
@@ -156,10 +156,10 @@ def sequence(x: Tensor, name: str, draws: Draws | None = None, difficulty: int =
 # --- noise and blur --------------------------------------------------------------------------------------------------
 
 
-def _noisy(scene: _Scene, add: Callable[[Tensor, Draws, float], Tensor], amount: float) -> Iterator[Tensor]:
+def _noisy(scene: _Scene, add: Callable[[Tensor, SampleRNG, float], Tensor], amount: float) -> Iterator[Tensor]:
     yield scene.crop
     for frame in range(1, FRAMES):
-        yield add(scene.crop, scene.draws.stream("frame", frame), amount)
+        yield add(scene.crop, scene.rng.stream("frame", frame), amount)
 
 
 def _gaussian_noise(scene: _Scene) -> Iterator[Tensor]:
@@ -203,19 +203,19 @@ def _gaussian_blur(scene: _Scene) -> Iterator[Tensor]:
 def _snow(scene: _Scene) -> Iterator[Tensor]:
     zoom, radius, sigma = scene.motion.snow
     image = scene.crop
-    layer = flakes(scene.draws, (image.shape[2], image.shape[3]), 0.05, 0.3, zoom, 0.5)
+    layer = flakes(scene.rng, (image.shape[2], image.shape[3]), 0.05, 0.3, zoom, 0.5)
     return (snowed(image, _blown(layer, radius, sigma, 4 * frame - 150), 0.85) for frame in range(FRAMES))
 
 
 def _brightness(scene: _Scene) -> Iterator[Tensor]:
     middle = FRAMES // 2
-    return (brightness(scene.crop, scene.draws, (frame - middle) * scene.motion.brighter) for frame in range(FRAMES))
+    return (brightness(scene.crop, scene.rng, (frame - middle) * scene.motion.brighter) for frame in range(FRAMES))
 
 
 def _spatter(scene: _Scene) -> Iterator[Tensor]:
     loc, scale, sigma, threshold = scene.motion.wet
     image = scene.crop
-    layer = liquid(normal_field(scene.draws, 1, *image.shape[2:]).mul_(scale).add_(loc), sigma, threshold)
+    layer = liquid(normal_field(scene.rng, 1, *image.shape[2:]).mul_(scale).add_(loc), sigma, threshold)
     height = image.shape[2]
     above = len(scene.motion.drip) - 2
     for _ in range(FRAMES):

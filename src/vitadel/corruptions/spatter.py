@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vitadel.corruptions.filtering import FLOAT32_SLACK, bytes_below, smoothed
 from vitadel.corruptions.randomness import normal_field
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = ["chamfer", "edges", "equalised", "liquid", "spatter", "splashed"]
 
@@ -42,7 +42,7 @@ Whole = NDArray[np.integer[Any]]
 
 def spatter(
     pixels: Tensor,
-    draws: Draws,
+    rng: SampleRNG,
     loc: float,
     scale: float,
     sigma: float,
@@ -51,7 +51,7 @@ def spatter(
     mud: float,
 ) -> Tensor:
     """Smoothed noise above a threshold is wet; `mud` is 1 or 0, `strength` the opacity of water or the blur of mud."""
-    layer = liquid(normal_field(draws, 1, *pixels.shape[2:]).mul_(scale).add_(loc), sigma, threshold)
+    layer = liquid(normal_field(rng, 1, *pixels.shape[2:]).mul_(scale).add_(loc), sigma, threshold)
     return _muddy(pixels, layer, strength) if mud else splashed(pixels, layer, strength)
 
 
@@ -64,8 +64,8 @@ def liquid(noise: Tensor, sigma: float, threshold: float) -> Tensor:
 def _muddy(pixels: Tensor, layer: Tensor, sigma: float) -> Tensor:
     cover = smoothed((layer > 0).float(), sigma)
     cover.masked_fill_(cover < 0.8, 0)
-    colour = torch.tensor(_MUD)[:, None, None] * 255
-    return bytes_below((1 - cover).mul(pixels).add_(cover * colour), FLOAT32_SLACK)
+    color = torch.tensor(_MUD)[:, None, None] * 255
+    return bytes_below((1 - cover).mul(pixels).add_(cover * color), FLOAT32_SLACK)
 
 
 def splashed(pixels: Tensor, layer: Tensor, strength: float) -> Tensor:
@@ -77,8 +77,8 @@ def splashed(pixels: Tensor, layer: Tensor, strength: float) -> Tensor:
     shine = torch.from_numpy(np.multiply(soft, wet.numpy(), dtype=np.int32)).float()
     brightest = shine.amax((1, 2), keepdim=True)
     shine = shine.div_(brightest.masked_fill_(brightest == 0, 1)).mul_(strength)[:, None]
-    colour = torch.tensor(_WATER)[:, None, None]
-    return bytes_below((shine * colour).mul_(255).add_(pixels), FLOAT32_SLACK)
+    color = torch.tensor(_WATER)[:, None, None]
+    return bytes_below((shine * color).mul_(255).add_(pixels), FLOAT32_SLACK)
 
 
 def _framed(planes: Whole, inwards: int) -> Whole:

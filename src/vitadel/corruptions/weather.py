@@ -11,7 +11,7 @@ from vitadel.corruptions.color import hue_saturation_value, of_hue_saturation_va
 from vitadel.corruptions.filtering import blurred_along, bytes_below, clipped_zoom, zoom_crop
 from vitadel.corruptions.frost_photos import PHOTOS, frost_photo
 from vitadel.corruptions.randomness import between, normal_field, uniform_field
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = ["brightness", "flakes", "fog", "frost", "plasma", "snow", "snowed"]
 
@@ -20,7 +20,7 @@ _WIBBLE = 100.0
 
 def snow(
     pixels: Tensor,
-    draws: Draws,
+    rng: SampleRNG,
     loc: float,
     scale: float,
     zoom: float,
@@ -30,16 +30,16 @@ def snow(
     mix: float,
 ) -> Tensor:
     """Enlarged noise cut at a threshold makes flakes; they fall along a ray, over a picture that turns pale."""
-    layer = flakes(draws, (pixels.shape[2], pixels.shape[3]), loc, scale, zoom, threshold)
-    angles = between(draws.stream("angle"), -135, -45)
+    layer = flakes(rng, (pixels.shape[2], pixels.shape[3]), loc, scale, zoom, threshold)
+    angles = between(rng.stream("angle"), -135, -45)
     return snowed(pixels, blurred_along(layer, angles, radius, sigma, nearest=True), mix)
 
 
-def flakes(draws: Draws, size: tuple[int, int], loc: float, scale: float, zoom: float, threshold: float) -> Tensor:
+def flakes(rng: SampleRNG, size: tuple[int, int], loc: float, scale: float, zoom: float, threshold: float) -> Tensor:
     """Flakes before they fall, 8 bits, (n, 1, height, width)."""
     rows, columns = zoom_crop(size, zoom)
     # Only the part of the noise that is enlarged has to be drawn.
-    noise = normal_field(draws, 1, rows.stop - rows.start, columns.stop - columns.start).mul_(scale).add_(loc)
+    noise = normal_field(rng, 1, rows.stop - rows.start, columns.stop - columns.start).mul_(scale).add_(loc)
     layer = clipped_zoom(noise.double(), zoom, size)
     return bytes_below(torch.where(layer < threshold, 0.0, layer).mul_(255))
 
@@ -54,11 +54,11 @@ def snowed(pixels: Tensor, fallen: Tensor, mix: float) -> Tensor:
     return bytes_below(image.mul_(mix).add_(pale).add_(drifts.add(drifts.flip(2, 3))))
 
 
-def frost(pixels: Tensor, draws: Draws, keep: float, lay: float, scale: float) -> Tensor:
+def frost(pixels: Tensor, rng: SampleRNG, keep: float, lay: float, scale: float) -> Tensor:
     """A random piece of one of five photos of frost, added."""
     height, width = pixels.shape[2:]
-    choice = draws.integers(len(PHOTOS), 1)[:, 0].tolist()
-    place = draws.stream("place").uniform(2).double()
+    choice = rng.integers(len(PHOTOS), 1)[:, 0].tolist()
+    place = rng.stream("place").uniform(2).double()
     pieces = []
     for photo, (down, right) in zip(choice, place.tolist(), strict=True):
         ice = frost_photo(PHOTOS[photo], scale, height, width)
@@ -68,11 +68,11 @@ def frost(pixels: Tensor, draws: Draws, keep: float, lay: float, scale: float) -
     return bytes_below(pixels.double().mul_(keep).add_(ice))
 
 
-def fog(pixels: Tensor, draws: Draws, weight: float, decay: float) -> Tensor:
+def fog(pixels: Tensor, rng: SampleRNG, weight: float, decay: float) -> Tensor:
     """Plasma added, then darkened so that the brightest value of the image could not have grown."""
     height, width = pixels.shape[2:]
     size = 1 << (max(height, width, 2) - 1).bit_length()
-    field = plasma(uniform_field(draws, size * size - 1).mul_(2).sub_(1), size, decay)[:, None, :height, :width]
+    field = plasma(uniform_field(rng, size * size - 1).mul_(2).sub_(1), size, decay)[:, None, :height, :width]
     brightest = pixels.amax((1, 2, 3), keepdim=True).double().div_(255)
     share = (brightest / (brightest + weight)).float()
     return bytes_below(pixels.float().add_(field.mul_(255 * weight)).mul_(share))
@@ -104,7 +104,7 @@ def plasma(chances: Tensor, size: int, decay: float) -> Tensor:
     return field.div_(field.amax((1, 2), keepdim=True))
 
 
-def brightness(pixels: Tensor, draws: Draws, amount: float) -> Tensor:
+def brightness(pixels: Tensor, rng: SampleRNG, amount: float) -> Tensor:
     """The V of HSV raised: the channels grow in proportion, and black turns grey."""
-    colour = hue_saturation_value(pixels)
-    return of_hue_saturation_value(replace(colour, value=colour.value.add(amount).clamp_(0, 1)))
+    color = hue_saturation_value(pixels)
+    return of_hue_saturation_value(replace(color, value=color.value.add(amount).clamp_(0, 1)))

@@ -7,11 +7,11 @@ chooses indices, `Preprocess` fits pictures to a model, and `batches` reads them
 from __future__ import annotations
 
 from vitadel.data.batches import Batch, batches
-from vitadel.data.validation import BadSample, check_labels, left_out
 from vitadel.data.open_dataset import open_dataset
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.spec import known_specs
 from vitadel.data.subset import balanced_subset
+from vitadel.data.validation import BadSample, check_labels, left_out
 
 __all__ = [
     "BadSample",

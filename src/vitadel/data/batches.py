@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vitadel.data.validation import BadSample, by_skipping
 from vitadel.data.preprocess import Preprocess
-from vitadel.errors import Mistake
+from vitadel.data.validation import BadSample, by_skipping
+from vitadel.errors import UserError
 from vitadel.types import Source
 
 __all__ = ["Batch", "batches"]
@@ -49,7 +49,7 @@ def batches(
     of the user's, or with `skip_bad` is left out and listed in `bad`.
     """
     if threads < 1:
-        raise Mistake(f"threads must be at least 1, got {threads}")
+        raise UserError(f"threads must be at least 1, got {threads}")
     return _batches(source, _read_ahead(source, chunks, preprocess, threads), preprocess.shape, skip_bad)
 
 
@@ -64,7 +64,7 @@ def _batches(source: Source, chunks: _Chunks, shape: tuple[int, int], skip_bad: 
                 if isinstance(outcome, Exception)
             )
             if bad and not skip_bad:
-                raise Mistake(
+                raise UserError(
                     f"sample {bad[0].index} ({bad[0].name}) cannot be read: {bad[0].reason}. "
                     f"Replace it{by_skipping(skip_bad, ', or leave such samples out, counted,')}"
                 )

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["IMAGE_EXTENSIONS", "attempts", "decode", "from_array", "load", "to_rgb"]
 
@@ -68,7 +68,7 @@ def attempts(read: Callable[[Item], Image.Image], items: Iterable[Item]) -> list
     for item in items:
         try:
             results.append(read(item))
-        except Mistake:
+        except UserError:
             raise  # not the sample's fault, e.g. no room for temporary files
         except Exception as fault:
             results.append(fault)

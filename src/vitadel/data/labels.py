@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["number_labels", "read_class_names"]
 
@@ -36,11 +36,11 @@ def read_class_names(path: Path) -> tuple[str, ...]:
     try:
         names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as fault:
-        raise Mistake(
+        raise UserError(
             f"the class names in '{path}' cannot be read: {fault}; expected text, one name per line"
         ) from None
     if not names:
-        raise Mistake(f"'{path}' is empty; expected one class name per line")
+        raise UserError(f"'{path}' is empty; expected one class name per line")
     return names
 
 

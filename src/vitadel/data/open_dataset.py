@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from vitadel.data.spec import DATA_KINDS, Request, parse_spec
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.types import Source
 
 __all__ = ["open_dataset"]
@@ -26,9 +26,9 @@ def open_dataset(
     request = parse_spec(spec, root=folder, split=split, skip_bad=skip_bad)
     kind = DATA_KINDS.get(request.kind)
     if kind is None or (":" in kind.form and ":" not in spec and request.argument):
-        raise Mistake(_unknown(request))
+        raise UserError(_unknown(request))
     if ":" in spec and ":" not in kind.form:
-        raise Mistake(f"'{spec}': {request.kind} takes no path; write {kind.form}, and --data-root DIR if need be")
+        raise UserError(f"'{spec}': {request.kind} takes no path; write {kind.form}, and --data-root DIR if need be")
     module, _, function = kind.opener.partition(":")
     opener = getattr(import_module(f"vitadel.data.sources.{module}"), function)
     return cast("Callable[[Request], Source]", opener)(request)

@@ -8,7 +8,7 @@ from pathlib import Path
 from vitadel.data.sources.generated import open_shapes
 from vitadel.data.spec import Request
 from vitadel.data.splits import SPLIT_NAMES, pick_split
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["identity", "same_images"]
 
@@ -32,7 +32,7 @@ def same_images(one: Request, other: Request) -> bool:
 
 
 def identity(request: Request) -> object:
-    """What it is known by, but for settings; a `Mistake` if those of generated images are wrong."""
+    """What it is known by, but for settings; a `UserError` if those of generated images are wrong."""
     if request.kind == "shapes":
         shapes = open_shapes(request)  # generated: opening costs nothing and knows the defaults
         return request.kind, shapes.seed, shapes.split  # of which settings are variants
@@ -56,5 +56,5 @@ def _split(request: Request, there: list[str] | tuple[str, ...]) -> str:
         there = [name for name in there if name != "test"] or there
     try:
         return pick_split(there, request.split, request.spec)
-    except Mistake:  # told when it is opened; here it is only a name
+    except UserError:  # told when it is opened; here it is only a name
         return request.split or ""

@@ -10,7 +10,7 @@ from braceexpand import braceexpand
 
 from vitadel.data.spec import Request
 from vitadel.data.splits import SPLIT_NAMES, pick_split
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["matching_files"]
 
@@ -21,12 +21,12 @@ def matching_files(request: Request, ending: str) -> list[Path]:
     A file belongs to a split if its name begins with it ('train-00000-of-00004.parquet') or its folder is called so.
     """
     if not request.argument:
-        raise Mistake(f"'{request.spec}' names no file; write {request.kind}:PATTERN, e.g. {request.kind}:*{ending}")
+        raise UserError(f"'{request.spec}' names no file; write {request.kind}:PATTERN, e.g. {request.kind}:*{ending}")
     files: list[Path] = []
     for pattern in _expanded(request):
         found = _found(Path(pattern).expanduser(), ending)
         if not found:
-            raise Mistake(
+            raise UserError(
                 f"nothing matches '{pattern}' (from {request.spec}); expected a {ending} file, a folder of "
                 f"them, or a pattern such as 'part-{{00..07}}{ending}'"
             )
@@ -36,7 +36,7 @@ def matching_files(request: Request, ending: str) -> list[Path]:
     if request.split is None and len(splits) < 2:
         return files  # nothing to choose between
     if not splits:
-        raise Mistake(
+        raise UserError(
             f"'{request.spec}': no split '{request.split}' can be picked, as the files' names do not begin with the "
             f"name of a split ({', '.join(SPLIT_NAMES)}); name the files themselves instead"
         )
@@ -48,7 +48,7 @@ def _expanded(request: Request) -> list[str]:
     try:
         return list(braceexpand(request.argument, escape=False))
     except ValueError:
-        raise Mistake(f"the braces in '{request.argument}' do not match; write e.g. part-{{00..07}}.tar") from None
+        raise UserError(f"the braces in '{request.argument}' do not match; write e.g. part-{{00..07}}.tar") from None
 
 
 def _found(path: Path, ending: str) -> list[Path]:

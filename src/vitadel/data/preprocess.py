@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 
 __all__ = ["Preprocess"]
 
@@ -38,15 +38,15 @@ class Preprocess:
 
     def __post_init__(self) -> None:
         if min(self.shape) < 1:
-            raise Mistake(f"the image size must be positive, got {self.size}")
+            raise UserError(f"the image size must be positive, got {self.size}")
         if not 0 < self.crop_pct <= 1:
-            raise Mistake(f"crop_pct must be in (0, 1], got {self.crop_pct}")
+            raise UserError(f"crop_pct must be in (0, 1], got {self.crop_pct}")
         for what, given, known in (
             ("interpolation", self.interpolation, _INTERPOLATIONS),
             ("crop_mode", self.crop_mode, _CROP_MODES),
         ):
             if given not in known:
-                raise Mistake(f"unknown {what} '{given}'; known: {', '.join(known)}{nearest_names(given, known)}")
+                raise UserError(f"unknown {what} '{given}'; known: {', '.join(known)}{nearest_names(given, known)}")
 
     @property
     def shape(self) -> tuple[int, int]:

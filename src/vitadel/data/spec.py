@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from vitadel.quantities import read_amount
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
+from vitadel.quantities import read_quantity
 
 __all__ = ["DATA_KINDS", "Kind", "Request", "known_specs", "parse_spec", "whole_number"]
 
@@ -69,9 +69,9 @@ def known_specs() -> list[tuple[str, str]]:
 
 
 def whole_number(text: str) -> int:
-    value = read_amount(text)
+    value = read_quantity(text)
     if value != int(value):
-        raise Mistake(f"'{text}' is not a whole number")
+        raise UserError(f"'{text}' is not a whole number")
     return int(value)
 
 
@@ -90,10 +90,10 @@ class Request:
     def path(self, expected: str) -> Path:
         """The argument as a path that exists."""
         if not self.argument:
-            raise Mistake(f"'{self.spec}' names no path; write {self.kind}:PATH, where PATH is {expected}")
+            raise UserError(f"'{self.spec}' names no path; write {self.kind}:PATH, where PATH is {expected}")
         path = Path(self.argument).expanduser()
         if not path.exists():
-            raise Mistake(f"'{path}' does not exist (from {self.spec}); expected {expected}")
+            raise UserError(f"'{path}' does not exist (from {self.spec}); expected {expected}")
         return path
 
     def chosen(self, **known: Callable[[str], Value]) -> dict[str, Value]:
@@ -102,17 +102,17 @@ class Request:
         for name, text in self.settings.items():
             if name not in known:
                 allowed = f"it takes {', '.join(known)}" if known else "it takes none"
-                raise Mistake(f"{self.kind} has no setting '{name}'; {allowed}{nearest_names(name, known)}")
+                raise UserError(f"{self.kind} has no setting '{name}'; {allowed}{nearest_names(name, known)}")
             try:
                 values[name] = known[name](text)
-            except Mistake as mistake:
-                raise Mistake(f"{self.kind}({name}={text}): {mistake}") from None
+            except UserError as mistake:
+                raise UserError(f"{self.kind}({name}={text}): {mistake}") from None
         return values
 
     def without_split(self) -> None:
         """For kinds that have nothing to pick from; all of them are sets for testing."""
         if self.split not in (None, "test"):
-            raise Mistake(f"{self.kind} has no split '{self.split}'; it is for testing only: drop the @{self.split}")
+            raise UserError(f"{self.kind} has no split '{self.split}'; it is for testing only: drop the @{self.split}")
 
 
 def parse_spec(spec: str, *, root: Path, split: str | None, skip_bad: bool | None = None) -> Request:
@@ -123,7 +123,7 @@ def parse_spec(spec: str, *, root: Path, split: str | None, skip_bad: bool | Non
     if (found := _SPLIT.fullmatch(text)) and not _names_a_path(text):
         text, suffix = found.groups()
     if suffix and split and suffix != split:
-        raise Mistake(f"'{spec}' says @{suffix}, but split '{split}' was asked for as well; give one of them")
+        raise UserError(f"'{spec}' says @{suffix}, but split '{split}' was asked for as well; give one of them")
     settings: dict[str, str] = {}
     if (found := _BRACKETS.fullmatch(text)) and not _names_a_path(text):
         text, inner = found.groups()
@@ -151,8 +151,8 @@ def _settings(inner: str, spec: str) -> dict[str, str]:
     for item in inner.split(","):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not (name and equals and value):
-            raise Mistake(f"'{item.strip()}' in '{spec}' is not a setting; write name=value, separated by commas")
+            raise UserError(f"'{item.strip()}' in '{spec}' is not a setting; write name=value, separated by commas")
         if name in settings:
-            raise Mistake(f"'{spec}' sets '{name}' twice")
+            raise UserError(f"'{spec}' sets '{name}' twice")
         settings[name] = value
     return settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["SPLIT_NAMES", "pick_split"]
 
@@ -25,5 +25,5 @@ def pick_split(available: Iterable[str], wanted: str | None, where: str) -> str:
             return choice
     there = ", ".join(names)
     if wanted is None:
-        raise Mistake(f"{where} has no split to test on; it has: {there}. Pick one, e.g. with the suffix @{names[0]}")
-    raise Mistake(f"{where} has no split '{wanted}'; it has: {there}")
+        raise UserError(f"{where} has no split to test on; it has: {there}. Pick one, e.g. with the suffix @{names[0]}")
+    raise UserError(f"{where} has no split '{wanted}'; it has: {there}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitadel.errors import Mistake
-from vitadel.runtime.rng import Draws
+from vitadel.errors import UserError
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = ["balanced_subset"]
 
@@ -20,19 +20,19 @@ def balanced_subset(labels: Tensor, limit: int | None, seed: int, indices: Tenso
     """
     index = torch.arange(len(labels)) if indices is None else indices.to(torch.int64)
     if limit is not None and limit < 1:
-        raise Mistake(f"the limit must be at least 1, got {limit}; leave it out to take all {len(labels)} samples")
+        raise UserError(f"the limit must be at least 1, got {limit}; leave it out to take all {len(labels)} samples")
     if limit is None or limit >= len(labels):
         return index.sort().values
     assert int(labels.min()) >= 0, "samples without a usable label must be left out before"
-    chance = Draws.of_samples(seed, index).stream("subset").bits()
-    order = chance.argsort(stable=True)
-    order = order[labels[order].argsort(stable=True)]  # by class, and at random within each
+    chance = SampleRNG.of_samples(seed, index).stream("subset").bits()
+    request = chance.argsort(stable=True)
+    request = request[labels[request].argsort(stable=True)]  # by class, and at random within each
 
     names = (counts := labels.bincount()).nonzero()[:, 0]
     sizes = counts[names]
     start = sizes.cumsum(0) - sizes
     turn = torch.arange(len(labels)) - start.repeat_interleave(sizes)  # every class gives its k-th sample in turn k
-    priority = Draws.of_samples(seed, names).stream("subset classes").bits().argsort(stable=True).argsort()
+    priority = SampleRNG.of_samples(seed, names).stream("subset classes").bits().argsort(stable=True).argsort()
     by_priority = priority.repeat_interleave(sizes).argsort(stable=True)
     taken = by_priority[turn[by_priority].argsort(stable=True)][:limit]
-    return index[order[taken]].sort().values
+    return index[request[taken]].sort().values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.types import Source
 
 __all__ = ["BadSample", "by_skipping", "check_labels", "left_out"]
@@ -47,7 +47,7 @@ def check_labels(
     )
     all_bad = len(bad) == len(labels)
     remedy = "" if all_bad else by_skipping(skip_bad, ", or leave such samples out, counted,")
-    raise Mistake(
+    raise UserError(
         f"sample {first} ({source.name(first)}): {_fault(int(labels[first]), num_classes)}. "
         f"This concerns {len(bad)} of {len(labels)} samples; {advice}{remedy}"
     )

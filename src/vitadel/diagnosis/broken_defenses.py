@@ -23,11 +23,11 @@ from vitadel.backbones.load import load_model
 from vitadel.diagnosis.codebook import looking_up
 from vitadel.instrument.tokens import extra_tokens, token_width
 
-__all__ = ["GALLERY", "Liar"]
+__all__ = ["GALLERY", "BrokenDefense"]
 
 
 @dataclass(frozen=True)
-class Liar:
+class BrokenDefense:
     """`lie` makes one out of an honest model, `patient`; every check named in `seen_by` must be raised."""
 
     name: str
@@ -114,24 +114,24 @@ def _reversed(x: Tensor) -> Tensor:
 
 def _rounded_activations(model: nn.Module) -> nn.Module:
     """The output of the first block is rounded to quarters: shattered by design."""
-    liar = copy.deepcopy(model)
-    blocks_of(liar)[0].module.register_forward_hook(lambda _module, _args, tokens: (tokens * 4).round() / 4)
-    return liar
+    broken_defense = copy.deepcopy(model)
+    blocks_of(broken_defense)[0].module.register_forward_hook(lambda _module, _args, tokens: (tokens * 4).round() / 4)
+    return broken_defense
 
 
 def _half_detached(model: nn.Module) -> nn.Module:
     """Gradients are stopped inside every block's attention, so they pass by the residual path only."""
-    liar = copy.deepcopy(model)
-    for part in attentions_of(liar):
+    broken_defense = copy.deepcopy(model)
+    for part in attentions_of(broken_defense):
         part.module.register_forward_hook(lambda _module, _args, tokens: tokens.detach())
-    return liar
+    return broken_defense
 
 
 def _saturated(model: nn.Module) -> nn.Module:
     """Queries a thousand times larger: attention is one-hot."""
-    liar: Any = copy.deepcopy(model)
-    liar.set_attention_factors([1000.0] * len(attentions_of(liar)))
-    saturated: nn.Module = liar
+    broken_defense: Any = copy.deepcopy(model)
+    broken_defense.set_attention_factors([1000.0] * len(attentions_of(broken_defense)))
+    saturated: nn.Module = broken_defense
     return saturated
 
 
@@ -316,54 +316,64 @@ def _after(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], nn.Modul
 
 _ROBUST = "zoo:shapes-robust"  # for liars that would cost the standard model its clean accuracy
 
-GALLERY: tuple[Liar, ...] = (
-    Liar(
+GALLERY: tuple[BrokenDefense, ...] = (
+    BrokenDefense(
         "logits x 1000",
         "the last layer scaled up",
         _after(lambda z: 1000 * z),
         ("gradients are there", "other losses do no better", "a huge eps breaks everything"),
     ),
-    Liar("softmax output", "probabilities instead of logits", _after(_softmax), ("outputs are logits",)),
-    Liar(
+    BrokenDefense("softmax output", "probabilities instead of logits", _after(_softmax), ("outputs are logits",)),
+    BrokenDefense(
         "percentages",
         "probabilities of logits x 2, times 100",
         _after(_percentages),
         ("outputs are logits", "gradients are there", "gradients reach", "other losses do no better"),
     ),
-    Liar("NaN as an answer", "images that look noisy are refused", _refused, ("finite outputs",)),
-    Liar("another order", "the classes of another list", _after(lambda z: z.roll(1, 1)), ("clean accuracy",)),
-    Liar(
+    BrokenDefense("NaN as an answer", "images that look noisy are refused", _refused, ("finite outputs",)),
+    BrokenDefense("another order", "the classes of another list", _after(lambda z: z.roll(1, 1)), ("clean accuracy",)),
+    BrokenDefense(
         "bit depth",
         "pixels rounded to 3 bits",
         _before(_rounded_to(3)),
         ("no staircase", "gradients are there", "gradients beat noise", "gradients beat queries"),
     ),
-    Liar(
+    BrokenDefense(
         "bit depth, straight through",
         "to 4 bits, with a made-up gradient",
         _before(_straight_through),
         ("no staircase", "gradients are true"),
     ),
-    Liar("JPEG", "compressed and decompressed", _before(_jpeg), ("no staircase", "gradients are there"), _ROBUST),
-    Liar("stop-gradient", "pixels detached", _before(Tensor.detach), ("gradients are there", "gradients are true")),
-    Liar("stop-gradient in attention", "gradients by the residual path only", _half_detached, ("gradients are true",)),
-    Liar("rounded activations", "the first block's output in quarters", _rounded_activations, ("no staircase",)),
-    Liar(
+    BrokenDefense(
+        "JPEG", "compressed and decompressed", _before(_jpeg), ("no staircase", "gradients are there"), _ROBUST
+    ),
+    BrokenDefense(
+        "stop-gradient", "pixels detached", _before(Tensor.detach), ("gradients are there", "gradients are true")
+    ),
+    BrokenDefense(
+        "stop-gradient in attention", "gradients by the residual path only", _half_detached, ("gradients are true",)
+    ),
+    BrokenDefense(
+        "rounded activations", "the first block's output in quarters", _rounded_activations, ("no staircase",)
+    ),
+    BrokenDefense(
         "gradient noise",
         "noise on the way back",
         _before(_noisy_back),
         ("same gradient twice", "gradients are true", "gradients lead uphill"),
     ),
-    Liar("gradient reversed", "the sign turned on the way back", _before(_reversed), ("gradients are true",)),
-    Liar(
+    BrokenDefense("gradient reversed", "the sign turned on the way back", _before(_reversed), ("gradients are true",)),
+    BrokenDefense(
         "narrow ripples",
         "pixels with a ripple, 1.5/255 wide",
         _before(_rippled(1.5, 4)),
         ("more steps", "more restarts"),
     ),
-    Liar("wide ripples", "the same, 4/255 wide", _before(_rippled(4, 10)), ("more steps",)),
-    Liar("saturated attention", "queries of all blocks times 1000", _saturated, ("attention is not saturated",)),
-    Liar(
+    BrokenDefense("wide ripples", "the same, 4/255 wide", _before(_rippled(4, 10)), ("more steps",)),
+    BrokenDefense(
+        "saturated attention", "queries of all blocks times 1000", _saturated, ("attention is not saturated",)
+    ),
+    BrokenDefense(
         "saturated codebook",
         "pixels look up one of 16 shades by attention, queries times 1000",
         lambda model: looking_up(model, shades=16, gap=1000.0),
@@ -374,63 +384,63 @@ GALLERY: tuple[Liar, ...] = (
             "gradients beat transfer",
         ),
     ),
-    Liar("random noise", "noise added to pixels", _before(_noise), ("same answer twice",)),
-    Liar("random resizing", "shrunk and padded at random", _before(_resized), ("same answer twice",), _ROBUST),
-    Liar(
+    BrokenDefense("random noise", "noise added to pixels", _before(_noise), ("same answer twice",)),
+    BrokenDefense("random resizing", "shrunk and padded at random", _before(_resized), ("same answer twice",), _ROBUST),
+    BrokenDefense(
         "wandering ripples",
         "pixels with a ripple, 4/255 wide, elsewhere at every call",
         _before(_rippled(4, 10, anywhere=True)),
         ("same answer twice", "averaging does no better"),
     ),
-    Liar(
+    BrokenDefense(
         "sleeping ripples",
         "the same, but only where an image looks noisy",
         _before(_asleep_on_clean(_rippled(4, 10, anywhere=True))),
         ("same answer twice",),
     ),
-    Liar("dropout left in train mode", "model.eval() forgotten", _dropout_left, ("evaluation mode",)),
-    Liar(
+    BrokenDefense("dropout left in train mode", "model.eval() forgotten", _dropout_left, ("evaluation mode",)),
+    BrokenDefense(
         "dropout always on",
         "logits dropped in eval mode, too",
         _after(_dropout_always),
         ("same answer twice", "eps 0 is clean"),
     ),
-    Liar("batch norm left in train mode", "model.eval() forgotten", _batch_norm_left, ("evaluation mode",)),
-    Liar("batch statistics", "no running statistics", _batch_statistics, ("same answer in any batch",)),
-    Liar("memory", "answers drift with what was asked before", _Remembering, ("same answer twice",)),
-    Liar(
+    BrokenDefense("batch norm left in train mode", "model.eval() forgotten", _batch_norm_left, ("evaluation mode",)),
+    BrokenDefense("batch statistics", "no running statistics", _batch_statistics, ("same answer in any batch",)),
+    BrokenDefense("memory", "answers drift with what was asked before", _Remembering, ("same answer twice",)),
+    BrokenDefense(
         "detector",
         "noisy images are smoothed and detached",
         _Detector,
         ("gradients are there", "gradients are true"),
         _ROBUST,
     ),
-    Liar(
+    BrokenDefense(
         "relieved",
         "a robust model answers where one full step has been taken",
         _Relieved,
         ("many steps beat one",),
     ),
-    Liar(
+    BrokenDefense(
         "anti-adversary",
         "images are moved away from other classes first",
         _AntiAdversary,
         ("answers without gradients", "gradients are true"),
         _ROBUST,
     ),
-    Liar("secret tokens", "tokens that gradients never see", _SecretTokens, ("same answer with gradients",)),
-    Liar(
+    BrokenDefense("secret tokens", "tokens that gradients never see", _SecretTokens, ("same answer with gradients",)),
+    BrokenDefense(
         "normalised twice",
         "normalised outside and inside",
         _before(lambda x: (x - 0.5) / 0.5),
         ("normalisation",),
     ),
-    Liar(
+    BrokenDefense(
         "normalisation outside",
         "expects normalised pixels, and is given pixels",
         _before(lambda x: 0.5 * x + 0.5),
         ("normalisation",),
         _ROBUST,
     ),
-    Liar("bytes expected", "divides by 255 itself", _before(lambda x: x / 255), ("normalisation",)),
+    BrokenDefense("bytes expected", "divides by 255 itself", _before(lambda x: x / 255), ("normalisation",)),
 )

@@ -45,8 +45,8 @@ class Attention(nn.Module):
 
 def looking_up(model: nn.Module, shades: int, gap: float) -> nn.Module:
     """A copy of a ViT that normalises to [-1, 1], whose patches are made of the shades that its pixels look up."""
-    liar = copy.deepcopy(model)
-    embedding: Any = backbone_of(liar).patch_embed
+    broken_defense = copy.deepcopy(model)
+    embedding: Any = backbone_of(broken_defense).patch_embed
     embedding.book = Attention(shades, gap).train(embedding.training)
     embedding.register_forward_pre_hook(lambda module, args: (module.book(args[0]), *args[1:]))
-    return liar
+    return broken_defense

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from vitadel.attacks.parse import make
 from vitadel.attacks.threats import threat as make_threat
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, Verdict
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.engine.judge import judge
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
 __all__ = ["LEVELS", "ROUNDING", "Examination", "Images", "Level", "level_named", "probing_threat", "relative_change"]
@@ -83,7 +83,7 @@ LEVELS = {
 
 def level_named(name: str) -> Level:
     if name not in LEVELS:
-        raise Mistake(f"unknown level {name!r}{nearest_names(name, LEVELS) or '.'} Allowed: {', '.join(LEVELS)}")
+        raise UserError(f"unknown level {name!r}{nearest_names(name, LEVELS) or '.'} Allowed: {', '.join(LEVELS)}")
     return LEVELS[name]
 
 
@@ -124,12 +124,12 @@ class Examination:
         return make_threat(self.norm, self.eps)
 
     @cached_property
-    def draws(self) -> Draws:
+    def rng(self) -> SampleRNG:
         return self.lots(len(self.x))
 
-    def lots(self, count: int) -> Draws:
+    def lots(self, count: int) -> SampleRNG:
         """Draws of the first images only, or of as many lots as are needed."""
-        return Draws.of_samples(self.seed, range(count), self.x.device)
+        return SampleRNG.of_samples(self.seed, range(count), self.x.device)
 
     @torch.no_grad()
     def answers(self, x: Tensor, model: nn.Module | None = None) -> Tensor:
@@ -200,14 +200,14 @@ class Examination:
         with frozen(self.model):
             for rows in exposed.nonzero().squeeze(1).split(self.batch_size):
                 x, y = self.x[rows], self.y[rows]
-                held[rows] = judge(self.model, threat, x, ready(self.model, x, y, self.draws[rows]), y).held
+                held[rows] = judge(self.model, threat, x, ready(self.model, x, y, self.rng[rows]), y).held
         return held
 
     def crafted(self, attack: Attack, model: nn.Module | None = None, x: Tensor | None = None) -> Tensor:
         """What an attack makes of all images, batch by batch, unjudged."""
         asked, images = self.model if model is None else model, self.x if x is None else x
         places = torch.arange(len(images), device=images.device).split(self.batch_size)
-        return torch.cat([attack(asked, images[rows], self.y[rows], self.draws[rows]) for rows in places])
+        return torch.cat([attack(asked, images[rows], self.y[rows], self.rng[rows]) for rows in places])
 
     def share(self, held: Tensor) -> float:
         return float(held.double().mean())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitadel.diagnosis.runner import CHECKS, examine
 from vitadel.diagnosis.finding import OK, SUSPICIOUS
-from vitadel.diagnosis.run import Appointment, examinable, examination_of
-from vitadel.evaluation.audit.audit import Order
-from vitadel.evaluation.engine.target import Subject
+from vitadel.diagnosis.run import DiagnosisRequest, examinable, examination_of
+from vitadel.diagnosis.runner import CHECKS, examine
+from vitadel.evaluation.audit.audit import AuditRequest
+from vitadel.evaluation.engine.target import Target
 from vitadel.runtime.distributed import Processes
 
 __all__ = ["glance"]
@@ -20,21 +20,21 @@ _NEEDS_MORE_IMAGES = ("clean accuracy",)
 _AN_ATTACK_OF_ITS_OWN = ("a huge eps breaks everything", "averaging does no better")
 
 
-def glance(subject: Subject, order: Order, processes: Processes) -> list[dict[str, Any]]:
+def glance(target: Target, request: AuditRequest, processes: Processes) -> list[dict[str, Any]]:
     """Findings as an audit's results hold them: what was raised, or one that nothing was; none for an odd budget."""
-    if not examinable(order.norm, order.eps):
+    if not examinable(request.norm, request.eps):
         return []
-    plan = Appointment(
-        eps=order.eps,
-        norm=order.norm,
+    plan = DiagnosisRequest(
+        eps=request.eps,
+        norm=request.norm,
         limit=IMAGES,
-        batch_size=order.batch_size,
-        seed=order.seed,
-        skip_bad=bool(order.skip_bad),
+        batch_size=request.batch_size,
+        seed=request.seed,
+        skip_bad=bool(request.skip_bad),
     )
     left_out = {*_SEEN_BY_THE_AUDIT, *_NEEDS_MORE_IMAGES, *_AN_ATTACK_OF_ITS_OWN}
     checks = [check for check in CHECKS if check.name not in left_out and not check.attacks(plan.depth)]
-    e, _, _ = examination_of(subject, plan, processes)
+    e, _, _ = examination_of(target, plan, processes)
     examined = examine(e, checks)
     found = examined.findings
     raised = [finding.as_dict() for finding in found if finding.verdict != OK]
@@ -47,6 +47,6 @@ def glance(subject: Subject, order: Order, processes: Processes) -> list[dict[st
             "check": _NAME,
             "verdict": OK,
             "evidence": f"{len(found)} checks of outputs, gradients and attention on {len(e.x)} images raised nothing",
-            "advice": f"'vitadel diagnose {subject.model_spec}' also tries attacks against each other",
+            "advice": f"'vitadel diagnose {target.model_spec}' also tries attacks against each other",
         }
     ]

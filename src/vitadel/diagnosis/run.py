@@ -16,27 +16,27 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.adapters.open_model import open_model
-from vitadel.quantities import amount_text, read_amount
 from vitadel.attacks.threats import threat as make_threat
 from vitadel.data.batches import Batch, batches
-from vitadel.data.validation import BadSample
 from vitadel.data.subset import balanced_subset
-from vitadel.diagnosis.runner import CHECKS, Examined, cost_of, examine, next_command, sentence
+from vitadel.data.validation import BadSample
 from vitadel.diagnosis.examination import Examination, Images, Level, level_named
 from vitadel.diagnosis.finding import SUSPICIOUS, Finding
-from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation.engine.class_subset import choose_among, choosing_like
+from vitadel.diagnosis.runner import CHECKS, Examined, cost_of, examine, recommended_command, sentence
+from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.engine.calibration import BATCH, CalibrationImages, calibration_images
+from vitadel.evaluation.engine.class_subset import choose_among, choosing_like
 from vitadel.evaluation.engine.compilation import gradient_probe, seconds_of
-from vitadel.evaluation.engine.verdicts import Tally, described, heading
-from vitadel.evaluation.engine.target import Subject, open_subject
+from vitadel.evaluation.engine.target import Target, open_target
+from vitadel.evaluation.engine.verdicts import Verdicts, described, heading
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.environment import environment
+from vitadel.quantities import quantity_text, read_quantity
 from vitadel.runtime.distributed import Processes, join_processes
+from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import RunFolder, open_run, write_json
 from vitadel.types import Source
 
-__all__ = ["Appointment", "diagnose", "examinable", "examination_of", "expected_cost", "visit"]
+__all__ = ["DiagnosisRequest", "diagnose", "examinable", "examination_of", "expected_cost", "visit"]
 
 
 FEWEST = 16
@@ -46,7 +46,7 @@ _SO_FAR = "findings.json"
 
 
 @dataclass(frozen=True)
-class Appointment:
+class DiagnosisRequest:
     """What is to be examined, beside model and data; without a `limit` the level says how many images."""
 
     level: str = "quick"
@@ -61,14 +61,14 @@ class Appointment:
     def __post_init__(self) -> None:
         make_threat(self.norm, self.eps)  # a wrong level, norm or budget is told before anything is loaded
         if not examinable(self.norm, self.eps):
-            raise Mistake(
+            raise UserError(
                 f"diagnose needs an eps above 0 and, in linf, below 0.5, which can make every image grey; got "
                 f"{self.eps:g}. Pixels are in [0, 1]: write 8/255 for 8 levels of 255"
             )
         if self.images < FEWEST:
-            raise Mistake(f"--limit must be at least {FEWEST}: fewer images tell nothing; got {self.images}")
+            raise UserError(f"--limit must be at least {FEWEST}: fewer images tell nothing; got {self.images}")
         if self.batch_size < 1:
-            raise Mistake(f"--batch-size must be at least 1, got {self.batch_size}")
+            raise UserError(f"--batch-size must be at least 1, got {self.batch_size}")
 
     @property
     def images(self) -> int:
@@ -109,7 +109,7 @@ def diagnose(
     examined ones. Modules are given back on the device and in the modes that they came in.
     """
     named = surrogate if isinstance(surrogate, str) else None
-    plan = Appointment(level, read_amount(eps, "eps"), norm, limit, batch_size, seed, surrogate=named)
+    plan = DiagnosisRequest(level, read_quantity(eps, "eps"), norm, limit, batch_size, seed, surrogate=named)
     processes = join_processes(device)
     secrets: dict[str, Any] = {"tokens": tokens, "allow_readable": allow_readable}
     with _lent(model), _lent(surrogate):
@@ -117,8 +117,8 @@ def diagnose(
             patient = open_model(model, model_options, **secrets) if isinstance(model, str) else model
             e = _examination_of_tensors(patient, *data, plan, processes, surrogate)
         else:
-            subject = open_subject(model, data, data_root=data_root, model_options=model_options, **secrets)
-            e = examination_of(subject, plan, processes, surrogate)[0]
+            target = open_target(model, data, data_root=data_root, model_options=model_options, **secrets)
+            e = examination_of(target, plan, processes, surrogate)[0]
         _check_enough(len(e.x))
         examined = examine(e)
     lost = [Finding(name, SUSPICIOUS, {"ended in": fault}, _UNEXAMINED) for name, fault in examined.failed.items()]
@@ -147,26 +147,26 @@ def _opened(surrogate: str | nn.Module | None, patient: nn.Module, processes: Pr
 
 def _check_enough(images: int) -> None:
     if images < FEWEST:
-        raise Mistake(f"diagnose needs at least {FEWEST} images: fewer tell nothing; got {images}")
+        raise UserError(f"diagnose needs at least {FEWEST} images: fewer tell nothing; got {images}")
 
 
 def _examination_of_tensors(
     patient: nn.Module,
     pixels: Tensor,
     labels: Tensor,
-    plan: Appointment,
+    plan: DiagnosisRequest,
     processes: Processes,
     surrogate: str | nn.Module | None,
 ) -> Examination:
     """As many of the given images as planned; a student may learn from the others."""
     if labels.ndim != 1 or labels.is_floating_point() or len(pixels) != len(labels):
-        raise Mistake(
+        raise UserError(
             f"diagnose takes pixels (n, channels, height, width) and as many whole-numbered labels (n); got shapes "
             f"{tuple(pixels.shape)} and {tuple(labels.shape)}, labels of {labels.dtype}"
         )
     _check_enough(len(labels))
     if int(labels.min()) < 0:
-        raise Mistake(f"labels must be 0 or more, got {int(labels.min())}; leave out images without a label")
+        raise UserError(f"labels must be 0 or more, got {int(labels.min())}; leave out images without a label")
     known = labels.cpu().long()
     chosen = balanced_subset(known, plan.images, plan.seed)
     rest = torch.ones(len(known), dtype=torch.bool)
@@ -187,7 +187,7 @@ def _examination(
     patient: nn.Module,
     x: Tensor,
     y: Tensor,
-    plan: Appointment,
+    plan: DiagnosisRequest,
     processes: Processes,
     others: Callable[[int], Images],
     surrogate: str | nn.Module | None,
@@ -207,24 +207,24 @@ def _examination(
 
 
 def examination_of(
-    subject: Subject, plan: Appointment, processes: Processes, surrogate: str | nn.Module | None = None
+    target: Target, plan: DiagnosisRequest, processes: Processes, surrogate: str | nn.Module | None = None
 ) -> tuple[Examination, Batch, Sequence[BadSample]]:
     """The chosen images on the model's device, as they will be examined, and what was left out for its label."""
-    subject = choose_among(subject)
-    indices, mislabelled = subject.selection(plan.images, plan.seed, plan.skip_bad)
-    (batch,) = batches(subject.source, [indices.tolist()], subject.preprocess, skip_bad=plan.skip_bad)
+    target = choose_among(target)
+    indices, mislabelled = target.selection(plan.images, plan.seed, plan.skip_bad)
+    (batch,) = batches(target.source, [indices.tolist()], target.preprocess, skip_bad=plan.skip_bad)
     if len(batch.y) == 0:
-        raise Mistake("no sample could be read, so there is nothing to examine; see the reasons with --skip-bad off")
+        raise UserError("no sample could be read, so there is nothing to examine; see the reasons with --skip-bad off")
     batch = batch.to(processes.device)
 
     def others(count: int) -> Images:
         try:
-            source, rows = calibration_images(subject, indices, None, count, plan.seed)
-        except Mistake:  # all images there are, are examined
+            source, rows = calibration_images(target, indices, None, count, plan.seed)
+        except UserError:  # all images there are, are examined
             return []
-        return list(CalibrationImages(source, rows, subject.preprocess, processes.device, skip_bad=True))
+        return list(CalibrationImages(source, rows, target.preprocess, processes.device, skip_bad=True))
 
-    patient = cast(nn.Module, subject.model.to(processes.device))
+    patient = cast(nn.Module, target.model.to(processes.device))
     e = _examination(patient, batch.x, batch.y, plan, processes, others, surrogate)
     return e, batch, mislabelled
 
@@ -245,8 +245,8 @@ def expected_cost(e: Examination) -> dict[str, Any]:
 
 
 def visit(
-    subject: Subject,
-    plan: Appointment,
+    target: Target,
+    plan: DiagnosisRequest,
     processes: Processes,
     *,
     out: Path | None = None,
@@ -257,20 +257,20 @@ def visit(
 ) -> tuple[dict[str, Any], RunFolder]:
     """Examine a model in a run folder; `told` is given the expected cost before it is spent."""
     if processes.count > 1:
-        raise Mistake("diagnose runs in one process; start it without torchrun")
-    subject = choose_among(subject)
-    e, batch, mislabelled = examination_of(subject, plan, processes)
+        raise UserError("diagnose runs in one process; start it without torchrun")
+    target = choose_among(target)
+    e, batch, mislabelled = examination_of(target, plan, processes)
     _check_enough(len(e.x))
     settings = {
-        "model": subject.model_spec,
-        "model_fingerprint": subject.model_fingerprint(),
-        "data": subject.data_spec,
-        "data_fingerprint": subject.data_fingerprint(batch.indices),
+        "model": target.model_spec,
+        "model_fingerprint": target.model_fingerprint(),
+        "data": target.data_spec,
+        "data_fingerprint": target.data_fingerprint(batch.indices),
         **dataclasses.asdict(plan),
-        "eps": amount_text(plan.eps),
+        "eps": quantity_text(plan.eps),
     }
     words = list(argv or sys.argv)
-    run = open_run("diagnose", subject.model_spec, settings, out=out, resume=resume, argv=words)
+    run = open_run("diagnose", target.model_spec, settings, out=out, resume=resume, argv=words)
     if run.complete:
         return json.loads((run.path / "results.json").read_text()), run
     write_json(run.path / "environment.json", environment(processes.device, 1))
@@ -285,7 +285,7 @@ def visit(
     except KeyboardInterrupt:
         raise Interrupted(run.path) from None
     cost["seconds"] = round(time.monotonic() - begun, 1)
-    results = _results(subject, plan, settings, e, batch, mislabelled, examined, cost, words)
+    results = _results(target, plan, settings, e, batch, mislabelled, examined, cost, words)
     write_json(run.path / "results.json", results)
     run.finish()
     so_far.unlink(missing_ok=True)
@@ -304,8 +304,8 @@ def _read(path: Path) -> Examined:
 
 
 def _results(
-    subject: Subject,
-    plan: Appointment,
+    target: Target,
+    plan: DiagnosisRequest,
     settings: Mapping[str, Any],
     e: Examination,
     batch: Batch,
@@ -316,19 +316,19 @@ def _results(
 ) -> dict[str, Any]:
     bad = [dataclasses.asdict(sample) for sample in (*mislabelled, *batch.bad)]
     written = _written(examined)
-    tally = Tally(batch.indices, batch.y.cpu(), e.logits.argmax(1).cpu(), bad)
+    verdicts = Verdicts(batch.indices, batch.y.cpu(), e.logits.argmax(1).cpu(), bad)
     return {
         **heading(plan.seed),
-        **described(subject, tally, settings["model_fingerprint"]),
+        **described(target, verdicts, settings["model_fingerprint"]),
         "threat": {"norm": plan.norm, "eps": plan.eps, "eps_text": settings["eps"]},
         "batch_size": plan.batch_size,
-        **tally.summary(),
+        **verdicts.summary(),
         "findings": written["findings"],
         "diagnosis": {
             "level": plan.level,
             "verdict": examined.worst,
             "sentence": sentence(examined, len(e.x)),
-            "next": next_command(examined, subject.model_spec, subject.data_spec, plan.norm, plan.eps, argv=argv),
+            "next": recommended_command(examined, target.model_spec, target.data_spec, plan.norm, plan.eps, argv=argv),
             "not_examined": written["not_examined"],
             "cost": dict(cost),
         },

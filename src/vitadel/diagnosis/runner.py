@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from vitadel.quantities import amount_text
 from vitadel.attacks.parse import make
 from vitadel.diagnosis.checks import attention as attention
 from vitadel.diagnosis.checks import gradients as slopes
@@ -29,10 +28,11 @@ from vitadel.diagnosis.finding import (
     explanation_of,
 )
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.next_command import following_command
+from vitadel.quantities import quantity_text
+from vitadel.runtime.next_command import next_command
 from vitadel.runtime.progress import progress
 
-__all__ = ["CHECKS", "Check", "Examined", "cost_of", "examine", "next_command", "sentence"]
+__all__ = ["CHECKS", "Check", "Examined", "cost_of", "examine", "recommended_command", "sentence"]
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def sentence(examined: Examined, n: int, checks: Sequence[Check] = CHECKS) -> st
     return f"{told} robustness numbers of this model: '{first.name}' is {examined.worst} ({why}){more}."
 
 
-def next_command(
+def recommended_command(
     examined: Examined,
     model: str,
     data: str,
@@ -298,7 +298,7 @@ def next_command(
     """
 
     def following(verb: str, *more: str) -> str:
-        return following_command(argv, verb, model, data, norm, amount_text(eps), *more, after="diagnose")
+        return next_command(argv, verb, model, data, norm, quantity_text(eps), *more, after="diagnose")
 
     raised = {finding.check: finding.verdict for finding in examined.findings if finding.verdict != OK}
     worst = [check for check in checks if raised.get(check.name) == examined.worst]

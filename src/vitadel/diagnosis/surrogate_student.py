@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.losses import kl_divergence
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = ["taught"]
 
@@ -27,14 +27,14 @@ def taught(
         answers = [torch.cat([teacher(part) for part in x.split(at_once)]) for x, _ in lessons]
     first = lessons[0][0]
     student = _network(answers[0].shape[1], first.shape[1], first.shape[-1], seed).to(first.device)
-    optimiser = torch.optim.AdamW(student.parameters(), _RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs * len(lessons))
+    optimizer = torch.optim.AdamW(student.parameters(), _RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(lessons))
     with torch.enable_grad():
         for _ in range(epochs):
             for (x, _), answer in zip(lessons, answers, strict=True):
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 kl_divergence(answer, student(x)).mean().backward()
-                optimiser.step()
+                optimizer.step()
                 schedule.step()
     return student.eval().requires_grad_(False)
 
@@ -53,6 +53,6 @@ def _network(classes: int, channels: int, side: int, seed: int) -> nn.Module:
         )
     for number, weight in enumerate(student.parameters()):
         fan = max(1, weight[0].numel())
-        bumps = Draws.of_samples(seed, range(len(weight))).stream("student", number).normal(*weight.shape[1:])
+        bumps = SampleRNG.of_samples(seed, range(len(weight))).stream("student", number).normal(*weight.shape[1:])
         weight.data = bumps * (2 / fan) ** 0.5 if weight.ndim > 1 else torch.zeros_like(weight)
     return student

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vitadel.diagnosis.broken_defenses import GALLERY, BrokenDefense
 from vitadel.diagnosis.runner import CHECKS, Check
-from vitadel.diagnosis.broken_defenses import GALLERY, Liar
 
 __all__ = ["checks_in_words", "gallery_in_words"]
 
@@ -21,7 +21,9 @@ def _in_words(check: Check) -> str:
     return "\n\n".join([*parts, f"**What to do:** {told.what_to_do}"])
 
 
-def gallery_in_words(gallery: Sequence[Liar] = GALLERY) -> str:
+def gallery_in_words(gallery: Sequence[BrokenDefense] = GALLERY) -> str:
     """Every liar in a Markdown table, with what must see it."""
-    rows = [f"| {liar.name} | {liar.about} | {liar.patient} | {', '.join(liar.seen_by)} |" for liar in gallery]
+    rows = [
+        f"| {each.name} | {each.about} | {each.patient} | {', '.join(each.seen_by)} |" for broken_defense in gallery
+    ]
     return "\n".join(["| liar | what it does | made of | must be seen by |", "|---|---|---|---|", *rows])

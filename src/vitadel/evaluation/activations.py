@@ -19,28 +19,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitadel.quantities import amount_text
-from vitadel.attacks.variants import training_form
 from vitadel.attacks.parse import make
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import threat as make_threat
+from vitadel.attacks.variants import training_form
 from vitadel.backbones.anatomy import blocks_of
 from vitadel.data.batches import Batch, batches
 from vitadel.data.subset import balanced_subset
-from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation.engine.batch_cache import FolderLedger, Piece
+from vitadel.errors import Interrupted, UserError
+from vitadel.evaluation.engine.batch_cache import BatchRecord, FolderCache
+from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.engine.verdicts import heading
-from vitadel.evaluation.engine.target import Subject
 from vitadel.instrument.hooks import frozen
 from vitadel.instrument.massive_activations import CLASS, EXTRA, REGISTER, massive_activations, quartiles
-from vitadel.runtime.rng import Draws
-from vitadel.runtime.environment import environment
+from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
+from vitadel.runtime.environment import environment
 from vitadel.runtime.progress import FOUND_AGAIN, progress
+from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder, open_run, write_json
 from vitadel.types import Attack, Calibrated
 
-__all__ = ["ENOUGH", "Condition", "Look", "conditions_of", "inspect_activations", "look_at", "summary"]
+__all__ = ["ENOUGH", "ActivationsRequest", "Condition", "conditions_of", "inspect_activations", "look_at", "summary"]
 
 ENOUGH = 100
 """Images below which medians are told with a warning."""
@@ -50,7 +50,7 @@ _KINDS = {CLASS: "class", REGISTER: "register", EXTRA: "extra"}
 
 
 @dataclass(frozen=True)
-class Look:
+class ActivationsRequest:
     """What to look at. Labels play no part: an attack that wants some is given the model's own answers."""
 
     attack: str = "features-30"
@@ -63,7 +63,7 @@ class Look:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise Mistake(f"--batch-size must be at least 1, got {self.batch_size}")
+            raise UserError(f"--batch-size must be at least 1, got {self.batch_size}")
         self.make()  # a wrong name, norm or budget is told before anything is loaded
 
     def make(self) -> Attack:
@@ -71,7 +71,7 @@ class Look:
         attack = make(self.attack, eps=self.eps, norm=self.norm)
         made: object = attack
         if isinstance(made, Calibrated):
-            raise Mistake(
+            raise UserError(
                 f"'{self.attack}' first studies the model on other images; take one that does not, such as features-30"
             )
         return training_form(attack)
@@ -98,17 +98,17 @@ def conditions_of(with_tokens: bool) -> tuple[Condition, ...]:
     )
 
 
-def look_at(bare: nn.Module, tokened: nn.Module | None, x: Tensor, attack: Attack, draws: Draws) -> Piece:
+def look_at(bare: nn.Module, tokened: nn.Module | None, x: Tensor, attack: Attack, rng: SampleRNG) -> BatchRecord:
     """Of one batch, for every condition: the largest values, their patches and channels, each (layers, images)."""
     images = {"clean": x}
     with torch.no_grad():
         y = bare(x).argmax(1)
-    images["attacked"] = attack(bare, x, y, draws)
+    images["attacked"] = attack(bare, x, y, rng)
     if tokened is not None:
         with torch.no_grad():
             y = tokened(x).argmax(1)
-        images["adaptive"] = attack(tokened, x, y, draws)
-    piece: Piece = {}
+        images["adaptive"] = attack(tokened, x, y, rng)
+    piece: BatchRecord = {}
     for number, condition in enumerate(conditions_of(tokened is not None)):
         model = tokened if condition.tokens and tokened is not None else bare
         seen = massive_activations(model, images[condition.images])
@@ -120,7 +120,7 @@ def look_at(bare: nn.Module, tokened: nn.Module | None, x: Tensor, attack: Attac
     return piece
 
 
-def summary(pieces: Sequence[Piece], layers: Sequence[str], with_tokens: bool) -> list[dict[str, Any]]:
+def summary(pieces: Sequence[BatchRecord], layers: Sequence[str], with_tokens: bool) -> list[dict[str, Any]]:
     """Per condition: median and quartiles of every layer over all images, and where the maxima sit."""
     told = []
     for number, condition in enumerate(conditions_of(with_tokens)):
@@ -163,9 +163,9 @@ def _places(patches: Sequence[int], channels: Sequence[int]) -> dict[str, Any]:
 
 
 def inspect_activations(
-    subject: Subject,
+    target: Target,
     tokened: nn.Module | None,
-    look: Look,
+    look: ActivationsRequest,
     processes: Processes,
     *,
     out: Path | None = None,
@@ -175,80 +175,80 @@ def inspect_activations(
 ) -> tuple[dict[str, Any], RunFolder]:
     """Look in a run folder; `subject` is the model without tokens, `tokened` the same with them."""
     if processes.count > 1:
-        raise Mistake("inspect works in one process; start it without a launcher")
-    blocks_of(subject.model)  # a model of no known family is told before anything is written
-    labels = subject.source.labels()
+        raise UserError("inspect works in one process; start it without a launcher")
+    blocks_of(target.model)  # a model of no known family is told before anything is written
+    labels = target.source.labels()
     indices = balanced_subset(labels, look.limit, look.seed, torch.arange(len(labels)))
     settings = {
-        "model": subject.model_spec,
-        "model_fingerprint": subject.model_fingerprint(),
+        "model": target.model_spec,
+        "model_fingerprint": target.model_fingerprint(),
         "tokens": getattr(tokened, "fingerprint", None),
-        "data": subject.data_spec,
-        "data_fingerprint": subject.data_fingerprint(indices),
+        "data": target.data_spec,
+        "data_fingerprint": target.data_fingerprint(indices),
         **dataclasses.asdict(look),
-        "eps": amount_text(look.eps),
+        "eps": quantity_text(look.eps),
     }
-    preprocess = subject.preprocess
-    run = open_run("inspect", subject.model_spec, settings, out=out, resume=resume, argv=list(argv or sys.argv))
+    preprocess = target.preprocess
+    run = open_run("inspect", target.model_spec, settings, out=out, resume=resume, argv=list(argv or sys.argv))
     if run.complete:
         return json.loads((run.path / "results.json").read_text()), run
     write_json(run.path / "environment.json", environment(processes.device, 1))
-    ledger, attack = FolderLedger(run), look.make()
-    bare = subject.model.to(processes.device)
+    cache, attack = FolderCache(run), look.make()
+    bare = target.model.to(processes.device)
     tokened = None if tokened is None else tokened.to(processes.device)
 
-    def work(batch: Batch) -> Piece:
+    def work(batch: Batch) -> BatchRecord:
         batch = batch.to(processes.device)
-        draws = Draws.of_samples(look.seed, batch.indices, batch.x.device)
-        return look_at(bare, tokened, batch.x, attack, draws) | {"bad": np.asarray(len(batch.bad))}
+        rng = SampleRNG.of_samples(look.seed, batch.indices, batch.x.device)
+        return look_at(bare, tokened, batch.x, attack, rng) | {"bad": np.asarray(len(batch.bad))}
 
     chunks = [part.tolist() for part in indices.split(look.batch_size)]
-    todo = [number for number in range(len(chunks)) if ledger.find(_STAGE, number) is None]
+    todo = [number for number in range(len(chunks)) if cache.find(_STAGE, number) is None]
     try:
         with frozen(bare if tokened is None else tokened), progress(_STAGE, len(indices), shown) as meter:
             found = len(indices) - sum(len(chunks[number]) for number in todo)
             if found:
                 meter.advance(found, FOUND_AGAIN)
-            stream = batches(subject.source, [chunks[k] for k in todo], preprocess, skip_bad=look.skip_bad)
+            stream = batches(target.source, [chunks[k] for k in todo], preprocess, skip_bad=look.skip_bad)
             for number, batch in zip(todo, stream, strict=True):
-                ledger.save(_STAGE, number, work(batch))
+                cache.save(_STAGE, number, work(batch))
                 meter.advance(len(chunks[number]))
     except KeyboardInterrupt:
         raise Interrupted(run.path) from None
-    pieces = [cast(Piece, ledger.find(_STAGE, number)) for number in range(len(chunks))]
-    results = _results(subject, tokened, look, attack, settings, pieces)
+    pieces = [cast(BatchRecord, cache.find(_STAGE, number)) for number in range(len(chunks))]
+    results = _results(target, tokened, look, attack, settings, pieces)
     write_json(run.path / "results.json", results)
     run.finish()
     return results, run
 
 
 def _results(
-    subject: Subject,
+    target: Target,
     tokened: nn.Module | None,
-    look: Look,
+    look: ActivationsRequest,
     attack: Attack,
     settings: Mapping[str, Any],
-    pieces: Sequence[Piece],
+    pieces: Sequence[BatchRecord],
 ) -> dict[str, Any]:
     n = sum(piece["0 values"].shape[1] for piece in pieces)
     if n == 0:
-        raise Mistake("no sample could be read, so there is nothing to look at; see the reasons with --skip-bad off")
-    blocks = [block.name for block in blocks_of(subject.model)]
+        raise UserError("no sample could be read, so there is nothing to look at; see the reasons with --skip-bad off")
+    blocks = [block.name for block in blocks_of(target.model)]
     layers = [f"input of {blocks[0]}", *blocks]
     few = f"n = {n} is too few to tell how models behave, and the paper's n = 1 is no evidence; look at {ENOUGH} images"
     return {
         **heading(look.seed),
         "model": {
-            "spec": subject.model_spec,
-            "parameters": sum(parameter.numel() for parameter in subject.model.parameters()),
-            "family": subject.family,
+            "spec": target.model_spec,
+            "parameters": sum(parameter.numel() for parameter in target.model.parameters()),
+            "family": target.family,
             "fingerprint": settings["model_fingerprint"],
             "tokens": settings["tokens"],
         },
         "data": {
-            "spec": subject.data_spec,
+            "spec": target.data_spec,
             "n": n,
-            "classes": len(subject.source.classes),
+            "classes": len(target.source.classes),
             "left_out": sum(int(piece["bad"]) for piece in pieces),
         },
         "threat": {"norm": look.norm, "eps": make_threat(look.norm, look.eps).eps, "eps_text": settings["eps"]},

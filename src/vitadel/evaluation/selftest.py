@@ -21,7 +21,7 @@ from vitadel.backbones.load import zoo_names
 from vitadel.data.sources.shapes import Shapes
 from vitadel.evaluation.engine.judge import judge
 from vitadel.instrument.attention import scaled_attention
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = ["Check", "LinearToy", "selftest"]
 
@@ -75,12 +75,12 @@ def selftest() -> Iterator[Check]:
 
 def _toy(norm: str) -> tuple[LinearToy, Tensor, Tensor]:
     """Images around mid-grey, so that no budget used here meets the box, none of them right on the boundary."""
-    draws = Draws.of_samples(7, range(_SAMPLES))
-    weight = Draws.of_samples(8, [0]).stream("weight").normal(3 * _SIDE * _SIDE)[0]
+    rng = SampleRNG.of_samples(7, range(_SAMPLES))
+    weight = SampleRNG.of_samples(8, [0]).stream("weight").normal(3 * _SIDE * _SIDE)[0]
     if norm == "l1":
         weight[11] = 8.0  # one clearly strongest pixel: the closed form lies along a single coordinate
     toy = LinearToy(weight, bias=-0.5 * float(weight.sum()))
-    x = 0.5 + 0.1 * (draws.stream("pixels").uniform(3, _SIDE, _SIDE) - 0.5)
+    x = 0.5 + 0.1 * (rng.stream("pixels").uniform(3, _SIDE, _SIDE) - 0.5)
     far = toy.distance(x, norm) > 1e-3
     x = x[far]
     return toy, x, toy(x).argmax(1)
@@ -106,8 +106,8 @@ def _finds_the_boundary(name: str, norm: str) -> Check:
 
 
 def _draws_belong_to_samples() -> Check:
-    whole = Draws.of_samples(3, range(10)).uniform(5)
-    alone = torch.cat([Draws.of_samples(3, [sample]).uniform(5) for sample in range(10)])
+    whole = SampleRNG.of_samples(3, range(10)).uniform(5)
+    alone = torch.cat([SampleRNG.of_samples(3, [sample]).uniform(5) for sample in range(10)])
     return Check("random numbers do not depend on the batch", torch.equal(whole, alone), "50 numbers compared")
 
 

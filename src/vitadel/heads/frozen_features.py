@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import Part, anatomy_of, backbone_of, blocks_of, family_of, prefix_tokens_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.instrument.tokens import own_tokens
 
@@ -65,12 +65,12 @@ def _last_blocks(model: nn.Module, count: int) -> list[Part]:
     family, parts = family_of(model), blocks_of(model)
     if family not in _FAMILIES:
         why = anatomy_of(model).no_tokens
-        raise Mistake(
+        raise UserError(
             f"no class and patch tokens to take from family '{family}'{f': {why}' if why else ''}. "
             f"Families that have them in every block: {', '.join(_FAMILIES)}."
         )
     if not 1 <= count <= len(parts):
-        raise Mistake(
+        raise UserError(
             f"features of the last {count} blocks were asked for; the model has {len(parts)}, give 1 or more."
         )
     return parts[len(parts) - count :]
@@ -92,7 +92,7 @@ def _split(backbone: Any, tokens: Tensor, prefix: int) -> Tokens:
 def _pooled(backbone: Any, tokens: Tensor) -> Tensor:
     pooled: Tensor = backbone.forward_head(tokens, pre_logits=True)
     if pooled.dim() != 2:
-        raise Mistake(
+        raise UserError(
             "the model has no normed class token and was built without pooling (global_pool=''), so nothing says what "
             "stands for the whole image. Build it with global_pool='avg', or as its weights were trained."
         )

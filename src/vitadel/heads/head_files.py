@@ -14,7 +14,7 @@ from torch import nn
 from vitadel.adapters.tokens.token_files import backbone_fingerprint
 from vitadel.backbones.checkpoints import read_checkpoint, read_metadata
 from vitadel.backbones.classifier import Classifier
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.heads.linear_probe import Probe, linear_layer, record_of
 from vitadel.runtime.run_folder import write_atomically
 
@@ -42,14 +42,14 @@ def head_about(path: str | Path) -> dict[str, Any]:
     """What `save_head` wrote beside the weights."""
     text = read_metadata(path).get(_METADATA_KEY)
     if text is None:
-        raise Mistake(
+        raise UserError(
             f"'{path}' is no probe's head. Give the weights/head.safetensors of a run of `vitadel probe` (in "
             "Python: what save_head wrote)."
         )
     try:
         about = json.loads(text)
     except ValueError as error:
-        raise Mistake(f"'{path}' is a damaged probe's head ({error!r}). Train and save it again.") from error
+        raise UserError(f"'{path}' is a damaged probe's head ({error!r}). Train and save it again.") from error
     return about if isinstance(about, dict) else {}
 
 
@@ -64,19 +64,19 @@ def load_head(path: str | Path, model: nn.Module) -> Probe:
         head = linear_layer(checkpoint.weights["weight"], checkpoint.weights["bias"])
         classes = [str(name) for name in about["classes"]]
     except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-        raise Mistake(f"'{path}' is a damaged probe's head ({error!r}). Train and save it again.") from error
+        raise UserError(f"'{path}' is a damaged probe's head ({error!r}). Train and save it again.") from error
     if schema != _SCHEMA:
-        raise Mistake(f"'{path}' is a probe's head of schema {schema}, this version reads {_SCHEMA}. Update vitadel.")
+        raise UserError(f"'{path}' is a probe's head of schema {schema}, this version reads {_SCHEMA}. Update vitadel.")
     here = _record_name(model)
     trained_on, bare = about.get("backbone_fingerprint"), getattr(model, "classifier", model)
     if trained_on is not None and isinstance(bare, Classifier):  # names differ for the same weights, e.g. by a tag
         if trained_on != backbone_fingerprint(bare):
-            raise Mistake(
+            raise UserError(
                 f"'{path}' is a head for other weights, those of '{sits_on}'; the model is '{here}'. Give the model "
                 "that it was trained on."
             )
     elif sits_on is not None and here is not None and sits_on != here:
-        raise Mistake(f"'{path}' is a head for '{sits_on}', the model is '{here}'. Give the model it was trained on.")
+        raise UserError(f"'{path}' is a head for '{sits_on}', the model is '{here}'. Give the model it was trained on.")
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return Probe(model, head.to(device), blocks, average, classes)
 

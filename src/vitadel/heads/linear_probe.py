@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from vitadel.backbones.record import ModelRecord
 from vitadel.data.batches import batches
 from vitadel.data.preprocess import Preprocess
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.heads.frozen_features import Tokens, feature_width, token_features
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
 from vitadel.runtime.progress import progress
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Source
 
 __all__ = [
@@ -119,7 +119,7 @@ class Probe(nn.Module):
         super().__init__()
         wanted = (blocks + average) * feature_width(model)
         if head.in_features != wanted:
-            raise Mistake(
+            raise UserError(
                 f"a head for {head.in_features} inputs does not fit this model: {blocks} class tokens"
                 f"{' and the mean patch token' if average else ''} are {wanted}. Give the model it was trained on."
             )
@@ -212,7 +212,7 @@ def cached_features(
             meter.advance(len(batch.y))
     if not bool(tokens.isfinite().all()):
         advice = "Keep them with half=False." if half else "Check the model's weights and precision."
-        raise Mistake(f"some features are NaN or infinite. {advice}")
+        raise UserError(f"some features are NaN or infinite. {advice}")
     return Features(tokens, labels)
 
 
@@ -233,7 +233,7 @@ def train_heads(
     A head does not depend on which others are trained beside it: all rates of a setting start from the same weights,
     N(0, 0.01) with bias 0, and all heads see the same batches, permutation after permutation.
     """
-    width, start = features.tokens.shape[2], Draws.of_samples(seed, range(classes)).stream("probe")
+    width, start = features.tokens.shape[2], SampleRNG.of_samples(seed, range(classes)).stream("probe")
     trained = []
     for blocks, average in settings:
         weight = 0.01 * start.stream("head", blocks, int(average)).normal((blocks + average) * width)
@@ -274,8 +274,8 @@ def _gradient(heads: Heads, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Ten
 
 def _order(count: int, wanted: int, seed: int) -> Tensor:
     """Positions in one random order after the other, so that every image comes equally often."""
-    rounds = Draws.of_samples(seed, range(-(-wanted // count))).stream("probe order")
-    return rounds.order(count).flatten()[:wanted]
+    rounds = SampleRNG.of_samples(seed, range(-(-wanted // count))).stream("probe order")
+    return rounds.permutation(count).flatten()[:wanted]
 
 
 def _judged(heads: Heads, held_out: Features, batch_size: int) -> list[HeadResult]:
@@ -312,9 +312,9 @@ def _checked_settings(
     blocks: Sequence[int], average: Sequence[bool], rates: Sequence[float], steps: int, batch_size: int
 ) -> list[tuple[int, bool]]:
     if not blocks or not average or not rates:
-        raise Mistake("train_probe needs at least one entry each in blocks, average and rates.")
+        raise UserError("train_probe needs at least one entry each in blocks, average and rates.")
     if min(blocks) < 1 or min(rates) <= 0 or steps < 1 or batch_size < 1:
-        raise Mistake(
+        raise UserError(
             f"blocks={tuple(blocks)}, rates={tuple(rates)}, steps={steps} and batch_size={batch_size} must be positive."
         )
     return [(count, mean) for count in blocks for mean in average]
@@ -325,19 +325,21 @@ def _checked_rows(
 ) -> tuple[Tensor, Tensor]:
     train, held_out = (torch.as_tensor(each, dtype=torch.int64) for each in (rows, held_out_rows))
     if not len(train) or not len(held_out):
-        raise Mistake(f"{len(train)} images to train on and {len(held_out)} held-out ones; a probe needs some of both.")
+        raise UserError(
+            f"{len(train)} images to train on and {len(held_out)} held-out ones; a probe needs some of both."
+        )
     low, high = (int(end) for end in torch.cat([train, held_out]).aminmax())
     if low < 0 or high >= len(source):
-        raise Mistake(f"rows from {low} to {high} given, the data has {len(source)} images, numbered from 0.")
+        raise UserError(f"rows from {low} to {high} given, the data has {len(source)} images, numbered from 0.")
     shared = set(train.tolist()) & set(held_out.tolist())
     if shared:
-        raise Mistake(
+        raise UserError(
             f"{len(shared)} images are both in rows and in held_out_rows, e.g. {min(shared)}. The best head must be "
             "chosen on images that no head was trained on."
         )
     labels = source.labels()[torch.cat([train, held_out])]
     if int(labels.min()) < 0 or int(labels.max()) >= len(source.classes):
-        raise Mistake(
+        raise UserError(
             f"labels from {int(labels.min())} to {int(labels.max())} given, there are {len(source.classes)} classes. "
             "Leave images without a usable label out of the rows."
         )

@@ -22,22 +22,22 @@ from vitadel.data import open_dataset
 from vitadel.data.batches import batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
-from vitadel.heads.probe_recipe import ProbeRecipe, build_probe, with_tokens
-from vitadel.heads.recipe_sections import LinearHead, MaskData, ProbeData
-from vitadel.heads.train_segmentation import open_mask_job
-from vitadel.training.recipes.documents import TEXTS, compose, deciding
-from vitadel.training.recipes.sections import ModelSection
-from vitadel.training.recipes.write import recipe_text
-from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation.audit.audit import Order, run_audit
+from vitadel.errors import Interrupted, UserError
+from vitadel.evaluation.audit.audit import AuditRequest, run_audit
+from vitadel.evaluation.engine.target import Target
 from vitadel.heads.frozen_features import feature_width, token_features
 from vitadel.heads.head_files import head_about, load_head, save_head
 from vitadel.heads.linear_probe import HeadResult, Probe, ProbeReport, train_probe
-from vitadel.evaluation.engine.target import Subject
+from vitadel.heads.probe_recipe import ProbeRecipe, build_probe, with_tokens
+from vitadel.heads.recipe_sections import LinearHead, MaskData, ProbeData
+from vitadel.heads.train_segmentation import open_mask_job
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.environment import environment
 from vitadel.runtime.distributed import Processes, join_processes
+from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import RunFolder, open_run, write_atomically, write_json
+from vitadel.training.recipes.documents import TEXTS, compose, deciding
+from vitadel.training.recipes.sections import ModelSection
+from vitadel.training.recipes.write import recipe_text
 from vitadel.types import Source
 
 __all__ = ["probe", "run_probe"]
@@ -92,7 +92,7 @@ def run_probe(
 ) -> tuple[dict[str, Any], RunFolder]:
     """Train heads in a run folder and judge the best; a run that is complete is only read. `tell` hears the plan."""
     if processes.count > 1:
-        raise Mistake(f"heads are trained in one process, and {processes.count} were started; leave the launcher out")
+        raise UserError(f"heads are trained in one process, and {processes.count} were started; leave the launcher out")
     root = recipe.data.root if data_root is None else data_root
     job, model = _open_job(recipe, root, processes, allow_readable)
     settings = {
@@ -126,7 +126,7 @@ def _open_job(
     model: Classifier | Tokened = classifier
     if recipe.tokens is not None:
         if "," in recipe.tokens and not Path(recipe.tokens).exists():
-            raise Mistake(f"a head is trained beside one set of tokens, got '{recipe.tokens}': give one file")
+            raise UserError(f"a head is trained beside one set of tokens, got '{recipe.tokens}': give one file")
         model = load_tokens(recipe.tokens, classifier, allow_readable=allow_readable).to(processes.device).eval()
     if isinstance(recipe.data, MaskData):
         return open_mask_job(recipe, model, root, HEAD_FILE), model
@@ -195,9 +195,9 @@ class _LinearJob:
         trained = load_head(path, self.model) if path.exists() else self._train(path, processes, shown)
         report = head_about(path)["report"]
         recipe, audit = self.recipe, self.recipe.audit
-        subject = Subject(cast(Classifier, trained), recipe.model.name, self.test, recipe.data.test, self.root)
-        order = Order(audit.attacks, audit.eps, audit.norm, audit.limit, audit.batch_size, recipe.train.seed)
-        outcome = run_audit(subject, order, processes, out=folder.path / "audit", resume=True, shown=shown)
+        target = Target(cast(Classifier, trained), recipe.model.name, self.test, recipe.data.test, self.root)
+        request = AuditRequest(audit.attacks, audit.eps, audit.norm, audit.limit, audit.batch_size, recipe.train.seed)
+        outcome = run_audit(target, request, processes, out=folder.path / "audit", resume=True, shown=shown)
         for file in ("samples.parquet", "examples.npz"):
             if (folder.path / "audit" / file).exists():
                 shutil.copyfile(folder.path / "audit" / file, folder.path / file)
@@ -256,7 +256,7 @@ def _open_linear(
     train, test = open_dataset(section.train, root=root), open_dataset(section.test, root=root)
     _check_classes(train, test, section)
     rows, held_out = _split(train, section, recipe.train.seed)
-    preprocess = Subject(cast(Classifier, model), recipe.model.name, train, section.train).preprocess
+    preprocess = Target(cast(Classifier, model), recipe.model.name, train, section.train).preprocess
     (first,) = batches(train, [rows[:1].tolist()], preprocess)
     device, blocks = next(model.parameters()).device, cast(LinearHead, recipe.head).blocks
     with frozen(model), torch.no_grad():  # a model without such tokens, or with fewer blocks, is told at once
@@ -269,7 +269,7 @@ def _check_classes(train: Source, test: Source, section: ProbeData) -> None:
     ours, theirs = list(train.classes), list(test.classes)
     numbered = [str(number) for number in range(len(ours))]
     if len(ours) != len(theirs) or (ours != theirs and numbered not in (ours, theirs)):
-        raise Mistake(
+        raise UserError(
             f"the classes of data.train ({section.train}: {len(ours)}, {', '.join(ours[:3])}, ...) are not those of "
             f"data.test ({section.test}: {len(theirs)}, {', '.join(theirs[:3])}, ...); give two splits of one set"
         )
@@ -280,7 +280,7 @@ def _split(source: Source, section: ProbeData, seed: int) -> tuple[Tensor, Tenso
     labels = source.labels()
     rows = ((labels >= 0) & (labels < len(source.classes))).nonzero()[:, 0]
     if section.held_out >= len(rows):
-        raise Mistake(
+        raise UserError(
             f"data.held_out keeps {section.held_out} images aside, but data.train has only {len(rows)}; keep fewer"
         )
     aside = balanced_subset(labels[rows], section.held_out, seed + 1, rows)

@@ -12,10 +12,11 @@ from vitadel.attacks.goals import OnLogits
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.parse import make
 from vitadel.attacks.pgd import PGD
-from vitadel.data.sources.masks import MASKED_KINDS
 from vitadel.data.overlap import same_images
+from vitadel.data.sources.masks import MASKED_KINDS
 from vitadel.data.spec import DATA_KINDS
-from vitadel.training.recipes.check import check_model_name, class_count, read_data_spec, sketched_model
+from vitadel.errors import UserError
+from vitadel.heads.frozen_features import token_features
 from vitadel.heads.recipe_sections import (
     HEADS,
     HeadTraining,
@@ -25,12 +26,11 @@ from vitadel.heads.recipe_sections import (
     ProbeAudit,
     ProbeData,
 )
-from vitadel.training.recipes.documents import PROBE_SECTIONS, TEXTS, is_probe, section_types, unknown_section
-from vitadel.training.recipes.sections import ModelSection
-from vitadel.training.recipes.instantiate import Faults, Faulty, as_mapping, settled
-from vitadel.errors import Mistake
-from vitadel.heads.frozen_features import token_features
 from vitadel.heads.segmentation import OnPixels
+from vitadel.training.recipes.check import check_model_name, class_count, read_data_spec, sketched_model
+from vitadel.training.recipes.documents import PROBE_SECTIONS, TEXTS, is_probe, section_types, unknown_section
+from vitadel.training.recipes.instantiate import Faults, Faulty, as_mapping, settled
+from vitadel.training.recipes.sections import ModelSection
 from vitadel.types import Attack
 
 __all__ = ["ProbeRecipe", "build_probe", "build_probe_check", "pixel_attack", "with_tokens"]
@@ -58,7 +58,7 @@ class ProbeRecipe:
 def build_probe(document: Mapping[str, Any], where: str) -> ProbeRecipe:
     """Build every section; `where` names the recipe in messages. Raises one `Faulty` with all faults."""
     if not is_probe(document) and "objective" in document:
-        raise Mistake(f"recipe {where} trains a model, not a head on frozen features: run it with `vitadel harden`")
+        raise UserError(f"recipe {where} trains a model, not a head on frozen features: run it with `vitadel harden`")
     faults = Faults()
     faults.unknown += [unknown_section(key, document) for key in document if key not in (*TEXTS, *PROBE_SECTIONS)]
     faults.missing += [f"it needs '{key}'" for key in _NEEDED if key not in document]
@@ -110,7 +110,7 @@ def pixel_attack(name: str, audit: ProbeAudit) -> PGD:
     """PGD of the catalogue, with its steps and start, on the cross-entropy of pixels."""
     attack: object = _attack(name, audit)
     if not isinstance(attack, PGD) or attack.goal != OnLogits(cross_entropy):
-        raise Mistake(
+        raise UserError(
             f"'{name}' does not attack masks; use fgsm, or pgd-K such as pgd-30(step=1/255), without restarts"
         )
     return replace(attack, goal=OnPixels(), stop_when_fooled=False)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vitadel.attacks.threats import threat as make_threat
+from vitadel.errors import UserError
+from vitadel.heads.linear_probe import RATES
 from vitadel.training.recipes.ranges import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, Range, check_ranges
 from vitadel.training.recipes.sections import ModelSection
-from vitadel.errors import Mistake
-from vitadel.heads.linear_probe import RATES
 from vitadel.types import Threat
 
 __all__ = [
@@ -150,4 +150,4 @@ def _check_lists(section: object, *names: str) -> None:
     for name in names:
         values = getattr(section, name)
         if not values or len(set(values)) < len(values):
-            raise Mistake(f"{name} must be a list with at least one entry and none twice, got {list(values)}")
+            raise UserError(f"{name} must be a list with at least one entry and none twice, got {list(values)}")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.heads.frozen_features import feature_width, token_features
-from vitadel.instrument.patch_grid import patch_grid
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.instrument.patch_grid import patch_grid
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim
 
 __all__ = [
@@ -41,7 +41,7 @@ class SegmentationHead(nn.Module):
         _check_classes(classes)
         self.norm = nn.BatchNorm2d(width)
         self.conv = nn.Conv2d(width, classes, 1)
-        weight = 0.01 * Draws.of_samples(seed, range(classes)).stream("segmentation head").normal(width, 1, 1)
+        weight = 0.01 * SampleRNG.of_samples(seed, range(classes)).stream("segmentation head").normal(width, 1, 1)
         with torch.no_grad():
             self.conv.weight.copy_(weight)
             self.conv.bias.zero_()  # type: ignore[union-attr]  # Conv2d is made with one
@@ -125,20 +125,20 @@ def train_patch_head(
 ) -> None:
     """Train a head in place by AdamW, on batches of patch maps and masks, as `train_segmentation` does with images."""
     if steps < 1 or not 0 <= warm_up < 1:
-        raise Mistake(
+        raise UserError(
             f"train_segmentation: steps={steps} and warm_up={warm_up:g}; give 1 or more, and a share below 1."
         )
     head.train()
-    device, optimiser = head.conv.weight.device, torch.optim.AdamW(head.parameters(), lr=rate, weight_decay=decay)
+    device, optimizer = head.conv.weight.device, torch.optim.AdamW(head.parameters(), lr=rate, weight_decay=decay)
     rising, source = int(warm_up * steps), _endless(batches)
     for step in range(steps):
         patch_map, masks = (part.to(device) for part in next(source))
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = rate * rate_at(step, steps, rising)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         with torch.enable_grad():
             _loss(head(patch_map, _size(masks)), masks.long()).backward()
-        optimiser.step()
+        optimizer.step()
     head.eval().zero_grad()
 
 
@@ -192,7 +192,7 @@ class Confusion:
     def add(self, predictions: Tensor, masks: Tensor) -> None:
         """Class numbers (n, height, width) of both; pixels of `IGNORED` truth do not count, whatever was predicted."""
         if predictions.shape != masks.shape or masks.dim() != 3:
-            raise Mistake(
+            raise UserError(
                 f"predictions of shape {tuple(predictions.shape)} and masks of shape {tuple(masks.shape)} given; "
                 "both must be (images, height, width). Take the argmax of logits over dim 1 first."
             )
@@ -240,7 +240,7 @@ class Confusion:
         Pixels of an image are no independent samples; images are taken to be.
         """
         self._refuse_nothing()
-        drawn = Draws.of_samples(seed, range(rounds)).stream("bootstrap").integers(self.images, self.images)
+        drawn = SampleRNG.of_samples(seed, range(rounds)).stream("bootstrap").integers(self.images, self.images)
         own = _iou(self.counts).nanmean(1)
         data_set = torch.empty(rounds, dtype=torch.float64)
         for first in range(0, rounds, _ROUNDS_AT_ONCE):
@@ -253,7 +253,7 @@ class Confusion:
 
     def _refuse_nothing(self) -> None:
         if self.images == 0:
-            raise Mistake(
+            raise UserError(
                 f"no pixel was counted yet, or all were ignored ({IGNORED}). Add predictions and masks first."
             )
 
@@ -279,7 +279,9 @@ def _endless(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor,
         for before in batches:
             yield before
         if before is None:
-            raise Mistake("train_segmentation ran out of batches. Give a list, or an iterator with one for every step.")
+            raise UserError(
+                "train_segmentation ran out of batches. Give a list, or an iterator with one for every step."
+            )
 
 
 def _loss(logits: Tensor, masks: Tensor) -> Tensor:
@@ -290,7 +292,7 @@ def _loss(logits: Tensor, masks: Tensor) -> Tensor:
 
 def _check_masks(pixels: Tensor, masks: Tensor, classes: int) -> None:
     if masks.shape != (len(pixels), *_size(pixels)) or masks.is_floating_point():
-        raise Mistake(
+        raise UserError(
             f"masks of shape {tuple(masks.shape)} and type {str(masks.dtype).removeprefix('torch.')} given for pixels "
             f"of shape {tuple(pixels.shape)}; give whole numbers of shape (images, height, width)."
         )
@@ -299,14 +301,14 @@ def _check_masks(pixels: Tensor, masks: Tensor, classes: int) -> None:
 
 def _check_classes(classes: int) -> None:
     if not 2 <= classes <= IGNORED:
-        raise Mistake(
+        raise UserError(
             f"segmentation takes 2 to {IGNORED} classes ({IGNORED} marks pixels to leave out), got {classes}."
         )
 
 
 def _check_range(values: Tensor, classes: int, what: str) -> None:
     if len(values) and (int(values.min()) < 0 or int(values.max()) >= classes):
-        raise Mistake(
+        raise UserError(
             f"{what} hold class numbers from {int(values.min())} to {int(values.max())}; there are {classes} classes, "
             f"numbered from 0, and {IGNORED} for pixels to leave out."
         )

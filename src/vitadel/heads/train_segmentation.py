@@ -15,26 +15,26 @@ from torch import Tensor
 
 from vitadel.adapters.tokens.robustness_tokens import Tokened
 from vitadel.adapters.tokens.token_files import backbone_fingerprint
-from vitadel.quantities import amount_text
 from vitadel.attacks.settings import settings_of
 from vitadel.backbones.anatomy import backbone_of, family_of
 from vitadel.backbones.checkpoints import load_strict, read_checkpoint
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.sources.masks import Cut, Masked, open_masked
 from vitadel.data.subset import balanced_subset
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.batch_cache import FolderCache
+from vitadel.evaluation.engine.judge import TOLERANCE
+from vitadel.evaluation.engine.verdicts import heading
+from vitadel.heads.frozen_features import feature_width
 from vitadel.heads.probe_recipe import ProbeRecipe, pixel_attack
 from vitadel.heads.recipe_sections import MaskData, PatchHead
-from vitadel.errors import Mistake
-from vitadel.heads.frozen_features import feature_width
-from vitadel.evaluation.engine.judge import TOLERANCE
-from vitadel.evaluation.engine.batch_cache import FolderLedger
-from vitadel.evaluation.engine.verdicts import heading
 from vitadel.heads.segmentation import Confusion, SegmentationHead, Segmenter, train_patch_head
-from vitadel.instrument.patch_grid import patch_grid
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.instrument.patch_grid import patch_grid
+from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import FOUND_AGAIN, Meter, progress
+from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder, write_atomically
 from vitadel.types import Threat
 
@@ -83,7 +83,9 @@ class _PatchMaps:
     def shuffled(self, steps: int, batch_size: int, seed: int, meter: Meter) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches in one random order of all images after the other."""
         rounds = -(-steps * batch_size // len(self.rows))
-        order = Draws.of_samples(seed, range(rounds)).stream("segmentation order").order(len(self.rows)).flatten()
+        order = (
+            SampleRNG.of_samples(seed, range(rounds)).stream("segmentation order").permutation(len(self.rows)).flatten()
+        )
         for places in order[: steps * batch_size].split(batch_size):
             batch = self[places]
             meter.advance(1)  # before it is given: nobody asks again after the last
@@ -215,23 +217,23 @@ class _MaskJob:
         audit, seed = self.recipe.audit, self.recipe.train.seed
         stage = attack if where is None else f"{attack} on {where}"
         crafted = None if maker is None else pixel_attack(attack, audit)
-        confusion, ledger, void = Confusion(len(self.test.classes)), FolderLedger(folder), 0
+        confusion, cache, void = Confusion(len(self.test.classes)), FolderCache(folder), 0
         device = next(segmenter.head.parameters()).device
         with progress(stage, len(self.test_rows), shown) as meter, frozen(segmenter):
             for number, rows in enumerate(self.test_rows.split(audit.batch_size)):
-                piece = ledger.find(stage, number)
+                piece = cache.find(stage, number)
                 if piece is None or piece["rows"].tolist() != rows.tolist():
                     x, masks = (part.to(device) for part in self.test.read(rows, self.cut))
                     broke = torch.zeros(len(x), dtype=torch.bool, device=device)
                     if crafted is not None and maker is not None:
-                        draws = Draws.of_samples(seed, rows, device).stream(attack)
-                        x, broke = _lawful(crafted.threat, x, crafted(maker, x, masks, draws))
+                        rng = SampleRNG.of_samples(seed, rows, device).stream(attack)
+                        x, broke = _lawful(crafted.threat, x, crafted(maker, x, masks, rng))
                     own = Confusion(len(self.test.classes))
                     with torch.no_grad():
                         own.add(segmenter(x).argmax(1), masks)
                     piece = {"rows": rows.numpy(), "matrix": own.matrix.numpy(), "counts": own.counts.numpy()}
                     piece["void"] = np.asarray(int(broke.sum()))
-                    ledger.save(stage, number, piece)
+                    cache.save(stage, number, piece)
                     meter.advance(len(rows))
                 else:
                     meter.advance(len(rows), FOUND_AGAIN)
@@ -240,7 +242,7 @@ class _MaskJob:
         scores = _scores(confusion, self.test.classes, seed)
         if crafted is None:
             return scores
-        settings = {**settings_of(crafted), "norm": audit.norm, "eps": amount_text(audit.eps), "seed": seed}
+        settings = {**settings_of(crafted), "norm": audit.norm, "eps": quantity_text(audit.eps), "seed": seed}
         return {"name": attack, "made_on": where, "judged_on": _DEPLOYED, "settings": settings, "void": void, **scores}
 
     def _about(self) -> dict[str, Any]:
@@ -261,7 +263,7 @@ class _MaskJob:
                 "classes": len(classes),
                 "class_names": list(classes),
             },
-            "threat": {"norm": audit.norm, "eps": audit.eps, "eps_text": amount_text(audit.eps)},
+            "threat": {"norm": audit.norm, "eps": audit.eps, "eps_text": quantity_text(audit.eps)},
             "batch_size": audit.batch_size,
         }
 
@@ -273,12 +275,12 @@ def open_mask_job(
     section = cast(MaskData, recipe.data)
     size = section.size or model.record.input_size
     if size is None:
-        raise Mistake("the model names no input size; give data.size, [height, width]")
+        raise UserError("the model names no input size; give data.size, [height, width]")
     _check_size(model, size)
     options: dict[str, Any] = {"classes": section.classes, "void": section.void, "from_one": section.from_one}
     train, test = (open_masked(spec, root=root, **options) for spec in (section.train, section.test))
     if section.held_out >= len(train):
-        raise Mistake(
+        raise UserError(
             f"data.held_out keeps {section.held_out} images aside, but data.train has only {len(train)}; keep fewer"
         )
     seed, cut = recipe.train.seed, Cut(size, model.record.interpolation)
@@ -304,15 +306,15 @@ def _check_size(model: Classifier | Tokened, size: tuple[int, int]) -> None:
             [max(1, (pixels + up * (side - 1)) // side) * side for pixels, side in ((height, tall), (width, wide))]
             for up in (0, 1)
         )
-        raise Mistake(
+        raise UserError(
             f"images of {height} x {width} pixels cannot be cut into patches of {tall} x {wide}: set data.size to "
             f"multiples of them, such as {below} or {above}"
         )
     try:
         patch_grid(model, torch.zeros(1, 3, height, width, device=next(model.parameters()).device))
-    except (AssertionError, RuntimeError, Mistake) as error:  # timm's own and ours, by how the model is wrapped
+    except (AssertionError, RuntimeError, UserError) as error:  # timm's own and ours, by how the model is wrapped
         own = " x ".join(map(str, model.record.input_size or ("?",)))
-        raise Mistake(
+        raise UserError(
             f"data.size is {height} x {width} pixels, and '{model.record.name}' is built for {own}. Set data.size to "
             "that, model.input_size to another square, or model.kwargs.dynamic_img_size=true for any size."
         ) from error
@@ -366,7 +368,7 @@ def _load_head(path: Path, model: Classifier | Tokened) -> tuple[SegmentationHea
         about = json.loads(checkpoint.metadata[_METADATA_KEY])
         head, report = SegmentationHead(feature_width(model), len(about["classes"])), dict(about["report"])
     except (ValueError, KeyError, TypeError) as error:
-        raise Mistake(
+        raise UserError(
             f"'{path}' is no segmentation head, or damaged ({error!r}). Remove it to train it again."
         ) from error
     load_strict(head, checkpoint.weights, str(path))

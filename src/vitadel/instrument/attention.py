@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import SoftmaxAttention, attentions_of
 from vitadel.backbones.score_scaling import Factor
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import Lens, Record, hooked
 
 __all__ = ["Factors", "attention_maps", "constant_attention", "scaled_attention", "score_statistics"]
@@ -114,7 +114,7 @@ def _one_per_module(factors: Factors, parts: Sequence[SoftmaxAttention]) -> list
         return [lambda: factors] * len(parts)
     several = cast(Sequence[_Row], factors)
     if len(several) != len(parts):
-        raise Mistake(
+        raise UserError(
             f"scaled_attention: {len(several)} factors given, but the model has {len(parts)} softmax attentions "
             f"({parts[0].name} ... {parts[-1].name}). Give one number, {len(parts)} numbers, or one row of numbers "
             "per attention with one number per head."
@@ -129,7 +129,7 @@ def _reader(factors: Sequence[_Row], place: int, part: SoftmaxAttention) -> Fact
     row = cast(Tensor | Sequence[float | Tensor], factor)
     shape = tuple(row.shape) if isinstance(row, Tensor) else (len(row),)
     if shape not in ((), (part.heads,)):
-        raise Mistake(
+        raise UserError(
             f"scaled_attention: factors of shape {shape} given for '{part.name}', which has {part.heads} heads. "
             f"Give one number or {part.heads} numbers there."
         )

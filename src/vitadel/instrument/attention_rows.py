@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import SoftmaxAttention, attentions_of, backbone_of, family_of, prefix_tokens_of
-from vitadel.errors import Mistake
-from vitadel.instrument.patch_grid import grid_of_keys
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import Lens, frozen, hooked
+from vitadel.instrument.patch_grid import grid_of_keys
 from vitadel.instrument.tokens import OwnTokens, own_tokens
 
 __all__ = ["attention_over_patches", "own_part", "watched"]
@@ -39,7 +39,7 @@ def attention_over_patches(model: nn.Module, x: Tensor) -> Tensor:
     """(n, rows, columns): the class token's attention to each patch in the last layer that attends, mean over heads.
 
     Each map sums to 1: what goes to class, register and extra tokens is left out. Where there is no class token nor a
-    pooling query, the mean over the patches that ask. A `Mistake` for models of unknown families, and where the last
+    pooling query, the mean over the patches that ask. A `UserError` for models of unknown families, and where the last
     maps are over windows or no grid.
     """
     last = attentions_of(model)[-1]
@@ -47,7 +47,7 @@ def attention_over_patches(model: nn.Module, x: Tensor) -> Tensor:
         model(x)
     seen = own_part(found[0], own).float().mean(1)
     if len(seen) != len(x):
-        raise Mistake(f"the last attention of family '{family_of(model)}' is over windows, not over the whole image")
+        raise UserError(f"the last attention of family '{family_of(model)}' is over windows, not over the whole image")
     grid = grid_of_keys(model, x, seen.shape[2])
     named = seen.shape[1] == 1 or getattr(backbone_of(model), "cls_token", None) is not None
     rows = (seen[:, 0] if named else seen[:, prefix_tokens_of(model) :].mean(1))[:, -math.prod(grid) :]

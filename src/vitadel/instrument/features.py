@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import blocks_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, Record, hooked
 
 __all__ = ["block_features"]
@@ -28,7 +28,7 @@ def block_features(model: nn.Module, indices: Sequence[int] | None = None) -> It
     wanted = range(len(blocks)) if indices is None else indices
     wrong = [index for index in wanted if not -len(blocks) <= index < len(blocks)]
     if wrong:
-        raise Mistake(
+        raise UserError(
             f"block_features: no block {', '.join(map(str, wrong))}; the model has {len(blocks)} blocks. "
             f"Give numbers from {-len(blocks)} to {len(blocks) - 1}, or None for all."
         )

@@ -17,7 +17,7 @@ from typing import Any, overload
 from torch import Tensor, nn
 
 from vitadel.backbones.score_scaling import Lens, noting, refuse_silence
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["Edge", "Lens", "Record", "frozen", "hooked"]
 
@@ -56,7 +56,7 @@ def hooked(model: nn.Module, sites: Sequence[Edge | Lens]) -> Iterator[None]:
     """Attach all sites, and take them off at the end, also after an error.
 
     If `model` (the module that the user calls) has run to its end inside the block and a site has seen nothing of it,
-    that is a `Mistake`: what was wanted there would be silently missing.
+    that is a `UserError`: what was wanted there would be silently missing.
     """
     silent = dict(enumerate(site.name for site in sites))
     runs: list[nn.Module] = []
@@ -113,5 +113,5 @@ class Record(Sequence[Tensor]):
             raise IndexError(f"{len(self)} {self.what}, no number {place}")
         seen = self._seen.get(place % len(self))
         if seen is None:
-            raise Mistake(f"no {self.what} yet at '{self.names[place]}': run the model inside the `with` block first")
+            raise UserError(f"no {self.what} yet at '{self.names[place]}': run the model inside the `with` block first")
         return seen

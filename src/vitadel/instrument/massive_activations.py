@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import backbone_of, blocks_of, prefix_tokens_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, frozen, hooked
 from vitadel.instrument.tokens import OwnTokens, own_tokens
 
@@ -78,7 +78,7 @@ def massive_activations(model: nn.Module, x: Tensor, excluded: Sequence[int] | N
 def quartiles(values: Tensor) -> Tensor:
     """Lower quartile, median and upper quartile along the last axis, stacked in front: (..., n) -> (3, ...)."""
     if values.shape[-1] == 0:
-        raise Mistake("quartiles of no values were asked for; give at least one image.")
+        raise UserError("quartiles of no values were asked for; give at least one image.")
     return values.double().quantile(values.new_tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=-1)
 
 
@@ -107,12 +107,12 @@ def _largest(stream: Tensor, excluded: Sequence[int], layer: str) -> tuple[Tenso
     count, width = stream.shape[1:]
     wrong = [index for index in excluded if not 0 <= index < count]
     if wrong:
-        raise Mistake(
+        raise UserError(
             f"massive_activations: no token {', '.join(map(str, wrong))} at '{layer}', which has {count} tokens. "
             f"Exclude numbers from 0 to {count - 1}."
         )
     if len(set(excluded)) == count:
-        raise Mistake(f"massive_activations: all {count} tokens at '{layer}' are excluded. Leave at least one.")
+        raise UserError(f"massive_activations: all {count} tokens at '{layer}' are excluded. Leave at least one.")
     size = stream.to(torch.promote_types(stream.dtype, torch.float32)).abs()
     size[:, list(excluded)] = -1.0
     value, place = size.flatten(1).max(dim=1)

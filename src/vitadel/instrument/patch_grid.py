@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of, family_of, prefix_tokens_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, frozen, hooked
 
 __all__ = ["grid_of_keys", "patch_grid"]
@@ -37,7 +37,7 @@ def patch_grid(model: nn.Module, x: Tensor) -> tuple[int, int]:
     count, (height, width) = math.prod(tokens) - prefix_tokens_of(model), x.shape[-2:]
     rows = round(math.sqrt(count * height / width))
     if rows == 0 or count % rows or rows * width != count // rows * height:
-        raise Mistake(
+        raise UserError(
             f"{count} patch tokens form no grid of squares on images of {height} x {width} pixels. Give images of the "
             "size that the model was built for, or use an attack that needs no patches."
         )
@@ -55,7 +55,7 @@ def grid_of_keys(model: nn.Module, x: Tensor, keys: int) -> tuple[int, int]:
     patches, (height, width) = keys - prefix_tokens_of(model), x.shape[-2:]
     rows = round(math.sqrt(max(patches, 0) * height / width))
     if rows == 0 or patches % rows:
-        raise Mistake(
+        raise UserError(
             f"{patches} keys of family '{family_of(model)}' form no grid over images of {height} x {width} pixels"
         )
     return rows, patches // rows

@@ -20,7 +20,7 @@ from vitadel.backbones.anatomy import (
     family_of,
     prefix_tokens_of,
 )
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.hooks import Edge, Lens, hooked
 
 __all__ = ["PLACEMENTS", "OwnTokens", "check_placement", "extra_tokens", "own_tokens", "token_width"]
@@ -119,7 +119,7 @@ def own_tokens(model: nn.Module) -> Iterator[OwnTokens]:
 
 
 def token_width(model: nn.Module) -> int:
-    """How wide extra tokens must be; a `Mistake` where they have no meaning."""
+    """How wide extra tokens must be; a `UserError` where they have no meaning."""
     seam = _seam(model)
     return int(getattr(backbone_of(model), seam.width))
 
@@ -128,9 +128,9 @@ def check_placement(model: nn.Module, placement: str) -> None:
     """Refuse a place that is unknown, or that this model would take for patches."""
     if placement not in PLACEMENTS:
         near = nearest_names(placement, PLACEMENTS) or "."
-        raise Mistake(f"unknown placement of tokens {placement!r}{near} Known: {', '.join(PLACEMENTS)}.")
+        raise UserError(f"unknown placement of tokens {placement!r}{near} Known: {', '.join(PLACEMENTS)}.")
     if placement == "append" and getattr(backbone_of(model), "rope", None) is not None:
-        raise Mistake(
+        raise UserError(
             f"extra tokens cannot be appended to {type(backbone_of(model)).__name__}: it rotates what follows its "
             "class and register tokens by place (RoPE), so patches would get each other's rotation. Use placement "
             "'prefix', which is the same for models without rotation."
@@ -142,10 +142,10 @@ def _seam(model: nn.Module) -> TokenSeam:
     takers = f"Families that take them: {able}."
     try:
         row = anatomy_of(model)
-    except Mistake as mistake:  # which names the families that are known, not those that will do
-        raise Mistake(f"no place is known for extra tokens: {mistake} {takers}") from mistake
+    except UserError as mistake:  # which names the families that are known, not those that will do
+        raise UserError(f"no place is known for extra tokens: {mistake} {takers}") from mistake
     if row.tokens is None:
-        raise Mistake(f"extra tokens have no meaning for family '{family_of(model)}': {row.no_tokens}. {takers}")
+        raise UserError(f"extra tokens have no meaning for family '{family_of(model)}': {row.no_tokens}. {takers}")
     return row.tokens
 
 
@@ -153,7 +153,7 @@ def _checked(tokens: Tensor, width: int) -> Tensor:
     """As (1 or batch, R, width)."""
     whole = tokens[None] if tokens.dim() == 2 else tokens
     if whole.dim() != 3 or whole.shape[2] != width:
-        raise Mistake(
+        raise UserError(
             f"extra_tokens: tokens of shape {tuple(tokens.shape)} given; the model takes (R, {width}) or "
             f"(1, R, {width}), the same tokens for every image, or (batch, R, {width})."
         )
@@ -163,7 +163,7 @@ def _checked(tokens: Tensor, width: int) -> Tensor:
 def _for_each(extra: Tensor, x: Tensor) -> Tensor:
     """One set of tokens per image, in the stream's own type."""
     if len(extra) not in (1, len(x)):
-        raise Mistake(
+        raise UserError(
             f"extra_tokens: {len(extra)} sets of tokens given for {len(x)} images; give one set for all, or one each."
         )
     return extra.to(x).expand(len(x), -1, -1)

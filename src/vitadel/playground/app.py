@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vitadel.quantities import read_amount
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.playground import panels
-from vitadel.playground.craft import Crafted, Wish, craft, ready_attack, transfer
-from vitadel.playground.models import Chosen, Opened, Shelf
+from vitadel.playground.craft import AttackForm, CraftedImage, craft, ready_attack, transfer
+from vitadel.playground.models import Chosen, ModelCache, Opened
 from vitadel.playground.uploads import MOST_BYTES, MOST_PIXELS, MOST_RATIO, MOST_SIDE, take_upload
+from vitadel.quantities import read_quantity
 
 # Before gradio is imported: it reads this once.
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
@@ -25,7 +25,7 @@ try:
     import gradio as gr
     from gradio.utils import get_upload_folder
 except ImportError as missing:
-    raise Mistake("the playground needs gradio, which is not installed: pip install 'vitadel[ui]'") from missing
+    raise UserError("the playground needs gradio, which is not installed: pip install 'vitadel[ui]'") from missing
 
 __all__ = ["build", "serving"]
 
@@ -47,7 +47,7 @@ _QUEUE: dict[str, Any] = {"concurrency_id": "models", "concurrency_limit": 1, "a
 """One at a time: attacks put hooks on a model, and two would see each other's."""
 
 
-def build(shelf: Shelf) -> gr.Blocks:
+def build(shelf: ModelCache) -> gr.Blocks:
     """The page; nothing is opened before somebody asks for it."""
     page: gr.Blocks = gr.Blocks(title="Vitadel playground", analytics_enabled=False, delete_cache=(60, 60))
     with page:
@@ -86,7 +86,7 @@ def _forget(page: gr.Blocks) -> Callable[[gr.Request], None]:
     return forget
 
 
-def _image_choice(shelf: Shelf, chosen: gr.State, page: gr.Blocks) -> None:
+def _image_choice(shelf: ModelCache, chosen: gr.State, page: gr.Blocks) -> None:
     """A number of the data, or a file; what was picked last is taken."""
     number = gr.Number(0, label=f"Image of {shelf.data}, by number", precision=0, minimum=0, elem_id="number")
     # Without `file_types`: the page would drop other files without a word, where `take_upload` says what is wrong.
@@ -115,7 +115,7 @@ def _image_choice(shelf: Shelf, chosen: gr.State, page: gr.Blocks) -> None:
 def _shown(pick: Callable[[], Chosen]) -> tuple[Chosen | None, str]:
     try:
         picked = pick()
-    except Mistake as mistake:
+    except UserError as mistake:
         return None, panels.mistake_panel(mistake)
     return picked, panels.chosen_panel(picked)
 
@@ -130,15 +130,15 @@ def _wish_choice() -> list[gr.components.Component]:
     return [attack, norm, eps]
 
 
-def _wish(attack: str | None, norm: str, eps: str | None) -> Wish:
+def _wish(attack: str | None, norm: str, eps: str | None) -> AttackForm:
     if not attack or not eps:
-        raise Mistake("name an attack and a budget: for example pgd-20 with eps 8/255")
-    return Wish(str(attack), read_amount(str(eps), "eps"), norm)
+        raise UserError("name an attack and a budget: for example pgd-20 with eps 8/255")
+    return AttackForm(str(attack), read_quantity(str(eps), "eps"), norm)
 
 
-def _run(opened: Opened, picked: Chosen | None, wish: Wish, title: str, progress: gr.Progress) -> Crafted:
+def _run(opened: Opened, picked: Chosen | None, wish: AttackForm, title: str, progress: gr.Progress) -> CraftedImage:
     if picked is None:
-        raise Mistake("there is no image to attack; pick one by its number, or send a picture")
+        raise UserError("there is no image to attack; pick one by its number, or send a picture")
 
     def tell(done: int, most: int | None) -> None:
         if most is None:
@@ -147,10 +147,10 @@ def _run(opened: Opened, picked: Chosen | None, wish: Wish, title: str, progress
             progress((done, most), desc=title, unit="passes")
 
     attack = ready_attack(opened, wish, picked.index, tell)
-    return craft(opened.subject.model, opened.pixels(picked.picture), attack, wish, tell)
+    return craft(opened.target.model, opened.pixels(picked.picture), attack, wish, tell)
 
 
-def _attack(shelf: Shelf) -> Callable[..., str]:
+def _attack(shelf: ModelCache) -> Callable[..., str]:
     def work(
         picked: Chosen | None,
         spec: str,
@@ -162,7 +162,7 @@ def _attack(shelf: Shelf) -> Callable[..., str]:
         try:
             wish, opened = _wish(attack, norm, eps), shelf.open(spec)
             crafted = _run(opened, picked, wish, wish.attack, progress)
-        except Mistake as mistake:
+        except UserError as mistake:
             return panels.mistake_panel(mistake)
         label = picked.label if picked is not None and opened.knows_data else None
         return panels.result_panel(crafted, opened.names, wish, label)
@@ -170,7 +170,7 @@ def _attack(shelf: Shelf) -> Callable[..., str]:
     return work
 
 
-def _compare(shelf: Shelf) -> Callable[..., str]:
+def _compare(shelf: ModelCache) -> Callable[..., str]:
     def work(
         picked: Chosen | None,
         first: str,
@@ -188,10 +188,10 @@ def _compare(shelf: Shelf) -> Callable[..., str]:
                 for opened, spec in zip(both, specs, strict=True)
             ]
             transferred = [
-                transfer(made, other.subject.model, other.subject.preprocess.shape, other.device)
+                transfer(made, other.target.model, other.target.preprocess.shape, other.device)
                 for made, other in zip(crafted, reversed(both), strict=True)
             ]
-        except Mistake as mistake:
+        except UserError as mistake:
             return panels.mistake_panel(mistake)
         return panels.comparison_panel(specs, [opened.names for opened in both], crafted, transferred, wish)
 
@@ -199,7 +199,7 @@ def _compare(shelf: Shelf) -> Callable[..., str]:
 
 
 @contextmanager
-def serving(shelf: Shelf, host: str, port: int) -> Iterator[str]:
+def serving(shelf: ModelCache, host: str, port: int) -> Iterator[str]:
     """Serve the page while the block runs, and give its address. What browsers send lies in a folder of its own for
     a moment, and the folder is removed at the end; `port` 0 takes any that is free."""
     # Gradio writes what a browser sends into the folder that GRADIO_TEMP_DIR names, when it begins to serve.
@@ -208,7 +208,7 @@ def serving(shelf: Shelf, host: str, port: int) -> Iterator[str]:
             with _variable("no_proxy", _direct(host)):
                 page, address = _launched(shelf, host, _free_port(host, port))
         except OSError as error:
-            raise Mistake(
+            raise UserError(
                 f"cannot listen on {host}:{port}: {error}. Take another --port; if the machine is busy, try again."
             ) from error
         try:
@@ -224,7 +224,7 @@ def _free_port(host: str, port: int) -> int:
         return int(trial.getsockname()[1])
 
 
-def _launched(shelf: Shelf, host: str, port: int) -> tuple[gr.Blocks, str]:
+def _launched(shelf: ModelCache, host: str, port: int) -> tuple[gr.Blocks, str]:
     """The page, served, and its address."""
 
     async def launch() -> tuple[gr.Blocks, str]:

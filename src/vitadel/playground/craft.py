@@ -15,26 +15,26 @@ from torch.nn import functional as F
 from vitadel.attacks.parse import make
 from vitadel.attacks.threats import threat
 from vitadel.backbones.output_checks import check_logits
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.batch_cache import MemoryCache
 from vitadel.evaluation.engine.calibration import BATCH, calibrated, studies
 from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.saved_examples import in_8_bits
-from vitadel.evaluation.engine.batch_cache import MemoryLedger
 from vitadel.evaluation.engine.pass_counter import metered
-from vitadel.evaluation.engine.stages import Bench, rules_of
+from vitadel.evaluation.engine.saved_examples import in_8_bits
+from vitadel.evaluation.engine.stages import RunContext, rules_of
 from vitadel.instrument.attention_rows import attention_over_patches
 from vitadel.instrument.hooks import frozen
 from vitadel.playground.models import Opened
-from vitadel.runtime.rng import Draws
 from vitadel.runtime.distributed import Processes
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 
 __all__ = [
     "MOST_PASSES",
-    "Crafted",
+    "AttackForm",
+    "CraftedImage",
     "Seen",
     "Transferred",
-    "Wish",
     "craft",
     "look",
     "ready_attack",
@@ -50,7 +50,7 @@ Tell = Callable[[int, int | None], None]
 
 
 @dataclass(frozen=True)
-class Wish:
+class AttackForm:
     """What to do to the image; `norm` and `eps` as on the command line."""
 
     attack: str = "pgd-20"
@@ -70,7 +70,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Crafted:
+class CraftedImage:
     """`x` and `z`: clean and adversarial pixels, (1, 3, height, width). `fooled`: the answer changed, and `z` keeps
     box and budget; `void`: it does not keep them, and counts for nothing. `picture` is `z` in 8 bits."""
 
@@ -117,36 +117,36 @@ def look(model: nn.Module, x: Tensor) -> Seen:
     attention, blind = None, ""
     try:
         attention = attention_over_patches(model, x)[0].cpu()
-    except Mistake as mistake:
+    except UserError as mistake:
         blind = str(mistake)
     return Seen(int(logits.argmax(1)), logits[0].double().softmax(0).cpu(), attention, blind)
 
 
-def ready_attack(opened: Opened, wish: Wish, index: int | None = None, tell: Tell | None = None) -> Attack:
+def ready_attack(opened: Opened, wish: AttackForm, index: int | None = None, tell: Tell | None = None) -> Attack:
     """The attack of a wish; one that studies the model first does so on training images, never on image `index`."""
     attack = make(wish.attack, eps=wish.eps, norm=wish.norm)
     passes = sum(attack.passes())
     if passes > MOST_PASSES:
-        raise Mistake(
+        raise UserError(
             f"{wish.attack} may take {passes:,} passes, and the playground allows {MOST_PASSES:,}. "
             "Take fewer steps here, or run it with `vitadel attack`."
         )
     if not studies(attack):
         return attack
     if not opened.knows_data:
-        at_hand = "what is at hand" if opened.subject.given_as_object else opened.subject.data_spec
-        raise Mistake(
+        at_hand = "what is at hand" if opened.target.given_as_object else opened.target.data_spec
+        raise UserError(
             f"{wish.attack} studies the model on images of its own data first, and {at_hand} is not that. "
             "Start the playground with --data SPEC, or take an attack without such a study."
         )
-    subject, here = opened.subject, Processes(0, 1, opened.device)
-    bench = Bench(subject.model, subject.source, subject.preprocess, MemoryLedger(), here, BATCH, wish.seed)
+    target, here = opened.target, Processes(0, 1, opened.device)
+    context = RunContext(target.model, target.source, target.preprocess, MemoryCache(), here, BATCH, wish.seed)
     attacked = torch.tensor([] if index is None else [index], dtype=torch.int64)
-    with _followed(subject.model, None, tell, study_of=wish.attack):
-        return calibrated(attack, bench, subject, attacked, None)
+    with _followed(target.model, None, tell, study_of=wish.attack):
+        return calibrated(attack, context, target, attacked, None)
 
 
-def craft(model: nn.Module, x: Tensor, attack: Attack, wish: Wish, tell: Tell | None = None) -> Crafted:
+def craft(model: nn.Module, x: Tensor, attack: Attack, wish: AttackForm, tell: Tell | None = None) -> CraftedImage:
     """Try to change the model's answer on one image; judged on the untouched model, and once more in 8 bits.
 
     The answer to change is the model's own on the clean image, so that any picture will do, labelled or not.
@@ -155,14 +155,14 @@ def craft(model: nn.Module, x: Tensor, attack: Attack, wish: Wish, tell: Tell | 
     y = torch.tensor([before.answer], device=x.device)
     begun = time.perf_counter()
     with metered(model) as cost, _followed(model, sum(attack.passes()), tell):
-        z = attack(model, x, y, Draws.of_pixels(x, wish.seed))
+        z = attack(model, x, y, SampleRNG.of_pixels(x, wish.seed))
     seconds = time.perf_counter() - begun
     rules = rules_of(attack)
     verdict = judge(model, rules(model, x) if rules else threat(wish.norm, wish.eps), x, z, y)
     picture = in_8_bits(z, x)
     with frozen(model), torch.no_grad():
         picture_fools = int(model(picture.to(x.dtype) / 255).argmax(1)) != before.answer
-    return Crafted(
+    return CraftedImage(
         x=x.cpu(),
         z=z.cpu(),
         before=before,
@@ -189,7 +189,7 @@ def _followed(model: nn.Module, most: int | None, tell: Tell | None, study_of: s
         nonlocal done, images
         done, images = done + 1, images + len(logits)
         if study_of and images > MOST_PASSES:
-            raise Mistake(
+            raise UserError(
                 f"{study_of} studies the model with more than {MOST_PASSES:,} passes, counted by images, and the "
                 "playground allows no more. Take fewer images or steps, as in aas(images=64,steps=5)+pgd-20, or run it "
                 "with `vitadel attack`."
@@ -204,7 +204,7 @@ def _followed(model: nn.Module, most: int | None, tell: Tell | None, study_of: s
         handle.remove()
 
 
-def transfer(crafted: Crafted, other: nn.Module, size: tuple[int, int], device: torch.device) -> Transferred:
+def transfer(crafted: CraftedImage, other: nn.Module, size: tuple[int, int], device: torch.device) -> Transferred:
     """Show both images to another model, which takes pixels of `size`; where it differs both are resampled alike."""
     resized = tuple(crafted.x.shape[2:]) != size
 
@@ -216,7 +216,7 @@ def transfer(crafted: Crafted, other: nn.Module, size: tuple[int, int], device: 
     return Transferred(look(other, fit(crafted.x)), look(other, fit(crafted.z)), resized)
 
 
-def shown(crafted: Crafted) -> tuple[Tensor, float]:
+def shown(crafted: CraftedImage) -> tuple[Tensor, float]:
     """The perturbation as a picture, (3, height, width): grey where nothing changed, with the factor it was scaled by
     so that its largest change just reaches black or white."""
     change = (crafted.z - crafted.x)[0].double()

@@ -12,19 +12,19 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitadel.backbones.output_checks import check_logits
 from vitadel.backbones.load import zoo_names
+from vitadel.backbones.output_checks import check_logits
 from vitadel.data import open_dataset
 from vitadel.data.sources.cifar_names import CIFAR10_CLASSES
 from vitadel.data.sources.imagenet import imagenet_classes
 from vitadel.data.sources.shapes import CLASSES
 from vitadel.data.spec import parse_spec
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.audit.audit import DEFAULT_MODEL
-from vitadel.evaluation.engine.target import Subject, open_subject
+from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.types import Source
 
-__all__ = ["Chosen", "Opened", "Shelf", "class_names"]
+__all__ = ["Chosen", "ModelCache", "Opened", "class_names"]
 
 _MOST_OPEN = 3
 _ZOO_CLASSES = {"shapes": CLASSES, "cifar10": CIFAR10_CLASSES}
@@ -44,18 +44,18 @@ class Chosen:
 class Opened:
     """A model with the names of its classes; `knows_data` if the data at hand has the same classes."""
 
-    subject: Subject
+    target: Target
     names: tuple[str, ...]
     knows_data: bool
     device: torch.device
 
     def pixels(self, picture: Image.Image) -> Tensor:
         """The picture as the model's own preprocessing makes it: (1, 3, height, width) in [0, 1]."""
-        return self.subject.preprocess(picture).to(self.device).float().div(255)[None]
+        return self.target.preprocess(picture).to(self.device).float().div(255)[None]
 
 
 @dataclass(frozen=True)
-class Shelf:
+class ModelCache:
     """The models to choose from: those named by the user, opened with `options`, then those of the zoo.
 
     `data_is_told`: the user named the data, so that a model with as many classes is taken to have its classes.
@@ -100,10 +100,10 @@ class Shelf:
     def image(self, number: int) -> Chosen:
         """A sample of the data."""
         if not 0 <= number < len(self.source):
-            raise Mistake(f"{self.data} has images number 0 to {len(self.source) - 1}, got {number}")
+            raise UserError(f"{self.data} has images number 0 to {len(self.source) - 1}, got {number}")
         picture = self.source.read([number])[0]
         if isinstance(picture, Exception):
-            raise Mistake(f"{self.source.name(number)} cannot be read: {picture}. Take another number.")
+            raise UserError(f"{self.source.name(number)} cannot be read: {picture}. Take another number.")
         label = int(self.source.labels()[number])
         known = self.source.classes[label] if 0 <= label < len(self.source.classes) else None
         return Chosen(picture, self.source.name(number), number, known)
@@ -112,7 +112,7 @@ class Shelf:
         """The model of a name on this shelf, and of no other: names reach files and code."""
         if spec not in self.specs:
             near = nearest_names(spec, self.specs) or "."
-            raise Mistake(
+            raise UserError(
                 f"no model {spec!r} here{near} There are: {', '.join(self.specs)}. Name others when starting."
             )
         if spec not in self._open:
@@ -127,14 +127,14 @@ class Shelf:
         # A zoo model of other data may be shown any picture here, as nobody counts its answers: its data stay unnamed.
         known = self._is_for_data(spec) or not spec.startswith("zoo:")
         data = self.data if known else self.source
-        subject = open_subject(spec, data, data_root=self.data_root, skip_bad=True, **given)
-        subject.model.to(self.device)
-        subject.model.eval()
+        target = open_target(spec, data, data_root=self.data_root, skip_bad=True, **given)
+        target.model.to(self.device)
+        target.model.eval()
         with torch.no_grad():
-            logits = subject.model(torch.zeros(1, 3, *subject.preprocess.shape, device=self.device))
+            logits = target.model(torch.zeros(1, 3, *target.preprocess.shape, device=self.device))
         check_logits(logits)
         names = class_names(spec, logits.shape[1], self.source.classes if self.data_is_told else ())
-        return Opened(subject, names, names == tuple(self.source.classes), self.device)
+        return Opened(target, names, names == tuple(self.source.classes), self.device)
 
 
 def class_names(spec: str, count: int, told: Sequence[str] = ()) -> tuple[str, ...]:

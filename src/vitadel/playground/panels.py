@@ -12,9 +12,9 @@ from markupsafe import Markup
 from PIL import Image
 from torch import Tensor
 
-from vitadel.quantities import amount_text
-from vitadel.playground.craft import Crafted, Seen, Transferred, Wish, shown
+from vitadel.playground.craft import AttackForm, CraftedImage, Seen, Transferred, shown
 from vitadel.playground.models import Chosen
+from vitadel.quantities import quantity_text
 
 __all__ = ["CSS", "chosen_panel", "comparison_panel", "mistake_panel", "result_panel"]
 
@@ -73,7 +73,7 @@ def chosen_panel(chosen: Chosen) -> str:
     return _page(_figure(pixels, chosen.name, chosen.name, size))
 
 
-def result_panel(crafted: Crafted, names: Names, wish: Wish, label: str | None) -> str:
+def result_panel(crafted: CraftedImage, names: Names, wish: AttackForm, label: str | None) -> str:
     """Everything about one attack on one image."""
     return _page(
         _verdict(crafted, names, label),
@@ -89,9 +89,9 @@ def result_panel(crafted: Crafted, names: Names, wish: Wish, label: str | None) 
 def comparison_panel(
     specs: Sequence[str],
     names: Sequence[Names],
-    crafted: Sequence[Crafted],
+    crafted: Sequence[CraftedImage],
     transferred: Sequence[Transferred],
-    wish: Wish,
+    wish: AttackForm,
 ) -> str:
     """Two models, the clean image and the one crafted for each; `transferred[i]` is what the other makes of `i`'s."""
     first, second = crafted
@@ -111,7 +111,7 @@ def comparison_panel(
         _figure(each.z[0], f"the image crafted for {spec}", f"crafted for {spec}")
         for spec, each in zip(specs, crafted, strict=True)
     ]
-    note = f"{wish.attack}, {wish.norm} {amount_text(wish.eps)}. Marked: the answer differs from the clean one."
+    note = f"{wish.attack}, {wish.norm} {quantity_text(wish.eps)}. Marked: the answer differs from the clean one."
     if any(each.resized for each in transferred):
         note += " The models take images of different sizes: each other's were resampled, which can undo an attack."
     return _page(
@@ -121,7 +121,7 @@ def comparison_panel(
     )
 
 
-def _who_falls(specs: Sequence[str], crafted: Sequence[Crafted], transferred: Sequence[Transferred]) -> Markup:
+def _who_falls(specs: Sequence[str], crafted: Sequence[CraftedImage], transferred: Sequence[Transferred]) -> Markup:
     """Whose answer changes on the image crafted for it, and on the other's."""
     fallen = [spec for spec, each in zip(specs, crafted, strict=True) if each.fooled]
     said = {0: "Both hold.", 1: f"Only {(fallen or [''])[0]} is fooled.", 2: "Both are fooled."}[len(fallen)]
@@ -136,7 +136,7 @@ def _page(*parts: Markup) -> str:
     return str(Markup('<div class="vd">{}</div>').format(Markup("").join(parts)))
 
 
-def _verdict(crafted: Crafted, names: Names, label: str | None) -> Markup:
+def _verdict(crafted: CraftedImage, names: Names, label: str | None) -> Markup:
     before, after = names[crafted.before.answer], names[crafted.after.answer]
     if crafted.void:
         kind, said = "held", "The attack left its budget, so its image does not count."
@@ -150,11 +150,11 @@ def _verdict(crafted: Crafted, names: Names, label: str | None) -> Markup:
     return Markup('<p class="verdict {}" role="status">{}</p>{}').format(kind, said, remark)
 
 
-def _spent(crafted: Crafted, wish: Wish) -> Markup:
+def _spent(crafted: CraftedImage, wish: AttackForm) -> Markup:
     used = f"Linf {crafted.size('linf') * 255:.2f}/255, L2 {crafted.size('l2'):.3f}"
     gradients, passes = _count(crafted.gradients, "gradient"), _count(crafted.forwards, "other pass", "es")
     return Markup('<p class="muted">{}, {} {}: used {}; {}, {}, {:.1f} s.</p>').format(
-        wish.attack, wish.norm, amount_text(wish.eps), used, gradients, passes, crafted.seconds
+        wish.attack, wish.norm, quantity_text(wish.eps), used, gradients, passes, crafted.seconds
     )
 
 
@@ -162,7 +162,7 @@ def _count(number: int, what: str, ending: str = "s") -> str:
     return f"{number:,} {what}{'' if number == 1 else ending}"
 
 
-def _pictures(crafted: Crafted, names: Names) -> Markup:
+def _pictures(crafted: CraftedImage, names: Names) -> Markup:
     change, factor = shown(crafted)
     figures = [
         _figure(crafted.x[0], "the clean image", "Clean", f"seen as {names[crafted.before.answer]}"),
@@ -213,7 +213,7 @@ def _moved(transferred: Transferred, names: Names) -> Markup:
     return _cell(transferred.before, transferred.after, names, transferred.fooled)
 
 
-def _downloads(crafted: Crafted) -> Markup:
+def _downloads(crafted: CraftedImage) -> Markup:
     png = _png(Image.fromarray(crafted.picture.permute(1, 2, 0).numpy()))
     floats = crafted.safetensors()
     links = [("adversarial.png", "image/png", png), ("adversarial.safetensors", "application/octet-stream", floats)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image, ImageOps
 
 from vitadel.data.images import to_rgb
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["FORMATS", "MOST_BYTES", "MOST_PIXELS", "MOST_RATIO", "MOST_SIDE", "read_upload", "take_upload"]
 
@@ -29,29 +29,29 @@ _ALLOWED = (
 def read_upload(content: bytes, most_pixels: int = MOST_PIXELS) -> Image.Image:
     """The picture as RGB, turned upright as its camera says; of an animation the first frame."""
     if not content:
-        raise Mistake(f"the file is empty. {_ALLOWED}")
+        raise UserError(f"the file is empty. {_ALLOWED}")
     if len(content) > MOST_BYTES:
-        raise Mistake(f"the file is too large. {_ALLOWED}")
+        raise UserError(f"the file is too large. {_ALLOWED}")
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as picture:
             short, long = sorted(picture.size)
             if short * long > most_pixels:
-                raise Mistake(f"the picture has {picture.width} x {picture.height} pixels, too many. {_ALLOWED}")
+                raise UserError(f"the picture has {picture.width} x {picture.height} pixels, too many. {_ALLOWED}")
             if long > min(MOST_SIDE, MOST_RATIO * short):
-                raise Mistake(f"the picture has {picture.width} x {picture.height} pixels, too long. {_ALLOWED}")
+                raise UserError(f"the picture has {picture.width} x {picture.height} pixels, too long. {_ALLOWED}")
             return to_rgb(ImageOps.exif_transpose(picture))
-    except Mistake:
+    except UserError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise Mistake(f"the picture has far too many pixels. {_ALLOWED}") from None
+        raise UserError(f"the picture has far too many pixels. {_ALLOWED}") from None
     except Exception:  # decoders meet hostile bytes and fail in many ways
-        raise Mistake(f"this is not a picture that can be read. {_ALLOWED}") from None
+        raise UserError(f"this is not a picture that can be read. {_ALLOWED}") from None
 
 
 def take_upload(path: Path, folder: Path) -> Image.Image:
     """Read the file that a web server put into `folder`, and remove it whether it could be read or not."""
     if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
-        raise Mistake(
+        raise UserError(
             "this file was not sent by a browser; send a picture with the button"
         )  # and is not ours to remove
     try:

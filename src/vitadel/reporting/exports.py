@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.reporting.figures import Picture
 from vitadel.reporting.read_runs import Run, read_all, shown_from
 from vitadel.reporting.sections import OF_A_RUN, OVERVIEW
@@ -28,7 +28,7 @@ def pictures_of(runs: Sequence[Run]) -> Iterator[tuple[str, Picture]]:
 def export(paths: Sequence[Path], out: Path) -> list[Path]:
     """Write DIR/tables and DIR/figures for papers; returns the files, which replace those of an earlier export."""
     if out.is_file():
-        raise Mistake(f"{out} is a file; --export takes a folder, for tables/ and figures/ below it")
+        raise UserError(f"{out} is a file; --export takes a folder, for tables/ and figures/ below it")
     runs = read_all(paths)
     with shown_from(*runs):
         tables, pictures = tables_of(runs), list(pictures_of(runs))

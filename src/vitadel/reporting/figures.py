@@ -157,8 +157,8 @@ def _for_page(root: ElementTree.Element, prefix: str) -> str:
 def _themed(style: str) -> str:
     kept = [part for part in style.split(";") if not part.strip().startswith("font-family")]
     style = ";".join(kept)
-    for name, colour in COLOURS.items():
-        style = style.replace(colour, f"var(--figure-{name}, {colour})")
+    for name, color in COLOURS.items():
+        style = style.replace(color, f"var(--figure-{name}, {color})")
     return style
 
 
@@ -200,7 +200,7 @@ def _rule(axes: Any, top: float, bottom: float) -> None:
     axes.vlines([0, 0.25, 0.5, 0.75, 1], top, bottom, color=COLOURS["grid"], linewidth=0.8, zorder=0, clip_on=False)
 
 
-def _write(axes: Any, x: float, y: float, text: str, *, colour: str = "ink", side: str = "left", **more: Any) -> None:
+def _write(axes: Any, x: float, y: float, text: str, *, color: str = "ink", side: str = "left", **more: Any) -> None:
     """Text beside the axes: x in points from their left edge (or, negative side 'right', ending there)."""
     axes.annotate(
         text,
@@ -210,15 +210,15 @@ def _write(axes: Any, x: float, y: float, text: str, *, colour: str = "ink", sid
         textcoords="offset points",
         ha=side,
         va="center_baseline",
-        color=COLOURS[colour],
+        color=COLOURS[color],
         annotation_clip=False,
         parse_math=False,  # a dollar sign in a class name is a dollar sign
         **more,
     )
 
 
-def _bar(axes: Any, y: float, value: float, height: float, colour: str) -> None:
-    axes.barh(y, value, height=height, color=COLOURS[colour], linewidth=0)
+def _bar(axes: Any, y: float, value: float, height: float, color: str) -> None:
+    axes.barh(y, value, height=height, color=COLOURS[color], linewidth=0)
 
 
 def _whisker(axes: Any, y: float, interval: Sequence[float], size: float = 3.5) -> None:
@@ -233,7 +233,7 @@ class _Bar:
     label: str
     value: float
     interval: Sequence[float]
-    colour: str
+    color: str
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def draw_accuracies(runs: Sequence[Run]) -> Picture | None:
         y: float = 0
         for group in groups:
             _write(axes, -left + 4, y + 10, _shorten(group.title, 76), fontweight="bold", fontsize=11)
-            _write(axes, -left + 4, y + 25, _shorten(group.conditions, 110), colour="muted", fontsize=9)
+            _write(axes, -left + 4, y + 25, _shorten(group.conditions, 110), color="muted", fontsize=9)
             y += head
             _rule(axes, y - 2, y + _ROW * len(group.bars) + 2)
             for bar in group.bars:
@@ -300,13 +300,13 @@ def draw_accuracies(runs: Sequence[Run]) -> Picture | None:
 
 
 def _draw_bar(axes: Any, y: float, bar: _Bar) -> None:
-    strong = {"fontweight": "bold"} if bar.colour == "worst" else {}
+    strong = {"fontweight": "bold"} if bar.color == "worst" else {}
     _write(axes, -8, y, _shorten(bar.label, 34), side="right", **strong)
-    _bar(axes, y, bar.value, 12, bar.colour)
+    _bar(axes, y, bar.value, 12, bar.color)
     _whisker(axes, y, bar.interval)
     across = axes.get_position().width * _WIDTH
     _write(axes, across + 58, y, percent(bar.value), side="right", **strong)
-    _write(axes, across + 66, y, interval_text(bar.interval), colour="muted", fontsize=9)
+    _write(axes, across + 66, y, interval_text(bar.interval), color="muted", fontsize=9)
 
 
 def extreme_classes(scores: Sequence[ClassScore]) -> tuple[list[ClassScore], list[ClassScore]]:
@@ -342,7 +342,7 @@ def draw_classes(run: Run) -> Picture | None:
             y += _ROW
         if rest:
             between = len(scores) - len(shown)
-            _write(axes, -left + 4, y + _ROW / 2, f"… {between} classes in between …", colour="muted", fontsize=9)
+            _write(axes, -left + 4, y + _ROW / 2, f"… {between} classes in between …", color="muted", fontsize=9)
             y += _ROW
         for score in rest:
             _draw_class(axes, y + _ROW / 2, score)
@@ -354,9 +354,9 @@ def draw_classes(run: Run) -> Picture | None:
 
 def _legend(axes: Any, entries: Sequence[tuple[str, str]]) -> None:
     x = 0.0
-    for colour, text in entries:
-        _write(axes, x, 10, "■", colour=colour, fontsize=11)
-        _write(axes, x + 14, 10, text, colour="muted", fontsize=9)
+    for color, text in entries:
+        _write(axes, x, 10, "■", color=color, fontsize=11)
+        _write(axes, x + 14, 10, text, color="muted", fontsize=9)
         x += 34 + 5.4 * len(text)
 
 
@@ -367,7 +367,7 @@ def _class_text(score: ClassScore) -> str:
 
 def _draw_class(axes: Any, y: float, score: ClassScore) -> None:
     _write(axes, -42, y, _shorten(score.name, 30), side="right")
-    _write(axes, -8, y, f"{score.n:,}", colour="muted", side="right", fontsize=8)
+    _write(axes, -8, y, f"{score.n:,}", color="muted", side="right", fontsize=8)
     _bar(axes, y - 3.5, score.correct / score.n, 6, "clean")
     if score.held is not None:
         _bar(axes, y + 3.5, score.held / score.n, 6, "worst")
@@ -375,7 +375,7 @@ def _draw_class(axes: Any, y: float, score: ClassScore) -> None:
     across = axes.get_position().width * _WIDTH
     _write(axes, across + 54, y, percent(score.correct / score.n), side="right", fontsize=9)
     if score.held is not None:
-        _write(axes, across + 58, y, "→", colour="muted", fontsize=9)
+        _write(axes, across + 58, y, "→", color="muted", fontsize=9)
         _write(axes, across + 108, y, percent(score.held / score.n), side="right", fontsize=9)
 
 
@@ -428,8 +428,8 @@ def _overlaid(images: Any, shares: Any) -> Any:
     """The images in grey under the colours of their maps: the brighter, the more attention."""
     tall, wide = images.shape[1:3]
     rows, columns = (np.arange(size) * kept // size for size, kept in zip((tall, wide), shares.shape[1:], strict=True))
-    colours = matplotlib.colormaps["inferno"](shares[:, rows][:, :, columns])[..., :3]
-    return 0.4 * np.clip(images, 0, 1).mean(3, keepdims=True) + 0.6 * colours
+    colors = matplotlib.colormaps["inferno"](shares[:, rows][:, :, columns])[..., :3]
+    return 0.4 * np.clip(images, 0, 1).mean(3, keepdims=True) + 0.6 * colors
 
 
 def _pairs(shown: Mapping[str, Any]) -> Iterator[tuple[int, int]]:

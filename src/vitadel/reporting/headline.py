@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vitadel.reporting.pairs import Pairing, PairRow, p_text
 from vitadel.reporting.read_runs import (
     Run,
     aspects,
@@ -14,7 +15,6 @@ from vitadel.reporting.read_runs import (
     run_labels,
     threat_text,
 )
-from vitadel.reporting.pairs import Pairing, PairRow, p_text
 
 __all__ = ["ASPECTS", "headline"]
 

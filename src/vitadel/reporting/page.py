@@ -17,12 +17,18 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
+from vitadel.reporting.figures import Picture, draw_accuracies, draw_classes, draw_examples
+from vitadel.reporting.headline import headline
 from vitadel.reporting.kinds.activations import activations_sentence, draw_activations
 from vitadel.reporting.kinds.adapter_maps import draw_maps
 from vitadel.reporting.kinds.corruptions import corruption_sentences, draw_corruptions
+from vitadel.reporting.kinds.stability import draw_stability, stability_sentence
+from vitadel.reporting.kinds.threat_levels import draw_ladder, ladder_sentence
+from vitadel.reporting.kinds.trade_off import draw_trade_off, trade_off_sentence
 from vitadel.reporting.kinds.training import draw_training
-from vitadel.reporting.figures import Picture, draw_accuracies, draw_classes, draw_examples
+from vitadel.reporting.light_images import with_lighter_images
+from vitadel.reporting.pairs import p_text
 from vitadel.reporting.read_runs import (
     Run,
     aspects,
@@ -36,15 +42,9 @@ from vitadel.reporting.read_runs import (
     shown_from,
     threat_text,
 )
-from vitadel.reporting.headline import headline
-from vitadel.reporting.kinds.threat_levels import draw_ladder, ladder_sentence
-from vitadel.reporting.light_images import with_lighter_images
-from vitadel.reporting.pairs import p_text
 from vitadel.reporting.sections import OF_A_RUN, OVERVIEW, command_line, from_command_line
-from vitadel.reporting.kinds.stability import draw_stability, stability_sentence
 from vitadel.reporting.studies import draw_study, study_sentence
-from vitadel.reporting.kinds.trade_off import draw_trade_off, trade_off_sentence
-from vitadel.runtime.next_command import following_command
+from vitadel.runtime.next_command import next_command
 from vitadel.runtime.run_folder import write_atomically
 from vitadel.version import __version__
 
@@ -54,7 +54,9 @@ __all__ = ["render", "trust", "verdict", "write_report"]
 def write_report(runs: Sequence[Path], out: Path) -> None:
     """Write the page, and the figures as PNG into the run folder in which the page lies."""
     if out.suffix.lower() not in (".html", ".htm"):
-        raise Mistake(f"the report is an HTML page and must be named like one, got {out}; take for example report.html")
+        raise UserError(
+            f"the report is an HTML page and must be named like one, got {out}; take for example report.html"
+        )
     gathered = read_all(runs)
     page = render(gathered)  # first: where anything cannot be shown, nothing is written
     for run in gathered:
@@ -240,7 +242,7 @@ def trust(run: Run) -> dict[str, str] | None:
     threat = run.results.get("threat", {})
     norm = str(threat.get("norm") or settings.get("norm") or "")
     argv = [str(word) for word in run.command.get("argv") or []]
-    command = following_command(argv, "diagnose", run.model, known["data"], norm, known["eps"], after="audit")
+    command = next_command(argv, "diagnose", run.model, known["data"], norm, known["eps"], after="audit")
     if not norm or not known["eps"] or not _examinable(norm, threat.get("eps", 0)):
         command = ""
     if any(each["check"] == _LOOKED for each in found):

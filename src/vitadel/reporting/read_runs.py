@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.reporting.expected_fields import (
     COMMAND,
     ENVIRONMENT,
@@ -121,7 +121,7 @@ def read_run(path: Path) -> Run:
     _check_is_run(path)
     command = _read_json(path / "command.json")
     if not {"verb", "settings"} <= command.keys():
-        raise Mistake(f"{path / 'command.json'} lacks 'verb' or 'settings', so {path} is not a run folder of Vitadel")
+        raise UserError(f"{path / 'command.json'} lacks 'verb' or 'settings', so {path} is not a run folder of Vitadel")
     _check(path / "command.json", misfit("", command, COMMAND) or misfit("settings", command["settings"], SETTINGS))
     environment = _read_json(path / "environment.json", required=False)
     _check(path / "environment.json", misfit("", environment, ENVIRONMENT))
@@ -139,7 +139,7 @@ def read_run(path: Path) -> Run:
 def read_all(paths: Sequence[Path]) -> list[Run]:
     """Each of the folders; one that is named twice is still one run."""
     if not paths:
-        raise Mistake("a report needs at least one run folder; `vitadel audit` prints the folder it wrote")
+        raise UserError("a report needs at least one run folder; `vitadel audit` prints the folder it wrote")
     once: dict[Path, Path] = {}
     for path in paths:
         once.setdefault(path.resolve(), path)
@@ -148,21 +148,21 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
 
 def _check_is_run(path: Path) -> None:
     if not path.exists():
-        raise Mistake(f"there is no run folder {path}; `vitadel audit` prints the folder it wrote as its last line")
+        raise UserError(f"there is no run folder {path}; `vitadel audit` prints the folder it wrote as its last line")
     if not path.is_dir():
-        raise Mistake(f"{path} is a file; name the run folder that holds command.json and results.json")
+        raise UserError(f"{path} is a file; name the run folder that holds command.json and results.json")
     if (path / "command.json").is_file():
         return
     inside = sorted(file.parent.name for file in path.glob("*/command.json"))
     hint = f" It holds run folders, name some of these: {', '.join(inside[:5])}." if inside else ""
-    raise Mistake(
+    raise UserError(
         f"{path} is not a run folder: command.json is missing. `vitadel audit` writes run folders and prints their "
         f"path as its last line.{hint}"
     )
 
 
-def _damaged(path: Path | str, why: object) -> Mistake:
-    return Mistake(f"{path} cannot be read: {why}. Run the command again, or leave this run out of the report.")
+def _damaged(path: Path | str, why: object) -> UserError:
+    return UserError(f"{path} cannot be read: {why}. Run the command again, or leave this run out of the report.")
 
 
 @contextmanager

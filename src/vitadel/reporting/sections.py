@@ -12,11 +12,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from vitadel.evaluation.intervals import wilson
+from vitadel.reporting.figures import draw_accuracies, draw_classes, draw_examples, shows_attention
+from vitadel.reporting.headline import ASPECTS
 from vitadel.reporting.kinds.activations import draw_activations, where_rows
 from vitadel.reporting.kinds.adapter_maps import MAPS_REMARK, check_table, draw_maps
 from vitadel.reporting.kinds.corruptions import corruption_content
+from vitadel.reporting.kinds.stability import draw_stability, stability_remarks, stability_tables
+from vitadel.reporting.kinds.threat_levels import (
+    compare_ladders,
+    control_rows,
+    draw_ladder,
+    ladder_remarks,
+    ladder_rows,
+)
+from vitadel.reporting.kinds.trade_off import draw_trade_off, trade_off_remarks, trade_off_tables
 from vitadel.reporting.kinds.training import draw_training, draw_trainings, training_rows
-from vitadel.reporting.figures import draw_accuracies, draw_classes, draw_examples, shows_attention
+from vitadel.reporting.pairs import pairings
 from vitadel.reporting.read_runs import (
     ClassScore,
     Run,
@@ -27,12 +38,7 @@ from vitadel.reporting.read_runs import (
     run_labels,
     threat_text,
 )
-from vitadel.reporting.headline import ASPECTS
-from vitadel.reporting.kinds.threat_levels import compare_ladders, control_rows, draw_ladder, ladder_remarks, ladder_rows
-from vitadel.reporting.pairs import pairings
-from vitadel.reporting.kinds.stability import draw_stability, stability_remarks, stability_tables
 from vitadel.reporting.studies import study_content
-from vitadel.reporting.kinds.trade_off import draw_trade_off, trade_off_remarks, trade_off_tables
 
 __all__ = ["OF_A_RUN", "OVERVIEW", "Section", "command_line", "from_command_line"]
 

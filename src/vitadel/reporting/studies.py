@@ -12,8 +12,6 @@ from rich.table import Table as Shown
 
 from vitadel.reporting.cells import Table, folded, texts
 from vitadel.reporting.figures import Picture
-from vitadel.reporting.read_runs import Run
-from vitadel.reporting.study import Study, Told
 from vitadel.reporting.kinds.study_accumulation import ACCUMULATION
 from vitadel.reporting.kinds.study_attention import ATTENTION
 from vitadel.reporting.kinds.study_corruption_masks import CORRUPTION_MASKS
@@ -21,6 +19,8 @@ from vitadel.reporting.kinds.study_curves import CURVES
 from vitadel.reporting.kinds.study_perturbations import PERTURBATIONS
 from vitadel.reporting.kinds.study_saturation import SATURATION
 from vitadel.reporting.kinds.study_scaled_blocks import SCALED_BLOCKS
+from vitadel.reporting.read_runs import Run
+from vitadel.reporting.study import Study, Told
 
 __all__ = ["STUDIES", "draw_study", "show_study", "study_content", "study_sentence", "study_tables"]
 

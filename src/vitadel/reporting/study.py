@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.reporting.cells import Table
 from vitadel.reporting.figures import Picture
 from vitadel.reporting.read_runs import Array, Run
@@ -45,4 +45,6 @@ def arrays_of(run: Run) -> dict[str, Array]:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise Mistake(f"{path} cannot be read: {error}. Run the study again, or leave it out of the report.") from error
+        raise UserError(
+            f"{path} cannot be read: {error}. Run the study again, or leave it out of the report."
+        ) from error

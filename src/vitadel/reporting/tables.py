@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vitadel.reporting.kinds.adapter_maps import check_table
 from vitadel.reporting.cells import Cell, Column, Table, share_cells, share_columns, texts
-from vitadel.reporting.kinds.corruptions import corruption_content
 from vitadel.reporting.figures import printable
-from vitadel.reporting.read_runs import Run, aspects, class_scores, plain, run_labels
-from vitadel.reporting.pairs import pairings
+from vitadel.reporting.kinds.adapter_maps import check_table
+from vitadel.reporting.kinds.corruptions import corruption_content
 from vitadel.reporting.kinds.stability import stability_tables
-from vitadel.reporting.studies import study_tables
 from vitadel.reporting.kinds.trade_off import trade_off_tables
+from vitadel.reporting.pairs import pairings
+from vitadel.reporting.read_runs import Run, aspects, class_scores, plain, run_labels
+from vitadel.reporting.studies import study_tables
 
 __all__ = ["FORMATS", "Column", "Table", "as_csv", "as_latex", "as_markdown", "tables_of"]
 
@@ -173,13 +173,13 @@ def _maps(run: Run) -> list[Table]:
     told = (run.results.get("trade_off") or {}).get("maps")
     if not told or not run.complete:
         return []
-    orders, others = ("map", "attention", "random"), ("random", "attention")
-    headings = (*orders, *(f"map - {other}" for other in others))
+    requests, others = ("map", "attention", "random"), ("random", "attention")
+    headings = (*requests, *(f"map - {other}" for other in others))
     columns = (Column("model"), Column("check"), *(column for name in headings for column in _mean_columns(name)))
     rows = []
     for entry in told["contenders"]:
         for kind in ("deletion", "insertion"):
-            means = [entry[kind][name] for name in orders]
+            means = [entry[kind][name] for name in requests]
             means += [entry[f"{kind}_differences"][f"map - {other}"] for other in others]
             rows.append((entry["name"], kind, *itertools.chain(*map(_mean, means))))
     return [Table("", check_table(told)["caption"], columns, tuple(rows))]

@@ -35,8 +35,8 @@ def _percent(value: float) -> str:
 def _bar(value: float, console: Console) -> str:
     filled = round(_BAR * value)
     full, empty = "█·" if console.encoding.lower().startswith("utf") else "#."
-    colour = "green" if value >= 0.5 else "yellow" if value >= 0.2 else "red"
-    return f"[{colour}]{full * filled}[/][dim]{empty * (_BAR - filled)}[/]"
+    color = "green" if value >= 0.5 else "yellow" if value >= 0.2 else "red"
+    return f"[{color}]{full * filled}[/][dim]{empty * (_BAR - filled)}[/]"
 
 
 def _cost_texts(entry: Mapping[str, Any]) -> tuple[str, str]:
@@ -103,8 +103,8 @@ def show_findings(findings: Sequence[Mapping[str, Any]]) -> None:
     console = Console()
     for finding in findings:
         text = f"{finding['check']}: {evidence_text(finding['evidence'])}; {finding['advice']}"
-        colour = COLOURS.get(finding["verdict"], "yellow")
-        console.print(f"[{colour}]{escape(finding['verdict'])}[/] {escape(text)}")
+        color = COLOURS.get(finding["verdict"], "yellow")
+        console.print(f"[{color}]{escape(finding['verdict'])}[/] {escape(text)}")
 
 
 def _tell_effective_eps(name: str, settings: Mapping[str, Any], console: Console) -> None:

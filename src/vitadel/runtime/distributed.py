@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, reduce
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["Processes", "join_processes"]
 
@@ -53,16 +53,16 @@ class Processes:
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Let the main process do the work, and give its result, or the mistake that it found, to all."""
-        answer: T | Mistake | None = None
+        answer: T | UserError | None = None
         if self.is_main:
             try:
                 answer = work()
-            except Mistake as mistake:
+            except UserError as mistake:
                 if self.count == 1:
                     raise
                 answer = mistake
         answer = self.from_main(answer)
-        if isinstance(answer, Mistake):
+        if isinstance(answer, UserError):
             raise answer
         return cast(T, answer)
 
@@ -70,7 +70,7 @@ class Processes:
 def join_processes(device: str = "auto") -> Processes:
     """The device to work on, and the other processes, if a launcher started several."""
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise Mistake(f"--device {device}: no CUDA device is available here; use --device cpu or auto")
+        raise UserError(f"--device {device}: no CUDA device is available here; use --device cpu or auto")
     if device == "auto":
         state = PartialState()
     else:
@@ -78,7 +78,7 @@ def join_processes(device: str = "auto") -> Processes:
             wanted = torch.device(device)
             torch.zeros(1, dtype=torch.float64, device=wanted).item()  # distances are measured in float64
         except (RuntimeError, TypeError, AssertionError):
-            raise Mistake(f"device {device!r} cannot be used here; use auto, cpu, cuda or cuda:1") from None
+            raise UserError(f"device {device!r} cannot be used here; use auto, cpu, cuda or cuda:1") from None
         state = PartialState(cpu=wanted.type == "cpu")
         if state.num_processes == 1:
             return Processes(0, 1, wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-__all__ = ["following_command"]
+__all__ = ["next_command"]
 
 # How model and images are opened is the same for every verb. Which images and budget there were, the results know
 # better than the flags, which a protocol or a default may stand for.
@@ -17,7 +17,7 @@ _WITH_VALUE = {
 }
 
 
-def following_command(
+def next_command(
     argv: Sequence[str], verb: str, model: str, data: str, norm: str, eps: str, *more: str, after: str
 ) -> str:
     """`vitadel verb`, safe to paste; `argv` are the words of the run of `after`, if it came from the command line."""

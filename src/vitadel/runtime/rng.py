@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["Draws"]
+__all__ = ["SampleRNG"]
 
 
 def _signed(value: int) -> int:
@@ -42,7 +42,7 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Draws:
+class SampleRNG:
     """One independent random stream per sample of a batch.
 
     `keys` holds one 64-bit state per sample. `stream(name, ...)` derives an independent child, so two places that
@@ -52,14 +52,14 @@ class Draws:
     keys: Tensor
 
     @classmethod
-    def of_samples(cls, seed: int, samples: Sequence[int] | Tensor, device: torch.device | str = "cpu") -> Draws:
+    def of_samples(cls, seed: int, samples: Sequence[int] | Tensor, device: torch.device | str = "cpu") -> SampleRNG:
         """Keyed by the stable indices that a data set gives its samples."""
         index = torch.as_tensor(samples, dtype=torch.int64, device=device)
         start = _mix(torch.tensor([_signed(seed)], dtype=torch.int64, device=device) + _GOLDEN)
         return cls(_mix(start + _mix(index * _GOLDEN + _MIX_1)))
 
     @classmethod
-    def of_pixels(cls, x: Tensor, seed: int = 0) -> Draws:
+    def of_pixels(cls, x: Tensor, seed: int = 0) -> SampleRNG:
         """Keyed by the images themselves, for callers without sample indices: still blind to the rest of the batch."""
         words = x.detach().to(torch.float32).contiguous().view(torch.int32).to(torch.int64).flatten(1)
         places = torch.arange(words.shape[1], device=x.device, dtype=torch.int64) * _GOLDEN
@@ -70,11 +70,11 @@ class Draws:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def __getitem__(self, chosen: Tensor) -> Draws:
+    def __getitem__(self, chosen: Tensor) -> SampleRNG:
         """The draws of the chosen samples (a mask or positions)."""
         return replace(self, keys=self.keys[chosen])
 
-    def stream(self, name: str, *numbers: int) -> Draws:
+    def stream(self, name: str, *numbers: int) -> SampleRNG:
         """An independent stream, e.g. `draws.stream("restart", 3)`."""
         keys = self.keys
         for word in (zlib.crc32(name.encode()), *numbers):
@@ -113,6 +113,6 @@ class Draws:
         """Integers in [0, below); the bias of the multiplication is below 2**-31 * below."""
         return (_shift_right(self.bits(*shape), 33) * below) >> 31
 
-    def order(self, count: int) -> Tensor:
+    def permutation(self, count: int) -> Tensor:
         """A random permutation of range(count) per sample, shape (samples, count)."""
         return self.bits(count).argsort(dim=1)

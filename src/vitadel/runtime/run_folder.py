@@ -21,10 +21,10 @@ try:
 except ImportError:  # not a Unix: nobody is kept from working in a folder twice
     fcntl = None  # type: ignore[assignment]
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.version import __version__
 
-__all__ = ["RunFolder", "append", "disk_trouble_told", "open_run", "write_atomically", "write_json"]
+__all__ = ["RunFolder", "append", "disk_errors_reported", "open_run", "write_atomically", "write_json"]
 
 _COMMAND = "command.json"
 _PARTIAL = "partial"
@@ -35,7 +35,7 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
 
     Until it has its `mode`, only its owner can read it.
     """
-    with disk_trouble_told(path):
+    with disk_errors_reported(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
@@ -52,22 +52,22 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
 
 def append(path: Path, text: str) -> None:
     """Add to a file; what a kill leaves half written is for the reader to recognise."""
-    with disk_trouble_told(path), path.open("a") as file:
+    with disk_errors_reported(path), path.open("a") as file:
         file.write(text)
 
 
 @contextmanager
-def disk_trouble_told(path: Path) -> Iterator[None]:
+def disk_errors_reported(path: Path) -> Iterator[None]:
     """Around what writes `path`: a full disk, or one that cannot be written to, is not our fault."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Mistake(
+            raise UserError(
                 f"no space left on the disk while writing {path}. What was finished before is kept: free some space "
                 "and go on with the same command and --resume."
             ) from error
-        raise Mistake(f"cannot write {path}: {error.strerror or error}. Choose another folder with --out.") from error
+        raise UserError(f"cannot write {path}: {error.strerror or error}. Choose another folder with --out.") from error
 
 
 def write_json(path: Path, value: object) -> None:
@@ -95,8 +95,8 @@ class RunFolder:
             return False
 
 
-def _new_folder(verb: str, subject: str) -> Path:
-    slug = re.sub(r"[^\w.-]+", "-", subject).strip("-.")[-40:] or "model"
+def _new_folder(verb: str, target: str) -> Path:
+    slug = re.sub(r"[^\w.-]+", "-", target).strip("-.")[-40:] or "model"
     name = f"{verb}-{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([name], (f"{name}-{again}" for again in itertools.count(2)))
     return next(path for path in (Path("runs") / each for each in names) if not path.exists())
@@ -129,7 +129,7 @@ def _unfinished(verb: str, settings: Mapping[str, Any], telling: Collection[str]
 
 def open_run(
     verb: str,
-    subject: str,
+    target: str,
     settings: Mapping[str, Any],
     *,
     out: Path | None,
@@ -145,9 +145,9 @@ def open_run(
     settings = json.loads(json.dumps(settings))  # as it will be read back, so that comparisons are fair
     path = out
     if path is None:
-        path = (_unfinished(verb, settings, telling) if resume else None) or _new_folder(verb, subject)
+        path = (_unfinished(verb, settings, telling) if resume else None) or _new_folder(verb, target)
     if path.is_file():
-        raise Mistake(f"{path} is a file; --out takes a folder that is new or holds a run to go on with")
+        raise UserError(f"{path} is a file; --out takes a folder that is new or holds a run to go on with")
     if path.is_dir():
         for torn in path.glob(f".{_COMMAND}.*"):  # a life that was killed while it wrote its first file
             torn.unlink(missing_ok=True)
@@ -167,7 +167,7 @@ _held: dict[str, int] = {}
 
 
 def _hold(path: Path) -> None:
-    """Work in the folder alone; a `Mistake` if another process does. In this process it may be opened again."""
+    """Work in the folder alone; a `UserError` if another process does. In this process it may be opened again."""
     key = os.path.realpath(path)
     if fcntl is None or key in _held:
         return
@@ -176,7 +176,7 @@ def _hold(path: Path) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise Mistake(
+        raise UserError(
             f"another process is working in {path}; nothing was written. Wait until it ends, or choose another --out."
         ) from None
     except OSError:  # a file system without locks
@@ -194,18 +194,18 @@ def _let_go(path: Path) -> None:
 def _check_same_run(path: Path, verb: str, settings: Mapping[str, Any], resume: bool, telling: Collection[str]) -> None:
     command = _read_command(path)
     if command is None:
-        raise Mistake(f"{path} is not empty and not a run folder; nothing was written. Choose another --out.")
+        raise UserError(f"{path} is not empty and not a run folder; nothing was written. Choose another --out.")
     if command["verb"] != verb:
-        raise Mistake(
+        raise UserError(
             f"{path} holds a run of 'vitadel {command['verb']}', not of 'vitadel {verb}'; nothing was written. "
             "Choose another --out."
         )
     if not resume:
         state = "a finished" if RunFolder(path).complete else "an unfinished"
-        raise Mistake(f"{path} already holds {state} run; nothing was written. Add --resume or choose another --out.")
+        raise UserError(f"{path} already holds {state} run; nothing was written. Add --resume or choose another --out.")
     changed = _differences(command["settings"], settings, telling)
     if changed:
-        raise Mistake(
+        raise UserError(
             f"{path} was begun with other settings, so it cannot go on; nothing was written.\n  "
             + "\n  ".join(changed)
             + "\nUse the old settings, or another --out for the new ones."

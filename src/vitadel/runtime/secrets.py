@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.runtime.run_folder import write_atomically
 
 __all__ = ["fingerprint", "read_secret", "write_secret"]
@@ -38,11 +38,11 @@ def read_secret(path: str | Path, allow_readable: bool | None = False) -> bytes:
                 _refuse_open_doors(path, status.st_mode, way_around=allow_readable is not None)
             return file.read()
     except FileNotFoundError:
-        raise Mistake(
+        raise UserError(
             f"secret file '{path}' does not exist. Check the path (it is relative to {Path.cwd()})."
         ) from None
     except OSError as error:
-        raise Mistake(
+        raise UserError(
             f"secret file '{path}' cannot be read: {error.strerror or error}. "
             "Give a file that you own, and check its permissions."
         ) from error
@@ -51,7 +51,7 @@ def read_secret(path: str | Path, allow_readable: bool | None = False) -> bytes:
 def _refuse_open_doors(path: str | Path, mode: int, way_around: bool) -> None:
     if os.name == "posix" and mode & _BY_OTHERS:
         around = "; to use it as it is, pass --allow-readable (in Python: allow_readable=True)" if way_around else ""
-        raise Mistake(
+        raise UserError(
             f"secret file '{path}' has mode {stat.S_IMODE(mode):04o}: others than its owner can read or change it, and "
             f"may have done so. Close it with `chmod 600 {path}`{around}."
         )

@@ -15,8 +15,8 @@ def named(name: str) -> tuple[Any, Any]:
     """Order and function of a study by its command's name: CurvesOrder and study_curves for curves."""
     idea = name.replace("-", "_")
     module = importlib.import_module(f"vitadel.studies.{idea}")
-    order = "".join(part.capitalize() for part in idea.split("_")) + "Order"
-    return getattr(module, order), getattr(module, f"study_{idea}")
+    request = "".join(part.capitalize() for part in idea.split("_")) + "Request"
+    return getattr(module, request), getattr(module, f"study_{idea}")
 
 
 def __getattr__(name: str) -> Any:

@@ -19,21 +19,21 @@ from torch import Tensor, nn
 
 from vitadel.attacks.goals import gradient
 from vitadel.data.batches import Batch
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
+from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.class_subset import choose_among
 from vitadel.evaluation.engine.run import Outcome
-from vitadel.evaluation.engine.batch_cache import Piece
+from vitadel.evaluation.engine.stages import RunContext, run_stage
+from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.stability.measures import quartiles_of
-from vitadel.evaluation.engine.stages import Bench, run_stage
-from vitadel.evaluation.engine.target import Subject
-from vitadel.runtime.rng import Draws
 from vitadel.runtime.distributed import Processes
+from vitadel.runtime.rng import SampleRNG
 from vitadel.studies.agreement import agreement, chance, dealt_at_random, top_classes, top_of
-from vitadel.studies.run import Running, Scene, StudyOrder, check_order, conducted
-from vitadel.studies.reference_models import Juror, at_work, named_alike, seated
 from vitadel.studies.perturbations import kept_pictures
+from vitadel.studies.reference_models import ReferenceModel, at_work, named_alike, seated
+from vitadel.studies.run import Running, Scene, StudyRequest, check_request, conducted
 
-__all__ = ["OBJECTIVES", "STARTS", "AccumulationOrder", "Canvases", "climbed", "study_accumulation"]
+__all__ = ["OBJECTIVES", "STARTS", "AccumulationRequest", "Canvases", "climbed", "study_accumulation"]
 
 STARTS = ("noise", "grey")
 OBJECTIVES = ("logit", "probability")
@@ -41,7 +41,7 @@ _GRAIN = 1 / 255  # of the noise on grey: without any, all pictures of a class w
 
 
 @dataclass(frozen=True)
-class AccumulationOrder(StudyOrder):
+class AccumulationRequest(StudyRequest):
     """`steps` of the root mean square length `step`, in pixels of [0, 1], towards each class of `classes` (none: the
     first `most`), from so many `starts`. `objective` is what is climbed: the logit, or the log-probability as in a
     targeted attack. The norm and eps of other studies play no part: there is no budget.
@@ -57,19 +57,19 @@ class AccumulationOrder(StudyOrder):
     others: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_order(self)
+        check_request(self)
         for what, given, known in (("start", self.start, STARTS), ("objective", self.objective, OBJECTIVES)):
             if given not in known:
-                raise Mistake(
+                raise UserError(
                     f"unknown {what} {given!r}{nearest_names(given, known) or '.'} Known: {', '.join(known)}."
                 )
         if min(self.most, self.starts, self.steps) < 1 or not 0 < self.step <= 1:
-            raise Mistake(
+            raise UserError(
                 f"needs at least 1 class, 1 start and 1 step of a length in (0, 1], got {self.most}, {self.starts}, "
                 f"{self.steps} and {self.step:g}"
             )
         if len(set(self.classes)) != len(self.classes) or min(self.classes, default=0) < 0:
-            raise Mistake(f"classes are different numbers from 0 on, got {', '.join(map(str, self.classes))}")
+            raise UserError(f"classes are different numbers from 0 on, got {', '.join(map(str, self.classes))}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +101,9 @@ class Canvases:
         return f"start {index // len(self.targets)} of {self.classes[int(self._labels[index])]}"
 
 
-def first_marks(x: Tensor, draws: Draws, start: str) -> Tensor:
+def first_marks(x: Tensor, rng: SampleRNG, start: str) -> Tensor:
     """Uniform noise in all colours, or mid grey with a grain that cannot be seen."""
-    noise = draws.stream("accumulation").uniform(*x.shape[1:]).to(x.dtype)
+    noise = rng.stream("accumulation").uniform(*x.shape[1:]).to(x.dtype)
     return noise if start == "noise" else 0.5 + _GRAIN * (noise - 0.5)
 
 
@@ -129,59 +129,66 @@ def climbed(
 
 
 def study_accumulation(
-    subject: Subject,
-    order: AccumulationOrder,
+    target: Target,
+    request: AccumulationRequest,
     processes: Processes,
     **run: Unpack[Running],
 ) -> Outcome:
     """Every model of the jury makes its pictures of the classes, and all of them are asked what they see."""
-    jury = seated(subject, order.others)
-    targets = _targets(choose_among(subject), order)  # the classes that count
+    jury = seated(target, request.others)
+    targets = _targets(choose_among(target), request)  # the classes that count
 
-    def work(scene: Scene) -> tuple[dict[str, Any], Piece]:
-        canvases = Canvases(scene.subject.source.classes, targets, order.starts, scene.bench.preprocess.shape)
+    def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
+        canvases = Canvases(scene.target.source.classes, targets, request.starts, scene.context.preprocess.shape)
         makers, arrays = [], {}
         with at_work(jury, processes.device):
             for number, maker in enumerate(jury):
-                pieces = _stage(scene.bench, canvases, order, maker, f"pictures {number:02d}", jury)
+                pieces = _stage(scene.context, canvases, request, maker, f"pictures {number:02d}", jury)
                 makers.append(_told(maker, jury, canvases, pieces))
                 arrays[f"pictures {number}"] = np.concatenate([piece["pictures"] for piece in pieces])
         classes = int(pieces[0]["classes"])
         return {
             "n": len(canvases),
             "classes": [{"number": each, "name": canvases.classes[each]} for each in targets],
-            "starts": order.starts,
-            "start": order.start,
-            "objective": order.objective,
-            "steps": order.steps,
-            "step": order.step,
+            "starts": request.starts,
+            "start": request.start,
+            "objective": request.objective,
+            "steps": request.steps,
+            "step": request.step,
             "k": top_of(classes),
             "chance": chance(classes),
             "models": makers,
         }, arrays
 
     inputs = {"others_fingerprint": named_alike(jury), "classes": list(targets)}
-    return conducted("accumulation", subject, order, processes, work, inputs=inputs, **run)
+    return conducted("accumulation", target, request, processes, work, inputs=inputs, **run)
 
 
-def _targets(subject: Subject, order: AccumulationOrder) -> tuple[int, ...]:
-    known = subject.source.classes
-    wrong = [each for each in order.classes if each >= len(known)]
+def _targets(target: Target, request: AccumulationRequest) -> tuple[int, ...]:
+    known = target.source.classes
+    wrong = [each for each in request.classes if each >= len(known)]
     if wrong:
-        raise Mistake(f"there is no class {wrong[0]}: {subject.data_spec} has {len(known)}, from 0 to {len(known) - 1}")
-    return order.classes or tuple(range(min(order.most, len(known))))
+        raise UserError(
+            f"there is no class {wrong[0]}: {target.data_spec} has {len(known)}, from 0 to {len(known) - 1}"
+        )
+    return request.classes or tuple(range(min(request.most, len(known))))
 
 
 def _stage(
-    bench: Bench, canvases: Canvases, order: AccumulationOrder, maker: Juror, stage: str, jury: Sequence[Juror]
-) -> list[Piece]:
+    context: RunContext,
+    canvases: Canvases,
+    request: AccumulationRequest,
+    maker: ReferenceModel,
+    stage: str,
+    jury: Sequence[ReferenceModel],
+) -> list[BatchRecord]:
     first = torch.arange(len(canvases.targets))  # one picture of each class
 
-    def work(number: int, batch: Batch) -> Piece:
+    def work(number: int, batch: Batch) -> BatchRecord:
         # Keyed by the canvas, not by the maker: all begin with the same noise.
-        draws = Draws.of_samples(bench.seed, batch.indices, bench.processes.device)
-        start = first_marks(batch.x, draws, order.start)
-        z, course = climbed(maker.subject.model, start, batch.y, order.steps, order.step, order.objective)
+        rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device)
+        start = first_marks(batch.x, rng, request.start)
+        z, course = climbed(maker.target.model, start, batch.y, request.steps, request.step, request.objective)
         piece = {"course": course.float().cpu().numpy()}
         for place, juror in enumerate(jury):
             for what, pictures in (("pictures", z), ("start", start)):
@@ -190,11 +197,13 @@ def _stage(
                 piece[f"{place} {what}"] = top_classes(logits, top_of(logits.shape[1])).cpu().numpy()
         return piece | kept_pictures(batch, first, {"pictures": z})
 
-    plain = replace(bench, source=canvases)
+    plain = replace(context, source=canvases)
     return run_stage(plain, stage, torch.arange(len(canvases)), work, lambda piece: "")
 
 
-def _told(maker: Juror, jury: Sequence[Juror], canvases: Canvases, pieces: Sequence[Piece]) -> dict[str, Any]:
+def _told(
+    maker: ReferenceModel, jury: Sequence[ReferenceModel], canvases: Canvases, pieces: Sequence[BatchRecord]
+) -> dict[str, Any]:
     def column(name: str) -> NDArray[Any]:
         return np.concatenate([piece[name] for piece in pieces])
 

@@ -17,33 +17,42 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitadel.attacks.variants import training_form
 from vitadel.attacks.parse import make
 from vitadel.attacks.settings import settings_of
+from vitadel.attacks.variants import training_form
 from vitadel.data.batches import Batch
-from vitadel.errors import Mistake
-from vitadel.evaluation.engine.run import Outcome
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.calibration import calibrated
-from vitadel.evaluation.intervals import share
-from vitadel.evaluation.engine.batch_cache import Piece
-from vitadel.evaluation.stability.measures import histogram, mean_with_interval, steps_below_one
+from vitadel.evaluation.engine.run import Outcome
 from vitadel.evaluation.engine.stages import refuse_lost_images, run_stage
-from vitadel.evaluation.engine.target import Subject
-from vitadel.runtime.rng import Draws
+from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.intervals import share
+from vitadel.evaluation.stability.measures import histogram, mean_with_interval, steps_below_one
 from vitadel.runtime.distributed import Processes
-from vitadel.studies.run import Running, Scene, StudyOrder, check_order, conducted
-from vitadel.studies.attention_rows import CENTRE, LAST, Gaze, check_block, check_query, gaze_of, rows_of, seen_rows
+from vitadel.runtime.rng import SampleRNG
+from vitadel.studies.attention_rows import (
+    CENTRE,
+    LAST,
+    AttentionRows,
+    check_block,
+    check_query,
+    gaze_of,
+    rows_of,
+    seen_rows,
+)
 from vitadel.studies.perturbations import SHOWN, attacked, kept_pictures
+from vitadel.studies.run import Running, Scene, StudyRequest, check_request, conducted
 from vitadel.types import Attack
 
-__all__ = ["HEADS", "AttentionOrder", "cosines", "mean_of_pairs", "study_attention", "unit_sum"]
+__all__ = ["HEADS", "AttentionRequest", "cosines", "mean_of_pairs", "study_attention", "unit_sum"]
 
 HEADS = ("mean", "each")
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @dataclass(frozen=True)
-class AttentionOrder(StudyOrder):
+class AttentionRequest(StudyRequest):
     """`query` is the patch in the centre, the class token, or ROW,COL; `block` the last that has it, or a number.
 
     With `heads` each, every head is told and drawn by itself, too. The attack goes all the way.
@@ -56,11 +65,11 @@ class AttentionOrder(StudyOrder):
     calibration: str | None = None
 
     def __post_init__(self) -> None:
-        check_order(self)
+        check_request(self)
         check_query(self.query)
         check_block(self.block)
         if self.heads not in HEADS:
-            raise Mistake(f"heads are told as their mean or each, got {self.heads!r}; allowed: {', '.join(HEADS)}")
+            raise UserError(f"heads are told as their mean or each, got {self.heads!r}; allowed: {', '.join(HEADS)}")
         self.make()  # a wrong name is told before anything is loaded
 
     def make(self) -> Attack:
@@ -88,39 +97,41 @@ def mean_of_pairs(total: NDArray[np.float64], n: int) -> float | None:
 
 
 def study_attention(
-    subject: Subject,
-    order: AttentionOrder,
+    target: Target,
+    request: AttentionRequest,
     processes: Processes,
     **run: Unpack[Running],
 ) -> Outcome:
     """Compare the query's attention on each image with that on the attacked and on a randomly changed one."""
     device = processes.device
-    like = torch.full((1, 3, *subject.preprocess.shape), 0.5, device=device)
-    gaze = gaze_of(subject.model.to(device), like, order.query, order.block)  # told before anything is written
+    like = torch.full((1, 3, *target.preprocess.shape), 0.5, device=device)
+    gaze = gaze_of(target.model.to(device), like, request.query, request.block)  # told before anything is written
 
-    def work(scene: Scene) -> tuple[dict[str, Any], Piece]:
-        attack = calibrated(order.make(), scene.bench, scene.subject, scene.tally.index, order.calibration)
-        pieces = _stage(scene, attack, order, gaze)
-        told = _told(scene, order, gaze, pieces) | {"attack": {"name": order.attack, "settings": settings_of(attack)}}
+    def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
+        attack = calibrated(request.make(), scene.context, scene.target, scene.verdicts.index, request.calibration)
+        pieces = _stage(scene, attack, request, gaze)
+        told = _told(scene, request, gaze, pieces) | {
+            "attack": {"name": request.attack, "settings": settings_of(attack)}
+        }
         kept = ("x", "z", "maps clean", "maps attacked", "shown")
         return told, {name: np.concatenate([piece[name] for piece in pieces]) for name in kept}
 
-    return conducted("attention", subject, order, processes, work, **run)
+    return conducted("attention", target, request, processes, work, **run)
 
 
-def _stage(scene: Scene, attack: Attack, order: AttentionOrder, gaze: Gaze) -> list[Piece]:
-    bench, first = scene.bench, scene.tally.index[:SHOWN]
+def _stage(scene: Scene, attack: Attack, request: AttentionRequest, gaze: AttentionRows) -> list[BatchRecord]:
+    context, first = scene.context, scene.verdicts.index[:SHOWN]
 
-    def work(number: int, batch: Batch) -> Piece:
+    def work(number: int, batch: Batch) -> BatchRecord:
         refuse_lost_images(batch)
-        draws = Draws.of_samples(bench.seed, batch.indices, bench.processes.device)
-        z, verdict = attacked(bench, attack, scene.threat, batch, draws)  # by fused attention
-        noisy = scene.threat.random(batch.x, draws.stream("random change"), surface=True)
-        clean, under, random = (seen_rows(bench.model, gaze, each) for each in (batch.x, z, noisy))
+        rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device)
+        z, verdict = attacked(context, attack, scene.threat, batch, rng)  # by fused attention
+        noisy = scene.threat.random(batch.x, rng.stream("random change"), surface=True)
+        clean, under, random = (seen_rows(context.model, gaze, each) for each in (batch.x, z, noisy))
         alike = cosines(clean, under)
         chosen = torch.isin(batch.indices, first).to(clean.device)
         drawn = {f"maps {name}": rows_of(gaze, rows[chosen]) for name, rows in (("clean", clean), ("attacked", under))}
-        if order.heads != "each":
+        if request.heads != "each":
             drawn = {name: maps.mean(1, keepdim=True) for name, maps in drawn.items()}
         return {
             "attacked": alike.cpu().numpy(),
@@ -134,27 +145,29 @@ def _stage(scene: Scene, attack: Attack, order: AttentionOrder, gaze: Gaze) -> l
 
     seen = total = 0.0
 
-    def tell(piece: Piece) -> str:
+    def tell(piece: BatchRecord) -> str:
         nonlocal seen, total
         seen, total = seen + piece["attacked"].size, total + float(piece["attacked"].sum())
         return f"cosine {total / max(seen, 1):.3f}"
 
-    return run_stage(bench, "attention", scene.tally.index, work, tell)
+    return run_stage(context, "attention", scene.verdicts.index, work, tell)
 
 
-def _told(scene: Scene, order: AttentionOrder, gaze: Gaze, pieces: Sequence[Piece]) -> dict[str, Any]:
+def _told(
+    scene: Scene, request: AttentionRequest, gaze: AttentionRows, pieces: Sequence[BatchRecord]
+) -> dict[str, Any]:
     def column(name: str) -> NDArray[Any]:
         return np.concatenate([piece[name] for piece in pieces])
 
     every = {name: column(name) for name in ("attacked", "random")}
     over_heads = {name: each.mean(1) for name, each in every.items()}
     edges = steps_below_one(min(float(each.min()) for each in over_heads.values()))
-    correct, held = scene.tally.correct.numpy(), column("held")
+    correct, held = scene.verdicts.correct.numpy(), column("held")
     groups = {"fooled": correct & ~held, "held": correct & held}
     n = len(correct)
     return {
         "n": n,
-        "query": order.query,
+        "query": request.query,
         "attention": gaze.attention.name,
         "heads": gaze.attention.heads,
         "grid": list(gaze.grid),
@@ -165,7 +178,7 @@ def _told(scene: Scene, order: AttentionOrder, gaze: Gaze, pieces: Sequence[Piec
             for name, rows in groups.items()
         },
         "other_images": mean_of_pairs(np.sum([piece["unit sum"] for piece in pieces], axis=0), n),
-        "each_head": [spread_of(each) for each in every["attacked"].T] if order.heads == "each" else None,
+        "each_head": [spread_of(each) for each in every["attacked"].T] if request.heads == "each" else None,
     }
 
 

@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 from vitadel.attacks.patches.corruption_model import main_attentions
 from vitadel.backbones.anatomy import SoftmaxAttention, attentions_of, backbone_of, family_of, prefix_tokens_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.attention_rows import own_part, watched
-from vitadel.instrument.patch_grid import grid_of_keys
 from vitadel.instrument.hooks import frozen
+from vitadel.instrument.patch_grid import grid_of_keys
 from vitadel.instrument.tokens import own_tokens
 
-__all__ = ["CENTRE", "CLASS", "LAST", "Gaze", "check_block", "check_query", "gaze_of", "rows_of", "seen_rows"]
+__all__ = ["CENTRE", "CLASS", "LAST", "AttentionRows", "check_block", "check_query", "gaze_of", "rows_of", "seen_rows"]
 
 CENTRE, CLASS, LAST = "centre", "class", "last"
 _PLACE = re.compile(r"(\d+),(\d+)")
 
 
 @dataclass(frozen=True)
-class Gaze:
+class AttentionRows:
     """One query of one attention: its row of the map, and the grid of patches that the last keys of the row are."""
 
     attention: SoftmaxAttention
@@ -38,15 +38,17 @@ class Gaze:
 
 def check_query(query: str) -> None:
     if query not in (CENTRE, CLASS) and _PLACE.fullmatch(query.replace(" ", "")) is None:
-        raise Mistake(f"the query is {CENTRE}, {CLASS}, or a patch as ROW,COL counted from 0, e.g. 3,5; got {query!r}")
+        raise UserError(
+            f"the query is {CENTRE}, {CLASS}, or a patch as ROW,COL counted from 0, e.g. 3,5; got {query!r}"
+        )
 
 
 def check_block(block: str) -> None:
     if block != LAST and re.fullmatch(r"-?\d+", block) is None:
-        raise Mistake(f"the block is {LAST} or a number (0 is the first, -1 the last), got {block!r}")
+        raise UserError(f"the block is {LAST} or a number (0 is the first, -1 the last), got {block!r}")
 
 
-def gaze_of(model: nn.Module, x: Tensor, query: str, block: str) -> Gaze:
+def gaze_of(model: nn.Module, x: Tensor, query: str, block: str) -> AttentionRows:
     """The row that the words name, for images like `x`; a model without it is told so, with what to ask instead."""
     check_query(query)
     check_block(block)
@@ -55,7 +57,7 @@ def gaze_of(model: nn.Module, x: Tensor, query: str, block: str) -> Gaze:
         model(x[:1])
     (batch, _, queries, keys), family = own_part(seen[0], own).shape, family_of(model)
     if batch != 1:
-        raise Mistake(
+        raise UserError(
             f"'{attention.name}' of family '{family}' attends inside windows, so no patch has a row over the whole "
             "image. Take a model with attention over all patches."
         )
@@ -64,21 +66,21 @@ def gaze_of(model: nn.Module, x: Tensor, query: str, block: str) -> Gaze:
         # A register is none, and where the class token comes late it takes no part in the blocks.
         named = prefix_tokens_of(model) > 0 and getattr(backbone_of(model), "cls_token", None) is not None
         if queries > 1 and not named:
-            raise Mistake(
+            raise UserError(
                 f"'{attention.name}' of family '{family}' has no class token to ask; take --query {CENTRE} or ROW,COL"
             )
-        return Gaze(attention, 0, grid)
+        return AttentionRows(attention, 0, grid)
     if queries != keys:
-        raise Mistake(
+        raise UserError(
             f"'{attention.name}' of family '{family}' has {queries} queries for {keys} keys, so patches do not ask "
             f"there. Take --query {CLASS}, or another --block."
         )
     row, column = (rows // 2, columns // 2) if query == CENTRE else map(int, query.split(","))
     if not (row < rows and column < columns):
-        raise Mistake(
+        raise UserError(
             f"there is no patch {row},{column}: '{attention.name}' sees {rows} x {columns} patches, counted from 0"
         )
-    return Gaze(attention, keys - patches + row * columns + column, grid)
+    return AttentionRows(attention, keys - patches + row * columns + column, grid)
 
 
 def _attention(model: nn.Module, query: str, block: str) -> SoftmaxAttention:
@@ -86,13 +88,13 @@ def _attention(model: nn.Module, query: str, block: str) -> SoftmaxAttention:
     every = attentions_of(model)
     number = int(block) if block != LAST else -1 if query == CLASS else main_attentions(model)[-1]
     if not -len(every) <= number < len(every):
-        raise Mistake(
+        raise UserError(
             f"no attention {number}: the model has {len(every)}, in running order. Give a number from {-len(every)} "
             f"to {len(every) - 1}, or {LAST}."
         )
     chosen = every[number]
     if type(chosen.module).__name__ == "XCA":
-        raise Mistake(
+        raise UserError(
             f"'{chosen.name}' of family 'xcit' attends over channels, not over patches; only its class attention has a "
             f"map of the image: take --query {CLASS} --block {LAST}"
         )
@@ -100,14 +102,14 @@ def _attention(model: nn.Module, query: str, block: str) -> SoftmaxAttention:
 
 
 @torch.no_grad()
-def seen_rows(model: nn.Module, gaze: Gaze, x: Tensor) -> Tensor:
+def seen_rows(model: nn.Module, gaze: AttentionRows, x: Tensor) -> Tensor:
     """(images, heads, keys): the query's attention to all tokens."""
     with watched(model, gaze.attention) as seen, own_tokens(model) as own:
         model(x)
     return own_part(seen[0], own)[:, :, gaze.row].float()
 
 
-def rows_of(gaze: Gaze, rows: Tensor) -> Tensor:
+def rows_of(gaze: AttentionRows, rows: Tensor) -> Tensor:
     """The part that goes to patches as maps over the image, (images, heads, rows, columns), each summing to 1."""
     over_patches = rows[..., -gaze.patches :]
     maps: Tensor = (over_patches / over_patches.sum(-1, keepdim=True).clamp(min=1e-30)).unflatten(-1, gaze.grid)

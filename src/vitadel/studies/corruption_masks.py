@@ -19,34 +19,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitadel.attacks.patches.corruption_model_files import load_corruption_model, save_corruption_model
 from vitadel.attacks.patches.corruption_model import CorruptionModel, as_first_layer_sees
+from vitadel.attacks.patches.corruption_model_files import load_corruption_model, save_corruption_model
 from vitadel.attacks.patches.learned_patches import LearnedPatches
 from vitadel.attacks.patches.random_patches import Patches, patches_in, pixel_mask, strongest, uniform_noise
 from vitadel.attacks.threats import Linf
 from vitadel.data.batches import Batch
-from vitadel.errors import Mistake
-from vitadel.evaluation.engine.run import Outcome
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.calibration import calibrated
-from vitadel.evaluation.intervals import bootstrap_mean
-from vitadel.evaluation.engine.batch_cache import Piece
-from vitadel.evaluation.stability.measures import over_masks
+from vitadel.evaluation.engine.run import Outcome
 from vitadel.evaluation.engine.stages import refuse_lost_images, run_stage
-from vitadel.evaluation.engine.target import Subject
-from vitadel.runtime.rng import Draws
+from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.intervals import bootstrap_mean
+from vitadel.evaluation.stability.measures import over_masks
 from vitadel.runtime.distributed import Processes
-from vitadel.studies.run import Running, Scene, StudyOrder, check_order, conducted
+from vitadel.runtime.rng import SampleRNG
 from vitadel.studies.perturbations import SHOWN, kept_pictures
+from vitadel.studies.run import Running, Scene, StudyRequest, check_request, conducted
 
-__all__ = ["CorruptionMasksOrder", "concentration", "overlap", "study_corruption_masks"]
+__all__ = ["CorruptionMasksRequest", "concentration", "overlap", "study_corruption_masks"]
 
 _FILE = "corruption-model.safetensors"
 _IN_RUNS = (_FILE, f"weights/{_FILE}")
-Choose = Callable[[Tensor, Draws], Tensor]
+Choose = Callable[[Tensor, SampleRNG], Tensor]
 
 
 @dataclass(frozen=True)
-class CorruptionMasksOrder(StudyOrder):
+class CorruptionMasksRequest(StudyRequest):
     """Noise in a `share` of the patches, `fills` times for each image; with random patches also so many masks.
 
     `selector` is a file with a corruption model, or a run folder that has one, and brings the side of its patches
@@ -64,7 +64,7 @@ class CorruptionMasksOrder(StudyOrder):
     calibration: str | None = None
 
     def __post_init__(self) -> None:
-        check_order(self)
+        check_request(self)
         self.attack()  # refuses a share, noise or number of steps that cannot be
 
     def attack(self) -> LearnedPatches:
@@ -91,35 +91,35 @@ def overlap(counts: NDArray[np.integer[Any]], n: int) -> float | None:
 
 
 def study_corruption_masks(
-    subject: Subject,
-    order: CorruptionMasksOrder,
+    target: Target,
+    request: CorruptionMasksRequest,
     processes: Processes,
     **run: Unpack[Running],
 ) -> Outcome:
     """Ask the corruption model for the patches of each image, and judge the model with noise in them."""
-    given = _given(subject, order)
-    like = torch.full((1, 3, *subject.preprocess.shape), 0.5)
-    attack = order.attack()
+    given = _given(target, request)
+    like = torch.full((1, 3, *target.preprocess.shape), 0.5)
+    attack = request.attack()
     if given is not None:
         known = load_corruption_model(given)
         known(like)  # refuses images that are not cut into its grid
         attack = replace(attack, side=known.side)
-    rules = attack.rules(subject.model.to(processes.device), like.to(processes.device))
+    rules = attack.rules(target.model.to(processes.device), like.to(processes.device))
     assert isinstance(rules, Patches)
 
-    def work(scene: Scene) -> tuple[dict[str, Any], Piece]:
+    def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
         path = scene.folder.path / _FILE if given is None else given
         if given is None:
-            _train(scene, order, path)
+            _train(scene, request, path)
         selector = load_corruption_model(path).to(processes.device)
-        return _studied(scene, order, rules, selector, given is None)
+        return _studied(scene, request, rules, selector, given is None)
 
     content = None if given is None else hashlib.sha256(given.read_bytes()).hexdigest()[:16]
     inputs = {"selector": content}
     return conducted(
         "corruption-masks",
-        subject,
-        order,
+        target,
+        request,
         processes,
         work,
         inputs=inputs,
@@ -127,27 +127,27 @@ def study_corruption_masks(
     )
 
 
-def _given(subject: Subject, order: CorruptionMasksOrder) -> Path | None:
+def _given(target: Target, request: CorruptionMasksRequest) -> Path | None:
     """The file of a corruption model that is there already."""
-    named = order.selector is not None
-    place = Path(order.selector if order.selector is not None else subject.model_spec).expanduser()
+    named = request.selector is not None
+    place = Path(request.selector if request.selector is not None else target.model_spec).expanduser()
     if named and place.is_file():
         return place
     found = next((place / name for name in _IN_RUNS if (place / name).is_file()), None) if place.is_dir() else None
     if named and found is None:
-        raise Mistake(
+        raise UserError(
             f"{place} is no file and no run folder with {_FILE}; name one of a run that trained by afat, or leave "
             "--selector out to train one against this model"
         )
     return found
 
 
-def _train(scene: Scene, order: CorruptionMasksOrder, path: Path) -> None:
+def _train(scene: Scene, request: CorruptionMasksRequest, path: Path) -> None:
     """Once, by the main process, and kept in the run folder."""
-    processes = scene.bench.processes
+    processes = scene.context.processes
     if processes.on_main(path.exists):
         return
-    ready = calibrated(order.attack(), scene.bench, scene.subject, scene.tally.index, order.calibration)
+    ready = calibrated(request.attack(), scene.context, scene.target, scene.verdicts.index, request.calibration)
     selector = getattr(ready, "selector", None)
     assert isinstance(selector, CorruptionModel)
     if processes.is_main:
@@ -156,27 +156,27 @@ def _train(scene: Scene, order: CorruptionMasksOrder, path: Path) -> None:
 
 
 def _studied(
-    scene: Scene, order: CorruptionMasksOrder, rules: Patches, selector: CorruptionModel, trained_here: bool
-) -> tuple[dict[str, Any], Piece]:
-    model, device = scene.bench.model, scene.bench.processes.device
-    grid = patches_in(torch.empty(1, 3, *scene.bench.preprocess.shape), rules.side)
+    scene: Scene, request: CorruptionMasksRequest, rules: Patches, selector: CorruptionModel, trained_here: bool
+) -> tuple[dict[str, Any], BatchRecord]:
+    model, device = scene.context.model, scene.context.processes.device
+    grid = patches_in(torch.empty(1, 3, *scene.context.preprocess.shape), rules.side)
     patches = math.prod(grid)
 
-    def by_selector(x: Tensor, draws: Draws) -> Tensor:
+    def by_selector(x: Tensor, rng: SampleRNG) -> Tensor:
         return strongest(-selector(as_first_layer_sees(model, x)), rules.count)
 
-    def at_random(x: Tensor, draws: Draws) -> Tensor:
-        return draws.stream("patches").order(patches) < rules.count
+    def at_random(x: Tensor, rng: SampleRNG) -> Tensor:
+        return rng.stream("patches").permutation(patches) < rules.count
 
-    learned = _stage(scene, order, rules, "learned", by_selector)
+    learned = _stage(scene, request, rules, "learned", by_selector)
     counts = _counts(learned)
     usual = strongest(torch.from_numpy(counts)[None], rules.count).to(device)
     found = {
         "learned": learned,
-        "random": _stage(scene, order, rules, "random", at_random),
-        "usual": _stage(scene, order, rules, "usual", lambda x, draws: usual.expand(len(x), -1)),
+        "random": _stage(scene, request, rules, "random", at_random),
+        "usual": _stage(scene, request, rules, "usual", lambda x, rng: usual.expand(len(x), -1)),
     }
-    n = len(scene.tally.index)
+    n = len(scene.verdicts.index)
     right = {who: np.concatenate([piece["right"] for piece in pieces]) for who, pieces in found.items()}
     heat = {who: _counts(found[who]) for who in ("learned", "random")}
     told = {
@@ -186,11 +186,11 @@ def _studied(
         "side": rules.side,
         "patches": patches,
         "corrupted": rules.count,
-        "fills": order.fills,
-        "noise": order.noise,
-        "clean": float(scene.tally.correct.double().mean()),
+        "fills": request.fills,
+        "noise": request.noise,
+        "clean": float(scene.verdicts.correct.double().mean()),
         "accuracy": {who: over_masks(each) for who, each in right.items()},
-        "harm": {who: _harm(right["random"], right[who], scene.bench.seed) for who in ("learned", "usual")},
+        "harm": {who: _harm(right["random"], right[who], scene.context.seed) for who in ("learned", "usual")},
         "masks": {who: {**concentration(each), "overlap": overlap(each, n)} for who, each in heat.items()},
         "overlap_by_chance": rules.count / patches,
     }
@@ -198,7 +198,7 @@ def _studied(
     return told, {**pictures, **{f"heat {who}": (each / n).reshape(grid) for who, each in heat.items()}}
 
 
-def _counts(pieces: Sequence[Piece]) -> NDArray[Any]:
+def _counts(pieces: Sequence[BatchRecord]) -> NDArray[Any]:
     total: NDArray[Any] = np.sum([piece["counts"] for piece in pieces], axis=0)
     return total
 
@@ -210,21 +210,23 @@ def _harm(random: NDArray[np.bool_], other: NDArray[np.bool_], seed: int) -> dic
     return {"difference": float(difference.mean()), "ci95": [low, high], "n": len(difference)}
 
 
-def _stage(scene: Scene, order: CorruptionMasksOrder, rules: Patches, who: str, choose: Choose) -> list[Piece]:
-    bench, first = scene.bench, scene.tally.index[:SHOWN]
+def _stage(
+    scene: Scene, request: CorruptionMasksRequest, rules: Patches, who: str, choose: Choose
+) -> list[BatchRecord]:
+    context, first = scene.context, scene.verdicts.index[:SHOWN]
 
     @torch.no_grad()
-    def work(number: int, batch: Batch) -> Piece:
+    def work(number: int, batch: Batch) -> BatchRecord:
         refuse_lost_images(batch)
-        draws = Draws.of_samples(bench.seed, batch.indices, bench.processes.device)
+        rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device)
         counts: NDArray[Any] = np.zeros(0, np.int64)
         right, kept = [], {}
-        for turn in range(order.fills):
-            lots = draws.stream("fill", turn)  # the same noise for all ways of choosing
+        for turn in range(request.fills):
+            lots = rng.stream("fill", turn)  # the same noise for all ways of choosing
             chosen = choose(batch.x, lots)
-            fill = uniform_noise(bench.model, batch.x, lots.stream("noise"), order.noise)
+            fill = uniform_noise(context.model, batch.x, lots.stream("noise"), request.noise)
             z = torch.where(pixel_mask(chosen, batch.x, rules.side), fill, batch.x)
-            right.append(bench.model(z).argmax(1) == batch.y)
+            right.append(context.model(z).argmax(1) == batch.y)
             if turn == 0:  # a corruption model chooses once; of random masks the first is compared with it
                 counts = chosen.sum(0).cpu().numpy()
                 kept = kept_pictures(batch, first, {"x": batch.x, "z": z})
@@ -233,9 +235,9 @@ def _stage(scene: Scene, order: CorruptionMasksOrder, rules: Patches, who: str, 
 
     wrong = total = 0
 
-    def tell(piece: Piece) -> str:
+    def tell(piece: BatchRecord) -> str:
         nonlocal wrong, total
         wrong, total = wrong + int((~piece["right"]).sum()), total + piece["right"].size
         return f"{100 * wrong / max(total, 1):.1f} % wrong"
 
-    return run_stage(bench, f"masks {who}", scene.tally.index, work, tell)
+    return run_stage(context, f"masks {who}", scene.verdicts.index, work, tell)

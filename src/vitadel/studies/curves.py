@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitadel.quantities import amount_text
 from vitadel.attacks.attention_scaling.aas import AAS, Rescaled
 from vitadel.attacks.goals import FromClean, OnLogits
 from vitadel.attacks.parse import looks_inside, make, read_attack_name
@@ -30,20 +29,21 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.registry import CATALOGUE
 from vitadel.attacks.steppers import Momentum, Steepest
 from vitadel.attacks.threats import threat as make_threat
-from vitadel.errors import Mistake
-from vitadel.evaluation.engine.run import Outcome
-from vitadel.evaluation.engine.calibration import calibrated, studies
+from vitadel.errors import UserError
 from vitadel.evaluation.chance import binomial_tail
+from vitadel.evaluation.engine.batch_cache import BatchRecord
+from vitadel.evaluation.engine.calibration import calibrated, studies
+from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.stages import NOTE, MemberResult, attack_stage, rules_of
+from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.intervals import share
-from vitadel.evaluation.engine.batch_cache import Piece
-from vitadel.evaluation.engine.stages import NOTE, Leg, attack_stage, rules_of
-from vitadel.evaluation.engine.target import Subject
-from vitadel.runtime.rng import Draws
+from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
-from vitadel.studies.run import Running, Scene, StudyOrder, check_order, conducted
+from vitadel.runtime.rng import SampleRNG
+from vitadel.studies.run import Running, Scene, StudyRequest, check_request, conducted
 from vitadel.types import Aim, Attack, Goal
 
-__all__ = ["Again", "Clocked", "CurvesOrder", "beginnings", "rises", "study_curves", "variant"]
+__all__ = ["Again", "Clocked", "CurvesRequest", "beginnings", "rises", "study_curves", "variant"]
 
 STEPS = (1, 2, 5, 10, 20, 50, 100)
 _TIMES_EPS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0)
@@ -52,7 +52,7 @@ _CLEAR = 0.05
 
 
 @dataclass(frozen=True)
-class CurvesOrder(StudyOrder):
+class CurvesRequest(StudyRequest):
     """Which attack, and the points of the three curves; `eps` is the budget of the second and third.
 
     Without `budgets` they are 0 to twice eps; without `steps` 1 to 100, if the attack takes a number of steps.
@@ -65,24 +65,24 @@ class CurvesOrder(StudyOrder):
     calibration: str | None = None
 
     def __post_init__(self) -> None:
-        check_order(self)
+        check_request(self)
         if self.eps <= 0:
-            raise Mistake(f"--eps must be above 0: steps and restarts are counted at it; got {self.eps:g}")
+            raise UserError(f"--eps must be above 0: steps and restarts are counted at it; got {self.eps:g}")
         for name, points, least in (
             ("budgets", self.points, 0),
             ("steps", self.counts, 1),
             ("restarts", self.restarts, 1),
         ):
             if any(b <= a for a, b in pairwise(points)) or any(point < least for point in points):
-                raise Mistake(f"--{name} must rise, from {least} or more; got {', '.join(f'{p:g}' for p in points)}")
+                raise UserError(f"--{name} must rise, from {least} or more; got {', '.join(f'{p:g}' for p in points)}")
         if not (self.points or self.counts or self.restarts):
-            raise Mistake("no curve is asked for: give some --budgets, --steps or --restarts")
+            raise UserError("no curve is asked for: give some --budgets, --steps or --restarts")
         if self.steps and not self.takes_steps:
-            raise Mistake(f"attack {self.attack!r} takes no number of steps; leave --steps out")
+            raise UserError(f"attack {self.attack!r} takes no number of steps; leave --steps out")
         for eps in filter(None, self.points):
             attack = make(self.attack, eps=eps, norm=self.norm)
             if rules_of(attack) is not None:
-                raise Mistake(f"attack {self.attack!r} has rules of its own instead of eps; take one within a budget")
+                raise UserError(f"attack {self.attack!r} has rules of its own instead of eps; take one within a budget")
 
     @property
     def takes_steps(self) -> bool:
@@ -179,15 +179,15 @@ class Clocked:
 
     attack: PGD
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        return self.explain(model, x, y, draws)[0]
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        return self.explain(model, x, y, rng)[0]
 
     def explain(
-        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         turns = torch.full((len(x),), self.attack.steps, device=x.device)
         timed = replace(self.attack, goal=_Timed(self.attack.goal, turns, self.attack.steps))
-        return timed(model, x, y, draws), {_TURN: turns}
+        return timed(model, x, y, rng), {_TURN: turns}
 
     def passes(self) -> tuple[int, int]:
         return self.attack.passes()
@@ -200,26 +200,26 @@ class Again:
     attack: Attack
     turn: int
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        draws = Draws.of_pixels(x) if draws is None else draws
-        return self.attack(model, x, y, draws.stream("restart", self.turn))
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        rng = SampleRNG.of_pixels(x) if rng is None else rng
+        return self.attack(model, x, y, rng.stream("restart", self.turn))
 
     def passes(self) -> tuple[int, int]:
         return self.attack.passes()
 
 
 def study_curves(
-    subject: Subject,
-    order: CurvesOrder,
+    target: Target,
+    request: CurvesRequest,
     processes: Processes,
     **run: Unpack[Running],
 ) -> Outcome:
     """The three curves in a run folder."""
 
-    def work(scene: Scene) -> tuple[dict[str, Any], Piece]:
-        return _Lab(scene, order).curves(), {}
+    def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
+        return _Lab(scene, request).curves(), {}
 
-    return conducted("curves", subject, order, processes, work, **run)
+    return conducted("curves", target, request, processes, work, **run)
 
 
 @dataclass(frozen=True)
@@ -227,40 +227,40 @@ class _Lab:
     """What was found so far: which samples hold, by budget and number of steps, and attacks that were prepared."""
 
     scene: Scene
-    order: CurvesOrder
+    request: CurvesRequest
     held: dict[tuple[float, int | None], Tensor] = field(default_factory=dict)
     prepared: dict[float, Rescaled] = field(default_factory=dict)
 
     @property
     def correct(self) -> Tensor:
-        return self.scene.tally.index[self.scene.tally.correct]
+        return self.scene.verdicts.index[self.scene.verdicts.correct]
 
     def curves(self) -> dict[str, Any]:
         steps = self._against_steps()  # first, for its points may serve the others
         found = [self._against_eps(), steps, self._against_restarts()]
         return {
-            "n": len(self.scene.tally.index),
-            "attack": self.order.attack,
-            "steps": self.order.usual_steps,
-            "norm": self.order.norm,
-            "eps_text": amount_text(self.order.eps),
+            "n": len(self.scene.verdicts.index),
+            "attack": self.request.attack,
+            "steps": self.request.usual_steps,
+            "norm": self.request.norm,
+            "eps_text": quantity_text(self.request.eps),
             "judged_on": "deployed model",
-            "clean": share(len(self.correct), len(self.scene.tally.index), "correct", "accuracy"),
+            "clean": share(len(self.correct), len(self.scene.verdicts.index), "correct", "accuracy"),
             "curves": [curve for curve in found if curve["points"]],
         }
 
     def _against_eps(self) -> dict[str, Any]:
         standing, points, worst = [], [], self.correct
-        for eps in self.order.points:
-            held = self.correct if eps == 0 else self._held(eps, self.order.usual_steps)
+        for eps in self.request.points:
+            held = self.correct if eps == 0 else self._held(eps, self.request.usual_steps)
             standing.append(held)
             worst = worst[torch.isin(worst, held)]
-            points.append(self._point(eps, amount_text(eps), held) | {"worst_so_far": self._share(worst)})
+            points.append(self._point(eps, quantity_text(eps), held) | {"worst_so_far": self._share(worst)})
         how = "every budget attacks all images that are classified correctly; 'worst so far' counts smaller ones, too"
         return _curve("eps", how, points, standing)
 
     def _against_steps(self) -> dict[str, Any]:
-        eps, counts = self.order.eps, self.order.counts
+        eps, counts = self.request.eps, self.request.counts
         attacks = {steps: self._ready(eps, steps) for steps in counts}
         groups = beginnings(attacks)
         for group in groups:
@@ -279,13 +279,13 @@ class _Lab:
 
     def _against_restarts(self) -> dict[str, Any]:
         standing, points = [], []
-        for turn in range(max(self.order.restarts, default=0)):
+        for turn in range(max(self.request.restarts, default=0)):
             if turn == 0:
-                held = self._held(self.order.eps, self.order.usual_steps)
+                held = self._held(self.request.eps, self.request.usual_steps)
             else:
-                again = Again(self._ready(self.order.eps, self.order.usual_steps), turn)
-                held = _standing(self._pieces(f"again {turn}", again, self.order.eps, held))
-            if turn + 1 in self.order.restarts:
+                again = Again(self._ready(self.request.eps, self.request.usual_steps), turn)
+                held = _standing(self._pieces(f"again {turn}", again, self.request.eps, held))
+            if turn + 1 in self.request.restarts:
                 standing.append(held)
                 points.append(self._point(turn + 1, str(turn + 1), held))
         how = "the whole attack again, with other random numbers, on the images that still stand"
@@ -299,8 +299,8 @@ class _Lab:
         return self.held[eps, steps]
 
     def _ready(self, eps: float, steps: int | None) -> Attack:
-        name = self.order.attack if steps is None else variant(self.order.attack, steps)
-        attack = make(name, eps=eps, norm=self.order.norm)
+        name = self.request.attack if steps is None else variant(self.request.attack, steps)
+        attack = make(name, eps=eps, norm=self.request.norm)
         if not studies(attack):
             return attack
         if not isinstance(attack, AAS):
@@ -312,22 +312,22 @@ class _Lab:
 
     def _prepared(self, attack: Attack) -> Attack:
         scene = self.scene
-        return calibrated(attack, scene.bench, scene.subject, scene.tally.index, self.order.calibration)
+        return calibrated(attack, scene.context, scene.target, scene.verdicts.index, self.request.calibration)
 
-    def _pieces(self, stage: str, attack: Attack, eps: float, exposed: Tensor) -> list[Piece]:
-        threat = make_threat(self.order.norm, eps)
-        legs = attack_stage(self.scene.bench, stage, attack, threat, exposed, looks_inside(self.order.attack))
+    def _pieces(self, stage: str, attack: Attack, eps: float, exposed: Tensor) -> list[BatchRecord]:
+        threat = make_threat(self.request.norm, eps)
+        legs = attack_stage(self.scene.context, stage, attack, threat, exposed, looks_inside(self.request.attack))
         return legs[-1].pieces
 
     def _share(self, held: Tensor) -> dict[str, object]:
-        return share(len(held), len(self.scene.tally.index), "held", "robust_accuracy")
+        return share(len(held), len(self.scene.verdicts.index), "held", "robust_accuracy")
 
     def _point(self, at: float, text: str, held: Tensor) -> dict[str, Any]:
         return {"at": at, "text": text, **self._share(held)}
 
 
-def _standing(pieces: list[Piece]) -> Tensor:
-    return Leg("", pieces).held
+def _standing(pieces: list[BatchRecord]) -> Tensor:
+    return MemberResult("", pieces).held
 
 
 def _curve(against: str, how: str, points: list[dict[str, Any]], standing: Sequence[Tensor]) -> dict[str, Any]:

@@ -15,25 +15,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitadel.attacks.variants import training_form
 from vitadel.attacks.parse import make
 from vitadel.attacks.settings import settings_of
+from vitadel.attacks.variants import training_form
 from vitadel.data.batches import Batch
-from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.calibration import calibrated
-from vitadel.evaluation.intervals import share
 from vitadel.evaluation.engine.judge import Verdict, judge
-from vitadel.evaluation.engine.batch_cache import Piece
-from vitadel.evaluation.engine.stages import Bench, refuse_lost_images, rules_of, run_stage
-from vitadel.evaluation.engine.target import Subject
-from vitadel.runtime.rng import Draws
+from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.stages import RunContext, refuse_lost_images, rules_of, run_stage
+from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.intervals import share
 from vitadel.runtime.distributed import Processes
+from vitadel.runtime.rng import SampleRNG
 from vitadel.studies.agreement import agreement, chance, dealt_at_random, top_classes, top_of
-from vitadel.studies.run import Running, Scene, StudyOrder, check_order, conducted
-from vitadel.studies.reference_models import Juror, at_work, named_alike, seated
+from vitadel.studies.reference_models import ReferenceModel, at_work, named_alike, seated
+from vitadel.studies.run import Running, Scene, StudyRequest, check_request, conducted
 from vitadel.types import Attack, Threat
 
-__all__ = ["SHOWN", "PerturbationsOrder", "attacked", "kept_pictures", "rescaled", "scattered", "study_perturbations"]
+__all__ = ["SHOWN", "PerturbationsRequest", "attacked", "kept_pictures", "rescaled", "scattered", "study_perturbations"]
 
 SHOWN = 8
 """Images that are kept for figures."""
@@ -43,7 +43,7 @@ _KINDS = ("perturbation", "scattered")
 
 
 @dataclass(frozen=True)
-class PerturbationsOrder(StudyOrder):
+class PerturbationsRequest(StudyRequest):
     """`attack` goes all the way: the first image that fools is not the end of its climb. `others` are MODEL specs."""
 
     attack: str = "pgd-100"
@@ -51,7 +51,7 @@ class PerturbationsOrder(StudyOrder):
     calibration: str | None = None
 
     def __post_init__(self) -> None:
-        check_order(self)
+        check_request(self)
         self.make()  # a wrong name is told before anything is loaded
 
     def make(self) -> Attack:
@@ -69,21 +69,23 @@ def largest(change: Tensor) -> Tensor:
     return change.abs().flatten(1).amax(1).view(-1, 1, 1, 1)
 
 
-def scattered(change: Tensor, draws: Draws) -> Tensor:
+def scattered(change: Tensor, rng: SampleRNG) -> Tensor:
     """The same pixels at other places: noise of the same strength and colours, in which nothing is drawn."""
     flat = change.flatten(2)
-    order = draws.order(flat.shape[2])[:, None].expand_as(flat)
+    order = rng.permutation(flat.shape[2])[:, None].expand_as(flat)
     return flat.gather(2, order).view_as(change)
 
 
-def attacked(bench: Bench, attack: Attack, threat: Threat, batch: Batch, draws: Draws) -> tuple[Tensor, Verdict]:
+def attacked(
+    context: RunContext, attack: Attack, threat: Threat, batch: Batch, rng: SampleRNG
+) -> tuple[Tensor, Verdict]:
     """What the attack makes of a batch, judged on the deployed model."""
     own_rules = rules_of(attack)
-    z = attack(bench.model, batch.x, batch.y, draws)
-    return z, judge(bench.model, own_rules(bench.model, batch.x) if own_rules else threat, batch.x, z, batch.y)
+    z = attack(context.model, batch.x, batch.y, rng)
+    return z, judge(context.model, own_rules(context.model, batch.x) if own_rules else threat, batch.x, z, batch.y)
 
 
-def kept_pictures(batch: Batch, first: Tensor, pictures: Mapping[str, Tensor]) -> Piece:
+def kept_pictures(batch: Batch, first: Tensor, pictures: Mapping[str, Tensor]) -> BatchRecord:
     """Of the images that figures show, by their indices, the pictures in 8 bits; nothing of the others."""
     rows = torch.isin(batch.indices, first)
     return {name: _in_8_bits(each[rows.to(each.device)]) for name, each in pictures.items()}
@@ -94,47 +96,49 @@ def _in_8_bits(pictures: Tensor) -> np.ndarray:
 
 
 def study_perturbations(
-    subject: Subject,
-    order: PerturbationsOrder,
+    target: Target,
+    order: PerturbationsRequest,
     processes: Processes,
     **run: Unpack[Running],
 ) -> Outcome:
     """Attack every image, and ask the jury what it sees in the change alone."""
-    jury = seated(subject, order.others)
+    jury = seated(target, order.others)
 
-    def work(scene: Scene) -> tuple[dict[str, Any], Piece]:
-        attack = calibrated(order.make(), scene.bench, scene.subject, scene.tally.index, order.calibration)
+    def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
+        attack = calibrated(order.make(), scene.context, scene.target, scene.verdicts.index, order.calibration)
         with at_work(jury, processes.device):
             pieces = _stage(scene, attack, order, jury)
         told = _told(scene, order, jury, pieces) | {"attack": {"name": order.attack, "settings": settings_of(attack)}}
         arrays = {name: np.concatenate([piece[name] for piece in pieces]) for name in ("x", "z", "change")}
-        place = np.searchsorted(scene.tally.index.numpy(), _first(scene).numpy())
+        place = np.searchsorted(scene.verdicts.index.numpy(), _first(scene).numpy())
         reached = np.concatenate([piece["reached"] for piece in pieces])
-        return told, {**arrays, "label": scene.tally.label.numpy()[place], "reached": reached[place]}
+        return told, {**arrays, "label": scene.verdicts.label.numpy()[place], "reached": reached[place]}
 
     inputs = {"others_fingerprint": named_alike(jury)}
-    return conducted("perturbations", subject, order, processes, work, inputs=inputs, **run)
+    return conducted("perturbations", target, order, processes, work, inputs=inputs, **run)
 
 
 def _first(scene: Scene) -> Tensor:
-    return scene.tally.index[:SHOWN]
+    return scene.verdicts.index[:SHOWN]
 
 
-def _stage(scene: Scene, attack: Attack, order: PerturbationsOrder, jury: Sequence[Juror]) -> list[Piece]:
-    bench, held = scene.bench, 0
+def _stage(
+    scene: Scene, attack: Attack, order: PerturbationsRequest, jury: Sequence[ReferenceModel]
+) -> list[BatchRecord]:
+    context, held = scene.context, 0
 
-    def work(number: int, batch: Batch) -> Piece:
+    def work(number: int, batch: Batch) -> BatchRecord:
         refuse_lost_images(batch)
-        draws = Draws.of_samples(bench.seed, batch.indices, bench.processes.device)
-        z, verdict = attacked(bench, attack, scene.threat, batch, draws)
+        rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device)
+        z, verdict = attacked(context, attack, scene.threat, batch, rng)
         change = z - batch.x
         pictures = {
             "perturbation": rescaled(change, largest(change)),
-            "scattered": rescaled(scattered(change, draws.stream("scattered")), largest(change)),
+            "scattered": rescaled(scattered(change, rng.stream("scattered")), largest(change)),
         }
         if order.norm == "linf":
             pictures["paper"] = rescaled(change, order.eps)
-        piece: Piece = {"held": verdict.held.cpu().numpy(), "reached": verdict.prediction.cpu().numpy()}
+        piece: BatchRecord = {"held": verdict.held.cpu().numpy(), "reached": verdict.prediction.cpu().numpy()}
         for place, juror in enumerate(jury):
             clean = juror.answers(batch.x)
             piece["classes"] = np.asarray(clean.shape[1])
@@ -144,37 +148,39 @@ def _stage(scene: Scene, attack: Attack, order: PerturbationsOrder, jury: Sequen
         drawn = {"x": batch.x, "z": z, "change": pictures["perturbation"]}
         return piece | kept_pictures(batch, _first(scene), drawn)
 
-    def tell(piece: Piece) -> str:
+    def tell(piece: BatchRecord) -> str:
         nonlocal held
         held += int(piece["held"].sum())
         return f"{held} held"
 
-    return run_stage(bench, "perturbations", scene.tally.index, work, tell)
+    return run_stage(context, "perturbations", scene.verdicts.index, work, tell)
 
 
-def _told(scene: Scene, order: PerturbationsOrder, jury: Sequence[Juror], pieces: Sequence[Piece]) -> dict[str, Any]:
+def _told(
+    scene: Scene, order: PerturbationsRequest, jury: Sequence[ReferenceModel], pieces: Sequence[BatchRecord]
+) -> dict[str, Any]:
     def column(name: str) -> np.ndarray:
         return np.concatenate([piece[name] for piece in pieces])
 
-    label, reached, classes = scene.tally.label.numpy(), column("reached"), int(pieces[0]["classes"])
-    fooled = scene.tally.correct.numpy() & ~column("held")
+    label, reached, classes = scene.verdicts.label.numpy(), column("reached"), int(pieces[0]["classes"])
+    fooled = scene.verdicts.correct.numpy() & ~column("held")
     targets = {"label": (label, np.ones_like(fooled)), "reached": (reached, fooled)}
     models = []
     for place, juror in enumerate(jury):
         clean = column(f"{place} clean")
         entry = {**juror.told(), "clean": share(int(clean.sum()), len(clean), "correct", "accuracy")}
-        for what, (target, rows) in targets.items():
+        for what, (labels_aimed, rows) in targets.items():
             tops = {kind: column(f"{place} {kind}")[rows] for kind in _KINDS}
             entry[what] = {
-                **{kind: agreement(answers, target[rows]) for kind, answers in tops.items()},
-                "dealt": dealt_at_random(tops["perturbation"], target[rows], classes),
+                **{kind: agreement(answers, labels_aimed[rows]) for kind, answers in tops.items()},
+                "dealt": dealt_at_random(tops["perturbation"], labels_aimed[rows], classes),
             }
         paper = order.norm == "linf"
         entry["paper_style"] = agreement(column(f"{place} paper"), label)["topk"] if paper else None
         models.append(entry)
     return {
         "n": len(label),
-        "fooled": share(int(fooled.sum()), int(scene.tally.correct.sum()), "fooled", "success"),
+        "fooled": share(int(fooled.sum()), int(scene.verdicts.correct.sum()), "fooled", "success"),
         "k": top_of(classes),
         "chance": chance(classes),
         "paper_style": _PAPER,

@@ -15,56 +15,56 @@ from vitadel.adapters.open_model import open_model
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.image_size import check_images_fit
 from vitadel.backbones.load import zoo_names
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.class_subset import choose_among, choosing_like
-from vitadel.evaluation.engine.target import Subject
+from vitadel.evaluation.engine.target import Target
 from vitadel.instrument.hooks import frozen
 
-__all__ = ["Juror", "at_work", "named_alike", "seated"]
+__all__ = ["ReferenceModel", "at_work", "named_alike", "seated"]
 
 
 @dataclass(frozen=True, eq=False)
-class Juror:
+class ReferenceModel:
     """A model that answers; `itself` is the studied one, whose answers to its own pictures prove little."""
 
     name: str
-    subject: Subject
+    target: Target
     itself: bool = False
 
     @torch.no_grad()
     def answers(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.subject.model(x)
+        logits: Tensor = self.target.model(x)
         return logits
 
     def told(self) -> dict[str, Any]:
         """Who this is, for results."""
-        return {"name": self.name, "itself": self.itself, "fingerprint": self.subject.model_fingerprint()}
+        return {"name": self.name, "itself": self.itself, "fingerprint": self.target.model_fingerprint()}
 
 
-def seated(subject: Subject, others: Sequence[str]) -> list[Juror]:
+def seated(target: Target, others: Sequence[str]) -> list[ReferenceModel]:
     """The studied model and then the others: by default those of the zoo that were trained on
     its data, which may be none.
 
     An other is a MODEL, or MODEL=WEIGHTS where its name alone does not say which.
     """
-    studied = choose_among(subject)
-    jury = [Juror(studied.model_spec, studied, itself=True)]
+    studied = choose_among(target)
+    jury = [ReferenceModel(studied.model_spec, studied, itself=True)]
     kind = studied.data_spec.partition(":")[0].partition("@")[0]  # classes of other data mean other things
     alike = [name for name in zoo_names() if name.startswith(f"zoo:{kind}-") and name != studied.model_spec]
     for spec in others or alike:
         try:
-            jury.append(Juror(spec, _fitting(studied, spec)))
-        except Mistake:
+            jury.append(ReferenceModel(spec, _fitting(studied, spec)))
+        except UserError:
             if others:
                 raise
     names = [juror.name for juror in jury]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise Mistake(f"--others names {twice[0]!r} twice, or the studied model once more; each may stand once")
+        raise UserError(f"--others names {twice[0]!r} twice, or the studied model once more; each may stand once")
     return jury
 
 
-def _fitting(studied: Subject, spec: str) -> Subject:
+def _fitting(studied: Target, spec: str) -> Target:
     name, _, weights = spec.partition("=")
     opened = open_model(name, {"weights": weights}) if weights else open_model(name)
     model = choosing_like(studied.model, opened)
@@ -72,7 +72,7 @@ def _fitting(studied: Subject, spec: str) -> Subject:
     mine = studied.model.record.num_classes or len(studied.source.classes)
     theirs = other.model.record.num_classes
     if theirs is not None and mine != theirs:
-        raise Mistake(
+        raise UserError(
             f"'{spec}' has {theirs} classes and '{studied.model_spec}' {mine}, so that answers of the one say nothing "
             "about the other. Give models for the same classes with --others."
         )
@@ -80,16 +80,16 @@ def _fitting(studied: Subject, spec: str) -> Subject:
     return other
 
 
-def named_alike(jury: Sequence[Juror]) -> str:
+def named_alike(jury: Sequence[ReferenceModel]) -> str:
     """What the others are, in one word, so that a study is not resumed with others of the same name."""
-    words = " ".join(juror.subject.model_fingerprint() for juror in jury if not juror.itself)
+    words = " ".join(juror.target.model_fingerprint() for juror in jury if not juror.itself)
     return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 
 @contextmanager
-def at_work(jury: Sequence[Juror], device: torch.device) -> Iterator[None]:
+def at_work(jury: Sequence[ReferenceModel], device: torch.device) -> Iterator[None]:
     """All of them on the device, in eval mode and without gradients to their weights."""
     with ExitStack() as undo:
         for juror in jury:
-            undo.enter_context(frozen(juror.subject.model.to(device)))
+            undo.enter_context(frozen(juror.target.model.to(device)))
         yield

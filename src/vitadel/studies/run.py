@@ -11,27 +11,27 @@ from typing import Any, TypedDict, cast
 
 import numpy as np
 
-from vitadel.quantities import amount_text
 from vitadel.attacks.threats import threat as make_threat
-from vitadel.errors import Interrupted, Mistake
+from vitadel.errors import Interrupted, UserError
+from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.class_subset import choose_among
-from vitadel.evaluation.engine.run import Outcome, begun, bench_for
-from vitadel.evaluation.engine.batch_cache import Piece
-from vitadel.evaluation.engine.verdicts import Tally, described, heading
-from vitadel.evaluation.engine.stages import Bench, clean_stage
-from vitadel.evaluation.engine.target import Subject
+from vitadel.evaluation.engine.run import Outcome, begun, context_for
+from vitadel.evaluation.engine.stages import RunContext, clean_stage
+from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.verdicts import Verdicts, described, heading
 from vitadel.instrument.hooks import frozen
+from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.run_folder import RunFolder, write_atomically, write_json
 from vitadel.types import Threat
 
-__all__ = ["Running", "Scene", "StudyOrder", "Work", "check_order", "conducted"]
+__all__ = ["Running", "Scene", "StudyRequest", "Work", "check_request", "conducted"]
 
 VERB = "study"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyOrder:
+class StudyRequest:
     """What the orders of all studies say, besides settings of their own; every field decides the result."""
 
     eps: float = 8 / 255
@@ -59,30 +59,30 @@ class Scene:
     kill -9 goes through `evaluation.stages.run_stage` and its like, which keep pieces in the folder.
     """
 
-    bench: Bench
-    subject: Subject
-    tally: Tally
+    context: RunContext
+    target: Target
+    verdicts: Verdicts
     threat: Threat
     folder: RunFolder
 
 
-Work = Callable[[Scene], tuple[dict[str, Any], Piece]]
+Work = Callable[[Scene], tuple[dict[str, Any], BatchRecord]]
 """The study itself: its numbers for `results.json`, and arrays for `study.npz`, which may be none."""
 
 
-def check_order(order: StudyOrder) -> None:
+def check_request(request: StudyRequest) -> None:
     """What all orders must agree to, told before anything is loaded."""
-    if order.batch_size < 1:
-        raise Mistake(f"--batch-size must be at least 1, got {order.batch_size}")
-    if order.norm == "linf" and order.eps == 1:
-        raise Mistake("eps 1 lets every pixel become anything: pixels are in [0, 1] here. Did you mean 1/255?")
-    make_threat(order.norm, order.eps)
+    if request.batch_size < 1:
+        raise UserError(f"--batch-size must be at least 1, got {request.batch_size}")
+    if request.norm == "linf" and request.eps == 1:
+        raise UserError("eps 1 lets every pixel become anything: pixels are in [0, 1] here. Did you mean 1/255?")
+    make_threat(request.norm, request.eps)
 
 
 def conducted(
     name: str,
-    subject: Subject,
-    order: StudyOrder,
+    target: Target,
+    request: StudyRequest,
     processes: Processes,
     work: Work,
     *,
@@ -96,36 +96,36 @@ def conducted(
 
     A resumed study must agree in the whole order. `inputs` are fields of it by another name: a file by its content.
     """
-    subject = choose_among(subject)
-    indices, mislabelled = subject.selection(order.limit, order.seed, order.skip_bad)
-    asked = dataclasses.asdict(cast(Any, order))
+    target = choose_among(target)
+    indices, mislabelled = target.selection(request.limit, request.seed, request.skip_bad)
+    asked = dataclasses.asdict(cast(Any, request))
     settings = {
         "study": name,
-        "model": subject.model_spec,
-        "model_fingerprint": subject.model_fingerprint(),
-        "data": subject.data_spec,
-        "data_fingerprint": subject.data_fingerprint(indices),
+        "model": target.model_spec,
+        "model_fingerprint": target.model_fingerprint(),
+        "data": target.data_spec,
+        "data_fingerprint": target.data_fingerprint(indices),
         **asked,
-        "eps": amount_text(order.eps),
+        "eps": quantity_text(request.eps),
         **(inputs or {}),
     }
-    run, done = begun(VERB, f"{name}-{subject.model_spec}", settings, processes, out=out, resume=resume, argv=argv)
+    run, done = begun(VERB, f"{name}-{target.model_spec}", settings, processes, out=out, resume=resume, argv=argv)
     if done is not None:
         return done
-    bench = bench_for(subject, order, processes, run, shown=shown)
+    context = context_for(target, request, processes, run, shown=shown)
     try:
-        with frozen(bench.model):
-            tally = Tally.of_clean(clean_stage(bench, indices), mislabelled)
-            if len(tally.index) == 0:
-                raise Mistake("no sample could be read, so there is nothing to study; see why with --skip-bad off")
-            told, arrays = work(Scene(bench, subject, tally, make_threat(order.norm, order.eps), run))
+        with frozen(context.model):
+            verdicts = Verdicts.of_clean(clean_stage(context, indices), mislabelled)
+            if len(verdicts.index) == 0:
+                raise UserError("no sample could be read, so there is nothing to study; see why with --skip-bad off")
+            told, arrays = work(Scene(context, target, verdicts, make_threat(request.norm, request.eps), run))
     except KeyboardInterrupt:
         raise Interrupted(run.path) from None
     results = {
-        **heading(order.seed),
-        **described(subject, tally, settings["model_fingerprint"]),
-        "threat": {"norm": order.norm, "eps": order.eps, "eps_text": settings["eps"]},
-        "batch_size": order.batch_size,
+        **heading(request.seed),
+        **described(target, verdicts, settings["model_fingerprint"]),
+        "threat": {"norm": request.norm, "eps": request.eps, "eps_text": settings["eps"]},
+        "batch_size": request.batch_size,
         "study": {"name": name, **told},
     }
     if processes.is_main:

@@ -20,20 +20,20 @@ from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.data.batches import Batch
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.run import Outcome
-from vitadel.evaluation.intervals import bootstrap_mean
-from vitadel.evaluation.engine.batch_cache import Piece
 from vitadel.evaluation.engine.stages import refuse_lost_images, run_stage
-from vitadel.evaluation.engine.target import Subject
+from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.intervals import bootstrap_mean
 from vitadel.instrument.attention import scaled_attention, score_statistics
-from vitadel.runtime.rng import Draws
 from vitadel.runtime.distributed import Processes
-from vitadel.studies.run import Running, Scene, StudyOrder, check_order, conducted
+from vitadel.runtime.rng import SampleRNG
+from vitadel.studies.run import Running, Scene, StudyRequest, check_request, conducted
 from vitadel.studies.scale_factors import ThroughScaled, found_factors, plain_search
 from vitadel.types import Attack
 
-__all__ = ["CONDITIONS", "EDGES", "SaturationOrder", "counted", "quantile", "study_saturation", "thresholds"]
+__all__ = ["CONDITIONS", "EDGES", "SaturationRequest", "counted", "quantile", "study_saturation", "thresholds"]
 
 _PER_DECADE, _LOWEST, _HIGHEST = 32, -3, 4
 EDGES: NDArray[np.float64] = 10.0 ** np.linspace(_LOWEST, _HIGHEST, _PER_DECADE * (_HIGHEST - _LOWEST) + 1)
@@ -49,7 +49,7 @@ _FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class SaturationOrder(StudyOrder):
+class SaturationRequest(StudyRequest):
     """`images` of other data to find the factors on."""
 
     attack: str = "pgd-20"
@@ -57,9 +57,9 @@ class SaturationOrder(StudyOrder):
     calibration: str | None = None
 
     def __post_init__(self) -> None:
-        check_order(self)
+        check_request(self)
         if self.images < 1:
-            raise Mistake(f"--images must be at least 1, got {self.images}")
+            raise UserError(f"--images must be at least 1, got {self.images}")
         self.search()
 
     def search(self) -> Attack:
@@ -88,10 +88,10 @@ def counted(gaps: Tensor) -> NDArray[np.uint32]:
 
 def quantile(counts: NDArray[Any], share: float) -> float:
     """From a histogram, between the ends of a bin by logarithms; at most the last edge."""
-    target, below = share * float(counts.sum()), 0.0
+    wanted_count, below = share * float(counts.sum()), 0.0
     for place, count in enumerate(counts.tolist()):
-        if count and below + count >= target:
-            part = float((target - below) / count)
+        if count and below + count >= wanted_count:
+            part = float((wanted_count - below) / count)
             if place == 0:
                 return part * float(EDGES[0])
             if place == len(EDGES):
@@ -103,47 +103,47 @@ def quantile(counts: NDArray[Any], share: float) -> float:
 
 
 def study_saturation(
-    subject: Subject,
-    order: SaturationOrder,
+    target: Target,
+    request: SaturationRequest,
     processes: Processes,
     **run: Unpack[Running],
 ) -> Outcome:
     """Histograms in `study.npz`, quantiles and shares in the results."""
-    attentions_of(subject.model)  # a model of no known family is told before anything is written
+    attentions_of(target.model)  # a model of no known family is told before anything is written
 
-    def work(scene: Scene) -> tuple[dict[str, Any], Piece]:
-        factors = found_factors(scene, order.images, order.calibration)
-        pieces = _looked_at(scene, order, factors)
+    def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
+        factors = found_factors(scene, request.images, request.calibration)
+        pieces = _looked_at(scene, request, factors)
         counts = sum(piece["counts"].astype(np.int64) for piece in pieces)
-        return _told(scene, order, factors, pieces, counts), {"edges": EDGES, "counts": np.asarray(counts)}
+        return _told(scene, request, factors, pieces, counts), {"edges": EDGES, "counts": np.asarray(counts)}
 
-    return conducted("saturation", subject, order, processes, work, **run)
+    return conducted("saturation", target, request, processes, work, **run)
 
 
 def _precision(model: nn.Module) -> torch.dtype:
     return next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
 
 
-def _looked_at(scene: Scene, order: SaturationOrder, factors: tuple[float, ...]) -> list[Piece]:
-    bench, search = scene.bench, order.search()
-    limits = [*thresholds(_precision(bench.model)).values()]
+def _looked_at(scene: Scene, request: SaturationRequest, factors: tuple[float, ...]) -> list[BatchRecord]:
+    context, search = scene.context, request.search()
+    limits = [*thresholds(_precision(context.model)).values()]
 
-    def work(number: int, batch: Batch) -> Piece:
+    def work(number: int, batch: Batch) -> BatchRecord:
         refuse_lost_images(batch)
-        draws = Draws.of_samples(bench.seed, batch.indices, bench.processes.device)
+        rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device)
         images = {
             "clean": batch.x,
-            "attacked": search(bench.model, batch.x, batch.y, draws),
-            "aas": ThroughScaled(search, factors)(bench.model, batch.x, batch.y, draws),
+            "attacked": search(context.model, batch.x, batch.y, rng),
+            "aas": ThroughScaled(search, factors)(context.model, batch.x, batch.y, rng),
         }
-        seen = [_gaps(bench.model, images[name], factors if whose == "scaled" else 1.0) for whose, name in CONDITIONS]
+        seen = [_gaps(context.model, images[name], factors if whose == "scaled" else 1.0) for whose, name in CONDITIONS]
         return {
             "counts": np.stack([np.stack([counted(gap[gap.isfinite()]) for gap in blocks]) for blocks in seen]),
             "largest": np.asarray([[_largest(gap) for gap in blocks] for blocks in seen]),
             "beyond": np.stack([np.stack([_beyond(gap, limits) for gap in blocks]) for blocks in seen]),
         }
 
-    return run_stage(bench, "gaps", scene.tally.index, work, lambda piece: "")
+    return run_stage(context, "gaps", scene.verdicts.index, work, lambda piece: "")
 
 
 def _gaps(model: nn.Module, x: Tensor, factors: float | tuple[float, ...]) -> list[Tensor]:
@@ -166,10 +166,10 @@ def _beyond(gap: Tensor, limits: Sequence[float]) -> NDArray[np.float32]:
 
 
 def _told(
-    scene: Scene, order: SaturationOrder, factors: tuple[float, ...], pieces: Sequence[Piece], counts: Any
+    scene: Scene, request: SaturationRequest, factors: tuple[float, ...], pieces: Sequence[BatchRecord], counts: Any
 ) -> dict[str, Any]:
-    names = [part.name for part in attentions_of(scene.bench.model)]
-    precision = _precision(scene.bench.model)
+    names = [part.name for part in attentions_of(scene.context.model)]
+    precision = _precision(scene.context.model)
     largest = np.max([piece["largest"] for piece in pieces], axis=0)
     beyond = np.concatenate([piece["beyond"] for piece in pieces], axis=2)  # (conditions, blocks, images, limits)
     conditions = [
@@ -189,8 +189,8 @@ def _told(
         for place, (whose, images) in enumerate(CONDITIONS)
     ]
     return {
-        "n": len(scene.tally.index),
-        "attack": order.attack,
+        "n": len(scene.verdicts.index),
+        "attack": request.attack,
         "blocks": names,
         "factors": list(factors),
         "precision": str(precision).removeprefix("torch."),

@@ -15,12 +15,12 @@ from vitadel.attacks.parse import make
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.transfer.surrogate import Changed, Surrogate
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.calibration import calibrated, studies
 from vitadel.evaluation.engine.stages import rules_of
 from vitadel.instrument.attention import scaled_attention
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.studies.run import Scene
 from vitadel.types import Attack
 
@@ -33,23 +33,23 @@ def plain_search(name: str, eps: float, norm: str) -> Attack:
     """An attack that can be sent through scaled attention: one that neither studies the model nor has its own rules."""
     attack = make(name, eps=eps, norm=norm)
     if studies(attack) or rules_of(attack) is not None:
-        raise Mistake(f"'{name}' cannot be sent through scaled attention here; take a plain one, such as pgd-20")
+        raise UserError(f"'{name}' cannot be sent through scaled attention here; take a plain one, such as pgd-20")
     return attack
 
 
 def found_factors(scene: Scene, images: int, calibration: str | None) -> tuple[float, ...]:
     """One per softmax attention, on images that are not studied; a resumed study finds them in its folder."""
-    bench = scene.bench
-    kept = bench.processes.on_main(lambda: bench.ledger.find(_STAGE, 0))
+    context = scene.context
+    kept = context.processes.on_main(lambda: context.cache.find(_STAGE, 0))
     if kept is not None:
         return tuple(kept["factors"].tolist())
     attack = AAS(PGD(scene.threat), images=images)
-    ready = cast(Rescaled, calibrated(attack, bench, scene.subject, scene.tally.index, calibration))
+    ready = cast(Rescaled, calibrated(attack, context, scene.target, scene.verdicts.index, calibration))
     factors = cast(tuple[float, ...], ready.factors)
-    assert len(factors) == len(attentions_of(bench.model))
-    if bench.processes.is_main:
-        bench.ledger.save(_STAGE, 0, {"factors": np.asarray(factors, np.float64)})
-    bench.processes.wait()
+    assert len(factors) == len(attentions_of(context.model))
+    if context.processes.is_main:
+        context.cache.save(_STAGE, 0, {"factors": np.asarray(factors, np.float64)})
+    context.processes.wait()
     return factors
 
 
@@ -68,17 +68,17 @@ class ThroughScaled:
     attack: Attack
     factors: tuple[float, ...]
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        draws = Draws.of_pixels(x) if draws is None else draws
-        return self.attack(Surrogate(scaled(model, self.factors), model), x, y, draws.stream("rescaled"))
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        rng = SampleRNG.of_pixels(x) if rng is None else rng
+        return self.attack(Surrogate(scaled(model, self.factors), model), x, y, rng.stream("rescaled"))
 
     def explain(
-        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """With the paper's way of counting as a note: does the scaled model, itself attacked, still give the label?"""
-        draws = Draws.of_pixels(x) if draws is None else draws
-        z, softened = self(model, x, y, draws), scaled(model, self.factors)
-        aimed = self.attack(softened, x, y, draws.stream("rescaled"))
+        rng = SampleRNG.of_pixels(x) if rng is None else rng
+        z, softened = self(model, x, y, rng), scaled(model, self.factors)
+        aimed = self.attack(softened, x, y, rng.stream("rescaled"))
         with frozen(model), torch.no_grad():
             return z, {PAPER_STYLE: softened(aimed).argmax(1) == y}
 

@@ -16,25 +16,25 @@ from torch import Tensor
 
 from vitadel.attacks.attention_scaling.aas import PAPER_STYLE
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
+from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.stages import NOTE, MemberResult, attack_stage, clean_stage
+from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.evaluation.intervals import share
-from vitadel.evaluation.engine.batch_cache import Piece
-from vitadel.evaluation.engine.verdicts import Tally
-from vitadel.evaluation.engine.stages import NOTE, Leg, attack_stage, clean_stage
-from vitadel.evaluation.engine.target import Subject
 from vitadel.runtime.distributed import Processes
-from vitadel.studies.run import Running, Scene, StudyOrder, check_order, conducted
+from vitadel.studies.run import Running, Scene, StudyRequest, check_request, conducted
 from vitadel.studies.scale_factors import ThroughScaled, found_factors, plain_search, scaled
 from vitadel.types import Attack
 
-__all__ = ["WAYS", "ScaledBlocksOrder", "block_sets", "factors_within", "study_scaled_blocks"]
+__all__ = ["WAYS", "ScaledBlocksRequest", "block_sets", "factors_within", "study_scaled_blocks"]
 
 WAYS = ("first", "single", "last")
 
 
 @dataclass(frozen=True)
-class ScaledBlocksOrder(StudyOrder):
+class ScaledBlocksRequest(StudyRequest):
     """`ways` of growing the set of scaled blocks, in steps of `every`; `images` to find the factors on."""
 
     attack: str = "pgd-20"
@@ -44,12 +44,16 @@ class ScaledBlocksOrder(StudyOrder):
     calibration: str | None = None
 
     def __post_init__(self) -> None:
-        check_order(self)
+        check_request(self)
         for way in self.ways:
             if way not in WAYS:
-                raise Mistake(f"unknown way {way!r} of choosing blocks{nearest_names(way, WAYS) or '.'} Known: {WAYS}.")
+                raise UserError(
+                    f"unknown way {way!r} of choosing blocks{nearest_names(way, WAYS) or '.'} Known: {WAYS}."
+                )
         if not self.ways or self.every < 1 or self.images < 1:
-            raise Mistake(f"--ways, --every and --images need at least 1, got {self.ways}, {self.every}, {self.images}")
+            raise UserError(
+                f"--ways, --every and --images need at least 1, got {self.ways}, {self.every}, {self.images}"
+            )
         self.search()
 
     def search(self) -> Attack:
@@ -71,37 +75,37 @@ def factors_within(factors: Sequence[float], chosen: frozenset[int]) -> tuple[fl
 
 
 def study_scaled_blocks(
-    subject: Subject,
-    order: ScaledBlocksOrder,
+    target: Target,
+    request: ScaledBlocksRequest,
     processes: Processes,
     **run: Unpack[Running],
 ) -> Outcome:
     """Every set of blocks once, in a run folder."""
-    attentions_of(subject.model)  # a model of no known family is told before anything is written
+    attentions_of(target.model)  # a model of no known family is told before anything is written
 
-    def work(scene: Scene) -> tuple[dict[str, Any], Piece]:
-        return _measured(scene, order), {}
+    def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
+        return _measured(scene, request), {}
 
-    return conducted("scaled-blocks", subject, order, processes, work, **run)
+    return conducted("scaled-blocks", target, request, processes, work, **run)
 
 
-def _measured(scene: Scene, order: ScaledBlocksOrder) -> dict[str, Any]:
-    names = [part.name for part in attentions_of(scene.bench.model)]
-    factors = found_factors(scene, order.images, order.calibration)
-    correct, n = scene.tally.index[scene.tally.correct], len(scene.tally.index)
-    (leg,) = _legs(scene, "plain", order.search(), correct)
+def _measured(scene: Scene, request: ScaledBlocksRequest) -> dict[str, Any]:
+    names = [part.name for part in attentions_of(scene.context.model)]
+    factors = found_factors(scene, request.images, request.calibration)
+    correct, n = scene.verdicts.index[scene.verdicts.correct], len(scene.verdicts.index)
+    (leg,) = _legs(scene, "plain", request.search(), correct)
     seen: dict[frozenset[int], dict[str, Any]] = {}  # sets that lie on several curves are tried once
     curves = []
-    for way in order.ways:
-        sets = block_sets(len(names), way, order.every)
+    for way in request.ways:
+        sets = block_sets(len(names), way, request.every)
         for _, chosen in sets:
             if chosen not in seen:
-                seen[chosen] = _tried(scene, order, factors_within(factors, chosen), chosen, leg.held)
+                seen[chosen] = _tried(scene, request, factors_within(factors, chosen), chosen, leg.held)
         curves.append({"way": way, "points": [{"at": at, **seen[chosen]} for at, chosen in sets]})
     return {
         "n": n,
-        "attack": order.attack,
-        "norm": order.norm,
+        "attack": request.attack,
+        "norm": request.norm,
         "blocks": names,
         "factors": list(factors),
         "judged_on": "deployed model",
@@ -113,20 +117,20 @@ def _measured(scene: Scene, order: ScaledBlocksOrder) -> dict[str, Any]:
     }
 
 
-def _legs(scene: Scene, stage: str, attack: Attack, exposed: Tensor) -> list[Leg]:
-    legs = attack_stage(scene.bench, stage, attack, scene.threat, exposed, looks_inside=True)
+def _legs(scene: Scene, stage: str, attack: Attack, exposed: Tensor) -> list[MemberResult]:
+    legs = attack_stage(scene.context, stage, attack, scene.threat, exposed, looks_inside=True)
     return legs[-1:]  # of an ensemble the last member has seen what all before it left
 
 
 def _tried(
-    scene: Scene, order: ScaledBlocksOrder, factors: tuple[float, ...], chosen: frozenset[int], plain: Tensor
+    scene: Scene, request: ScaledBlocksRequest, factors: tuple[float, ...], chosen: frozenset[int], plain: Tensor
 ) -> dict[str, Any]:
     """One set of blocks: on the deployed model, with and without the plain attack, and as the paper counts."""
-    tally, n = scene.tally, len(scene.tally.index)
+    verdicts, n = scene.verdicts, len(scene.verdicts.index)
     title = f"{sum(1 << place for place in chosen):x}"
-    (leg,) = _legs(scene, f"scaled {title}", ThroughScaled(order.search(), factors), tally.index[tally.correct])
-    softened = replace(scene.bench, model=scaled(scene.bench.model, factors))
-    clean = Tally.of_clean(clean_stage(softened, tally.index, f"clean {title}"))
+    (leg,) = _legs(scene, f"scaled {title}", ThroughScaled(request.search(), factors), verdicts.index[verdicts.correct])
+    softened = replace(scene.context, model=scaled(scene.context.model, factors))
+    clean = Verdicts.of_clean(clean_stage(softened, verdicts.index, f"clean {title}"))
     right = sum(int(piece[f"{NOTE}{PAPER_STYLE}"].sum()) for piece in leg.pieces)
     return {
         "scaled": sorted(chosen),

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.runtime.rng import SampleRNG
 from vitadel.threat_levels.levels import Head
-from vitadel.runtime.rng import Draws
 
 __all__ = ["Resized", "controls", "with_weight_noise"]
 
@@ -44,7 +44,7 @@ def with_weight_noise(model: nn.Module, share: float = WEIGHT_NOISE, seed: int =
     changed = copy.deepcopy(model)
     with torch.no_grad():
         for number, weight in enumerate(parameter for parameter in changed.parameters() if parameter.dim() > 1):
-            noise = Draws.of_samples(seed, [number]).stream("weight noise").normal(weight.numel())
+            noise = SampleRNG.of_samples(seed, [number]).stream("weight noise").normal(weight.numel())
             weight.mul_(1 + share * noise.view_as(weight).to(weight))
     return changed
 

@@ -16,7 +16,7 @@ from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
 from vitadel.adapters.tokens.token_files import load_tokens, read_tokens, save_tokens
 from vitadel.attacks.features import feature_cosine, final_features
 from vitadel.backbones.classifier import Classifier
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.threat_levels.levels import Head
 
@@ -45,12 +45,14 @@ def save_extracted(found: Extracted, path: Path) -> None:
 
 
 def read_extracted(path: Path, classifier: Classifier) -> Extracted:
-    """What `save_extracted` wrote; a `Mistake` if it is damaged or open to others."""
+    """What `save_extracted` wrote; a `UserError` if it is damaged or open to others."""
     model, told = load_tokens(path, classifier).eval(), read_tokens(path).settings
     try:
         return Extracted(model, int(told["queries"]), float(told["cosine"]), float(told["cosine_before"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise Mistake(f"'{path}' does not say how its tokens were fitted ({error!r}); delete it, or its run") from error
+        raise UserError(
+            f"'{path}' does not say how its tokens were fitted ({error!r}); delete it, or its run"
+        ) from error
 
 
 def extract_tokens(
@@ -70,10 +72,10 @@ def extract_tokens(
     `exposed` names is used of the victim; scores are those of `head` on it, if it is not the backbone's own.
     """
     if exposed not in EXPOSED:
-        raise Mistake(f"a victim tells {' or '.join(EXPOSED)}, not {exposed!r}")
+        raise UserError(f"a victim tells {' or '.join(EXPOSED)}, not {exposed!r}")
     *asked, unseen = list(images)
     if not asked:
-        raise Mistake("token extraction needs at least two batches of images: to ask about, and to measure the fit")
+        raise UserError("token extraction needs at least two batches of images: to ask about, and to measure the fit")
     classifier, (count, width) = victim.classifier, victim.tokens.shape
     start = fresh_tokens(width, count, seed=seed).to(victim.tokens)
     model = Tokened(classifier, start, placement=victim.placement)
@@ -89,16 +91,16 @@ def extract_tokens(
     with frozen(victim), torch.no_grad():
         answers = [see(victim, x) for x in asked]
     before = _alike(model, victim, unseen)
-    optimiser = torch.optim.Adam([model.tokens], lr=rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    optimizer = torch.optim.Adam([model.tokens], lr=rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for step in range(steps):
         number = step % len(asked)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         answer = answers[number]
         with torch.enable_grad():
             miss = (see(model, asked[number]) - answer).square().mean() / answer.square().mean()
             miss.backward()
-        optimiser.step()
+        optimizer.step()
         schedule.step()
         told(step)
     model.tokens.requires_grad_(False)

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.adapters.tokens.robustness_tokens import Tokened
-from vitadel.attacks.variants import training_form
 from vitadel.attacks.parse import make
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.threats import Linf
-from vitadel.errors import Mistake, nearest_names
+from vitadel.attacks.variants import training_form
+from vitadel.errors import UserError, nearest_names
 from vitadel.types import Attack
 
-__all__ = ["LEVELS", "Arms", "Head", "Level", "MeanOf", "Rung", "check_levels", "rungs"]
+__all__ = ["LEVELS", "AttackerAssets", "Head", "Level", "MeanOf", "Rung", "check_levels", "rungs"]
 
 RELEASED_EPS = 8 / 255
 """Of the released code's attack: in units of ImageNet's standard deviations."""
@@ -58,11 +58,11 @@ LEVELS = {
 
 
 def check_levels(codes: Sequence[str]) -> tuple[str, ...]:
-    """The levels in their order; unknown ones are a `Mistake`."""
+    """The levels in their order; unknown ones are a `UserError`."""
     for code in codes:
         if code not in LEVELS:
             known = ", ".join(LEVELS)
-            raise Mistake(f"unknown level {code!r} of the ladder{nearest_names(code, LEVELS) or '.'} Known: {known}.")
+            raise UserError(f"unknown level {code!r} of the ladder{nearest_names(code, LEVELS) or '.'} Known: {known}.")
     return tuple(code for code in LEVELS if code in codes)
 
 
@@ -120,7 +120,7 @@ def _as_it_is(model: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True, eq=False)
-class Arms:
+class AttackerAssets:
     """What attackers have or get hold of; a level without its means is left out of the ladder."""
 
     victim: Tokened
@@ -133,14 +133,16 @@ class Arms:
     features: str = "tokens"  # those that the defence compares, as attackers know from its recipe; or "pooled"
 
 
-def rungs(levels: Sequence[str], arms: Arms, steps: int, queries: int, white_box: Sequence[str]) -> list[Rung]:
+def rungs(
+    levels: Sequence[str], arms: AttackerAssets, steps: int, queries: int, white_box: Sequence[str]
+) -> list[Rung]:
     """Every attack of the chosen levels for which the means are there, in the ladder's order."""
     climb = _climber(steps)
     return [rung for rung in _all_rungs(arms, climb, steps, queries, white_box) if rung.level in levels]
 
 
 def _all_rungs(
-    arms: Arms, climb: Callable[[float], Attack], steps: int, queries: int, white_box: Sequence[str]
+    arms: AttackerAssets, climb: Callable[[float], Attack], steps: int, queries: int, white_box: Sequence[str]
 ) -> Iterator[Rung]:
     victim, public = arms.head(arms.victim), arms.head(arms.victim.classifier)
     for kind in ("uniform", "surface", "gaussian"):
@@ -185,7 +187,7 @@ def _climber(steps: int, stops: bool = False) -> Callable[[float], Attack]:
     return at
 
 
-def _of(arms: Arms) -> str:
+def _of(arms: AttackerAssets) -> str:
     """Named where they are not the usual ones, so that verdicts on one are not taken for those on the other."""
     return "" if arms.features == "tokens" else f", {arms.features}"
 

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from vitadel.adapters.tokens.robustness_tokens import Tokened
 from vitadel.adapters.tokens.token_files import load_tokens
 from vitadel.data.overlap import same_images
-from vitadel.training.recipes.check import read_data_spec
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.calibration import CalibrationImages, calibration_images
-from vitadel.evaluation.engine.stages import Bench
-from vitadel.evaluation.engine.target import Subject
-from vitadel.threat_levels.controls import controls
-from vitadel.threat_levels.extraction import EXPOSED, Extracted, extract_tokens, read_extracted, save_extracted
-from vitadel.threat_levels.levels import Arms
-from vitadel.threat_levels.request import LadderOrder
-from vitadel.threat_levels.token_training import Lesson, TokenRecipe, Trainer, control_changes, read_recipe
+from vitadel.evaluation.engine.stages import RunContext
+from vitadel.evaluation.engine.target import Target
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import progress
 from vitadel.runtime.run_folder import RunFolder
+from vitadel.threat_levels.controls import controls
+from vitadel.threat_levels.extraction import EXPOSED, Extracted, extract_tokens, read_extracted, save_extracted
+from vitadel.threat_levels.levels import AttackerAssets
+from vitadel.threat_levels.request import ThreatLevelsRequest
+from vitadel.threat_levels.token_training import TokenRecipe, Trainer, TrainingRun, control_changes, read_recipe
+from vitadel.training.recipes.check import read_data_spec
 from vitadel.types import Source
 
 __all__ = ["Armed", "Supplies", "arm", "gather", "planned"]
@@ -42,7 +42,7 @@ class Supplies:
     "controls", as far as there are any to train), sets from files, and the images that tokens are fitted to (T7)."""
 
     recipe: TokenRecipe | None = None
-    lessons: Mapping[str, Lesson] = field(default_factory=dict)
+    lessons: Mapping[str, TrainingRun] = field(default_factory=dict)
     surrogates: tuple[Tokened, ...] = ()
     bank: tuple[Tokened, ...] = ()
     images: tuple[Source, Tensor] | None = None
@@ -61,41 +61,43 @@ class Supplies:
 class Armed:
     """Everything that the chosen levels need; `witnesses` are the controls, judged on the images of T2."""
 
-    arms: Arms
+    arms: AttackerAssets
     witnesses: dict[str, nn.Module] = field(default_factory=dict)
     extracted: dict[str, Extracted] = field(default_factory=dict)
 
 
-def gather(subject: Subject, arms: Arms, order: LadderOrder, indices: Tensor, processes: Processes) -> Supplies:
+def gather(
+    target: Target, arms: AttackerAssets, request: ThreatLevelsRequest, indices: Tensor, processes: Processes
+) -> Supplies:
     """Open what is given and refuse what makes no sense, before a run folder exists or an hour is spent."""
-    recipe = None if order.recipe is None else read_recipe(order.recipe)
+    recipe = None if request.recipe is None else read_recipe(request.recipe)
     own = None if arms.own_head is None else arms.own_head(arms.victim.classifier)
     for what, model in (("the other model", arms.other), ("the attacker's own head", own)):
         if model is not None:
-            _check_classes(what, model, subject)
-    if order.attacker_data is not None:
-        _refuse_audited(f"--attacker-data {order.attacker_data}", order.attacker_data, subject, subject.data_root)
-    levels, victim = set(order.levels), arms.victim
-    surrogates = _read(victim, order.surrogates, order.allow_readable) if {"T3", "T4"} & levels else ()
-    bank = _read(victim, order.bank, order.allow_readable) if "T8" in levels else ()
+            _check_classes(what, model, target)
+    if request.attacker_data is not None:
+        _refuse_audited(f"--attacker-data {request.attacker_data}", request.attacker_data, target, target.data_root)
+    levels, victim = set(request.levels), arms.victim
+    surrogates = _read(victim, request.surrogates, request.allow_readable) if {"T3", "T4"} & levels else ()
+    bank = _read(victim, request.bank, request.allow_readable) if "T8" in levels else ()
     _refuse_equal(victim, {"--surrogates": surrogates, "--bank": bank})
     _refuse_no_bank(victim, bank)
-    images = _images_to_fit(subject, order, indices) if "T7" in levels else None
-    lessons = {} if recipe is None else _lessons(subject, victim, order, recipe, processes)
-    if "surrogates" in lessons and recipe is not None and order.attacker_data is None:
+    images = _images_to_fit(target, request, indices) if "T7" in levels else None
+    lessons = {} if recipe is None else _lessons(target, victim, request, recipe, processes)
+    if "surrogates" in lessons and recipe is not None and request.attacker_data is None:
         data = recipe.built().data
-        where = f"the images that {order.recipe} trains surrogates on, {data.train},"
-        _refuse_audited(where, data.train, subject, subject.data_root or data.root)
+        where = f"the images that {request.recipe} trains surrogates on, {data.train},"
+        _refuse_audited(where, data.train, target, target.data_root or data.root)
     return Supplies(recipe, lessons, surrogates, bank, images)
 
 
-def _images_to_fit(subject: Subject, order: LadderOrder, indices: Tensor) -> tuple[Source, Tensor]:
+def _images_to_fit(target: Target, request: ThreatLevelsRequest, indices: Tensor) -> tuple[Source, Tensor]:
     """Some to ask about, and a batch more to measure the fit by."""
-    wanted, seed = order.extraction[0] + _BATCH, order.seed + _EXTRACTION
-    source, rows = calibration_images(subject, indices, order.attacker_data, wanted, seed, "--attacker-data")
+    wanted, seed = request.extraction[0] + _BATCH, request.seed + _EXTRACTION
+    source, rows = calibration_images(target, indices, request.attacker_data, wanted, seed, "--attacker-data")
     if len(rows) <= _BATCH:
-        where = order.attacker_data or f"{subject.data_spec}, beside the audited ones,"
-        raise Mistake(
+        where = request.attacker_data or f"{target.data_spec}, beside the audited ones,"
+        raise UserError(
             f"token extraction (T7) asks about some images and measures its fit by {_BATCH} others, but {where} has "
             f"{len(rows)}. Give more with --attacker-data, audit fewer with --limit, or leave T7 out with --levels."
         )
@@ -103,34 +105,34 @@ def _images_to_fit(subject: Subject, order: LadderOrder, indices: Tensor) -> tup
 
 
 def _lessons(
-    subject: Subject, victim: Tokened, order: LadderOrder, recipe: TokenRecipe, processes: Processes
-) -> dict[str, Lesson]:
+    target: Target, victim: Tokened, request: ThreatLevelsRequest, recipe: TokenRecipe, processes: Processes
+) -> dict[str, TrainingRun]:
     """For every kind of sets to train, with its images opened once: to find out later would cost hours.
 
     Attackers train on their own images. The bank is the defender's, so it is trained on the recipe's. Controls stand
     beside the victim: on the recipe's, too; but where these are not at hand, what an attacker has says almost as much.
     """
-    levels, lessons = set(order.levels), dict[str, Lesson]()
+    levels, lessons = set(request.levels), dict[str, TrainingRun]()
 
     def lesson(
         what: str, advice: str, choices: Sequence[str | None], variants: Mapping[str, Mapping[str, Any]]
-    ) -> Lesson:
+    ) -> TrainingRun:
         """On the first of the `choices` that can be opened."""
         for data in choices:
-            made = Lesson(victim, recipe, data, subject.data_root)
+            made = TrainingRun(victim, recipe, data, target.data_root)
             try:
                 made.check(processes, variants)
                 return made
-            except Mistake as mistake:
+            except UserError as mistake:
                 reason = mistake
-        raise Mistake(f"the ladder cannot train {what} by '{recipe.text}': {reason} {advice}") from reason
+        raise UserError(f"the ladder cannot train {what} by '{recipe.text}': {reason} {advice}") from reason
 
-    theirs = order.attacker_data
+    theirs = request.attacker_data
     other = f"{'Say on which images' if theirs is None else 'Give other images'} with --attacker-data SPEC, or"
-    if {"T3", "T4"} & levels and _to_train(order.surrogates):
+    if {"T3", "T4"} & levels and _to_train(request.surrogates):
         advice = f"{other} bring token files with --surrogates."
         lessons["surrogates"] = lesson("surrogates (T3, T4)", advice, [theirs], {"surrogate": {}})
-    if "T8" in levels and _to_train(order.bank):
+    if "T8" in levels and _to_train(request.bank):
         advice = (
             "A bank is the defender's and trained on the recipe's own images, whatever --attacker-data says: bring "
             "token files with --bank, name a recipe with other data, or leave T8 out with --levels."
@@ -143,11 +145,11 @@ def _lessons(
     return lessons
 
 
-def planned(arms: Arms, order: LadderOrder) -> Arms:
+def planned(arms: AttackerAssets, request: ThreatLevelsRequest) -> AttackerAssets:
     """The arms as far as their number goes, with the victim in place of sets to come: enough to count passes."""
-    levels, victim = set(order.levels), arms.victim
-    surrogates = _count(order.surrogates) if {"T3", "T4"} & levels else 0
-    bank = _count(order.bank) if "T8" in levels else 0
+    levels, victim = set(request.levels), arms.victim
+    surrogates = _count(request.surrogates) if {"T3", "T4"} & levels else 0
+    bank = _count(request.bank) if "T8" in levels else 0
     return dataclasses.replace(
         arms,
         surrogates=(victim,) * surrogates,
@@ -156,24 +158,26 @@ def planned(arms: Arms, order: LadderOrder) -> Arms:
     )
 
 
-def arm(bench: Bench, order: LadderOrder, arms: Arms, supplies: Supplies, run: RunFolder) -> Armed:
+def arm(
+    context: RunContext, request: ThreatLevelsRequest, arms: AttackerAssets, supplies: Supplies, run: RunFolder
+) -> Armed:
     """Train and fit what the chosen levels need; and the controls, if the paper's setting is among them."""
-    victim, device, lessons = arms.victim, bench.processes.device, supplies.lessons
-    trainer = Trainer(run.path / _SETS, bench.processes, bench.shown)
+    victim, device, lessons = arms.victim, context.processes.device, supplies.lessons
+    trainer = Trainer(run.path / _SETS, context.processes, context.shown)
     surrogates, bank = supplies.surrogates, supplies.bank
     if "surrogates" in lessons:
-        count = _to_train(order.surrogates)
-        surrogates = trainer.several(lessons["surrogates"], "surrogate", count, order.seed + _SURROGATES)
+        count = _to_train(request.surrogates)
+        surrogates = trainer.several(lessons["surrogates"], "surrogate", count, request.seed + _SURROGATES)
     if "bank" in lessons:
-        bank = trainer.several(lessons["bank"], "bank", _to_train(order.bank), order.seed + _BANK)
+        bank = trainer.several(lessons["bank"], "bank", _to_train(request.bank), request.seed + _BANK)
     _refuse_equal(victim, {"surrogates": surrogates, "bank": bank})
-    extracted = {} if supplies.images is None else _fit(bench, order, arms, supplies.images, run)
+    extracted = {} if supplies.images is None else _fit(context, request, arms, supplies.images, run)
     witnesses: dict[str, nn.Module] = {}
-    if "T2" in order.levels:
+    if "T2" in request.levels:
         scale = {} if supplies.recipe is None else {"scale": supplies.recipe.scale}
-        witnesses = controls(victim, arms.head, order.seed + _CONTROLS, **scale)
+        witnesses = controls(victim, arms.head, request.seed + _CONTROLS, **scale)
     if "controls" in lessons:
-        trained = trainer.controls(lessons["controls"], order.seed + _CONTROLS + 1)
+        trained = trainer.controls(lessons["controls"], request.seed + _CONTROLS + 1)
         witnesses |= {name: arms.head(each) for name, each in trained.items()}
     ready = dataclasses.replace(
         arms,
@@ -186,16 +190,20 @@ def arm(bench: Bench, order: LadderOrder, arms: Arms, supplies: Supplies, run: R
 
 
 def _fit(
-    bench: Bench, order: LadderOrder, arms: Arms, images: tuple[Source, Tensor], run: RunFolder
+    context: RunContext,
+    request: ThreatLevelsRequest,
+    arms: AttackerAssets,
+    images: tuple[Source, Tensor],
+    run: RunFolder,
 ) -> dict[str, Extracted]:
     """By the main process for all of them, and kept: another device or number of threads would round to others."""
     source, rows = images
-    steps, seed, processes = order.extraction[1], order.seed + _EXTRACTION, bench.processes
+    steps, seed, processes = request.extraction[1], request.seed + _EXTRACTION, context.processes
 
     def fit(exposed: str) -> Extracted:
-        reading = CalibrationImages(source, rows, bench.preprocess, processes.device, order.skip_bad)
+        reading = CalibrationImages(source, rows, context.preprocess, processes.device, request.skip_bad)
         pixels = torch.cat([x for x, _ in reading]).split(_BATCH)
-        with progress(f"fit tokens to {exposed}", steps, bench.shown) as meter:
+        with progress(f"fit tokens to {exposed}", steps, context.shown) as meter:
             return extract_tokens(
                 arms.victim, pixels, exposed, steps=steps, seed=seed, head=arms.head, told=lambda step: meter.advance(1)
             )
@@ -222,7 +230,7 @@ def _refuse_verdicts_about_others(run: RunFolder, exposed: str) -> None:
     """Folders of earlier versions have verdicts of T7 and not the tokens that they are about."""
     pieces = run.piece("T7", 0).parents[1]
     if any(pieces.glob(f"T7_*_from_{exposed}_at_*")):
-        raise Mistake(
+        raise UserError(
             f"{run.path} has verdicts about tokens fitted to {exposed} (T7), but not these tokens: it was begun by an "
             f"earlier version, or they were deleted. Fitted again they might be others. Delete {pieces}/T7_* to have "
             "T7 done anew, or begin with another --out."
@@ -253,7 +261,7 @@ def _refuse_equal(victim: Tokened, groups: dict[str, tuple[Tokened, ...]]) -> No
         for number, each in enumerate(sets, start=1):
             for what, other in known:
                 if torch.equal(each.tokens.cpu(), other.tokens.cpu()):
-                    raise Mistake(
+                    raise UserError(
                         f"set {number} of {name} is the same as {what}. Sets must be trained with seeds of their own; "
                         "who has the secret itself is the attacker of T6."
                     )
@@ -265,28 +273,28 @@ def _refuse_no_bank(victim: Tokened, bank: tuple[Tokened, ...]) -> None:
     for number, each in enumerate(bank, start=1):
         here, there = ((len(one.tokens), one.placement) for one in (each, victim))
         if here != there:
-            raise Mistake(
+            raise UserError(
                 f"set {number} of --bank has {here[0]} tokens ({here[1]}), the victim {there[0]} ({there[1]}): the "
                 "sets of a bank must have the same number at the same place. Train them by one recipe."
             )
 
 
-def _refuse_audited(what: str, spec: str, subject: Subject, root: str | Path | None) -> None:
-    if subject.given_as_object:
+def _refuse_audited(what: str, spec: str, target: Target, root: str | Path | None) -> None:
+    if target.given_as_object:
         return
     where = None if root is None else str(root)
-    if same_images(*(read_data_spec(each, where) for each in (spec, subject.data_spec))):
-        raise Mistake(
-            f"{what} are the audited images, {subject.data_spec}: an attacker who trained on them would know too much. "
+    if same_images(*(read_data_spec(each, where) for each in (spec, target.data_spec))):
+        raise UserError(
+            f"{what} are the audited images, {target.data_spec}: an attacker who trained on them would know too much. "
             "Choose another split, or other images with --attacker-data."
         )
 
 
-def _check_classes(what: str, model: nn.Module, subject: Subject) -> None:
-    ours = subject.model.record.num_classes
-    theirs = getattr(model, "record", subject.model.record).num_classes
+def _check_classes(what: str, model: nn.Module, target: Target) -> None:
+    ours = target.model.record.num_classes
+    theirs = getattr(model, "record", target.model.record).num_classes
     if theirs != ours:
-        raise Mistake(
+        raise UserError(
             f"{what} has {theirs} classes, the victim {ours}; images crafted on it only say something about the victim "
             "if the classes are the same"
         )

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from vitadel.attacks.parse import make
 from vitadel.attacks.threats import threat
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.calibration import studies
 from vitadel.evaluation.engine.stages import rules_of
 from vitadel.threat_levels.levels import LEVELS, check_levels
 
-__all__ = ["BUDGETS", "LadderOrder"]
+__all__ = ["BUDGETS", "ThreatLevelsRequest"]
 
 BUDGETS = tuple(level / 255 for level in (1, 2, 4, 8))
 
 
 @dataclass(frozen=True)
-class LadderOrder:
+class ThreatLevelsRequest:
     """What a ladder is asked to do: everything, beside victim and data, that decides its result.
 
     `surrogates` and `bank` are numbers of token sets to train, or token files that are there already; the victim's own
@@ -47,19 +47,19 @@ class LadderOrder:
         object.__setattr__(self, "levels", check_levels(self.levels))
         object.__setattr__(self, "eps", tuple(sorted(set(self.eps))))
         if not self.levels:
-            raise Mistake(f"the ladder needs at least one level; there is {', '.join(LEVELS)}")
+            raise UserError(f"the ladder needs at least one level; there is {', '.join(LEVELS)}")
         _check_budgets(self.eps)
         for name in ("steps", "queries", "batch_size"):
             if getattr(self, name) < 1:
-                raise Mistake(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
         if min(self.extraction) < 1:
-            raise Mistake(
+            raise UserError(
                 f"extraction is (images to ask about, steps of the fit), each at least 1; got {self.extraction}"
             )
         for name in ("surrogates", "bank"):
             count = getattr(self, name)
             if isinstance(count, int) and count < 0:
-                raise Mistake(f"{name} is a number of token sets to train, or token files; got {count}")
+                raise UserError(f"{name} is a number of token sets to train, or token files; got {count}")
         for name in self.white_box:
             _check_white_box(name, self.eps[0])
         trains = [
@@ -68,7 +68,7 @@ class LadderOrder:
             if isinstance(count, int) and count > 0 and set(levels) & set(self.levels)
         ]
         if trains and self.recipe is None:
-            raise Mistake(
+            raise UserError(
                 f"token sets are to be trained: {' and '.join(trains)}. Say with --recipe how the tokens were trained, "
                 "e.g. --recipe tokens/deit-tiny, or give files of sets, or leave these levels out with --levels."
             )
@@ -76,11 +76,11 @@ class LadderOrder:
 
 def _check_budgets(budgets: tuple[float, ...]) -> None:
     if not budgets:
-        raise Mistake("the ladder needs at least one budget, such as 1/255,4/255")
+        raise UserError("the ladder needs at least one budget, such as 1/255,4/255")
     for eps in budgets:
         threat("linf", eps)  # says what is wrong with a negative one, and with grey levels
         if eps in (0, 1):
-            raise Mistake(
+            raise UserError(
                 f"budgets of the ladder are above 0 and below 1, of pixels in [0, 1]; got {eps:g}, try 1/255,4/255"
             )
 
@@ -89,6 +89,6 @@ def _check_white_box(name: str, eps: float) -> None:
     """Wrong names, and attacks that the ladder cannot judge or prepare, are told before anything is loaded."""
     attack = make(name, eps=eps)
     if rules_of(attack) is not None:
-        raise Mistake(f"--white-box {name}: this attack has rules of its own and no budget in pixels to compare by")
+        raise UserError(f"--white-box {name}: this attack has rules of its own and no budget in pixels to compare by")
     if studies(attack):
-        raise Mistake(f"--white-box {name}: it must study the model first; run it with a plain `vitadel audit`")
+        raise UserError(f"--white-box {name}: it must study the model first; run it with a plain `vitadel audit`")

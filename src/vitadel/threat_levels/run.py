@@ -13,29 +13,29 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.adapters.tokens.robustness_tokens import TokenBank, Tokened
-from vitadel.quantities import amount_text
 from vitadel.attacks.features import feature_cosine, final_features
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.batches import Batch, batches
-from vitadel.errors import Interrupted, Mistake
+from vitadel.errors import Interrupted, UserError
+from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.class_subset import choose_among, choosing_like
-from vitadel.evaluation.engine.run import Outcome, begun, bench_for
 from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.batch_cache import Piece
 from vitadel.evaluation.engine.pass_counter import metered
-from vitadel.evaluation.engine.verdicts import Tally
-from vitadel.evaluation.engine.stages import Bench, clean_stage, refuse_lost_images, run_stage
-from vitadel.evaluation.engine.target import Subject
+from vitadel.evaluation.engine.run import Outcome, begun, context_for
+from vitadel.evaluation.engine.stages import RunContext, clean_stage, refuse_lost_images, run_stage
+from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.instrument.hooks import frozen
-from vitadel.threat_levels.prepare import Armed, arm, gather, planned
-from vitadel.threat_levels.cost import cost_sentence
-from vitadel.threat_levels.levels import RELEASED_EPS, Arms, Head, Rung, rungs
-from vitadel.threat_levels.request import LadderOrder
-from vitadel.threat_levels.table import LadderTable, ladder_results
-from vitadel.runtime.rng import Draws
+from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
+from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder, write_atomically, write_json
+from vitadel.threat_levels.cost import cost_sentence
+from vitadel.threat_levels.levels import RELEASED_EPS, AttackerAssets, Head, Rung, rungs
+from vitadel.threat_levels.prepare import Armed, arm, gather, planned
+from vitadel.threat_levels.request import ThreatLevelsRequest
+from vitadel.threat_levels.table import LadderTable, ladder_results
 
 __all__ = ["run_ladder"]
 
@@ -46,8 +46,8 @@ _COSINES = {"tokens": {"token": "token", "channel": "channel"}, "pooled": {"toke
 
 
 def run_ladder(
-    subject: Subject,
-    order: LadderOrder,
+    target: Target,
+    request: ThreatLevelsRequest,
     processes: Processes,
     *,
     head: Head | None = None,
@@ -61,22 +61,22 @@ def run_ladder(
 ) -> Outcome:
     """Climb in a run folder. `head` is the victim's, if not the one that the backbone came with; `own_head` is the
     attacker's (T2), `other` the model of T1. `tell` hears the plan."""
-    arms = Arms(_victim(subject).to(processes.device), own_head=own_head, other=other)
-    opened = subject.model_fingerprint()  # as it came: without a head that is put on it here, and with all its classes
+    arms = AttackerAssets(_victim(target).to(processes.device), own_head=own_head, other=other)
+    opened = target.model_fingerprint()  # as it came: without a head that is put on it here, and with all its classes
     if head is not None:
         arms = dataclasses.replace(arms, head=head)
-        subject = dataclasses.replace(subject, model=cast(Classifier, head(arms.victim)))
-    subject = choose_among(subject)
-    arms = _all_choosing_like(subject.model, arms)
-    _refuse_idle(order, arms)
-    indices, mislabelled = subject.selection(order.limit, order.seed, order.skip_bad)
-    supplies = gather(subject, arms, order, indices, processes)
+        target = dataclasses.replace(target, model=cast(Classifier, head(arms.victim)))
+    target = choose_among(target)
+    arms = _all_choosing_like(target.model, arms)
+    _refuse_idle(request, arms)
+    indices, mislabelled = target.selection(request.limit, request.seed, request.skip_bad)
+    supplies = gather(target, arms, request, indices, processes)
     if supplies.recipe is not None:
         arms = dataclasses.replace(arms, features=supplies.recipe.features)
-    settings = {**_settings(subject, order, arms, indices), **supplies.settings(), "opened_fingerprint": opened}
+    settings = {**_settings(target, request, arms, indices), **supplies.settings(), "opened_fingerprint": opened}
     run, done = begun(
         "audit",
-        subject.model_spec,
+        target.model_spec,
         settings,
         processes,
         out=out,
@@ -86,16 +86,16 @@ def run_ladder(
     )
     if done is not None:
         return done
-    bench = bench_for(subject, order, processes, run, shown=shown)
+    context = context_for(target, request, processes, run, shown=shown)
     try:
-        with frozen(bench.model):
-            tally = Tally.of_clean(clean_stage(bench, indices), mislabelled)
-        _tell_cost(bench, order, planned(arms, order), tally, tell)
-        climb = _Climb(bench, order, run, arm(bench, order, arms, supplies, run))
-        table = climb.all(tally)
+        with frozen(context.model):
+            verdicts = Verdicts.of_clean(clean_stage(context, indices), mislabelled)
+        _tell_cost(context, request, planned(arms, request), verdicts, tell)
+        climb = _Climb(context, request, run, arm(context, request, arms, supplies, run))
+        table = climb.all(verdicts)
     except (KeyboardInterrupt, Interrupted):  # also of a training inside: this run is what goes on with --resume
         raise Interrupted(run.path) from None
-    results = ladder_results(subject, table, settings)
+    results = ladder_results(target, table, settings)
     if processes.is_main:
         write_atomically(run.path / "samples.parquet", table.samples())
         write_json(run.path / "results.json", results)
@@ -104,31 +104,31 @@ def run_ladder(
     return Outcome(results, run, processes.is_main)
 
 
-def _victim(subject: Subject) -> Tokened:
-    model: object = subject.model
+def _victim(target: Target) -> Tokened:
+    model: object = target.model
     if isinstance(model, TokenBank):
-        raise Mistake(
+        raise UserError(
             "the ladder judges one set of secret tokens, and a bank of them at T8: give one file with --tokens, and "
             "the others with --bank."
         )
     if not isinstance(model, Tokened):
-        raise Mistake(
-            f"the ladder judges secret tokens, and '{subject.model_spec}' has none. Give the run folder of `vitadel "
+        raise UserError(
+            f"the ladder judges secret tokens, and '{target.model_spec}' has none. Give the run folder of `vitadel "
             "harden tokens/...`, or a backbone with --tokens FILE."
         )
     return model
 
 
-def _refuse_idle(order: LadderOrder, arms: Arms) -> None:
+def _refuse_idle(request: ThreatLevelsRequest, arms: AttackerAssets) -> None:
     """Of several levels, one without its means is left out and told; but there must be something to climb."""
-    if not rungs(order.levels, planned(arms, order), order.steps, order.queries, order.white_box):
-        raise Mistake(
-            f"nobody is there to climb {', '.join(order.levels)}: T1 needs another model (--other), T3 and T4 token "
+    if not rungs(request.levels, planned(arms, request), request.steps, request.queries, request.white_box):
+        raise UserError(
+            f"nobody is there to climb {', '.join(request.levels)}: T1 needs another model (--other), T3 and T4 token "
             "sets of the attacker (--surrogates), T8 those of a bank (--bank). Give them, or choose other levels."
         )
 
 
-def _all_choosing_like(chosen: nn.Module, arms: Arms) -> Arms:
+def _all_choosing_like(chosen: nn.Module, arms: AttackerAssets) -> AttackerAssets:
     """On a benchmark of some classes, attackers know that only these are answers, and their models choose alike."""
 
     def choosing(head: Head) -> Head:
@@ -142,76 +142,82 @@ def _all_choosing_like(chosen: nn.Module, arms: Arms) -> Arms:
     )
 
 
-def _settings(subject: Subject, order: LadderOrder, arms: Arms, indices: Tensor) -> dict[str, Any]:
+def _settings(target: Target, request: ThreatLevelsRequest, arms: AttackerAssets, indices: Tensor) -> dict[str, Any]:
     """What a resumed run must agree with; models and heads by their weights, whatever they are called."""
 
     def named(model: nn.Module | None) -> str | None:
         if model is None:
             return None
-        return dataclasses.replace(subject, model=cast(Classifier, model)).model_fingerprint()
+        return dataclasses.replace(target, model=cast(Classifier, model)).model_fingerprint()
 
     return {
-        "model": subject.model_spec,
-        "model_fingerprint": subject.model_fingerprint(),
-        "data": subject.data_spec,
-        "data_fingerprint": subject.data_fingerprint(indices),
+        "model": target.model_spec,
+        "model_fingerprint": target.model_fingerprint(),
+        "data": target.data_spec,
+        "data_fingerprint": target.data_fingerprint(indices),
         "suite": "ladder",
         "other": named(arms.other),
         "own_head": named(None if arms.own_head is None else arms.own_head(arms.victim.classifier)),
-        **dataclasses.asdict(order),
-        "eps": [amount_text(eps) for eps in order.eps],
+        **dataclasses.asdict(request),
+        "eps": [quantity_text(eps) for eps in request.eps],
     }
 
 
-def _tell_cost(bench: Bench, order: LadderOrder, arms: Arms, tally: Tally, tell: Callable[[str], None]) -> None:
-    if len(tally.index) == 0:
-        raise Mistake("no sample could be read, so nothing can be judged; see the reasons with --skip-bad off")
-    (first,) = batches(bench.source, [tally.index[: order.batch_size].tolist()], bench.preprocess)
-    crew = rungs(order.levels, arms, order.steps, order.queries, order.white_box)
-    tell(cost_sentence(crew, order.eps, bench.model, first.to(bench.processes.device).x, len(tally.index)))
+def _tell_cost(
+    context: RunContext,
+    request: ThreatLevelsRequest,
+    arms: AttackerAssets,
+    verdicts: Verdicts,
+    tell: Callable[[str], None],
+) -> None:
+    if len(verdicts.index) == 0:
+        raise UserError("no sample could be read, so nothing can be judged; see the reasons with --skip-bad off")
+    (first,) = batches(context.source, [verdicts.index[: request.batch_size].tolist()], context.preprocess)
+    crew = rungs(request.levels, arms, request.steps, request.queries, request.white_box)
+    tell(cost_sentence(crew, request.eps, context.model, first.to(context.processes.device).x, len(verdicts.index)))
 
 
 @dataclass(frozen=True, eq=False)
 class _Climb:
-    bench: Bench
-    order: LadderOrder
+    context: RunContext
+    request: ThreatLevelsRequest
     run: RunFolder
     armed: Armed
 
-    def all(self, tally: Tally) -> LadderTable:
+    def all(self, verdicts: Verdicts) -> LadderTable:
         """Every rung at every budget, the smallest first."""
-        order, arms, witnesses = self.order, self.armed.arms, self.armed.witnesses
-        table = LadderTable(order, tally, arms, self.armed.extracted)
+        request, arms, witnesses = self.request, self.armed.arms, self.armed.witnesses
+        table = LadderTable(request, verdicts, arms, self.armed.extracted)
         sets = {f"bank {number}": arms.head(each) for number, each in enumerate(arms.bank[1:], start=2)}
         for name, model in {**witnesses, **sets}.items():
-            bench = dataclasses.replace(self.bench, model=model, classes=None)
+            context = dataclasses.replace(self.context, model=model, classes=None)
             with frozen(model):
-                table.clean(name, clean_stage(bench, tally.index, f"clean {name}"))
-        for rung in rungs(order.levels, arms, order.steps, order.queries, order.white_box):
-            standing = tally.correct
-            for eps in order.eps if rung.in_pixels else (RELEASED_EPS,):
+                table.clean(name, clean_stage(context, verdicts.index, f"clean {name}"))
+        for rung in rungs(request.levels, arms, request.steps, request.queries, request.white_box):
+            standing = verdicts.correct
+            for eps in request.eps if rung.in_pixels else (RELEASED_EPS,):
                 exposed = torch.ones_like(standing) if rung.all_images else standing
-                pieces = self._stage(rung, eps, tally.index[exposed])
+                pieces = self._stage(rung, eps, verdicts.index[exposed])
                 held = table.add(rung, eps, pieces, exposed)
                 standing = standing & held if rung.asks else standing
-                if self.bench.processes.is_main:
+                if self.context.processes.is_main:
                     write_json(self.run.path / "results.json", {"complete": False, "ladder": {"rows": table.rows}})
         return table
 
     def _judges(self, rung: Rung) -> dict[str, nn.Module]:
         if rung.judges is not None:
             return {f"set {number}": model for number, model in enumerate(rung.judges, start=1)}
-        return {VICTIM: self.bench.model, **(self.armed.witnesses if rung.level == "T2" else {})}
+        return {VICTIM: self.context.model, **(self.armed.witnesses if rung.level == "T2" else {})}
 
-    def _stage(self, rung: Rung, eps: float, indices: Tensor) -> list[Piece]:
-        attack, threat, bench, judges = rung.attack(eps), Linf(eps), self.bench, self._judges(rung)
+    def _stage(self, rung: Rung, eps: float, indices: Tensor) -> list[BatchRecord]:
+        attack, threat, context, judges = rung.attack(eps), Linf(eps), self.context, self._judges(rung)
         broken = 0
 
-        def work(number: int, batch: Batch) -> Piece:
+        def work(number: int, batch: Batch) -> BatchRecord:
             refuse_lost_images(batch)
-            draws = Draws.of_samples(bench.seed, batch.indices, bench.processes.device).stream(rung.title)
+            rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device).stream(rung.title)
             with metered(rung.source) as cost:
-                z = attack(rung.source, batch.x, batch.y, draws)
+                z = attack(rung.source, batch.x, batch.y, rng)
             piece = {
                 "index": batch.indices.cpu().numpy(),
                 "gradients": np.asarray(rung.models * cost.gradients),
@@ -227,17 +233,17 @@ class _Climb:
                 piece |= {f"cosine:{name}": each.cpu().numpy() for name, each in moved.items()}
             return piece
 
-        def tell(piece: Piece) -> str:
+        def tell(piece: BatchRecord) -> str:
             nonlocal broken
             deployed = [VICTIM] if VICTIM in judges else list(judges)
             broken += int((~np.logical_and.reduce([piece[f"right:{name}"] for name in deployed])).sum())
             return f"{broken} wrong"
 
-        return run_stage(bench, f"{rung.title} at {amount_text(eps)}", indices, work, tell)
+        return run_stage(context, f"{rung.title} at {quantity_text(eps)}", indices, work, tell)
 
 
 @torch.no_grad()
-def _cosines(arms: Arms, x: Tensor, z: Tensor) -> dict[str, Tensor]:
+def _cosines(arms: AttackerAssets, x: Tensor, z: Tensor) -> dict[str, Tensor]:
     """Attacked features with the tokens, against those of the bare backbone (the paper's text) and against the
     victim's own (the released code), and without tokens; per token, and per channel as in the released code; of
     pooled features, too, where the defence compares those."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from vitadel.quantities import amount_text
 from vitadel.evaluation.intervals import wilson
+from vitadel.quantities import quantity_text
 
 __all__ = ["findings_about_order"]
 
@@ -34,7 +34,7 @@ def _by_knowledge(held: Held, budgets: list[float], n: int) -> Iterator[dict[str
             if _clearly_more(after, before, n):
                 yield _suspicious(
                     f"{high} at least as strong as {low}",
-                    f"at {amount_text(eps)} {low} leaves {before} of {n} standing; {high}, which knows more, {after}",
+                    f"at {quantity_text(eps)} {low} leaves {before} of {n} standing; {high}, which knows more, {after}",
                     "give the attacks more steps, and look for masked gradients",
                 )
 
@@ -45,7 +45,7 @@ def _by_queries(held: Held, budgets: list[float], n: int) -> Iterator[dict[str, 
         if queries is not None and white is not None and _clearly_more(white, queries, n):
             yield _suspicious(
                 "gradients beat queries",
-                f"at {amount_text(eps)} score queries leave {queries} of {n} standing, the white-box attacks {white}",
+                f"at {quantity_text(eps)} score queries leave {queries} of {n} standing, the white-box attacks {white}",
                 "gradients are masked: the white-box number is an upper bound only",
             )
 
@@ -56,7 +56,7 @@ def _by_budget(held: Held, n: int) -> Iterator[dict[str, Any]]:
             if _clearly_more(after, before, n):
                 yield _suspicious(
                     "a larger budget hurts at least as much",
-                    f"{code}: {before} of {n} stand at {amount_text(small)}, and {after} at {amount_text(large)}",
+                    f"{code}: {before} of {n} stand at {quantity_text(small)}, and {after} at {quantity_text(large)}",
                     "the attack is too weak at the larger budget: give it more steps",
                 )
 

@@ -13,15 +13,15 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from vitadel.quantities import amount_text
 from vitadel.attacks.settings import settings_of
+from vitadel.evaluation.engine.batch_cache import BatchRecord
+from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.verdicts import Verdicts, described, heading
 from vitadel.evaluation.intervals import share
-from vitadel.evaluation.engine.batch_cache import Piece
-from vitadel.evaluation.engine.verdicts import Tally, described, heading
-from vitadel.evaluation.engine.target import Subject
+from vitadel.quantities import quantity_text
 from vitadel.threat_levels.extraction import Extracted
-from vitadel.threat_levels.levels import LEVELS, RELEASED_PIXELS, Arms, Rung
-from vitadel.threat_levels.request import LadderOrder
+from vitadel.threat_levels.levels import LEVELS, RELEASED_PIXELS, AttackerAssets, Rung
+from vitadel.threat_levels.request import ThreatLevelsRequest
 from vitadel.threat_levels.sanity import findings_about_order
 
 __all__ = ["LadderTable", "attack_name", "ladder_results"]
@@ -30,16 +30,16 @@ __all__ = ["LadderTable", "attack_name", "ladder_results"]
 def attack_name(row: Mapping[str, Any]) -> str:
     """One attack at one budget, as results and columns of samples call it."""
     units = "" if row["in_pixels"] else " normalised"
-    return f"{row['level']} {row['attack']} at {amount_text(row['eps'])}{units}"
+    return f"{row['level']} {row['attack']} at {quantity_text(row['eps'])}{units}"
 
 
 @dataclass
 class LadderTable:
     """Verdicts as they come in. `held` has a column per rung and budget, over all images that could be read."""
 
-    order: LadderOrder
-    tally: Tally
-    arms: Arms
+    request: ThreatLevelsRequest
+    verdicts: Verdicts
+    arms: AttackerAssets
     extracted: Mapping[str, Extracted]
     held: dict[tuple[str, float], Tensor] = field(default_factory=dict)
     by_victim: dict[tuple[str, float], Tensor] = field(default_factory=dict)  # of the first set, where banks are judged
@@ -47,12 +47,12 @@ class LadderTable:
     controls: list[dict[str, Any]] = field(default_factory=list)
     correct: dict[str, Tensor] = field(default_factory=dict)  # of other models than the victim, on clean images
 
-    def clean(self, name: str, pieces: Sequence[Piece]) -> None:
-        self.correct[name] = torch.from_numpy(_column(pieces, "prediction").astype(np.int64)) == self.tally.label
+    def clean(self, name: str, pieces: Sequence[BatchRecord]) -> None:
+        self.correct[name] = torch.from_numpy(_column(pieces, "prediction").astype(np.int64)) == self.verdicts.label
 
-    def add(self, rung: Rung, eps: float, pieces: Sequence[Piece], exposed: Tensor) -> Tensor:
+    def add(self, rung: Rung, eps: float, pieces: Sequence[BatchRecord], exposed: Tensor) -> Tensor:
         """Take in a rung's verdicts at one budget; returns, for all images, which still stand after it."""
-        n = len(self.tally.index)
+        n = len(self.verdicts.index)
         names = [f"set {number}" for number in range(1, len(rung.judges) + 1)] if rung.judges else ["tokens"]
         right = {name: _spread(pieces, f"right:{name}", exposed) for name in names}
         before = self._before(rung, eps)
@@ -78,17 +78,17 @@ class LadderTable:
 
     def _bank(self) -> list[Tensor]:
         """Which clean images each set of the bank gets right, the victim's first."""
-        return [self.tally.correct, *(self.correct[f"bank {k}"] for k in range(2, len(self.arms.bank) + 1))]
+        return [self.verdicts.correct, *(self.correct[f"bank {k}"] for k in range(2, len(self.arms.bank) + 1))]
 
     def _before(self, rung: Rung, eps: float) -> Tensor:
         """Who asks the victim keeps what it found at smaller budgets."""
-        standing = self.tally.correct
+        standing = self.verdicts.correct
         for (title, smaller), held in self.held.items():
             if rung.asks and title == rung.title and smaller < eps:
                 standing = standing & held
         return standing
 
-    def _row(self, rung: Rung, eps: float, pieces: Sequence[Piece], held: Tensor) -> dict[str, Any]:
+    def _row(self, rung: Rung, eps: float, pieces: Sequence[BatchRecord], held: Tensor) -> dict[str, Any]:
         cosines = [name for name in (pieces[0] if pieces else {}) if name.startswith("cosine:")]
         settings = settings_of(rung.attack(eps))
         return {
@@ -97,7 +97,7 @@ class LadderTable:
             "knows": LEVELS[rung.level].knows,
             "attack": rung.name,
             "eps": eps,
-            "eps_text": amount_text(eps) if rung.in_pixels else settings["effective_eps"],
+            "eps_text": quantity_text(eps) if rung.in_pixels else settings["effective_eps"],
             "in_pixels": rung.in_pixels,
             "settings": settings,
             **share(int(held.sum()), len(held), "held", "robust_accuracy"),
@@ -114,7 +114,7 @@ class LadderTable:
             "control": name,
             "attack": f"{rung.level} {rung.name}",
             "eps": eps,
-            "eps_text": amount_text(eps),
+            "eps_text": quantity_text(eps),
             "in_pixels": rung.in_pixels,
             "clean": share(int(self.correct[name].sum()), n, "correct", "accuracy"),
             **share(int(verdict.sum()), n, "held", "robust_accuracy"),
@@ -132,7 +132,7 @@ class LadderTable:
                 key = f"{row['level']} {row['attack']}", row["eps"]
                 columns.append(self.by_victim.get(key, self.held[key]))
         alone = all(row["level"] == "T8" for row in self.rows)
-        return torch.stack([self.tally.correct, *columns]).all(0) if columns and not alone else None
+        return torch.stack([self.verdicts.correct, *columns]).all(0) if columns and not alone else None
 
     def level(self, code: str, eps: float) -> Tensor | None:
         """Held against all attacks of a level; None if it was not climbed."""
@@ -149,10 +149,10 @@ class LadderTable:
 
     def samples(self) -> bytes:
         columns: dict[str, Any] = {
-            "index": self.tally.index.numpy(),
-            "label": self.tally.label.numpy(),
-            "clean_prediction": self.tally.prediction.numpy(),
-            "clean_correct": self.tally.correct.numpy(),
+            "index": self.verdicts.index.numpy(),
+            "label": self.verdicts.label.numpy(),
+            "clean_prediction": self.verdicts.prediction.numpy(),
+            "clean_correct": self.verdicts.correct.numpy(),
         }
         for row in self.rows:
             held = self.held[f"{row['level']} {row['attack']}", row["eps"]]
@@ -162,19 +162,19 @@ class LadderTable:
         return buffer.getvalue()
 
 
-def ladder_results(subject: Subject, table: LadderTable, settings: Mapping[str, Any]) -> dict[str, Any]:
+def ladder_results(target: Target, table: LadderTable, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that every audit has, for the largest budget, and the ladder itself."""
-    order, tally, n = table.order, table.tally, len(table.tally.index)
-    largest = max(order.eps)
+    request, verdicts, n = table.request, table.verdicts, len(table.verdicts.index)
+    largest = max(request.eps)
     worst = table.worst(largest)
     attacks = [{**row, "name": attack_name(row), "paper_style": None, "own_rules": False} for row in table.rows]
     return {
-        **heading(order.seed, suite="ladder"),
-        **described(subject, tally, settings["model_fingerprint"]),
-        "threat": {"norm": "linf", "eps": largest, "eps_text": amount_text(largest)},
-        "batch_size": order.batch_size,
+        **heading(request.seed, suite="ladder"),
+        **described(target, verdicts, settings["model_fingerprint"]),
+        "threat": {"norm": "linf", "eps": largest, "eps_text": quantity_text(largest)},
+        "batch_size": request.batch_size,
         "precision": "fp32",
-        "clean": share(int(tally.correct.sum()), n, "correct", "accuracy"),
+        "clean": share(int(verdicts.correct.sum()), n, "correct", "accuracy"),
         "attacks": attacks,
         "worst_case": None if worst is None else share(int(worst.sum()), n, "held", "robust_accuracy"),
         "ladder": {**_ladder(table), "control_data": settings["control_data"]},
@@ -183,7 +183,7 @@ def ladder_results(subject: Subject, table: LadderTable, settings: Mapping[str, 
 
 
 def _ladder(table: LadderTable) -> dict[str, Any]:
-    order, n = table.order, len(table.tally.index)
+    request, n = table.request, len(table.verdicts.index)
     climbed = {row["level"] for row in table.rows}
     levels = [
         {
@@ -191,7 +191,7 @@ def _ladder(table: LadderTable) -> dict[str, Any]:
             "title": LEVELS[code].title,
             "knows": LEVELS[code].knows,
             "eps": eps,
-            "eps_text": amount_text(eps),
+            "eps_text": quantity_text(eps),
             **share(held, n, "held", "robust_accuracy"),
         }
         for code, by_eps in _counts(table).items()
@@ -201,13 +201,13 @@ def _ladder(table: LadderTable) -> dict[str, Any]:
         "tokens": len(table.arms.victim.tokens),
         "fingerprint": table.arms.victim.fingerprint,
         "levels": levels,
-        "left_out": [*(code for code in order.levels if code not in climbed), *_missing_parts(table)],
+        "left_out": [*(code for code in request.levels if code not in climbed), *_missing_parts(table)],
         "rows": table.rows,
         "controls": table.controls,
-        "budgets": [{"eps": eps, "eps_text": amount_text(eps)} for eps in order.eps],
+        "budgets": [{"eps": eps, "eps_text": quantity_text(eps)} for eps in request.eps],
         "worst_case": [
-            {"eps": eps, "eps_text": amount_text(eps), **share(int(worst.sum()), n, "held", "robust_accuracy")}
-            for eps in order.eps
+            {"eps": eps, "eps_text": quantity_text(eps), **share(int(worst.sum()), n, "held", "robust_accuracy")}
+            for eps in request.eps
             if (worst := table.worst(eps)) is not None
         ],
         "surrogates": [{"tokens": len(s.tokens), "fingerprint": s.fingerprint} for s in table.arms.surrogates],
@@ -222,28 +222,28 @@ def _ladder(table: LadderTable) -> dict[str, Any]:
 
 def _missing_parts(table: LadderTable) -> list[str]:
     """What a climbed level lacks, in words."""
-    if "T2" not in table.order.levels:
+    if "T2" not in table.request.levels:
         return []
     parts = [] if table.arms.own_head is not None else ["T2 with the attacker's own head (--attacker-head)"]
-    return parts if table.order.recipe is not None else [*parts, "trained controls (--recipe)"]
+    return parts if table.request.recipe is not None else [*parts, "trained controls (--recipe)"]
 
 
 def _counts(table: LadderTable) -> dict[str, dict[float, int]]:
     """Level -> budget -> how many images stand against all of its attacks."""
     found: dict[str, dict[float, int]] = {}
     for code in LEVELS:
-        for eps in table.order.eps:
+        for eps in table.request.eps:
             held = table.level(code, eps)
             if held is not None:
                 found.setdefault(code, {})[eps] = int(held.sum())
     return found
 
 
-def _column(pieces: Sequence[Piece], name: str) -> np.ndarray:
+def _column(pieces: Sequence[BatchRecord], name: str) -> np.ndarray:
     return np.concatenate([piece[name] for piece in pieces] or [np.empty(0)])
 
 
-def _spread(pieces: Sequence[Piece], name: str, exposed: Tensor) -> Tensor:
+def _spread(pieces: Sequence[BatchRecord], name: str, exposed: Tensor) -> Tensor:
     """A column of the exposed images as one of all images; False elsewhere."""
     spread = torch.zeros_like(exposed)
     spread[exposed] = torch.from_numpy(_column(pieces, name).astype(bool))

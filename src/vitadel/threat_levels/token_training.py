@@ -10,14 +10,14 @@ from typing import Any
 from vitadel.adapters.tokens.robustness_tokens import Tokened
 from vitadel.adapters.tokens.token_files import load_tokens
 from vitadel.attacks.features import pixels_per_unit
-from vitadel.training.trainables.tokens import Tokens
-from vitadel.training.recipes.build import Recipe, build_recipe
-from vitadel.training.run import open_workshop, run_harden
-from vitadel.training.recipes.documents import compose, rows
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.runtime.distributed import Processes
+from vitadel.training.recipes.build import Recipe, build_recipe
+from vitadel.training.recipes.documents import compose, rows
+from vitadel.training.run import open_training, run_harden
+from vitadel.training.trainables.tokens import Tokens
 
-__all__ = ["Lesson", "TokenRecipe", "Trainer", "control_changes", "read_recipe"]
+__all__ = ["TokenRecipe", "Trainer", "TrainingRun", "control_changes", "read_recipe"]
 
 _AS_WRITTEN: dict[str, Any] = {}
 _CONTROLS: dict[str, dict[str, Any]] = {
@@ -52,11 +52,11 @@ class TokenRecipe:
 
 
 def read_recipe(text: str) -> TokenRecipe:
-    """NAME or NAME:ROW, of a shipped recipe or of a file; a `Mistake` if there is none, or if it trains no tokens."""
+    """NAME or NAME:ROW, of a shipped recipe or of a file; a `UserError` if there is none, or if it trains no tokens."""
     name, _, row = (text, "", "") if ":" not in text or text.endswith((".yaml", ".yml")) else text.rpartition(":")
     there = rows(name)
     if there and not row:
-        raise Mistake(
+        raise UserError(
             f"--recipe {text}: this recipe is a table, and tokens were trained by one of its rows. Name it, as in "
             f"--recipe {name}:{there[0]}; there is {', '.join(there)}."
         )
@@ -64,7 +64,7 @@ def read_recipe(text: str) -> TokenRecipe:
     built = recipe.built()
     if not isinstance(built.adapter, Tokens):
         use = dict(built.document.get("adapter") or {}).get("use", "whole_model")
-        raise Mistake(
+        raise UserError(
             f"--recipe {text} trains no robustness tokens (its adapter is {use}). Name the recipe of the victim's "
             "tokens, such as tokens/deit-tiny, or a file like it."
         )
@@ -82,7 +82,7 @@ def control_changes(recipe: TokenRecipe) -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True, eq=False)
-class Lesson:
+class TrainingRun:
     """What token sets are trained by, on the victim's frozen classifier; `data` None means the recipe's own images."""
 
     victim: Tokened
@@ -106,9 +106,9 @@ class Lesson:
         return self.recipe.built(overrides, what)
 
     def check(self, processes: Processes, variants: Mapping[str, Mapping[str, Any]]) -> None:
-        """Build the recipe with each variant's changes and open its data: a `Mistake` now, not after hours."""
+        """Build the recipe with each variant's changes and open its data: a `UserError` now, not after hours."""
         built = [self.built(what, 0, changes) for what, changes in variants.items()]
-        open_workshop(built[0], processes, self.data_root, self.victim.classifier)
+        open_training(built[0], processes, self.data_root, self.victim.classifier)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,15 +119,15 @@ class Trainer:
     processes: Processes
     shown: bool = False
 
-    def several(self, lesson: Lesson, name: str, count: int, seed: int) -> tuple[Tokened, ...]:
+    def several(self, lesson: TrainingRun, name: str, count: int, seed: int) -> tuple[Tokened, ...]:
         return tuple(self.train(lesson, f"{name} {number + 1}", seed + number) for number in range(count))
 
-    def controls(self, lesson: Lesson, seed: int) -> dict[str, Tokened]:
+    def controls(self, lesson: TrainingRun, seed: int) -> dict[str, Tokened]:
         """Tokens that never saw an attack, by what they saw instead."""
         changes = control_changes(lesson.recipe)
         return {name: self.train(lesson, name, seed + k, changes[name]) for k, name in enumerate(changes)}
 
-    def train(self, lesson: Lesson, name: str, seed: int, changes: Mapping[str, Any] = _AS_WRITTEN) -> Tokened:
+    def train(self, lesson: TrainingRun, name: str, seed: int, changes: Mapping[str, Any] = _AS_WRITTEN) -> Tokened:
         out = self.folder / name.replace(" ", "-")
         try:
             run_harden(
@@ -140,8 +140,8 @@ class Trainer:
                 data_root=lesson.data_root,
                 model=lesson.victim.classifier,
             )
-        except Mistake as mistake:
-            raise Mistake(
+        except UserError as mistake:
+            raise UserError(
                 f"the ladder could not train tokens ({name}) by '{lesson.recipe.text}': {mistake}"
             ) from mistake
         return load_tokens(out / "weights" / "best.safetensors", lesson.victim.classifier).eval()

@@ -16,8 +16,8 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as pictures
 
 from vitadel.data.preprocess import Preprocess
+from vitadel.errors import UserError
 from vitadel.training.recipes.sections import Augmentation
-from vitadel.errors import Mistake
 
 __all__ = ["Augment", "augment", "mixing", "seed_everything"]
 
@@ -53,21 +53,21 @@ def augment(section: Augmentation, preprocess: Preprocess) -> Augment:
     if section.rotation:
         steps.append(v2.RandomRotation(section.rotation, interpolation=v2.InterpolationMode.BILINEAR))
     mean = preprocess.mean if any(preprocess.mean) else IMAGENET_DEFAULT_MEAN  # raw pixels have a mean, too
-    colour = tuple(round(255 * part) for part in mean)
+    color = tuple(round(255 * part) for part in mean)
     if section.rand_augment:
         try:
-            policy = rand_augment_transform(section.rand_augment, {"img_mean": colour})
+            policy = rand_augment_transform(section.rand_augment, {"img_mean": color})
         except (AssertionError, ValueError, NotImplementedError, KeyError) as error:
-            raise Mistake(
+            raise UserError(
                 f"rand_augment {section.rand_augment!r} is not in timm's way of writing: {error}. "
                 "Write it like rand-m9-mstd0.5-inc1."
             ) from error
         steps += [_as_picture, policy]
-    elif section.colour_jitter:
-        steps.append(v2.ColorJitter(*[section.colour_jitter] * 3))
+    elif section.color_jitter:
+        steps.append(v2.ColorJitter(*[section.color_jitter] * 3))
     steps.append(_as_pixels)
     if section.erasing:
-        steps.append(v2.RandomErasing(section.erasing, value=list(colour)))
+        steps.append(v2.RandomErasing(section.erasing, value=list(color)))
     return _Varied(tuple(steps))
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from vitadel.training.recipes.documents import IDLE
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.runtime.run_folder import write_atomically
 from vitadel.runtime.secrets import read_secret, write_secret
+from vitadel.training.recipes.documents import IDLE
 
 __all__ = ["check_same_recipe", "clear_torn_files", "read_state", "state_file", "write_state"]
 
@@ -34,7 +34,7 @@ def write_state(folder: Path, state: Mapping[str, Any], secret: bool = False) ->
 def read_state(folder: Path, secret: bool = False) -> dict[str, Any] | None:
     """On the CPU, from where everything finds its own device; None if the training has not saved anything yet.
 
-    With `secret`, a `Mistake` if others than the owner could read or change it.
+    With `secret`, a `UserError` if others than the owner could read or change it.
     """
     path = state_file(folder)
     if not path.exists():
@@ -43,16 +43,16 @@ def read_state(folder: Path, secret: bool = False) -> dict[str, Any] | None:
     try:
         state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a file that is not its own
-        raise Mistake(
+        raise UserError(
             f"{path} cannot be read ({str(error).splitlines()[0]}). Take it away to start this training anew."
         ) from error
     if not isinstance(state, dict) or "step" not in state:
-        raise Mistake(f"{path} is no checkpoint of `vitadel harden`. Take it away to start this training anew.")
+        raise UserError(f"{path} is no checkpoint of `vitadel harden`. Take it away to start this training anew.")
     return state
 
 
 def check_same_recipe(folder: Path, state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """A `Mistake` if the state is that of another recipe, brought here from another folder."""
+    """A `UserError` if the state is that of another recipe, brought here from another folder."""
     theirs = state.get("recipe", settings)
     different = [
         f"{key}: {theirs.get(key)!r} there, {settings.get(key)!r} here"
@@ -60,7 +60,7 @@ def check_same_recipe(folder: Path, state: Mapping[str, Any], settings: Mapping[
         if theirs.get(key) != settings.get(key)
     ]
     if different:
-        raise Mistake(
+        raise UserError(
             f"{state_file(folder)} is the checkpoint of another recipe, so this training cannot go on from it; nothing "
             "was changed.\n  " + "\n  ".join(different) + "\nTake it away to start anew, or use another --out."
         )

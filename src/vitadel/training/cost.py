@@ -10,30 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.variants import training_form
 from vitadel.attacks.parse import make
+from vitadel.attacks.variants import training_form
 from vitadel.backbones.attention_kernels import fastest_attention
-from vitadel.training.inner_attack import craft
-from vitadel.training.recipes.build import Recipe
-from vitadel.training.run import Workshop, make_optimiser
-from vitadel.training.protocols import Measures
 from vitadel.evaluation.engine.compilation import gradient_probe, seconds_of
 from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes
+from vitadel.training.inner_attack import craft
+from vitadel.training.protocols import Measures
+from vitadel.training.recipes.build import Recipe
+from vitadel.training.run import TrainingSetup, make_optimizer
 
 __all__ = ["plan_training"]
 
 _IMAGES = 32
 
 
-def plan_training(shop: Workshop, processes: Processes) -> dict[str, Any]:
+def plan_training(setup: TrainingSetup, processes: Processes) -> dict[str, Any]:
     """Seconds for each part of the work, on this number of processes; plug-ins that add passes are not timed."""
-    recipe, device = shop.recipe, processes.device
-    model = recipe.adapter.attach(shop.model.to(device)).to(device)
+    recipe, device = setup.recipe, processes.device
+    model = recipe.adapter.attach(setup.model.to(device)).to(device)
     shown = recipe.adapter.shown(model)
     begun = time.perf_counter()
-    part = next(shop.stream.steps(0, 1))[0].to(device)
+    part = next(setup.stream.steps(0, 1))[0].to(device)
     reading = (time.perf_counter() - begun) / len(part.y)
     x, y = part.x[:_IMAGES], part.y[:_IMAGES]
     half = PRECISIONS[recipe.train.precision]
@@ -80,10 +80,10 @@ def plan_training(shop: Workshop, processes: Processes) -> dict[str, Any]:
         return forward + (at_most(recipe.validation.attack) if recipe.validation.attack else 0.0)
 
     epochs = recipe.train.epochs + recipe.schedule.cool_down
-    steps = shop.stream.steps_per_epoch * epochs
+    steps = setup.stream.steps_per_epoch * epochs
     images = steps * recipe.train.batch_size / processes.count
-    validated = len(shop.held_out.rows) * (-(-epochs // recipe.validation.every)) / processes.count
-    audited = _audited(shop) / processes.count
+    validated = len(setup.held_out.rows) * (-(-epochs // recipe.validation.every)) / processes.count
+    audited = _audited(setup) / processes.count
     parts: list[tuple[str, float, float]] = [  # what, images, seconds an image
         ("reading and augmentation", images, reading),
         ("attacks", images, attacking),
@@ -108,21 +108,21 @@ def plan_training(shop: Workshop, processes: Processes) -> dict[str, Any]:
 
 def _update(recipe: Recipe, model: nn.Module) -> Callable[[], Tensor]:
     """A step of the optimiser at a rate of 0: nearly all leave the weights where they are."""
-    optimiser = make_optimiser(recipe.optimiser, model)
-    for group in optimiser.param_groups:
+    optimizer = make_optimizer(recipe.optimizer, model)
+    for group in optimizer.param_groups:
         group["lr"] = 0.0
     some = next(parameter for parameter in model.parameters() if parameter.requires_grad)
 
     def step() -> Tensor:
-        optimiser.step()
+        optimizer.step()
         return some
 
     return step
 
 
-def _audited(shop: Workshop) -> int:
+def _audited(setup: TrainingSetup) -> int:
     """How many test images the audit at the end will see."""
-    if shop.test is None:
+    if setup.test is None:
         return 0
-    limit = shop.recipe.audit.limit
-    return len(shop.test) if limit is None else min(limit, len(shop.test))
+    limit = setup.recipe.audit.limit
+    return len(setup.test) if limit is None else min(limit, len(setup.test))

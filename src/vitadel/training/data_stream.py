@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vitadel.data.preprocess import Preprocess
+from vitadel.errors import UserError
+from vitadel.runtime.rng import SampleRNG
 from vitadel.training.augmentation import Augment
-from vitadel.errors import Mistake
-from vitadel.runtime.rng import Draws
 from vitadel.types import Source
 
-__all__ = ["Part", "Stream", "whole_key"]
+__all__ = ["DataStream", "Part", "whole_key"]
 
 _EXTRA = 1 << 40  # where the names of the second source's samples begin
 _COPY = 1 << 44  # and those of a sample's further versions
@@ -26,7 +26,7 @@ _PASSES = 1 << 15  # versions of the second source's samples, which are told apa
 
 def whole_key(seed: int, name: str, *numbers: int) -> int:
     """One seed for a generator that is not ours, e.g. torch's, for one purpose and moment."""
-    return int(Draws.of_samples(seed, [0]).stream(name, *numbers).bits()[0]) % 2**62
+    return int(SampleRNG.of_samples(seed, [0]).stream(name, *numbers).bits()[0]) % 2**62
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class _Pool:
         for turn in passes.unique().tolist():
             if turn not in self.orders:
                 self.orders.clear()
-                self.orders[turn] = Draws.of_samples(seed, self.rows).stream(name, turn).bits().argsort(stable=True)
+                self.orders[turn] = SampleRNG.of_samples(seed, self.rows).stream(name, turn).bits().argsort(stable=True)
             here = passes == turn
             taken[here] = self.rows[self.orders[turn][places[here] % len(self.rows)]]
         return taken
 
 
 @dataclass(frozen=True)
-class Stream:
+class DataStream:
     """Training images in batches of `batch_size` over all processes, `parts` per process and step.
 
     An epoch is one pass over the first source, less what does not fill a batch. `extra_share` of each batch comes from
@@ -90,12 +90,12 @@ class Stream:
 
     def __post_init__(self) -> None:
         if self.batch_size % (self.parts * self.processes):
-            raise Mistake(
+            raise UserError(
                 f"a batch of {self.batch_size} images cannot be shared equally by {self.processes} processes in "
                 f"{self.parts} parts each; choose a multiple of {self.parts * self.processes} for train.batch_size"
             )
         if self.steps_per_epoch < 1:
-            raise Mistake(
+            raise UserError(
                 f"a batch takes {self._own} training images, but there are only {len(self.rows)}; choose a smaller "
                 "train.batch_size, a larger data.limit or fewer held_out images"
             )
@@ -126,7 +126,7 @@ class Stream:
         passes = place // len(self._pools[1].rows) % _PASSES  # which make versions, too, however often in an epoch
         more = self._pools[1].take(int(place[0]), self._extra, self.seed, "extra order") + _EXTRA + passes * _COPY
         # Mixed, so that every process gets its share of both.
-        order = Draws.of_samples(self.seed, [step]).stream("mix").order(self.batch_size)[0]
+        order = SampleRNG.of_samples(self.seed, [step]).stream("mix").permutation(self.batch_size)[0]
         return torch.cat([names, more])[order]
 
     @cached_property
@@ -145,8 +145,8 @@ class Stream:
                 for part in mine:
                     yield [(name, epoch) for name in part.tolist()]
 
-        loader: DataLoader[Part | Mistake] = DataLoader(
-            cast("Dataset[Part | Mistake]", dataset),
+        loader: DataLoader[Part | UserError] = DataLoader(
+            cast("Dataset[Part | UserError]", dataset),
             batch_sampler=cast("Iterable[list[int]]", tickets()),
             num_workers=self.workers,
             collate_fn=cast("Callable[[list[Any]], Any]", _whole),
@@ -154,7 +154,7 @@ class Stream:
         )
         parts: list[Part] = []
         for part in loader:
-            if isinstance(part, Mistake):  # raised here, since a worker process would bury it in its traceback
+            if isinstance(part, UserError):  # raised here, since a worker process would bury it in its traceback
                 raise part
             parts.append(part)
             if len(parts) == self.parts:
@@ -162,27 +162,27 @@ class Stream:
                 parts = []
 
 
-def _whole(part: Part | Mistake) -> Part | Mistake:
+def _whole(part: Part | UserError) -> Part | UserError:
     return part
 
 
 class _Tickets:
     """What torch's loader asks for a batch, in this process or in workers."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: DataStream) -> None:
         self.stream = stream
         self.labels = (stream.source.labels(), None if stream.extra is None else stream.extra.labels())
 
     def __len__(self) -> int:
         return len(self.stream.rows)
 
-    def __getitem__(self, ticket: tuple[int, int]) -> Part | Mistake:
+    def __getitem__(self, ticket: tuple[int, int]) -> Part | UserError:
         return self.__getitems__([ticket])
 
-    def __getitems__(self, tickets: Sequence[tuple[int, int]]) -> Part | Mistake:
+    def __getitems__(self, tickets: Sequence[tuple[int, int]]) -> Part | UserError:
         try:
             return self._read(tickets)
-        except Mistake as mistake:
+        except UserError as mistake:
             return mistake
 
     def _read(self, tickets: Sequence[tuple[int, int]]) -> Part:
@@ -190,7 +190,7 @@ class _Tickets:
         own = stream.easier if stream.easier is not None and epoch < stream.easier_epochs else stream.source
         names = torch.tensor([name for name, _ in tickets])
         rows, extra = names % _EXTRA, names // _EXTRA % (_COPY // _EXTRA) == 1
-        keys = Draws.of_samples(stream.seed, names).stream("augment", epoch).bits().tolist()
+        keys = SampleRNG.of_samples(stream.seed, names).stream("augment", epoch).bits().tolist()
         x = torch.empty(len(names), 3, *stream.preprocess.shape)
         y = torch.empty(len(names), dtype=torch.int64)
         for source, labels, chosen in zip((own, stream.extra), self.labels, (~extra, extra), strict=True):
@@ -200,7 +200,7 @@ class _Tickets:
             wanted = rows[places].tolist()
             for place, row, image in zip(places, wanted, source.read(wanted), strict=True):
                 if isinstance(image, Exception):
-                    raise Mistake(
+                    raise UserError(
                         f"training image {row} ({source.name(row)}) cannot be read: {image}. Replace it or take it out."
                     ) from image
                 torch.div(stream.augment(image, keys[place] % 2**63), 255, out=x[place])

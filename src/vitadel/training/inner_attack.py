@@ -6,12 +6,12 @@ from typing import Literal, Self
 
 from torch import Tensor, nn
 
-from vitadel.attacks.variants import threats_in
 from vitadel.attacks.losses import hard_labels
 from vitadel.attacks.pgd import PGD
+from vitadel.attacks.variants import threats_in
 from vitadel.attacks.views import Averaged
 from vitadel.attacks.wrappers import Restarts, WorstOf
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 
 __all__ = ["craft"]
@@ -22,7 +22,7 @@ def craft(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    draws: Draws | None = None,
+    rng: SampleRNG | None = None,
     mode: Literal["eval", "train"] = "eval",
 ) -> Tensor:
     """Perturbed images to train on. The model's modes, flags and parameters' gradients stay as they are.
@@ -36,7 +36,7 @@ def craft(
     if threats and all(threat.eps == 0 for threat in threats):
         return x.detach()
     seen = _InItsOwnModes(model) if mode == "train" else model
-    return attack(seen, x, y if _takes_mixed_labels(attack) else hard_labels(y), draws)
+    return attack(seen, x, y if _takes_mixed_labels(attack) else hard_labels(y), rng)
 
 
 class _InItsOwnModes(nn.Module):

@@ -25,15 +25,20 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from vitadel.attacks.features import pixels_per_unit
-from vitadel.attacks.variants import threats_in, training_form
 from vitadel.attacks.parse import make
-from vitadel.training.inner_attack import craft
+from vitadel.attacks.variants import threats_in, training_form
+from vitadel.errors import Interrupted, UserError
+from vitadel.evaluation.engine.calibration import CalibrationImages
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.distributed import Processes
+from vitadel.runtime.rng import SampleRNG
 from vitadel.training.augmentation import mixing, seed_everything
 from vitadel.training.batch_statistics import average_statistics, restore_statistics, statistics_of_all
-from vitadel.training.progress_table import Board
-from vitadel.training.recipes.build import Recipe
 from vitadel.training.checkpoints import check_same_recipe, clear_torn_files, read_state, write_state
+from vitadel.training.data_stream import DataStream, Part, whole_key
+from vitadel.training.inner_attack import craft
 from vitadel.training.metrics import Metrics
+from vitadel.training.progress_table import ProgressTable
 from vitadel.training.protocols import (
     AfterEpoch,
     AfterStep,
@@ -45,16 +50,11 @@ from vitadel.training.protocols import (
     Measures,
     Remembering,
 )
+from vitadel.training.recipes.build import Recipe
 from vitadel.training.recipes.documents import deciding
 from vitadel.training.schedules import rate_at, scaling_of
-from vitadel.training.data_stream import Part, Stream, whole_key
 from vitadel.training.tracking import track
 from vitadel.training.validation import HeldOut, Score
-from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation.engine.calibration import CalibrationImages
-from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
-from vitadel.runtime.distributed import Processes
 from vitadel.types import Attack, Source, Threat
 
 __all__ = ["Run", "train"]
@@ -70,11 +70,11 @@ class Run:
     recipe: Recipe
     model: nn.Module  # bare: never wrapped for several processes
     num_classes: int
-    stream: Stream
+    stream: DataStream
     held_out: HeldOut
     processes: Processes
     folder: Path
-    board: Board
+    board: ProgressTable
     metrics: Metrics
     epoch: int = 0
     step: int = 0
@@ -126,7 +126,7 @@ class Run:
 
     def _some(self, source: Source, rows: Tensor, count: int) -> CalibrationImages:
         """Drawn without regard to their order, in which classes may follow each other."""
-        order = Draws.of_samples(self.seed, rows).stream("studied").bits().argsort(stable=True)
+        order = SampleRNG.of_samples(self.seed, rows).stream("studied").bits().argsort(stable=True)
         return CalibrationImages(source, rows[order[:count]], self.stream.preprocess, self.processes.device)
 
     def log(self, values: Mapping[str, float]) -> None:
@@ -140,12 +140,12 @@ class Run:
         self.back_to = self.back_to if back_to is None else back_to
 
 
-def train(run: Run, accelerator: Accelerator, optimiser: torch.optim.Optimizer, resume: bool) -> None:
+def train(run: Run, accelerator: Accelerator, optimizer: torch.optim.Optimizer, resume: bool) -> None:
     """From the last checkpoint, if there is one, to the end; leaves weights/best and weights/last in the folder."""
     with warnings.catch_warnings():
         # accelerate has no other name yet for what newer torch calls forward_sync_buffers.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        model, prepared = accelerator.prepare(run.model, optimiser)
+        model, prepared = accelerator.prepare(run.model, optimizer)
     if resume and (state := _found_by_all(run)) is not None:
         _restore(run, prepared, accelerator, state)
     begun = run.step // run.steps_per_epoch * run.steps_per_epoch
@@ -181,7 +181,7 @@ def _found_by_all(run: Run) -> dict[str, Any] | None:
     step = -1 if state is None else int(state["step"])
     of_main = run.processes.from_main(step)
     if step != of_main:
-        raise Mistake(
+        raise UserError(
             f"process {run.processes.rank} does not see the checkpoint of the main process in {run.folder}; "
             "with several machines, --out must lie on a disk that they share"
         )
@@ -190,7 +190,7 @@ def _found_by_all(run: Run) -> dict[str, Any] | None:
     if state is not None:
         check_same_recipe(run.folder, state, deciding(run.recipe.document))
         if state.get("images", run.images) != run.images:
-            raise Mistake(
+            raise UserError(
                 f"the images of data.train, data.validation or data.extra are not those that {run.folder} was begun "
                 "with, so it cannot go on: some that were held out might be learnt from. Nothing was changed; put them "
                 "back, or begin anew with another --out."
@@ -204,7 +204,7 @@ class _Learner:
 
     run: Run
     model: nn.Module  # what accelerate made of the bare model
-    optimiser: Any
+    optimizer: Any
     accelerator: Accelerator
     asked: Callable[[], bool]  # whether this process was asked to stop
     interrupted: bool = False  # whether any process was
@@ -214,7 +214,7 @@ class _Learner:
         self.mix = mixing(recipe.augmentation, self.run.num_classes)
         attack = recipe.objective.attack
         self.attack = None if attack is None else training_form(attack)
-        self.scaling = scaling_of(recipe.optimiser, recipe.train.batch_size)
+        self.scaling = scaling_of(recipe.optimizer, recipe.train.batch_size)
 
     def take(self, parts: Sequence[Part]) -> None:
         run, recipe = self.run, self.run.recipe
@@ -237,12 +237,12 @@ class _Learner:
                 if isinstance(plugin, AroundStep):
                     around.enter_context(plugin.around_step(run, losses))
             numbers = self._backward(batch)
-            clip = math.inf if recipe.optimiser.clip is None else recipe.optimiser.clip
+            clip = math.inf if recipe.optimizer.clip is None else recipe.optimizer.clip
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
             numbers["gradient_norm"] = norm if isinstance(norm, Tensor) else torch.tensor(float(norm))
             told = self._checked(numbers)
-            self.optimiser.step()
-            self.optimiser.zero_grad()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         run.step += 1
         for plugin in run.plugins:
             if isinstance(plugin, AfterStep):
@@ -255,10 +255,10 @@ class _Learner:
 
     def _set_rate(self) -> float:
         run = self.run
-        schedule, optimiser = run.recipe.schedule, run.recipe.optimiser
+        schedule, optimizer = run.recipe.schedule, run.recipe.optimizer
         progress = run.step / run.steps_per_epoch
-        rate = rate_at(schedule, optimiser.rate, run.recipe.train.epochs, progress) * self.scaling
-        for group in self.optimiser.param_groups:
+        rate = rate_at(schedule, optimizer.rate, run.recipe.train.epochs, progress) * self.scaling
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
 
@@ -280,10 +280,10 @@ class _Learner:
         x, y = part.x, part.y
         if attack is None:
             return x, x, y
-        draws = Draws.of_samples(run.seed, part.names, x.device).stream("attack", run.step)
+        rng = SampleRNG.of_samples(run.seed, part.names, x.device).stream("attack", run.step)
         with _full_precision(run.model) if run.recipe.train.precision == "fp16" else nullcontext():
             shown = run.recipe.adapter.shown(run.model)
-            return x, craft(attack, shown, x, y, draws, run.recipe.train.attack_mode), y
+            return x, craft(attack, shown, x, y, rng, run.recipe.train.attack_mode), y
 
     def _backward(self, batch: Sequence[tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
         """Gradients of the mean over all parts; processes exchange theirs once, at the last part."""
@@ -312,11 +312,11 @@ class _Learner:
         return told
 
 
-def _diverged(run: Run, what: str, step: int) -> Mistake:
+def _diverged(run: Run, what: str, step: int) -> UserError:
     kept = f"the checkpoint of step {run.metrics.saved} is kept" if run.metrics.saved else "nothing was saved yet"
-    clip = "set" if run.recipe.optimiser.clip is None else "lower"
+    clip = "set" if run.recipe.optimizer.clip is None else "lower"
     half = "" if run.recipe.train.precision == "fp32" else ", or train in fp32"
-    return Mistake(
+    return UserError(
         f"{what} at step {step} (epoch {run.epoch + 1}), so the training was stopped; {kept} in {run.folder}. Lower "
         f"optimiser.rate, {clip} optimiser.clip{half}, in a new run."
     )
@@ -428,7 +428,7 @@ def _write_weights(run: Run, name: str, already_deployed: bool = False) -> None:
             run.recipe.adapter.save(run.model, run.folder / "weights" / f"{name}.safetensors")
 
 
-def _save(run: Run, optimiser: Any, accelerator: Accelerator) -> None:
+def _save(run: Run, optimizer: Any, accelerator: Accelerator) -> None:
     statistics = statistics_of_all(run.model, run.processes)
     run.metrics.save(run.step)
     if run.processes.is_main:
@@ -439,7 +439,7 @@ def _save(run: Run, optimiser: Any, accelerator: Accelerator) -> None:
             "recipe": deciding(run.recipe.document),
             "images": run.images,
             "model": run.recipe.adapter.state(run.model),
-            "optimiser": optimiser.state_dict(),
+            "optimiser": optimizer.state_dict(),
             "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else {},
             "plugins": plugins,
             "statistics": statistics,
@@ -451,10 +451,10 @@ def _save(run: Run, optimiser: Any, accelerator: Accelerator) -> None:
     run.processes.wait()
 
 
-def _restore(run: Run, optimiser: Any, accelerator: Accelerator, state: Mapping[str, Any]) -> None:
+def _restore(run: Run, optimizer: Any, accelerator: Accelerator, state: Mapping[str, Any]) -> None:
     run.recipe.adapter.load_state(run.model, state["model"])
     restore_statistics(run.model, run.processes, state["statistics"])
-    optimiser.load_state_dict(state["optimiser"])
+    optimizer.load_state_dict(state["optimiser"])
     if accelerator.scaler is not None and state["scaler"]:
         accelerator.scaler.load_state_dict(state["scaler"])
     for name, plugin in run.recipe.plugins:

@@ -19,7 +19,7 @@ from vitadel.backbones.anatomy import (
     family_of,
     prefix_tokens_of,
 )
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, hooked
 
 __all__ = ["Pair", "pair_of", "pair_with_fewer_tokens"]
@@ -55,7 +55,7 @@ def pair_with_fewer_tokens(model: nn.Module, x: Tensor, keep: Tensor, count: int
     as the numbers of tokens differ.
     """
     if family_of(model) != "vit":
-        raise Mistake(
+        raise UserError(
             f"tokens can be dropped from plain ViTs only, and this model is of the family '{family_of(model)}', which "
             "needs all of its tokens in their places; set fill: zero"
         )
@@ -66,7 +66,7 @@ def pair_with_fewer_tokens(model: nn.Module, x: Tensor, keep: Tensor, count: int
 
     def leave_out(tokens: Tensor) -> Tensor:
         if tokens.shape[1] - prefix != keep.shape[1]:
-            raise Mistake(
+            raise UserError(
                 f"fill: drop takes whole tokens away, so patches must be the model's own: it has "
                 f"{tokens.shape[1] - prefix}, and the given side makes {keep.shape[1]}; set side: 0"
             )

@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.patches.corruption_model_files import save_corruption_model
 from vitadel.attacks.patches.corruption_model import CorruptionModel, as_first_layer_sees
+from vitadel.attacks.patches.corruption_model_files import save_corruption_model
 from vitadel.attacks.patches.random_patches import count_of_share, patch_side_of, patches_in, strongest
-from vitadel.training.protocols import Losses, Training
+from vitadel.runtime.rng import SampleRNG
 from vitadel.training.data_stream import whole_key
-from vitadel.runtime.rng import Draws
+from vitadel.training.protocols import Losses, Training
 
-__all__ = ["Opponent"]
+__all__ = ["PatchSelector"]
 
 _PROBES = 64  # images on which it is watched how the choice of patches moves
 _LAST, _MOMENTUM = "last", "momentum."
 
 
 @dataclass
-class Opponent:
+class PatchSelector:
     """Which patches to corrupt, and the learning of it: SGD uphill, on gradients that the objective's loss leaves.
 
     Gradients are averaged over processes and then given the length `gradient_length`, whatever they had ('normalised'),
@@ -50,9 +50,9 @@ class Opponent:
     _side: int = field(init=False, default=0, repr=False)
     _key: int = field(init=False, default=0, repr=False)
 
-    def draws(self, x: Tensor) -> Draws:
+    def rng(self, x: Tensor) -> SampleRNG:
         """By the pixels and the step: blind to batches and processes, and new when an image comes again."""
-        return Draws.of_pixels(x, self._key)
+        return SampleRNG.of_pixels(x, self._key)
 
     def count(self, patches: int) -> int:
         """How many patches are corrupted; 'quantile' is the released rule for scores that all differ."""

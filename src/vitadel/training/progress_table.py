@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Board", "board"]
+__all__ = ["ProgressTable", "board"]
 
 _ROWS = 15  # epochs in view
 _SECONDS_BETWEEN_LINES = 30.0
@@ -33,7 +33,7 @@ def _share(value: float | None) -> str:
 
 
 @dataclass
-class Board:
+class ProgressTable:
     steps: int
     epochs: int
     shown: bool = True
@@ -110,11 +110,11 @@ class Board:
 
 
 @contextmanager
-def board(steps: int, epochs: int, shown: bool, pixels_per_unit: float = 1.0) -> Iterator[Board]:
+def board(steps: int, epochs: int, shown: bool, pixels_per_unit: float = 1.0) -> Iterator[ProgressTable]:
     """For one process to show; on a terminal it draws itself anew four times a second."""
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
-        yield Board(steps, epochs, shown, pixels_per_unit=pixels_per_unit)
+        yield ProgressTable(steps, epochs, shown, pixels_per_unit=pixels_per_unit)
         return
     with Live(console=console, refresh_per_second=4) as live:
-        yield Board(steps, epochs, shown, live, pixels_per_unit)
+        yield ProgressTable(steps, epochs, shown, live, pixels_per_unit)

@@ -27,44 +27,44 @@ from vitadel.backbones.image_size import check_images_fit
 from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
-from vitadel.training.trainables.tokens import Tokens
-from vitadel.training.trainables.whole_model import WholeModel
+from vitadel.errors import Interrupted, UserError, nearest_names
+from vitadel.evaluation.audit.audit import AuditRequest, check_request, check_targets, run_audit
+from vitadel.evaluation.engine.class_subset import choose_among
+from vitadel.evaluation.engine.stages import PRECISIONS
+from vitadel.evaluation.engine.target import Target
+from vitadel.runtime.distributed import Processes, join_processes
+from vitadel.runtime.environment import environment
+from vitadel.runtime.run_folder import RunFolder, open_run, write_atomically, write_json
 from vitadel.training.augmentation import augment, seed_everything
 from vitadel.training.batch_statistics import whose_statistics
-from vitadel.training.progress_table import board
-from vitadel.training.recipes.build import ChecksModel, Recipe, build_recipe
+from vitadel.training.data_stream import DataStream
 from vitadel.training.loop import Run, train
 from vitadel.training.metrics import Metrics
+from vitadel.training.progress_table import board
 from vitadel.training.protocols import MindsLength, Prepares
+from vitadel.training.recipes.build import ChecksModel, Recipe, build_recipe
 from vitadel.training.recipes.documents import IDLE, compose, deciding, dotted
-from vitadel.training.recipes.sections import DataSection, Optimiser
-from vitadel.training.starting_model import StartingModel, check_answer, starting_model
-from vitadel.training.data_stream import Stream
-from vitadel.training.tracking import begin_tracking, end_tracking
-from vitadel.training.validation import HeldOut
+from vitadel.training.recipes.sections import DataSection, OptimizerSection
 from vitadel.training.recipes.write import recipe_text
-from vitadel.errors import Interrupted, Mistake, nearest_names
-from vitadel.evaluation.engine.class_subset import choose_among
-from vitadel.evaluation.audit.audit import Order, check_order, check_targets, run_audit
-from vitadel.evaluation.engine.stages import PRECISIONS
-from vitadel.evaluation.engine.target import Subject
-from vitadel.runtime.environment import environment
-from vitadel.runtime.distributed import Processes, join_processes
-from vitadel.runtime.run_folder import RunFolder, open_run, write_atomically, write_json
+from vitadel.training.starting_model import StartingModel, check_answer, starting_model
+from vitadel.training.tracking import begin_tracking, end_tracking
+from vitadel.training.trainables.tokens import Tokens
+from vitadel.training.trainables.whole_model import WholeModel
+from vitadel.training.validation import HeldOut
 from vitadel.types import Source
 
-__all__ = ["Workshop", "harden", "make_optimiser", "open_workshop", "run_harden", "title_of"]
+__all__ = ["TrainingSetup", "harden", "make_optimizer", "open_training", "run_harden", "title_of"]
 
 _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 @dataclass(frozen=True)
-class Workshop:
+class TrainingSetup:
     """A recipe with its model and data at hand; the test set is open, but nothing of it is read before the audit."""
 
     recipe: Recipe
     model: Classifier
-    stream: Stream
+    stream: DataStream
     held_out: HeldOut
     test: Source | None
     fresh_head: bool = False
@@ -94,9 +94,9 @@ def title_of(recipe: str | Path, row: str | None) -> str:
     return f"{recipe}:{row}" if row else str(recipe)
 
 
-def open_workshop(
+def open_training(
     recipe: Recipe, processes: Processes, data_root: str | Path | None = None, model: Classifier | None = None
-) -> Workshop:
+) -> TrainingSetup:
     """Open the data and build the model, with fresh weights drawn from the recipe's seed, unless it is given."""
     _refuse_fp16_on_a_processor(recipe, processes)
     section = recipe.data
@@ -130,7 +130,7 @@ def open_workshop(
         labels = validation_source.labels()[held_out_rows]
         held_out_rows = balanced_subset(labels, recipe.validation.limit, recipe.train.seed, held_out_rows)
     extra = others["extra"]
-    stream = Stream(
+    stream = DataStream(
         source=source,
         rows=rows,
         preprocess=preprocess,
@@ -150,19 +150,19 @@ def open_workshop(
     )
     _refuse_odd_pairs(recipe, processes)
     held_out = HeldOut(validation_source, held_out_rows, preprocess)
-    shop = Workshop(recipe, model, stream, held_out, others["test"], start.fresh_head)
-    _check_targets(shop)
+    setup = TrainingSetup(recipe, model, stream, held_out, others["test"], start.fresh_head)
+    _check_targets(setup)
     for name, plugin in recipe.plugins:
         if isinstance(plugin, ChecksModel):
             with _complaining_as(f"plugins.{name}"):
                 plugin.check_model(model)
-    return shop
+    return setup
 
 
 def _refuse_odd_pairs(recipe: Recipe, processes: Processes) -> None:
     each = recipe.train.batch_size // (recipe.train.accumulation * processes.count)
     if each % 2 and (recipe.augmentation.mixup or recipe.augmentation.cutmix):
-        raise Mistake(
+        raise UserError(
             f"mixup and cutmix mix images in pairs, but each of {processes.count} processes would get {each} images at "
             f"once; choose a multiple of {2 * recipe.train.accumulation * processes.count} for train.batch_size"
         )
@@ -170,13 +170,13 @@ def _refuse_odd_pairs(recipe: Recipe, processes: Processes) -> None:
 
 def _refuse_fp16_on_a_processor(recipe: Recipe, processes: Processes) -> None:
     if recipe.train.precision == "fp16" and processes.device.type == "cpu":
-        raise Mistake("train.precision fp16 needs a GPU; use bf16 or fp32 on a processor")
+        raise UserError("train.precision fp16 needs a GPU; use bf16 or fp32 on a processor")
 
 
 def _refuse_to_judge_a_fresh_head(recipe: Recipe, fresh: bool) -> None:
     """Tokens leave the head as it is: one that has learnt nothing would be audited as if it had."""
     if fresh and recipe.data.test is not None and isinstance(recipe.adapter, Tokens):
-        raise Mistake(
+        raise UserError(
             f"the head of '{recipe.model.name}' for the classes of data.train is fresh, and training tokens does not "
             f"train it: an audit on data.test ({recipe.data.test}) would judge a random head. Set data.test=null and "
             "judge the features by `vitadel probe` with the trained tokens; or, if the model's own head knows these "
@@ -189,12 +189,12 @@ def _same_classes(source: Source, training: Source, what: str) -> Source:
     theirs, ours = list(source.classes), list(training.classes)
     numbered = [str(number) for number in range(max(len(theirs), len(ours)))]
     if len(theirs) != len(ours):
-        raise Mistake(f"{what} has {len(theirs)} classes and data.train {len(ours)}; they must be the same")
+        raise UserError(f"{what} has {len(theirs)} classes and data.train {len(ours)}; they must be the same")
     named = numbered[: len(ours)] not in (theirs, ours)
     different = next(((n, a, b) for n, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b), None)
     if named and different is not None:
         number, there, here = different
-        raise Mistake(
+        raise UserError(
             f"{what}: its class {number} is '{there}', that of data.train is '{here}'; labels would be mixed up"
         )
     return source
@@ -205,7 +205,7 @@ def _easier(section: DataSection, source: Source, root: str | Path | None) -> So
         return None
     easier = open_dataset(section.easier, root=root)
     if not torch.equal(easier.labels(), source.labels()):
-        raise Mistake(f"data.easier ({section.easier}) must have the samples of data.train in the same order")
+        raise UserError(f"data.easier ({section.easier}) must have the samples of data.train in the same order")
     return easier
 
 
@@ -221,7 +221,7 @@ def _held_out(source: Source, section: DataSection, seed: int) -> tuple[Tensor, 
     aside = torch.empty(0, dtype=torch.int64)
     if section.validation is None:
         if section.held_out >= len(rows):
-            raise Mistake(
+            raise UserError(
                 f"data.held_out keeps {section.held_out} images aside, but data.train has only {len(rows)}; keep fewer"
             )
         aside = balanced_subset(labels[rows], section.held_out, seed + 1, rows)
@@ -234,7 +234,7 @@ def _held_out(source: Source, section: DataSection, seed: int) -> tuple[Tensor, 
 def _first_size(source: Source, spec: str) -> tuple[int, int]:
     image = source.read([0])[0]
     if isinstance(image, Exception):
-        raise Mistake(f"the first image of {spec} cannot be read ({image}), and the model names no input size")
+        raise UserError(f"the first image of {spec} cannot be read ({image}), and the model names no input size")
     return image.height, image.width
 
 
@@ -263,12 +263,12 @@ def run_harden(
     model: Classifier | None = None,
 ) -> tuple[dict[str, Any], RunFolder]:
     """Train in a run folder, then audit; a run that is complete is only read. A `model` is used as it is."""
-    shop = open_workshop(recipe, processes, data_root, model)
+    setup = open_training(recipe, processes, data_root, model)
     # Before there is a folder: not every model takes every adapter, nor every machine every optimiser.
-    adapted = _adapted(shop, processes)
-    make_optimiser(recipe.optimiser, adapted)
+    adapted = _adapted(setup, processes)
+    make_optimizer(recipe.optimizer, adapted)
     if not resume:
-        _check_audit(shop, adapted, data_root, processes.device)
+        _check_audit(setup, adapted, data_root, processes.device)
     settings = {**deciding(recipe.document), "--data-root": None if data_root is None else str(data_root)}
     path, words = None if out is None else Path(out), list(argv or sys.argv)
     folder = processes.on_main(
@@ -280,36 +280,38 @@ def run_harden(
         write_atomically(folder.path / "recipe.yaml", recipe_text(recipe.document).encode())
         write_json(folder.path / "environment.json", environment(processes.device, processes.count))
     try:
-        run = _train(shop, adapted, processes, folder, resume, shown)
-        results = _audit(run, shop, name, processes, folder, shown, data_root)
+        run = _train(setup, adapted, processes, folder, resume, shown)
+        results = _audit(run, setup, name, processes, folder, shown, data_root)
     except (KeyboardInterrupt, Interrupted):  # also of the audit inside: this run is what goes on with --resume
         raise Interrupted(folder.path) from None
     return results, folder
 
 
-def _adapted(shop: Workshop, processes: Processes) -> nn.Module:
+def _adapted(setup: TrainingSetup, processes: Processes) -> nn.Module:
     """What is to be trained, where it is to be trained."""
-    for _, plugin in shop.recipe.plugins:
+    for _, plugin in setup.recipe.plugins:
         if isinstance(plugin, Prepares):
-            plugin.prepare(shop.model)
-    return shop.recipe.adapter.attach(shop.model.to(processes.device)).to(processes.device)
+            plugin.prepare(setup.model)
+    return setup.recipe.adapter.attach(setup.model.to(processes.device)).to(processes.device)
 
 
-def _train(shop: Workshop, model: nn.Module, processes: Processes, folder: RunFolder, resume: bool, shown: bool) -> Run:
-    recipe, main = shop.recipe, processes.is_main
+def _train(
+    setup: TrainingSetup, model: nn.Module, processes: Processes, folder: RunFolder, resume: bool, shown: bool
+) -> Run:
+    recipe, main = setup.recipe, processes.is_main
     attack = recipe.objective.attack
     accelerator = _accelerator(recipe, processes, folder.path)
-    optimiser = make_optimiser(recipe.optimiser, model)
+    optimizer = make_optimizer(recipe.optimizer, model)
     epochs = recipe.train.epochs + recipe.schedule.cool_down
-    steps = shop.stream.steps_per_epoch * epochs
+    steps = setup.stream.steps_per_epoch * epochs
     with _global_generators_kept(), board(steps, epochs, shown and main, pixels_per_unit(attack)) as seen:
         metrics = Metrics(folder.path / "metrics.jsonl" if main else None)
         run = Run(
             recipe,
             model,
-            len(shop.stream.source.classes),
-            shop.stream,
-            shop.held_out,
+            len(setup.stream.source.classes),
+            setup.stream,
+            setup.held_out,
             processes,
             folder.path,
             seen,
@@ -327,23 +329,25 @@ def _train(shop: Workshop, model: nn.Module, processes: Processes, folder: RunFo
         for name, plugin in recipe.plugins:
             if isinstance(plugin, MindsLength) and (note := plugin.said_of_length(epochs)):
                 run.tell(f"plugins.{name}: {note}")
-        if shop.fresh_head:
+        if setup.fresh_head:
             run.tell(f"the head of {recipe.model.name} is a fresh one, for the {run.num_classes} classes of data.train")
         if note := whose_statistics(model, processes, recipe.train.attack_mode):
             run.tell(note)
         with fastest_attention(model, processes.device, PRECISIONS[recipe.train.precision]):
-            train(run, accelerator, optimiser, resume)
+            train(run, accelerator, optimizer, resume)
         end_tracking(accelerator, recipe.train.tracker, folder.path)
     return run
 
 
-def make_optimiser(section: Optimiser, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.Optimizer:
     """timm's factory, which knows what not to decay, for what is not frozen; the rate is set anew at every step."""
     if section.name not in (known := list_optimizers()):
-        raise Mistake(f"unknown optimiser '{section.name}'{nearest_names(section.name, known)}; timm has {len(known)}")
+        raise UserError(
+            f"unknown optimiser '{section.name}'{nearest_names(section.name, known)}; timm has {len(known)}"
+        )
     options: dict[str, Any] = {"eps": section.eps, "betas": section.betas}
     try:
-        optimiser: torch.optim.Optimizer = create_optimizer_v2(
+        optimizer: torch.optim.Optimizer = create_optimizer_v2(
             model.backbone if isinstance(model, Classifier) else model,  # whose names timm knows
             opt=section.name,
             lr=section.rate,
@@ -352,8 +356,8 @@ def make_optimiser(section: Optimiser, model: nn.Module) -> torch.optim.Optimize
             **{key: value for key, value in options.items() if value is not None},
         )
     except (ValueError, AssertionError, TypeError) as error:
-        raise Mistake(f"optimiser '{section.name}' cannot be made with these settings: {error}") from error
-    return optimiser
+        raise UserError(f"optimiser '{section.name}' cannot be made with these settings: {error}") from error
+    return optimizer
 
 
 def _accelerator(recipe: Recipe, processes: Processes, folder: Path) -> Accelerator:
@@ -373,9 +377,9 @@ def _accelerator(recipe: Recipe, processes: Processes, folder: Path) -> Accelera
     return accelerator
 
 
-def _order(recipe: Recipe) -> Order:
+def _request(recipe: Recipe) -> AuditRequest:
     """The audit at the end."""
-    return Order(
+    return AuditRequest(
         attacks=recipe.audit.attacks,
         eps=recipe.threat.eps,
         norm=recipe.threat.norm,
@@ -386,9 +390,9 @@ def _order(recipe: Recipe) -> Order:
     )
 
 
-def _check_targets(shop: Workshop) -> None:
+def _check_targets(setup: TrainingSetup) -> None:
     """A class that an attack is to reach cannot be the label of what it attacks."""
-    recipe, stream, held_out = shop.recipe, shop.stream, shop.held_out
+    recipe, stream, held_out = setup.recipe, setup.stream, setup.held_out
     learnt = stream.source.labels()[stream.rows]
     if stream.extra is not None and stream.extra_rows is not None:
         learnt = torch.cat([learnt, stream.extra.labels()[stream.extra_rows]])
@@ -406,24 +410,24 @@ def _check_targets(shop: Workshop) -> None:
 def _complaining_as(key: str) -> Iterator[None]:
     try:
         yield
-    except Mistake as mistake:
-        raise Mistake(f"{key}: {mistake}") from mistake
+    except UserError as mistake:
+        raise UserError(f"{key}: {mistake}") from mistake
 
 
-def _check_audit(shop: Workshop, model: nn.Module, data_root: str | Path | None, device: torch.device) -> None:
+def _check_audit(setup: TrainingSetup, model: nn.Module, data_root: str | Path | None, device: torch.device) -> None:
     """An attack that does not suit the model is told before it is trained, not after."""
-    recipe = shop.recipe
-    if shop.test is None or recipe.data.test is None:
+    recipe = setup.recipe
+    if setup.test is None or recipe.data.test is None:
         return
     root = recipe.data.root if data_root is None else data_root
-    subject = Subject(cast(Classifier, model), "the model", shop.test, recipe.data.test, root)
-    subject, order = choose_among(subject), _order(recipe)
-    check_order(subject, order, subject.selection(order.limit, order.seed, order.skip_bad)[0], device)
+    target = Target(cast(Classifier, model), "the model", setup.test, recipe.data.test, root)
+    target, request = choose_among(target), _request(recipe)
+    check_request(target, request, target.selection(request.limit, request.seed, request.skip_bad)[0], device)
 
 
 def _audit(
     run: Run,
-    shop: Workshop,
+    setup: TrainingSetup,
     name: str,
     processes: Processes,
     folder: RunFolder,
@@ -444,11 +448,11 @@ def _audit(
         "attack": None if recipe.objective.attack is None else settings_of(recipe.objective.attack),
     }
     results: dict[str, Any] = {"complete": True, "seed": recipe.train.seed}
-    if shop.test is not None and recipe.data.test is not None:
+    if setup.test is not None and recipe.data.test is not None:
         root = recipe.data.root if data_root is None else data_root
         model = recipe.adapter.deployed(folder.path / "weights" / "best.safetensors", run.model)
-        subject = Subject(cast(Classifier, model), str(folder.path), shop.test, recipe.data.test, root)
-        outcome = run_audit(subject, _order(recipe), processes, out=folder.path / "audit", resume=True, shown=shown)
+        target = Target(cast(Classifier, model), str(folder.path), setup.test, recipe.data.test, root)
+        outcome = run_audit(target, _request(recipe), processes, out=folder.path / "audit", resume=True, shown=shown)
         results = dict(outcome.results)
     results["training"] = training
     if processes.is_main:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 
-from vitadel.training.recipes.sections import Optimiser, Schedule
+from vitadel.training.recipes.sections import OptimizerSection, Schedule
 
 __all__ = ["rate_at", "scaling_of"]
 
 
-def scaling_of(optimiser: Optimiser, batch_size: int) -> float:
+def scaling_of(optimizer: OptimizerSection, batch_size: int) -> float:
     """What the recipe's rates are multiplied with for batches of another size than they are meant for."""
-    if optimiser.rate_batch is None:
+    if optimizer.rate_batch is None:
         return 1.0
-    ratio = batch_size / optimiser.rate_batch
-    return math.sqrt(ratio) if optimiser.rate_scaling == "sqrt" else ratio
+    ratio = batch_size / optimizer.rate_batch
+    return math.sqrt(ratio) if optimizer.rate_scaling == "sqrt" else ratio
 
 
 def rate_at(schedule: Schedule, rate: float, epochs: int, progress: float) -> float:

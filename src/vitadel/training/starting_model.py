@@ -12,8 +12,8 @@ from torch import nn
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model
+from vitadel.errors import UserError
 from vitadel.training.recipes.sections import ModelSection
-from vitadel.errors import Mistake
 
 __all__ = ["StartingModel", "check_answer", "starting_model"]
 
@@ -29,12 +29,12 @@ class StartingModel:
 def starting_model(section: ModelSection, classes: int, data: str) -> StartingModel:
     """The model of a section with a head for so many classes; `data` names what has them."""
     if section.num_classes is not None and section.num_classes != classes:
-        raise Mistake(
+        raise UserError(
             f"model.num_classes is {section.num_classes}, but {data} has {classes} classes; drop it or take other data"
         )
     kept = section.head_classes
     if kept is not None and len(kept) != classes:
-        raise Mistake(f"model.head_classes keeps {len(kept)} classes, but {data} has {classes}; name one for each")
+        raise UserError(f"model.head_classes keeps {len(kept)} classes, but {data} has {classes}; name one for each")
     kwargs = dict(section.kwargs)
     if section.drop_path is not None:
         kwargs["drop_path_rate"] = section.drop_path
@@ -52,7 +52,7 @@ def starting_model(section: ModelSection, classes: int, data: str) -> StartingMo
     }
     if weights == "random":
         if kept is not None:
-            raise Mistake("model.head_classes keeps what a model has learnt, but this one starts from fresh weights")
+            raise UserError("model.head_classes keeps what a model has learnt, but this one starts from fresh weights")
         return StartingModel(load_model(section.name, num_classes=classes, **options))
     if kept is None and has_no_head(section.name, weights):
         return StartingModel(load_model(section.name, num_classes=classes, new_head=True, **options), fresh_head=True)
@@ -71,11 +71,11 @@ def check_answer(model: Classifier, size: tuple[int, int], name: str, classes: i
     and tell what it would have to change? With `learns` its own parameters are to change."""
     trainable = [each for each in model.parameters() if each.requires_grad] if learns else []
     if learns and not trainable:
-        raise Mistake(f"'{name}' has no parameters that require gradients, so there is nothing to train")
+        raise UserError(f"'{name}' has no parameters that require gradients, so there is nothing to train")
     _check_weights(model.backbone, name)
     halves = sorted({str(each.dtype) for each in trainable if each.dtype in (torch.float16, torch.bfloat16)})
     if halves:
-        raise Mistake(
+        raise UserError(
             f"'{name}' has parameters of {', '.join(halves)}, which small steps would not change; return "
             "model.float(), and set train.precision for half precision where it is safe"
         )
@@ -84,24 +84,24 @@ def check_answer(model: Classifier, size: tuple[int, int], name: str, classes: i
     try:
         with torch.enable_grad():
             logits = model.eval()(x)
-    except Mistake:
+    except UserError:
         raise
     except Exception as error:  # a module may raise whatever it likes
-        raise Mistake(f"'{name}' failed on two grey images of {size[0]} x {size[1]} pixels: {error}") from error
+        raise UserError(f"'{name}' failed on two grey images of {size[0]} x {size[1]} pixels: {error}") from error
     finally:
         for module, training in modes:
             module.training = training
     if logits.shape != (2, classes):
-        raise Mistake(
+        raise UserError(
             f"'{name}' answers two images with a tensor of shape {tuple(logits.shape)}, but data.train has {classes} "
             f"classes; let it return logits of shape (batch, {classes})"
         )
     if not bool(logits.isfinite().all()):
-        raise Mistake(f"'{name}' answers grey images with NaN or infinite logits; check its weights")
+        raise UserError(f"'{name}' answers grey images with NaN or infinite logits; check its weights")
     slopes = torch.autograd.grad(logits.sum(), [x, *trainable], allow_unused=True) if logits.requires_grad else ()
     if not slopes or slopes[0] is None or (learns and all(slope is None for slope in slopes[1:])):
         what = "pixels" if not slopes or slopes[0] is None else "parameters"
-        raise Mistake(
+        raise UserError(
             f"no gradient of the answers of '{name}' reaches its {what}: is there a detach() or torch.no_grad() in its "
             "forward?"
         )
@@ -112,11 +112,11 @@ def _check_weights(backbone: nn.Module, name: str) -> None:
     state = backbone.state_dict()
     other = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
     if other:
-        raise Mistake(f"the state of '{name}' holds what is no tensor, and could not be saved: {', '.join(other)}")
+        raise UserError(f"the state of '{name}' holds what is no tensor, and could not be saved: {', '.join(other)}")
     try:
         backbone.load_state_dict(state)
     except Exception as error:
-        raise Mistake(
+        raise UserError(
             f"'{name}' cannot read its own state_dict back, so it could not be opened again: {error}"
         ) from error
 
@@ -125,5 +125,5 @@ def _from_file(name: str, classes: int, options: Mapping[str, Any]) -> StartingM
     """With the file's head, if that is one for so many classes: how many it has, few files say."""
     try:
         return StartingModel(load_model(name, num_classes=classes, **options))
-    except Mistake:  # whatever else it is about is told again
+    except UserError:  # whatever else it is about is told again
         return StartingModel(load_model(name, num_classes=classes, new_head=True, **options), fresh_head=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from vitadel.errors import Mistake
-from vitadel.runtime.run_folder import disk_trouble_told
+from vitadel.errors import UserError
+from vitadel.runtime.run_folder import disk_errors_reported
 
 __all__ = ["begin_tracking", "end_tracking", "track"]
 
@@ -44,22 +44,22 @@ def end_tracking(accelerator: Accelerator, tracker: str, folder: Path) -> None:
 
 @contextmanager
 def _trouble_told(tracker: str, folder: Path) -> Iterator[None]:
-    with disk_trouble_told(folder / _FOLDER):
+    with disk_errors_reported(folder / _FOLDER):
         try:
             yield
         except ImportError as error:
-            raise Mistake(
+            raise UserError(
                 f"train.tracker '{tracker}' cannot be used: {error}. Install it, or set train.tracker=none."
             ) from error
         except OSError as error:
             if not _of_a_network(error):
                 raise
-            raise Mistake(
+            raise UserError(
                 f"train.tracker '{tracker}' cannot be reached: {error}. What was saved before is kept: go on with the "
                 "same command and --resume when it can."
             ) from error
         except ValueError as error:
-            raise Mistake(
+            raise UserError(
                 f"train.tracker '{tracker}' cannot be used: {error}. Mend that, or set train.tracker=none."
             ) from error
 

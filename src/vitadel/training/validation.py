@@ -12,8 +12,8 @@ from vitadel.data.batches import batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.evaluation.engine.judge import judge
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
 from vitadel.runtime.distributed import Processes
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Source, Threat
 
 __all__ = ["HeldOut", "Score"]
@@ -67,8 +67,8 @@ class HeldOut:
         with frozen(model):
             for batch in batches(self.source, chunks, self.preprocess, threads=1):
                 batch = batch.to(processes.device)
-                draws = Draws.of_samples(seed, batch.indices, batch.x.device).stream("validation")
-                z = attack(shown, batch.x, batch.y, draws)
+                rng = SampleRNG.of_samples(seed, batch.indices, batch.x.device).stream("validation")
+                z = attack(shown, batch.x, batch.y, rng)
                 with torch.no_grad():
                     sums += torch.stack([values.double().sum() for values in measure(model, batch.x, z)])
         clean, robust = (processes.mean(sums) * processes.count / len(self.rows)).tolist()
@@ -87,8 +87,8 @@ class HeldOut:
                 if attack is None or not bool(correct.any()):
                     continue
                 x, y = batch.x[correct], batch.y[correct]
-                draws = Draws.of_samples(seed, batch.indices[correct.cpu()], x.device).stream("validation")
-                robust += int(judge(model, threat, x, attack(model, x, y, draws), y).held.sum())
+                rng = SampleRNG.of_samples(seed, batch.indices[correct.cpu()], x.device).stream("validation")
+                robust += int(judge(model, threat, x, attack(model, x, y, rng), y).held.sum())
         counts = processes.mean(torch.tensor([clean, robust], dtype=torch.float64, device=processes.device))
         clean_all, robust_all = (counts * processes.count).round().tolist()
         n = len(self.rows)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.tokens import check_placement, extra_tokens, token_width
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.secrets import fingerprint
 
 __all__ = ["TokenBank", "Tokened", "fresh_tokens", "token_bytes"]
@@ -32,10 +32,10 @@ def fresh_tokens(width: int, count: int, scale: float = 0.01, seed: int = 0) -> 
     """
     _check_count(count)
     if width < 1:
-        raise Mistake(f"tokens need a width of at least 1, got {width}; `token_width(model)` tells a model's.")
+        raise UserError(f"tokens need a width of at least 1, got {width}; `token_width(model)` tells a model's.")
     if not math.isfinite(scale) or scale < 0:
-        raise Mistake(f"the scale of fresh tokens must be a finite number and not negative, got {scale}; try 0.01.")
-    return scale * Draws.of_samples(seed, range(count)).stream("robustness tokens").normal(width)
+        raise UserError(f"the scale of fresh tokens must be a finite number and not negative, got {scale}; try 0.01.")
+    return scale * SampleRNG.of_samples(seed, range(count)).stream("robustness tokens").normal(width)
 
 
 class Tokened(nn.Module):
@@ -117,12 +117,14 @@ class TokenBank(nn.Module):
     ) -> None:
         super().__init__()
         if len(sets) < 2:
-            raise Mistake(f"a bank draws from at least 2 sets of tokens, got {len(sets)}; for one, use Tokened.")
+            raise UserError(f"a bank draws from at least 2 sets of tokens, got {len(sets)}; for one, use Tokened.")
         for tokens in sets:
             _check_tokens(classifier, tokens)
         counts = sorted({len(tokens) for tokens in sets})
         if len(counts) > 1:
-            raise Mistake(f"the sets of a bank must have the same number of tokens, got {', '.join(map(str, counts))}.")
+            raise UserError(
+                f"the sets of a bank must have the same number of tokens, got {', '.join(map(str, counts))}."
+            )
         check_placement(classifier, placement)
         self.classifier = classifier.requires_grad_(False).eval()
         self.register_buffer("sets", torch.stack([tokens.detach() for tokens in sets]), persistent=False)
@@ -190,7 +192,7 @@ def _bytes_of(generator: torch.Generator) -> bytes:
 
 def _check_count(count: int) -> None:
     if count < 1:
-        raise Mistake(
+        raise UserError(
             f"robustness tokens need a count of at least 1, got {count}; the paper takes 10. To go without any, use "
             "the bare classifier, or Tokened with enabled=False."
         )
@@ -198,19 +200,19 @@ def _check_count(count: int) -> None:
 
 def _check_tokens(classifier: Classifier, tokens: Tensor) -> None:
     if not isinstance(classifier, Classifier):
-        raise Mistake(
+        raise UserError(
             f"robustness tokens go around a Classifier, got {type(classifier).__name__}. Load the model with "
             "`load_model`, or make it one with `wrap`."
         )
     width = token_width(classifier)
     if tokens.dim() != 2 or tokens.shape[1] != width:
-        raise Mistake(
+        raise UserError(
             f"robustness tokens of shape {tuple(tokens.shape)} do not fit '{classifier.record.name}', whose tokens "
             f"are {width} wide: give (R, {width}), such as fresh_tokens({width}, 10)."
         )
     _check_count(len(tokens))
     if not tokens.is_floating_point() or not bool(tokens.isfinite().all()):
-        raise Mistake(
+        raise UserError(
             "robustness tokens must be finite floating-point numbers; the training that made these diverged, or they "
             "are damaged. Train them again, with a smaller learning rate."
         )

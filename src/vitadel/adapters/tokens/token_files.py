@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitadel.adapters.tokens.robustness_tokens import TokenBank, Tokened, token_bytes
 from vitadel.backbones.classifier import Classifier
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.tokens import token_width
 from vitadel.runtime.secrets import fingerprint, read_secret, write_secret
 
@@ -54,7 +54,7 @@ def save_tokens(tokened: Tokened, path: str | Path, settings: Mapping[str, Any])
     """Write the tokens, and nothing of the backbone, as a file of mode 0600; `settings` must be plain values."""
     tokens = tokened.tokens.detach().to("cpu", torch.float32).contiguous()
     if not bool(tokens.isfinite().all()):
-        raise Mistake("the tokens hold NaN or infinite values: their training diverged. Nothing was written.")
+        raise UserError("the tokens hold NaN or infinite values: their training diverged. Nothing was written.")
     about = {
         "schema": _SCHEMA,
         "backbone": tokened.classifier.record.name,
@@ -69,7 +69,9 @@ def save_tokens(tokened: Tokened, path: str | Path, settings: Mapping[str, Any])
     try:
         text = json.dumps(about, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise Mistake(f"the settings of the tokens cannot be written: {error}. Use plain numbers and texts.") from error
+        raise UserError(
+            f"the settings of the tokens cannot be written: {error}. Use plain numbers and texts."
+        ) from error
     write_secret(path, safetensors.torch.save({_TENSOR: tokens}, metadata={_METADATA_KEY: text}))
 
 
@@ -84,12 +86,12 @@ def load_tokens(path: str | Path, classifier: Classifier, *, allow_readable: boo
     if file.tokens.shape[1] != width:
         name = classifier.record.name
         same = " (of the same name, built otherwise)" if name == file.backbone else ""
-        raise Mistake(
+        raise UserError(
             f"'{path}' holds tokens {file.tokens.shape[1]} wide, made for '{file.backbone}'; those of '{name}' are "
             f"{width} wide{same}. Load the backbone they were made for."
         )
     if file.backbone_fingerprint != backbone_fingerprint(classifier):
-        raise Mistake(
+        raise UserError(
             f"'{path}' holds tokens made for other weights, those of '{file.backbone}'; this is "
             f"'{classifier.record.name}'. Load that backbone with the same weights in the same precision (only image "
             "size and head may differ), or train tokens for this one."
@@ -105,13 +107,13 @@ def load_bank(paths: Sequence[str | Path], classifier: Classifier, *, allow_read
     sets = [load_tokens(path, classifier, allow_readable=allow_readable) for path in paths]
     for number, each in enumerate(sets):
         if each.placement != sets[0].placement:
-            raise Mistake(
+            raise UserError(
                 f"the sets of a bank must have one placement, but '{paths[0]}' has {sets[0].placement} and "
                 f"'{paths[number]}' {each.placement}. Train them by one recipe."
             )
         for before in range(number):
             if torch.equal(each.tokens, sets[before].tokens):
-                raise Mistake(
+                raise UserError(
                     f"'{paths[before]}' and '{paths[number]}' hold the same tokens: a bank needs different sets. Train "
                     "one of them again, with another seed or none."
                 )
@@ -173,17 +175,17 @@ def _about(path: str | Path, content: bytes) -> dict[str, Any]:
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise _damaged(path, f"{type(error).__name__} in its header") from error
     if about is None:
-        raise Mistake(
+        raise UserError(
             f"'{path}' is a safetensors file without robustness tokens. Give one that vitadel wrote for tokens."
         )
     if schema != _SCHEMA:
-        raise Mistake(f"'{path}' has token schema {schema}, this version reads {_SCHEMA}. Update vitadel.")
+        raise UserError(f"'{path}' has token schema {schema}, this version reads {_SCHEMA}. Update vitadel.")
     assert isinstance(about, dict)
     return about
 
 
-def _damaged(path: str | Path, reason: str) -> Mistake:
-    return Mistake(
+def _damaged(path: str | Path, reason: str) -> UserError:
+    return UserError(
         f"'{path}' cannot be read as a file of robustness tokens: {reason}. It is damaged, cut short, or of another "
         "kind. Copy it again from where it was saved."
     )

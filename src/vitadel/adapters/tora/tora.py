@@ -31,7 +31,7 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.image_size import check_image_size
 from vitadel.backbones.record import ModelRecord
 from vitadel.backbones.score_scaling import scaled_scores
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.tokens import extra_tokens
 
 __all__ = ["OneHead", "Tora", "learners", "part_of"]
@@ -143,7 +143,7 @@ class Tora(nn.Module):
     def gates(self, x: Tensor) -> list[Gates]:
         """How the fusion of each layer weighs the two adapters on these images."""
         if not self.settings.fuses:
-            raise Mistake(
+            raise UserError(
                 f"kind '{self.settings.kind}' has no fusion and no gates. Use kind 'tora' or 'adapterfusion'."
             )
         found: list[Gates] = []
@@ -214,7 +214,7 @@ class OneHead(nn.Module):
         super().__init__()
         if branch not in BRANCHES:
             near = nearest_names(branch, BRANCHES) or "."
-            raise Mistake(f"unknown branch {branch!r} of TORA{near} Known: {', '.join(BRANCHES)}.")
+            raise UserError(f"unknown branch {branch!r} of TORA{near} Known: {', '.join(BRANCHES)}.")
         self.tora = tora
         self.branch = branch
         self.training = tora.training
@@ -232,7 +232,7 @@ def part_of(name: str) -> str:
     """Whose a parameter of a `Tora` is: 'acc', 'rob', 'single' (of either loss), 'fusion', or 'backbone' (frozen)."""
     first = name.partition(".")[0]
     if first not in _PARTS:
-        raise Mistake(f"'{name}' is no parameter of a Tora; those begin with {', '.join(_PARTS)}.")
+        raise UserError(f"'{name}' is no parameter of a Tora; those begin with {', '.join(_PARTS)}.")
     return _PARTS[first]
 
 
@@ -242,7 +242,7 @@ def learners(tora: Tora, phase: int, branch: str | None = None, *, heads: bool =
     Phase 2 trains the fusion alone, with `heads` those, too. What has no fusion learns with all it has in phase 2.
     """
     if phase not in (1, 2) or (branch in BRANCHES) != (phase == 1):
-        raise Mistake(
+        raise UserError(
             f"TORA has phase 1, with the loss of branch 'acc' or 'rob', and phase 2, without a branch; got phase "
             f"{phase} and branch {branch!r}."
         )
@@ -311,7 +311,7 @@ def _class_token(backbone: Any) -> Tensor:
 def _class_count(classifier: Classifier, given: int | None) -> int:
     count = getattr(cast(Any, classifier.backbone).head, "out_features", None) if given is None else given
     if count is None or count < 2:
-        raise Mistake(f"TORA needs the number of classes, at least 2, got {count}. Give num_classes.")
+        raise UserError(f"TORA needs the number of classes, at least 2, got {count}. Give num_classes.")
     return int(count)
 
 
@@ -319,7 +319,7 @@ def _check_width(width: int, settings: ToraSettings) -> None:
     for name, number in (("reduction", settings.reduction), ("heads", settings.heads)):
         if settings.adapts and width % number:
             fitting = ", ".join(str(each) for each in range(1, width + 1) if width % each == 0)
-            raise Mistake(
+            raise UserError(
                 f"{name} {number} of TORA does not divide the backbone's width, {width}. What does: {fitting}."
             )
 

@@ -24,7 +24,7 @@ from vitadel.adapters.tora.tora_hosts import check_host
 from vitadel.adapters.tora.tora_settings import ToraSettings, check_trade_off
 from vitadel.backbones.checkpoints import read_metadata
 from vitadel.backbones.classifier import Classifier
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.runtime.run_folder import write_atomically
 
 __all__ = [
@@ -121,7 +121,7 @@ def read_fusion(path: str | Path) -> Fusion:
 def fusion_of(tora: Tora) -> Fusion:
     """The one that a model has now, as a copy."""
     if not tora.settings.fuses:
-        raise Mistake(
+        raise UserError(
             f"kind '{tora.settings.kind}' has no fusion to keep by itself. Keep the whole of it for each lambda, with "
             "save_tora."
         )
@@ -140,7 +140,7 @@ def put_fusion(tora: Tora, fusion: str | Path | Fusion) -> None:
         found = _as_fusion(fusion, file)
     own = fusion_of(tora)
     if found.base != own.base:
-        raise Mistake(
+        raise UserError(
             f"{source} was trained beside other adapters than this model's. Load it with the parts of its own "
             "training's first phase."
         )
@@ -151,9 +151,9 @@ def put_fusion(tora: Tora, fusion: str | Path | Fusion) -> None:
 def interpolated(first: Fusion, second: Fusion, t: float) -> Fusion:
     """The fusion at `t` of the way from one to another of the same training: a knob between them at test time."""
     if not 0 <= t <= 1:
-        raise Mistake(f"the place between two fusions must lie in [0, 1], got {t}: 0 is the first, 1 the second.")
+        raise UserError(f"the place between two fusions must lie in [0, 1], got {t}: 0 is the first, 1 the second.")
     if first.base != second.base or first.weights.keys() != second.weights.keys():
-        raise Mistake("these two fusions were trained beside different adapters, and there is nothing between them.")
+        raise UserError("these two fusions were trained beside different adapters, and there is nothing between them.")
     if t in (0, 1):
         return second if t else first
     between = {name: torch.lerp(each, second.weights[name], t) for name, each in first.weights.items()}
@@ -199,7 +199,7 @@ def _write(
     training: Mapping[str, Any] | None,
 ) -> None:
     if not all(bool(each.isfinite().all()) for each in weights.values()):
-        raise Mistake("what was trained holds NaN or infinite values: the training diverged. Nothing was written.")
+        raise UserError("what was trained holds NaN or infinite values: the training diverged. Nothing was written.")
     about = {
         "schema": _SCHEMA,
         "content": content,
@@ -217,7 +217,7 @@ def _write(
     try:
         text = json.dumps(about, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise Mistake(
+        raise UserError(
             f"the settings of the training cannot be written: {error}. Use plain numbers and texts."
         ) from error
     write_atomically(Path(path), safetensors.torch.save(weights, metadata={_METADATA_KEY: text}))
@@ -228,7 +228,7 @@ def _read(path: str | Path, content: str) -> _File:
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
-        raise Mistake(f"'{path}' cannot be read: {error.strerror or error}. Give {_WHAT[content]}.") from error
+        raise UserError(f"'{path}' cannot be read: {error.strerror or error}. Give {_WHAT[content]}.") from error
     about = _about(path, raw, content)
     try:
         weights = safetensors.torch.load(raw)
@@ -254,11 +254,11 @@ def _about(path: str | Path, raw: bytes, content: str) -> dict[str, Any]:
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise _damaged(path, content, f"{type(error).__name__} in its header") from error
     if about is None:
-        raise Mistake(f"'{path}' is a safetensors file, but not of TORA. Give {_WHAT[content]}.")
+        raise UserError(f"'{path}' is a safetensors file, but not of TORA. Give {_WHAT[content]}.")
     if schema != _SCHEMA:
-        raise Mistake(f"'{path}' has TORA schema {schema}, this version reads {_SCHEMA}. Update vitadel.")
+        raise UserError(f"'{path}' has TORA schema {schema}, this version reads {_SCHEMA}. Update vitadel.")
     if found != content:
-        raise Mistake(f"'{path}' holds {_WHAT.get(str(found), 'something else')}; give {_WHAT[content]}.")
+        raise UserError(f"'{path}' holds {_WHAT.get(str(found), 'something else')}; give {_WHAT[content]}.")
     return about
 
 
@@ -273,12 +273,12 @@ def _check_backbone(path: str | Path, about: Mapping[str, Any], classifier: Clas
     name, width = classifier.record.name, _width(classifier)
     theirs = about.get("backbone", "an unknown model")
     if about.get("width") != width:
-        raise Mistake(
+        raise UserError(
             f"'{path}' is for a backbone {about.get('width')} wide, '{theirs}'; '{name}' is {width} wide. Load the "
             "backbone it was made for."
         )
     if about.get("backbone_fingerprint") != backbone_fingerprint(classifier):
-        raise Mistake(
+        raise UserError(
             f"'{path}' was trained on other weights, those of '{theirs}'; this is '{name}'. Load that backbone with "
             "the same weights in the same precision (only image size and head may differ), or train for this one."
         )
@@ -288,7 +288,7 @@ def _fill(tora: Tora, weights: Mapping[str, Tensor], wanted: set[str], path: str
     own = dict(tora.named_parameters())
     if set(weights) != wanted or any(weights[name].shape != own[name].shape for name in wanted):
         odd = sorted(set(weights) ^ wanted) or [name for name in wanted if weights[name].shape != own[name].shape]
-        raise Mistake(
+        raise UserError(
             f"{path}: what it holds does not fit this model, '{odd[0]}' for one. It was made for another number of "
             "classes or blocks, or is damaged."
         )
@@ -302,8 +302,8 @@ def _width(classifier: Classifier) -> int:
     return int(width)
 
 
-def _damaged(path: str | Path, content: str, reason: str) -> Mistake:
-    return Mistake(
+def _damaged(path: str | Path, content: str, reason: str) -> UserError:
+    return UserError(
         f"'{path}' cannot be read as {_WHAT[content]}: {reason}. It is damaged, cut short, or of another kind. Copy it "
         "again from where it was saved."
     )

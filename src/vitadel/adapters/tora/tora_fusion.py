@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = [
     "Adapted",
@@ -211,7 +211,7 @@ def start_linear(linear: nn.Linear, scale: float, seed: int, name: str, *place: 
     rows, columns = linear.weight.shape
     with torch.no_grad():
         if scale and not linear.weight.is_meta:
-            noise = Draws.of_samples(seed, range(rows)).stream(f"tora {name}", *place).normal(columns)
+            noise = SampleRNG.of_samples(seed, range(rows)).stream(f"tora {name}", *place).normal(columns)
             linear.weight.copy_(scale * noise)
         else:
             linear.weight.zero_()

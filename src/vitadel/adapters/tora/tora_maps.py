@@ -8,7 +8,7 @@ from torch import Tensor
 from vitadel.adapters.tora.tora import Tora
 from vitadel.adapters.tora.tora_fusion import Gates
 from vitadel.backbones.anatomy import prefix_tokens_of
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.patch_grid import patch_grid
 
 __all__ = ["ROWS", "gate_maps"]
@@ -24,7 +24,7 @@ def gate_maps(tora: Tora, x: Tensor, row: str = "mean") -> Tensor:
     each other is no finding. With softmax "adapter" this is the mean over `row`'s queries of the gates themselves.
     """
     if row not in ROWS:
-        raise Mistake(f"unknown row of gates {row!r}{nearest_names(row, ROWS) or '.'} Known: {', '.join(ROWS)}.")
+        raise UserError(f"unknown row of gates {row!r}{nearest_names(row, ROWS) or '.'} Known: {', '.join(ROWS)}.")
     height, width = patch_grid(tora, x)
     first = prefix_tokens_of(tora)
     with torch.no_grad():
@@ -35,7 +35,7 @@ def gate_maps(tora: Tora, x: Tensor, row: str = "mean") -> Tensor:
 def _share(gates: Gates, row: str) -> Tensor:
     """For each key the part of the first adapter, (batch, keys)."""
     if row == "class" and gates.own:
-        raise Mistake("here class tokens look at themselves only, so that their row is no map. Use row 'mean'.")
+        raise UserError("here class tokens look at themselves only, so that their row is no map. Use row 'mean'.")
     dense = gates.dense()
     chosen = slice(0, gates.classes) if row == "class" else slice(None)
     acc, rob = (each[:, :, chosen].double().mean((1, 2)) for each in (dense.acc, dense.rob))

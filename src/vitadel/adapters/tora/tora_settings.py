@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 
 __all__ = [
     "BRANCHES",
@@ -52,17 +52,17 @@ class ToraSettings:
             given = getattr(self, name)
             if given not in known:
                 near = nearest_names(str(given), known) or "."
-                raise Mistake(f"unknown {name} {given!r} of TORA{near} Known: {', '.join(known)}.")
+                raise UserError(f"unknown {name} {given!r} of TORA{near} Known: {', '.join(known)}.")
         for name in ("heads", "reduction"):
             if getattr(self, name) < 1:
-                raise Mistake(f"{name} of TORA must be at least 1, got {getattr(self, name)}.")
+                raise UserError(f"{name} of TORA must be at least 1, got {getattr(self, name)}.")
         if self.kind != "tora" and (self.softmax, self.heads) != ("adapter", 1):
-            raise Mistake(
+            raise UserError(
                 f"kind '{self.kind}' has no gated fusion, so that softmax '{self.softmax}' and heads {self.heads} mean "
                 "nothing. Leave both out, or use kind 'tora'."
             )
         if not self.fuses and self.slot != "shared":
-            raise Mistake(f"kind '{self.kind}' has one class token, so that slot '{self.slot}' means nothing.")
+            raise UserError(f"kind '{self.kind}' has one class token, so that slot '{self.slot}' means nothing.")
 
     @property
     def fuses(self) -> bool:
@@ -80,7 +80,7 @@ class ToraSettings:
 def check_trade_off(trade_off: float) -> float:
     """Lambda: the weight of the robust loss, beside 1 - lambda for the clean one."""
     if not 0 <= trade_off <= 1:  # NaN, too
-        raise Mistake(
+        raise UserError(
             f"lambda, the weight of the robust loss, must lie in [0, 1], got {trade_off}: 0 is for accuracy alone, 1 "
             "for robustness alone, and the paper takes 0.1 to 0.9."
         )

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from vitadel.attacks.features import token_sequence
 from vitadel.attacks.goals import clearly_fooled, gradient
 from vitadel.attacks.losses import cross_entropy
-from vitadel.attacks.sample_info import Notes, join_notes, proposals
 from vitadel.attacks.pgd import PGD
+from vitadel.attacks.sample_info import Notes, join_notes, proposals
 from vitadel.attacks.transfer.surrogate import Surrogate, changed, deployed, seen_through
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.output_checks import check_pixels
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.attention import Factors, scaled_attention
 from vitadel.instrument.features import block_features
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
 __all__ = ["AAS", "DISTANCES", "PAPER_STYLE", "Rescaled", "ascended_factors", "eq3_distance", "lpips_distance"]
@@ -94,34 +94,34 @@ class Rescaled:
     literal: bool = False
     paper_style: bool = False
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        draws = Draws.of_pixels(x) if draws is None else draws
-        z, notes = self._through(model, x, y, draws, noted=False)
-        return self._joined(model, x, y, draws, z, notes, noted=False)
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        rng = SampleRNG.of_pixels(x) if rng is None else rng
+        z, notes = self._through(model, x, y, rng, noted=False)
+        return self._joined(model, x, y, rng, z, notes, noted=False)
 
-    def explain(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> tuple[Tensor, Notes]:
+    def explain(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> tuple[Tensor, Notes]:
         """With the notes of the attack: those of its plain run where that one came last."""
-        draws = Draws.of_pixels(x) if draws is None else draws
-        z, notes = self._through(model, x, y, draws, noted=True)
-        style = {PAPER_STYLE: self._scaled_model_holds(model, x, y, draws, z)} if self.paper_style else {}
-        z = self._joined(model, x, y, draws, z, notes, noted=True)
+        rng = SampleRNG.of_pixels(x) if rng is None else rng
+        z, notes = self._through(model, x, y, rng, noted=True)
+        style = {PAPER_STYLE: self._scaled_model_holds(model, x, y, rng, z)} if self.paper_style else {}
+        z = self._joined(model, x, y, rng, z, notes, noted=True)
         return z, {**notes, **style}
 
-    def _through(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws, noted: bool) -> tuple[Tensor, Notes]:
+    def _through(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, noted: bool) -> tuple[Tensor, Notes]:
         """The attack through scaled attention."""
         check_pixels(x)
         attentions_of(model)  # a model without attention is refused before anything is spent on it
         view = seen_through(model, lambda inner: changed(inner, self._change))
         if not self._sees_its_own_verdicts:
             view = Surrogate(view, deployed(model))
-        return proposals(self.attack, view, x, y, draws.stream(_THROUGH), noted)
+        return proposals(self.attack, view, x, y, rng.stream(_THROUGH), noted)
 
     @property
     def _sees_its_own_verdicts(self) -> bool:
         """With scaled gradients only, outputs are the deployed model's and need no second look."""
         return self.literal or self.backward_only
 
-    def _scaled_model_holds(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws, z: Tensor) -> Tensor:
+    def _scaled_model_holds(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, z: Tensor) -> Tensor:
         """Whether the scaled model, attacked itself and to the end, gives the label.
 
         `z` does not tell, but where it fools that model, too: samples left when the deployed model fell.
@@ -135,19 +135,19 @@ class Rescaled:
 
         holds = right(z, y)
         if not self.literal and bool(holds.any()):
-            aimed = self.attack(scaled, x[holds], y[holds], draws[holds].stream(_THROUGH))
+            aimed = self.attack(scaled, x[holds], y[holds], rng[holds].stream(_THROUGH))
             holds[holds.clone()] = right(aimed, y[holds])
         return holds
 
     def _joined(
-        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws, z: Tensor, notes: Notes, noted: bool
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, z: Tensor, notes: Notes, noted: bool
     ) -> Tensor:
         """`z`, with the plain attack's proposals in place of those that do not fool the deployed model."""
         with frozen(model), torch.no_grad():
             standing = (~clearly_fooled(deployed(model)(z), y)).nonzero().squeeze(1)
         if len(standing):
             z = z.clone()  # an attack may have handed back the clean images themselves
-            z[standing], told = proposals(self.attack, model, x[standing], y[standing], draws[standing], noted)
+            z[standing], told = proposals(self.attack, model, x[standing], y[standing], rng[standing], noted)
             join_notes(notes, told, standing, len(x))
         return z
 
@@ -187,9 +187,9 @@ class AAS:
 
     def __post_init__(self) -> None:
         if self.distance not in DISTANCES:
-            raise Mistake(f"unknown distance {self.distance!r}; allowed: {', '.join(DISTANCES)}")
+            raise UserError(f"unknown distance {self.distance!r}; allowed: {', '.join(DISTANCES)}")
         if min(self.images, self.ascent_steps) < 1:
-            raise Mistake(
+            raise UserError(
                 f"aas needs at least 1 calibration image and 1 step, got {self.images} and {self.ascent_steps}"
             )
 
@@ -197,20 +197,20 @@ class AAS:
     def calibration_images(self) -> int:
         return self.images
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        raise Mistake(
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        raise UserError(
             "aas must find its factors on calibration images first, which are not the attacked ones: call "
             "attack.prepared(model, [(images, labels), ...]) and use what it returns; `vitadel audit` does so by itself"
         )
 
     def prepared(self, model: nn.Module, calibration: Calibration, seed: int = 0) -> Rescaled:
         """The attack through the factors found; the labels only serve `select`."""
-        draws = Draws.of_samples(seed, [0]).stream("aas factors")
+        rng = SampleRNG.of_samples(seed, [0]).stream("aas factors")
         with frozen(model):
             if self.literal:
-                factors = self._literal_ascent(model, calibration, draws)
+                factors = self._literal_ascent(model, calibration, rng)
             else:
-                factors = ascended_factors(model, calibration, draws, self.ascent_steps, self.pace, self.distance)
+                factors = ascended_factors(model, calibration, rng, self.ascent_steps, self.pace, self.distance)
             if self.select and not self.literal:
                 factors = self._most_harmful(model, calibration, factors, seed)
         return self._through(factors)
@@ -222,12 +222,12 @@ class AAS:
         """Of the attack itself; the preparation is shared by all samples."""
         return self._through(()).passes()
 
-    def _literal_ascent(self, model: nn.Module, calibration: Calibration, draws: Draws) -> tuple[float, ...]:
+    def _literal_ascent(self, model: nn.Module, calibration: Calibration, rng: SampleRNG) -> tuple[float, ...]:
         factors = torch.ones(len(attentions_of(model)), dtype=torch.float64)
         for turn, (x, _) in enumerate(calibration):
             with torch.no_grad():
                 reference = _features(model, x, tuple(factors.tolist()))
-            delta = draws.stream("noise", turn).normal(len(factors))[0].double()
+            delta = rng.stream("noise", turn).normal(len(factors))[0].double()
             for _ in range(self.ascent_steps):
                 here = (factors + delta).clamp(_SMALLEST, _LARGEST)
                 delta = delta + _slope(model, x, reference, here, eq3_distance, as_decades=False)
@@ -240,7 +240,7 @@ class AAS:
         """By the loss of the deployed model after a short PGD through each candidate, on the first batch."""
         x, y = next(iter(calibration), (None, None))
         if x is None or y is None:
-            raise Mistake(
+            raise UserError(
                 "aas needs calibration images that can be gone through twice: give a list of (images, labels), not an "
                 "empty one or an iterator"
             )
@@ -251,7 +251,7 @@ class AAS:
     def _harm(self, model: nn.Module, x: Tensor, y: Tensor, factors: tuple[float, ...], seed: int) -> float:
         probe = PGD(_ball_of(self.attack), steps=_PROBE_STEPS, stop_when_fooled=False)
         scaled = changed(model, self._through(factors)._change)
-        z = probe(scaled, x, y, Draws.of_samples(seed, range(len(x)), x.device))
+        z = probe(scaled, x, y, SampleRNG.of_samples(seed, range(len(x)), x.device))
         with torch.no_grad():
             return float(cross_entropy(model(z), y).double().mean())
 
@@ -259,7 +259,7 @@ class AAS:
 def ascended_factors(
     model: nn.Module,
     calibration: Calibration,
-    draws: Draws,
+    rng: SampleRNG,
     steps: int = 10,
     pace: float = 0.3,
     distance: str = "lpips",
@@ -272,7 +272,7 @@ def ascended_factors(
     normalised gradient, between `smallest` and 1. The model should be frozen. Labels are not used.
     """
     low, high = math.log10(smallest), math.log10(_LARGEST)
-    decades = (-2 * draws.uniform(len(attentions_of(model)))[0].double()).clamp(low, high)
+    decades = (-2 * rng.uniform(len(attentions_of(model)))[0].double()).clamp(low, high)
     for x, _ in calibration:
         with torch.no_grad():
             original = _features(model, x, reference)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.apgd import APGD
+from vitadel.attacks.best_points import Memory, Value, Watched
 from vitadel.attacks.fab import FAB
 from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import cross_entropy, lead, margin, probability_margin, targeted_dlr
@@ -29,13 +30,12 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.square import Square
 from vitadel.attacks.steppers import Scripted
 from vitadel.attacks.transfer.surrogate import changed, seen_through
-from vitadel.attacks.best_points import Memory, Value, Watched
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.output_checks import check_pixels
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.attention import scaled_attention
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
 __all__ = ["STAGES", "AutoAttackFast", "autoattack_fast"]
@@ -65,7 +65,7 @@ def _softened(model: nn.Module) -> nn.Module:
         return model  # a compiled model does not run its own modules, so nothing inside can be softened
     try:
         attentions_of(model)
-    except Mistake:
+    except UserError:
         return model
     soften = partial(scaled_attention, factors=_SOFTER, backward_only=True)
     return seen_through(model, lambda inner: changed(inner, soften))
@@ -79,14 +79,14 @@ class _Bout:
     model: nn.Module
     x: Tensor
     y: Tensor
-    draws: Draws
+    rng: SampleRNG
     memory: Memory
 
     def climb(self, place: Tensor, steps: int, value: Value, stream: str, turn: int = 0) -> None:
         """APGD from a random start."""
         if len(place):
             attack = APGD(self.threat, Watched(place, self.memory, value), steps)
-            attack.search(self.model, self.x[place], self.y[place], self.draws[place].stream(stream, turn))
+            attack.search(self.model, self.x[place], self.y[place], self.rng[place].stream(stream, turn))
 
     def walk(
         self, place: Tensor, lengths: tuple[float, ...], value: Value, stream: str, turn: int = 0, soften: bool = False
@@ -99,9 +99,9 @@ class _Bout:
             return
         goal = Watched(place, self.memory, value)
         attack = PGD(self.threat, goal, Scripted(lengths), len(lengths))
-        draws = self.draws[place].stream(stream, turn)
+        rng = self.rng[place].stream(stream, turn)
         model = _softened(self.model) if soften else self.model
-        end = attack(model, self.x[place], self.y[place], draws)
+        end = attack(model, self.x[place], self.y[place], rng)
         rest = ~self.memory.fallen[place]
         if bool(rest.any()):
             with torch.no_grad():
@@ -132,24 +132,24 @@ class AutoAttackFast:
         small = {name: value for name, value in vars(self).items() if isinstance(value, int) and value < 1}
         if small:
             name, value = next(iter(small.items()))
-            raise Mistake(f"{name} of autoattack-fast must be at least 1, got {value}")
+            raise UserError(f"{name} of autoattack-fast must be at least 1, got {value}")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        return self.explain(model, x, y, draws)[0]
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        return self.explain(model, x, y, rng)[0]
 
     def explain(
-        self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The proposals, and notes: in which stage each sample fell, the distance `missing` before the restarts and
         how many of these it got, and whether it was kept alive or met the sentinels."""
         check_pixels(x)
         x = x.detach()
-        draws = Draws.of_pixels(x) if draws is None else draws
+        rng = SampleRNG.of_pixels(x) if rng is None else rng
         with frozen(model):
             with torch.no_grad():
                 logits = model(x)
                 memory = Memory.of(self.threat, x, logits, y, fooled(model, x, logits, y))
-            bout = _Bout(self.threat, model, x, y, draws, memory)
+            bout = _Bout(self.threat, model, x, y, rng, memory)
             notes = {"fell_in": torch.where(memory.fallen, 0, -1)}
             if self.threat.eps > 0:
                 for number, stage in enumerate(self._stages(bout, logits, notes), start=1):
@@ -160,7 +160,7 @@ class AutoAttackFast:
 
     def _stages(self, bout: _Bout, logits: Tensor, notes: dict[str, Tensor]) -> list[Callable[[], None]]:
         """In the order of `STAGES`, after the clean look."""
-        lots = bout.draws.stream("lots").uniform(2)
+        lots = bout.rng.stream("lots").uniform(2)
         alive, sentinel = lots[:, 0] < _KEPT_ALIVE, lots[:, 1] < _SENTINEL
         runs = _Runs(self, bout, logits)
 
@@ -283,9 +283,9 @@ class _Runs:
 
     def _diversified(self, turn: int) -> tuple[Value, tuple[float, ...]]:
         """A few steps along random logits (away from the label, towards the rival, every other time), then margins."""
-        weights = self.bout.draws.stream("weights", turn).uniform(self.logits.shape[1]).to(self.logits.dtype) * 2 - 1
+        weights = self.bout.rng.stream("weights", turn).uniform(self.logits.shape[1]).to(self.logits.dtype) * 2 - 1
         if turn % 2 == 0:
-            lot = self.bout.draws.stream("label weight", turn).uniform(1).to(weights.dtype)
+            lot = self.bout.rng.stream("label weight", turn).uniform(1).to(weights.dtype)
             weights = weights.scatter(1, self.bout.y[:, None], lot * 0.6 - 0.5)
             weights = weights.scatter(1, self.bout.memory.rival[:, None], 0.8)
         phases, lengths = _two_phases(self.plan.margin_steps, ("label", "rival")[turn % 2])
@@ -310,7 +310,7 @@ class _Runs:
             place = place[~bout.memory.fallen[place]]
             if len(place) == 0:
                 return
-            z = attack(bout.model, bout.x[place], bout.y[place], bout.draws[place].stream("sentinel", turn))
+            z = attack(bout.model, bout.x[place], bout.y[place], bout.rng[place].stream("sentinel", turn))
             with torch.no_grad():
                 logits = bout.model(z)
             wrong = fooled(bout.model, z, logits, bout.y[place])

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from vitadel.attacks.patches.random_patches import normalisation_of, patches_in, pixel_mask, strongest
 from vitadel.backbones.anatomy import attentions_of, blocks_of
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = [
     "CorruptionModel",
@@ -88,7 +88,7 @@ class CorruptionModel(nn.Module):
         """Scores, (batch, patches) row by row; the lowest are the patches to corrupt."""
         rows, columns = patches_in(x, self.side)
         if (rows, columns) != (self.rows, self.columns):
-            raise Mistake(
+            raise UserError(
                 f"this corruption model was made for {self.rows} x {self.columns} patches of side {self.side}, and the "
                 f"images of shape {tuple(x.shape)} have {rows} x {columns}; give images of one size, or train it anew"
             )

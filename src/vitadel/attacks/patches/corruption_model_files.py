@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from vitadel.attacks.patches.corruption_model import CorruptionModel
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.runtime.run_folder import write_atomically
 
 __all__ = ["load_corruption_model", "save_corruption_model"]
@@ -31,9 +31,9 @@ def load_corruption_model(path: str | Path) -> CorruptionModel:
             grid = (file.metadata() or {}).get(_KEY)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except (OSError, SafetensorError) as error:
-        raise Mistake(f"{path} cannot be read as a safetensors file: {error}") from error
+        raise UserError(f"{path} cannot be read as a safetensors file: {error}") from error
     if grid is None or set(tensors) != {"look", "mix"}:
-        raise Mistake(
+        raise UserError(
             f"{path} holds no corruption model; give weights/corruption-model.safetensors of a run that trained by afat"
         )
     rows, columns, side = _grid_in(path, grid, tensors)
@@ -60,5 +60,5 @@ def _grid_in(path: str | Path, text: str, tensors: dict[str, Tensor]) -> tuple[i
     return rows, columns, side
 
 
-def _damaged(path: str | Path, how: str) -> Mistake:
-    return Mistake(f"{path} is damaged: {how}. Copy it anew, or train the corruption model again.")
+def _damaged(path: str | Path, how: str) -> UserError:
+    return UserError(f"{path} is damaged: {how}. Copy it anew, or train the corruption model again.")

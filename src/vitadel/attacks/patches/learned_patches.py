@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from vitadel.attacks.goals import gradient
+from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.patches.corruption_model import (
     CorruptionModel,
     alignment,
@@ -17,8 +19,6 @@ from vitadel.attacks.patches.corruption_model import (
     keep_mask,
     main_blocks,
 )
-from vitadel.attacks.goals import gradient
-from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.patches.random_patches import (
     Patches,
     check_images,
@@ -31,10 +31,10 @@ from vitadel.attacks.patches.random_patches import (
     uniform_noise,
     worst_of,
 )
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.features import block_features
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
 __all__ = ["LearnedPatches", "patches_learned"]
@@ -70,9 +70,9 @@ class LearnedPatches:
         check_noise(self.share, self.masks, self.noise)
         if self.objective not in _OBJECTIVES:
             near = nearest_names(self.objective, _OBJECTIVES) or "."
-            raise Mistake(f"unknown objective {self.objective!r}{near} Known: {', '.join(_OBJECTIVES)}.")
+            raise UserError(f"unknown objective {self.objective!r}{near} Known: {', '.join(_OBJECTIVES)}.")
         if min(self.training_steps, self.images) < 1:
-            raise Mistake(
+            raise UserError(
                 f"a selector learns in at least 1 step from 1 image, got {self.training_steps} and {self.images}"
             )
 
@@ -102,26 +102,26 @@ class LearnedPatches:
         with frozen(model), torch.enable_grad():
             for step in range(self.training_steps):
                 x, y = next(batches) if step else (x, y)
-                draws = Draws.of_samples(seed, range(len(x)), x.device).stream("learn", step)
+                rng = SampleRNG.of_samples(seed, range(len(x)), x.device).stream("learn", step)
                 _climb(
                     climber,
                     list(selector.parameters()),
-                    learn(model, selector, x, y, rules, draws),
+                    learn(model, selector, x, y, rules, rng),
                     self.gradient_length,
                 )
         return replace(self, selector=selector.requires_grad_(False))
 
     def _straight_through(
-        self, model: nn.Module, selector: CorruptionModel, x: Tensor, y: Tensor, rules: Patches, draws: Draws
+        self, model: nn.Module, selector: CorruptionModel, x: Tensor, y: Tensor, rules: Patches, rng: SampleRNG
     ) -> Sequence[Tensor | None]:
         """AFAT's gradient: of what the selector's own choice does, as if choosing were the identity."""
         keep = keep_mask(selector(as_first_layer_sees(model, x)), rules.count)
-        noise = uniform_noise(model, x, draws, self.noise)
+        noise = uniform_noise(model, x, rng, self.noise)
         value = self._value(model, x, y, corrupted(x, keep, noise, rules.side))
         return _slopes(value, list(selector.parameters()))
 
     def _credited(
-        self, model: nn.Module, selector: CorruptionModel, x: Tensor, y: Tensor, rules: Patches, draws: Draws
+        self, model: nn.Module, selector: CorruptionModel, x: Tensor, y: Tensor, rules: Patches, rng: SampleRNG
     ) -> Sequence[Tensor | None]:
         """Each noisy patch's part in the damage, for random patches at a random strength of the noise.
 
@@ -130,9 +130,9 @@ class LearnedPatches:
         measured, the wrong sign; and a selector that tries only its own choice never learns about the others.
         """
         scores = selector(as_first_layer_sees(model, x))
-        noisy = (draws.stream("patches").order(scores.shape[1]) < rules.count).to(x.dtype)
-        keep = (1 - draws.stream("strength").uniform(1).to(x.dtype) * noisy).requires_grad_()
-        noise = uniform_noise(model, x, draws, self.noise)
+        noisy = (rng.stream("patches").permutation(scores.shape[1]) < rules.count).to(x.dtype)
+        keep = (1 - rng.stream("strength").uniform(1).to(x.dtype) * noisy).requires_grad_()
+        noise = uniform_noise(model, x, rng, self.noise)
         credit = gradient(self._value(model, x, y, corrupted(x, keep, noise, rules.side)), keep) * noisy
         credit = noisy * (credit - credit.sum() / noisy.sum())  # what all have in common says nothing about which
         return _slopes((scores * credit.to(scores.dtype)).sum(), list(selector.parameters()))
@@ -147,25 +147,25 @@ class LearnedPatches:
             model(z)
             return alignment(list(features), clean)
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_images(x)
         x = x.detach()
         if self.threat.eps == 0:
             return x.clone()
         if self.selector is None:
-            raise Mistake(
+            raise UserError(
                 "patches-learned chooses patches by a selector that must first study the model. Call "
                 "attack.prepared(model, batches) with batches (pixels, labels) of training or held-out images, and "
                 "run what it returns; `vitadel audit` does so by itself."
             )
-        rules, draws = self._patches(model, x), Draws.of_pixels(x) if draws is None else draws
+        rules, rng = self._patches(model, x), SampleRNG.of_pixels(x) if rng is None else rng
         with frozen(model), torch.no_grad():
             selector = self.selector.to(x.device)  # it may have been trained by another process
             chosen = strongest(-selector(as_first_layer_sees(model, x)), rules.count)
             area = pixel_mask(chosen, x, rules.side)
 
             def propose(turn: int, place: Tensor) -> Tensor:
-                fill = uniform_noise(model, x[place], draws[place].stream("fill", turn), self.noise)
+                fill = uniform_noise(model, x[place], rng[place].stream("fill", turn), self.noise)
                 return torch.where(area[place], fill, x[place])
 
             return worst_of(model, x, y, self.masks, propose)
@@ -185,7 +185,7 @@ def _again_and_again(calibration: Iterable[tuple[Tensor, Tensor]]) -> Iterator[t
                 check_images(x)
                 yield x.detach(), y
         if empty:
-            raise Mistake(
+            raise UserError(
                 "patches-learned got no images to learn from, or an iterator that can be gone through only once; "
                 "give a list of batches (pixels, labels)"
             )

@@ -21,11 +21,11 @@ from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.patches.random_patches import Patches, PatchGrid, check_images, cut, patch_grid_of, pixel_mask
 from vitadel.attacks.threats import L2, Linf
 from vitadel.attacks.wrappers import repeated
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.attention import attention_maps
 from vitadel.instrument.hooks import frozen
 from vitadel.instrument.tokens import OwnTokens, own_tokens
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Step, Threat
 
 __all__ = ["PatchFool", "attention_drawn", "patch_fool", "token_maps", "without_conflict"]
@@ -44,7 +44,7 @@ def token_maps(maps: Sequence[Tensor], tokens: int, batch: int, own: OwnTokens) 
     all_tokens = tokens + own.extra
     fitting = [own(each, 3) for each in maps if (len(each), *each.shape[2:]) == (batch, all_tokens, all_tokens)]
     if not fitting:
-        raise Mistake(
+        raise UserError(
             "Patch-Fool follows the attention between patches, and this model has none: none of its "
             f"{len(maps)} attention maps is between the {tokens} tokens of its first block (XCiT attends over "
             "channels, Swin inside windows). Use patch-fool(select=saliency,alpha=0), patches-random or "
@@ -141,25 +141,25 @@ class PatchFool:
 
     def __post_init__(self) -> None:
         if min(self.patches, self.steps, self.every) < 1:
-            raise Mistake(
+            raise UserError(
                 "Patch-Fool needs at least 1 patch, 1 step and a decay every 1 step, "
                 f"got {self.patches}, {self.steps} and {self.every}"
             )
         if not 0 <= self.decay <= 1:
-            raise Mistake(f"decay is what the rate is multiplied by, from 0 to 1, got {self.decay:g}; try 0.95")
+            raise UserError(f"decay is what the rate is multiplied by, from 0 to 1, got {self.decay:g}; try 0.95")
         if self.select not in _SELECTIONS:
             near = nearest_names(self.select, _SELECTIONS) or "."
-            raise Mistake(f"unknown selection of patches {self.select!r}{near} Known: {', '.join(_SELECTIONS)}.")
+            raise UserError(f"unknown selection of patches {self.select!r}{near} Known: {', '.join(_SELECTIONS)}.")
         if self.layer is not None and (self.select != "attention" or self.layer != int(self.layer)):
-            raise Mistake(
+            raise UserError(
                 f"layer is the number of an attention map, from 0, and only select=attention looks at one; got "
                 f"{self.layer:g} and select={self.select}"
             )
         if self.mild != "none" and self.mild not in _MILD:
             near = nearest_names(self.mild, ["none", *_MILD]) or "."
-            raise Mistake(f"unknown mild norm {self.mild!r}{near} Known: none, {', '.join(_MILD)}.")
+            raise UserError(f"unknown mild norm {self.mild!r}{near} Known: none, {', '.join(_MILD)}.")
         if self.mild != "none" and not isinstance(self.threat, _MILD[self.mild]):
-            raise Mistake(
+            raise UserError(
                 f"mild={self.mild} takes its radius from eps, which is given in the norm {type(self.threat).__name__}; "
                 f"give it in the same norm: --norm {self.mild}, with an eps that fits it"
             )
@@ -170,26 +170,26 @@ class PatchFool:
 
     def _patches(self, grid: PatchGrid) -> Patches:
         if self.patches > grid.patches:
-            raise Mistake(f"Patch-Fool was asked for {self.patches} patches, but an image has {grid.patches}")
+            raise UserError(f"Patch-Fool was asked for {self.patches} patches, but an image has {grid.patches}")
         return Patches(self.patches, grid.side, None if self.mild == "none" else self.threat)
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_images(x)
         x = x.detach()
         if self.threat.eps == 0:
             return x.clone()
         grid = patch_grid_of(model, x)
-        rules, draws = self._patches(grid), Draws.of_pixels(x) if draws is None else draws
+        rules, rng = self._patches(grid), SampleRNG.of_pixels(x) if rng is None else rng
         with frozen(model):
-            scene = _Scene(x, y, self._select(model, x, y, grid, draws.stream("select")), grid)
-            return self._search(model, scene, rules, self._start(scene, rules, draws.stream("start")))
+            scene = _Scene(x, y, self._select(model, x, y, grid, rng.stream("select")), grid)
+            return self._search(model, scene, rules, self._start(scene, rules, rng.stream("start")))
 
-    def _select(self, model: nn.Module, x: Tensor, y: Tensor, grid: PatchGrid, draws: Draws) -> Tensor:
+    def _select(self, model: nn.Module, x: Tensor, y: Tensor, grid: PatchGrid, rng: SampleRNG) -> Tensor:
         """Numbers of the chosen patches, (batch, patches), the most important one first."""
         if self.select == "random":
             if self.paper:  # with replacement: a patch drawn twice leaves fewer to repaint
-                return draws.integers(grid.patches, self.patches)
-            return draws.order(grid.patches)[:, : self.patches]
+                return rng.integers(grid.patches, self.patches)
+            return rng.permutation(grid.patches)[:, : self.patches]
         if self.select == "saliency":
             with torch.enable_grad():
                 leaf = x.clone().requires_grad_()
@@ -205,17 +205,17 @@ class PatchFool:
         if self.layer is None:
             return maps[min(_FIFTH, len(maps) - 1)]
         if self.layer >= len(maps):
-            raise Mistake(
+            raise UserError(
                 f"Patch-Fool was asked for layer {self.layer:g}, but {len(maps)} attention maps are between patches: "
                 f"choose one from 0 to {len(maps) - 1}"
             )
         return maps[int(self.layer)]
 
-    def _start(self, scene: _Scene, rules: Patches, draws: Draws) -> Tensor:
+    def _start(self, scene: _Scene, rules: Patches, rng: SampleRNG) -> Tensor:
         if rules.mild is not None:
-            content = rules.mild.random(scene.x, draws)
+            content = rules.mild.random(scene.x, rng)
         else:
-            content = draws.uniform(*scene.x.shape[1:]).to(scene.x.dtype)
+            content = rng.uniform(*scene.x.shape[1:]).to(scene.x.dtype)
         return torch.where(scene.area, content, scene.x)
 
     def _search(self, model: nn.Module, scene: _Scene, rules: Patches, z: Tensor) -> Tensor:

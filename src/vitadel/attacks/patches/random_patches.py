@@ -13,12 +13,12 @@ from vitadel.attacks.goals import fooled
 from vitadel.attacks.losses import margin
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.anatomy import prefix_tokens_of
-from vitadel.backbones.output_checks import check_pixels
 from vitadel.backbones.classifier import Classifier
-from vitadel.errors import Mistake, nearest_names
-from vitadel.instrument.patch_grid import patch_grid
+from vitadel.backbones.output_checks import check_pixels
+from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.instrument.patch_grid import patch_grid
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
 __all__ = [
@@ -54,7 +54,7 @@ def patches_in(x: Tensor, side: int) -> tuple[int, int]:
     """(rows, columns) of patches that the images are tiled by."""
     height, width = x.shape[-2:]
     if height % side or width % side:
-        raise Mistake(
+        raise UserError(
             f"images of {height} x {width} pixels cannot be cut into patches of side {side}; "
             f"choose a side that divides both (they share {math.gcd(height, width)})"
         )
@@ -113,15 +113,15 @@ def patch_grid_of(model: nn.Module, x: Tensor) -> PatchGrid:
     """The patches that the model's first block works on, where they tile images of the size of `x`."""
     try:
         rows, columns = patch_grid(model, x)
-    except Mistake as unknown:
-        raise Mistake(
+    except UserError as unknown:
+        raise UserError(
             f"patch attacks repaint patches of the model's own grid, and no grid is known here: {unknown} "
             "Where the attack has the setting, a grid can be given: patches-random(side=16)."
         ) from None
     height, width = x.shape[-2:]
     side = height // rows
     if (rows * side, columns * side) != (height, width):
-        raise Mistake(
+        raise UserError(
             f"the {rows} x {columns} patches of the model do not tile images of {height} x {width} pixels. "
             "Patch attacks need tiles; where the attack has the setting, give a grid: patches-random(side=16)."
         )
@@ -137,7 +137,7 @@ def check_images(x: Tensor) -> None:
     """Refuse what is no batch of images with pixels in [0, 1]."""
     check_pixels(x)
     if x.ndim != 4:
-        raise Mistake(f"patch attacks need images of shape (batch, channels, height, width), got {tuple(x.shape)}")
+        raise UserError(f"patch attacks need images of shape (batch, channels, height, width), got {tuple(x.shape)}")
 
 
 # --- the threat -------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Patches:
 
     def __post_init__(self) -> None:
         if self.count < 0 or self.side < 1:
-            raise Mistake(f"Patches needs count >= 0 and side >= 1, got count {self.count} and side {self.side}")
+            raise UserError(f"Patches needs count >= 0 and side >= 1, got count {self.count} and side {self.side}")
 
     @property
     def eps(self) -> float:
@@ -175,16 +175,16 @@ class Patches:
         z = torch.where(pixel_mask(kept, x, self.side), z, x)
         return z if self.mild is None else self.mild.project(z, x)
 
-    def random(self, x: Tensor, draws: Draws, surface: bool = False) -> Tensor:
+    def random(self, x: Tensor, rng: SampleRNG, surface: bool = False) -> Tensor:
         """Random content in random patches; on the surface every value is as far as it can go, up or down."""
         rows, columns = patches_in(x, self.side)
-        order = draws.stream("patches start").order(rows * columns)
+        order = rng.stream("patches start").permutation(rows * columns)
         area = pixel_mask(order < self.count, x, self.side)
         if self.mild is not None:
-            inner = self.mild.random(x, draws.stream("patches content"), surface)
+            inner = self.mild.random(x, rng.stream("patches content"), surface)
             # What the mask takes away from a length is given back on the surface, by projecting from far outside.
             return self.mild.project(torch.where(area, x + (inner - x) * (1e6 if surface else 1), x), x)
-        content = draws.stream("patches content").uniform(*x.shape[1:]).to(x.dtype)
+        content = rng.stream("patches content").uniform(*x.shape[1:]).to(x.dtype)
         return torch.where(area, content.round() if surface else content, x)
 
     def ascent(self, grad: Tensor, z: Tensor) -> Tensor:
@@ -214,13 +214,13 @@ def normalisation_of(model: nn.Module) -> tuple[Tensor, Tensor]:
     return (torch.tensor(0.0), torch.tensor(1.0)) if known is None else (known.mean, known.std)
 
 
-def uniform_noise(model: nn.Module, x: Tensor, draws: Draws, noise: str = "normalised") -> Tensor:
+def uniform_noise(model: nn.Module, x: Tensor, rng: SampleRNG, noise: str = "normalised") -> Tensor:
     """Uniform noise of the images' shape, in pixels.
 
     "normalised" draws from [0, 1) in the space that the model normalises to, as AFAT's training does: with ImageNet's
     numbers a light grey, [.485, .714) in red, of low contrast. "pixel" draws from all colours.
     """
-    lots = draws.uniform(*x.shape[1:]).to(x.dtype)
+    lots = rng.uniform(*x.shape[1:]).to(x.dtype)
     if noise == "pixel":
         return lots
     mean, std = normalisation_of(model)
@@ -230,11 +230,11 @@ def uniform_noise(model: nn.Module, x: Tensor, draws: Draws, noise: str = "norma
 def check_noise(share: float, masks: int, noise: str) -> None:
     """Refuse settings by which nothing could be corrupted."""
     if not 0 < share <= 1:
-        raise Mistake(f"share is the share of patches that are replaced: it must be in (0, 1], got {share:g}")
+        raise UserError(f"share is the share of patches that are replaced: it must be in (0, 1], got {share:g}")
     if masks < 1:
-        raise Mistake(f"at least 1 mask must be tried, got {masks}")
+        raise UserError(f"at least 1 mask must be tried, got {masks}")
     if noise not in NOISES:
-        raise Mistake(f"unknown noise {noise!r}{nearest_names(noise, NOISES) or '.'} Known: {', '.join(NOISES)}.")
+        raise UserError(f"unknown noise {noise!r}{nearest_names(noise, NOISES) or '.'} Known: {', '.join(NOISES)}.")
 
 
 def worst_of(model: nn.Module, x: Tensor, y: Tensor, tries: int, propose: Callable[[int, Tensor], Tensor]) -> Tensor:
@@ -283,18 +283,20 @@ class RandomPatches:
         side = self.side or patch_side_of(model, x)
         return Patches(count_of_share(self.share, math.prod(patches_in(x, side))), side)
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_images(x)
         x = x.detach()
         if self.threat.eps == 0:
             return x.clone()
-        draws = Draws.of_pixels(x) if draws is None else draws
+        rng = SampleRNG.of_pixels(x) if rng is None else rng
         rules = self._patches(model, x)
         patches = math.prod(patches_in(x, rules.side))
 
         def propose(turn: int, place: Tensor) -> Tensor:
-            lots = draws[place].stream("mask", turn)
-            chosen = lots.order(patches) < rules.count  # the places of the first in a random order are random places
+            lots = rng[place].stream("mask", turn)
+            chosen = (
+                lots.permutation(patches) < rules.count
+            )  # the places of the first in a random order are random places
             fill = uniform_noise(model, x[place], lots.stream("noise"), self.noise)
             return torch.where(pixel_mask(chosen, x, rules.side), fill, x[place])
 

@@ -19,9 +19,9 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.transfer.surrogate import deployed
 from vitadel.backbones.output_checks import check_pixels
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.tokens import extra_tokens, token_width
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim, Attack, Loss, Threat
 
 __all__ = ["Diverse", "DiverseInputs", "diverse", "shrunk"]
@@ -53,19 +53,19 @@ class _DiverseAim:
 
     def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         # Keyed by how far the search is, so that the goal needs neither a counter nor the number of steps.
-        now = self.goal.draws.stream("diverse", round(progress * 2**32))
+        now = self.goal.rng.stream("diverse", round(progress * 2**32))
         with self._beside_strangers(now):
             logits = self.model(self._shown(z, now))
         return self.goal.loss(logits, self.y), self._fooled(z)
 
-    def _shown(self, z: Tensor, now: Draws) -> Tensor:
+    def _shown(self, z: Tensor, now: SampleRNG) -> Tensor:
         chance, size = now.stream("chance").uniform(), now.stream("size").uniform()
         full = chance >= self.goal.probability
         size = torch.where(full, torch.ones_like(size), self.goal.smallest + (1 - self.goal.smallest) * size)
         small = shrunk(z, size.to(z.dtype), now.stream("corner").uniform(2).to(z.dtype))
         return torch.where(full.view(-1, 1, 1, 1), z, small)
 
-    def _beside_strangers(self, now: Draws) -> AbstractContextManager[None]:
+    def _beside_strangers(self, now: SampleRNG) -> AbstractContextManager[None]:
         if self.goal.tokens == 0:
             return nullcontext()
         width = token_width(self.model)
@@ -80,7 +80,7 @@ class _DiverseAim:
             return clearly_fooled(deployed(self.model)(z), self.y)
 
     def keep(self, chosen: Tensor) -> Aim:
-        return replace(self, y=self.y[chosen], goal=replace(self.goal, draws=self.goal.draws[chosen]))
+        return replace(self, y=self.y[chosen], goal=replace(self.goal, rng=self.goal.rng[chosen]))
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class DiverseInputs:
     asking.
     """
 
-    draws: Draws
+    rng: SampleRNG
     loss: Loss = margin
     probability: float = 0.7
     smallest: float = 0.9
@@ -130,19 +130,19 @@ class Diverse:
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
             known = ", ".join(LOSSES)
-            raise Mistake(f"unknown loss {self.loss!r}{nearest_names(self.loss, LOSSES) or '.'} Known: {known}.")
+            raise UserError(f"unknown loss {self.loss!r}{nearest_names(self.loss, LOSSES) or '.'} Known: {known}.")
         for name, value, allowed in (("probability", self.probability, 0.0), ("smallest", self.smallest, 0.1)):
             if not allowed <= value <= 1:
-                raise Mistake(f"{name} must be from {allowed:g} to 1, got {value:g}")
+                raise UserError(f"{name} must be from {allowed:g} to 1, got {value:g}")
         Momentum(self.decay)  # refuses what would not work
         if self.tokens < 0:
-            raise Mistake(f"tokens is a number of random tokens beside the image's, 0 or more; got {self.tokens}")
+            raise UserError(f"tokens is a number of random tokens beside the image's, 0 or more; got {self.tokens}")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
-        draws = Draws.of_pixels(x) if draws is None else draws
+        rng = SampleRNG.of_pixels(x) if rng is None else rng
         goal = DiverseInputs(
-            draws,
+            rng,
             LOSSES[self.loss],
             self.probability,
             self.smallest,
@@ -152,7 +152,7 @@ class Diverse:
         )
         stepper = Momentum(self.decay, self.length)
         search = PGD(self.threat, goal, stepper, self.steps, random_start=False, stop_when_fooled=self.stop_when_fooled)
-        return search(model, x, y, draws)
+        return search(model, x, y, rng)
 
     def passes(self) -> tuple[int, int]:
         return self.steps, self.steps if self.stop_when_fooled else 0

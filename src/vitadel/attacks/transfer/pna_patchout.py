@@ -14,10 +14,10 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.transfer.surrogate import deployed
 from vitadel.backbones.output_checks import check_pixels
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.attention import constant_attention
 from vitadel.instrument.patch_grid import patch_grid
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim, Attack, Threat
 
 __all__ = ["PatchOut", "PnaPatchOut", "pna_patchout"]
@@ -30,7 +30,7 @@ class _PatchAim:
     model: nn.Module
     x: Tensor
     y: Tensor
-    draws: Draws
+    rng: SampleRNG
     grid: tuple[int, int] | None
     share: float
     weight: float
@@ -48,7 +48,7 @@ class _PatchAim:
         rows, columns = self.grid
         count = max(1, round(self.share * rows * columns))
         # Keyed by how far the search is, so that the goal needs neither a counter nor the number of steps.
-        order = self.draws.stream("patchout", round(progress * 2**32)).order(rows * columns)
+        order = self.rng.stream("patchout", round(progress * 2**32)).permutation(rows * columns)
         chosen = torch.zeros_like(order, dtype=torch.bool).scatter(1, order[:, :count], True).view(-1, rows, columns)
         height, width = z.shape[-2:]
         row = torch.arange(height, device=z.device) * rows // height
@@ -63,7 +63,7 @@ class _PatchAim:
             return clearly_fooled(deployed(self.model)(z), self.y)
 
     def keep(self, chosen: Tensor) -> Aim:
-        return replace(self, x=self.x[chosen], y=self.y[chosen], draws=self.draws[chosen])
+        return replace(self, x=self.x[chosen], y=self.y[chosen], rng=self.rng[chosen])
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PatchOut:
     `verdicts` no sample ever counts as fooled, and the pass for asking is saved.
     """
 
-    draws: Draws
+    rng: SampleRNG
     share: float = _SHARE
     weight: float = 0.1
     verdicts: bool = True
@@ -87,7 +87,7 @@ class PatchOut:
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         grid = patch_grid(deployed(model), x) if self.share < 1 else None
-        return _PatchAim(model, x, y, self.draws, grid, self.share, self.weight, self.verdicts)
+        return _PatchAim(model, x, y, self.rng, grid, self.share, self.weight, self.verdicts)
 
 
 @dataclass(frozen=True)
@@ -113,20 +113,20 @@ class PnaPatchOut:
     def __post_init__(self) -> None:
         Momentum(self.decay)  # refuses what would not work
         if not 0 < self.share <= 1:
-            raise Mistake(
+            raise UserError(
                 f"share is the part of the patches kept at each step, above 0 and at most 1, got {self.share}"
             )
         if not self.patchout and self.share != _SHARE:
-            raise Mistake(f"share={self.share:g} does nothing without PatchOut; leave it out, or patchout=false")
+            raise UserError(f"share={self.share:g} does nothing without PatchOut; leave it out, or patchout=false")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
-        draws = Draws.of_pixels(x) if draws is None else draws
-        goal = PatchOut(draws, self.share if self.patchout else 1.0, self.weight, verdicts=self.stop_when_fooled)
+        rng = SampleRNG.of_pixels(x) if rng is None else rng
+        goal = PatchOut(rng, self.share if self.patchout else 1.0, self.weight, verdicts=self.stop_when_fooled)
         stepper = Momentum(self.decay, self.length)
         search = PGD(self.threat, goal, stepper, self.steps, random_start=False, stop_when_fooled=self.stop_when_fooled)
         with constant_attention(deployed(model)) if self.pna else nullcontext():
-            return search(model, x, y, draws)
+            return search(model, x, y, rng)
 
     def passes(self) -> tuple[int, int]:
         return self.steps, self.steps if self.stop_when_fooled else 0

@@ -18,7 +18,7 @@ from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of
 from vitadel.backbones.output_checks import check_pixels
 from vitadel.instrument.features import block_features
 from vitadel.instrument.hooks import Edge, hooked
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim, Attack, Loss, Threat
 
 __all__ = ["BlockLogits", "EveryBlock", "SelfEnsemble", "block_logits", "self_ensemble"]
@@ -129,14 +129,14 @@ class SelfEnsemble:
     def __post_init__(self) -> None:
         Momentum(self.decay)  # refuses what would not work
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
         stepper = Momentum(self.decay, self.length)
         with block_logits(deployed(model)) as seen:
             goal = EveryBlock(seen)
             stop = self.stop_when_fooled
             search = PGD(self.threat, goal, stepper, self.steps, random_start=False, stop_when_fooled=stop)
-            return search(model, x, y, draws)
+            return search(model, x, y, rng)
 
     def passes(self) -> tuple[int, int]:
         return self.steps, 0

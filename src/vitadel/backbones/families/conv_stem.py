@@ -10,7 +10,7 @@ from typing import cast
 from timm.models.xcit import ConvPatchEmbed
 from torch import nn
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["set_patch_size"]
 
@@ -20,7 +20,7 @@ def set_patch_size(embed: ConvPatchEmbed, image_size: int | tuple[int, int], pat
     convolutions = [cast(nn.Conv2d, part[0]) for part in embed.proj if isinstance(part, nn.Sequential)]
     halvings = patch_size.bit_length() - 1
     if 2**halvings != patch_size or halvings > len(convolutions):
-        raise Mistake(
+        raise UserError(
             f"a stem of {len(convolutions)} convolutions cannot make patches of {patch_size} pixels. "
             f"Allowed: {', '.join(str(2**n) for n in range(len(convolutions) + 1))}."
         )

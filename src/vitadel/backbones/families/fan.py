@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vitadel.backbones.families.fan_blocks import FanBlock
 from vitadel.backbones.families.fan_stems import HybridEmbed, conv_embed
 from vitadel.backbones.families.registration import data_config, register_models
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["Fan"]
 
@@ -56,7 +56,7 @@ class Fan(nn.Module):
     ) -> None:
         super().__init__()
         if embed_dim % num_heads:
-            raise Mistake(f"a width of {embed_dim} cannot be shared by {num_heads} heads; give a multiple.")
+            raise UserError(f"a width of {embed_dim} cannot be shared by {num_heads} heads; give a multiple.")
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim

@@ -10,7 +10,7 @@ from timm.models.xcit import ConvPatchEmbed
 from torch import Tensor, nn
 
 from vitadel.backbones.families.conv_stem import set_patch_size
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["HybridEmbed", "conv_embed"]
 
@@ -21,7 +21,7 @@ _AFTER_FIRST = 4
 def conv_embed(img_size: tuple[int, int], patch_size: int, in_chans: int, embed_dim: int) -> ConvPatchEmbed:
     """XCiT's stem of four 3x3 convolutions with batch norm: (images) -> (tokens, (rows, columns))."""
     if embed_dim % 8:
-        raise Mistake(
+        raise UserError(
             f"the stem of FAN doubles its width three times on the way to embed_dim, and {embed_dim} is no multiple of "
             "8. Give one."
         )
@@ -48,7 +48,7 @@ class HybridEmbed(nn.Module):
         super().__init__()
         first, rest = divmod(patch_size, _AFTER_FIRST)
         if rest or first < 1:
-            raise Mistake(f"the hybrid stem of FAN makes patches of 4, 8, 12, 16 ... pixels, not of {patch_size}.")
+            raise UserError(f"the hybrid stem of FAN makes patches of 4, 8, 12, 16 ... pixels, not of {patch_size}.")
         self.stem = nn.Sequential(nn.Conv2d(in_chans, dims[0], first, first), LayerNorm2d(dims[0], eps=1e-6))
         stage = partial(
             ConvNeXtStage,

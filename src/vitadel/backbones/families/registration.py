@@ -10,7 +10,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import nn
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["data_config", "own_names", "register_models"]
 
@@ -50,7 +50,7 @@ def register_models(
 def _entry(kind: type[nn.Module], name: str, settings: Mapping[str, Any]) -> Callable[..., nn.Module]:
     def build(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         if pretrained:
-            raise Mistake(
+            raise UserError(
                 f"there are no pretrained weights for '{name}' to download. Give a file of your own as --weights FILE, "
                 "or train one from --weights random."
             )

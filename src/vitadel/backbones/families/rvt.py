@@ -17,7 +17,7 @@ from timm.layers import DropPath, Mlp, use_fused_attn
 from torch import Tensor, nn
 
 from vitadel.backbones.families.registration import data_config, register_models
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["RVT", "VARIANTS", "Attention", "Block", "ConvFeedForward", "Stem", "Variant"]
 
@@ -40,7 +40,7 @@ class Stem(nn.Module):
     def __init__(self, patch_size: int, in_chans: int, width: int) -> None:
         super().__init__()
         if patch_size not in _PATCHES:
-            raise Mistake(f"the RVT stem cannot make patches of {patch_size} pixels. Known: 4, 8 and 16.")
+            raise UserError(f"the RVT stem cannot make patches of {patch_size} pixels. Known: 4, 8 and 16.")
         self.patch_size = patch_size
         stride = 2 if patch_size == 16 else 1
         last = patch_size // (2 * stride)
@@ -109,7 +109,7 @@ def _first_scores(num_heads: int, grid: Grid, start: ScalingStart) -> Tensor:
         return torch.full((num_heads, places, places), _OPEN)
     if start == "paper":
         return nn.init.trunc_normal_(torch.empty(num_heads, places, places), std=0.02)
-    raise Mistake(f"unknown scaling_start '{start}'. Known: open, paper.")
+    raise UserError(f"unknown scaling_start '{start}'. Known: open, paper.")
 
 
 class ConvFeedForward(nn.Module):
@@ -201,9 +201,9 @@ class RVT(nn.Module):
         super().__init__()
         total = sum(depths)
         if not 0 <= scaled_blocks <= total:
-            raise Mistake(f"scaled_blocks must be from 0 to {total}, the number of blocks, got {scaled_blocks}.")
+            raise UserError(f"scaled_blocks must be from 0 to {total}, the number of blocks, got {scaled_blocks}.")
         if not len(depths) == len(widths) == len(heads) or any(w % h for w, h in zip(widths, heads, strict=True)):
-            raise Mistake(
+            raise UserError(
                 f"depths {depths}, widths {widths} and heads {heads} must have one number per stage, and each width be "
                 "a multiple of its heads."
             )
@@ -250,7 +250,9 @@ class RVT(nn.Module):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A fresh head; none for 0 classes."""
         if global_pool not in (None, "avg", ""):
-            raise Mistake(f"RVT has no class token: global_pool must be 'avg' (or '', for none), got '{global_pool}'.")
+            raise UserError(
+                f"RVT has no class token: global_pool must be 'avg' (or '', for none), got '{global_pool}'."
+            )
         self.global_pool = self.global_pool if global_pool is None else global_pool
         self.num_classes = num_classes
         like = self.fc_norm.weight
@@ -272,7 +274,7 @@ class RVT(nn.Module):
 def _grid_of(img_size: int | Grid, patch_size: int) -> Grid:
     height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
     if min(height, width) < patch_size:
-        raise Mistake(f"images of {height} x {width} pixels hold no patch of {patch_size}. Give larger ones.")
+        raise UserError(f"images of {height} x {width} pixels hold no patch of {patch_size}. Give larger ones.")
     return height // patch_size, width // patch_size
 
 

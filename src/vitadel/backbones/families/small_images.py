@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vitadel.backbones.families.conv_stem import set_patch_size
 from vitadel.backbones.families.fan import Fan
 from vitadel.backbones.families.fan_stems import HybridEmbed
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["adapt_to_small_images", "sum_kernel_blocks"]
 
@@ -34,12 +34,12 @@ def adapt_to_small_images(
     `interpolation` is that of a learned position embedding: bicubic as Debenedetti et al., bilinear as Mo et al.
     """
     if patch_size < 1 or image_size < patch_size or image_size % patch_size:
-        raise Mistake(
+        raise UserError(
             f"images of {image_size} pixels cannot be cut into patches of {patch_size}. "
             "The patch size must divide the image size; 4 for 32 pixels is usual."
         )
     if interpolation not in ("bicubic", "bilinear"):
-        raise Mistake(f"interpolation must be bicubic or bilinear, got '{interpolation}'.")
+        raise UserError(f"interpolation must be bicubic or bilinear, got '{interpolation}'.")
     parts = cast(Any, backbone)  # the layout of timm's classes, which carry no types
     if isinstance(parts, VisionTransformer) and type(parts.patch_embed) is PatchEmbed:
         _adapt_vit(parts, image_size, patch_size, interpolation)
@@ -48,7 +48,7 @@ def adapt_to_small_images(
     elif isinstance(parts, Xcit | Fan):
         set_patch_size(parts.patch_embed, image_size, patch_size)
     else:
-        raise Mistake(
+        raise UserError(
             f"no adaptation to small images is known for '{type(backbone).__name__}'. Known: ViT and DeiT with one "
             "patch convolution, XCiT, FAN. Build other models for the image size they will see; RVT has names for it "
             "that end in _32."
@@ -101,8 +101,8 @@ def _adapt_hybrid(embed: HybridEmbed, image_size: int, patch_size: int) -> None:
     embed.note_size((image_size, image_size))
 
 
-def _cannot_shrink(old: int, new: int, known: str) -> Mistake:
-    return Mistake(
+def _cannot_shrink(old: int, new: int, known: str) -> UserError:
+    return UserError(
         f"patches of {old} pixels cannot be shrunk to {new}: blocks of the kernel are summed, so the new patch size "
         f"must divide the old one. {known}."
     )

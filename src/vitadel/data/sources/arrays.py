@@ -25,7 +25,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from vitadel.data.images import attempts, from_array
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["ArrayRows", "image_rows", "label_tensor", "rows_of_npy", "rows_of_npz", "small_array"]
 
@@ -68,7 +68,7 @@ def rows_of_npy(path: Path) -> ArrayRows:
         with path.open("rb") as file:
             shape, dtype = _header(file, str(path))
             return ArrayRows(path, file.tell(), shape, dtype)
-    except Mistake:
+    except UserError:
         raise
     except (OSError, ValueError) as fault:
         raise _unreadable(path, "a NumPy array (.npy)", fault) from fault
@@ -91,7 +91,7 @@ def rows_of_npz(path: Path, member: str) -> ArrayRows:
             file.seek(info.header_offset + 26)
             name_length, extra_length = struct.unpack("<HH", file.read(4))
         return ArrayRows(path, info.header_offset + 30 + name_length + extra_length + start, shape, dtype)
-    except Mistake:
+    except UserError:
         raise
     except (OSError, ValueError, KeyError, struct.error, zipfile.BadZipFile, zlib.error) as fault:
         raise _unreadable(path, f"a NumPy archive (.npz) with the array '{member}'", fault) from fault
@@ -105,7 +105,7 @@ def small_array(path: Path, member: str | None = None) -> NDArray[np.generic]:
             return np.asarray(loaded)
         with loaded:
             return np.asarray(loaded[member])
-    except Mistake:
+    except UserError:
         raise
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as fault:
         expected = "a NumPy array" if member is None else f"a NumPy archive with the array '{member}'"
@@ -128,11 +128,11 @@ def label_tensor(array: NDArray[np.generic], expected: int, where: str) -> Tenso
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise Mistake(f"{where} has shape {array.shape} and type {array.dtype}; expected one whole number per image")
+        raise UserError(f"{where} has shape {array.shape} and type {array.dtype}; expected one whole number per image")
     if len(array) != expected:
-        raise Mistake(f"{where} has {len(array)} labels, but there are {expected} images")
+        raise UserError(f"{where} has {len(array)} labels, but there are {expected} images")
     if not expected:
-        raise Mistake(f"{where} is empty; expected at least one image")
+        raise UserError(f"{where} is empty; expected at least one image")
     return torch.from_numpy(array.astype(np.int64))
 
 
@@ -160,11 +160,13 @@ def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[np.g
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read(file)
     if dtype.hasobject:
-        raise Mistake(f"{where} holds Python objects, which are not loaded as that could run code; save plain numbers")
+        raise UserError(
+            f"{where} holds Python objects, which are not loaded as that could run code; save plain numbers"
+        )
     if fortran and len(shape) > 1:
-        raise Mistake(f"{where} is in Fortran order; save numpy.ascontiguousarray(...) of it")
+        raise UserError(f"{where} is in Fortran order; save numpy.ascontiguousarray(...) of it")
     return shape, dtype
 
 
-def _unreadable(path: Path, expected: str, fault: Exception) -> Mistake:
-    return Mistake(f"'{path}' cannot be read: {fault}; expected {expected}")
+def _unreadable(path: Path, expected: str, fault: Exception) -> UserError:
+    return UserError(f"'{path}' cannot be read: {fault}; expected {expected}")

@@ -14,7 +14,7 @@ from torch import Tensor
 from vitadel.data.sources.arrays import ArrayRows, image_rows, label_tensor, rows_of_npy, small_array
 from vitadel.data.sources.cifar_names import CIFAR10_CLASSES, CIFAR100_CLASSES
 from vitadel.data.spec import Request
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 
 __all__ = ["CorruptedArrays", "open_cifar_c"]
 
@@ -74,7 +74,7 @@ def open_cifar_c(request: Request) -> CorruptedArrays:
     folder_name, classes = _SETS[request.kind]
     root = request.root / folder_name
     if not (root / "labels.npy").is_file():
-        raise Mistake(
+        raise UserError(
             f"{request.kind}: '{root / 'labels.npy'}' does not exist; unpack the benchmark's {folder_name}.tar into "
             f"'{request.root}', or say with --data-root where the folder {folder_name} is"
         )
@@ -84,7 +84,7 @@ def open_cifar_c(request: Request) -> CorruptedArrays:
     pixels = tuple(rows_of_npy(root / f"{corruption}.npy") for corruption in corruptions)
     for corruption, rows in zip(corruptions, pixels, strict=True):
         if rows.shape != (len(labels), 32, 32, 3) or rows.dtype != "uint8" or len(labels) % SEVERITIES:
-            raise Mistake(
+            raise UserError(
                 f"'{root / corruption}.npy' has shape {rows.shape} and type {rows.dtype}; expected "
                 f"({len(labels)}, 32, 32, 3) and uint8, with {SEVERITIES} severities of equal size"
             )
@@ -95,14 +95,14 @@ def open_cifar_c(request: Request) -> CorruptedArrays:
 def _part(request: Request, available: list[str], root: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
     corruption, _, severity = request.argument.partition("/")
     if not available:
-        raise Mistake(f"'{root}' holds no corruption; expected files such as gaussian_noise.npy")
+        raise UserError(f"'{root}' holds no corruption; expected files such as gaussian_noise.npy")
     if corruption and corruption not in available:
-        raise Mistake(
+        raise UserError(
             f"no corruption '{corruption}' in '{root}'; there are: {', '.join(available)}"
             f"{nearest_names(corruption, available)}"
         )
     levels = [str(level) for level in range(1, SEVERITIES + 1)]
     if severity and severity not in levels:
-        raise Mistake(f"'{request.spec}': severity '{severity}' must be one of {', '.join(levels)}")
+        raise UserError(f"'{request.spec}': severity '{severity}' must be one of {', '.join(levels)}")
     corruptions = (corruption,) if corruption else tuple(available)
     return corruptions, (int(severity),) if severity else tuple(range(1, SEVERITIES + 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 
 __all__ = ["IMAGE_NAMES", "LABEL_NAMES", "pick_column"]
 
@@ -19,7 +19,7 @@ def pick_column(what: str, candidates: Sequence[str], usual: Sequence[str], name
     if named is not None:
         if named in candidates:
             return named
-        raise Mistake(
+        raise UserError(
             f"{where} has no column '{named}' that could be the {what}; possible: {listed}"
             f"{nearest_names(named, candidates)}"
         )
@@ -27,5 +27,5 @@ def pick_column(what: str, candidates: Sequence[str], usual: Sequence[str], name
         if len(choice) == 1:
             return choice[0]
         if len(choice) > 1:
-            raise Mistake(f"{where}: several columns could be the {what}: {', '.join(choice)}; {how}")
-    raise Mistake(f"{where} has no column that could be the {what}")
+            raise UserError(f"{where}: several columns could be the {what}: {', '.join(choice)}; {how}")
+    raise UserError(f"{where} has no column that could be the {what}")

@@ -11,11 +11,11 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from vitadel.data.validation import by_skipping
 from vitadel.data.images import IMAGE_EXTENSIONS, attempts, load
 from vitadel.data.spec import Request
 from vitadel.data.splits import SPLIT_NAMES, pick_split
-from vitadel.errors import Mistake
+from vitadel.data.validation import by_skipping
+from vitadel.errors import UserError
 
 __all__ = ["ImageFiles", "class_folders", "files_below", "open_folder", "split_folder"]
 
@@ -57,7 +57,7 @@ def open_folder(request: Request) -> ImageFiles:
     root = split_folder(request, request.path("a folder with one sub-folder per class"))
     names = class_folders(root)
     if not names:
-        raise Mistake(f"'{root}' has no sub-folders; expected one per class, each with the pictures of that class")
+        raise UserError(f"'{root}' has no sub-folders; expected one per class, each with the pictures of that class")
     files: list[str] = []
     counts = []
     for name in names:
@@ -66,9 +66,9 @@ def open_folder(request: Request) -> ImageFiles:
         counts.append(len(found))
     empty = [name for name, members in zip(names, counts, strict=True) if not members]
     if not files:
-        raise Mistake(f"'{root}' has {len(names)} sub-folders, but no picture in them ({', '.join(_ENDINGS)})")
+        raise UserError(f"'{root}' has {len(names)} sub-folders, but no picture in them ({', '.join(_ENDINGS)})")
     if empty and not request.skip_bad:
-        raise Mistake(
+        raise UserError(
             f"class '{empty[0]}' is empty: no picture ({', '.join(_ENDINGS)}) in '{root / empty[0]}'"
             f"{f' (and {len(empty) - 1} more)' if len(empty) > 1 else ''}. Remove the folder, if it is not a class"
             f"{by_skipping(request.skip_bad, ', or keep it without samples')}"
@@ -83,7 +83,7 @@ def split_folder(request: Request, path: Path, order: Sequence[str] = ()) -> Pat
     `order` puts splits first that should be looked for before the usual ones.
     """
     if not path.is_dir():
-        raise Mistake(f"'{path}' is a file; {request.kind} expects a folder")
+        raise UserError(f"'{path}' is a file; {request.kind} expects a folder")
     splits = [name for name in SPLIT_NAMES if (path / name).is_dir() and class_folders(path / name)]
     if request.split is None:
         to_test_on = set(splits) - {"train", "trainval"}
@@ -92,7 +92,7 @@ def split_folder(request: Request, path: Path, order: Sequence[str] = ()) -> Pat
         preferred = next((name for name in order if name in splits), None)
         return path / (preferred or pick_split(splits, None, f"'{path}'"))
     if not splits:
-        raise Mistake(
+        raise UserError(
             f"'{path}' has no sub-folder '{request.split}' with classes in it, so @{request.split} picks nothing; "
             f"make one, or name the folder of the classes itself"
         )
@@ -105,7 +105,7 @@ def class_folders(root: Path) -> list[str]:
         with os.scandir(root) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     except OSError as fault:
-        raise Mistake(f"the folder '{root}' cannot be read: {fault}") from fault
+        raise UserError(f"the folder '{root}' cannot be read: {fault}") from fault
 
 
 def files_below(root: Path, endings: Sequence[str] = _ENDINGS) -> Iterator[str]:

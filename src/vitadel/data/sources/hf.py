@@ -12,12 +12,12 @@ from typing import Any
 from PIL.Image import Image
 from torch import Tensor
 
-from vitadel.data.sources.columns import IMAGE_NAMES, LABEL_NAMES, pick_column
 from vitadel.data.images import attempts, decode, load
 from vitadel.data.labels import number_labels
+from vitadel.data.sources.columns import IMAGE_NAMES, LABEL_NAMES, pick_column
 from vitadel.data.spec import Request
 from vitadel.data.splits import pick_split
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["HubImages", "open_hf"]
 
@@ -58,16 +58,16 @@ def open_hf(request: Request) -> HubImages:
     """Columns by type and name; `hf:ORG/NAME(config=...,image=...,label=...)` names them."""
     chosen = request.chosen(config=str, image=str, label=str)
     if not request.argument:
-        raise Mistake(f"'{request.spec}' names no data set; write hf:ORG/NAME, or hf:DIR for a saved one")
+        raise UserError(f"'{request.spec}' names no data set; write hf:ORG/NAME, or hf:DIR for a saved one")
     try:
         import datasets
     except ImportError:
-        raise Mistake("hf: needs the package datasets: pip install 'vitadel[hf]' (or pip install datasets)") from None
+        raise UserError("hf: needs the package datasets: pip install 'vitadel[hf]' (or pip install datasets)") from None
     splits = _splits(datasets, request, chosen.get("config"))
     split = pick_split(splits, request.split, f"'{request.argument}'")
     data = splits[split]
     if not len(data):
-        raise Mistake(f"'{request.argument}@{split}' has no rows")
+        raise UserError(f"'{request.argument}@{split}' has no rows")
     image, label = _columns(datasets, data.features, request, chosen)
     labels, classes = number_labels(data[label][:], getattr(data.features[label], "names", None))
     column = data.select_columns([image])
@@ -85,7 +85,7 @@ def _splits(datasets: ModuleType, request: Request, config: str | None) -> dict[
         else:
             loaded = datasets.load_dataset(str(path) if path.is_dir() else request.argument, config)
     except Exception as fault:  # network, hub, cache and parsers fail with types of their own
-        raise Mistake(
+        raise UserError(
             f"'{request.spec}' could not be loaded: {type(fault).__name__}: {fault}. Expected ORG/NAME on the Hugging "
             f"Face Hub (reachable, or in the cache), or a folder written by save_to_disk"
         ) from fault

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from timm.data import ImageNetInfo
 
-from vitadel.data.validation import by_skipping
 from vitadel.data.sources.folders import ImageFiles, class_folders, files_below, split_folder
 from vitadel.data.spec import Request
-from vitadel.errors import Mistake
+from vitadel.data.validation import by_skipping
+from vitadel.errors import UserError
 
 __all__ = [
     "class_numbers",
@@ -94,7 +94,7 @@ def open_imagenet(request: Request) -> ImageFiles:
         if not members:
             empty.append(name)
     if empty and found and not request.skip_bad:
-        raise Mistake(
+        raise UserError(
             f"class '{empty[0]}' is empty: no picture in '{root / empty[0]}'; fill it"
             f"{by_skipping(request.skip_bad, ', or do without it')}"
         )
@@ -109,11 +109,11 @@ def _only_listed(found: Sequence[str], file: Path, root: Path) -> list[str]:
     try:
         wanted = set(file.read_text("utf-8").split())
     except (OSError, UnicodeDecodeError) as fault:
-        raise Mistake(f"the list of images '{file}' cannot be read: {fault}") from None
+        raise UserError(f"the list of images '{file}' cannot be read: {fault}") from None
     missing = sorted(wanted - set(found))
     if missing or not wanted:
         what = f"names {len(missing)} images that are not below '{root}': {missing[0]}" if missing else "is empty"
-        raise Mistake(f"the list of images '{file}' {what}; it takes lines such as n01440764/ILSVRC2012_val_1.JPEG")
+        raise UserError(f"the list of images '{file}' {what}; it takes lines such as n01440764/ILSVRC2012_val_1.JPEG")
     return [name for name in found if name in wanted]
 
 
@@ -130,7 +130,7 @@ def wnid_number(path: str, root: Path, request: Request) -> int:
     """The class of a file: the nearest folder above it, which must be a WordNet id of ImageNet-1k."""
     folder = _folders(root, path)[-1]
     if folder not in class_numbers():
-        raise Mistake(
+        raise UserError(
             f"'{root / path}' is not in a folder of an ImageNet class; {request.kind} expects WordNet ids such as "
             f"n01440764 as the names of the lowest folders"
         )
@@ -147,7 +147,9 @@ def _image_files(
     among: tuple[int, ...] | None = None,
 ) -> ImageFiles:
     if not found:
-        raise Mistake(f"'{root}' holds no pictures; {request.kind} expects folders such as n01440764 with .JPEG files")
+        raise UserError(
+            f"'{root}' holds no pictures; {request.kind} expects folders such as n01440764 with .JPEG files"
+        )
     return ImageFiles(
         root=root,
         classes=imagenet_classes(),
@@ -162,16 +164,16 @@ def _image_files(
 def _wnid_folders(root: Path, request: Request, among: Sequence[int] | None) -> list[str]:
     names = class_folders(root) if root.is_dir() else []
     if not names:
-        raise Mistake(
+        raise UserError(
             f"'{root}' has no sub-folders; {request.kind} expects one per class, called by its WordNet id "
             f"(n01440764 ...). Pictures in one flat folder have no labels: sort them into such folders first"
         )
     for name in names:
         if name not in class_numbers():
             hint = "" if _WNID.fullmatch(name) else "; for classes with other names use folder:DIR"
-            raise Mistake(f"'{root / name}' is not one of the 1000 ImageNet classes{hint}")
+            raise UserError(f"'{root / name}' is not one of the 1000 ImageNet classes{hint}")
         if among is not None and class_numbers()[name] not in among:
-            raise Mistake(f"'{root / name}' is not one of the 200 classes of {request.kind}; use imagenet:{root}")
+            raise UserError(f"'{root / name}' is not one of the 200 classes of {request.kind}; use imagenet:{root}")
     return names
 
 

@@ -15,16 +15,16 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from vitadel.data.images import decode
+from vitadel.data.paths import matching_files
 from vitadel.data.sources.columns import IMAGE_NAMES, pick_column
 from vitadel.data.sources.folders import files_below
 from vitadel.data.sources.generated import open_shapes
-from vitadel.data.images import decode
-from vitadel.data.paths import matching_files
+from vitadel.data.sources.row_group_cache import Spool
 from vitadel.data.sources.shapes import CLASSES, Shapes
 from vitadel.data.spec import DATA_KINDS, Request, parse_spec
 from vitadel.data.splits import SPLIT_NAMES, pick_split
-from vitadel.data.sources.row_group_cache import Spool
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["MASKED_KINDS", "VOID", "Cut", "Masked", "open_masked"]
 
@@ -112,12 +112,12 @@ class Masked:
     def _pair(self, index: int, cut: Cut) -> tuple[Tensor, Tensor]:
         try:
             picture, stored = self.pairs.pair(index)
-        except Mistake:
+        except UserError:
             raise
         except Exception as fault:  # decoders meet hostile bytes and fail in many ways
-            raise Mistake(f"sample {index} ({self.name(index)}) cannot be read: {fault}. Replace it.") from fault
+            raise UserError(f"sample {index} ({self.name(index)}) cannot be read: {fault}. Replace it.") from fault
         if stored.shape != (picture.height, picture.width):
-            raise Mistake(
+            raise UserError(
                 f"sample {index} ({self.name(index)}): its image is {picture.height} x {picture.width} pixels and its "
                 f"mask {stored.shape[0]} x {stored.shape[1]}; both must have one size. Take masks made for the images."
             )
@@ -128,7 +128,7 @@ class Masked:
         values: Values = np.where(left_out, VOID, stored - int(self.from_one))
         strange = values[~left_out & ((values < 0) | (values >= len(self.classes)))]
         if len(strange):
-            raise Mistake(
+            raise UserError(
                 f"sample {index} ({self.name(index)}): its mask holds {int(strange[0]) + int(self.from_one)}; there "
                 f"are {len(self.classes)} classes, numbered from {int(self.from_one)}. Tell the number of classes, or "
                 "name the values of pixels to leave out (data.classes, data.void)."
@@ -152,15 +152,15 @@ def open_masked(
     request = parse_spec(spec, root=Path("data" if root is None else root).expanduser(), split=None)
     if request.kind == "shapes":
         if classes not in (None, len(CLASSES) + 1) or void or from_one:
-            raise Mistake(
+            raise UserError(
                 f"shapes has {len(CLASSES) + 1} classes, the ground and ten shapes, and no pixels to leave out"
             )
         return Masked(_ShapePairs(open_shapes(request)), ("ground", *CLASSES))
     if request.kind not in MASKED_KINDS:
         known = "it has no masks" if request.kind in DATA_KINDS else "unknown data"
-        raise Mistake(f"'{spec}': {known}. Images with masks are shapes, parquet:FILES and folder:DIR")
+        raise UserError(f"'{spec}': {known}. Images with masks are shapes, parquet:FILES and folder:DIR")
     if classes is None:
-        raise Mistake(f"'{spec}': the number of classes of its masks must be told (data.classes)")
+        raise UserError(f"'{spec}': the number of classes of its masks must be told (data.classes)")
     pairs: _Pairs = _open_parquet(request) if request.kind == "parquet" else _open_folder(request)
     return Masked(pairs, tuple(map(str, range(classes))), tuple(void), from_one)
 
@@ -226,14 +226,14 @@ def _open_parquet(request: Request) -> _ParquetPairs:
                 groups = range(parquet.metadata.num_row_groups)
                 sizes += [parquet.metadata.row_group(group).num_rows for group in groups]
         except (OSError, pa.ArrowException) as fault:
-            raise Mistake(f"'{path}' cannot be read: {fault}; expected a Parquet file") from fault
+            raise UserError(f"'{path}' cannot be read: {fault}; expected a Parquet file") from fault
         places += [(number, group) for group in groups]
     if not sum(sizes):
-        raise Mistake(f"'{files[0]}' has no rows (from {request.spec})")
+        raise UserError(f"'{files[0]}' has no rows (from {request.spec})")
     image, mask = _columns(schemas[0], request, chosen)
     for path, schema in zip(files, schemas, strict=True):
         if not {image, mask} <= set(schema.names):
-            raise Mistake(f"'{path}' lacks the columns '{image}' and '{mask}' of '{files[0]}'; give files of one set")
+            raise UserError(f"'{path}' lacks the columns '{image}' and '{mask}' of '{files[0]}'; give files of one set")
     counts = np.array(sizes, dtype=np.int64)
     first_rows: Values = np.cumsum(counts) - counts
     images, masks = (Spool(_cells(files, places, column)) for column in (image, mask))
@@ -249,7 +249,9 @@ def _columns(schema: Any, request: Request, chosen: dict[str, str]) -> tuple[str
     image = pick_column("image", others, IMAGE_NAMES, chosen.get("image"), where)
     rest = [name for name in encoded if name != image]
     if not rest:
-        raise Mistake(f"{where} has no masks: beside '{image}' no column holds encoded pictures. Take data with masks.")
+        raise UserError(
+            f"{where} has no masks: beside '{image}' no column holds encoded pictures. Take data with masks."
+        )
     return image, pick_column("mask", rest, _MASK_NAMES, chosen.get("mask"), where)
 
 
@@ -304,12 +306,12 @@ def _open_folder(request: Request) -> _FolderPairs:
         alone += [path] if mask is None else []
         files += [] if mask is None else [(path, mask)]
     if alone:
-        raise Mistake(
+        raise UserError(
             f"'{images}': {len(alone)} images have no mask in '{masks}', the first is '{alone[0]}'. A mask has its "
             "image's path but for the ending; add them, or take the images away."
         )
     if not files:
-        raise Mistake(f"'{images}' has no pictures (from {request.spec})")
+        raise UserError(f"'{images}' has no pictures (from {request.spec})")
     return _FolderPairs(images, masks, tuple(files))
 
 
@@ -320,7 +322,7 @@ def _image_and_mask_folders(request: Request, path: Path) -> tuple[Path, Path]:
     masks = next((path / name for name in _MASK_FOLDERS if (path / name).is_dir()), None)
     images = path / "images"
     if masks is None or not images.is_dir():
-        raise Mistake(
+        raise UserError(
             f"'{path}' has no {'images/' if masks else 'masks/'}; segmentation takes a folder with images/ and masks/ "
             f"(or {', '.join(f'{name}/' for name in _MASK_FOLDERS[1:])}), each with a sub-folder per split, if any"
         )
@@ -329,7 +331,7 @@ def _image_and_mask_folders(request: Request, path: Path) -> tuple[Path, Path]:
         split = pick_split(below, request.split, f"'{images}'")
         return images / split, masks / split
     if request.split is not None and not above:
-        raise Mistake(
+        raise UserError(
             f"'{path}' has no split '{request.split}' in images/ and {masks.name}/; drop the @{request.split}"
         )
     return images, masks
@@ -343,7 +345,7 @@ def _decoded_mask(content: bytes) -> Values:
     except UnidentifiedImageError:
         raise ValueError(f"its mask is no picture in a format that Pillow knows ({len(content)} bytes)") from None
     if values.ndim != 2 or mode == "F":
-        raise Mistake(
+        raise UserError(
             f"a mask is a picture of colours (mode {mode}), not of class numbers; write it with one channel, the class "
             "of each pixel, as a PNG"
         )

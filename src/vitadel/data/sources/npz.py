@@ -14,7 +14,7 @@ from torch import Tensor
 from vitadel.data.sources.arrays import ArrayRows, image_rows, label_tensor, rows_of_npz, small_array
 from vitadel.data.spec import Request
 from vitadel.data.splits import SPLIT_NAMES, pick_split
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 
 __all__ = ["ArrayImages", "open_npz"]
 
@@ -53,7 +53,7 @@ def open_npz(request: Request) -> ArrayImages:
         with zipfile.ZipFile(path) as archive:
             members = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
     except (OSError, zipfile.BadZipFile) as fault:
-        raise Mistake(f"'{path}' cannot be read: {fault}; expected a NumPy archive (.npz)") from fault
+        raise UserError(f"'{path}' cannot be read: {fault}; expected a NumPy archive (.npz)") from fault
     split = _split(members, request, path)
     pixels = rows_of_npz(path, _member("images", _IMAGES, members, split, chosen.get("images"), path))
     _check_pixels(pixels, path)
@@ -69,7 +69,7 @@ def _split(members: Sequence[str], request: Request, path: Path) -> str | None:
     splits = [split for split in SPLIT_NAMES if split in words]
     plain = any(name.lower() in _IMAGES for name in members)
     if not splits and request.split is not None:
-        raise Mistake(f"'{path}' has no splits, so @{request.split} picks nothing; its arrays: {', '.join(members)}")
+        raise UserError(f"'{path}' has no splits, so @{request.split} picks nothing; its arrays: {', '.join(members)}")
     if request.split is None and (plain or not splits or "images" in request.settings):
         return None
     return pick_split(splits, request.split, f"'{path}'")
@@ -82,13 +82,13 @@ def _member(
     if named is not None:
         if named in members:
             return named
-        raise Mistake(f"'{path}' has no array '{named}'; {listed}{nearest_names(named, members)}")
+        raise UserError(f"'{path}' has no array '{named}'; {listed}{nearest_names(named, members)}")
     allowed = [form for name in usual for form in ([f"{split}_{name}", f"{name}_{split}"] if split else [name])]
     found = [name for name in members if name.lower() in allowed]
     if len(found) == 1:
         return found[0]
     problem = f"several arrays that could be the {what}: {', '.join(found)}" if found else f"no array of {what}"
-    raise Mistake(f"'{path}' has {problem}; {listed}. Name it with npz:FILE({what}=ARRAY)")
+    raise UserError(f"'{path}' has {problem}; {listed}. Name it with npz:FILE({what}=ARRAY)")
 
 
 def _check_pixels(pixels: ArrayRows, path: Path) -> None:
@@ -96,7 +96,7 @@ def _check_pixels(pixels: ArrayRows, path: Path) -> None:
     gray = len(shape) == 3
     coloured = len(shape) == 4 and (shape[3] in (1, 3) or shape[1] in (1, 3))
     if not (gray or coloured) or not (dtype == np.uint8 or dtype.kind == "f"):
-        raise Mistake(
+        raise UserError(
             f"the images in '{path}' have shape {shape} and type {dtype}; expected (N, H, W, 3), (N, 3, H, W) or "
             f"(N, H, W), as uint8 or as float in [0, 1]"
         )

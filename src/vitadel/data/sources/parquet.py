@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
-from vitadel.data.sources.columns import IMAGE_NAMES, LABEL_NAMES, pick_column
 from vitadel.data.images import attempts, decode
 from vitadel.data.labels import number_labels
 from vitadel.data.paths import matching_files
-from vitadel.data.spec import Request
+from vitadel.data.sources.columns import IMAGE_NAMES, LABEL_NAMES, pick_column
 from vitadel.data.sources.row_group_cache import Spool
-from vitadel.errors import Mistake
+from vitadel.data.spec import Request
+from vitadel.errors import UserError
 
 __all__ = ["ParquetImages", "open_parquet"]
 
@@ -91,7 +91,7 @@ def open_parquet(request: Request) -> ParquetImages:
     image, label = _columns(schema, request, chosen)
     labels, classes = number_labels(_label_column(files, label), _feature_names(schema, label))
     if not len(labels):
-        raise Mistake(f"{_the(files)} has no rows (from {request.spec})")
+        raise UserError(f"{_the(files)} has no rows (from {request.spec})")
     groups = tuple((file, inner) for file, sizes in enumerate(rows_of_groups) for inner in range(len(sizes)))
     sizes = np.array([size for sizes in rows_of_groups for size in sizes], dtype=np.int64)
     totals = np.array([sum(sizes) for sizes in rows_of_groups], dtype=np.int64)
@@ -124,9 +124,9 @@ def _survey(files: Sequence[Path]) -> tuple[Any, list[list[int]]]:
                 schema, metadata = parquet.schema_arrow, parquet.metadata
                 sizes.append([metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)])
         except (OSError, pa.ArrowException) as fault:
-            raise Mistake(f"'{path}' cannot be read: {fault}; expected a Parquet file") from fault
+            raise UserError(f"'{path}' cannot be read: {fault}; expected a Parquet file") from fault
         if first is not None and schema.names != first.names:
-            raise Mistake(
+            raise UserError(
                 f"'{path}' has columns {', '.join(schema.names)}, but '{files[0]}' has {', '.join(first.names)}; "
                 f"give files of one data set"
             )
@@ -140,7 +140,7 @@ def _label_column(files: Sequence[Path], column: str) -> list[int | str | None]:
         try:
             cells = pq.read_table(path, columns=[column], partitioning=None).column(0)
         except (OSError, pa.ArrowException) as fault:
-            raise Mistake(f"'{path}': the labels in column '{column}' cannot be read: {fault}") from fault
+            raise UserError(f"'{path}': the labels in column '{column}' cannot be read: {fault}") from fault
         labels += cells.to_pylist()
     return labels
 

@@ -18,7 +18,7 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["Spool"]
 
@@ -74,7 +74,7 @@ class Spool:
                     with _room():
                         self._file.write(content)
                     position += len(content)
-        except Mistake:
+        except UserError:
             raise
         except Exception as fault:  # remembered, lest every further row decodes the block again only to fail
             self._faults[group] = f"{type(fault).__name__}: {fault}"
@@ -91,7 +91,7 @@ def _room() -> Iterator[None]:
     try:
         yield
     except OSError as fault:
-        raise Mistake(
+        raise UserError(
             f"a temporary file in '{tempfile.gettempdir()}' cannot be written: {fault}; free some space, or set TMPDIR "
             f"to another folder"
         ) from fault

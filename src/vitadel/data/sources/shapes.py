@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = ["CLASSES", "SPLITS", "Shapes"]
 
@@ -88,8 +88,8 @@ _FIELDS: dict[str, Field] = {
 CLASSES = tuple(_FIELDS)
 
 
-def _between(draws: Draws, name: str, low: float, high: float, *shape: int) -> Tensor:
-    return low + (high - low) * draws.stream(name).uniform(*shape)
+def _between(rng: SampleRNG, name: str, low: float, high: float, *shape: int) -> Tensor:
+    return low + (high - low) * rng.stream(name).uniform(*shape)
 
 
 def _colour(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def _colour(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
 
 def _textures(size: int) -> Tensor:
     """One fixed pattern of +-1 per class and channel, (classes, 3, size, size): a 4 x 4 tile with zero mean."""
-    order = Draws.of_samples(2024, range(len(CLASSES) * 3)).order(_TILE * _TILE)
+    order = SampleRNG.of_samples(2024, range(len(CLASSES) * 3)).permutation(_TILE * _TILE)
     tiles = torch.where(order < _TILE * _TILE // 2, -1.0, 1.0).view(len(CLASSES), 3, _TILE, _TILE)
     repeats = -(-size // _TILE)
     return tiles.repeat(1, 1, repeats, repeats)[:, :, :size, :size]
@@ -137,19 +137,19 @@ class Shapes:
         """Images (batch, 3, size, size) uint8, labels (batch,), masks (batch, size, size): 0 or 1 + class."""
         index = torch.as_tensor(indices, dtype=torch.int64)
         label = index % len(CLASSES)
-        draws = Draws.of_samples(self.seed, index).stream("shapes " + self.split)
+        rng = SampleRNG.of_samples(self.seed, index).stream("shapes " + self.split)
         axis = (torch.arange(self.size, dtype=torch.float32) + 0.5) * (2 / self.size) - 1
         across, down = axis[None, None, :], axis[None, :, None]
 
-        inside = self._coverage(draws.stream("shape"), label, across, down)
-        hidden = self._occluder(draws.stream("occluder"), across, down)
-        ground, ink, cover = self._paint(draws.stream("paint"), across, down)
+        inside = self._coverage(rng.stream("shape"), label, across, down)
+        hidden = self._occluder(rng.stream("occluder"), across, down)
+        ground, ink, cover = self._paint(rng.stream("paint"), across, down)
         visible = (inside * (1 - hidden))[:, None]
         # Most shapes stand out, some are faint: those a robust model has to give up, and that is the price it pays.
-        opacity = _between(draws, "opacity", self.faintest, 1.0)[:, None, None, None]
+        opacity = _between(rng, "opacity", self.faintest, 1.0)[:, None, None, None]
         image = ground + opacity * visible * (ink - ground) + hidden[:, None] * (cover - ground)
-        image = image + self._texture(draws.stream("texture"), label)
-        image = image + (3 / 255) * (draws.stream("grain").uniform(3, self.size, self.size) * 2 - 1)
+        image = image + self._texture(rng.stream("texture"), label)
+        image = image + (3 / 255) * (rng.stream("grain").uniform(3, self.size, self.size) * 2 - 1)
         pixels = (image.clamp(0, 1) * 255 + 0.5).floor().to(torch.uint8)
         mask = torch.where(visible[:, 0] > 0.5, 1 + label[:, None, None], 0)
         return pixels, label, mask
@@ -169,14 +169,14 @@ class Shapes:
         """Signed distance in shape units to coverage in [0, 1]: a ramp one pixel wide."""
         return (distance * scale * (self.size / 2) + 0.5).clamp(0, 1)
 
-    def _coverage(self, draws: Draws, label: Tensor, across: Tensor, down: Tensor) -> Tensor:
-        radius = _between(draws, "radius", 0.50, 0.72)[:, None, None]
-        stretch = _between(draws, "stretch", 0.92, 1.09)[:, None, None]
-        turn = (_between(draws, "turn", -0.30, 0.30)).double()
+    def _coverage(self, rng: SampleRNG, label: Tensor, across: Tensor, down: Tensor) -> Tensor:
+        radius = _between(rng, "radius", 0.50, 0.72)[:, None, None]
+        stretch = _between(rng, "stretch", 0.92, 1.09)[:, None, None]
+        turn = (_between(rng, "turn", -0.30, 0.30)).double()
         cos, sin = (f(turn).float()[:, None, None] for f in (torch.cos, torch.sin))
         room = (0.92 - radius[:, :, 0]).clamp(min=0.05)
-        x0 = (room * _between(draws, "x", -1, 1)[:, None])[:, :, None]
-        y0 = (room * _between(draws, "y", -1, 1)[:, None])[:, :, None]
+        x0 = (room * _between(rng, "x", -1, 1)[:, None])[:, :, None]
+        y0 = (room * _between(rng, "y", -1, 1)[:, None])[:, :, None]
         u = ((across - x0) * cos + (down - y0) * sin) / (radius * stretch)
         v = ((down - y0) * cos - (across - x0) * sin) * stretch / radius
         coverage = torch.empty_like(u)
@@ -186,36 +186,36 @@ class Shapes:
                 coverage[members] = self._antialias(field(u[members], v[members]), radius[members])
         return coverage
 
-    def _occluder(self, draws: Draws, across: Tensor, down: Tensor) -> Tensor:
+    def _occluder(self, rng: SampleRNG, across: Tensor, down: Tensor) -> Tensor:
         """Half of the images have a thin bar across them, somewhere."""
-        angle = (_between(draws, "angle", 0, math.pi)).double()
+        angle = (_between(rng, "angle", 0, math.pi)).double()
         cos, sin = (f(angle).float()[:, None, None] for f in (torch.cos, torch.sin))
-        offset = _between(draws, "offset", -0.8, 0.8)[:, None, None]
-        half = _between(draws, "width", 0.04, 0.10)[:, None, None]
-        present = (draws.stream("present").uniform() < 0.5).float()[:, None, None]
+        offset = _between(rng, "offset", -0.8, 0.8)[:, None, None]
+        half = _between(rng, "width", 0.04, 0.10)[:, None, None]
+        present = (rng.stream("present").uniform() < 0.5).float()[:, None, None]
         return present * self._antialias(half - (across * cos + down * sin - offset).abs(), 1.0)
 
-    def _paint(self, draws: Draws, across: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _paint(self, rng: SampleRNG, across: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Background, ink and occluder colours; ink and background differ in brightness by at least 0.3."""
-        bright = (draws.stream("bright").uniform() < 0.5).float()
-        low, high = _between(draws, "low", 0.12, 0.36), _between(draws, "high", 0.70, 0.95)
+        bright = (rng.stream("bright").uniform() < 0.5).float()
+        low, high = _between(rng, "low", 0.12, 0.36), _between(rng, "high", 0.70, 0.95)
         ground_value = torch.where(bright > 0, low, high)
         ink_value = torch.where(bright > 0, high, low)
-        hue = draws.stream("hue").uniform()
-        ground = _colour(hue, _between(draws, "wash", 0.05, 0.55), ground_value)[:, :, None, None]
-        ink_hue = (hue + _between(draws, "contrast", 0.2, 0.8)) % 1
-        ink = _colour(ink_hue, _between(draws, "ink", 0.35, 0.95), ink_value)[:, :, None, None]
-        cover = _colour(draws.stream("cover").uniform(), _between(draws, "fade", 0.0, 0.6), (low + high) / 2)
-        tilt = _between(draws, "tilt", -0.10, 0.10, 2)[:, :, None, None]
+        hue = rng.stream("hue").uniform()
+        ground = _colour(hue, _between(rng, "wash", 0.05, 0.55), ground_value)[:, :, None, None]
+        ink_hue = (hue + _between(rng, "contrast", 0.2, 0.8)) % 1
+        ink = _colour(ink_hue, _between(rng, "ink", 0.35, 0.95), ink_value)[:, :, None, None]
+        cover = _colour(rng.stream("cover").uniform(), _between(rng, "fade", 0.0, 0.6), (low + high) / 2)
+        tilt = _between(rng, "tilt", -0.10, 0.10, 2)[:, :, None, None]
         ramp = (tilt[:, 0] * across + tilt[:, 1] * down)[:, None]
-        blob_x = _between(draws, "blob x", -1, 1)[:, None, None]
-        blob_y = _between(draws, "blob y", -1, 1)[:, None, None]
-        blob = _between(draws, "blob", -0.12, 0.12)[:, None, None]
+        blob_x = _between(rng, "blob x", -1, 1)[:, None, None]
+        blob_y = _between(rng, "blob y", -1, 1)[:, None, None]
+        blob = _between(rng, "blob", -0.12, 0.12)[:, None, None]
         glow = blob / (1 + 3 * ((across - blob_x).square() + (down - blob_y).square()))
-        shade = 1 + (0.16 * (_between(draws, "shade", -1, 1))[:, None, None] * down)[:, None]
+        shade = 1 + (0.16 * (_between(rng, "shade", -1, 1))[:, None, None] * down)[:, None]
         return ground + ramp + glow[:, None], ink * shade, cover[:, :, None, None]
 
-    def _texture(self, draws: Draws, label: Tensor) -> Tensor:
-        other = draws.stream("other").integers(len(CLASSES))
-        owner = torch.where(draws.stream("agrees").uniform() < self.agreement, label, other)
+    def _texture(self, rng: SampleRNG, label: Tensor) -> Tensor:
+        other = rng.stream("other").integers(len(CLASSES))
+        owner = torch.where(rng.stream("agrees").uniform() < self.agreement, label, other)
         return self.texture * _textures(self.size)[owner]

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
-from vitadel.data.validation import by_skipping
 from vitadel.data.images import IMAGE_EXTENSIONS, attempts, decode
 from vitadel.data.labels import number_labels, read_class_names
 from vitadel.data.paths import matching_files
 from vitadel.data.spec import Request
-from vitadel.errors import Mistake
+from vitadel.data.validation import by_skipping
+from vitadel.errors import UserError
 
 __all__ = ["ShardImages", "open_shards"]
 
@@ -77,20 +77,20 @@ def open_shards(request: Request) -> ShardImages:
         except (OSError, tarfile.TarError) as fault:
             message = f"'{path}' cannot be read beyond its first {len(samples) - before} samples: {fault}"
             if not request.skip_bad:
-                raise Mistake(
+                raise UserError(
                     f"{message}; expected an uncompressed tar file (unpack .tar.gz first: samples are read by their "
                     f"place in the file). Replace it{by_skipping(request.skip_bad, ', or do without the rest of it')}"
                 ) from fault
             left_out.append(message)
     if not samples:
-        raise Mistake(
+        raise UserError(
             f"'{request.argument}' holds no samples; expected pairs such as 0001.jpg and 0001.cls in tar files"
         )
     labels, classes = number_labels(
         [sample.label for sample in samples], read_class_names(class_file) if class_file else None
     )
     if int(labels.max()) < 0:
-        raise Mistake(
+        raise UserError(
             f"'{shards[0]}': no sample has a label; expected a member such as {samples[0].key}.cls with a number, or "
             f'{samples[0].key}.json with {{"label": ...}}'
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from vitadel.data.images import attempts, to_rgb
 from vitadel.data.spec import Request
 from vitadel.data.splits import pick_split
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["TORCHVISION_SETS", "TorchvisionImages", "open_torchvision"]
 
@@ -102,7 +102,7 @@ def open_torchvision(request: Request) -> TorchvisionImages:
     """The set below `--data-root`, in the layout that torchvision itself makes."""
     request.chosen()
     if request.argument:
-        raise Mistake(f"'{request.spec}': {request.kind} takes no path; write {request.kind}, and --data-root DIR")
+        raise UserError(f"'{request.spec}': {request.kind} takes no path; write {request.kind}, and --data-root DIR")
     entry = TORCHVISION_SETS[request.kind]
     split = pick_split(entry.splits, request.split, request.kind)
     keywords = entry.splits[split]
@@ -110,17 +110,17 @@ def open_torchvision(request: Request) -> TorchvisionImages:
         data = getattr(torchvision.datasets, entry.cls)(str(request.root), download=False, **keywords)
     except ImportError as fault:
         needed = entry.needs or fault.name
-        raise Mistake(f"{request.kind} needs {needed}, which is not installed: pip install {needed}") from None
+        raise UserError(f"{request.kind} needs {needed}, which is not installed: pip install {needed}") from None
     except (RuntimeError, OSError, ValueError) as fault:
         call = ", ".join([f"{str(request.root)!r}", *(f"{key}={value!r}" for key, value in keywords.items())])
-        raise Mistake(
+        raise UserError(
             f"{request.kind}: no complete copy below '{request.root}' ({fault}). Nothing is downloaded by itself: "
             f"give the folder with --data-root, or fetch it with "
             f'python -c "from torchvision.datasets import {entry.cls}; {entry.cls}({call}, download=True)"'
         ) from fault
     targets = torch.as_tensor(entry.labels(data), dtype=torch.int64)
     if not len(targets):
-        raise Mistake(f"{request.kind}@{split} below '{request.root}' is empty")
+        raise UserError(f"{request.kind}@{split} below '{request.root}' is empty")
     names = getattr(data, "classes", None) or range(int(targets.max()) + 1)
     files = tuple(str(path) for path in entry.files(data))
     return TorchvisionImages(request.kind, split, data, targets, tuple(map(str, names)), files)

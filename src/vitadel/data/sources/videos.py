@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
-from vitadel.data.validation import by_skipping
 from vitadel.data.sources.folders import files_below
 from vitadel.data.sources.imagenet import imagenet_classes, wnid_number
 from vitadel.data.spec import Request
-from vitadel.errors import Mistake
+from vitadel.data.validation import by_skipping
+from vitadel.errors import UserError
 
 __all__ = ["VideoFrames", "open_imagenet_p"]
 
@@ -79,7 +79,7 @@ def open_imagenet_p(request: Request) -> VideoFrames:
             count = _count_frames(av, root / path)
         except (OSError, ValueError) as fault:  # PyAV's errors are among these
             if not request.skip_bad:
-                raise Mistake(
+                raise UserError(
                     f"'{root / path}' cannot be read: {fault}; replace it"
                     f"{by_skipping(request.skip_bad, ', or leave it out')}"
                 ) from fault
@@ -88,7 +88,7 @@ def open_imagenet_p(request: Request) -> VideoFrames:
         files.append(path)
         counts.append(count)
     if not sum(counts):
-        raise Mistake(f"'{root}' holds no videos; imagenet-p expects perturbation/wnid/*.mp4")
+        raise UserError(f"'{root}' holds no videos; imagenet-p expects perturbation/wnid/*.mp4")
     labels = torch.tensor([wnid_number(path, root, request) for path in files])
     return VideoFrames(
         root=root,
@@ -103,7 +103,7 @@ def _av() -> ModuleType:
     try:
         import av
     except ImportError:
-        raise Mistake("imagenet-p needs PyAV: pip install 'vitadel[video]' (or pip install av)") from None
+        raise UserError("imagenet-p needs PyAV: pip install 'vitadel[video]' (or pip install av)") from None
     return cast(ModuleType, av)
 
 

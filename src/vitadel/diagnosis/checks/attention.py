@@ -10,7 +10,7 @@ from vitadel.attacks.parse import make
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.diagnosis.examination import Examination, Level
 from vitadel.diagnosis.finding import OK, SUSPICIOUS, NotExamined, Outcome
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.chance import beaten
 from vitadel.instrument.attention import scaled_attention, score_statistics
 from vitadel.types import Calibrated
@@ -30,7 +30,7 @@ def _gaps(e: Examination) -> list[Tensor]:
     """Of every attention, over images, heads and queries: the largest score less the second largest."""
     try:
         attentions_of(e.model)
-    except Mistake as unknown:
+    except UserError as unknown:
         raise NotExamined(f"its attention is not known: {unknown}") from None
     parts = []
     for x in e.few(16).split(e.batch_size):

@@ -51,7 +51,7 @@ def gradients_there(e: Examination) -> Outcome:
     cross-entropy alone, use losses that do not mind the scale: cw-100, dlr-100, mifpe-100.
     """
     shares = {}
-    start = e.threat.random(e.x, e.draws.stream("start"), surface=True)
+    start = e.threat.random(e.x, e.rng.stream("start"), surface=True)
     for name, loss in (("cross-entropy", cross_entropy), ("margin", margin)):
         flat = _all_slopes(e, torch.where(_odd(e.x), start, e.x), loss)[1].flatten(1)
         shares[f"not finite, {name}"] = e.share(~flat.isfinite().all(1))
@@ -177,7 +177,7 @@ def uphill(e: Examination) -> Outcome:
     grad = _all_slopes(e, e.x, margin)[1].nan_to_num(0.0)
     unit = threat.ascent(grad, e.x)
     z = threat.project(e.x + threat.eps * unit, e.x)
-    blind = threat.random(e.x, e.draws.stream("uphill"), surface=True)
+    blind = threat.random(e.x, e.rng.stream("uphill"), surface=True)
     better = margin(e.answers(z), e.y) > margin(e.answers(blind), e.y)
     hits, n = int(better[e.correct].sum()), int(e.correct.sum())
     if n == 0:

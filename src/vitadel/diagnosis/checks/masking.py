@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from vitadel.attacks.variants import training_form
 from vitadel.attacks.parse import make
 from vitadel.attacks.transfer.surrogate import Surrogate
+from vitadel.attacks.variants import training_form
 from vitadel.diagnosis.examination import Examination
 from vitadel.diagnosis.finding import OK, SUSPICIOUS, NotExamined, Outcome
 from vitadel.diagnosis.surrogate_student import taught
 from vitadel.evaluation.chance import beaten, surprising
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 
 __all__ = ["LESSONS", "Transferred", "black_box", "random_noise", "single_step", "transfer"]
@@ -33,8 +33,8 @@ class Transferred:
     attack: Attack
     shown: nn.Module
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, draws: Draws | None = None) -> Tensor:
-        return self.attack(Surrogate(self.shown, model), x, y, draws)
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        return self.attack(Surrogate(self.shown, model), x, y, rng)
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()

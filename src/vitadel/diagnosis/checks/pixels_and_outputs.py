@@ -12,7 +12,7 @@ from vitadel.attacks.parse import make
 from vitadel.backbones.output_checks import looks_like_probabilities
 from vitadel.diagnosis.examination import Examination, relative_change
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.chance import beaten, binomial_tail
 from vitadel.instrument.hooks import Edge, hooked
 
@@ -123,7 +123,7 @@ def _given_to_normalisers(e: Examination) -> list[tuple[float, float]]:
             try:
                 with hooked(e.model, [Edge(name, part, look, before=True)]):
                     e.answers(e.few(min(16, e.batch_size)))
-            except (Mistake, IndexError):  # it has no part in the answer, or is given its images by name
+            except (UserError, IndexError):  # it has no part in the answer, or is given its images by name
                 continue
     return seen
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from vitadel.quantities import amount_text
 from vitadel.attacks.steppers import usual_length
 from vitadel.diagnosis.examination import Examination, probing_threat
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, Outcome
 from vitadel.evaluation.chance import beaten, surprising
+from vitadel.quantities import quantity_text
 
 __all__ = ["loss_choice", "more_restarts", "more_steps", "unbounded_eps"]
 
@@ -26,7 +26,7 @@ def more_steps(e: Examination) -> Outcome:
     """
     # Below some eps the usual length does not shrink with the number of steps, and longer would not be finer.
     half = usual_length(e.threat, e.level.steps) / 2
-    names = (e.level.plain, e.level.longer, f"{e.level.longer}(step={amount_text(half)})")
+    names = (e.level.plain, e.level.longer, f"{e.level.longer}(step={quantity_text(half)})")
     few, *others = (e.held(name) for name in names)
     moved = any(beaten(few, many, _FLOOR) or beaten(many, few, _FLOOR) for many in others)
     return (SUSPICIOUS if moved else OK), {name: e.share(e.held(name)) for name in names}

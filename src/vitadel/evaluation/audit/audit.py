@@ -14,33 +14,50 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitadel.quantities import amount_text, read_amount
 from vitadel.attacks.parse import looks_inside, make, split_attack_list, targets_in
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import threat as make_threat
 from vitadel.backbones.output_checks import looks_like_probabilities, modules_in_train_mode
 from vitadel.data.batches import batches
 from vitadel.data.validation import BadSample
-from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation.engine.class_subset import choose_among, told_among_all
-from vitadel.evaluation.engine.run import Outcome, begun, bench_for
-from vitadel.evaluation.engine.calibration import calibrated, calibration_images, studies
-from vitadel.evaluation.engine.compilation import Compilation, compiled
+from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.audit.evidence import findings_about
-from vitadel.evaluation.engine.saved_examples import IMAGES, PICTURES, PNG_HOLDS, Keeper
 from vitadel.evaluation.audit.protocols import protocol_named, standing
-from vitadel.evaluation.engine.preflight import rehearse
-from vitadel.evaluation.engine.verdicts import Tally, described, heading, samples_table
-from vitadel.evaluation.engine.stages import NOTE, PRECISIONS, Bench, Leg, attack_stage, clean_stage, rules_of
-from vitadel.evaluation.engine.target import Subject, open_subject
+from vitadel.evaluation.engine.calibration import calibrated, calibration_images, studies
+from vitadel.evaluation.engine.class_subset import among_all_summary, choose_among
+from vitadel.evaluation.engine.compilation import Compilation, compiled
+from vitadel.evaluation.engine.preflight import preflight
+from vitadel.evaluation.engine.run import Outcome, begun, context_for
+from vitadel.evaluation.engine.saved_examples import IMAGES, PICTURES, PNG_HOLDS, ExampleSaver
+from vitadel.evaluation.engine.stages import (
+    NOTE,
+    PRECISIONS,
+    MemberResult,
+    RunContext,
+    attack_stage,
+    clean_stage,
+    rules_of,
+)
+from vitadel.evaluation.engine.target import Target, open_target
+from vitadel.evaluation.engine.verdicts import Verdicts, described, heading, samples_table
 from vitadel.instrument.attention_rows import attention_over_patches
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.quantities import quantity_text, read_quantity
 from vitadel.runtime.distributed import Processes, join_processes
+from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder, write_atomically, write_json
 from vitadel.types import Attack, Source, Threat
 
-__all__ = ["DEFAULT_ATTACKS", "DEFAULT_DATA", "DEFAULT_MODEL", "Order", "Outcome", "audit", "check_order", "run_audit"]
+__all__ = [
+    "DEFAULT_ATTACKS",
+    "DEFAULT_DATA",
+    "DEFAULT_MODEL",
+    "AuditRequest",
+    "Outcome",
+    "audit",
+    "check_request",
+    "run_audit",
+]
 
 DEFAULT_MODEL = "zoo:shapes-robust"
 DEFAULT_DATA = "shapes"
@@ -50,7 +67,7 @@ _PICTURES = 8  # samples kept with their perturbed versions, for the report
 
 
 @dataclass(frozen=True)
-class Order:
+class AuditRequest:
     """What an audit is asked to do: everything, beside model and data, that decides its result.
 
     Each attack works on the samples that the earlier ones left standing, so the last number is the worst case; with
@@ -75,15 +92,17 @@ class Order:
     def __post_init__(self) -> None:
         twice = sorted({name for name in self.attacks if self.attacks.count(name) > 1})
         if twice:
-            raise Mistake(f"attack {twice[0]!r} is listed twice; each name may stand once, settings make names differ")
+            raise UserError(
+                f"attack {twice[0]!r} is listed twice; each name may stand once, settings make names differ"
+            )
         if self.batch_size < 1:
-            raise Mistake(f"--batch-size must be at least 1, got {self.batch_size}")
+            raise UserError(f"--batch-size must be at least 1, got {self.batch_size}")
         if self.keep not in KEEP:
-            raise Mistake(f"unknown choice {self.keep!r} of what to keep; allowed: {', '.join(KEEP)}")
+            raise UserError(f"unknown choice {self.keep!r} of what to keep; allowed: {', '.join(KEEP)}")
         if self.precision not in PRECISIONS:
-            raise Mistake(f"unknown precision {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
+            raise UserError(f"unknown precision {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
         if self.norm == "linf" and self.eps == 1:
-            raise Mistake("eps 1 lets every pixel become anything: pixels are in [0, 1] here. Did you mean 1/255?")
+            raise UserError("eps 1 lets every pixel become anything: pixels are in [0, 1] here. Did you mean 1/255?")
         if self.protocol is not None:
             protocol_named(self.protocol)
         self.crew()  # a wrong name, norm or budget is told before anything is loaded
@@ -95,15 +114,15 @@ class Order:
     def crew(self) -> list[tuple[str, Attack]]:
         return [(name, make(name, eps=self.eps, norm=self.norm)) for name in self.attacks]
 
-    def settings(self, subject: Subject, indices: Tensor) -> dict[str, Any]:
+    def settings(self, target: Target, indices: Tensor) -> dict[str, Any]:
         """What a resumed run must agree with."""
         return {
-            "model": subject.model_spec,
-            "model_fingerprint": subject.model_fingerprint(),
-            "data": subject.data_spec,
-            "data_fingerprint": subject.data_fingerprint(indices),
+            "model": target.model_spec,
+            "model_fingerprint": target.model_fingerprint(),
+            "data": target.data_spec,
+            "data_fingerprint": target.data_fingerprint(indices),
             **dataclasses.asdict(self),
-            "eps": amount_text(self.eps),
+            "eps": quantity_text(self.eps),
             "skip_bad": bool(self.skip_bad),
         }
 
@@ -140,8 +159,8 @@ def audit(
     with is not part of it: `vitadel.diagnose` looks closer.
     """
     names = tuple(split_attack_list(attacks) if isinstance(attacks, str) else attacks)
-    budget = read_amount(eps, "eps")
-    order = Order(
+    budget = read_quantity(eps, "eps")
+    request = AuditRequest(
         attacks=names,
         eps=budget,
         norm=norm,
@@ -156,7 +175,7 @@ def audit(
         protocol=protocol,
     )
     processes = join_processes(device)
-    subject = open_subject(
+    target = open_target(
         model,
         data,
         data_root=data_root,
@@ -165,12 +184,12 @@ def audit(
         tokens=tokens,
         allow_readable=allow_readable,
     )
-    return run_audit(subject, order, processes, out=out, resume=resume).results
+    return run_audit(target, request, processes, out=out, resume=resume).results
 
 
 def run_audit(
-    subject: Subject,
-    order: Order,
+    target: Target,
+    request: AuditRequest,
     processes: Processes,
     *,
     out: str | Path | None = None,
@@ -179,33 +198,33 @@ def run_audit(
     shown: bool = False,
     argv: Sequence[str] = (),
     verb: str = "audit",
-    examine: Callable[[Subject], list[dict[str, Any]]] = lambda subject: [],
+    examine: Callable[[Target], list[dict[str, Any]]] = lambda target: [],
 ) -> Outcome:
     """Audit, in a run folder if `out` names one or `in_folder` asks for a new one below runs/.
 
     `examine` gives findings about the model before anything is attacked.
     """
-    subject = choose_among(subject)
-    indices, mislabelled = subject.selection(order.limit, order.seed, order.skip_bad)
+    target = choose_among(target)
+    indices, mislabelled = target.selection(request.limit, request.seed, request.skip_bad)
     if not resume:
-        check_order(subject, order, indices, processes.device)
-    comparable = standing(order, subject, indices)
-    settings = order.settings(subject, indices)
+        check_request(target, request, indices, processes.device)
+    comparable = standing(request, target, indices)
+    settings = request.settings(target, indices)
     run = None
     if out is not None or in_folder:
-        run, done = begun(verb, subject.model_spec, settings, processes, out=out, resume=resume, argv=argv)
+        run, done = begun(verb, target.model_spec, settings, processes, out=out, resume=resume, argv=argv)
         if done is not None:
             return done
     elif processes.count > 1:
-        raise Mistake("with several processes an audit needs a run folder to share; give one with out=...")
-    keeper = Keeper(run.path, subject.model, order.keep == "png") if run and order.keep != "nothing" else None
-    bench = bench_for(subject, order, processes, run, shown=shown, precision=order.precision, keeper=keeper)
+        raise UserError("with several processes an audit needs a run folder to share; give one with out=...")
+    saver = ExampleSaver(run.path, target.model, request.keep == "png") if run and request.keep != "nothing" else None
+    context = context_for(target, request, processes, run, shown=shown, precision=request.precision, saver=saver)
     compilation = None
-    if order.compile:
-        bench, compilation = _with_compiled(bench)
+    if request.compile:
+        context, compilation = _with_compiled(context)
     try:
-        findings = _findings_about_mode(bench.model) + (examine(subject) if processes.is_main else [])
-        results = _run(bench, subject, order, indices, mislabelled, findings, settings, comparable, run, compilation)
+        findings = _findings_about_mode(context.model) + (examine(target) if processes.is_main else [])
+        results = _run(context, target, request, indices, mislabelled, findings, settings, comparable, run, compilation)
         return Outcome(results, run, processes.is_main)
     except KeyboardInterrupt:
         if run is not None:
@@ -213,49 +232,49 @@ def run_audit(
         raise
 
 
-def check_order(subject: Subject, order: Order, indices: Tensor, device: torch.device) -> None:
+def check_request(target: Target, request: AuditRequest, indices: Tensor, device: torch.device) -> None:
     """Whether model, images and attacks go together: told before anything long begins, or is written."""
-    _check_sense(subject, order, indices)
-    crew = order.crew()
+    _check_sense(target, request, indices)
+    crew = request.crew()
     if any(studies(attack) for _, attack in crew):
-        calibration_images(subject, indices, order.calibration, 1, order.seed)
-    rehearse(subject.model.to(device), crew, subject.preprocess.shape)
+        calibration_images(target, indices, request.calibration, 1, request.seed)
+    preflight(target.model.to(device), crew, target.preprocess.shape)
 
 
-def _check_sense(subject: Subject, order: Order, indices: Tensor) -> None:
+def _check_sense(target: Target, request: AuditRequest, indices: Tensor) -> None:
     """What only the data can tell: a budget that reaches everything, a target that is a label."""
-    pixels = 3 * math.prod(subject.preprocess.shape)
-    widest = {"l2": math.sqrt(pixels), "l1": float(pixels)}.get(order.norm, math.inf)
-    if order.eps >= widest:
-        raise Mistake(
-            f"eps {order.eps:g} in {order.norm} lets every pixel become anything: pixels are in [0, 1], and the box of "
-            f"these images is {widest:g} wide. Did you mean {order.eps:g}/255?"
+    pixels = 3 * math.prod(target.preprocess.shape)
+    widest = {"l2": math.sqrt(pixels), "l1": float(pixels)}.get(request.norm, math.inf)
+    if request.eps >= widest:
+        raise UserError(
+            f"eps {request.eps:g} in {request.norm} lets every pixel become anything: pixels are in [0, 1], so the box "
+            f"of these images is {widest:g} wide. Did you mean {request.eps:g}/255?"
         )
-    for name in order.attacks:
-        check_targets(name, subject.source.labels()[indices])
+    for name in request.attacks:
+        check_targets(name, target.source.labels()[indices])
 
 
 def check_targets(name: str, labels: Tensor) -> None:
-    """A `Mistake` if an attack by this name is to reach a class that some of the samples have."""
-    for target in targets_in(name):
-        of_target = int((labels == target).sum())
-        if of_target:
-            raise Mistake(
-                f"{name}: class {target} is the label of {of_target} of the {len(labels)} samples, so there is "
-                "nothing to reach for them; choose targets by a rule: targeted:next+, :least+ or :random+"
+    """A `UserError` if an attack by this name is to reach a class that some of the samples have."""
+    for aimed_class in targets_in(name):
+        of_aimed_class = int((labels == aimed_class).sum())
+        if of_aimed_class:
+            raise UserError(
+                f"{name}: class {aimed_class} is the label of {of_aimed_class} of the {len(labels)} samples, so "
+                "there is nothing to reach for them; choose targets by a rule: targeted:next+, :least+ or :random+"
             )
 
 
-def _with_compiled(bench: Bench) -> tuple[Bench, Compilation]:
-    x = torch.full((bench.batch_size, 3, *bench.preprocess.shape), 0.5, device=bench.processes.device)
-    model, verdict = compiled(bench.model, x, bench.processes.from_main)
-    return dataclasses.replace(bench, compiled=None if model is bench.model else model), verdict
+def _with_compiled(context: RunContext) -> tuple[RunContext, Compilation]:
+    x = torch.full((context.batch_size, 3, *context.preprocess.shape), 0.5, device=context.processes.device)
+    model, verdict = compiled(context.model, x, context.processes.from_main)
+    return dataclasses.replace(context, compiled=None if model is context.model else model), verdict
 
 
 def _run(
-    bench: Bench,
-    subject: Subject,
-    order: Order,
+    context: RunContext,
+    target: Target,
+    request: AuditRequest,
     indices: Tensor,
     mislabelled: Sequence[BadSample],
     findings: list[dict[str, Any]],
@@ -264,63 +283,65 @@ def _run(
     run: RunFolder | None,
     compilation: Compilation | None,
 ) -> dict[str, Any]:
-    crew = order.crew()
-    main = bench.processes.is_main
-    with frozen(bench.model):
-        tally = Tally.of_clean(clean_stage(bench, indices), mislabelled)
-        if len(tally.index) == 0:
-            raise Mistake("no sample could be read, so there is nothing to audit; see the reasons with --skip-bad off")
-        findings += _findings_about_outputs(bench, tally)
-        results = _results(subject, order, tally, settings, findings, comparable)
-        kept: list[Leg] = []
+    crew = request.crew()
+    main = context.processes.is_main
+    with frozen(context.model):
+        verdicts = Verdicts.of_clean(clean_stage(context, indices), mislabelled)
+        if len(verdicts.index) == 0:
+            raise UserError(
+                "no sample could be read, so there is nothing to audit; see the reasons with --skip-bad off"
+            )
+        findings += _findings_about_outputs(context, verdicts)
+        results = _results(target, request, verdicts, settings, findings, comparable)
+        kept: list[MemberResult] = []
         for number, (name, attack) in enumerate(crew):
             if run and main:
                 write_json(run.path / "results.json", results)
-            asked, attack = attack, calibrated(attack, bench, subject, indices, order.calibration)
+            asked, attack = attack, calibrated(attack, context, target, indices, request.calibration)
             crew[number] = name, attack
             own_rules = rules_of(attack) is not None
-            alone = order.independent or own_rules
-            exposed = tally.index[tally.correct if alone else tally.standing]
+            alone = request.independent or own_rules
+            exposed = verdicts.index[verdicts.correct if alone else verdicts.standing]
             title = f"{number:02d} {name}"
-            legs = attack_stage(bench, title, attack, order.threat, exposed, looks_inside(name))
+            legs = attack_stage(context, title, attack, request.threat, exposed, looks_inside(name))
             told = {**settings_of(asked), **settings_of(attack)}  # how it was prepared, and what came of it
-            told |= {"norm": order.norm, "eps": settings["eps"], "seed": order.seed}
-            tally.add(name, told, legs, alone=alone, own_rules=own_rules)
-            findings += findings_about(name, legs, len(tally.index))
+            told |= {"norm": request.norm, "eps": settings["eps"], "seed": request.seed}
+            verdicts.add(name, told, legs, alone=alone, own_rules=own_rules)
+            findings += findings_about(name, legs, len(verdicts.index))
             kept += legs
-            results = _results(subject, order, tally, settings, findings, comparable)
-        results |= told_among_all(bench, tally.index)
+            results = _results(target, request, verdicts, settings, findings, comparable)
+        results |= among_all_summary(context, verdicts.index)
         if compilation is not None:
             results["compile"] = compilation.told()
-        if order.keep != "nothing":
-            results["kept"] = _kept(kept, order.keep == "png")
+        if request.keep != "nothing":
+            results["kept"] = _kept(kept, request.keep == "png")
         results["complete"] = True
         if run and main:
             if crew:
-                _keep_pictures(bench, run, tally, *min(crew, key=lambda named: _weight(named[1])))
-            write_atomically(run.path / "samples.parquet", samples_table(tally))
+                _keep_pictures(context, run, verdicts, *min(crew, key=lambda named: _weight(named[1])))
+            write_atomically(run.path / "samples.parquet", samples_table(verdicts))
             write_json(run.path / "results.json", results)
             run.finish()
-        bench.processes.wait()
+        context.processes.wait()
     return results
 
 
 def _results(
-    subject: Subject,
-    order: Order,
-    tally: Tally,
+    target: Target,
+    request: AuditRequest,
+    verdicts: Verdicts,
     settings: dict[str, Any],
     findings: list[dict[str, Any]],
     comparable: dict[str, Any],
 ) -> dict[str, Any]:
     return {
-        **heading(order.seed, complete=False),
-        **described(subject, tally, settings["model_fingerprint"]),
-        "threat": {"norm": order.norm, "eps": order.eps, "eps_text": settings["eps"]},
-        "batch_size": order.batch_size,
-        "precision": order.precision,
+        **heading(request.seed, complete=False),
+        **described(target, verdicts, settings["model_fingerprint"]),
+        "threat": {"norm": request.norm, "eps": request.eps, "eps_text": settings["eps"]},
+        "batch_size": request.batch_size,
+        "precision": request.precision,
         "protocol": comparable,
-        **tally.summary(),
+        **verdicts.summary(),
         "findings": findings,
     }
 
@@ -339,12 +360,12 @@ def _findings_about_mode(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _findings_about_outputs(bench: Bench, tally: Tally) -> list[dict[str, Any]]:
+def _findings_about_outputs(context: RunContext, verdicts: Verdicts) -> list[dict[str, Any]]:
     """Probabilities instead of logits saturate the cross-entropy; random answers make single verdicts worthless."""
-    first = [tally.index[: min(8, bench.batch_size)].tolist()]
-    (batch,) = batches(bench.source, first, bench.preprocess, skip_bad=bench.skip_bad)
+    first = [verdicts.index[: min(8, context.batch_size)].tolist()]
+    (batch,) = batches(context.source, first, context.preprocess, skip_bad=context.skip_bad)
     with torch.no_grad():
-        outputs, again = (bench.model(batch.to(bench.processes.device).x) for _ in range(2))
+        outputs, again = (context.model(batch.to(context.processes.device).x) for _ in range(2))
     findings = []
     change = float((outputs - again).abs().max() / outputs.abs().max().clamp(min=1e-12))
     if change > 1e-4:
@@ -370,7 +391,7 @@ def _findings_about_outputs(bench: Bench, tally: Tally) -> list[dict[str, Any]]:
     ]
 
 
-def _kept(legs: Sequence[Leg], png: bool) -> dict[str, Any]:
+def _kept(legs: Sequence[MemberResult], png: bool) -> dict[str, Any]:
     """How many images were saved, and of how many the 8-bit picture fools no more."""
     pieces = [piece for leg in legs for piece in leg.pieces]
     saved = sum(int((~piece["held"]).sum()) for piece in pieces)
@@ -383,18 +404,18 @@ def _weight(attack: Attack) -> int:
     return 2 * gradients + forwards
 
 
-def _keep_pictures(bench: Bench, run: RunFolder, tally: Tally, name: str, attack: Attack) -> None:
+def _keep_pictures(context: RunContext, run: RunFolder, verdicts: Verdicts, name: str, attack: Attack) -> None:
     """A few samples, clean and as an attack leaves them, for the report: the cheapest, for it runs once more."""
-    rows = tally.index[tally.correct][:_PICTURES].tolist()
+    rows = verdicts.index[verdicts.correct][:_PICTURES].tolist()
     if not rows:
         return
-    (batch,) = batches(bench.source, [rows], bench.preprocess, skip_bad=bench.skip_bad)
-    batch = batch.to(bench.processes.device)
-    with bench.arithmetic():
-        z = attack(bench.model, batch.x, batch.y, Draws.of_samples(bench.seed, batch.indices, batch.x.device))
+    (batch,) = batches(context.source, [rows], context.preprocess, skip_bad=context.skip_bad)
+    batch = batch.to(context.processes.device)
+    with context.arithmetic():
+        z = attack(context.model, batch.x, batch.y, SampleRNG.of_samples(context.seed, batch.indices, batch.x.device))
         with torch.no_grad():
-            prediction = bench.model(z).argmax(1)
-        maps = _gazes(bench.model, attention_x=batch.x, attention_z=z)
+            prediction = context.model(z).argmax(1)
+        maps = _gazes(context.model, attention_x=batch.x, attention_z=z)
     buffer = io.BytesIO()
     arrays = {"index": batch.indices, "x": batch.x, "z": z, "label": batch.y, "prediction": prediction, **maps}
     about = {"attack": np.asarray(name), "own_rules": np.asarray(rules_of(attack) is not None)}
@@ -406,5 +427,5 @@ def _gazes(model: nn.Module, **shown: Tensor) -> dict[str, Tensor]:
     """Where the model looks in these images; nothing of a model that has no maps over patches."""
     try:
         return {name: attention_over_patches(model, images) for name, images in shown.items()}
-    except Mistake:
+    except UserError:
         return {}

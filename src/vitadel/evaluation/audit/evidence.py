@@ -9,7 +9,7 @@ import numpy as np
 
 from vitadel.attacks.autoattack.fast import STAGES
 from vitadel.evaluation.chance import surprising
-from vitadel.evaluation.engine.stages import NOTE, Leg
+from vitadel.evaluation.engine.stages import NOTE, MemberResult
 
 __all__ = ["findings_about"]
 
@@ -22,14 +22,14 @@ _FEW = 20
 Finding = dict[str, Any]
 
 
-def findings_about(name: str, legs: Sequence[Leg], n: int) -> list[Finding]:
+def findings_about(name: str, legs: Sequence[MemberResult], n: int) -> list[Finding]:
     """About an ensemble whose gradient-free member found something, and about `autoattack-fast`."""
     if "fell_in" in _notes(legs):
         return _about_fast(name, _notes(legs), n)
     return _about_square(name, legs, n)
 
 
-def _notes(legs: Sequence[Leg]) -> dict[str, np.ndarray]:
+def _notes(legs: Sequence[MemberResult]) -> dict[str, np.ndarray]:
     gathered: dict[str, list[np.ndarray]] = {}
     for leg in legs:
         for piece in leg.pieces:
@@ -43,7 +43,7 @@ def _finding(check: str, verdict: str, evidence: str, advice: str) -> Finding:
     return {"check": check, "verdict": verdict, "evidence": evidence, "advice": advice}
 
 
-def _about_square(name: str, legs: Sequence[Leg], n: int) -> list[Finding]:
+def _about_square(name: str, legs: Sequence[MemberResult], n: int) -> list[Finding]:
     gradients_first = any(leg.name.startswith("apgd") for leg in legs[:1])
     square = next((leg for leg in legs if leg.name == "square"), None)
     if square is None or not gradients_first:

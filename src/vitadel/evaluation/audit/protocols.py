@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from vitadel.quantities import amount_text, read_amount
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
+from vitadel.quantities import quantity_text, read_quantity
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vitadel.evaluation.audit.audit import Order
-    from vitadel.evaluation.engine.target import Subject
+    from vitadel.evaluation.audit.audit import AuditRequest
+    from vitadel.evaluation.engine.target import Target
     from vitadel.types import Attack
 
 __all__ = ["PROTOCOLS", "RVT", "Protocol", "differences", "list_digest", "protocol_named", "settings", "standing"]
@@ -54,7 +54,7 @@ class Protocol:
 
     @property
     def budget(self) -> float:
-        return read_amount(self.eps, "eps")
+        return read_quantity(self.eps, "eps")
 
     @property
     def model_options(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
 def protocol_named(name: str) -> Protocol:
     if name not in PROTOCOLS:
         known = ", ".join(PROTOCOLS)
-        raise Mistake(f"unknown protocol {name!r}{nearest_names(name, PROTOCOLS) or '.'} Known: {known}.")
+        raise UserError(f"unknown protocol {name!r}{nearest_names(name, PROTOCOLS) or '.'} Known: {known}.")
     return PROTOCOLS[name]
 
 
@@ -170,25 +170,25 @@ def settings(name: str) -> dict[str, Any]:
     }
 
 
-def standing(order: Order, subject: Subject, indices: Tensor) -> dict[str, Any]:
-    """The field `protocol` of the results. A `Mistake` if the order bears a protocol's name and differs from it.
+def standing(request: AuditRequest, target: Target, indices: Tensor) -> dict[str, Any]:
+    """The field `protocol` of the results. A `UserError` if the order bears a protocol's name and differs from it.
 
     An order that bears none is held against the protocol for its data that it comes closest to.
     """
-    if order.protocol is not None:
-        protocol = protocol_named(order.protocol)
-        found = differences(protocol, order, subject, indices)
+    if request.protocol is not None:
+        protocol = protocol_named(request.protocol)
+        found = differences(protocol, request, target, indices)
         if found:
-            raise Mistake(
+            raise UserError(
                 f"this is no run of the protocol {protocol.name}, which differs in:\n  "
                 + "\n  ".join(f"{what}: {how}" for what, how in found.items())
                 + f"\nPut this right, or leave out --protocol: the number then is not comparable with "
                 f"{protocol.comparable_with}."
             )
         return _told(protocol, {})
-    kind = _kind(subject)[0]
+    kind = _kind(target)[0]
     candidates = [protocol for protocol in PROTOCOLS.values() if kind in protocol.data]
-    compared = [(differences(each, order, subject, indices), each) for each in candidates]
+    compared = [(differences(each, request, target, indices), each) for each in candidates]
     if not compared:
         return {"name": None, "comparable_with": None, "nearest": None, "differences": {}, "remark": ""}
     found, nearest = min(compared, key=lambda pair: len(pair[0]))
@@ -206,7 +206,7 @@ def _told(protocol: Protocol, found: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def differences(protocol: Protocol, order: Order, subject: Subject, indices: Tensor) -> dict[str, str]:
+def differences(protocol: Protocol, request: AuditRequest, target: Target, indices: Tensor) -> dict[str, str]:
     """In what a run differs from a protocol, and how; nothing if it may bear its name."""
     found: dict[str, str] = {}
 
@@ -214,29 +214,29 @@ def differences(protocol: Protocol, order: Order, subject: Subject, indices: Ten
         if given != wanted:
             found[what] = f"{given} instead of {wanted}"
 
-    kind, split = _kind(subject)
+    kind, split = _kind(target)
     if kind not in protocol.data or split == "train":
-        found["data"] = f"{subject.data_spec} instead of {protocol.needs or ' or '.join(protocol.data)}"
-    hold("norm", order.norm, protocol.norm)
-    hold("eps", amount_text(order.eps), protocol.eps)
-    found |= _about_attacks(protocol, order)
+        found["data"] = f"{target.data_spec} instead of {protocol.needs or ' or '.join(protocol.data)}"
+    hold("norm", request.norm, protocol.norm)
+    hold("eps", quantity_text(request.eps), protocol.eps)
+    found |= _about_attacks(protocol, request)
     hold("images", f"{len(indices):,}", f"{protocol.images:,}")
-    if not protocol.image_list and "images" not in found and len(subject.source) != protocol.images:
-        found["images"] = f"{len(indices):,} of {len(subject.source):,} instead of a whole split of {protocol.images:,}"
+    if not protocol.image_list and "images" not in found and len(target.source) != protocol.images:
+        found["images"] = f"{len(indices):,} of {len(target.source):,} instead of a whole split of {protocol.images:,}"
     if protocol.image_list and "images" not in found:
-        names = [subject.source.name(index) for index in indices.tolist()]
+        names = [target.source.name(index) for index in indices.tolist()]
         if list_digest(names) != protocol.image_list:
             found["images"] = f"other {len(names):,} images than those of {protocol.needs}"
     if protocol.pixels is not None:
-        height, width = subject.preprocess.shape
+        height, width = target.preprocess.shape
         hold("size of attacked images", f"{height} x {width}", f"{protocol.pixels} x {protocol.pixels}")
     if protocol.crop_pct is not None and protocol.interpolation is not None:
-        own = subject.preprocess
+        own = target.preprocess
         wanted = replace(own, crop_pct=protocol.crop_pct, interpolation=protocol.interpolation, crop_mode="center")
         hold("preprocessing", own.about, wanted.about)
-    hold("precision", order.precision, "fp32")
-    hold("precision of weights", _weights(subject), "float32")
-    if order.skip_bad:
+    hold("precision", request.precision, "fp32")
+    hold("precision of weights", _weights(target), "float32")
+    if request.skip_bad:
         found["unreadable images"] = "left out (--skip-bad) instead of told as a fault"
     return found
 
@@ -247,42 +247,42 @@ def list_digest(names: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(bare).encode()).hexdigest()
 
 
-def _kind(subject: Subject) -> tuple[str, str | None]:
+def _kind(target: Target) -> tuple[str, str | None]:
     """What the data are called, and the split that was asked for; data given as an object have no name to go by."""
     from vitadel.data.spec import parse_spec
 
-    if subject.given_as_object:
+    if target.given_as_object:
         return "", None
-    request = parse_spec(subject.data_spec, root=Path(), split=None)
+    request = parse_spec(target.data_spec, root=Path(), split=None)
     return request.kind, request.split
 
 
-def _weights(subject: Subject) -> str:
+def _weights(target: Target) -> str:
     """The types of the model's parameters: in half precision they compute in it, whatever the run asks for."""
-    types = {str(each.dtype) for each in subject.model.parameters() if each.is_floating_point()}
+    types = {str(each.dtype) for each in target.model.parameters() if each.is_floating_point()}
     return ", ".join(sorted(name.removeprefix("torch.") for name in types)) or "float32"
 
 
-def _about_attacks(protocol: Protocol, order: Order) -> dict[str, str]:
+def _about_attacks(protocol: Protocol, request: AuditRequest) -> dict[str, str]:
     """Other attacks; or the same, counted in another way or prepared on other images."""
     from vitadel.evaluation.engine.calibration import studies
 
     wanted = _built(protocol.attacks, protocol)
     try:
-        same = _meaning(_built(order.attacks, protocol)) == _meaning(wanted)
-    except Mistake:  # an attack that the protocol's norm or budget rules out is none of its attacks
+        same = _meaning(_built(request.attacks, protocol)) == _meaning(wanted)
+    except UserError:  # an attack that the protocol's norm or budget rules out is none of its attacks
         same = False
     if not same:
-        return {"attacks": f"{', '.join(order.attacks)} instead of {', '.join(protocol.attacks)}"}
+        return {"attacks": f"{', '.join(request.attacks)} instead of {', '.join(protocol.attacks)}"}
     found = {}
-    if order.independent != protocol.independent and len(order.attacks) > 1:
+    if request.independent != protocol.independent and len(request.attacks) > 1:
         found["counting"] = (
             "attacks one after the other instead of each alone (--independent)"
             if protocol.independent
             else "each attack alone instead of one after the other"
         )
-    if order.calibration is not None and any(map(studies, wanted)):
-        found["calibration"] = f"{order.calibration} instead of the training split (no --calibration)"
+    if request.calibration is not None and any(map(studies, wanted)):
+        found["calibration"] = f"{request.calibration} instead of the training split (no --calibration)"
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from vitadel.data import balanced_subset, open_dataset
 from vitadel.data.sources.folders import ImageFiles
 from vitadel.data.sources.videos import VideoFrames
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.types import Source
 
 __all__ = ["FilmedImages", "StoredImages", "filmed_images", "in_clean_data", "stored_images"]
@@ -63,12 +63,14 @@ def stored_images(
     wanted = [name for name in usual if name in there] if asked is None else list(asked)
     for name in wanted:
         if name not in there:
-            raise Mistake(f"there is no '{name}' in {where}; there are: {', '.join(there)}{nearest_names(name, there)}")
+            raise UserError(
+                f"there is no '{name}' in {where}; there are: {', '.join(there)}{nearest_names(name, there)}"
+            )
     if not wanted:
-        raise Mistake(f"{where} holds none of {', '.join(usual)}; there are: {', '.join(there)}")
+        raise UserError(f"{where} holds none of {', '.join(usual)}; there are: {', '.join(there)}")
     missing = [f"{name}/{level}" for name in wanted for level in severities if (name, level) not in found]
     if missing:
-        raise Mistake(
+        raise UserError(
             f"{where} is not complete: {_some(missing)} missing. Unpack the whole benchmark, or choose with "
             "--corruptions and --severities"
         )
@@ -94,7 +96,7 @@ def filmed_images(
     missing = [name for name in wanted if name not in videos]
     if missing or not wanted:
         gone = f"no {_some(missing)}" if missing else f"none of {', '.join(usual)}"
-        raise Mistake(f"'{source.root}' holds {gone}; there are: {', '.join(videos)}")
+        raise UserError(f"'{source.root}' holds {gone}; there are: {', '.join(videos)}")
     _aligned({name: list(videos[name]) for name in wanted})
     first = [frames.start for frames in videos[wanted[0]].values()]
     label = source.labels()[first]
@@ -110,12 +112,12 @@ def in_clean_data(images: StoredImages, spec: str, root: str | Path | None) -> t
         place = {_stem(_tail(path)): sample for sample, path in enumerate(clean.files)}
         gone = [name for name in images.names if _stem(name) not in place]
         if gone:
-            raise Mistake(f"--clean-data {spec} lacks images of the benchmark: {_some(gone)}")
+            raise UserError(f"--clean-data {spec} lacks images of the benchmark: {_some(gone)}")
         rows = torch.tensor([place[_stem(name)] for name in images.names])
     else:
         rows = torch.arange(len(clean))
     if len(rows) != len(images.label) or not torch.equal(clean.labels()[rows], images.label):
-        raise Mistake(
+        raise UserError(
             f"--clean-data {spec} is not the clean version of this benchmark: it has {len(rows)} images with labels of "
             f"its own, and the benchmark {len(images.label)} in each part"
         )
@@ -139,7 +141,7 @@ def _aligned(parts: Mapping[str, Sequence[str]]) -> Sequence[str]:
     everything = set(names).union(*(members for _, members in others))
     gone = [f"{part}/{name}" for part, members in parts.items() for name in sorted(everything.difference(members))]
     if gone:
-        raise Mistake(
+        raise UserError(
             f"the parts of the benchmark do not hold the same images; missing: {_some(gone)}. Unpack it again, as "
             "errors of different images must not be compared"
         )
@@ -152,7 +154,7 @@ def _frames(perturbation: str, videos: Mapping[str, range]) -> Tensor:
     if len(lengths) > 1:
         usual = max(lengths)
         odd = [name for name, frames in videos.items() if len(frames) != usual]
-        raise Mistake(f"videos of '{perturbation}' have {usual} frames, but not {_some(odd)}; replace these files")
+        raise UserError(f"videos of '{perturbation}' have {usual} frames, but not {_some(odd)}; replace these files")
     return torch.stack([torch.arange(frames.start, frames.stop) for frames in videos.values()])
 
 

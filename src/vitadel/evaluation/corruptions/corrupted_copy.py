@@ -22,20 +22,20 @@ from torch import Tensor
 from vitadel.corruptions import COMMON, SEVERITIES, corrupt
 from vitadel.data import balanced_subset, batches, check_labels
 from vitadel.data.batches import Batch
-from vitadel.data.validation import left_out
-from vitadel.data.sources.folders import ImageFiles
 from vitadel.data.preprocess import Preprocess
-from vitadel.errors import Interrupted, Mistake, nearest_names
+from vitadel.data.sources.folders import ImageFiles
+from vitadel.data.validation import left_out
+from vitadel.errors import Interrupted, UserError, nearest_names
 from vitadel.evaluation.corruptions.request import check_corruptions, check_severities
 from vitadel.evaluation.corruptions.sizes import benchmark_preprocess, in_bytes
 from vitadel.evaluation.engine.verdicts import heading
-from vitadel.runtime.rng import Draws
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import FOUND_AGAIN, progress
-from vitadel.runtime.run_folder import RunFolder, disk_trouble_told, open_run, write_atomically, write_json
+from vitadel.runtime.rng import SampleRNG
+from vitadel.runtime.run_folder import RunFolder, disk_errors_reported, open_run, write_atomically, write_json
 from vitadel.types import Source
 
-__all__ = ["FORMATS", "CopyOrder", "usable_corruptions", "versions", "write_copy"]
+__all__ = ["FORMATS", "CorruptedCopyRequest", "usable_corruptions", "versions", "write_copy"]
 
 FORMATS = ("png", "jpeg", "npy")
 _ENDINGS = {"png": ".png", "jpeg": ".JPEG"}
@@ -44,7 +44,7 @@ _NAMED = 20  # of the images that are left out
 
 
 @dataclass(frozen=True)
-class CopyOrder:
+class CorruptedCopyRequest:
     """What to write. `format` png keeps every pixel, jpeg is what ImageNet-C's files went through, npy is CIFAR-C's.
 
     `size` None takes images of up to 96 pixels as they are, and larger ones as ImageNet-C does: resized to 256 and
@@ -64,24 +64,24 @@ class CopyOrder:
         check_corruptions(self.corruptions or ())
         check_severities(self.severities)
         if self.corruptions == ():
-            raise Mistake("no corruption is asked for, so there is nothing to write; give some with --corruptions")
+            raise UserError("no corruption is asked for, so there is nothing to write; give some with --corruptions")
         if self.format not in FORMATS:
-            raise Mistake(
+            raise UserError(
                 f"unknown format {self.format!r}{nearest_names(self.format, FORMATS)}; allowed: {', '.join(FORMATS)}"
             )
         if self.batch_size < 1:
-            raise Mistake(f"--batch-size must be at least 1, got {self.batch_size}")
+            raise UserError(f"--batch-size must be at least 1, got {self.batch_size}")
         if self.format == "npy" and (self.severities != SEVERITIES or self.skip_bad):
-            raise Mistake(
+            raise UserError(
                 "the arrays of CIFAR-C hold every image at all five severities: drop --severities, --skip-bad"
             )
 
 
 def versions(batch: Batch, name: str, severities: Sequence[int], seed: int) -> Iterator[tuple[int, Tensor]]:
     """A batch at each severity of a corruption, from the streams of its samples: the same in every run."""
-    draws = Draws.of_samples(seed, batch.indices, batch.x.device)
+    rng = SampleRNG.of_samples(seed, batch.indices, batch.x.device)
     for level in severities:
-        yield level, corrupt(batch.x, name, level, draws)
+        yield level, corrupt(batch.x, name, level, rng)
 
 
 def usable_corruptions(asked: Sequence[str] | None, size: tuple[int, int]) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -90,7 +90,7 @@ def usable_corruptions(asked: Sequence[str] | None, size: tuple[int, int]) -> tu
     for name in COMMON if asked is None else asked:
         try:
             next(versions(probe, name, SEVERITIES, 0))
-        except Mistake as mistake:
+        except UserError as mistake:
             if asked is not None:
                 raise
             reasons[name] = str(mistake)
@@ -100,7 +100,7 @@ def usable_corruptions(asked: Sequence[str] | None, size: tuple[int, int]) -> tu
 def write_copy(
     source: Source,
     spec: str,
-    order: CopyOrder,
+    request: CorruptedCopyRequest,
     processes: Processes,
     *,
     out: Path | None = None,
@@ -110,22 +110,22 @@ def write_copy(
 ) -> tuple[dict[str, Any], RunFolder]:
     """Write the copy into a run folder; what a killed run has finished is found again with `resume`."""
     labels = source.labels()
-    mislabelled = check_labels(source, len(source.classes), skip_bad=order.skip_bad)
+    mislabelled = check_labels(source, len(source.classes), skip_bad=request.skip_bad)
     bad = {sample.index for sample in mislabelled}
     rows = torch.tensor([row for row in range(len(labels)) if row not in bad], dtype=torch.int64)
-    indices = balanced_subset(labels[rows], order.limit, order.seed, rows)
-    _refuse_shared_files(source, indices, order.format)
-    preprocess = benchmark_preprocess(source, order.size)
-    names, reasons = usable_corruptions(order.corruptions, preprocess.shape)
+    indices = balanced_subset(labels[rows], request.limit, request.seed, rows)
+    _refuse_shared_files(source, indices, request.format)
+    preprocess = benchmark_preprocess(source, request.size)
+    names, reasons = usable_corruptions(request.corruptions, preprocess.shape)
     chosen = hashlib.sha256(torch.stack([indices, labels[indices]]).numpy().tobytes()).hexdigest()[:16]
-    settings = {"data": spec, "data_fingerprint": chosen, **dataclasses.asdict(order), "corruptions": names}
+    settings = {"data": spec, "data_fingerprint": chosen, **dataclasses.asdict(request), "corruptions": names}
     run = processes.on_main(
         lambda: open_run("corrupt", spec, settings, out=out, resume=resume, argv=list(argv or sys.argv))
     )
-    copy = _Copy(source, order, indices, preprocess, run.path, processes, shown)
+    copy = _Copy(source, request, indices, preprocess, run.path, processes, shown)
     try:
         for number, name in enumerate(names):
-            if order.format != "npy":
+            if request.format != "npy":
                 copy.pictures(name)
             elif number % processes.count == processes.rank:  # a file has one writer
                 copy.arrays(name)
@@ -135,9 +135,9 @@ def write_copy(
     unread = copy.unwritten(names)
     told = {"corruptions": list(names), "size": list(preprocess.shape), "left_out": reasons}
     lost = [*(sample.name for sample in mislabelled), *map(source.name, unread)]
-    results = _results(spec, source, order, len(indices) - len(unread), lost, told)
+    results = _results(spec, source, request, len(indices) - len(unread), lost, told)
     if processes.is_main:
-        if order.format == "npy":
+        if request.format == "npy":
             write_atomically(run.path / "labels.npy", _npy(labels[indices].repeat(len(SEVERITIES)).numpy()))
         write_json(run.path / "results.json", results)
     return results, run
@@ -146,7 +146,7 @@ def write_copy(
 @dataclass(frozen=True, eq=False)
 class _Copy:
     source: Source
-    order: CopyOrder
+    request: CorruptedCopyRequest
     indices: Tensor
     preprocess: Preprocess
     folder: Path
@@ -154,10 +154,10 @@ class _Copy:
     shown: bool
 
     def _chunks(self) -> list[list[int]]:
-        return [part.tolist() for part in self.indices.split(self.order.batch_size)]
+        return [part.tolist() for part in self.indices.split(self.request.batch_size)]
 
     def _batches(self, chunks: Sequence[list[int]]) -> Iterator[Batch]:
-        return batches(self.source, chunks, self.preprocess, skip_bad=self.order.skip_bad)
+        return batches(self.source, chunks, self.preprocess, skip_bad=self.request.skip_bad)
 
     def pictures(self, name: str) -> None:
         """One file per image and severity; a batch whose files are all there is not read again."""
@@ -169,26 +169,26 @@ class _Copy:
             if len(todo) < len(mine):
                 meter.advance(sum(map(len, mine)) - sum(map(len, todo)), FOUND_AGAIN)
             for chunk, batch in zip(todo, self._batches(todo), strict=True):
-                for level, z in versions(batch, name, self.order.severities, self.order.seed):
+                for level, z in versions(batch, name, self.request.severities, self.request.seed):
                     for index, pixels in zip(batch.indices.tolist(), in_bytes(z), strict=True):
-                        write_atomically(self._path(name, level, index), _encoded(pixels, self.order.format))
+                        write_atomically(self._path(name, level, index), _encoded(pixels, self.request.format))
                 meter.advance(len(chunk))
 
     def _each(self, chunk: Sequence[int]) -> Iterator[tuple[int, int]]:
-        return ((level, index) for level in self.order.severities for index in chunk)
+        return ((level, index) for level in self.request.severities for index in chunk)
 
     def _path(self, name: str, level: int, index: int) -> Path:
         """corruption/severity/class/picture; a file keeps its own name, so that benchmarks' readers find its class."""
         if isinstance(self.source, ImageFiles):
-            place = _own_name(self.source, index, self.order.format)
+            place = _own_name(self.source, index, self.request.format)
         else:
             folder = _class_folder(self.source, int(self.source.labels()[index]))
-            place = PurePosixPath(folder, f"{index:08d}{_ENDINGS[self.order.format]}")
+            place = PurePosixPath(folder, f"{index:08d}{_ENDINGS[self.request.format]}")
         return self.folder / name / str(level) / place
 
     def unwritten(self, names: Sequence[str]) -> list[int]:
         """Images that could not be read, by whichever process, now or before the run was resumed."""
-        if not self.order.skip_bad:
+        if not self.request.skip_bad:
             return []
         lost = [
             index
@@ -196,7 +196,7 @@ class _Copy:
             if not all(self._path(name, level, i).exists() for name in names for level, i in self._each([index]))
         ]
         if len(lost) == len(self.indices):
-            raise Mistake("none of the chosen images can be read, so the copy is empty; check the files of the data")
+            raise UserError("none of the chosen images can be read, so the copy is empty; check the files of the data")
         return lost
 
     def arrays(self, name: str) -> None:
@@ -207,11 +207,11 @@ class _Copy:
         part, count = path.with_suffix(".part"), len(self.indices)
         shape = (len(SEVERITIES) * count, *self.preprocess.shape, 3)
         try:
-            with disk_trouble_told(path), part.open("wb") as file, progress(name, count, self.shown) as meter:
+            with disk_errors_reported(path), part.open("wb") as file, progress(name, count, self.shown) as meter:
                 start = _header(file, shape)
                 row_bytes, done = int(np.prod(shape[1:])), 0
                 for batch in self._batches(self._chunks()):
-                    for level, z in versions(batch, name, SEVERITIES, self.order.seed):
+                    for level, z in versions(batch, name, SEVERITIES, self.request.seed):
                         file.seek(start + ((level - 1) * count + done) * row_bytes)
                         file.write(in_bytes(z).tobytes())
                     done += len(batch.y)
@@ -236,15 +236,15 @@ def _refuse_shared_files(source: Source, indices: Tensor, kind: str) -> None:
     for index in indices.tolist():
         file, place = source.files[index], _own_name(source, index, kind)
         if place in taken:
-            raise Mistake(f"{taken[place]} and {file} would both be written to {place}; rename one of them")
+            raise UserError(f"{taken[place]} and {file} would both be written to {place}; rename one of them")
         taken[place] = file
 
 
 def _results(
-    spec: str, source: Source, order: CopyOrder, n: int, lost: Sequence[str], told: dict[str, Any]
+    spec: str, source: Source, request: CorruptedCopyRequest, n: int, lost: Sequence[str], told: dict[str, Any]
 ) -> dict[str, Any]:
     return {
-        **heading(order.seed),
+        **heading(request.seed),
         "data": {
             "spec": spec,
             "n": n,
@@ -255,8 +255,8 @@ def _results(
         },
         "copy": {
             **told,
-            "severities": list(order.severities),
-            "format": f"jpeg, quality {_QUALITY}" if order.format == "jpeg" else order.format,
+            "severities": list(request.severities),
+            "format": f"jpeg, quality {_QUALITY}" if request.format == "jpeg" else request.format,
         },
     }
 

@@ -20,13 +20,13 @@ from vitadel.corruptions.sequences import (
 )
 from vitadel.data.batches import Batch
 from vitadel.data.preprocess import Preprocess
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.corruptions.benchmark_files import FilmedImages
 from vitadel.evaluation.corruptions.scores import flips, top5_distances
 from vitadel.evaluation.corruptions.sizes import Sizes
-from vitadel.evaluation.engine.batch_cache import Piece
-from vitadel.evaluation.engine.stages import Bench, refuse_lost_images, run_stage
-from vitadel.runtime.rng import Draws
+from vitadel.evaluation.engine.batch_cache import BatchRecord
+from vitadel.evaluation.engine.stages import RunContext, refuse_lost_images, run_stage
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = ["filmed_stage", "sequence_stage", "usual_sequences"]
 
@@ -38,33 +38,33 @@ def usual_sequences(size: tuple[int, int]) -> tuple[str, ...]:
     return CIFAR_SEQUENCES if min(size) <= SMALL else IMAGENET_SEQUENCES
 
 
-def sequence_stage(bench: Bench, name: str, indices: Tensor, difficulty: int, sizes: Sizes) -> list[Piece]:
+def sequence_stage(context: RunContext, name: str, indices: Tensor, difficulty: int, sizes: Sizes) -> list[BatchRecord]:
     """Make a sequence of every image, and note per image how often the prediction flips and how far the top 5 move."""
 
-    def work(number: int, batch: Batch) -> Piece:
+    def work(number: int, batch: Batch) -> BatchRecord:
         refuse_lost_images(batch)
-        draws = Draws.of_samples(bench.seed, batch.indices, bench.processes.device)
+        rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device)
         tops = []
         # Thirty frames of a whole batch at once would need thirty times the memory of other stages.
-        for rows in torch.arange(len(batch.y)).split(max(1, bench.batch_size // FRAMES)):
-            frames = sequence(batch.x[rows], name, draws[rows], difficulty)
-            top = _top(bench, sizes.fitted(frames.flatten(0, 1)))
+        for rows in torch.arange(len(batch.y)).split(max(1, context.batch_size // FRAMES)):
+            frames = sequence(batch.x[rows], name, rng[rows], difficulty)
+            top = _top(context, sizes.fitted(frames.flatten(0, 1)))
             tops.append(top.view(*frames.shape[:2], -1).transpose(0, 1))
         return {"index": batch.indices.cpu().numpy(), **_course(torch.cat(tops), name, difficulty)}
 
-    wide = replace(bench, preprocess=_with_margin(sizes.made))
+    wide = replace(context, preprocess=_with_margin(sizes.made))
     return run_stage(wide, f"sequence {name}", indices, work, _flipped())
 
 
-def filmed_stage(bench: Bench, name: str, images: FilmedImages, difficulty: int) -> list[Piece]:
+def filmed_stage(context: RunContext, name: str, images: FilmedImages, difficulty: int) -> list[BatchRecord]:
     """The same from videos, whose frames are the samples of the source."""
     frames = images.frames[name]
     length = frames.shape[1]
-    whole = replace(bench, batch_size=length * max(1, bench.batch_size // length), skip_bad=False)
+    whole = replace(context, batch_size=length * max(1, context.batch_size // length), skip_bad=False)
     numbers = dict(zip(frames[:, 0].tolist(), images.rows.tolist(), strict=True))
 
-    def work(number: int, batch: Batch) -> Piece:
-        top = torch.cat([_top(bench, part) for part in batch.x.split(bench.batch_size)])
+    def work(number: int, batch: Batch) -> BatchRecord:
+        top = torch.cat([_top(context, part) for part in batch.x.split(context.batch_size)])
         first = batch.indices[::length].tolist()
         index = np.asarray([numbers[sample] for sample in first], dtype=np.int64)
         return {"index": index, **_course(top.view(len(first), length, -1), name, difficulty)}
@@ -78,19 +78,19 @@ def _with_margin(preprocess: Preprocess) -> Preprocess:
     if min(height, width) <= SMALL:
         return preprocess
     if height != width:
-        raise Mistake(f"sequences are square, but these images have {height} x {width} pixels; drop --perturbations")
+        raise UserError(f"sequences are square, but these images have {height} x {width} pixels; drop --perturbations")
     return replace(preprocess, size=round(height / IMAGENET_MOTION.kept), crop_pct=1.0)
 
 
 @torch.no_grad()
-def _top(bench: Bench, x: Tensor) -> Tensor:
-    with bench.arithmetic():
-        logits: Tensor = bench.model(x)
+def _top(context: RunContext, x: Tensor) -> Tensor:
+    with context.arithmetic():
+        logits: Tensor = context.model(x)
     # Stable, so that equal logits have one order, and the first of them is what argmax gives.
     return logits.sort(dim=1, descending=True, stable=True).indices[:, :_TOP]
 
 
-def _course(top: Tensor, name: str, difficulty: int) -> Piece:
+def _course(top: Tensor, name: str, difficulty: int) -> BatchRecord:
     """`top`: the most likely classes, (sequences, frames, 5)."""
     classes, noise = top.cpu().numpy(), name in NOISE_SEQUENCES
     return {
@@ -100,12 +100,12 @@ def _course(top: Tensor, name: str, difficulty: int) -> Piece:
     }
 
 
-def _flipped() -> Callable[[Piece], str]:
+def _flipped() -> Callable[[BatchRecord], str]:
     total, seen = 0.0, 0
 
-    def tally(piece: Piece) -> str:
+    def verdicts(piece: BatchRecord) -> str:
         nonlocal total, seen
         total, seen = total + float(piece["flips"].sum()), seen + len(piece["flips"])
         return f"{100 * total / max(seen, 1):.1f} % flips"
 
-    return tally
+    return verdicts

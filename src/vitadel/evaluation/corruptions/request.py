@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from vitadel.corruptions.constants import COMMON, EXTRA, SEVERITIES
 from vitadel.corruptions.sequences import CIFAR_SEQUENCES, IMAGENET_SEQUENCES, VALIDATION_SEQUENCES
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.engine.stages import PRECISIONS
 
-__all__ = ["CorruptionOrder", "check_corruptions", "check_severities"]
+__all__ = ["CorruptionRequest", "check_corruptions", "check_severities"]
 
 
 @dataclass(frozen=True)
-class CorruptionOrder:
+class CorruptionRequest:
     """What a corruption benchmark is asked to do: everything, beside model and data, that decides its result.
 
     `corruptions` None means the 15 that mCE is the mean over, or those of them that can be had; () means none.
@@ -38,13 +38,13 @@ class CorruptionOrder:
         sequences = tuple(dict.fromkeys((*IMAGENET_SEQUENCES, *CIFAR_SEQUENCES, *VALIDATION_SEQUENCES)))
         _check_names(self.perturbations or (), sequences, "perturbation")
         if self.corruptions == () and self.perturbations == ():
-            raise Mistake("no corruption and no perturbation is asked for; give some with --corruptions")
+            raise UserError("no corruption and no perturbation is asked for; give some with --corruptions")
         if self.difficulty not in (1, 2, 3):
-            raise Mistake(f"--difficulty is 1, 2 or 3, got {self.difficulty}")
+            raise UserError(f"--difficulty is 1, 2 or 3, got {self.difficulty}")
         if self.batch_size < 1:
-            raise Mistake(f"--batch-size must be at least 1, got {self.batch_size}")
+            raise UserError(f"--batch-size must be at least 1, got {self.batch_size}")
         if self.precision not in PRECISIONS:
-            raise Mistake(f"unknown precision {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
+            raise UserError(f"unknown precision {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
 
 
 def check_corruptions(names: tuple[str, ...]) -> None:
@@ -55,12 +55,14 @@ def check_severities(severities: tuple[int, ...]) -> None:
     wrong = [level for level in severities if level not in SEVERITIES]
     if wrong or not severities or len(set(severities)) < len(severities):
         given = ", ".join(map(str, severities)) or "none"
-        raise Mistake(f"--severities takes some of 1, 2, 3, 4, 5, each once; got {given} (0 would be the clean image)")
+        raise UserError(
+            f"--severities takes some of 1, 2, 3, 4, 5, each once; got {given} (0 would be the clean image)"
+        )
 
 
 def _check_names(names: tuple[str, ...], known: tuple[str, ...], what: str) -> None:
     for name in names:
         if name not in known:
-            raise Mistake(f"unknown {what} {name!r}{nearest_names(name, known) or '.'} Known: {', '.join(known)}.")
+            raise UserError(f"unknown {what} {name!r}{nearest_names(name, known) or '.'} Known: {', '.join(known)}.")
         if names.count(name) > 1:
-            raise Mistake(f"{what} {name!r} is listed twice; each may stand once")
+            raise UserError(f"{what} {name!r} is listed twice; each may stand once")

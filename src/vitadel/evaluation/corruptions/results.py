@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from vitadel.corruptions.constants import COMMON, SEVERITIES
 from vitadel.corruptions.sequences import IMAGENET_SEQUENCES, NOISE_SEQUENCES
-from vitadel.errors import Mistake
-from vitadel.evaluation.corruptions.request import CorruptionOrder
+from vitadel.errors import UserError
+from vitadel.evaluation.corruptions.perturbations import usual_sequences
+from vitadel.evaluation.corruptions.request import CorruptionRequest
 from vitadel.evaluation.corruptions.scores import (
     ALEXNET_CLEAN_ERROR,
     ALEXNET_ERRORS,
@@ -26,11 +27,10 @@ from vitadel.evaluation.corruptions.scores import (
     relative_corruption_errors,
 )
 from vitadel.evaluation.corruptions.sizes import IMAGENET_SHAPE
+from vitadel.evaluation.engine.batch_cache import BatchRecord
+from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.verdicts import Verdicts, described, heading
 from vitadel.evaluation.intervals import bootstrap_mean, share
-from vitadel.evaluation.engine.batch_cache import Piece
-from vitadel.evaluation.corruptions.perturbations import usual_sequences
-from vitadel.evaluation.engine.verdicts import Tally, described, heading
-from vitadel.evaluation.engine.target import Subject
 from vitadel.types import Source
 
 __all__ = ["Course", "Gathered", "Origin", "Predictions", "corruption_results", "corruption_samples"]
@@ -59,7 +59,7 @@ class Course:
     frames: int
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> Course:
+    def of(cls, pieces: Sequence[BatchRecord]) -> Course:
         flips, distance = (np.concatenate([piece[name] for piece in pieces]) for name in ("flips", "distance"))
         return cls(flips, distance, int(pieces[0]["frames"]))
 
@@ -89,50 +89,52 @@ class Gathered:
     """All predictions, in the order of `tally`; its own predictions are those on clean images, if these are known."""
 
     origin: Origin
-    tally: Tally
+    verdicts: Verdicts
     clean_known: bool
     predictions: Predictions
     courses: Mapping[str, Course]
     left_out: Mapping[str, str]
 
     def wrong(self, corruption: str, severity: int) -> NDArray[np.bool_]:
-        return np.asarray(self.predictions[corruption, severity] != self.tally.label.numpy())
+        return np.asarray(self.predictions[corruption, severity] != self.verdicts.label.numpy())
 
 
 def corruption_results(
-    subject: Subject, order: CorruptionOrder, gathered: Gathered, settings: Mapping[str, Any]
+    target: Target, request: CorruptionRequest, gathered: Gathered, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The fields that every audit has, and `corruptions` and `perturbations`, each where run."""
-    tally, imagenet = gathered.tally, _is_imagenet(subject.source)
-    if len(tally.index) == 0:
-        raise Mistake("no image could be read in all its versions, so there is nothing to count")
-    clean = share(int(tally.correct.sum()), len(tally.index), "correct", "accuracy") if gathered.clean_known else None
+    verdicts, imagenet = gathered.verdicts, _is_imagenet(target.source)
+    if len(verdicts.index) == 0:
+        raise UserError("no image could be read in all its versions, so there is nothing to count")
+    clean = (
+        share(int(verdicts.correct.sum()), len(verdicts.index), "correct", "accuracy") if gathered.clean_known else None
+    )
     results = {
-        **heading(order.seed, suite="corruptions"),
-        **described(subject, tally, settings["model_fingerprint"]),
-        "batch_size": order.batch_size,
-        "precision": order.precision,
+        **heading(request.seed, suite="corruptions"),
+        **described(target, verdicts, settings["model_fingerprint"]),
+        "batch_size": request.batch_size,
+        "precision": request.precision,
         "clean": clean,
         "attacks": [],
         "worst_case": None,
         "findings": [],
     }
     if gathered.predictions:
-        results["corruptions"] = _corruptions(gathered, order, imagenet)
+        results["corruptions"] = _corruptions(gathered, request, imagenet)
     if gathered.courses:
-        results["perturbations"] = _perturbations(gathered, order, imagenet)
+        results["perturbations"] = _perturbations(gathered, request, imagenet)
     return results
 
 
 def corruption_samples(gathered: Gathered) -> bytes:
     """`samples.parquet`: per image its prediction at each corruption and severity, and its flips per perturbation."""
-    tally, known = gathered.tally, gathered.clean_known
-    empty = pa.nulls(len(tally.index))
+    verdicts, known = gathered.verdicts, gathered.clean_known
+    empty = pa.nulls(len(verdicts.index))
     columns: dict[str, Any] = {
-        "index": tally.index.numpy(),
-        "label": tally.label.numpy(),
-        "clean_prediction": tally.prediction.numpy() if known else empty.cast(pa.int64()),
-        "clean_correct": tally.correct.numpy() if known else empty.cast(pa.bool_()),
+        "index": verdicts.index.numpy(),
+        "label": verdicts.label.numpy(),
+        "clean_prediction": verdicts.prediction.numpy() if known else empty.cast(pa.int64()),
+        "clean_correct": verdicts.correct.numpy() if known else empty.cast(pa.bool_()),
     }
     columns |= {f"prediction:{name}/{level}": column for (name, level), column in gathered.predictions.items()}
     columns |= {f"flips:{name}": course.flips for name, course in gathered.courses.items()}
@@ -144,16 +146,18 @@ def corruption_samples(gathered: Gathered) -> bytes:
 def _is_imagenet(source: Source) -> bool:
     if len(source.classes) != 1000:
         return False
-    from vitadel.data.sources.imagenet import named_like_imagenet  # here, as it needs timm, which takes seconds to import
+    from vitadel.data.sources.imagenet import (
+        named_like_imagenet,  # here, as it needs timm, which takes seconds to import
+    )
 
     return named_like_imagenet(source.classes)
 
 
-def _corruptions(gathered: Gathered, order: CorruptionOrder, imagenet: bool) -> dict[str, Any]:
+def _corruptions(gathered: Gathered, request: CorruptionRequest, imagenet: bool) -> dict[str, Any]:
     names = list(dict.fromkeys(name for name, _ in gathered.predictions))
     counted = [name for name in names if name in COMMON] or names
-    n = len(gathered.tally.index)
-    wrong = {name: {level: gathered.wrong(name, level) for level in order.severities} for name in names}
+    n = len(gathered.verdicts.index)
+    wrong = {name: {level: gathered.wrong(name, level) for level in request.severities} for name in names}
     cells = [
         {
             "corruption": name,
@@ -170,17 +174,17 @@ def _corruptions(gathered: Gathered, order: CorruptionOrder, imagenet: bool) -> 
     told = {
         "made": gathered.origin.told,
         "corrupted_at": list(gathered.origin.shape),
-        "severities": list(order.severities),
+        "severities": list(request.severities),
         "n": n,
         "cells": cells,
         "rows": rows,
         "mean_error_over": counted,
-        **_interval("mean_error", np.mean([own[name] for name in counted], axis=0), order.seed),
+        **_interval("mean_error", np.mean([own[name] for name in counted], axis=0), request.seed),
         "left_out": dict(gathered.left_out),
         "remarks": _remarks(gathered, imagenet),
     }
     if imagenet:
-        told |= _against_alexnet(gathered, order, {name: wrong[name] for name in names if name in COMMON}, rows)
+        told |= _against_alexnet(gathered, request, {name: wrong[name] for name in names if name in COMMON}, rows)
     return told
 
 
@@ -191,16 +195,16 @@ def _row(name: str, errors: Mapping[int, float]) -> dict[str, Any]:
 
 def _against_alexnet(
     gathered: Gathered,
-    order: CorruptionOrder,
+    request: CorruptionRequest,
     wrong: Mapping[str, Mapping[int, NDArray[np.bool_]]],
     rows: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     """CE, mCE and relatives. `mce` is only what goes by that name: 15 corruptions at 5 severities and the size of
     the benchmark; else null."""
-    whole = set(order.severities) == set(SEVERITIES) and gathered.origin.as_benchmark
+    whole = set(request.severities) == set(SEVERITIES) and gathered.origin.as_benchmark
     ce, relative = _by_image(wrong), None
     if gathered.clean_known:
-        relative = _by_image(wrong, (~gathered.tally.correct).numpy())
+        relative = _by_image(wrong, (~gathered.verdicts.correct).numpy())
     for row in rows:
         if row["corruption"] in ce:
             row["ce"] = float(ce[row["corruption"]].mean())
@@ -210,7 +214,7 @@ def _against_alexnet(
     def mean(name: str, scores: Mapping[str, NDArray[np.float64]] | None, over: Sequence[str]) -> dict[str, Any]:
         if scores is None or not over or not set(over) <= set(scores):
             return {name: None, f"{name}_ci95": None}
-        return _interval(name, np.mean([scores[each] for each in over], axis=0), order.seed)
+        return _interval(name, np.mean([scores[each] for each in over], axis=0), request.seed)
 
     return {
         **mean("mean_ce", ce, list(ce)),
@@ -242,8 +246,8 @@ def _by_image(
     return found
 
 
-def _perturbations(gathered: Gathered, order: CorruptionOrder, imagenet: bool) -> dict[str, Any]:
-    courses, seed = gathered.courses, order.seed
+def _perturbations(gathered: Gathered, request: CorruptionRequest, imagenet: bool) -> dict[str, Any]:
+    courses, seed = gathered.courses, request.seed
     counted = [name for name in usual_sequences(gathered.origin.shape) if name in courses] or list(courses)
     rows = []
     for name, course in courses.items():
@@ -255,7 +259,7 @@ def _perturbations(gathered: Gathered, order: CorruptionOrder, imagenet: bool) -
     told = {
         "made": gathered.origin.told,
         "corrupted_at": list(gathered.origin.shape),
-        "difficulty": order.difficulty,
+        "difficulty": request.difficulty,
         "rows": rows,
         "mean_flip_probability_over": counted,
         **_interval("mean_flip_probability", np.mean([courses[name].flips for name in counted], axis=0), seed),
@@ -263,7 +267,7 @@ def _perturbations(gathered: Gathered, order: CorruptionOrder, imagenet: bool) -
         "left_out": {} if gathered.predictions else dict(gathered.left_out),
         "remarks": gathered.origin.remarks(_FILMED_IN_MEMORY) if imagenet else [],
     }
-    if imagenet and order.difficulty == 1:
+    if imagenet and request.difficulty == 1:
         told |= _flips_against_alexnet(gathered, seed, rows)
     return told
 

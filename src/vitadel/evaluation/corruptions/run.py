@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from vitadel.errors import Interrupted, Mistake
-from vitadel.evaluation.engine.class_subset import choose_among
-from vitadel.evaluation.engine.run import Outcome, begun, bench_for
-from vitadel.evaluation.corruptions.request import CorruptionOrder
+from vitadel.errors import Interrupted, UserError
+from vitadel.evaluation.corruptions.request import CorruptionRequest
 from vitadel.evaluation.corruptions.results import corruption_results, corruption_samples
 from vitadel.evaluation.corruptions.suppliers import Supply, supply_for
-from vitadel.evaluation.engine.target import Subject, open_subject
+from vitadel.evaluation.engine.class_subset import choose_among
+from vitadel.evaluation.engine.run import Outcome, begun, context_for
+from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.runtime.run_folder import write_atomically, write_json
@@ -40,18 +40,18 @@ def corruptions(
     **settings: Any,
 ) -> dict[str, Any]:
     """The benchmark from Python; returns what `results.json` holds. `settings` are those of `CorruptionOrder`."""
-    known = [each.name for each in dataclasses.fields(CorruptionOrder)]
+    known = [each.name for each in dataclasses.fields(CorruptionRequest)]
     for name in settings:
         if name not in known:
-            raise Mistake(f"corruptions has no setting '{name}'; it takes {', '.join(known)}")
-    order = CorruptionOrder(**settings)
-    subject = open_subject(model, data, data_root=data_root, model_options=model_options, skip_bad=order.skip_bad)
-    return run_corruptions(subject, order, join_processes(device), out=out, resume=resume).results
+            raise UserError(f"corruptions has no setting '{name}'; it takes {', '.join(known)}")
+    request = CorruptionRequest(**settings)
+    target = open_target(model, data, data_root=data_root, model_options=model_options, skip_bad=request.skip_bad)
+    return run_corruptions(target, request, join_processes(device), out=out, resume=resume).results
 
 
 def run_corruptions(
-    subject: Subject,
-    order: CorruptionOrder,
+    target: Target,
+    request: CorruptionRequest,
     processes: Processes,
     *,
     out: str | Path | None = None,
@@ -61,23 +61,23 @@ def run_corruptions(
     argv: Sequence[str] = (),
 ) -> Outcome:
     """Run the benchmark, in a run folder if `out` names one or `in_folder` asks for a new one below runs/."""
-    subject = choose_among(subject)
-    supply = supply_for(subject, order)
-    settings = _settings(subject, order, supply)
+    target = choose_among(target)
+    supply = supply_for(target, request)
+    settings = _settings(target, request, supply)
     run = None
     if out is not None or in_folder or processes.count > 1:
-        run, done = begun("audit", subject.model_spec, settings, processes, out=out, resume=resume, argv=argv)
+        run, done = begun("audit", target.model_spec, settings, processes, out=out, resume=resume, argv=argv)
         if done is not None:
             return done
-    bench = bench_for(subject, order, processes, run, shown=shown, precision=order.precision)
+    context = context_for(target, request, processes, run, shown=shown, precision=request.precision)
     try:
-        with frozen(bench.model):
-            gathered = supply.gather(bench)
+        with frozen(context.model):
+            gathered = supply.gather(context)
     except KeyboardInterrupt:
         if run is None:
             raise
         raise Interrupted(run.path) from None
-    results = corruption_results(subject, order, gathered, settings)
+    results = corruption_results(target, request, gathered, settings)
     if run and processes.is_main:
         write_atomically(run.path / "samples.parquet", corruption_samples(gathered))
         write_json(run.path / "results.json", results)
@@ -86,15 +86,15 @@ def run_corruptions(
     return Outcome(results, run, processes.is_main)
 
 
-def _settings(subject: Subject, order: CorruptionOrder, supply: Supply) -> dict[str, Any]:
+def _settings(target: Target, request: CorruptionRequest, supply: Supply) -> dict[str, Any]:
     """What a resumed run must agree with; also which corruptions were to be had."""
     return {
-        "model": subject.model_spec,
-        "model_fingerprint": subject.model_fingerprint(),
-        "data": subject.data_spec,
-        "data_fingerprint": subject.data_fingerprint(supply.samples),
+        "model": target.model_spec,
+        "model_fingerprint": target.model_fingerprint(),
+        "data": target.data_spec,
+        "data_fingerprint": target.data_fingerprint(supply.samples),
         "suite": "corruptions",
-        **dataclasses.asdict(order),
+        **dataclasses.asdict(request),
         "left_out": sorted(supply.left_out),
         "corrupted_at": list(supply.origin.shape),
     }

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitadel.corruptions.constants import SEVERITIES
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = [
     "ALEXNET_CLEAN_ERROR",
@@ -126,14 +126,14 @@ def flip_rates(probabilities: Mapping[str, float], alexnet: Mapping[str, float] 
     """Flip probabilities as percentages of AlexNet's; their mean over the ten perturbations is mFR."""
     unknown = [name for name in probabilities if name not in alexnet]
     if unknown:
-        raise Mistake(f"no flip probability of AlexNet for {', '.join(unknown)}; there are: {', '.join(alexnet)}")
+        raise UserError(f"no flip probability of AlexNet for {', '.join(unknown)}; there are: {', '.join(alexnet)}")
     return {name: 100 * value / alexnet[name] for name, value in probabilities.items()}
 
 
 def _reference(name: str, severities: Mapping[int, float], alexnet: Errors) -> float:
     """AlexNet's errors summed over the same severities."""
     if name not in alexnet:
-        raise Mistake(
+        raise UserError(
             f"there is no error of AlexNet for '{name}', so it has no CE; there are: {', '.join(alexnet)}. The other "
             "four corruptions of the benchmark are for validation: read their plain errors"
         )
@@ -145,7 +145,7 @@ def _steps(
 ) -> NDArray[np.float64]:
     """The mean of `compare` over the steps of each sequence, along the second axis of `frames`."""
     if difficulty < 1 or frames.shape[1] <= (1 if noise else difficulty):
-        raise Mistake(
+        raise UserError(
             f"a difficulty of {difficulty} needs sequences of more frames than that, and at least 1; these have "
             f"{frames.shape[1]} frames"
         )

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitadel.data.preprocess import Preprocess
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.types import Source
 
 __all__ = ["IMAGENET_SHAPE", "Sizes", "benchmark_preprocess", "first_readable", "in_bytes"]
@@ -61,7 +61,7 @@ def first_readable(source: Source, rows: Iterable[int]) -> Image.Image:
     images = (source.read([row])[0] for row in rows)
     first = next((image for image in images if not isinstance(image, Exception)), None)
     if first is None:
-        raise Mistake("no image of the data can be read; check that its files are whole")
+        raise UserError("no image of the data can be read; check that its files are whole")
     return first
 
 

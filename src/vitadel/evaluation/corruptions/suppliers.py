@@ -16,17 +16,23 @@ from vitadel.corruptions.constants import COMMON
 from vitadel.corruptions.sequences import IMAGENET_SEQUENCES
 from vitadel.data.batches import Batch
 from vitadel.data.validation import BadSample
-from vitadel.errors import Mistake
-from vitadel.evaluation.corruptions.benchmark_files import FilmedImages, StoredImages, filmed_images, in_clean_data, stored_images
+from vitadel.errors import UserError
+from vitadel.evaluation.corruptions.benchmark_files import (
+    FilmedImages,
+    StoredImages,
+    filmed_images,
+    in_clean_data,
+    stored_images,
+)
 from vitadel.evaluation.corruptions.corrupted_copy import usable_corruptions, versions
-from vitadel.evaluation.corruptions.request import CorruptionOrder
+from vitadel.evaluation.corruptions.perturbations import filmed_stage, sequence_stage, usual_sequences
+from vitadel.evaluation.corruptions.request import CorruptionRequest
 from vitadel.evaluation.corruptions.results import Course, Gathered, Origin, Predictions
 from vitadel.evaluation.corruptions.sizes import Sizes, first_readable
-from vitadel.evaluation.engine.batch_cache import Piece
-from vitadel.evaluation.corruptions.perturbations import filmed_stage, sequence_stage, usual_sequences
-from vitadel.evaluation.engine.verdicts import Tally
-from vitadel.evaluation.engine.stages import Bench, clean_stage, refuse_lost_images, run_stage
-from vitadel.evaluation.engine.target import Subject
+from vitadel.evaluation.engine.batch_cache import BatchRecord
+from vitadel.evaluation.engine.stages import RunContext, clean_stage, refuse_lost_images, run_stage
+from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.types import Source
 
 __all__ = ["Supply", "supply_for"]
@@ -48,31 +54,33 @@ class Supply(Protocol):
     @property
     def origin(self) -> Origin: ...
 
-    def gather(self, bench: Bench) -> Gathered: ...
+    def gather(self, context: RunContext) -> Gathered: ...
 
 
-def supply_for(subject: Subject, order: CorruptionOrder) -> Supply:
+def supply_for(target: Target, request: CorruptionRequest) -> Supply:
     """From files where the data is a benchmark itself, else made on the fly."""
-    stored = stored_images(subject.source, subject.data_spec, order.corruptions, COMMON, order.severities)
+    stored = stored_images(target.source, target.data_spec, request.corruptions, COMMON, request.severities)
     if stored is not None:
-        _refuse(order.perturbations != (), f"{subject.data_spec} has no sequences; drop --perturbations")
-        left_out = _not_there(order.corruptions, COMMON, stored.corruptions, subject.data_spec)
-        clean = None if order.clean_data is None else in_clean_data(stored, order.clean_data, subject.data_root)
-        chosen = stored.chosen(order.limit, order.seed)
-        origin = _on_disk("the benchmark's files", subject.source, next(iter(stored.samples.values()))[chosen])
+        _refuse(request.perturbations != (), f"{target.data_spec} has no sequences; drop --perturbations")
+        left_out = _not_there(request.corruptions, COMMON, stored.corruptions, target.data_spec)
+        clean = None if request.clean_data is None else in_clean_data(stored, request.clean_data, target.data_root)
+        chosen = stored.chosen(request.limit, request.seed)
+        origin = _on_disk("the benchmark's files", target.source, next(iter(stored.samples.values()))[chosen])
         return _FromFiles(stored, chosen, left_out, clean, origin)
-    _refuse(order.clean_data is not None, "--clean-data goes with a benchmark's own files, such as imagenet-c:DIR")
-    filmed = filmed_images(subject.source, order.perturbations or None, IMAGENET_SEQUENCES, order.limit, order.seed)
+    _refuse(request.clean_data is not None, "--clean-data goes with a benchmark's own files, such as imagenet-c:DIR")
+    filmed = filmed_images(
+        target.source, request.perturbations or None, IMAGENET_SEQUENCES, request.limit, request.seed
+    )
     if filmed is not None:
-        _refuse(bool(order.corruptions), f"{subject.data_spec} has sequences only; drop --corruptions")
-        left_out = _not_there(order.perturbations or None, IMAGENET_SEQUENCES, tuple(filmed.frames), subject.data_spec)
-        origin = _on_disk("the benchmark's videos", subject.source, next(iter(filmed.frames.values()))[:, 0])
-        return _FromVideos(filmed, order.difficulty, left_out, origin)
-    indices, mislabelled = subject.selection(order.limit, order.seed, order.skip_bad)
-    sizes = Sizes.of(subject.source, subject.preprocess)
-    usable, left_out = usable_corruptions(order.corruptions, sizes.made.shape)
-    sequences = usual_sequences(sizes.made.shape) if order.perturbations is None else order.perturbations
-    return _OnTheFly(indices, mislabelled, usable, order.severities, sequences, order.difficulty, left_out, sizes)
+        _refuse(bool(request.corruptions), f"{target.data_spec} has sequences only; drop --corruptions")
+        left_out = _not_there(request.perturbations or None, IMAGENET_SEQUENCES, tuple(filmed.frames), target.data_spec)
+        origin = _on_disk("the benchmark's videos", target.source, next(iter(filmed.frames.values()))[:, 0])
+        return _FromVideos(filmed, request.difficulty, left_out, origin)
+    indices, mislabelled = target.selection(request.limit, request.seed, request.skip_bad)
+    sizes = Sizes.of(target.source, target.preprocess)
+    usable, left_out = usable_corruptions(request.corruptions, sizes.made.shape)
+    sequences = usual_sequences(sizes.made.shape) if request.perturbations is None else request.perturbations
+    return _OnTheFly(indices, mislabelled, usable, request.severities, sequences, request.difficulty, left_out, sizes)
 
 
 def _on_disk(told: str, source: Source, samples: Tensor) -> Origin:
@@ -97,18 +105,18 @@ class _OnTheFly:
     def origin(self) -> Origin:
         return Origin("made on the fly", in_memory=True, shape=self.sizes.made.shape)
 
-    def gather(self, bench: Bench) -> Gathered:
-        tally = Tally.of_clean(clean_stage(bench, self.samples), self.mislabelled)
+    def gather(self, context: RunContext) -> Gathered:
+        verdicts = Verdicts.of_clean(clean_stage(context, self.samples), self.mislabelled)
         predictions: Predictions = {}
         for name in self.corruptions:
-            pieces = _corrupted_stage(bench, name, tally.index, self.severities, self.sizes)
+            pieces = _corrupted_stage(context, name, verdicts.index, self.severities, self.sizes)
             for level in self.severities:
                 predictions[name, level] = _column(pieces, f"severity {level}")
         courses = {
-            name: Course.of(sequence_stage(bench, name, tally.index, self.difficulty, self.sizes))
+            name: Course.of(sequence_stage(context, name, verdicts.index, self.difficulty, self.sizes))
             for name in self.perturbations
         }
-        return Gathered(self.origin, tally, True, predictions, courses, self.left_out)
+        return Gathered(self.origin, verdicts, True, predictions, courses, self.left_out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,26 +133,26 @@ class _FromFiles:
     def samples(self) -> Tensor:
         return next(iter(self.stored.samples.values()))[self.chosen]
 
-    def gather(self, bench: Bench) -> Gathered:
+    def gather(self, context: RunContext) -> Gathered:
         # Pictures of the model's size are left as they are; others are resized once, and never cropped a second time.
-        files = replace(bench, preprocess=replace(bench.preprocess, crop_pct=1.0)) if self.stored.names else bench
+        files = replace(context, preprocess=replace(context.preprocess, crop_pct=1.0)) if self.stored.names else context
         stages = {
             (name, level): clean_stage(files, rows[self.chosen], f"{name}/{level}")
             for (name, level), rows in self.stored.samples.items()
         }
-        clean: list[Piece] = []
+        clean: list[BatchRecord] = []
         if self.clean is not None:
             source, rows = self.clean
-            clean = clean_stage(replace(bench, source=source), rows[self.chosen])
+            clean = clean_stage(replace(context, source=source), rows[self.chosen])
         found = {part: _asked(pieces) for part, pieces in stages.items()}
         before = _asked(clean) if clean else np.full(len(self.chosen), -1)
         columns = [*found.values(), before] if clean else list(found.values())
         kept = np.logical_and.reduce([column >= 0 for column in columns])  # readable in every version
         rows = self.chosen[torch.from_numpy(kept)]
         bad = _one_for_each_image([*stages.values(), clean])
-        tally = Tally(rows, self.stored.label[rows], torch.from_numpy(before[kept]), bad)
+        verdicts = Verdicts(rows, self.stored.label[rows], torch.from_numpy(before[kept]), bad)
         predictions = {part: column[kept] for part, column in found.items()}
-        return Gathered(self.origin, tally, bool(clean), predictions, {}, self.left_out)
+        return Gathered(self.origin, verdicts, bool(clean), predictions, {}, self.left_out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,40 +168,42 @@ class _FromVideos:
     def samples(self) -> Tensor:
         return next(iter(self.filmed.frames.values()))[:, 0]
 
-    def gather(self, bench: Bench) -> Gathered:
-        bench = replace(bench, preprocess=replace(bench.preprocess, crop_pct=1.0))
+    def gather(self, context: RunContext) -> Gathered:
+        context = replace(context, preprocess=replace(context.preprocess, crop_pct=1.0))
         courses = {
-            name: Course.of(filmed_stage(bench, name, self.filmed, self.difficulty)) for name in self.filmed.frames
+            name: Course.of(filmed_stage(context, name, self.filmed, self.difficulty)) for name in self.filmed.frames
         }
-        tally = Tally(self.filmed.rows, self.filmed.label, torch.full_like(self.filmed.label, -1), [])
-        return Gathered(self.origin, tally, False, {}, courses, self.left_out)
+        verdicts = Verdicts(self.filmed.rows, self.filmed.label, torch.full_like(self.filmed.label, -1), [])
+        return Gathered(self.origin, verdicts, False, {}, courses, self.left_out)
 
 
-def _corrupted_stage(bench: Bench, name: str, indices: Tensor, severities: Sequence[int], sizes: Sizes) -> list[Piece]:
+def _corrupted_stage(
+    context: RunContext, name: str, indices: Tensor, severities: Sequence[int], sizes: Sizes
+) -> list[BatchRecord]:
     """Predictions on one corruption at all severities; each image is decoded once for them."""
 
-    def work(number: int, batch: Batch) -> Piece:
+    def work(number: int, batch: Batch) -> BatchRecord:
         refuse_lost_images(batch)
-        piece: Piece = {"index": batch.indices.cpu().numpy(), "label": batch.y.cpu().numpy()}
-        for level, z in versions(batch, name, severities, bench.seed):
-            with torch.no_grad(), bench.arithmetic():
-                piece[f"severity {level}"] = bench.model(sizes.fitted(z)).argmax(1).cpu().numpy()
+        piece: BatchRecord = {"index": batch.indices.cpu().numpy(), "label": batch.y.cpu().numpy()}
+        for level, z in versions(batch, name, severities, context.seed):
+            with torch.no_grad(), context.arithmetic():
+                piece[f"severity {level}"] = context.model(sizes.fitted(z)).argmax(1).cpu().numpy()
         return piece
 
-    before = replace(bench, preprocess=sizes.made)
+    before = replace(context, preprocess=sizes.made)
     return run_stage(before, f"corruption {name}", indices, work, _errors(severities))
 
 
-def _errors(severities: Sequence[int]) -> Callable[[Piece], str]:
+def _errors(severities: Sequence[int]) -> Callable[[BatchRecord], str]:
     wrong = seen = 0
 
-    def tally(piece: Piece) -> str:
+    def verdicts(piece: BatchRecord) -> str:
         nonlocal wrong, seen
         wrong += sum(int((piece[f"severity {level}"] != piece["label"]).sum()) for level in severities)
         seen += len(severities) * len(piece["label"])
         return f"{100 * wrong / max(seen, 1):.1f} % wrong"
 
-    return tally
+    return verdicts
 
 
 def _not_there(asked: Sequence[str] | None, usual: Sequence[str], there: Sequence[str], where: str) -> dict[str, str]:
@@ -203,14 +213,14 @@ def _not_there(asked: Sequence[str] | None, usual: Sequence[str], there: Sequenc
 
 def _refuse(wrong: bool, message: str) -> None:
     if wrong:
-        raise Mistake(message)
+        raise UserError(message)
 
 
-def _column(pieces: Sequence[Piece], name: str) -> NDArray[np.int64]:
+def _column(pieces: Sequence[BatchRecord], name: str) -> NDArray[np.int64]:
     return np.concatenate([piece[name] for piece in pieces] or [np.empty(0)]).astype(np.int64)
 
 
-def _asked(pieces: Sequence[Piece]) -> NDArray[np.int64]:
+def _asked(pieces: Sequence[BatchRecord]) -> NDArray[np.int64]:
     """Predictions for every sample that was asked for; -1 for one that could not be read."""
     answers = []
     for piece in pieces:
@@ -220,7 +230,7 @@ def _asked(pieces: Sequence[Piece]) -> NDArray[np.int64]:
     return np.concatenate(answers or [np.empty(0)]).astype(np.int64)
 
 
-def _one_for_each_image(stages: Sequence[Sequence[Piece]]) -> list[dict[str, Any]]:
+def _one_for_each_image(stages: Sequence[Sequence[BatchRecord]]) -> list[dict[str, Any]]:
     """What could not be read: for each image the first of its versions that was found broken."""
     found: dict[int, dict[str, Any]] = {}
     for pieces in stages:

@@ -11,37 +11,37 @@ import numpy as np
 
 from vitadel.runtime.run_folder import RunFolder, write_atomically
 
-__all__ = ["FolderLedger", "Ledger", "MemoryLedger", "Piece"]
+__all__ = ["BatchCache", "BatchRecord", "FolderCache", "MemoryCache"]
 
-Piece = dict[str, np.ndarray]
+BatchRecord = dict[str, np.ndarray]
 
 
-class Ledger(Protocol):
-    def find(self, stage: str, number: int) -> Piece | None: ...
+class BatchCache(Protocol):
+    def find(self, stage: str, number: int) -> BatchRecord | None: ...
 
-    def save(self, stage: str, number: int, piece: Piece) -> None: ...
+    def save(self, stage: str, number: int, piece: BatchRecord) -> None: ...
 
 
 @dataclass(frozen=True)
-class MemoryLedger:
+class MemoryCache:
     """For Python callers without a run folder."""
 
-    pieces: dict[tuple[str, int], Piece] = field(default_factory=dict)
+    pieces: dict[tuple[str, int], BatchRecord] = field(default_factory=dict)
 
-    def find(self, stage: str, number: int) -> Piece | None:
+    def find(self, stage: str, number: int) -> BatchRecord | None:
         return self.pieces.get((stage, number))
 
-    def save(self, stage: str, number: int, piece: Piece) -> None:
+    def save(self, stage: str, number: int, piece: BatchRecord) -> None:
         self.pieces[stage, number] = piece
 
 
 @dataclass(frozen=True)
-class FolderLedger:
+class FolderCache:
     """In a run folder, where it survives kill -9 and is seen by the other processes."""
 
     folder: RunFolder
 
-    def find(self, stage: str, number: int) -> Piece | None:
+    def find(self, stage: str, number: int) -> BatchRecord | None:
         try:
             # Through the opened file, because numpy does not close one that turns out to be damaged.
             with self.folder.piece(stage, number).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
@@ -49,7 +49,7 @@ class FolderLedger:
         except (OSError, ValueError, EOFError, zipfile.BadZipFile):
             return None  # a missing or damaged piece is work not done
 
-    def save(self, stage: str, number: int, piece: Piece) -> None:
+    def save(self, stage: str, number: int, piece: BatchRecord) -> None:
         buffer = io.BytesIO()
         np.savez(buffer, **piece)  # type: ignore[arg-type]
         write_atomically(self.folder.piece(stage, number), buffer.getvalue())

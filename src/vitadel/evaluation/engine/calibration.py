@@ -11,14 +11,14 @@ from torch import Tensor
 
 from vitadel.data import open_dataset
 from vitadel.data.batches import batches
-from vitadel.data.preprocess import Preprocess
 from vitadel.data.overlap import same_images
+from vitadel.data.preprocess import Preprocess
 from vitadel.data.spec import parse_spec
 from vitadel.data.subset import balanced_subset
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.class_subset import numbered_alike
-from vitadel.evaluation.engine.stages import Bench
-from vitadel.evaluation.engine.target import Subject
+from vitadel.evaluation.engine.stages import RunContext
+from vitadel.evaluation.engine.target import Target
 from vitadel.types import Attack, Calibrated, Source
 
 __all__ = ["BATCH", "CalibrationImages", "calibrated", "calibration_images", "studies"]
@@ -51,68 +51,68 @@ def studies(attack: Attack) -> bool:
     return isinstance(attack, Calibrated) or (inner is not None and studies(inner))
 
 
-def calibrated(attack: Attack, bench: Bench, subject: Subject, audited: Tensor, spec: str | None) -> Attack:
+def calibrated(attack: Attack, context: RunContext, target: Target, audited: Tensor, spec: str | None) -> Attack:
     """The attack, where it or one that it wraps must be prepared: by the main process for all of them."""
     inner = getattr(attack, "attack", None)
     if inner is not None:
-        ready = calibrated(inner, bench, subject, audited, spec)
+        ready = calibrated(inner, context, target, audited, spec)
         attack = attack if ready is inner else replace(attack, attack=ready)  # type: ignore[type-var]
-    return _prepared(attack, bench, subject, audited, spec) if isinstance(attack, Calibrated) else attack
+    return _prepared(attack, context, target, audited, spec) if isinstance(attack, Calibrated) else attack
 
 
-def _prepared(attack: Calibrated, bench: Bench, subject: Subject, audited: Tensor, spec: str | None) -> Attack:
+def _prepared(attack: Calibrated, context: RunContext, target: Target, audited: Tensor, spec: str | None) -> Attack:
     def prepare() -> Attack:
-        source, indices = calibration_images(subject, audited, spec, attack.calibration_images, bench.seed)
-        images = CalibrationImages(source, indices, bench.preprocess, bench.processes.device, bench.skip_bad)
-        return attack.prepared(bench.model, images, bench.seed)
+        source, indices = calibration_images(target, audited, spec, attack.calibration_images, context.seed)
+        images = CalibrationImages(source, indices, context.preprocess, context.processes.device, context.skip_bad)
+        return attack.prepared(context.model, images, context.seed)
 
-    return bench.processes.on_main(prepare)
+    return context.processes.on_main(prepare)
 
 
 def calibration_images(
-    subject: Subject, audited: Tensor, spec: str | None, wanted: int, seed: int, flag: str = "--calibration"
+    target: Target, audited: Tensor, spec: str | None, wanted: int, seed: int, flag: str = "--calibration"
 ) -> tuple[Source, Tensor]:
     """From `spec`, which `flag` gives, else from the training split of the audited data, else from what is left out."""
-    source = _training_split(subject) if spec is None else open_dataset(spec, root=subject.data_root, skip_bad=True)
-    if spec is not None and _is_audited(subject, spec):
-        raise Mistake(
+    source = _training_split(target) if spec is None else open_dataset(spec, root=target.data_root, skip_bad=True)
+    if spec is not None and _is_audited(target, spec):
+        raise UserError(
             f"{flag} {spec} are the audited images, and an attack that has studied them proves nothing. Give others, "
             "or leave the flag out: then the training split is taken, or what --limit leaves over."
         )
     left_over = source is None
-    source = subject.source if source is None else numbered_alike(source, subject.source)
+    source = target.source if source is None else numbered_alike(source, target.source)
     labels = source.labels()
-    classes = subject.model.record.num_classes or len(subject.source.classes)
+    classes = target.model.record.num_classes or len(target.source.classes)
     usable = (labels >= 0) & (labels < classes)
     if left_over:
         usable[audited] = False
     rows = usable.nonzero()[:, 0]
     if len(rows) == 0 and not left_over:
-        raise Mistake(f"no image of the calibration data has one of the model's {classes} classes; give other data")
+        raise UserError(f"no image of the calibration data has one of the model's {classes} classes; give other data")
     if len(rows) == 0:
-        raise Mistake(
-            f"this attack needs calibration images that are not audited, and {subject.data_spec} has no training split "
+        raise UserError(
+            f"this attack needs calibration images that are not audited, and {target.data_spec} has no training split "
             f"and no image left over. Give some with {flag} SPEC, or leave some out with --limit."
         )
     return source, balanced_subset(labels[rows], min(wanted, len(rows)), seed, rows)
 
 
-def _is_audited(subject: Subject, spec: str) -> bool:
-    if subject.given_as_object:
+def _is_audited(target: Target, spec: str) -> bool:
+    if target.given_as_object:
         return False
-    root = Path("data" if subject.data_root is None else subject.data_root)
-    specs = (spec, subject.data_spec)
+    root = Path("data" if target.data_root is None else target.data_root)
+    specs = (spec, target.data_spec)
     return same_images(*(parse_spec(each, root=root, split=None) for each in specs))
 
 
-def _training_split(subject: Subject) -> Source | None:
+def _training_split(target: Target) -> Source | None:
     """None if the data is not given by name, is a split already, or has no split to train on."""
-    spec = subject.data_spec
+    spec = target.data_spec
     head, _, split = spec.rpartition("@")
     name = head if split in ("test", "val") and head else spec
-    if split == "train" or subject.given_as_object or Path(spec).exists():
+    if split == "train" or target.given_as_object or Path(spec).exists():
         return None
     try:
-        return open_dataset(f"{name}@train", root=subject.data_root, skip_bad=True)
-    except Mistake:
+        return open_dataset(f"{name}@train", root=target.data_root, skip_bad=True)
+    except UserError:
         return None

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.data.validation import left_out
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.stages import RunContext, clean_stage
+from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.intervals import share
-from vitadel.evaluation.engine.stages import Bench, clean_stage
-from vitadel.evaluation.engine.target import Subject
 from vitadel.types import Source
 
-__all__ = ["AmongClasses", "AmongLogits", "choose_among", "choosing_like", "numbered_alike", "told_among_all"]
+__all__ = ["AmongClasses", "AmongLogits", "among_all_summary", "choose_among", "choosing_like", "numbered_alike"]
 
 
 class AmongLogits(nn.Module):
@@ -88,20 +88,20 @@ class AmongClasses:
         return self.source.name(index)
 
 
-def choose_among(subject: Subject) -> Subject:
+def choose_among(target: Target) -> Target:
     """Model and data as the benchmark wants them; as they are, if it lets the model choose between all classes."""
-    among = getattr(subject.source, "among", None)
+    among = getattr(target.source, "among", None)
     if among is None:
-        return subject
-    source = AmongClasses(subject.source, tuple(among))
+        return target
+    source = AmongClasses(target.source, tuple(among))
     strange = (source.labels() < 0).nonzero()[:, 0].tolist()
     if strange:
-        raise Mistake(
-            f"{source.name(strange[0])} is not of one of the {len(among)} classes of {subject.data_spec} (nor are "
+        raise UserError(
+            f"{source.name(strange[0])} is not of one of the {len(among)} classes of {target.data_spec} (nor are "
             f"{len(strange) - 1} others); take the benchmark's own files, or imagenet:DIR for all classes"
         )
-    model = AmongLogits(subject.model, among, len(subject.source.classes))
-    return replace(subject, model=cast(Classifier, model), source=source)
+    model = AmongLogits(target.model, among, len(target.source.classes))
+    return replace(target, model=cast(Classifier, model), source=source)
 
 
 def choosing_like(chosen: nn.Module, model: nn.Module) -> nn.Module:
@@ -118,12 +118,12 @@ def numbered_alike(other: Source, source: Source) -> Source:
     return AmongClasses(other, source.chosen)
 
 
-def told_among_all(bench: Bench, indices: Tensor) -> dict[str, Any]:
+def among_all_summary(context: RunContext, indices: Tensor) -> dict[str, Any]:
     """The field `clean_among_all`: accuracy on the same images when every class may be the answer; else nothing."""
-    model, source = bench.model, bench.source
+    model, source = context.model, context.source
     if not isinstance(model, AmongLogits) or not isinstance(source, AmongClasses):
         return {}
-    whole = replace(bench, model=model.classifier, source=source.source, classes=model.of)
+    whole = replace(context, model=model.classifier, source=source.source, classes=model.of)
     pieces = clean_stage(whole, indices, f"clean among all {model.of}")
     right = sum(int((piece["prediction"] == piece["label"]).sum()) for piece in pieces)
     n = sum(len(piece["label"]) for piece in pieces)
@@ -133,7 +133,7 @@ def told_among_all(bench: Bench, indices: Tensor) -> dict[str, Any]:
 
 def _check_outputs(outputs: int | None, of: int, chosen: int, name: str) -> None:
     if outputs is not None and outputs != of:
-        raise Mistake(
+        raise UserError(
             f"'{name}' has {outputs} outputs, but this benchmark chooses {chosen} of the {of} classes of ImageNet-1k: "
             f"take a model with all {of}, or use folder:DIR for one that was trained on these {chosen} alone"
         )

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from vitadel.attacks.parse import is_adaptive, make
 from vitadel.evaluation.engine.compilation import compiled, gradient_probe, seconds_of
-from vitadel.evaluation.engine.preflight import rehearse
-from vitadel.evaluation.engine.target import Subject
+from vitadel.evaluation.engine.preflight import preflight
+from vitadel.evaluation.engine.target import Target
 from vitadel.instrument.hooks import frozen
 
 __all__ = ["plan"]
 
 
 def plan(
-    subject: Subject,
+    target: Target,
     *,
     attacks: Sequence[str],
     eps: float,
@@ -37,9 +37,9 @@ def plan(
     """
     crew = [(name, make(name, eps=eps, norm=norm)) for name in attacks]
     batch = min(batch_size, samples)
-    model = subject.model.to(device)
-    rehearse(model, crew, subject.preprocess.shape)  # what cannot run costs nothing
-    x = torch.full((batch, 3, *subject.preprocess.shape), 0.5, device=device)
+    model = target.model.to(device)
+    preflight(model, crew, target.preprocess.shape)  # what cannot run costs nothing
+    x = torch.full((batch, 3, *target.preprocess.shape), 0.5, device=device)
 
     def take_forward() -> Tensor:
         with torch.no_grad():

@@ -12,10 +12,10 @@ from vitadel.attacks.parse import targets_in
 from vitadel.attacks.wrappers import WorstOf
 from vitadel.evaluation.engine.calibration import studies
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Calibrated
 
-__all__ = ["rehearse"]
+__all__ = ["preflight"]
 
 _FORWARDS = 3
 """After so many forward passes an attack has looked at everything that it asks of a model."""
@@ -25,8 +25,8 @@ class _Enough(Exception):
     """Ends an attack that got going."""
 
 
-def rehearse(model: nn.Module, crew: Sequence[tuple[str, Attack]], shape: tuple[int, int]) -> None:
-    """The first passes of each attack, on a made-up image: the `Mistake` that it would end with later comes now."""
+def preflight(model: nn.Module, crew: Sequence[tuple[str, Attack]], shape: tuple[int, int]) -> None:
+    """The first passes of each attack, on a made-up image: the `UserError` that it would end with later comes now."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     x = torch.linspace(0.2, 0.8, 3 * shape[0] * shape[1], device=device).view(1, 3, *shape)
     with frozen(model):
@@ -45,7 +45,7 @@ def _beginnings(attack: Attack, model: nn.Module, x: Tensor, y: Tensor) -> Itera
         for _, member in attack.members():
             yield from _beginnings(member, model, x, y)
     elif not studies(attack):
-        yield partial(attack, model, x, y, Draws.of_samples(0, [0], x.device))
+        yield partial(attack, model, x, y, SampleRNG.of_samples(0, [0], x.device))
     else:
         if isinstance(attack, Calibrated):
             yield partial(attack.prepared, model, [(x, y)], 0)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from vitadel.evaluation.engine.batch_cache import FolderLedger, MemoryLedger
-from vitadel.evaluation.engine.stages import Bench
-from vitadel.evaluation.engine.target import Subject
-from vitadel.runtime.environment import environment
+from vitadel.evaluation.engine.batch_cache import FolderCache, MemoryCache
+from vitadel.evaluation.engine.stages import RunContext
+from vitadel.evaluation.engine.target import Target
 from vitadel.runtime.distributed import Processes
+from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import RunFolder, open_run, write_json
 
-__all__ = ["Asked", "Outcome", "begun", "bench_for"]
+__all__ = ["Asked", "Outcome", "begun", "context_for"]
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,20 @@ def begun(
     return run, None
 
 
-def bench_for(
-    subject: Subject, order: Asked, processes: Processes, run: RunFolder | None, *, shown: bool = False, **more: Any
-) -> Bench:
+def context_for(
+    target: Target, request: Asked, processes: Processes, run: RunFolder | None, *, shown: bool = False, **more: Any
+) -> RunContext:
     """The subject's model and data, on the device, with pieces kept in the folder; `more` are further fields."""
-    return Bench(
-        model=subject.model.to(processes.device),
-        source=subject.source,
-        preprocess=subject.preprocess,
-        ledger=MemoryLedger() if run is None else FolderLedger(run),
+    return RunContext(
+        model=target.model.to(processes.device),
+        source=target.source,
+        preprocess=target.preprocess,
+        cache=MemoryCache() if run is None else FolderCache(run),
         processes=processes,
-        batch_size=order.batch_size,
-        seed=order.seed,
-        classes=subject.model.record.num_classes,
-        skip_bad=order.skip_bad,
+        batch_size=request.batch_size,
+        seed=request.seed,
+        classes=target.model.record.num_classes,
+        skip_bad=request.skip_bad,
         shown=shown,
         **more,
     )

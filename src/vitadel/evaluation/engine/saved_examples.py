@@ -16,7 +16,7 @@ from vitadel.data.batches import Batch
 from vitadel.evaluation.engine.judge import Verdict
 from vitadel.runtime.run_folder import write_atomically
 
-__all__ = ["IMAGES", "PICTURES", "PNG_HOLDS", "Keeper", "in_8_bits"]
+__all__ = ["IMAGES", "PICTURES", "PNG_HOLDS", "ExampleSaver", "in_8_bits"]
 
 IMAGES, PICTURES = "adversarial", "png"
 PNG_HOLDS = "png_holds"
@@ -31,7 +31,7 @@ def in_8_bits(z: Tensor, x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Keeper:
+class ExampleSaver:
     """Writes what fooled `model` into a folder: one safetensors file per batch, one picture per image."""
 
     folder: Path

@@ -22,21 +22,21 @@ from vitadel.backbones.attention_kernels import fastest_attention
 from vitadel.backbones.output_checks import check_logits
 from vitadel.data.batches import Batch, batches
 from vitadel.data.preprocess import Preprocess
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
+from vitadel.evaluation.engine.batch_cache import BatchCache, BatchRecord
 from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.saved_examples import Keeper
-from vitadel.evaluation.engine.batch_cache import Ledger, Piece
 from vitadel.evaluation.engine.pass_counter import metered
-from vitadel.runtime.rng import Draws
+from vitadel.evaluation.engine.saved_examples import ExampleSaver
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import FOUND_AGAIN, progress
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, OwnRules, Source, Threat, explained
 
 __all__ = [
     "NOTE",
     "PRECISIONS",
-    "Bench",
-    "Leg",
+    "MemberResult",
+    "RunContext",
     "attack_stage",
     "clean_stage",
     "refuse_lost_images",
@@ -51,13 +51,13 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Bench:
+class RunContext:
     """What all stages share: the model, its data, how to cut them into batches, and who is at work."""
 
     model: nn.Module
     source: Source
     preprocess: Preprocess
-    ledger: Ledger
+    cache: BatchCache
     processes: Processes
     batch_size: int
     seed: int
@@ -65,7 +65,7 @@ class Bench:
     precision: str = "fp32"
     skip_bad: bool | None = False
     shown: bool = False
-    keeper: Keeper | None = None  # saves what fools the model
+    saver: ExampleSaver | None = None  # saves what fools the model
     compiled: nn.Module | None = None  # the same model, faster, for attacks that do not look inside
 
     def chunks(self, indices: Tensor) -> list[list[int]]:
@@ -83,50 +83,54 @@ class Bench:
 
 
 def run_stage(
-    bench: Bench, stage: str, indices: Tensor, work: Callable[[int, Batch], Piece], tally: Callable[[Piece], str]
-) -> list[Piece]:
+    context: RunContext,
+    stage: str,
+    indices: Tensor,
+    work: Callable[[int, Batch], BatchRecord],
+    verdicts: Callable[[BatchRecord], str],
+) -> list[BatchRecord]:
     """Do this process's missing batches, wait for the others, and return all pieces in order."""
-    chunks = bench.chunks(indices)
-    mine = range(bench.processes.rank, len(chunks), bench.processes.count)
-    todo = [k for k in mine if not _is_done(bench.ledger.find(stage, k), chunks[k])]
+    chunks = context.chunks(indices)
+    mine = range(context.processes.rank, len(chunks), context.processes.count)
+    todo = [k for k in mine if not _is_done(context.cache.find(stage, k), chunks[k])]
     total, saved = sum(len(chunks[k]) for k in mine), sum(len(chunks[k]) for k in mine if k not in set(todo))
-    with progress(stage, total, bench.shown and bench.processes.is_main) as meter:
+    with progress(stage, total, context.shown and context.processes.is_main) as meter:
         if saved:
             meter.advance(saved, FOUND_AGAIN)
-        stream = batches(bench.source, (chunks[k] for k in todo), bench.preprocess, skip_bad=bench.skip_bad)
+        stream = batches(context.source, (chunks[k] for k in todo), context.preprocess, skip_bad=context.skip_bad)
         for k, batch in zip(todo, stream, strict=True):
             begun = time.perf_counter()
-            piece = work(k, batch.to(bench.processes.device))
+            piece = work(k, batch.to(context.processes.device))
             piece["chunk"] = np.asarray(chunks[k], dtype=np.int64)
             piece["seconds"] = np.asarray(time.perf_counter() - begun)
-            bench.ledger.save(stage, k, piece)
-            meter.advance(len(chunks[k]), tally(piece))
-    bench.processes.wait()
-    pieces = [bench.ledger.find(stage, k) for k in range(len(chunks))]
+            context.cache.save(stage, k, piece)
+            meter.advance(len(chunks[k]), verdicts(piece))
+    context.processes.wait()
+    pieces = [context.cache.find(stage, k) for k in range(len(chunks))]
     if any(piece is None for piece in pieces):
-        raise Mistake(
+        raise UserError(
             f"pieces of stage {stage!r} are missing in the run folder. With several machines, --out must be a folder "
             "that all of them share."
         )
     return [piece for piece in pieces if piece is not None]
 
 
-def _is_done(piece: Piece | None, chunk: list[int]) -> bool:
+def _is_done(piece: BatchRecord | None, chunk: list[int]) -> bool:
     return piece is not None and "chunk" in piece and piece["chunk"].tolist() == chunk
 
 
-def clean_stage(bench: Bench, indices: Tensor, stage: str = "clean") -> list[Piece]:
+def clean_stage(context: RunContext, indices: Tensor, stage: str = "clean") -> list[BatchRecord]:
     """Predictions on the images as they are."""
 
-    def work(number: int, batch: Batch) -> Piece:
+    def work(number: int, batch: Batch) -> BatchRecord:
         bad = json.dumps([{"index": b.index, "name": b.name, "reason": b.reason} for b in batch.bad])
         prediction = torch.empty(0, dtype=torch.int64)
         if len(batch.y):
-            with torch.no_grad(), bench.arithmetic():
-                logits = bench.model(batch.x)
-            check_logits(logits, bench.classes)
+            with torch.no_grad(), context.arithmetic():
+                logits = context.model(batch.x)
+            check_logits(logits, context.classes)
             if int(batch.y.max()) >= logits.shape[1]:
-                raise Mistake(
+                raise UserError(
                     f"the model has {logits.shape[1]} outputs, but the data has label {int(batch.y.max())}: "
                     "take a model for this data."
                 )
@@ -138,15 +142,15 @@ def clean_stage(bench: Bench, indices: Tensor, stage: str = "clean") -> list[Pie
             "bad": np.asarray(bad),
         }
 
-    return run_stage(bench, stage, indices, work, lambda piece: "")
+    return run_stage(context, stage, indices, work, lambda piece: "")
 
 
 @dataclass(frozen=True)
-class Leg:
+class MemberResult:
     """What one attack did, or one member of an ensemble: verdicts, notes and costs in pieces."""
 
     name: str
-    pieces: list[Piece]
+    pieces: list[BatchRecord]
 
     @property
     def held(self) -> Tensor:
@@ -156,18 +160,18 @@ class Leg:
 
 
 def attack_stage(
-    bench: Bench, stage: str, attack: Attack, threat: Threat, standing: Tensor, looks_inside: bool = False
-) -> list[Leg]:
+    context: RunContext, stage: str, attack: Attack, threat: Threat, standing: Tensor, looks_inside: bool = False
+) -> list[MemberResult]:
     """Attack the standing samples; of an ensemble, one member after the other, each on what all batches have left."""
     if looks_inside:
-        bench = replace(bench, compiled=None)
+        context = replace(context, compiled=None)
     if not isinstance(attack, WorstOf):
-        return [Leg("", _one_attack(bench, stage, attack, threat, standing, lambda draws: draws))]
-    legs: list[Leg] = []
+        return [MemberResult("", _one_attack(context, stage, attack, threat, standing, lambda rng: rng))]
+    legs: list[MemberResult] = []
     for number, (name, member) in enumerate(attack.members()):
         standing = legs[-1].held if legs else standing
-        pieces = _one_attack(bench, f"{stage} {name}", member, threat, standing, _member_stream(number))
-        legs.append(Leg(name, pieces))
+        pieces = _one_attack(context, f"{stage} {name}", member, threat, standing, _member_stream(number))
+        legs.append(MemberResult(name, pieces))
     return legs
 
 
@@ -175,7 +179,7 @@ def refuse_lost_images(batch: Batch) -> None:
     """After the clean stage every image of a batch must be there: verdicts on fewer would be those of another set."""
     if batch.bad:
         lost = batch.bad[0]
-        raise Mistake(
+        raise UserError(
             f"{lost.name} could be read for the clean accuracy and cannot be read now: {lost.reason}. "
             "Restore it and go on with --resume."
         )
@@ -189,27 +193,32 @@ def rules_of(attack: Attack) -> Callable[[nn.Module, Tensor], Threat] | None:
     return None if inner is None else rules_of(inner)
 
 
-def _member_stream(number: int) -> Callable[[Draws], Draws]:
-    return lambda draws: draws.stream(MEMBER, number)
+def _member_stream(number: int) -> Callable[[SampleRNG], SampleRNG]:
+    return lambda rng: rng.stream(MEMBER, number)
 
 
 def _one_attack(
-    bench: Bench, stage: str, attack: Attack, threat: Threat, standing: Tensor, stream: Callable[[Draws], Draws]
-) -> list[Piece]:
+    context: RunContext,
+    stage: str,
+    attack: Attack,
+    threat: Threat,
+    standing: Tensor,
+    stream: Callable[[SampleRNG], SampleRNG],
+) -> list[BatchRecord]:
     """Every success is judged on the untouched model."""
     broken, own_rules = 0, rules_of(attack)
 
-    def work(number: int, batch: Batch) -> Piece:
+    def work(number: int, batch: Batch) -> BatchRecord:
         refuse_lost_images(batch)
-        draws = stream(Draws.of_samples(bench.seed, batch.indices, bench.processes.device))
-        model = bench.model if bench.compiled is None else bench.compiled
-        with bench.arithmetic(), metered(model) as search:
-            z, notes = explained(attack, model, batch.x, batch.y, draws)
-        with bench.arithmetic(), metered(bench.model) as judging:
-            rules = own_rules(bench.model, batch.x) if own_rules else threat
-            verdict = judge(bench.model, rules, batch.x, z, batch.y)
-            if bench.keeper is not None:
-                notes |= bench.keeper.keep(stage, number, batch, z, verdict)
+        rng = stream(SampleRNG.of_samples(context.seed, batch.indices, context.processes.device))
+        model = context.model if context.compiled is None else context.compiled
+        with context.arithmetic(), metered(model) as search:
+            z, notes = explained(attack, model, batch.x, batch.y, rng)
+        with context.arithmetic(), metered(context.model) as judging:
+            rules = own_rules(context.model, batch.x) if own_rules else threat
+            verdict = judge(context.model, rules, batch.x, z, batch.y)
+            if context.saver is not None:
+                notes |= context.saver.keep(stage, number, batch, z, verdict)
         return {
             "index": batch.indices.cpu().numpy(),
             "held": verdict.held.cpu().numpy(),
@@ -219,9 +228,9 @@ def _one_attack(
             **{f"{NOTE}{name}": values.cpu().numpy() for name, values in notes.items()},
         }
 
-    def tally(piece: Piece) -> str:
+    def verdicts(piece: BatchRecord) -> str:
         nonlocal broken
         broken += int((~piece["held"]).sum())
         return f"{broken} broken"
 
-    return run_stage(bench, stage, standing, work, tally)
+    return run_stage(context, stage, standing, work, verdicts)

@@ -20,17 +20,17 @@ from vitadel.backbones.image_size import check_images_fit
 from vitadel.backbones.load import is_timm_name, zoo_names
 from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
-from vitadel.data.validation import BadSample, check_labels
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
-from vitadel.errors import Mistake
+from vitadel.data.validation import BadSample, check_labels
+from vitadel.errors import UserError
 from vitadel.types import Source
 
-__all__ = ["Subject", "open_subject"]
+__all__ = ["Target", "open_target"]
 
 
 @dataclass(frozen=True)
-class Subject:
+class Target:
     model: Classifier
     model_spec: str
     source: Source
@@ -47,7 +47,7 @@ class Subject:
             images = (self.source.read([index])[0] for index in range(len(self.source)))
             first = next((image for image in images if not isinstance(image, Exception)), None)
             if first is None:
-                raise Mistake(f"no image of {self.data_spec} can be read, and the model names no input size")
+                raise UserError(f"no image of {self.data_spec} can be read, and the model names no input size")
             size = (first.height, first.width)
         check_images_fit(self.model, size, self.model_spec)
         return Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
@@ -56,7 +56,7 @@ class Subject:
     def family(self) -> str:
         try:
             return family_of(self.model)
-        except Mistake:
+        except UserError:
             return "unknown"
 
     def selection(self, limit: int | None, seed: int, skip_bad: bool | None) -> tuple[Tensor, tuple[BadSample, ...]]:
@@ -87,7 +87,7 @@ class Subject:
         return hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:16]
 
 
-def open_subject(
+def open_target(
     model: str | nn.Module,
     data: str | Source,
     *,
@@ -96,7 +96,7 @@ def open_subject(
     skip_bad: bool = False,
     tokens: str | Path | None = None,
     allow_readable: bool = False,
-) -> Subject:
+) -> Target:
     """Load what is given by name, with its robustness tokens if there are any, and take what is given as an object."""
     if isinstance(model, str):
         _refuse_shapes_for_others(model, data)
@@ -109,8 +109,8 @@ def open_subject(
         model_spec = classifier.record.name
     if isinstance(data, str):
         source = open_dataset(data, root=data_root, skip_bad=skip_bad)
-        return Subject(classifier, model_spec, source, data, data_root)
-    return Subject(classifier, model_spec, data, repr(data), data_root, given_as_object=True)
+        return Target(classifier, model_spec, source, data, data_root)
+    return Target(classifier, model_spec, data, repr(data), data_root, given_as_object=True)
 
 
 def _refuse_shapes_for_others(model: str, data: str | Source) -> None:
@@ -119,7 +119,7 @@ def _refuse_shapes_for_others(model: str, data: str | Source) -> None:
     trained_on = name.partition("-")[0]
     shapes = isinstance(data, str) and re.match(r"shapes\b", data) is not None
     if place == "zoo" and trained_on != "shapes" and shapes and model in zoo_names():
-        raise Mistake(
+        raise UserError(
             f"{model} was trained on {trained_on}; shapes, the built-in images, are the default of --data and mean "
             f"nothing to it. Give --data {trained_on}@test with --data-root DIR, or --data parquet:FILE."
         )

@@ -16,19 +16,19 @@ from torch import Tensor
 
 from vitadel.attacks.attention_scaling.aas import PAPER_STYLE
 from vitadel.data.validation import BadSample, left_out
+from vitadel.evaluation.engine.batch_cache import BatchRecord
+from vitadel.evaluation.engine.stages import NOTE, MemberResult
+from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.intervals import share
-from vitadel.evaluation.engine.batch_cache import Piece
-from vitadel.evaluation.engine.stages import NOTE, Leg
-from vitadel.evaluation.engine.target import Subject
 from vitadel.version import __version__
 
-__all__ = ["Tally", "described", "heading", "samples_table"]
+__all__ = ["Verdicts", "described", "heading", "samples_table"]
 
 SCHEMA = 1
 
 
 @dataclass
-class Tally:
+class Verdicts:
     """The verdicts of an audit as they come in, one row per selected sample that could be read."""
 
     index: Tensor
@@ -40,7 +40,7 @@ class Tally:
     entries: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of_clean(cls, pieces: Sequence[Piece], mislabelled: Sequence[BadSample] = ()) -> Tally:
+    def of_clean(cls, pieces: Sequence[BatchRecord], mislabelled: Sequence[BadSample] = ()) -> Verdicts:
         def column(name: str) -> Tensor:
             parts = [piece[name].astype(np.int64) for piece in pieces]
             return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, np.int64))
@@ -62,7 +62,9 @@ class Tally:
                 standing = standing & held
         return standing
 
-    def add(self, name: str, settings: dict[str, object], legs: Sequence[Leg], *, alone: bool, own_rules: bool) -> None:
+    def add(
+        self, name: str, settings: dict[str, object], legs: Sequence[MemberResult], *, alone: bool, own_rules: bool
+    ) -> None:
         """Take in an attack's verdicts. Samples it did not see keep the verdict that kept them from it.
 
         `alone`: it was shown all correct samples, not only those still standing. With `own_rules` its budget is
@@ -111,26 +113,26 @@ def heading(seed: int, *, suite: str | None = None, complete: bool = True) -> di
     return {"schema": SCHEMA, "version": __version__, "complete": complete, **named, "seed": seed}
 
 
-def described(subject: Subject, tally: Tally, fingerprint: str) -> dict[str, Any]:
+def described(target: Target, verdicts: Verdicts, fingerprint: str) -> dict[str, Any]:
     """What was judged: the fields `model` and `data`."""
     return {
         "model": {
-            "spec": subject.model_spec,
-            "parameters": sum(p.numel() for p in subject.model.parameters()),
-            "family": subject.family,
+            "spec": target.model_spec,
+            "parameters": sum(p.numel() for p in target.model.parameters()),
+            "family": target.family,
             "fingerprint": fingerprint,
-            "notes": {key: note for key, note in subject.model.record.notes.items() if key != "about"},
+            "notes": {key: note for key, note in target.model.record.notes.items() if key != "about"},
         },
         "data": {
-            "spec": subject.data_spec,
-            "n": len(tally.index),
-            "classes": len(subject.source.classes),
-            "class_names": list(subject.source.classes),
-            "pixels": list(subject.preprocess.shape),
-            "preprocessing": subject.preprocess.about,
-            "left_out": len(tally.bad),
-            "left_out_names": [entry["name"] for entry in tally.bad[:20]],
-            "not_opened": list(left_out(subject.source)),
+            "spec": target.data_spec,
+            "n": len(verdicts.index),
+            "classes": len(target.source.classes),
+            "class_names": list(target.source.classes),
+            "pixels": list(target.preprocess.shape),
+            "preprocessing": target.preprocess.about,
+            "left_out": len(verdicts.bad),
+            "left_out_names": [entry["name"] for entry in verdicts.bad[:20]],
+            "not_opened": list(left_out(target.source)),
         },
     }
 
@@ -141,15 +143,15 @@ def _counts(alone: bool, own_rules: bool) -> str:
     return "this attack alone" if alone else "after this and all earlier attacks"
 
 
-def _size(pieces: Sequence[Piece], name: str) -> int:
+def _size(pieces: Sequence[BatchRecord], name: str) -> int:
     return sum(int(piece[name].size) for piece in pieces)
 
 
-def _broken(leg: Leg) -> int:
+def _broken(leg: MemberResult) -> int:
     return _size(leg.pieces, "index") - len(leg.held)
 
 
-def _costs(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _costs(pieces: Sequence[BatchRecord]) -> dict[str, Any]:
     return {
         "void": sum(int(piece["void"].sum()) for piece in pieces),
         "gradient_calls": sum(int(piece["gradients"]) for piece in pieces),
@@ -158,7 +160,7 @@ def _costs(pieces: Sequence[Piece]) -> dict[str, Any]:
     }
 
 
-def _paper_style(pieces: Sequence[Piece]) -> dict[str, Any] | None:
+def _paper_style(pieces: Sequence[BatchRecord]) -> dict[str, Any] | None:
     """What the authors of an attack on a changed model would have reported: that model's accuracy under attack."""
     name = f"{NOTE}{PAPER_STYLE}"
     verdicts = [piece[name] for piece in pieces if name in piece]
@@ -172,15 +174,15 @@ def _paper_style(pieces: Sequence[Piece]) -> dict[str, Any] | None:
     }
 
 
-def samples_table(tally: Tally) -> bytes:
+def samples_table(verdicts: Verdicts) -> bytes:
     """`samples.parquet`: one row per sample, one boolean column `held:<attack name>` per attack."""
     columns: dict[str, Any] = {
-        "index": tally.index.numpy(),
-        "label": tally.label.numpy(),
-        "clean_prediction": tally.prediction.numpy(),
-        "clean_correct": tally.correct.numpy(),
+        "index": verdicts.index.numpy(),
+        "label": verdicts.label.numpy(),
+        "clean_prediction": verdicts.prediction.numpy(),
+        "clean_correct": verdicts.correct.numpy(),
     }
-    columns.update({f"held:{name}": held.numpy() for name, held in tally.held.items()})
+    columns.update({f"held:{name}": held.numpy() for name, held in verdicts.held.items()})
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns), buffer, compression="zstd")
     return buffer.getvalue()

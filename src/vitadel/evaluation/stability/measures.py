@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.intervals import bootstrap_mean, share, wilson
 
 __all__ = [
@@ -50,7 +50,7 @@ def map_similarity(clean: Tensor, other: Tensor, batch: int, kind: str, prefix: 
 def _centre(tokens: int, prefix: int) -> int:
     side = math.isqrt(tokens - prefix)
     if side * side != tokens - prefix:
-        raise Mistake(
+        raise UserError(
             f"{tokens - prefix} patches form no square, so none is in the centre; compare whole maps (map) or rows"
         )
     return prefix + side // 2 * side + side // 2

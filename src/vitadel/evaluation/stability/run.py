@@ -21,9 +21,8 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
-from vitadel.quantities import amount_text
-from vitadel.attacks.patches.corruption_model_files import load_corruption_model, save_corruption_model
 from vitadel.attacks.patches.corruption_model import CorruptionModel, as_first_layer_sees, main_attentions, main_blocks
+from vitadel.attacks.patches.corruption_model_files import load_corruption_model, save_corruption_model
 from vitadel.attacks.patches.learned_patches import LearnedPatches
 from vitadel.attacks.patches.random_patches import (
     check_noise,
@@ -37,14 +36,16 @@ from vitadel.attacks.patches.random_patches import (
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.anatomy import blocks_of, family_of, prefix_tokens_of
 from vitadel.data.batches import Batch
-from vitadel.errors import Interrupted, Mistake, nearest_names
-from vitadel.evaluation.engine.class_subset import choose_among
-from vitadel.evaluation.audit.audit import Order, run_audit
-from vitadel.evaluation.engine.run import Outcome, begun, bench_for
-from vitadel.evaluation.engine.calibration import calibrated
-from vitadel.evaluation.engine.batch_cache import Piece
+from vitadel.errors import Interrupted, UserError, nearest_names
+from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.audit.protocols import RVT
-from vitadel.evaluation.engine.verdicts import Tally
+from vitadel.evaluation.engine.batch_cache import BatchRecord
+from vitadel.evaluation.engine.calibration import calibrated
+from vitadel.evaluation.engine.class_subset import choose_among
+from vitadel.evaluation.engine.run import Outcome, begun, context_for
+from vitadel.evaluation.engine.stages import RunContext, clean_stage, refuse_lost_images, run_stage
+from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.evaluation.stability.measures import (
     SIMILARITIES,
     drift,
@@ -55,26 +56,25 @@ from vitadel.evaluation.stability.measures import (
     quartiles_of,
     steps_below_one,
 )
-from vitadel.evaluation.engine.stages import Bench, clean_stage, refuse_lost_images, run_stage
-from vitadel.evaluation.engine.target import Subject
 from vitadel.instrument.attention import attention_maps
 from vitadel.instrument.features import block_features
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
+from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder, write_atomically, write_json
 
-__all__ = ["SUITE", "StabilityOrder", "run_stability"]
+__all__ = ["SUITE", "StabilityRequest", "run_stability"]
 
 SUITE = "stability"
 _SELECTOR = "corruption-model.safetensors"
 _NOT_TOKENS = ("xcit", "swin", "swinv2")  # whose maps are over channels, or over windows
-Corrupt = Callable[[nn.Module, Tensor, Draws], Tensor]
+Corrupt = Callable[[nn.Module, Tensor, SampleRNG], Tensor]
 Who = Literal["random", "learned", "transfer"]
 
 
 @dataclass(frozen=True)
-class StabilityOrder:
+class StabilityRequest:
     """What the suite is asked to do.
 
     `share` of the patches, of `side` pixels (0: the model's own), get noise: with `masks` random masks for each image,
@@ -102,14 +102,14 @@ class StabilityOrder:
     def __post_init__(self) -> None:
         check_noise(self.share, self.masks, self.noise)
         if not 1 <= self.watched <= self.masks:
-            raise Mistake(f"of {self.masks} masks 1 to {self.masks} can be watched, got {self.watched}")
+            raise UserError(f"of {self.masks} masks 1 to {self.masks} can be watched, got {self.watched}")
         if self.similarity not in SIMILARITIES:
             near = nearest_names(self.similarity, SIMILARITIES) or "."
-            raise Mistake(f"unknown similarity {self.similarity!r}{near} Known: {', '.join(SIMILARITIES)}.")
+            raise UserError(f"unknown similarity {self.similarity!r}{near} Known: {', '.join(SIMILARITIES)}.")
         self.audit()  # a wrong attack is told before anything is loaded
 
-    def audit(self) -> Order:
-        return Order(
+    def audit(self) -> AuditRequest:
+        return AuditRequest(
             attacks=self.attacks,
             eps=RVT.budget,
             limit=self.limit,
@@ -121,8 +121,8 @@ class StabilityOrder:
 
 
 def run_stability(
-    subject: Subject,
-    order: StabilityOrder,
+    target: Target,
+    request: StabilityRequest,
     processes: Processes,
     *,
     out: str | Path | None = None,
@@ -131,28 +131,28 @@ def run_stability(
     argv: Sequence[str] = (),
 ) -> Outcome:
     """In a run folder, with the audit by attacks in a folder of its own inside."""
-    subject = choose_among(subject)
-    main_blocks(subject.model)  # a model of no known family is told before anything is written
-    if order.similarity == "centre" and family_of(subject.model) in _NOT_TOKENS:
-        raise Mistake(f"maps of {family_of(subject.model)} are not over all tokens: compare whole maps (map) or rows")
-    given = None if order.selector is None else _fitting(order.selector, subject, order, processes)
-    indices, _ = subject.selection(order.limit, order.seed, order.skip_bad)
-    settings = _settings(subject, order, indices)
-    run, done = begun("audit", subject.model_spec, settings, processes, out=out, resume=resume, argv=argv)
+    target = choose_among(target)
+    main_blocks(target.model)  # a model of no known family is told before anything is written
+    if request.similarity == "centre" and family_of(target.model) in _NOT_TOKENS:
+        raise UserError(f"maps of {family_of(target.model)} are not over all tokens: compare whole maps (map) or rows")
+    given = None if request.selector is None else _fitting(request.selector, target, request, processes)
+    indices, _ = target.selection(request.limit, request.seed, request.skip_bad)
+    settings = _settings(target, request, indices)
+    run, done = begun("audit", target.model_spec, settings, processes, out=out, resume=resume, argv=argv)
     if done is not None:
         return done
     try:
         attacked = run_audit(
-            subject, order.audit(), processes, out=run.path / "attacks", resume=True, shown=shown, argv=argv
+            target, request.audit(), processes, out=run.path / "attacks", resume=True, shown=shown, argv=argv
         ).results
-        bench = bench_for(subject, order, processes, run, shown=shown)
-        with frozen(bench.model):
-            readable = Tally.of_clean(clean_stage(bench, indices)).index
-            seen = _all_parts(bench, subject, order, readable, given, run)
+        context = context_for(target, request, processes, run, shown=shown)
+        with frozen(context.model):
+            readable = Verdicts.of_clean(clean_stage(context, indices)).index
+            seen = _all_parts(context, target, request, readable, given, run)
     except (KeyboardInterrupt, Interrupted):  # also of the audit inside: this run is what goes on with --resume
         raise Interrupted(run.path) from None
-    blocks = [blocks_of(bench.model)[number].name for number in main_blocks(bench.model)]
-    results = {**attacked, "suite": SUITE, "stability": _told(order, seen, blocks)}
+    blocks = [blocks_of(context.model)[number].name for number in main_blocks(context.model)]
+    results = {**attacked, "suite": SUITE, "stability": _told(request, seen, blocks)}
     if processes.is_main:
         for file in ("samples.parquet", "examples.npz"):
             if (inside := run.path / "attacks" / file).exists():
@@ -164,14 +164,14 @@ def run_stability(
     return Outcome(results, run, processes.is_main)
 
 
-def _fitting(path: str, subject: Subject, order: StabilityOrder, processes: Processes) -> CorruptionModel:
+def _fitting(path: str, target: Target, request: StabilityRequest, processes: Processes) -> CorruptionModel:
     """A corruption model of another training, if it cuts images as it is done here."""
     given = load_corruption_model(path)
-    model, x = subject.model.to(processes.device), torch.zeros(1, 3, *subject.preprocess.shape, device=processes.device)
-    side = _grid(model, x, order)[0]
+    model, x = target.model.to(processes.device), torch.zeros(1, 3, *target.preprocess.shape, device=processes.device)
+    side = _grid(model, x, request)[0]
     here, there = (*patches_in(x, side), side), (given.rows, given.columns, given.side)
     if here != there:
-        raise Mistake(
+        raise UserError(
             f"{path} chooses among {there[0]} x {there[1]} patches of side {there[2]}, but here images have "
             f"{here[0]} x {here[1]} of side {here[2]}. Give one that was trained for this grid, or set --patch-side "
             f"{there[2]} for a model with the same image size."
@@ -179,110 +179,114 @@ def _fitting(path: str, subject: Subject, order: StabilityOrder, processes: Proc
     return given
 
 
-def _settings(subject: Subject, order: StabilityOrder, indices: Tensor) -> dict[str, Any]:
+def _settings(target: Target, request: StabilityRequest, indices: Tensor) -> dict[str, Any]:
     """What a resumed run must agree with; the corruption model by its content, wherever it lies."""
-    content = None if order.selector is None else Path(order.selector).read_bytes()
+    content = None if request.selector is None else Path(request.selector).read_bytes()
     return {
         "suite": SUITE,
-        "model": subject.model_spec,
-        "model_fingerprint": subject.model_fingerprint(),
-        "data": subject.data_spec,
-        "data_fingerprint": subject.data_fingerprint(indices),
-        **dataclasses.asdict(order),
+        "model": target.model_spec,
+        "model_fingerprint": target.model_fingerprint(),
+        "data": target.data_spec,
+        "data_fingerprint": target.data_fingerprint(indices),
+        **dataclasses.asdict(request),
         "selector": None if content is None else hashlib.sha256(content).hexdigest()[:16],
-        "eps": amount_text(RVT.budget),
+        "eps": quantity_text(RVT.budget),
     }
 
 
 def _all_parts(
-    bench: Bench,
-    subject: Subject,
-    order: StabilityOrder,
+    context: RunContext,
+    target: Target,
+    request: StabilityRequest,
     indices: Tensor,
     given: CorruptionModel | None,
     run: RunFolder,
-) -> dict[Who, Piece]:
+) -> dict[Who, BatchRecord]:
     """Who chose the patches -> one array for each thing that was seen, over all images."""
-    seen: dict[Who, Piece] = {"random": _stage(bench, order, indices, "random", _noise_in(order, None), order.masks)}
-    if order.learned:
-        own = _trained_here(bench, subject, order, indices, run.path / _SELECTOR)
-        seen["learned"] = _stage(bench, order, indices, "learned", _noise_in(order, own), 1)
+    seen: dict[Who, BatchRecord] = {
+        "random": _stage(context, request, indices, "random", _noise_in(request, None), request.masks)
+    }
+    if request.learned:
+        own = _trained_here(context, target, request, indices, run.path / _SELECTOR)
+        seen["learned"] = _stage(context, request, indices, "learned", _noise_in(request, own), 1)
     if given is not None:
-        other = given.to(bench.processes.device)
-        seen["transfer"] = _stage(bench, order, indices, "transfer", _noise_in(order, other), 1)
+        other = given.to(context.processes.device)
+        seen["transfer"] = _stage(context, request, indices, "transfer", _noise_in(request, other), 1)
     return seen
 
 
 def _trained_here(
-    bench: Bench, subject: Subject, order: StabilityOrder, indices: Tensor, path: Path
+    context: RunContext, target: Target, request: StabilityRequest, indices: Tensor, path: Path
 ) -> CorruptionModel:
     """Trained once, on images that are not judged, and kept in the run folder."""
-    if not bench.processes.on_main(path.exists):
+    if not context.processes.on_main(path.exists):
         attack = LearnedPatches(
-            Linf(RVT.budget), order.share, 1, order.training_steps, noise=order.noise, side=order.side
+            Linf(RVT.budget), request.share, 1, request.training_steps, noise=request.noise, side=request.side
         )
-        ready = calibrated(attack, bench, subject, indices, order.calibration)
-        if bench.processes.is_main:
+        ready = calibrated(attack, context, target, indices, request.calibration)
+        if context.processes.is_main:
             assert isinstance(ready, LearnedPatches)
             assert ready.selector is not None
             save_corruption_model(ready.selector, path)
-        bench.processes.wait()
-    return load_corruption_model(path).to(bench.processes.device)
+        context.processes.wait()
+    return load_corruption_model(path).to(context.processes.device)
 
 
 # Corrupting
 
 
-def _noise_in(order: StabilityOrder, selector: CorruptionModel | None) -> Corrupt:
+def _noise_in(request: StabilityRequest, selector: CorruptionModel | None) -> Corrupt:
     """Noise in the patches that the selector chooses, or in random ones; the noise is random in either case."""
 
-    def corrupt(model: nn.Module, x: Tensor, draws: Draws) -> Tensor:
-        side, count, patches = _grid(model, x, order)
+    def corrupt(model: nn.Module, x: Tensor, rng: SampleRNG) -> Tensor:
+        side, count, patches = _grid(model, x, request)
         if selector is None:
-            chosen = draws.order(patches) < count
+            chosen = rng.permutation(patches) < count
         else:
             chosen = strongest(-selector(as_first_layer_sees(model, x)), count)
-        fill = uniform_noise(model, x, draws.stream("noise"), order.noise)
+        fill = uniform_noise(model, x, rng.stream("noise"), request.noise)
         return torch.where(pixel_mask(chosen, x, side), fill, x)
 
     return corrupt
 
 
-def _grid(model: nn.Module, x: Tensor, order: StabilityOrder) -> tuple[int, int, int]:
+def _grid(model: nn.Module, x: Tensor, request: StabilityRequest) -> tuple[int, int, int]:
     """Side of a patch, how many are corrupted, how many there are."""
-    side = order.side or patch_side_of(model, x)
+    side = request.side or patch_side_of(model, x)
     patches = math.prod(patches_in(x, side))
-    return side, count_of_share(order.share, patches), patches
+    return side, count_of_share(request.share, patches), patches
 
 
 # Looking
 
 
-def _stage(bench: Bench, order: StabilityOrder, indices: Tensor, who: Who, corrupt: Corrupt, masks: int) -> Piece:
+def _stage(
+    context: RunContext, request: StabilityRequest, indices: Tensor, who: Who, corrupt: Corrupt, masks: int
+) -> BatchRecord:
     wrong = total = 0
 
-    def work(number: int, batch: Batch) -> Piece:
+    def work(number: int, batch: Batch) -> BatchRecord:
         refuse_lost_images(batch)
-        draws = Draws.of_samples(bench.seed, batch.indices, bench.processes.device)
+        rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device)
         with torch.no_grad():
-            piece = _looked_at(bench.model, batch, draws.stream(who), corrupt, masks, order)
-        piece["patches"] = np.asarray(_grid(bench.model, batch.x, order))
+            piece = _looked_at(context.model, batch, rng.stream(who), corrupt, masks, request)
+        piece["patches"] = np.asarray(_grid(context.model, batch.x, request))
         return {"index": batch.indices.cpu().numpy(), "label": batch.y.cpu().numpy(), **piece}
 
-    def tell(piece: Piece) -> str:
+    def tell(piece: BatchRecord) -> str:
         nonlocal wrong, total
         wrong, total = wrong + int((~piece["right"]).sum()), total + piece["right"].size
         return f"{100 * wrong / max(total, 1):.1f} % wrong"
 
-    pieces = run_stage(bench, f"patches {who}", indices, work, tell)
+    pieces = run_stage(context, f"patches {who}", indices, work, tell)
     arrays = ("index", "label", "right", "cosine", "drift")
     whole = {name: np.concatenate([piece[name] for piece in pieces]) for name in arrays}
     return {**whole, "patches": pieces[0]["patches"]}
 
 
 def _looked_at(
-    model: nn.Module, batch: Batch, draws: Draws, corrupt: Corrupt, masks: int, order: StabilityOrder
-) -> Piece:
+    model: nn.Module, batch: Batch, rng: SampleRNG, corrupt: Corrupt, masks: int, request: StabilityRequest
+) -> BatchRecord:
     """right (images, masks), cosine (images, watched masks, layers), drift (images, watched masks, blocks)."""
     right, cosines, drifts = [], [], []
     layers, blocks, x = main_attentions(model), main_blocks(model), batch.x
@@ -290,14 +294,14 @@ def _looked_at(
         model(x)
         clean_maps, clean_features = [maps[number] for number in layers], list(features)
         prefix = prefix_tokens_of(model)
-        for mask in range(min(order.watched, masks)):
-            logits = model(corrupt(model, x, draws.stream("mask", mask)))
+        for mask in range(min(request.watched, masks)):
+            logits = model(corrupt(model, x, rng.stream("mask", mask)))
             right.append(logits.argmax(1) == batch.y)
             pairs = zip(clean_maps, (maps[number] for number in layers), strict=True)
-            cosines.append(torch.stack([map_similarity(a, b, len(x), order.similarity, prefix) for a, b in pairs], 1))
+            cosines.append(torch.stack([map_similarity(a, b, len(x), request.similarity, prefix) for a, b in pairs], 1))
             drifts.append(torch.stack([drift(a, b) for a, b in zip(clean_features, features, strict=True)], 1))
     for mask in range(len(right), masks):
-        right.append(model(corrupt(model, x, draws.stream("mask", mask))).argmax(1) == batch.y)
+        right.append(model(corrupt(model, x, rng.stream("mask", mask))).argmax(1) == batch.y)
     stacked = {"right": right, "cosine": cosines, "drift": drifts}
     return {name: torch.stack(values, 1).cpu().numpy() for name, values in stacked.items()}
 
@@ -305,25 +309,25 @@ def _looked_at(
 # Telling
 
 
-def _told(order: StabilityOrder, seen: dict[Who, Piece], blocks: Sequence[str]) -> dict[str, Any]:
+def _told(request: StabilityRequest, seen: dict[Who, BatchRecord], blocks: Sequence[str]) -> dict[str, Any]:
     side, count, patches = seen["random"]["patches"].tolist()
     edges = steps_below_one(min(float(piece["cosine"].mean(2).min()) for piece in seen.values()))
     return {
         "n": len(seen["random"]["index"]),
-        "share": order.share,
+        "share": request.share,
         "patches": patches,
         "corrupted": count,
         "side": side,
-        "noise": order.noise,
-        "masks": order.masks,
-        "watched": order.watched,
-        "similarity": order.similarity,
+        "noise": request.noise,
+        "masks": request.masks,
+        "watched": request.watched,
+        "similarity": request.similarity,
         "blocks": list(blocks),
         **{who: _part(piece, edges) for who, piece in seen.items()},
     }
 
 
-def _part(piece: Piece, edges: Sequence[float]) -> dict[str, Any]:
+def _part(piece: BatchRecord, edges: Sequence[float]) -> dict[str, Any]:
     each = piece["cosine"].mean(2)  # over layers: one number per image and mask
     first, worst = each[:, 0], each.min(1)
     return {
@@ -338,7 +342,7 @@ def _part(piece: Piece, edges: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _table(seen: dict[Who, Piece]) -> bytes:
+def _table(seen: dict[Who, BatchRecord]) -> bytes:
     """`stability.parquet`: one row per image, for each way of choosing patches how often it was right, and how near."""
     columns: dict[str, Any] = {name: seen["random"][name] for name in ("index", "label")}
     for who, piece in seen.items():

@@ -21,13 +21,13 @@ from vitadel.adapters.tora.tora import Tora
 from vitadel.adapters.tora.tora_maps import gate_maps
 from vitadel.data.batches import Batch
 from vitadel.data.subset import balanced_subset
-from vitadel.evaluation.trade_off.candidates import Contender
+from vitadel.evaluation.engine.batch_cache import BatchRecord
+from vitadel.evaluation.engine.stages import RunContext, refuse_lost_images, run_stage
 from vitadel.evaluation.intervals import bootstrap_mean
-from vitadel.evaluation.engine.batch_cache import Piece
-from vitadel.evaluation.engine.stages import Bench, refuse_lost_images, run_stage
+from vitadel.evaluation.trade_off.candidates import Candidate
 from vitadel.instrument.attention import attention_maps
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
+from vitadel.runtime.rng import SampleRNG
 
 __all__ = ["PARTS", "RANDOM", "area", "deletion_and_insertion", "look_at_maps", "patch_orders"]
 
@@ -41,48 +41,48 @@ _KEPT = 8  # images whose maps are kept for figures
 
 
 def look_at_maps(
-    bench: Bench, contenders: Sequence[Contender], index: Tensor, label: Tensor, count: int
+    context: RunContext, candidates: Sequence[Candidate], index: Tensor, label: Tensor, count: int
 ) -> tuple[dict[str, Any] | None, bytes | None]:
     """What results say about the maps of all contenders with a fusion, and the arrays of a few images for figures."""
-    numbered = list(enumerate(contenders, start=1))
+    numbered = list(enumerate(candidates, start=1))
     fused = [(n, each, each.tora) for n, each in numbered if each.tora and each.tora.settings.fuses and not each.knob]
     if not fused or count == 0:
         return None, None
-    chosen = balanced_subset(label, count, bench.seed, index)
+    chosen = balanced_subset(label, count, context.seed, index)
     told: list[dict[str, Any]] = []
     arrays: dict[str, np.ndarray] = {}
-    for number, contender, tora in fused:
+    for number, candidate, tora in fused:
         # Two names may be the same once they are folders of pieces; numbers are not.
-        title = f"maps {number:02d} {contender.name}"
-        pieces = _stage(dataclasses.replace(bench, model=contender.subject.model), tora, title, chosen)
-        told.append({"name": contender.name, "lambda": tora.trade_off, **_summary(pieces, bench.seed)})
+        title = f"maps {number:02d} {candidate.name}"
+        pieces = _stage(dataclasses.replace(context, model=candidate.target.model), tora, title, chosen)
+        told.append({"name": candidate.name, "lambda": tora.trade_off, **_summary(pieces, context.seed)})
         maps = np.concatenate([piece["maps"] for piece in pieces], 1)[:, :_KEPT]
-        arrays |= {"x": np.concatenate([piece["x"] for piece in pieces])[:_KEPT], f"maps:{contender.name}": maps}
+        arrays |= {"x": np.concatenate([piece["x"] for piece in pieces])[:_KEPT], f"maps:{candidate.name}": maps}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     return {"n": len(chosen), "parts": PARTS, "random_orders": RANDOM, "contenders": told}, buffer.getvalue()
 
 
-def _stage(bench: Bench, tora: Tora, title: str, chosen: Tensor) -> list[Piece]:
-    def work(number: int, batch: Batch) -> Piece:
+def _stage(context: RunContext, tora: Tora, title: str, chosen: Tensor) -> list[BatchRecord]:
+    def work(number: int, batch: Batch) -> BatchRecord:
         refuse_lost_images(batch)
-        draws = Draws.of_samples(bench.seed, batch.indices, batch.x.device)
+        rng = SampleRNG.of_samples(context.seed, batch.indices, batch.x.device)
         with frozen(tora), torch.no_grad():
             maps = gate_maps(tora, batch.x)
-            answer = bench.model(batch.x).argmax(1)
+            answer = context.model(batch.x).argmax(1)
             piece = {"maps": maps.cpu().numpy(), "x": (255 * batch.x).round().to(torch.uint8).cpu().numpy()}
-            for name, orders in patch_orders(tora, batch.x, maps, draws).items():
+            for name, orders in patch_orders(tora, batch.x, maps, rng).items():
                 grid, fill = (maps.shape[2], maps.shape[3]), tora.record.mean
-                curves = [deletion_and_insertion(bench.model, batch.x, answer, order, grid, fill) for order in orders]
+                curves = [deletion_and_insertion(context.model, batch.x, answer, order, grid, fill) for order in orders]
                 for kind, found in zip(("deletion", "insertion"), zip(*curves, strict=True), strict=True):
                     areas = torch.stack([area(each) for each in found]).mean(0)
                     piece[f"{kind}:{name}"] = areas.cpu().numpy()
         return piece
 
-    return run_stage(bench, title, chosen, work, lambda piece: "")
+    return run_stage(context, title, chosen, work, lambda piece: "")
 
 
-def patch_orders(tora: Tora, x: Tensor, maps: Tensor, draws: Draws) -> dict[str, list[Tensor]]:
+def patch_orders(tora: Tora, x: Tensor, maps: Tensor, rng: SampleRNG) -> dict[str, list[Tensor]]:
     """Orders of the patches, the first to be hidden first: by the mean map of all layers, by the last block's
     attention of the class token, and at random."""
     patches = maps.shape[2] * maps.shape[3]
@@ -92,7 +92,7 @@ def patch_orders(tora: Tora, x: Tensor, maps: Tensor, draws: Draws) -> dict[str,
     return {
         "map": [maps.mean(0).flatten(1).argsort(stable=True, dim=1, descending=True)],
         "attention": [attention.argsort(stable=True, dim=1, descending=True)],
-        "random": [draws.stream("patches", turn).order(patches) for turn in range(RANDOM)],
+        "random": [rng.stream("patches", turn).permutation(patches) for turn in range(RANDOM)],
     }
 
 
@@ -117,7 +117,7 @@ def area(curve: Tensor) -> Tensor:
     return torch.trapezoid(curve.double(), dx=1 / (curve.shape[1] - 1), dim=1)
 
 
-def _summary(pieces: Sequence[Piece], seed: int) -> dict[str, Any]:
+def _summary(pieces: Sequence[BatchRecord], seed: int) -> dict[str, Any]:
     """Areas by order, and how much the map's differ from the others' on the same images; gates by layer."""
 
     def column(name: str) -> np.ndarray:

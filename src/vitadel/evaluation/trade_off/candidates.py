@@ -17,28 +17,28 @@ from vitadel.adapters.tora.tora_files import fusion_of, interpolated, put_fusion
 from vitadel.adapters.tora.tora_settings import BRANCHES
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.preprocess import Preprocess
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.class_subset import AmongLogits, choosing_like
-from vitadel.evaluation.engine.target import Subject, open_subject
+from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.types import Source
 
-__all__ = ["JOINT", "Contender", "between", "check_alike", "open_contenders"]
+__all__ = ["JOINT", "Candidate", "between", "check_alike", "open_contenders"]
 
 JOINT = "joint"
 """The output that is deployed, beside those of the branches."""
 
 
 @dataclass(frozen=True, eq=False)
-class Contender:
+class Candidate:
     """A point of the figure: a model with its data. `knob` says between which two fusions it lies, and where."""
 
     name: str
-    subject: Subject
+    target: Target
     knob: Mapping[str, Any] | None = None
 
     @property
     def tora(self) -> Tora | None:
-        model: object = self.subject.model
+        model: object = self.target.model
         whole = model.classifier if isinstance(model, AmongLogits) else model
         return whole if isinstance(whole, Tora) else None
 
@@ -49,7 +49,7 @@ class Contender:
 
     def output(self, head: str) -> nn.Module:
         """The model as seen at one head, or at the joint output."""
-        model = self.subject.model
+        model = self.target.model
         return model if head == JOINT else choosing_like(model, OneHead(cast(Tora, self.tora), head))
 
     def told(self) -> dict[str, Any]:
@@ -57,13 +57,13 @@ class Contender:
         tora = self.tora
         return {
             "name": self.name,
-            "spec": self.subject.model_spec,
+            "spec": self.target.model_spec,
             "kind": "model" if tora is None else tora.settings.kind,
             "lambda": None if tora is None else tora.trade_off,
             "knob": self.knob,
-            "parameters": sum(each.numel() for each in self.subject.model.parameters()),
-            "fingerprint": self.subject.model_fingerprint(),
-            "notes": dict(self.subject.model.record.notes),
+            "parameters": sum(each.numel() for each in self.target.model.parameters()),
+            "fingerprint": self.target.model_fingerprint(),
+            "notes": dict(self.target.model.record.notes),
         }
 
 
@@ -74,28 +74,28 @@ def open_contenders(
     data_root: str | Path | None = None,
     skip_bad: bool = False,
     knob: int = 0,
-) -> list[Contender]:
+) -> list[Candidate]:
     """Each by the name of its folder, all with the same data; then `knob` fusions between those of one training."""
     if not specs:
-        raise Mistake("a trade-off needs at least one model: give run folders of `vitadel harden tora/...`")
-    first = open_subject(specs[0], data, data_root=data_root, skip_bad=skip_bad)
+        raise UserError("a trade-off needs at least one model: give run folders of `vitadel harden tora/...`")
+    first = open_target(specs[0], data, data_root=data_root, skip_bad=skip_bad)
     subjects = [first]
     for spec in specs[1:]:
         subjects.append(replace(first, model=cast(Classifier, open_model(spec)), model_spec=spec))
-    found = [Contender(name, subject) for name, subject in zip(_names(specs), subjects, strict=True)]
+    found = [Candidate(name, target) for name, target in zip(_names(specs), subjects, strict=True)]
     for each in found[1:]:
         check_alike(found[0], each)
     return [*found, *between(found, knob)]
 
 
-def between(contenders: Sequence[Contender], count: int) -> list[Contender]:
+def between(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     """`count` fusions, evenly spaced, between those for the smallest and the largest lambda of each training."""
     if count < 0:
-        raise Mistake(f"--knob must not be negative, got {count}")
+        raise UserError(f"--knob must not be negative, got {count}")
     if count == 0:
         return []
-    trainings: dict[str, list[Contender]] = {}
-    for each in contenders:
+    trainings: dict[str, list[Candidate]] = {}
+    for each in candidates:
         if each.tora is not None and each.tora.settings.fuses and each.tora.trade_off is not None:
             trainings.setdefault(fusion_of(each.tora).base, []).append(each)
     found = []
@@ -104,24 +104,24 @@ def between(contenders: Sequence[Contender], count: int) -> list[Contender]:
         if _lambda(ends[0]) < _lambda(ends[-1]):
             found += [_turned(ends[0], ends[-1], place / (count + 1)) for place in range(1, count + 1)]
     if not found:
-        raise Mistake(
+        raise UserError(
             "--knob goes from one fusion to another of the same training: give two runs of phase 2 that started from "
             "one phase 1, with different lambdas"
         )
     return found
 
 
-def _lambda(contender: Contender) -> float:
-    return cast(float, cast(Tora, contender.tora).trade_off)
+def _lambda(candidate: Candidate) -> float:
+    return cast(float, cast(Tora, candidate.tora).trade_off)
 
 
-def _turned(first: Contender, second: Contender, t: float) -> Contender:
+def _turned(first: Candidate, second: Candidate, t: float) -> Candidate:
     one, other = cast(Tora, first.tora), cast(Tora, second.tora)
     tora = copy.deepcopy(one, {id(one.classifier): one.classifier})  # the frozen backbone is shared
     put_fusion(tora, interpolated(fusion_of(one), fusion_of(other), t))
     name = f"{first.name} to {second.name} at {t:.3g}"
     knob = {"from": first.name, "to": second.name, "lambdas": [one.trade_off, other.trade_off], "at": t}
-    return Contender(name, replace(first.subject, model=cast(Classifier, tora), model_spec=name), knob)
+    return Candidate(name, replace(first.target, model=cast(Classifier, tora), model_spec=name), knob)
 
 
 def _names(specs: Sequence[str]) -> list[str]:
@@ -131,21 +131,21 @@ def _names(specs: Sequence[str]) -> list[str]:
     return [f"{name} [{place}]" if name in twice else name for place, name in enumerate(names, start=1)]
 
 
-def check_alike(first: Contender, other: Contender) -> None:
+def check_alike(first: Candidate, other: Candidate) -> None:
     """Curves through points of different images or classes would say nothing."""
-    one, two = first.subject, other.subject
+    one, two = first.target, other.target
     for what, mine, theirs in (
         ("classes", one.model.record.num_classes, two.model.record.num_classes),
         ("image size and preprocessing", _view(one), _view(two)),
     ):
         if mine != theirs:
-            raise Mistake(
+            raise UserError(
                 f"'{other.name}' and '{first.name}' differ in {what} ({theirs} and {mine}), so that they cannot be "
                 "judged on the same images. Compare models for one input."
             )
 
 
-def _view(subject: Subject) -> Preprocess:
+def _view(target: Target) -> Preprocess:
     """How pictures become pixels; the mean colour counts only where it is painted."""
-    given = subject.preprocess
+    given = target.preprocess
     return given if given.crop_mode == "border" else replace(given, mean=(0.0, 0.0, 0.0))

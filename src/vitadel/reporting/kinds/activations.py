@@ -7,8 +7,8 @@ from typing import Any
 
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.figures import COLOURS, Picture, blank, our_style
+from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.read_runs import Run, percent
 
 __all__ = ["activations_sentence", "draw_activations", "place_text", "size_text", "where_rows"]
@@ -26,10 +26,10 @@ def draw_activations(run: Run) -> Picture | None:
         figure = blank(300)
         axes = figure.add_axes((0.09, 0.15, 0.88, 0.8))
         for entry in reversed(told["conditions"]):  # clean ones on top, where curves coincide
-            colour = COLOURS[_COLOUR[entry["images"]]]
+            color = COLOURS[_COLOUR[entry["images"]]]
             style = "--" if entry["tokens"] else "-"
-            axes.fill_between(places, entry["lower"], entry["upper"], color=colour, alpha=0.15, linewidth=0)
-            axes.plot(places, entry["median"], color=colour, linestyle=style, linewidth=1.5, label=entry["name"])
+            axes.fill_between(places, entry["lower"], entry["upper"], color=color, alpha=0.15, linewidth=0)
+            axes.plot(places, entry["median"], color=color, linestyle=style, linewidth=1.5, label=entry["name"])
         axes.set(yscale="log", xlabel="block (0: input of the first)", ylabel="largest |activation|")
         axes.xaxis.get_major_locator().set_params(integer=True)
         low, high = axes.get_ylim()

@@ -52,8 +52,8 @@ def draw_maps(run: Run) -> Picture | None:
                 for column, cell in enumerate((image, *found[layers, number])):
                     left = _LEFT + column * (side + _GAP)
                     box = (left, left + side, top + side, top)
-                    colours = {} if cell.ndim == 3 else scale
-                    axes.imshow(cell, interpolation="none", aspect="auto", extent=box, clip_on=False, **colours)
+                    colors = {} if cell.ndim == 3 else scale
+                    axes.imshow(cell, interpolation="none", aspect="auto", extent=box, clip_on=False, **colors)
                 top += side + _GAP
         bar = axes.inset_axes((_LEFT, height - 20, 160, 8), transform=axes.transData)
         bar.imshow(np.linspace(0, 1, 64)[None], cmap=scale["cmap"], aspect="auto")

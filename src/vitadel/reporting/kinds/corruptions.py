@@ -156,8 +156,8 @@ def draw_corruptions(run: Run) -> Picture | None:
         axes.imshow(grid, vmin=0, vmax=1, cmap="Reds", aspect="auto", interpolation="nearest")
         for down, row in enumerate(rows):
             for across, text in enumerate(row["cells"]):
-                colour = "white" if grid[down][across] > _DARK else "#222222"
-                axes.text(across, down, text, ha="center", va="center", fontsize=9, color=colour)
+                color = "white" if grid[down][across] > _DARK else "#222222"
+                axes.text(across, down, text, ha="center", va="center", fontsize=9, color=color)
         axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
         axes.set_xticks(range(len(levels)), [str(level) for level in levels])
         axes.tick_params(length=0, labelcolor=COLOURS["ink"], labelsize=9)

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.figures import COLOURS, Picture, blank, our_style
+from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.read_runs import Run, interval_text, percent
 
 __all__ = ["draw_stability", "show_stability", "stability_remarks", "stability_sentence", "stability_tables"]
@@ -44,10 +44,10 @@ def draw_stability(run: Run) -> Picture | None:
 def _draw_nearness(axes: Any, told: Mapping[str, Any]) -> None:
     shown = [("random", "first_mask", "clean", "a random mask"), ("random", "worst_mask", "ink", "worst random mask")]
     shown += [(who, "first_mask", _WHO[who][0], f"{_WHO[who][1]} mask") for who in ("learned", "transfer")]
-    for who, which, colour, label in shown:
+    for who, which, color, label in shown:
         if who in told:
             entry = told[who]["similarity"][which]
-            axes.stairs(entry["counts"], entry["edges"], color=COLOURS[colour], label=label)
+            axes.stairs(entry["counts"], entry["edges"], color=COLOURS[color], label=label)
     axes.set(xlabel="cosine of attention", ylabel="images")
 
 
@@ -58,20 +58,20 @@ def _draw_accuracy(axes: Any, told: Mapping[str, Any], clean: float) -> None:
     axes.axhline(100 * clean, color=COLOURS["muted"], linestyle=":", linewidth=1, label="clean images")
     for who in ("learned", "transfer"):
         if who in told:
-            colour, name = _WHO[who]
-            axes.axhline(100 * told[who]["accuracy"]["mean"], color=COLOURS[colour], linewidth=1, label=name)
+            color, name = _WHO[who]
+            axes.axhline(100 * told[who]["accuracy"]["mean"], color=COLOURS[color], linewidth=1, label=name)
     lowest = min(100 * curve[0], *(line.get_ydata()[0] for line in axes.lines))
     axes.set(xlabel="an image's masks, worst first", ylabel="accuracy, %", ylim=(max(0, lowest - 5), 101))
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _draw_drift(axes: Any, told: Mapping[str, Any]) -> None:
-    for who, (colour, name) in _WHO.items():
+    for who, (color, name) in _WHO.items():
         if who in told:
             entry = told[who]["drift"]
             places = range(1, len(entry["median"]) + 1)
-            axes.fill_between(places, entry["lower"], entry["upper"], color=COLOURS[colour], alpha=0.15, linewidth=0)
-            axes.plot(places, entry["median"], color=COLOURS[colour], label=name)
+            axes.fill_between(places, entry["lower"], entry["upper"], color=COLOURS[color], alpha=0.15, linewidth=0)
+            axes.plot(places, entry["median"], color=COLOURS[color], label=name)
     axes.set(xlabel="block", ylabel="|F(x') - F(x)| / |F(x)|")
     axes.xaxis.get_major_locator().set_params(integer=True)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from vitadel.reporting.cells import Cell, Column, Table, share_cells, share_columns
-from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.figures import COLOURS, Picture, blank, our_style, printable
-from vitadel.reporting.read_runs import Run, percent
 from vitadel.reporting.image_grid import Strip, as_images, draw_strips, height_of
-from vitadel.reporting.study import Study, Told, arrays_of
 from vitadel.reporting.kinds.study_perturbations import against_chance, draw_agreement, panel_height
+from vitadel.reporting.kinds.training import plain_axes
+from vitadel.reporting.read_runs import Run, percent
+from vitadel.reporting.study import Study, Told, arrays_of
 
 __all__ = ["ACCUMULATION"]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from vitadel.reporting.cells import Cell, Column, Table
-from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.figures import COLOURS, Picture, blank, our_style
-from vitadel.reporting.read_runs import Run, percent
 from vitadel.reporting.image_grid import Strip, as_images, draw_strips, height_of
+from vitadel.reporting.kinds.training import plain_axes
+from vitadel.reporting.read_runs import Run, percent
 from vitadel.reporting.study import Study, Told, arrays_of
 
 __all__ = ["ATTENTION"]
@@ -36,9 +36,9 @@ def _draw(run: Run) -> Picture | None:
         figure = blank(height)
         draw_strips(figure, strips)
         axes = figure.add_axes((0.08, 40 / height, 0.89, (_PANEL - 50) / height))
-        for name, (colour, label) in _KINDS.items():
+        for name, (color, label) in _KINDS.items():
             entry = told["cosine"][name]
-            axes.stairs(entry["counts"], entry["edges"], color=COLOURS[colour], label=label)
+            axes.stairs(entry["counts"], entry["edges"], color=COLOURS[color], label=label)
         if told["other_images"] is not None:
             words = "mean of unrelated images"
             axes.axvline(told["other_images"], color=COLOURS["muted"], linestyle=":", linewidth=1, label=words)

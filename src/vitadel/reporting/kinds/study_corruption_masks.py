@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vitadel.reporting.cells import Cell, Column, Table, share_cells, share_columns
 from vitadel.reporting.figures import Picture, blank, our_style
-from vitadel.reporting.read_runs import Run, interval_text, percent
 from vitadel.reporting.image_grid import Strip, as_images, draw_strips, height_of
+from vitadel.reporting.read_runs import Run, interval_text, percent
 from vitadel.reporting.study import Study, Told, arrays_of
 
 __all__ = ["CORRUPTION_MASKS"]

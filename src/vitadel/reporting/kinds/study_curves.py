@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from vitadel.reporting.cells import Column, Table, share_cells, share_columns
-from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.figures import COLOURS, Picture, blank, our_style
+from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.read_runs import Run, interval_text, percent
 from vitadel.reporting.study import Study, Told
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vitadel.reporting.cells import Cell, Column, Table, share_cells, share_columns
-from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.figures import COLOURS, Picture, blank, our_style
-from vitadel.reporting.read_runs import Run, interval_text, percent
 from vitadel.reporting.image_grid import Strip, as_images, draw_strips, height_of
+from vitadel.reporting.kinds.training import plain_axes
+from vitadel.reporting.read_runs import Run, interval_text, percent
 from vitadel.reporting.study import Study, Told, arrays_of
 
 __all__ = ["PERTURBATIONS", "against_chance", "draw_agreement"]
@@ -42,7 +42,7 @@ def draw_agreement(figure: Any, rows: Sequence[tuple[str, Mapping[str, Any]]], k
             label="chance: pictures dealt at random" if place == 0 else None,
         )
         control = next(name for name in ("scattered", "start") if name in entry)
-        for lift, name, colour in ((-0.15, "pictures", "worst"), (0.15, control, "clean")):
+        for lift, name, color in ((-0.15, "pictures", "worst"), (0.15, control, "clean")):
             seen = entry[name]
             bar = [[100 * (seen["accuracy"] - seen["ci95"][0])], [100 * (seen["ci95"][1] - seen["accuracy"])]]
             words = {"pictures": "pictures", "scattered": "their pixels scattered", "start": "the noise they began as"}
@@ -52,7 +52,7 @@ def draw_agreement(figure: Any, rows: Sequence[tuple[str, Mapping[str, Any]]], k
                 xerr=bar,
                 fmt="o",
                 markersize=4,
-                color=COLOURS[colour],
+                color=COLOURS[color],
                 label=words[name] if place == 0 else None,
             )
     axes.set(xlim=(0, 100), ylim=(len(rows) - 0.5, -0.5), xlabel=f"target among the first {k} answers, % of pictures")

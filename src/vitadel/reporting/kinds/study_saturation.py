@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from vitadel.reporting.cells import Column, Table, share_cells, share_columns
-from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.figures import COLOURS, Picture, blank, our_style
+from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.read_runs import Run, interval_text, percent
 from vitadel.reporting.study import Study, Told, arrays_of
 
@@ -56,9 +56,9 @@ def _draw_block(axes: Any, told: Told, arrays: Any, block: int) -> None:
         counts = arrays["counts"][place, block]
         if look is None or counts.sum() == 0:
             continue
-        colour, style, label = look
+        color, style, label = look
         inside = np.add.reduceat(counts[1:-1], np.arange(0, len(counts) - 2, _TOGETHER))
-        axes.stairs(inside / counts.sum(), edges, color=COLOURS[colour], linestyle=style, label=label)
+        axes.stairs(inside / counts.sum(), edges, color=COLOURS[color], linestyle=style, label=label)
     limits = told["thresholds"][told["precision"]]
     for name in ("rounds_to_one", "leaves_normal_range"):
         axes.axvline(limits[name], color=COLOURS["muted"], linewidth=0.8, linestyle="--")

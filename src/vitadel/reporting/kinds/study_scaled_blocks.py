@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vitadel.reporting.cells import Column, Table, share_cells, share_columns
-from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.figures import COLOURS, Picture, blank, our_style
+from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.read_runs import Run, interval_text, percent
 from vitadel.reporting.study import Study, Told
 
@@ -41,11 +41,11 @@ def _draw_way(axes: Any, points: list[Told]) -> None:
         ([point["paper_style"] for point in points], "robust_accuracy", "attack", "--", "paper_style (rescaled model)"),
         (points, "robust_accuracy", "worst", "-", "deployed model"),
     )
-    for entries, name, colour, style, label in kinds:
+    for entries, name, color, style, label in kinds:
         low, high = ([100 * entry["ci95"][end] for entry in entries] for end in (0, 1))
-        axes.fill_between(places, low, high, color=COLOURS[colour], alpha=0.12, linewidth=0)
+        axes.fill_between(places, low, high, color=COLOURS[color], alpha=0.12, linewidth=0)
         values = [100 * entry[name] for entry in entries]
-        axes.plot(places, values, color=COLOURS[colour], linestyle=style, marker="o", markersize=3, label=label)
+        axes.plot(places, values, color=COLOURS[color], linestyle=style, marker="o", markersize=3, label=label)
 
 
 def scaled_blocks_sentence(told: Told) -> str:

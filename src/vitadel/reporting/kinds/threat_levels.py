@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.figures import COLOURS, Picture, blank, our_style
+from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.read_runs import Run, percent
 
 __all__ = [
@@ -166,8 +166,8 @@ def draw_ladder(run: Run) -> Picture | None:
     if not isinstance(ladder, Mapping) or not ladder.get("levels"):
         return None
     lines = [
-        _Line(f"eps {budget['eps_text']}", colour, _at(ladder, budget["eps"]))
-        for budget, colour in zip(ladder["budgets"], itertools.cycle(_LINE_COLOURS))
+        _Line(f"eps {budget['eps_text']}", color, _at(ladder, budget["eps"]))
+        for budget, color in zip(ladder["budgets"], itertools.cycle(_LINE_COLOURS))
     ]
     figure = _drawn(lines, clean=run.results["clean"]["accuracy"])
     return Picture("ladder", figure, f"Accuracy by the attacker's knowledge. {ladder_sentence(run.results)}")
@@ -185,8 +185,8 @@ def compare_ladders(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any
         return None
     budgets = {entry["eps"]: entry["eps_text"] for told in climbs.values() for entry in told["ladder"]["budgets"]}
     lines = [
-        _Line(f"{label}, eps {budgets[eps]}", colour, _at(told["ladder"], eps), style)
-        for (label, told), colour in zip(climbs.items(), itertools.cycle(_LINE_COLOURS))
+        _Line(f"{label}, eps {budgets[eps]}", color, _at(told["ladder"], eps), style)
+        for (label, told), color in zip(climbs.items(), itertools.cycle(_LINE_COLOURS))
         for eps, style in zip(sorted(budgets), itertools.cycle(("-", "--", "-.", ":")))
     ]
     picture = Picture("ladders", _drawn(lines), "Accuracy by the attacker's knowledge, climb beside climb.")
@@ -225,7 +225,7 @@ class _Line:
     """One curve of a figure: what each level left standing."""
 
     label: str
-    colour: str
+    color: str
     levels: Mapping[str, Mapping[str, Any]]
     style: str = "-"
 
@@ -253,7 +253,7 @@ def _drawn(lines: Sequence[_Line], clean: float | None = None) -> Figure:
                     [codes.index(code) for code in part],
                     middle,
                     yerr=reach,
-                    color=COLOURS[line.colour],
+                    color=COLOURS[line.color],
                     label=line.label if style else None,
                     linestyle=style,
                     linewidth=1.5,

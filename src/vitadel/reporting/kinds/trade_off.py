@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.figures import COLOURS, Picture, blank, our_style
-from vitadel.reporting.read_runs import Array, Run, interval_text, percent
+from vitadel.reporting.kinds.training import plain_axes
 from vitadel.reporting.pairs import mcnemar
+from vitadel.reporting.read_runs import Array, Run, interval_text, percent
 
 __all__ = ["draw_trade_off", "show_trade_off", "trade_off_remarks", "trade_off_sentence", "trade_off_tables"]
 
@@ -55,7 +55,7 @@ def draw_trade_off(run: Run) -> Picture | None:
 
 
 def _draw_series(axes: Any, kind: str, entries: Sequence[Mapping[str, Any]], place: int) -> None:
-    colour, marker, label = _KINDS[kind]
+    color, marker, label = _KINDS[kind]
     clean = [entry["clean"] for entry in entries]
     worst = [entry["worst_case"][place] for entry in entries]
     xs = [100 * each["accuracy"] for each in clean]
@@ -66,7 +66,7 @@ def _draw_series(axes: Any, kind: str, entries: Sequence[Mapping[str, Any]], pla
         ys,
         xerr=_reach(clean, "accuracy"),
         yerr=_reach(worst, "robust_accuracy"),
-        color=COLOURS[colour],
+        color=COLOURS[color],
         marker=marker,
         markersize=5,
         linestyle={"knob": ":"}.get(kind, "-") if ordered else "",

@@ -39,10 +39,10 @@ def draw_training(run: Run) -> Picture | None:
         loss.set_ylabel("loss")
         loss.tick_params(labelbottom=False)
         cosines = _measures_cosines(run)
-        for name, (colour, label) in (_COSINES if cosines else _ACCURACIES).items():
+        for name, (color, label) in (_COSINES if cosines else _ACCURACIES).items():
             seen = [(row["step"], row[name] if cosines else 100 * row[name]) for row in epochs if name in row]
             if seen:
-                accuracy.plot(*zip(*seen, strict=True), color=COLOURS[colour], marker="o", markersize=3, label=label)
+                accuracy.plot(*zip(*seen, strict=True), color=COLOURS[color], marker="o", markersize=3, label=label)
         if cosines:
             accuracy.set(ylim=(None, 1), ylabel="held out, cosine", xlabel="step")
         else:
@@ -91,14 +91,14 @@ def draw_trainings(runs: Sequence[Run]) -> Picture | None:
         figure = blank(420 if judged else 240)
         axes = figure.add_axes((0.08, 0.54, 0.88, 0.43) if judged else (0.08, 0.17, 0.88, 0.77))
         below: Any = figure.add_axes((0.08, 0.10, 0.88, 0.38), sharex=axes) if judged else None
-        for (run, recipe), colour in zip(trained, ("clean", "attack", "worst", "ink", "muted", "grid"), strict=False):
+        for (run, recipe), color in zip(trained, ("clean", "attack", "worst", "ink", "muted", "grid"), strict=False):
             losses = [row["loss"] for row in run.metrics if "loss" in row]
             smooth = [_mean(losses[max(0, end - _LAST) : end]) for end in range(1, len(losses) + 1)]
-            axes.plot(range(1, len(losses) + 1), smooth, color=COLOURS[colour], linewidth=1.5, label=recipe)
+            axes.plot(range(1, len(losses) + 1), smooth, color=COLOURS[color], linewidth=1.5, label=recipe)
             for name, style in _STYLES.items() if below is not None else ():
                 seen = [(row["step"], 100 * row[name]) for row in run.metrics if name in row]
                 if seen:
-                    below.plot(*zip(*seen, strict=True), style, color=COLOURS[colour], marker="o", markersize=3)
+                    below.plot(*zip(*seen, strict=True), style, color=COLOURS[color], marker="o", markersize=3)
         axes.set(xlabel="" if judged else "step", ylabel=f"loss, mean of {_LAST} steps")
         axes.legend(frameon=False, fontsize=9, labelcolor=COLOURS["muted"])
         plain_axes(axes)

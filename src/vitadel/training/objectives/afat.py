@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from vitadel.attacks.patches.corruption_model import alignment, corrupted, keep_mask
 from vitadel.attacks.patches.random_patches import check_noise, normalisation_of, patches_in, uniform_noise
+from vitadel.errors import UserError
 from vitadel.training.objectives.terms import accuracy, check_share, check_weight, cross_entropy
-from vitadel.training.patch_selector import Opponent
 from vitadel.training.paired_features import Pair, pair_of, pair_with_fewer_tokens
+from vitadel.training.patch_selector import PatchSelector
 from vitadel.training.recipes.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, check_ranges
-from vitadel.errors import Mistake
 from vitadel.types import Attack
 
 __all__ = ["Afat"]
@@ -52,7 +52,7 @@ class Afat:
     weight_decay: float = 0.05
     gradient: Literal["normalised", "clipped"] = "normalised"
     gradient_length: float = 5.0
-    opponent: Opponent = field(init=False, repr=False, compare=False)
+    patch_selector: PatchSelector = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_weight("weight", self.weight)
@@ -68,13 +68,13 @@ class Afat:
             side=NOT_NEGATIVE,
         )
         if self.fill == "drop" and self.share == 1:
-            raise Mistake("with fill: drop and share 1 no token would be left; choose a smaller share")
+            raise UserError("with fill: drop and share 1 no token would be left; choose a smaller share")
         if self.fill == "drop" and self.same_paths:
-            raise Mistake(
+            raise UserError(
                 "fill: drop needs a pass for each version of an image, so that drop-path cannot leave out the same "
                 "paths in both; leave out same_paths"
             )
-        opponent = Opponent(
+        patch_selector = PatchSelector(
             share=self.share,
             rounding=self.rounding,
             side=self.side,
@@ -85,15 +85,15 @@ class Afat:
             gradient=self.gradient,
             gradient_length=self.gradient_length,
         )
-        object.__setattr__(self, "opponent", opponent)
+        object.__setattr__(self, "opponent", patch_selector)
 
     @property
     def attack(self) -> Attack | None:
         return None
 
     @property
-    def companion(self) -> tuple[str, Opponent]:
-        return "opponent", self.opponent
+    def companion(self) -> tuple[str, PatchSelector]:
+        return "opponent", self.patch_selector
 
     def __call__(self, model: nn.Module, x: Tensor, z: Tensor, y: Tensor) -> dict[str, Tensor]:
         keep = self._kept(model, x)
@@ -123,11 +123,11 @@ class Afat:
 
     def _kept(self, model: nn.Module, x: Tensor) -> Tensor:
         """1 for patches that stay, 0 for those to corrupt, with a way for gradients to an opponent who learns."""
-        rows, columns = patches_in(x, self.opponent.side_for(model, x))
-        count = self.opponent.count(rows * columns)
+        rows, columns = patches_in(x, self.patch_selector.side_for(model, x))
+        count = self.patch_selector.count(rows * columns)
         if self.selector == "random":
-            return (self.opponent.draws(x).stream("patches").order(rows * columns) >= count).to(x.dtype)
-        scores = self.opponent.scores(model, x)
+            return (self.patch_selector.rng(x).stream("patches").permutation(rows * columns) >= count).to(x.dtype)
+        scores = self.patch_selector.scores(model, x)
         if self.straight_through == "window":
             scores = torch.where(scores.abs() <= 1, scores, scores.detach())
         keep = keep_mask(scores, count)
@@ -136,11 +136,11 @@ class Afat:
         return keep
 
     def _pair(self, model: nn.Module, x: Tensor, keep: Tensor) -> Pair:
-        side = self.opponent.side_for(model, x)
+        side = self.patch_selector.side_for(model, x)
         if self.fill == "drop":
-            return pair_with_fewer_tokens(model, x, keep, self.opponent.count(keep.shape[1]), self.features)
+            return pair_with_fewer_tokens(model, x, keep, self.patch_selector.count(keep.shape[1]), self.features)
         if self.fill == "zero":
             painted = normalisation_of(model)[0].to(x).expand_as(x)
         else:
-            painted = uniform_noise(model, x, self.opponent.draws(x).stream("noise"), self.noise)
+            painted = uniform_noise(model, x, self.patch_selector.rng(x).stream("noise"), self.noise)
         return pair_of(model, corrupted(x, keep, painted, side), x, self.features, self.same_paths)

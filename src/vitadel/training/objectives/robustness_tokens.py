@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitadel.adapters.tokens.robustness_tokens import Tokened
 from vitadel.attacks.features import check_kind, feature_cosine, final_features
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.types import Attack
 
 __all__ = ["RobustnessTokens"]
@@ -54,5 +54,5 @@ def _tokened(model: nn.Module) -> Tokened:
     """Inside what several processes wrap around it."""
     found = next((module for module in model.modules() if isinstance(module, Tokened)), None)
     if found is None:
-        raise Mistake("the objective robustness_tokens trains tokens: give the recipe `adapter: {use: tokens}`")
+        raise UserError("the objective robustness_tokens trains tokens: give the recipe `adapter: {use: tokens}`")
     return found

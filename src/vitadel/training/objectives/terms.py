@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitadel.attacks.losses import hard_labels, kl_divergence, precise
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = [
     "accuracy",
@@ -51,9 +51,9 @@ def forward_both(model: nn.Module, x: Tensor, z: Tensor, together: bool | None =
 
 def check_share(name: str, value: float) -> None:
     if not 0 <= value <= 1:
-        raise Mistake(f"{name} is a share and must lie in [0, 1], got {value:g}")
+        raise UserError(f"{name} is a share and must lie in [0, 1], got {value:g}")
 
 
 def check_weight(name: str, value: float) -> None:
     if not value >= 0:
-        raise Mistake(f"{name} is the weight of a term and must not be negative, got {value:g}")
+        raise UserError(f"{name} is the weight of a term and must not be negative, got {value:g}")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.adapters.tora.tora import Tora, learners
-from vitadel.training.objectives.terms import accuracy, check_share, check_weight, cross_entropy, kl_divergence
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, hooked
+from vitadel.training.objectives.terms import accuracy, check_share, check_weight, cross_entropy, kl_divergence
 from vitadel.types import Attack
 
 __all__ = ["TwoBranches"]
@@ -107,5 +107,5 @@ def _branches(model: nn.Module, tora: Tora, x: Tensor) -> tuple[Tensor, Tensor]:
 def _inside(model: nn.Module) -> Tora:
     found = next((module for module in model.modules() if isinstance(module, Tora)), None)
     if found is None:
-        raise Mistake("the objective tora trains two branches: give the recipe `adapter: {use: tora}`")
+        raise UserError("the objective tora trains two branches: give the recipe `adapter: {use: tora}`")
     return found

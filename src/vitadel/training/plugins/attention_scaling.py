@@ -14,11 +14,11 @@ from vitadel.attacks.attention_scaling.aas import DISTANCES, ascended_factors
 from vitadel.attacks.losses import cross_entropy
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import Classifier
+from vitadel.errors import UserError
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.rng import SampleRNG
 from vitadel.training.plugins.lengths import never_begins
 from vitadel.training.protocols import Training
-from vitadel.errors import Mistake
-from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
 
 __all__ = ["AttentionScaling"]
 
@@ -45,11 +45,11 @@ class AttentionScaling:
 
     def __post_init__(self) -> None:
         if not 0 < self.smallest < 1:
-            raise Mistake(f"the smallest factor of attention scaling must lie between 0 and 1, got {self.smallest:g}")
+            raise UserError(f"the smallest factor of attention scaling must lie between 0 and 1, got {self.smallest:g}")
         if self.distance not in DISTANCES:
-            raise Mistake(f"unknown distance {self.distance!r}; allowed: {', '.join(DISTANCES)}")
+            raise UserError(f"unknown distance {self.distance!r}; allowed: {', '.join(DISTANCES)}")
         if min(self.gap, self.images, self.steps) < 1 or not 0 < self.pace < math.inf:
-            raise Mistake(
+            raise UserError(
                 "attention scaling needs gap, images and steps of at least 1 and a positive pace, got "
                 f"gap={self.gap}, images={self.images}, steps={self.steps}, pace={self.pace:g}"
             )
@@ -59,7 +59,7 @@ class AttentionScaling:
 
     def check_model(self, model: Classifier) -> None:
         if not attentions_of(model):
-            raise Mistake(
+            raise UserError(
                 f"{type(model.backbone).__name__} has no softmax attention to scale; train another model, or without "
                 "attention_scaling"
             )
@@ -89,18 +89,16 @@ class AttentionScaling:
         """New factors, and by how much they change the mean loss on the first batch."""
         held = classifier.record.attention_factors
         assert held is not None, "`prepare` was not called"
-        draws = Draws.of_samples(run.seed, [run.epoch]).stream("attention scaling")
+        rng = SampleRNG.of_samples(run.seed, [run.epoch]).stream("attention scaling")
         first = next(iter(batches), None)
         if first is None:
-            raise Mistake("attention scaling needs training images to find its factors on, and there are none")
+            raise UserError("attention scaling needs training images to find its factors on, and there are none")
         with frozen(model):
             before = _loss(model, *first)
             try:
                 # The ascent multiplies what the model has; with ones there, it finds the factors themselves.
                 classifier.set_attention_factors([1.0] * len(held))
-                found = ascended_factors(
-                    model, batches, draws, self.steps, self.pace, self.distance, held, self.smallest
-                )
+                found = ascended_factors(model, batches, rng, self.steps, self.pace, self.distance, held, self.smallest)
                 classifier.set_attention_factors(found)
                 return found, _loss(model, *first) - before
             finally:
@@ -111,13 +109,13 @@ def _classifier(model: nn.Module) -> Classifier:
     """Who has the factors: the model itself, or the frozen one that TORA stands on."""
     if isinstance(model, Tora):
         if model.settings.fuses and model.trade_off is not None:
-            raise Mistake(
+            raise UserError(
                 "attention scaling belongs to phase 1 of TORA: the fusions of all lambdas stand on one model, with the "
                 "factors that it had there. Leave plugins.attention_scaling out of phase 2."
             )
         return model.classifier
     if not isinstance(model, Classifier):
-        raise Mistake(f"attention scaling trains a vitadel Classifier, got {type(model).__name__}; use vitadel.wrap")
+        raise UserError(f"attention scaling trains a vitadel Classifier, got {type(model).__name__}; use vitadel.wrap")
     return model
 
 

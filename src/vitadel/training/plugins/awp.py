@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vitadel.errors import UserError
 from vitadel.training.plugins.lengths import never_begins
 from vitadel.training.protocols import Losses, Training
-from vitadel.errors import Mistake
 
 __all__ = ["AWP"]
 
@@ -30,11 +30,11 @@ class AWP:
 
     def __post_init__(self) -> None:
         if not 0 < self.gamma < math.inf:
-            raise Mistake(
+            raise UserError(
                 f"gamma, how far AWP moves each weight tensor, must be positive and finite, got {self.gamma:g}"
             )
         if self.from_epoch < 0:
-            raise Mistake(f"from_epoch, the first epoch of AWP, must be at least 0, got {self.from_epoch}")
+            raise UserError(f"from_epoch, the first epoch of AWP, must be at least 0, got {self.from_epoch}")
 
     def said_of_length(self, epochs: int) -> str | None:
         return never_begins(self.from_epoch, epochs)

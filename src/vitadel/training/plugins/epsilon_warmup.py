@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vitadel.quantities import amount_text
 from vitadel.attacks.variants import at_eps
+from vitadel.errors import UserError
+from vitadel.quantities import quantity_text
 from vitadel.training.protocols import Objective, Training
-from vitadel.errors import Mistake
 from vitadel.types import Attack, Threat
 
 __all__ = ["EpsilonWarmup"]
@@ -33,14 +33,14 @@ class EpsilonWarmup:
 
     def __post_init__(self) -> None:
         if self.shape not in _SHAPES:
-            raise Mistake(f"unknown shape {self.shape!r} of the epsilon warm-up; allowed: {', '.join(_SHAPES)}")
+            raise UserError(f"unknown shape {self.shape!r} of the epsilon warm-up; allowed: {', '.join(_SHAPES)}")
         if not 0 <= self.zero_epochs < self.epochs:
-            raise Mistake(
+            raise UserError(
                 "an epsilon warm-up needs at least 1 epoch and fewer zero_epochs than epochs, got "
                 f"epochs={self.epochs}, zero_epochs={self.zero_epochs}"
             )
         if not 0 <= self.first < math.inf:
-            raise Mistake(f"first, the budget that the warm-up starts at, must be at least 0, got {self.first:g}")
+            raise UserError(f"first, the budget that the warm-up starts at, must be at least 0, got {self.first:g}")
 
     def said_of_length(self, epochs: int) -> str | None:
         return (
@@ -52,13 +52,14 @@ class EpsilonWarmup:
     def check_objective(self, objective: Objective, threat: Threat) -> None:
         self._check_budget(threat.eps)
         if objective.attack is None:
-            raise Mistake("this objective makes no attack whose budget could grow; leave epsilon_warmup out")
+            raise UserError("this objective makes no attack whose budget could grow; leave epsilon_warmup out")
         at_eps(objective.attack, threat.eps)  # tells if there is no budget in it that could grow
 
     def _check_budget(self, full: float) -> None:
         if self.first > full:
-            raise Mistake(
-                f"a warm-up to {amount_text(full)} cannot start at {amount_text(self.first)}; choose a smaller `first`"
+            raise UserError(
+                f"a warm-up to {quantity_text(full)} cannot start at {quantity_text(self.first)}; "
+                "choose a smaller `first`"
             )
 
     def eps_at(self, epoch: int, full: float) -> float:

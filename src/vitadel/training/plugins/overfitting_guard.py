@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest
+from vitadel.errors import UserError
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.rng import SampleRNG
 from vitadel.training.plugins.lengths import never_begins
 from vitadel.training.protocols import Training
-from vitadel.errors import Mistake
-from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import Draws
 from vitadel.types import Attack
 
 __all__ = ["OverfittingGuard"]
@@ -46,9 +46,9 @@ class OverfittingGuard:
 
     def __post_init__(self) -> None:
         if self.action not in _ACTIONS:
-            raise Mistake(f"unknown action {self.action!r} of the overfitting guard; allowed: {', '.join(_ACTIONS)}")
+            raise UserError(f"unknown action {self.action!r} of the overfitting guard; allowed: {', '.join(_ACTIONS)}")
         if min(self.images, self.steps) < 1:
-            raise Mistake(
+            raise UserError(
                 f"the overfitting guard needs at least 1 image and 1 step, got {self.images} and {self.steps}"
             )
 
@@ -130,11 +130,11 @@ def _accuracy(attack: Attack, model: nn.Module, batches: Iterable[tuple[Tensor, 
     right = count = 0
     with frozen(model):
         for x, y in batches:
-            draws = Draws.of_samples(seed, range(count, count + len(x)), x.device).stream("overfitting guard")
-            z = attack(model, x, y, draws)
+            rng = SampleRNG.of_samples(seed, range(count, count + len(x)), x.device).stream("overfitting guard")
+            z = attack(model, x, y, rng)
             with torch.no_grad():
                 right += int((model(z).argmax(1) == y).sum())
             count += len(x)
     if count == 0:
-        raise Mistake("the overfitting guard needs held-out images, and there are none: give data.held_out")
+        raise UserError("the overfitting guard needs held-out images, and there are none: give data.held_out")
     return right / count

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitadel.backbones.classifier import Classifier
+from vitadel.errors import UserError
+from vitadel.runtime.rng import SampleRNG
+from vitadel.training.data_stream import Part
 from vitadel.training.protocols import Training
 from vitadel.training.recipes.ranges import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, check_ranges
-from vitadel.training.data_stream import Part
-from vitadel.errors import Mistake
-from vitadel.runtime.rng import Draws
 
 __all__ = ["PatchAugmentation", "augment_patches"]
 
@@ -42,18 +42,20 @@ class PatchAugmentation:
         shares = dict.fromkeys(("crop", "noise", "flip", "scale"), SHARE)
         check_ranges(self, **shares, patch_size=AT_LEAST_ONE, noise_std=NOT_NEGATIVE)
         if not 0 < self.scale[0] <= self.scale[1]:
-            raise Mistake(f"scale must be two shares of a patch's area, the smaller one first, got {list(self.scale)}")
+            raise UserError(
+                f"scale must be two shares of a patch's area, the smaller one first, got {list(self.scale)}"
+            )
 
     def check_model(self, model: Classifier) -> None:
         if model.record.input_size is not None:
             _grid(model.record.input_size, self.patch_size)
 
     def change_batch(self, run: Training, part: Part) -> Part:
-        draws = Draws.of_samples(run.seed, part.names, part.x.device).stream("patch augmentation", run.step)
+        rng = SampleRNG.of_samples(run.seed, part.names, part.x.device).stream("patch augmentation", run.step)
         classifier = next((module for module in run.model.modules() if isinstance(module, Classifier)), None)
         varied = augment_patches(
             part.x,
-            draws,
+            rng,
             self.patch_size,
             crop=self.crop,
             noise=self.noise,
@@ -71,7 +73,7 @@ class PatchAugmentation:
 
 def augment_patches(
     x: Tensor,
-    draws: Draws,
+    rng: SampleRNG,
     patch_size: int = 16,
     *,
     crop: float = 0.1,
@@ -87,7 +89,7 @@ def augment_patches(
     rows, columns = _grid((x.shape[2], x.shape[3]), patch_size)
     split = x.unflatten(3, (columns, patch_size)).unflatten(2, (rows, patch_size)).permute(0, 2, 4, 1, 3, 5)
     patches = split.reshape(-1, x.shape[1], patch_size, patch_size)
-    own = Draws(draws.bits(rows * columns).flatten())  # a stream for every patch: most of them draw next to nothing
+    own = SampleRNG(rng.bits(rows * columns).flatten())  # a stream for every patch: most of them draw next to nothing
     cut, noisy, mirrored = (
         own.stream(name).uniform() < share for name, share in (("crop", crop), ("noise", noise), ("flip", flip))
     )
@@ -100,12 +102,12 @@ def augment_patches(
     return whole.clamp(0, 1)
 
 
-def _cut(patches: Tensor, draws: Draws, scale: tuple[float, float]) -> Tensor:
+def _cut(patches: Tensor, rng: SampleRNG, scale: tuple[float, float]) -> Tensor:
     """A random square of each patch, of a share of its area between the two of `scale`, at the size of the patch."""
-    area = scale[0] + (scale[1] - scale[0]) * draws.stream("area").uniform()
+    area = scale[0] + (scale[1] - scale[0]) * rng.stream("area").uniform()
     side = area.sqrt()[:, None]
     # In the coordinates of `grid_sample` a patch reaches from -1 to 1, so the middle of a square may move by 1 - side.
-    middle = (1 - side) * (2 * draws.stream("place").uniform(2) - 1)
+    middle = (1 - side) * (2 * rng.stream("place").uniform(2) - 1)
     size = patches.shape[-1]
     pixels = (2 * torch.arange(size, device=side.device) + 1) / size - 1
     across, down = (side * pixels + middle[:, axis, None] for axis in (0, 1))
@@ -117,7 +119,7 @@ def _grid(size: tuple[int, int], patch_size: int) -> tuple[int, int]:
     """Rows and columns of patches in an image, (height, width)."""
     if size[0] % patch_size or size[1] % patch_size:
         both = math.gcd(*size)
-        raise Mistake(
+        raise UserError(
             f"images of {size[0]} x {size[1]} pixels cannot be cut into patches of {patch_size} to augment; set "
             f"patch_size to that of the model, or to another divisor of {both}."
         )

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from vitadel.attacks.pgd import PGD
 from vitadel.backbones.anatomy import attentions_of, blocks_of
 from vitadel.backbones.classifier import Classifier
-from vitadel.training.protocols import Objective, Training
-from vitadel.errors import Mistake
-from vitadel.instrument.patch_grid import patch_grid
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, hooked
-from vitadel.runtime.rng import Draws
+from vitadel.instrument.patch_grid import patch_grid
+from vitadel.runtime.rng import SampleRNG
+from vitadel.training.protocols import Objective, Training
 from vitadel.types import Aim, Attack, Goal, Step, Stepper, Threat
 
 __all__ = ["RandomDropping"]
@@ -44,7 +44,7 @@ class RandomDropping:
 
     def __post_init__(self) -> None:
         if not 0 < self.epochs < math.inf:
-            raise Mistake(f"random dropping needs a positive number of epochs, got {self.epochs:g}")
+            raise UserError(f"random dropping needs a positive number of epochs, got {self.epochs:g}")
 
     def said_of_length(self, epochs: int) -> str | None:
         short = self.epochs >= epochs
@@ -52,7 +52,7 @@ class RandomDropping:
 
     def check_objective(self, objective: Objective, threat: Threat) -> None:
         if objective.attack is None:
-            raise Mistake("this objective makes no attack that could begin weak; leave random_dropping out")
+            raise UserError("this objective makes no attack that could begin weak; leave random_dropping out")
         _as_pgd(objective.attack)
 
     def check_model(self, model: Classifier) -> None:
@@ -65,7 +65,7 @@ class RandomDropping:
         attack = _as_pgd(attack)
         if keep == 1:
             return attack
-        dropping = _Dropping(Draws.of_samples(run.seed, [run.step]).stream("random dropping"), keep, attack.steps)
+        dropping = _Dropping(SampleRNG.of_samples(run.seed, [run.step]).stream("random dropping"), keep, attack.steps)
         goal = _through_fewer(attack.goal, dropping) if self.attention else attack.goal
         if not self.patches:
             return replace(attack, goal=goal)
@@ -83,7 +83,7 @@ class RandomDropping:
 
 def _as_pgd(attack: Attack) -> PGD:
     if not isinstance(attack, PGD):
-        raise Mistake(
+        raise UserError(
             f"random dropping changes the steps of PGD, and the training attack is {type(attack).__name__}; "
             "give the objective an attack such as pgd-10, without prefixes and restarts"
         )
@@ -94,7 +94,7 @@ def _as_pgd(attack: Attack) -> PGD:
 class _Dropping:
     """One training step's draws; a turn is a step of the attack."""
 
-    draws: Draws
+    rng: SampleRNG
     keep: float
     steps: int
 
@@ -102,11 +102,11 @@ class _Dropping:
         return round(progress * self.steps)
 
     def kept(self, turn: int, count: int) -> list[bool]:
-        return (self.draws.stream("attention", turn).uniform(count)[0] < self.keep).tolist()
+        return (self.rng.stream("attention", turn).uniform(count)[0] < self.keep).tolist()
 
     def left_out(self, turn: int, count: int) -> Tensor:
         """Which of so many patches lose their perturbation."""
-        order = self.draws.stream("patches", turn).order(count)[0]
+        order = self.rng.stream("patches", turn).permutation(count)[0]
         return torch.zeros(count, dtype=torch.bool).scatter(0, order[: int(count * (1 - self.keep))], True)
 
 
@@ -168,7 +168,7 @@ def _branches(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for attention in attentions_of(model):
         kind = type(attention.module).__name__
         if attention.name in blocks:
-            raise Mistake(
+            raise UserError(
                 f"{kind} computes attention and MLP at once, so gradients cannot be kept from the attention alone: "
                 "set attention to false in random_dropping, or train another model"
             )

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from vitadel.errors import UserError
 from vitadel.training.plugins.lengths import never_begins
 from vitadel.training.protocols import Training
-from vitadel.errors import Mistake
 
 __all__ = ["WeightAverage"]
 
@@ -37,9 +37,9 @@ class WeightAverage:
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
-            raise Mistake(f"unknown kind {self.kind!r} of weight average; allowed: {', '.join(_KINDS)}")
+            raise UserError(f"unknown kind {self.kind!r} of weight average; allowed: {', '.join(_KINDS)}")
         if not 0 <= self.decay < 1:
-            raise Mistake(f"decay must lie in [0, 1), got {self.decay:g}; 0.999 forgets over a thousand steps")
+            raise UserError(f"decay must lie in [0, 1), got {self.decay:g}; 0.999 forgets over a thousand steps")
 
     def said_of_length(self, epochs: int) -> str | None:
         return never_begins(self.from_epoch, epochs)

@@ -10,6 +10,10 @@ from typing import Any, Protocol, cast, runtime_checkable
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.overlap import identity, same_images
 from vitadel.data.spec import DATA_KINDS, Request
+from vitadel.errors import UserError
+from vitadel.heads.probe_recipe import build_probe, build_probe_check
+from vitadel.training.plugins.overfitting_guard import OverfittingGuard
+from vitadel.training.protocols import Accompanied, Adapter, ChangesEvaluation, NeedsAdapter, Objective, Plugin
 from vitadel.training.recipes.check import (
     check_extra_share,
     check_model_name,
@@ -22,23 +26,19 @@ from vitadel.training.recipes.check import (
     sketched_model,
 )
 from vitadel.training.recipes.components import component_names, find_component
-from vitadel.heads.probe_recipe import build_probe, build_probe_check
-from vitadel.training.plugins.overfitting_guard import OverfittingGuard
-from vitadel.training.protocols import Accompanied, Adapter, ChangesEvaluation, NeedsAdapter, Objective, Plugin
 from vitadel.training.recipes.documents import SECTIONS, TEXTS, compose, is_probe, rows, section_types, unknown_section
+from vitadel.training.recipes.instantiate import Faults, Faulty, as_given, as_mapping, guarded, named_attack, settled
 from vitadel.training.recipes.sections import (
     AuditSection,
     Augmentation,
     DataSection,
     ModelSection,
-    Optimiser,
+    OptimizerSection,
     Schedule,
     ThreatSection,
     TrainSection,
     Validation,
 )
-from vitadel.training.recipes.instantiate import Faults, Faulty, as_given, as_mapping, guarded, named_attack, settled
-from vitadel.errors import Mistake
 from vitadel.types import Calibrated, Threat
 
 __all__ = ["ChecksModel", "ChecksObjective", "Recipe", "build_check", "build_recipe", "check_recipe"]
@@ -51,7 +51,7 @@ class ChecksObjective(Protocol):
     """A plug-in that can tell from the recipe alone that it does not go with the rest of it."""
 
     def check_objective(self, objective: Objective, threat: Threat) -> None:
-        """A `Mistake` if it cannot work with this objective and its attack, or this budget."""
+        """A `UserError` if it cannot work with this objective and its attack, or this budget."""
         ...
 
 
@@ -60,7 +60,7 @@ class ChecksModel(Protocol):
     """A plug-in or adapter that can tell from the bare model that it does not go with it."""
 
     def check_model(self, model: Classifier) -> None:
-        """A `Mistake` if it cannot work with this model, which has no weights and is not to be changed."""
+        """A `UserError` if it cannot work with this model, which has no weights and is not to be changed."""
         ...
 
 
@@ -79,7 +79,7 @@ class Recipe:
     objective: Objective
     plugins: tuple[tuple[str, Plugin], ...]
     adapter: Adapter
-    optimiser: Optimiser
+    optimizer: OptimizerSection
     schedule: Schedule
     train: TrainSection
     validation: Validation
@@ -94,7 +94,7 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     good. Attacks are made with the recipe's own threat.
     """
     if is_probe(document):
-        raise Mistake(f"recipe {where} trains a head on frozen features, not a model: run it with `vitadel probe`")
+        raise UserError(f"recipe {where} trains a head on frozen features, not a model: run it with `vitadel probe`")
     faults = Faults()
     faults.unknown += [unknown_section(key, document) for key in document if key not in (*TEXTS, *SECTIONS)]
     for key in _NEEDED:
@@ -162,14 +162,14 @@ def check_recipe(name: str) -> str | None:
     """What is wrong with a recipe, over all its rows, or None; nothing is trained and no data is opened."""
     try:
         every: list[str | None] = [*rows(name)] or [None]
-    except Mistake as mistake:
+    except UserError as mistake:
         return str(mistake)
     found: dict[str, list[str]] = {}
     for row in every:
         where = name if row is None else f"{name} (row {row})"
         try:
             _check_document(compose(name, row), where)
-        except Mistake as mistake:
+        except UserError as mistake:
             for fault in mistake.faults if isinstance(mistake, Faulty) else (str(mistake),):
                 found.setdefault(fault, []).append(row or "")
     if not found:
@@ -222,7 +222,7 @@ def _check_adapter(objective: Objective, adapter: Adapter) -> None:
     needed = own.get(objective.adapter)  # an objective of the user's own may mean anything by it
     if needed is not None and type(adapter) in own.values() and not isinstance(adapter, needed):
         name = objective.adapter
-        raise Mistake(f"this objective trains {name} and nothing else of a model; write `use: {name}`")
+        raise UserError(f"this objective trains {name} and nothing else of a model; write `use: {name}`")
 
 
 def _plugins(section: Mapping[str, Any], threat: ThreatSection, faults: Faults) -> tuple[tuple[str, Plugin], ...]:
@@ -246,7 +246,7 @@ def _plugins(section: Mapping[str, Any], threat: ThreatSection, faults: Faults) 
 def _check_rollback(plugins: tuple[tuple[str, Plugin], ...]) -> None:
     rolls_back = any(isinstance(plugin, OverfittingGuard) and plugin.action == "rollback" for _, plugin in plugins)
     if rolls_back and any(isinstance(plugin, ChangesEvaluation) for _, plugin in plugins):
-        raise Mistake(
+        raise UserError(
             "overfitting_guard can roll back weights, but not an average that already holds the overfitted epoch; with "
             "weight_average use action: stop, after which weights/best is still there"
         )
@@ -257,14 +257,14 @@ def _check_rollback(plugins: tuple[tuple[str, Plugin], ...]) -> None:
 
 def _check_values(parts: Mapping[str, Any], threat: ThreatSection, faults: Faults) -> None:
     """Whether what the sections name exists, also of those that have other faults; what they need may be missing."""
-    augmentation, optimiser, validation = (parts[name] for name in ("augmentation", "optimiser", "validation"))
+    augmentation, optimizer, validation = (parts[name] for name in ("augmentation", "optimiser", "validation"))
     if hasattr(parts.get("model"), "name"):
         faults.attempt("model.name", check_model_name, parts["model"].name)
     if hasattr(parts.get("data"), "train"):
         _check_data(parts["data"], faults)
     if augmentation.rand_augment is not None:
         faults.attempt("augmentation.rand_augment", check_rand_augment, augmentation.rand_augment)
-    faults.attempt("optimiser.name", check_optimiser, optimiser.name)
+    faults.attempt("optimiser.name", check_optimiser, optimizer.name)
     if "train" in parts:
         faults.attempt("train.tracker", check_tracker, parts["train"].tracker)
     if validation.attack is not None:

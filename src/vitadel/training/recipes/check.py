@@ -17,8 +17,8 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model, zoo_names
 from vitadel.backbones.record import near_models
 from vitadel.data.spec import DATA_KINDS, Request, parse_spec
+from vitadel.errors import UserError, nearest_names
 from vitadel.training.recipes.sections import Augmentation, DataSection, ModelSection, TrainSection
-from vitadel.errors import Mistake, nearest_names
 
 __all__ = [
     "check_extra_share",
@@ -58,13 +58,13 @@ def check_model_name(name: str) -> None:
     kind, colon, _ = name.partition(":")
     if colon and kind == "zoo" and name not in zoo_names():
         there = ", ".join(zoo_names()) or "none in this installation"
-        raise Mistake(f"unknown zoo model '{name}'; there is {there}{nearest_names(name, zoo_names())}")
+        raise UserError(f"unknown zoo model '{name}'; there is {there}{nearest_names(name, zoo_names())}")
     if colon and kind in ("zoo", "hf", "python"):
         return
     looks_like_a_path = "/" in name or name.startswith((".", "~")) or name.endswith(_FILES) or Path(name).exists()
     if not timm.is_model(name.partition(".")[0]) and not looks_like_a_path:
         near = near_models(name.partition(".")[0], zoo_names())
-        raise Mistake(
+        raise UserError(
             f"unknown model '{name}'{near} It is no timm name, no file and no folder; see `vitadel list models`"
         )
 
@@ -72,9 +72,11 @@ def check_model_name(name: str) -> None:
 def check_optimiser(name: str) -> None:
     known = timm.optim.list_optimizers()
     if name not in known:
-        raise Mistake(f"timm has no optimiser '{name}'{nearest_names(name, known) or '; usual are adamw and momentum'}")
+        raise UserError(
+            f"timm has no optimiser '{name}'{nearest_names(name, known) or '; usual are adamw and momentum'}"
+        )
     if name == "adahessian":
-        raise Mistake(
+        raise UserError(
             "'adahessian' needs second derivatives, which the loop does not compute; usual are adamw, momentum"
         )
 
@@ -83,16 +85,16 @@ def check_rand_augment(text: str) -> None:
     try:
         rand_augment_transform(text, {})
     except Exception as error:  # timm checks with assertions and lookups of many kinds
-        raise Mistake(f"timm cannot read '{text}' ({error!r}); write it like rand-m9-mstd0.5-inc1") from error
+        raise UserError(f"timm cannot read '{text}' ({error!r}); write it like rand-m9-mstd0.5-inc1") from error
 
 
 def check_tracker(name: str) -> None:
     known = [kind.value for kind in LoggerType]
     if name not in ("none", *known):
-        raise Mistake(f"there is no tracker '{name}'; there is none, {', '.join(known)}{nearest_names(name, known)}")
+        raise UserError(f"there is no tracker '{name}'; there is none, {', '.join(known)}{nearest_names(name, known)}")
     installed = [kind.value for kind in get_available_trackers()]
     if name not in ("none", "all", *installed):
-        raise Mistake(
+        raise UserError(
             f"'{name}' is not installed; install it, or take one of none{''.join(f', {other}' for other in installed)}"
         )
 
@@ -101,9 +103,9 @@ def check_parts(train: TrainSection, augmentation: Augmentation) -> None:
     """Whether the batch can be cut as the recipe says; with several processes each part is cut further."""
     size, over = divmod(train.batch_size, train.accumulation)
     if over:
-        raise Mistake(f"a batch of {train.batch_size} images cannot be cut into {train.accumulation} equal parts")
+        raise UserError(f"a batch of {train.batch_size} images cannot be cut into {train.accumulation} equal parts")
     if size % 2 and (augmentation.mixup or augmentation.cutmix):
-        raise Mistake(
+        raise UserError(
             f"mixup and cutmix mix images in pairs, so each part of a batch needs an even number of them; batch_size "
             f"{train.batch_size} in {train.accumulation} of them (accumulation) gives {size}"
         )
@@ -113,7 +115,7 @@ def check_extra_share(data: DataSection, train: TrainSection) -> None:
     extra = round(data.extra_share * train.batch_size)
     if data.extra is not None and extra in (0, train.batch_size):
         what = "no image" if extra == 0 else "every image"
-        raise Mistake(
+        raise UserError(
             f"with {data.extra_share:g} of a batch of {train.batch_size}, {what} would come from data.extra; choose "
             "another share or a larger train.batch_size"
         )
@@ -125,11 +127,11 @@ def read_data_spec(spec: str, root: str | None) -> Request:
     kind = DATA_KINDS.get(request.kind)
     if kind is None:
         near = nearest_names(request.kind, DATA_KINDS) or "."
-        raise Mistake(f"unknown data '{spec}'{near} Known: {', '.join(DATA_KINDS)}")
+        raise UserError(f"unknown data '{spec}'{near} Known: {', '.join(DATA_KINDS)}")
     if ":" in kind.form and not request.argument:
-        raise Mistake(f"'{spec}' names no path; write {kind.form}")
+        raise UserError(f"'{spec}' names no path; write {kind.form}")
     if ":" in spec and ":" not in kind.form:
-        raise Mistake(f"'{spec}': {request.kind} takes no path; write {kind.form}, and data.root if need be")
+        raise UserError(f"'{spec}': {request.kind} takes no path; write {kind.form}, and data.root if need be")
     return request
 
 
@@ -140,7 +142,7 @@ def class_count(spec: str) -> int | None:
 
 @lru_cache(maxsize=64)
 def sketched_model(section: str) -> Classifier | None:
-    """The model of a section, given as JSON because rows of a table mostly share theirs; a `Mistake` if there is none.
+    """The model of a section, given as JSON because rows of a table mostly share theirs; `UserError` if there is none.
 
     Weights are fresh and take no memory; a zoo model is loaded. An image was sent through it. Not to be changed. None
     for files and code of the user's, which are left for later.
@@ -168,12 +170,12 @@ def sketched_model(section: str) -> Classifier | None:
             )
             height, width = classifier.record.input_size or (224, 224)
             logits = classifier(torch.zeros(2, 3, height, width))
-    except Mistake as mistake:
-        raise Mistake(str(mistake).splitlines()[0]) from mistake
+    except UserError as mistake:
+        raise UserError(str(mistake).splitlines()[0]) from mistake
     except Exception as error:  # arguments that make no sense fail inside timm's models in every way there is
         reason = (str(error).splitlines() or [""])[0]
-        raise Mistake(f"'{model.name}' cannot be used as it is: {type(error).__name__}: {reason}") from error
+        raise UserError(f"'{model.name}' cannot be used as it is: {type(error).__name__}: {reason}") from error
     expected = (2, model.num_classes)
     if logits.shape != expected:
-        raise Mistake(f"gives logits of shape {tuple(logits.shape)}, expected {expected}")
+        raise UserError(f"gives logits of shape {tuple(logits.shape)}, expected {expected}")
     return classifier

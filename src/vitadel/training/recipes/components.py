@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 
 from vitadel.backbones.third_party import users_code
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 
 __all__ = ["component_names", "find_component"]
 
@@ -48,7 +48,7 @@ def find_component(package: str, name: str) -> type:
     known = component_names(package)
     module = name.replace("-", "_")
     if module not in known:
-        raise Mistake(
+        raise UserError(
             f"there is no {_WHAT[package]} '{name}'; there is {', '.join(known)}{nearest_names(module, known) or '.'} "
             "One of your own is given as package.module.Class"
         )
@@ -69,26 +69,26 @@ def _users_class(name: str) -> type:
             module = import_module(module_name)
         found = getattr(module, class_name, None)
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and scripts end themselves
-        raise Mistake(f"'{name}': importing '{module_name}' failed: {type(error).__name__}: {error}") from error
+        raise UserError(f"'{name}': importing '{module_name}' failed: {type(error).__name__}: {error}") from error
     if not isinstance(found, type):
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
         near = nearest_names(class_name, classes)
-        raise Mistake(f"'{name}': module '{module_name}' has no class '{class_name}'{near}")
+        raise UserError(f"'{name}': module '{module_name}' has no class '{class_name}'{near}")
     return found
 
 
 def _check_shape(package: str, name: str, cls: type) -> None:
     if not is_dataclass(cls):
-        raise Mistake(f"'{name}' is not a dataclass, as every {_WHAT[package]} is: its fields are the settings")
+        raise UserError(f"'{name}' is not a dataclass, as every {_WHAT[package]} is: its fields are the settings")
     has = {key for base in cls.__mro__ for key in vars(base)} | {field.name for field in fields(cls)}
     if package == "objectives":
         missing = [key for key in ("__call__", "attack") if key not in has]
         if missing:
             needs = "`__call__(model, x, z, y)` and `attack`, a field or property"
-            raise Mistake(f"'{name}' is not an objective: it has no {' and no '.join(missing)}; it needs {needs}")
+            raise UserError(f"'{name}' is not an objective: it has no {' and no '.join(missing)}; it needs {needs}")
     elif package == "adapters":
         missing = [key for key in _ADAPTER if key not in has]
         if missing:
-            raise Mistake(f"'{name}' is not an adapter: it has no {' and no '.join(missing)}")
+            raise UserError(f"'{name}' is not an adapter: it has no {' and no '.join(missing)}")
     elif not has.intersection(_HOOKS):
-        raise Mistake(f"'{name}' is not a plug-in: it has none of {', '.join(_HOOKS)}")
+        raise UserError(f"'{name}' is not a plug-in: it has none of {', '.join(_HOOKS)}")

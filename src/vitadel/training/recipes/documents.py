@@ -16,8 +16,8 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import yaml
 
-from vitadel.quantities import read_amount
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
+from vitadel.quantities import read_quantity
 
 __all__ = [
     "IDLE",
@@ -109,7 +109,7 @@ def section_types(document: Mapping[str, Any] | None = None) -> dict[str, type]:
         "data": sections.DataSection,
         "augmentation": sections.Augmentation,
         "threat": sections.ThreatSection,
-        "optimiser": sections.Optimiser,
+        "optimiser": sections.OptimizerSection,
         "schedule": sections.Schedule,
         "train": sections.TrainSection,
         "validation": sections.Validation,
@@ -148,7 +148,7 @@ def compose(name: str | Path, row: str | None = None, overrides: Sequence[str] |
     are told when the document is built, with all else that is wrong.
     """
     if not isinstance(name, str | Path):
-        raise Mistake(
+        raise UserError(
             f"a recipe is given by its name or the path of its file, got a {type(name).__name__}; a model of your own "
             "is named in it, as model.name: python:module:function"
         )
@@ -204,11 +204,11 @@ def _find(name: str, beside: Traversable | None = None) -> Traversable:
         if isinstance(beside, Path):
             path = beside.parent / path
         if not path.is_file():
-            raise Mistake(f"there is no recipe file '{path}'; make one with `vitadel recipes copy NAME {name}`")
+            raise UserError(f"there is no recipe file '{path}'; make one with `vitadel recipes copy NAME {name}`")
         return path
     known = shipped_recipes()
     if name not in known:
-        raise Mistake(
+        raise UserError(
             f"unknown recipe '{name}'{nearest_names(name, known) or '.'} See `vitadel list recipes`; "
             "a file of your own is given by its path, ending in .yaml"
         )
@@ -219,7 +219,7 @@ def _text(file: Traversable, name: str) -> str:
     try:
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise Mistake(f"recipe '{name}' cannot be read: {error}") from error
+        raise UserError(f"recipe '{name}' cannot be read: {error}") from error
 
 
 @lru_cache(maxsize=256)
@@ -227,7 +227,9 @@ def _parsed(text: str, name: str) -> Mapping[str, Any]:
     """Cached, as a list of all recipes reads those that others extend again and again; not to be changed in place."""
     document = _read_yaml(text, f"recipe '{name}'")
     if not isinstance(document, dict):
-        raise Mistake(f"recipe '{name}' is not a document of keys and values; see `vitadel recipes show shapes/pgd-at`")
+        raise UserError(
+            f"recipe '{name}' is not a document of keys and values; see `vitadel recipes show shapes/pgd-at`"
+        )
     return {str(key): value if key in TEXTS else _with_numbers(value) for key, value in document.items()}
 
 
@@ -235,25 +237,25 @@ def _read_yaml(text: str, what: str) -> Any:
     try:
         _check_node(yaml.compose(text, Loader=yaml.SafeLoader), what)
         return yaml.safe_load(text)
-    except Mistake:
+    except UserError:
         raise
     except RecursionError:
-        raise Mistake(f"{what} is nested too deeply to be read") from None
+        raise UserError(f"{what} is nested too deeply to be read") from None
     except Exception as error:  # values such as !!int x or 2020-99-99 raise whatever Python raises for them
-        raise Mistake(f"{what} is not readable as YAML: {error}") from error
+        raise UserError(f"{what} is not readable as YAML: {error}") from error
 
 
 def _check_node(node: yaml.Node | None, what: str, around: tuple[yaml.Node, ...] = ()) -> None:
     """Of two equal keys YAML's reader keeps the last without a word; lists that hold themselves it makes gladly."""
     if any(node is outer for outer in around):
-        raise Mistake(f"{what} has something that contains itself in line {around[-1].start_mark.line + 1}")
+        raise UserError(f"{what} has something that contains itself in line {around[-1].start_mark.line + 1}")
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode):  # others are refused when the document is made
                 if key.value in seen:
                     line = key.start_mark.line + 1
-                    raise Mistake(
+                    raise UserError(
                         f"{what} has '{key.value}' twice in one place, again in line {line}; keep one of them"
                     )
                 seen.add(key.value)
@@ -270,7 +272,7 @@ def _with_numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_with_numbers(entry) for entry in value]
     if isinstance(value, str) and _NUMBER.fullmatch(value) and ("/" in value or "e" in value.lower()):
-        return read_amount(value)
+        return read_quantity(value)
     single = isinstance(value, np.generic) or getattr(value, "ndim", None) == 0  # also a tensor of one number
     return value.item() if single else value
 
@@ -285,12 +287,12 @@ def _unfolded(name: str, beside: Traversable | None = None, path: tuple[str, ...
     if str(file) in path:
         circle = (*path[path.index(str(file)) :], str(file))
         chain = " extends ".join("/".join(Path(place).with_suffix("").parts[-2:]) for place in circle)
-        raise Mistake(f"recipe '{name}' extends itself in the end ({chain}); break the circle")
+        raise UserError(f"recipe '{name}' extends itself in the end ({chain}); break the circle")
     document = dict(_parsed(_text(file, name), name))
     parent = document.pop("extends", None)
     if parent is not None:
         if not isinstance(parent, str):
-            raise Mistake(f"recipe '{name}': extends takes the name of one recipe, or name#row; got {parent!r}")
+            raise UserError(f"recipe '{name}': extends takes the name of one recipe, or name#row; got {parent!r}")
         document = merge(_unfolded(parent, file, (*path, str(file))), document)
     return _with_row(document, name, row) if row else document
 
@@ -302,7 +304,7 @@ def _sweep(document: Mapping[str, Any], where: str) -> dict[str, list[Mapping[st
         return {}
     good = isinstance(axes, list) and axes and all(isinstance(axis, Mapping) and axis for axis in axes)
     if not good or not all(value is None or isinstance(value, Mapping) for axis in axes for value in axis.values()):
-        raise Mistake(
+        raise UserError(
             f"recipe '{where}': sweep is a list of axes, each a mapping from a part of the row's name to the keys that "
             "it overrides, e.g. [{pgd-at: {}, trades: {objective.beta: 6}}]"
         )
@@ -310,7 +312,7 @@ def _sweep(document: Mapping[str, Any], where: str) -> dict[str, list[Mapping[st
     for parts in itertools.product(*(axis.items() for axis in axes)):
         row = "".join(part for part, _ in parts)
         if not row or row in found:
-            raise Mistake(f"recipe '{where}': two rows of its sweep, or one without a name, are called '{row}'")
+            raise UserError(f"recipe '{where}': two rows of its sweep, or one without a name, are called '{row}'")
         found[row] = [overrides or {} for _, overrides in parts]
     return found
 
@@ -322,11 +324,11 @@ def _with_row(document: Document, where: str, row: str | None) -> Document:
         return plain
     there = ", ".join(found)
     if not found:
-        raise Mistake(f"recipe '{where}' is a single training and has no row '{row}'; leave the row out")
+        raise UserError(f"recipe '{where}' is a single training and has no row '{row}'; leave the row out")
     if row is None:
-        raise Mistake(f"recipe '{where}' is a table; choose one of its rows with --row: {there}")
+        raise UserError(f"recipe '{where}' is a table; choose one of its rows with --row: {there}")
     if row not in found:
-        raise Mistake(f"recipe '{where}' has no row '{row}'; it has: {there}{nearest_names(row, found)}")
+        raise UserError(f"recipe '{where}' has no row '{row}'; it has: {there}{nearest_names(row, found)}")
     return reduce(_with_dotted, found[row], plain)
 
 
@@ -369,17 +371,17 @@ def _pairs(overrides: Sequence[str] | Mapping[str, object]) -> list[tuple[str, A
     if isinstance(overrides, Mapping):
         wrong = next((key for key in overrides if not isinstance(key, str)), None)
         if wrong is not None:
-            raise Mistake(f"overrides are named by texts such as 'train.epochs', got {wrong!r}")
+            raise UserError(f"overrides are named by texts such as 'train.epochs', got {wrong!r}")
         return [(key, _with_numbers(value)) for key, value in overrides.items()]
     pairs = []
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise Mistake(f"'{text}' is no override; write key=value, e.g. train.epochs=3 or threat.eps=4/255")
+            raise UserError(f"'{text}' is no override; write key=value, e.g. train.epochs=3 or threat.eps=4/255")
         try:
             pairs.append((key.strip(), _with_numbers(_read_yaml(value, f"the value of '{text}'"))))
-        except Mistake as mistake:
-            raise Mistake(f"{key.strip()}: {mistake}") from mistake
+        except UserError as mistake:
+            raise UserError(f"{key.strip()}: {mistake}") from mistake
     return pairs
 
 
@@ -416,7 +418,7 @@ def _has_plugin(name: str, setting: str | None = None) -> bool:
 
     try:
         takes = inspect.signature(find_component("plugins", name)).parameters
-    except Mistake:
+    except UserError:
         return False
     return setting is None or setting.replace("-", "_") in takes
 

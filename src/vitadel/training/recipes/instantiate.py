@@ -11,9 +11,9 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from vitadel.attacks.parse import make, split_attack_list
+from vitadel.errors import UserError, nearest_names
 from vitadel.training.recipes.documents import OTHER_WORDS
 from vitadel.training.recipes.sections import ThreatSection
-from vitadel.errors import Mistake, nearest_names
 from vitadel.types import Attack, Calibrated
 
 __all__ = ["Faults", "Faulty", "as_given", "as_mapping", "guarded", "named_attack", "settled"]
@@ -21,7 +21,7 @@ __all__ = ["Faults", "Faulty", "as_given", "as_mapping", "guarded", "named_attac
 Made = TypeVar("Made")
 
 
-class Faulty(Mistake):
+class Faulty(UserError):
     """All that is wrong with one recipe, or one row of it."""
 
     def __init__(self, where: str, faults: Iterable[str]) -> None:
@@ -45,7 +45,7 @@ class Faults:
         """What the call gives, or its mistake noted under `path`."""
         try:
             return function(*arguments, **named)
-        except Mistake as mistake:
+        except UserError as mistake:
             self.wrong.append(f"{path}: {mistake}")
             return None
 
@@ -56,10 +56,10 @@ def guarded(function: Callable[..., Made]) -> Callable[..., Made]:
     def guarded(*arguments: object, **named: object) -> Made:
         try:
             return function(*arguments, **named)
-        except Mistake:
+        except UserError:
             raise
         except Exception as error:
-            raise Mistake(f"it failed with {type(error).__name__}: {error}") from error
+            raise UserError(f"it failed with {type(error).__name__}: {error}") from error
 
     return guarded
 

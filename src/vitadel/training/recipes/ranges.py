@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["AT_LEAST_ONE", "BELOW_ONE", "BETWEEN", "NOT_NEGATIVE", "POSITIVE", "SHARE", "Range", "check_ranges"]
 
@@ -27,7 +27,7 @@ BETWEEN = Range("between 0 and 1, without either", lambda value: 0 < value < 1)
 
 
 def check_ranges(section: object, **ranges: Range) -> None:
-    """One `Mistake` about all fields of `section` that lie outside; None, where a field may be that, is no number."""
+    """One `UserError` about all fields of `section` that lie outside; None, where a field may be that, is no number."""
     wrong = []
     for name, allowed in ranges.items():
         value = getattr(section, name)
@@ -35,4 +35,4 @@ def check_ranges(section: object, **ranges: Range) -> None:
         if not all(map(allowed.holds, numbers)):
             wrong.append(f"{name} must be {allowed.words}, got {list(value) if isinstance(value, tuple) else value}")
     if wrong:
-        raise Mistake("; ".join(wrong))
+        raise UserError("; ".join(wrong))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vitadel.attacks.threats import threat as make_threat
+from vitadel.errors import UserError
 from vitadel.training.recipes.ranges import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -17,7 +18,6 @@ from vitadel.training.recipes.ranges import (
     Range,
     check_ranges,
 )
-from vitadel.errors import Mistake
 from vitadel.types import Threat
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "Augmentation",
     "DataSection",
     "ModelSection",
-    "Optimiser",
+    "OptimizerSection",
     "Schedule",
     "ThreatSection",
     "TrainSection",
@@ -95,9 +95,9 @@ class DataSection:
             workers=NOT_NEGATIVE,
         )
         if (self.easier is None) != (self.easier_epochs == 0):
-            raise Mistake("easier and easier_epochs belong together: a data spec, and for how many epochs it is used")
+            raise UserError("easier and easier_epochs belong together: a data spec, and for how many epochs it is used")
         if self.validation is None and self.held_out < 1:
-            raise Mistake(
+            raise UserError(
                 "there is nothing to select models on: give validation, a data spec, or held_out, a number of training "
                 "images to keep aside. The test set is never used for it."
             )
@@ -117,7 +117,7 @@ class Augmentation:
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: float = 0.0
     rotation: float = 0.0
-    colour_jitter: float = 0.0
+    color_jitter: float = 0.0
     rand_augment: str | None = None
     erasing: float = 0.0
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
@@ -138,7 +138,7 @@ class Augmentation:
         for name in ("scale", "ratio"):
             low, high = getattr(self, name)
             if low > high:
-                raise Mistake(f"{name} must be two numbers, the smaller one first, got [{low:g}, {high:g}]")
+                raise UserError(f"{name} must be two numbers, the smaller one first, got [{low:g}, {high:g}]")
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class ThreatSection:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.eps):
-            raise Mistake(f"eps must be a finite number, got {self.eps}")
+            raise UserError(f"eps must be a finite number, got {self.eps}")
         self.threat()
 
     def threat(self) -> Threat:
@@ -158,7 +158,7 @@ class ThreatSection:
 
 
 @dataclass(frozen=True)
-class Optimiser:
+class OptimizerSection:
     """`name` is one of timm's. `rate` is meant for batches of `rate_batch` images and scaled to the actual size, in
     proportion ('linear') or with its root ('sqrt'); without `rate_batch` it is taken as it is. schedule.warm_up_rate
     and schedule.final_rate are meant for the same batches and scaled with it. Biases, norms and what the model names
@@ -211,18 +211,20 @@ class Schedule:
             factor=POSITIVE,
         )
         if self.shape == "cyclic" and self.warm_up:
-            raise Mistake(
+            raise UserError(
                 f"'cyclic' rises by itself and would ignore warm_up, got {self.warm_up:g}; set warm_up to 0, and peak "
                 "to where the rate is highest"
             )
         if self.shape in ("steps", "constant") and self.final_rate:
-            raise Mistake(f"the shape '{self.shape}' has no final_rate, got {self.final_rate:g}; use cosine or cyclic")
+            raise UserError(
+                f"the shape '{self.shape}' has no final_rate, got {self.final_rate:g}; use cosine or cyclic"
+            )
         if (self.shape == "steps") != bool(self.milestones):
-            raise Mistake(
+            raise UserError(
                 f"the shape 'steps' and milestones belong together, got '{self.shape}' and {list(self.milestones)}"
             )
         if list(self.milestones) != sorted(set(self.milestones)):
-            raise Mistake(f"milestones must be epochs in ascending order, got {list(self.milestones)}")
+            raise UserError(f"milestones must be epochs in ascending order, got {list(self.milestones)}")
 
     def said_of_length(self, epochs: int) -> str | None:
         if self.warm_up >= epochs:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
 from vitadel.adapters.tokens.token_files import load_tokens, save_tokens
 from vitadel.backbones.classifier import Classifier
-from vitadel.errors import Mistake, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.tokens import PLACEMENTS, check_placement, token_width
 
 __all__ = ["Tokens"]
@@ -40,10 +40,10 @@ class Tokens:
         fresh_tokens(1, min(self.count, 1), self.scale, self.seed or 0)  # says what is wrong with any of them
         if self.placement not in PLACEMENTS:
             near = nearest_names(self.placement, PLACEMENTS)
-            raise Mistake(f"unknown placement of tokens {self.placement!r}{near}; known: {', '.join(PLACEMENTS)}")
+            raise UserError(f"unknown placement of tokens {self.placement!r}{near}; known: {', '.join(PLACEMENTS)}")
 
     def check_model(self, model: Classifier) -> None:
-        """A `Mistake` if this model takes no tokens, or not at this place."""
+        """A `UserError` if this model takes no tokens, or not at this place."""
         token_width(model)
         check_placement(model, self.placement)
 

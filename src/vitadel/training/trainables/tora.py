@@ -14,7 +14,7 @@ from vitadel.adapters.tora.tora import OneHead, Tora, learners
 from vitadel.adapters.tora.tora_files import load_tora, parts_file, save_fusion, save_tora
 from vitadel.adapters.tora.tora_settings import ToraSettings, check_trade_off
 from vitadel.backbones.classifier import Classifier
-from vitadel.errors import Mistake
+from vitadel.errors import UserError
 
 __all__ = ["ToraParts"]
 
@@ -48,12 +48,12 @@ class ToraParts:
         if self.trade_off is not None:
             check_trade_off(self.trade_off)
         if settings.fuses and (self.start is None) != (self.trade_off is None):
-            raise Mistake(
+            raise UserError(
                 "TORA has two phases: without start and trade_off everything learns, with both the fusion alone learns "
                 f"for one lambda. Got start {self.start!r} and trade_off {self.trade_off!r}."
             )
         if not settings.fuses and (self.start is not None or self.trade_off is None):
-            raise Mistake(f"kind '{self.kind}' has no fusion and so one phase: give trade_off, lambda, and no start.")
+            raise UserError(f"kind '{self.kind}' has no fusion and so one phase: give trade_off, lambda, and no start.")
 
     def attach(self, model: Classifier) -> nn.Module:
         if self.start is None:
