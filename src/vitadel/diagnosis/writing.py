@@ -23,7 +23,5 @@ def _in_words(check: Check) -> str:
 
 def gallery_in_words(gallery: Sequence[BrokenDefense] = GALLERY) -> str:
     """Every liar in a Markdown table, with what must see it."""
-    rows = [
-        f"| {each.name} | {each.about} | {each.patient} | {', '.join(each.seen_by)} |" for broken_defense in gallery
-    ]
+    rows = [f"| {each.name} | {each.about} | {each.patient} | {', '.join(each.seen_by)} |" for each in gallery]
     return "\n".join(["| liar | what it does | made of | must be seen by |", "|---|---|---|---|", *rows])
