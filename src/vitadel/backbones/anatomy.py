@@ -35,6 +35,8 @@ __all__ = [
     "backbone_of",
     "blocks_of",
     "family_of",
+    "main_attentions",
+    "main_blocks",
     "prefix_tokens_of",
 ]
 
@@ -265,6 +267,18 @@ def attentions_of(model: nn.Module) -> list[SoftmaxAttention]:
                 "Add the class to the family's row in backbones/anatomy.py."
             )
     return found
+
+
+def main_blocks(model: nn.Module) -> list[int]:
+    """The numbers of the blocks over patch tokens: all but the class-attention blocks that follow them."""
+    return [i for i, block in enumerate(blocks_of(model)) if "ClassAtt" not in type(block.module).__name__]
+
+
+def main_attentions(model: nn.Module) -> list[int]:
+    """The numbers of the attentions inside the main blocks."""
+    blocks = blocks_of(model)
+    inside = tuple(f"{blocks[number].name}." for number in main_blocks(model))
+    return [i for i, part in enumerate(attentions_of(model)) if f"{part.name}.".startswith(inside)]
 
 
 def prefix_tokens_of(model: nn.Module) -> int:

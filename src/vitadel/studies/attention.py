@@ -29,18 +29,18 @@ from vitadel.evaluation.engine.stages import refuse_lost_images, run_stage
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.intervals import share
 from vitadel.evaluation.stability.measures import histogram, mean_with_interval, steps_below_one
-from vitadel.runtime.distributed import Processes
-from vitadel.runtime.rng import SampleRNG
-from vitadel.studies.attention_rows import (
-    CENTRE,
+from vitadel.instrument.attention_rows import (
+    CENTER,
     LAST,
-    AttentionRows,
+    AttentionRow,
     check_block,
     check_query,
-    gaze_of,
-    rows_of,
-    seen_rows,
+    find_row,
+    over_patches,
+    read_rows,
 )
+from vitadel.runtime.distributed import Processes
+from vitadel.runtime.rng import SampleRNG
 from vitadel.studies.perturbations import SHOWN, attacked, kept_pictures
 from vitadel.studies.run import Running, Scene, StudyRequest, check_request, conducted
 from vitadel.types import Attack
@@ -59,7 +59,7 @@ class AttentionRequest(StudyRequest):
     """
 
     attack: str = "pgd-20"
-    query: str = CENTRE
+    query: str = CENTER
     block: str = LAST
     heads: str = HEADS[0]
     calibration: str | None = None
@@ -105,12 +105,12 @@ def study_attention(
     """Compare the query's attention on each image with that on the attacked and on a randomly changed one."""
     device = processes.device
     like = torch.full((1, 3, *target.preprocess.shape), 0.5, device=device)
-    gaze = gaze_of(target.model.to(device), like, request.query, request.block)  # told before anything is written
+    row = find_row(target.model.to(device), like, request.query, request.block)  # told before anything is written
 
     def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
         attack = calibrated(request.make(), scene.context, scene.target, scene.verdicts.index, request.calibration)
-        pieces = _stage(scene, attack, request, gaze)
-        told = _told(scene, request, gaze, pieces) | {
+        pieces = _stage(scene, attack, request, row)
+        told = _told(scene, request, row, pieces) | {
             "attack": {"name": request.attack, "settings": settings_of(attack)}
         }
         kept = ("x", "z", "maps clean", "maps attacked", "shown")
@@ -119,7 +119,7 @@ def study_attention(
     return conducted("attention", target, request, processes, work, **run)
 
 
-def _stage(scene: Scene, attack: Attack, request: AttentionRequest, gaze: AttentionRows) -> list[BatchRecord]:
+def _stage(scene: Scene, attack: Attack, request: AttentionRequest, row: AttentionRow) -> list[BatchRecord]:
     context, first = scene.context, scene.verdicts.index[:SHOWN]
 
     def work(number: int, batch: Batch) -> BatchRecord:
@@ -127,10 +127,12 @@ def _stage(scene: Scene, attack: Attack, request: AttentionRequest, gaze: Attent
         rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device)
         z, verdict = attacked(context, attack, scene.threat, batch, rng)  # by fused attention
         noisy = scene.threat.random(batch.x, rng.stream("random change"), surface=True)
-        clean, under, random = (seen_rows(context.model, gaze, each) for each in (batch.x, z, noisy))
+        clean, under, random = (read_rows(context.model, row, each) for each in (batch.x, z, noisy))
         alike = cosines(clean, under)
         chosen = torch.isin(batch.indices, first).to(clean.device)
-        drawn = {f"maps {name}": rows_of(gaze, rows[chosen]) for name, rows in (("clean", clean), ("attacked", under))}
+        drawn = {
+            f"maps {name}": over_patches(row, rows[chosen]) for name, rows in (("clean", clean), ("attacked", under))
+        }
         if request.heads != "each":
             drawn = {name: maps.mean(1, keepdim=True) for name, maps in drawn.items()}
         return {
@@ -153,9 +155,7 @@ def _stage(scene: Scene, attack: Attack, request: AttentionRequest, gaze: Attent
     return run_stage(context, "attention", scene.verdicts.index, work, tell)
 
 
-def _told(
-    scene: Scene, request: AttentionRequest, gaze: AttentionRows, pieces: Sequence[BatchRecord]
-) -> dict[str, Any]:
+def _told(scene: Scene, request: AttentionRequest, row: AttentionRow, pieces: Sequence[BatchRecord]) -> dict[str, Any]:
     def column(name: str) -> NDArray[Any]:
         return np.concatenate([piece[name] for piece in pieces])
 
@@ -168,9 +168,9 @@ def _told(
     return {
         "n": n,
         "query": request.query,
-        "attention": gaze.attention.name,
-        "heads": gaze.attention.heads,
-        "grid": list(gaze.grid),
+        "attention": row.attention.name,
+        "heads": row.attention.heads,
+        "grid": list(row.grid),
         "fooled": share(int(groups["fooled"].sum()), int(correct.sum()), "fooled", "success"),
         "cosine": {name: spread_of(each) | histogram(each, edges) for name, each in over_heads.items()},
         "by_outcome": {

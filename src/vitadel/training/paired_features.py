@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.patches.corruption_model import main_attentions, main_blocks
 from vitadel.backbones.anatomy import (
     Part,
     SoftmaxAttention,
@@ -17,6 +16,8 @@ from vitadel.backbones.anatomy import (
     backbone_of,
     blocks_of,
     family_of,
+    main_attentions,
+    main_blocks,
     prefix_tokens_of,
 )
 from vitadel.errors import UserError

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitadel.attacks.patches.random_patches import normalisation_of, patches_in, pixel_mask, strongest
-from vitadel.backbones.anatomy import attentions_of, blocks_of
 from vitadel.errors import UserError
 
 __all__ = [
@@ -23,8 +22,6 @@ __all__ = [
     "as_first_layer_sees",
     "corrupted",
     "keep_mask",
-    "main_attentions",
-    "main_blocks",
 ]
 
 
@@ -32,18 +29,6 @@ def as_first_layer_sees(model: nn.Module, x: Tensor) -> Tensor:
     """The images normalised as the model does it."""
     mean, std = normalisation_of(model)
     return (x - mean.to(x)) / std.to(x)
-
-
-def main_blocks(model: nn.Module) -> list[int]:
-    """The numbers of the blocks whose features AFAT aligns: class attention comes after them."""
-    return [i for i, block in enumerate(blocks_of(model)) if "ClassAtt" not in type(block.module).__name__]
-
-
-def main_attentions(model: nn.Module) -> list[int]:
-    """The numbers of the attentions inside the main blocks."""
-    blocks = blocks_of(model)
-    inside = tuple(f"{blocks[number].name}." for number in main_blocks(model))
-    return [i for i, part in enumerate(attentions_of(model)) if f"{part.name}.".startswith(inside)]
 
 
 def keep_mask(scores: Tensor, count: int) -> Tensor:

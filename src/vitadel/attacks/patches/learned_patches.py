@@ -17,7 +17,6 @@ from vitadel.attacks.patches.corruption_model import (
     as_first_layer_sees,
     corrupted,
     keep_mask,
-    main_blocks,
 )
 from vitadel.attacks.patches.random_patches import (
     Patches,
@@ -31,6 +30,7 @@ from vitadel.attacks.patches.random_patches import (
     uniform_noise,
     worst_of,
 )
+from vitadel.backbones.anatomy import main_blocks
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.features import block_features
 from vitadel.instrument.hooks import frozen

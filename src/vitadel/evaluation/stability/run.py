@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.patches.corruption_model import CorruptionModel, as_first_layer_sees, main_attentions, main_blocks
+from vitadel.attacks.patches.corruption_model import CorruptionModel, as_first_layer_sees
 from vitadel.attacks.patches.corruption_model_files import load_corruption_model, save_corruption_model
 from vitadel.attacks.patches.learned_patches import LearnedPatches
 from vitadel.attacks.patches.random_patches import (
@@ -34,7 +34,7 @@ from vitadel.attacks.patches.random_patches import (
     uniform_noise,
 )
 from vitadel.attacks.threats import Linf
-from vitadel.backbones.anatomy import blocks_of, family_of, prefix_tokens_of
+from vitadel.backbones.anatomy import blocks_of, family_of, main_attentions, main_blocks, prefix_tokens_of
 from vitadel.data.batches import Batch
 from vitadel.errors import Interrupted, UserError, nearest_names
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit

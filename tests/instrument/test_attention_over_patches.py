@@ -1,4 +1,4 @@
-"""Where models look, in their last layer, against attention computed by hand."""
+"""The last attention over patches, against attention computed by hand."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_attention_leaves_extra_tokens_out(placement, at):
     torch.testing.assert_close(seen.flatten(1), expected / expected.sum(1, keepdim=True), atol=1e-6, rtol=1e-5)
 
 
-def test_without_a_class_token_patches_are_asked_on_average():
+def test_without_a_class_token_the_mean_over_patch_queries_counts():
     model, x = make_vit("vit", class_token=False, global_pool="avg"), pixels("vit")
     expected = last_maps(model, x, torch.zeros(1, 0, 24), 0).mean(1)
     torch.testing.assert_close(attention_over_patches(model, x).flatten(1), expected, atol=1e-6, rtol=1e-5)
@@ -63,7 +63,7 @@ def test_attention_is_over_the_grid_that_the_last_layer_has(name, grid):
     assert seen.sum((1, 2)).tolist() == pytest.approx([1, 1], abs=1e-5)
 
 
-def test_models_without_maps_over_patches_say_so():
+def test_models_without_maps_over_patches_are_refused():
     with pytest.raises(UserError, match="no anatomy known"):
         attention_over_patches(TinyNet(), images(2))
     x = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))

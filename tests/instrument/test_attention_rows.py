@@ -8,8 +8,8 @@ import torch
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import UserError
 from vitadel.instrument.attention import attention_maps
+from vitadel.instrument.attention_rows import find_row, over_patches, read_rows
 from vitadel.instrument.tokens import extra_tokens
-from vitadel.studies.attention_rows import gaze_of, rows_of, seen_rows
 from vits import VITS, make_vit, pixels
 
 # name -> (attention that 'last' means for a patch, its row for the centre, grid there)
@@ -36,52 +36,52 @@ NO_CLASS = ("fan", "rvt")
 def test_the_patch_in_the_centre(name):
     model, x = make_vit(name), pixels(name)
     place, row, grid = CENTRE[name]
-    gaze = gaze_of(model, x, "centre", "last")
-    assert (gaze.row, gaze.grid) == (row, grid)
-    check(model, x, gaze, place)
+    found = find_row(model, x, "centre", "last")
+    assert (found.row, found.grid) == (row, grid)
+    check(model, x, found, place)
 
 
 @pytest.mark.parametrize("name", CLASS)
 def test_the_class_token(name):
     model, x = make_vit(name), pixels(name)
-    gaze = gaze_of(model, x, "class", "last")
-    assert gaze.row == 0
-    check(model, x, gaze, CLASS[name])
+    found = find_row(model, x, "class", "last")
+    assert found.row == 0
+    check(model, x, found, CLASS[name])
 
 
-def check(model, x, gaze, place):
-    assert gaze.attention.name == attentions_of(model)[place].name
+def check(model, x, found, place):
+    assert found.attention.name == attentions_of(model)[place].name
     with torch.no_grad(), attention_maps(model) as maps:
         model(x)
-    rows = seen_rows(model, gaze, x)
-    torch.testing.assert_close(rows, maps[place][:, :, gaze.row], atol=1e-5, rtol=1e-4)
+    rows = read_rows(model, found, x)
+    torch.testing.assert_close(rows, maps[place][:, :, found.row], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(rows.sum(-1), torch.ones(rows.shape[:2]), atol=1e-5, rtol=1e-5)
-    over = rows_of(gaze, rows)
-    assert over.shape[2:] == gaze.grid
+    over = over_patches(found, rows)
+    assert over.shape[2:] == found.grid
     torch.testing.assert_close(over.sum((2, 3)), torch.ones(rows.shape[:2]), atol=1e-5, rtol=1e-5)
-    first = rows[0, 0, -gaze.patches] / rows[0, 0, -gaze.patches :].sum()
+    first = rows[0, 0, -found.patches] / rows[0, 0, -found.patches :].sum()
     assert float(over[0, 0, 0, 0]) == pytest.approx(float(first), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", NO_CLASS)
-def test_who_has_no_class_token_says_so(name):
+def test_models_without_a_class_token_are_refused(name):
     with pytest.raises(UserError, match="no class token"):
-        gaze_of(make_vit(name), pixels(name), "class", "last")
+        find_row(make_vit(name), pixels(name), "class", "last")
 
 
 @pytest.mark.parametrize(
     ("name", "block", "words"), [("xcit", "last", "channels"), ("swin", "0", "windows"), ("levit", "1", "queries")]
 )
-def test_where_patches_cannot_ask(name, block, words):
+def test_attentions_without_patch_queries_are_refused(name, block, words):
     with pytest.raises(UserError, match=words):
-        gaze_of(make_vit(name), pixels(name), "centre", block)
+        find_row(make_vit(name), pixels(name), "centre", block)
 
 
 def test_blocks_and_places_by_number():
     model, x = make_vit("vit"), pixels("vit")
-    gaze = gaze_of(model, x, "3,0", "0")
-    assert (gaze.row, gaze.attention.name) == (1 + 12, attentions_of(model)[0].name)
-    assert gaze_of(model, x, "centre", "-2").attention.name == attentions_of(model)[0].name
+    found = find_row(model, x, "3,0", "0")
+    assert (found.row, found.attention.name) == (1 + 12, attentions_of(model)[0].name)
+    assert find_row(model, x, "centre", "-2").attention.name == attentions_of(model)[0].name
     for query, block, words in (
         ("4,0", "last", "no patch 4,0"),
         ("middle", "last", "ROW,COL"),
@@ -89,10 +89,10 @@ def test_blocks_and_places_by_number():
         ("centre", "first", "0 is the first"),
     ):
         with pytest.raises(UserError, match=words):
-            gaze_of(model, x, query, block)
+            find_row(model, x, query, block)
 
 
-def test_only_the_watched_attention_leaves_fused_attention(monkeypatch):
+def test_only_the_chosen_attention_runs_unfused(monkeypatch):
     """Of two attentions one is looked into, so that the other calls the fused product."""
     model, x = make_vit("vit", fused=True), pixels("vit")
     calls = []
@@ -100,28 +100,28 @@ def test_only_the_watched_attention_leaves_fused_attention(monkeypatch):
     monkeypatch.setattr(
         torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or real(*a, **k)
     )
-    gaze = gaze_of(model, x, "centre", "last")
+    found = find_row(model, x, "centre", "last")
     calls.clear()
-    seen_rows(model, gaze, x)
+    read_rows(model, found, x)
     assert len(calls) == 1
     assert len(VITS["vit"].heads) == 2
 
 
 @pytest.mark.parametrize("placement", ["prefix", "append"])
-def test_tokens_that_were_added_neither_ask_nor_answer(placement):
+def test_extra_tokens_are_neither_queries_nor_keys(placement):
     model, x = make_vit("vit"), pixels("vit")
     extra = torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
     with extra_tokens(model, extra, placement=placement):
-        gaze = gaze_of(model, x, "centre", "last")
-        rows = seen_rows(model, gaze, x)
+        found = find_row(model, x, "centre", "last")
+        rows = read_rows(model, found, x)
         with torch.no_grad(), attention_maps(model) as maps:
             model(x)
     own = [place for place in range(20) if not (1 <= place < 4 if placement == "prefix" else place >= 17)]
-    assert gaze.row == 1 + 2 * 4 + 2
-    torch.testing.assert_close(rows, maps[1][:, :, own[gaze.row]][..., own], atol=1e-5, rtol=1e-4)
+    assert found.row == 1 + 2 * 4 + 2
+    torch.testing.assert_close(rows, maps[1][:, :, own[found.row]][..., own], atol=1e-5, rtol=1e-4)
 
 
 def test_a_register_is_no_class_token():
     model = make_vit("vit", class_token=False, reg_tokens=2, global_pool="avg")
     with pytest.raises(UserError, match="no class token"):
-        gaze_of(model, pixels("vit"), "class", "last")
+        find_row(model, pixels("vit"), "class", "last")
