@@ -10,7 +10,7 @@ from PIL import Image
 from command_line import vitadel
 from vitadel.cli import options, run_verb
 from vitadel.cli.audit import _opened_under
-from vitadel.runtime.next_command import next_command
+from vitadel.runtime.opening import recorded_opening
 
 
 def told_by(*words: str, cwd: Path, code: int) -> str:
@@ -70,8 +70,7 @@ def test_what_a_protocol_stands_for_is_kept_with_the_command(tmp_path, monkeypat
         "audit", request, "zoo:shapes-robust", choice, options.Sampling("shapes"), options.Running(), unsaid=words
     )
     assert seen["argv"] == [*sys.argv[1:], *words]
-    command = next_command(seen["argv"], "diagnose", "m", "shapes", "linf", "1/255", after="audit")
-    assert "--crop-pct=0.875" in command
+    assert recorded_opening({"verb": "audit", "argv": seen["argv"]}).crop_pct == 0.875
 
 
 class Unfinished:

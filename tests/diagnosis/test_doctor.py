@@ -16,7 +16,8 @@ from vitadel.diagnosis import run
 from vitadel.diagnosis.examination import LEVELS, Examination
 from vitadel.diagnosis.finding import OK
 from vitadel.diagnosis.run import DiagnosisRequest, diagnose
-from vitadel.diagnosis.runner import CHECKS, Check, cost_of, examine, next_command, sentence
+from vitadel.diagnosis.runner import CHECKS, Check, cost_of, examine, recommended_command, sentence
+from vitadel.runtime.opening import recorded_opening
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.evaluation.engine.target import open_target
@@ -58,16 +59,17 @@ def examined(after):
 def test_one_sentence_and_the_next_command():
     healthy, sick = examined(torch.nn.Identity()), examined(torch.nn.Softmax(1))
     assert sentence(healthy, 16).startswith("Nothing speaks against")
-    assert next_command(healthy, "m", "d", "linf", 8 / 255).endswith("--eps 8/255 --attacks autoattack")
+    assert recommended_command(healthy, "m", "d", "linf", 8 / 255).endswith("--eps 8/255 --attacks autoattack")
     assert sentence(sick, 16).startswith("Do not trust robustness numbers of this model: 'outputs are logits'")
-    assert next_command(sick, "m", "d", "linf", 8 / 255).startswith("vitadel diagnose m --data d")
+    assert recommended_command(sick, "m", "d", "linf", 8 / 255).startswith("vitadel diagnose m --data d")
 
 
 def test_the_next_command_opens_model_and_images_in_the_same_way():
     healthy = examined(torch.nn.Identity())
     argv = ["diagnose", "my model", "--data=my set", "--weights", "my weights.pt", "--std=0.5", "--level", "thorough"]
     argv += ["--surrogate", "other", "--limit", "16", "--skip-bad", "--out", "run", "--resume", "--json"]
-    told = next_command(healthy, "my model", "my set", "l2", 0.5, argv=argv)
+    opening = recorded_opening({"verb": "diagnose", "argv": argv})
+    told = recommended_command(healthy, "my model", "my set", "l2", 0.5, opening=opening)
     words = [
         "vitadel",
         "audit",
@@ -76,12 +78,11 @@ def test_the_next_command_opens_model_and_images_in_the_same_way():
         "my set",
         "--weights",
         "my weights.pt",
-        "--std=0.5",
+        "--std",
+        "0.5,0.5,0.5",
         "--skip-bad",
     ]
     assert shlex.split(told) == [*words, "--norm", "l2", "--eps", "0.5", "--attacks", "autoattack"]
-    # Words of another program are no flags of ours.
-    assert "--std" not in next_command(healthy, "m", "d", "l2", 0.5, argv=["/bin/pytest", "--std=0.5"])
 
 
 def few_checks(**more) -> list[Check]:

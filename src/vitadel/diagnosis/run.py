@@ -33,6 +33,7 @@ from vitadel.instrument.hooks import frozen
 from vitadel.quantities import quantity_text, read_quantity
 from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.runtime.environment import environment
+from vitadel.runtime.opening import recorded_opening
 from vitadel.runtime.run_folder import RunFolder, open_run, write_json
 from vitadel.types import Source
 
@@ -328,7 +329,14 @@ def _results(
             "level": plan.level,
             "verdict": examined.worst,
             "sentence": sentence(examined, len(e.x)),
-            "next": recommended_command(examined, target.model_spec, target.data_spec, plan.norm, plan.eps, argv=argv),
+            "next": recommended_command(
+                examined,
+                target.model_spec,
+                target.data_spec,
+                plan.norm,
+                plan.eps,
+                opening=recorded_opening({"verb": "diagnose", "argv": argv}),
+            ),
             "not_examined": written["not_examined"],
             "cost": dict(cost),
         },

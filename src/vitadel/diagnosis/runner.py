@@ -29,7 +29,7 @@ from vitadel.diagnosis.finding import (
 )
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import quantity_text
-from vitadel.runtime.next_command import next_command
+from vitadel.runtime.opening import Opening, next_command
 from vitadel.runtime.progress import progress
 
 __all__ = ["CHECKS", "Check", "Examined", "cost_of", "examine", "recommended_command", "sentence"]
@@ -290,15 +290,15 @@ def recommended_command(
     norm: str,
     eps: float,
     checks: Sequence[Check] = CHECKS,
-    argv: Sequence[str] = (),
+    opening: Opening = Opening(),
 ) -> str:
     """What to type next: the audit that the worst finding asks for, or `diagnose` again after a repair.
 
-    `argv` are the words that `diagnose` was called with, to open model and images in the same way again.
+    `opening` is how `diagnose` opened model and images, to open them in the same way again.
     """
 
     def following(verb: str, *more: str) -> str:
-        return next_command(argv, verb, model, data, norm, quantity_text(eps), *more, after="diagnose")
+        return next_command(opening, verb, model, data, norm, quantity_text(eps), *more)
 
     raised = {finding.check: finding.verdict for finding in examined.findings if finding.verdict != OK}
     worst = [check for check in checks if raised.get(check.name) == examined.worst]

@@ -44,7 +44,7 @@ from vitadel.reporting.read_runs import (
 )
 from vitadel.reporting.sections import OF_A_RUN, OVERVIEW, command_line, from_command_line
 from vitadel.reporting.studies import draw_study, study_sentence
-from vitadel.runtime.next_command import next_command
+from vitadel.runtime.opening import next_command, recorded_opening
 from vitadel.runtime.run_folder import write_atomically
 from vitadel.version import __version__
 
@@ -241,8 +241,8 @@ def trust(run: Run) -> dict[str, str] | None:
     settings, known = run.command["settings"], aspects(run)
     threat = run.results.get("threat", {})
     norm = str(threat.get("norm") or settings.get("norm") or "")
-    argv = [str(word) for word in run.command.get("argv") or []]
-    command = next_command(argv, "diagnose", run.model, known["data"], norm, known["eps"], after="audit")
+    opening = recorded_opening(run.command)
+    command = next_command(opening, "diagnose", run.model, known["data"], norm, known["eps"])
     if not norm or not known["eps"] or not _examinable(norm, threat.get("eps", 0)):
         command = ""
     if any(each["check"] == _LOOKED for each in found):

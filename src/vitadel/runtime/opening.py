@@ -1,0 +1,131 @@
+"""How a run opened its model and its images: the field `opening` of command.json, and the commands that repeat it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from vitadel.errors import UserError
+from vitadel.quantities import read_quantity
+
+__all__ = ["Opening", "next_command", "recorded_opening"]
+
+_MODEL_OPTIONS = "weights num_classes mean std input_size crop_pct interpolation small_images head_classes".split()
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The flags that say how a model and its images are opened and read, as values.
+
+    `model` and `data` are None where a Python caller passed objects.
+    """
+
+    model: str | None = None
+    data: str | None = None
+    weights: str | None = None
+    num_classes: int | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    input_size: int | None = None
+    crop_pct: float | None = None
+    interpolation: str | None = None
+    head_classes: tuple[int, ...] | None = None
+    small_images: bool | int = False
+    tokens: str | None = None
+    allow_readable: bool = False
+    data_root: str | None = None
+    skip_bad: bool = False
+    batch_size: int = 64
+    seed: int = 0
+    device: str = "auto"
+
+    @classmethod
+    def read(cls, **flags: Any) -> Opening:
+        """From flags as typed, or values as Python callers give them; those that are not fields are left out."""
+        known = {each.name: flags[each.name] for each in fields(cls) if flags.get(each.name) is not None}
+        for name, value in known.items():
+            if name in _READERS:
+                known[name] = _READERS[name](value, f"--{name.replace('_', '-')}")
+            elif isinstance(value, Path):
+                known[name] = str(value)
+        return cls(**known)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as command.json records them."""
+        return asdict(self)
+
+    def model_options(self) -> dict[str, Any]:
+        """The fields about the model itself, as `load_model` takes them."""
+        return {name: getattr(self, name) for name in _MODEL_OPTIONS}
+
+    def flags(self) -> list[str]:
+        """The words that say so on the command line, without model and data."""
+        words = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in ("model", "data") or value == each.default:
+                continue
+            flag = f"--{each.name.replace('_', '-')}"
+            if value is True:
+                words.append(flag)
+            else:
+                words += [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+        return words
+
+
+def recorded_opening(command: Mapping[str, Any]) -> Opening:
+    """How the run of this command.json opened model and data; folders of older versions have only the words typed."""
+    recorded = command.get("opening")
+    if isinstance(recorded, Mapping):
+        return Opening.read(**recorded)
+    argv = [str(word) for word in command.get("argv") or []]
+    return Opening.read(**_flags_typed(argv[1:])) if argv[:1] == [command.get("verb")] else Opening()
+
+
+def _flags_typed(words: Sequence[str]) -> dict[str, Any]:
+    """The values of the flags that open something, in the words of a command."""
+    kinds = {f"--{each.name.replace('_', '-')}": each for each in fields(Opening) if each.name != "model"}
+    found: dict[str, Any] = {}
+    for place, word in enumerate(words):
+        flag, joined, value = word.partition("=")
+        if flag not in kinds:
+            continue
+        name, default = kinds[flag].name, kinds[flag].default
+        if default is False:
+            found[name] = True
+        elif joined or place + 1 < len(words):
+            text = value if joined else words[place + 1]
+            found[name] = int(text) if name in ("num_classes", "input_size", "batch_size", "seed") else text
+    return found
+
+
+def next_command(opening: Opening, verb: str, model: str, data: str, norm: str, eps: str, *more: str) -> str:
+    """The words to type for `vitadel verb` on the same model and images, opened in the same way; safe to paste."""
+    words = ["vitadel", verb, model, "--data", data, *opening.flags(), "--norm", norm, "--eps", eps, *more]
+    return shlex.join(words)
+
+
+def _channels(value: str | Sequence[float], flag: str) -> tuple[float, ...]:
+    parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    numbers = tuple(read_quantity(part, flag) for part in parts)
+    if len(numbers) not in (1, 3):
+        raise UserError(f"{flag} takes one number or three, one per color channel; got {value!r}")
+    return numbers * (3 // len(numbers))
+
+
+def _classes(value: str | Sequence[int], flag: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(map(str, value))
+    if not all(part.isdecimal() for part in parts):
+        raise UserError(f"{flag} takes class numbers separated by commas, as in 0,217,482; got {value!r}")
+    return tuple(map(int, parts))
+
+
+_READERS: dict[str, Callable[[Any, str], Any]] = {
+    "mean": _channels,
+    "std": _channels,
+    "head_classes": _classes,
+    "crop_pct": read_quantity,
+}

@@ -1,0 +1,97 @@
+"""command.json records how a run opened model and data; commands suggested after it open them in the same way."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import fields
+
+import pytest
+import typer.main
+
+from vitadel.cli.main import app
+from vitadel.errors import UserError
+from vitadel.runtime.opening import Opening, next_command, recorded_opening
+
+COMMANDS = typer.main.get_command(app).commands
+FIELDS = {each.name for each in fields(Opening)}
+OLD_COMMAND = {  # as the version before the field `opening` wrote it
+    "verb": "audit",
+    "argv": [
+        *("audit", "vit_tiny_patch16_224", "--weights", "tiny.safetensors", "--num-classes=10", "--mean=0.5"),
+        *("--std", "0.25,0.25,0.5", "--input-size", "32", "--crop-pct=7/8", "--interpolation", "bicubic"),
+        *("--head-classes", "0, 217,482", "--small-images", "--tokens=a,b", "--allow-readable", "--data=cifar10"),
+        *("--data-root", "/data", "--skip-bad", "--batch-size", "16", "--seed=3", "--device", "cpu"),
+        *("--attacks", "pgd-20", "--eps", "4/255", "--no-doctor", "--limit", "100", "--independent"),
+    ],
+    "settings": {"model": "vit_tiny_patch16_224", "data": "cifar10", "seed": 3, "eps": "4/255", "norm": "linf"},
+    "version": "0.9.0",
+}
+OPENED = Opening(
+    data="cifar10",
+    weights="tiny.safetensors",
+    num_classes=10,
+    mean=(0.5, 0.5, 0.5),
+    std=(0.25, 0.25, 0.5),
+    input_size=32,
+    crop_pct=0.875,
+    interpolation="bicubic",
+    head_classes=(0, 217, 482),
+    small_images=True,
+    tokens="a,b",
+    allow_readable=True,
+    data_root="/data",
+    skip_bad=True,
+    batch_size=16,
+    seed=3,
+    device="cpu",
+)
+
+
+def test_the_field_is_read_as_it_was_written():
+    command = json.loads(json.dumps({"verb": "audit", "argv": ["x.py"], "opening": OPENED.to_json()}))
+    assert recorded_opening(command) == OPENED
+    assert recorded_opening({"verb": "audit", "opening": {"seed": 1, "of_a_newer_version": 2}}) == Opening(seed=1)
+
+
+def test_folders_without_the_field_are_read_from_the_words_typed():
+    assert recorded_opening(OLD_COMMAND) == OPENED
+
+
+def test_words_of_another_program_are_not_read():
+    assert recorded_opening({**OLD_COMMAND, "argv": ["/bin/pytest", "--seed", "3"]}) == Opening()
+    assert recorded_opening({"verb": "audit", "argv": None, "settings": {}}) == Opening()
+
+
+@pytest.mark.parametrize("verb", ["audit", "diagnose"])
+def test_the_next_command_says_every_field_by_a_flag_that_the_verb_has(verb):
+    command = shlex.split(next_command(OPENED, verb, "a model", "shapes", "l2", "0.5", "--attacks", "fgsm"))
+    assert command[:5] == ["vitadel", verb, "a model", "--data", "shapes"]
+    assert command[-6:] == ["--norm", "l2", "--eps", "0.5", "--attacks", "fgsm"]
+    declared = {each.name: each for each in COMMANDS[verb].params}
+    assert declared.keys() >= FIELDS
+    kept = command[5:-6]
+    assert {word for word in kept if word.startswith("--")} == {
+        f"--{name.replace('_', '-')}" for name in FIELDS - {"model", "data"}
+    }
+    again = recorded_opening({"verb": verb, "argv": [verb, "a model", "--data", "cifar10", *kept]})
+    assert again == OPENED
+
+
+def test_the_next_command_leaves_out_what_is_the_default():
+    assert next_command(Opening(), "diagnose", "m", "shapes", "l2", "1") == (
+        "vitadel diagnose m --data shapes --norm l2 --eps 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"mean": "0.5,0.5"}, "--mean takes one number or three"),
+        ({"head_classes": "0,cat"}, "--head-classes takes class numbers"),
+        ({"crop_pct": "much"}, "--crop-pct 'much' is not a number"),
+    ],
+)
+def test_wrong_values(flags, message):
+    with pytest.raises(UserError, match=message):
+        Opening.read(**flags)
