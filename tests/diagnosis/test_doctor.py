@@ -17,11 +17,11 @@ from vitadel.diagnosis.examination import LEVELS, Examination
 from vitadel.diagnosis.finding import OK
 from vitadel.diagnosis.run import DiagnosisRequest, diagnose
 from vitadel.diagnosis.runner import CHECKS, Check, cost_of, examine, recommended_command, sentence
-from vitadel.runtime.opening import recorded_opening
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
+from vitadel.runtime.opening import recorded_opening
 
 
 def test_the_cost_is_stated_beforehand():

@@ -290,7 +290,7 @@ def recommended_command(
     norm: str,
     eps: float,
     checks: Sequence[Check] = CHECKS,
-    opening: Opening = Opening(),
+    opening: Opening | None = None,
 ) -> str:
     """What to type next: the audit that the worst finding asks for, or `diagnose` again after a repair.
 
@@ -298,7 +298,7 @@ def recommended_command(
     """
 
     def following(verb: str, *more: str) -> str:
-        return next_command(opening, verb, model, data, norm, quantity_text(eps), *more)
+        return next_command(opening or Opening(), verb, model, data, norm, quantity_text(eps), *more)
 
     raised = {finding.check: finding.verdict for finding in examined.findings if finding.verdict != OK}
     worst = [check for check in checks if raised.get(check.name) == examined.worst]

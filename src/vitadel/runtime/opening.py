@@ -13,7 +13,10 @@ from vitadel.quantities import read_quantity
 
 __all__ = ["Opening", "next_command", "recorded_opening"]
 
-_MODEL_OPTIONS = "weights num_classes mean std input_size crop_pct interpolation small_images head_classes".split()
+_MODEL_OPTIONS = [
+    *("weights", "num_classes", "mean", "std", "input_size", "crop_pct", "interpolation", "small_images"),
+    "head_classes",
+]
 
 
 @dataclass(frozen=True)
