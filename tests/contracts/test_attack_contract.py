@@ -41,10 +41,12 @@ AROUND |= {"scale": "scale:0.1", "eot": "eot:2", "targeted": "targeted:next"}
 NAMES = [SHORT.get(name, f"{name}-6") for name in CATALOGUE]
 NAMES += ["pgd-6(restarts=3)", "gama-6(guide=init)", *(f"{AROUND[name]}+pgd-6" for name in PREFIXES)]
 EVERYTHING = [pytest.param(name, norm, id=f"{name} {norm}") for name in NAMES for norm in NORMS]
-ASKING = [name for name in NAMES if name != "noise"]  # which never asks the model
+# Where no geometry is involved, one norm proves as much as three.
+EVERY_NAME = [pytest.param(name, "linf", id=name) for name in NAMES]
+QUERYING = [name for name in NAMES if name != "noise"]  # which never calls the model
 NOISE = ("noise", "patches-random")  # are noise themselves
-LUCK = (*NOISE, "square", "features", "patches-learned")  # climb no loss of the label: a dozen images may all stand
-WITHOUT_LOTS = ("fgsm", "mi-fgsm-6", "fab-6", "fab-t-6", "self-ensemble-6")  # start at the clean image, draw nothing
+LUCK = (*NOISE, "square", "features", "patches-learned")  # follow no gradient of the label: may miss a dozen images
+DETERMINISTIC = ("fgsm", "mi-fgsm-6", "fab-6", "fab-t-6", "self-ensemble-6")  # start at the clean image
 CLASSES = 3
 COPIES = 12  # of a batch, at once, besides what the model itself needs
 
@@ -124,7 +126,7 @@ def test_fools_more_than_noise_of_the_same_size(name, norm, model):
     assert held < (model(noise).argmax(1) == y).float().mean()
 
 
-@pytest.mark.parametrize(("name", "norm"), EVERYTHING)
+@pytest.mark.parametrize(("name", "norm"), EVERY_NAME)
 def test_leaves_no_trace(name, norm, batch):
     x, y = batch
     model = model_for(name, **({"drop_path_rate": 0.2, "proj_drop_rate": 0.2} if looks_inside(name) else {})).train()
@@ -174,10 +176,10 @@ def test_depends_on_seed_and_sample_only(name, norm, precise):
 def test_another_seed_is_another_attack(name, precise):
     model, x, y = precise
     first, second = (run(name, "linf", model, x, y, rng=SampleRNG.of_samples(seed, range(len(x)))) for seed in (3, 4))
-    assert torch.equal(first, second) == (name in WITHOUT_LOTS)
+    assert torch.equal(first, second) == (name in DETERMINISTIC)
 
 
-@pytest.mark.parametrize(("name", "norm"), [each for each in EVERYTHING if not each.values[0].startswith("noise")])
+@pytest.mark.parametrize(("name", "norm"), [each for each in EVERY_NAME if not each.values[0].startswith("noise")])
 def test_labels_that_are_wrong_already_stay_wrong(name, norm, model, batch):
     x, _ = batch
     with torch.no_grad():
@@ -191,7 +193,7 @@ def test_an_empty_batch_stays_empty(name, model, batch):
     assert run(name, "linf", model, x[:0], y[:0]).shape == (0, *x.shape[1:])
 
 
-@pytest.mark.parametrize(("name", "norm"), EVERYTHING)
+@pytest.mark.parametrize(("name", "norm"), EVERY_NAME)
 def test_without_indices_draws_follow_the_pixels(name, norm, precise):
     model, x, y = precise
     whole = run(name, norm, model, x, y)
@@ -234,21 +236,21 @@ def test_works_under_autocast(name, norm, model, batch):
     assert excess(name, norm, model, z, x) <= 1e-6
 
 
-@pytest.mark.parametrize("classes", [2, 3, 4])
-@pytest.mark.parametrize(("name", "norm"), EVERYTHING)
-def test_few_classes_work(name, norm, classes):
-    """They break something, inside their budget."""
-    model, x = model_for(name, classes), images_for(name, 12, seed=5)
-    with torch.no_grad():
-        y = model(x).argmax(1)
-        z = run(name, norm, model, x, y)
-        broken = (model(z).argmax(1) != y).sum()
-    assert z.isfinite().all()
-    assert excess(name, norm, model, z, x) <= 1e-6
-    assert broken > 0 or name.startswith(LUCK)
+@pytest.mark.parametrize("name", NAMES)
+def test_few_classes_work(name):
+    """Losses that rank classes (DLR, targets) find images inside the budget with two, three or four of them."""
+    for classes in (2, 3, 4):
+        model, x = model_for(name, classes), images_for(name, 12, seed=5)
+        with torch.no_grad():
+            y = model(x).argmax(1)
+            z = run(name, "linf", model, x, y)
+            misclassified = (model(z).argmax(1) != y).sum()
+        assert z.isfinite().all(), classes
+        assert excess(name, "linf", model, z, x) <= 1e-6, classes
+        assert misclassified > 0 or name.startswith(LUCK), classes
 
 
-@pytest.mark.parametrize(("name", "norm"), EVERYTHING)
+@pytest.mark.parametrize(("name", "norm"), EVERY_NAME)
 def test_pixels_outside_the_box_are_refused(name, norm, model, batch):
     x, y = batch
     with pytest.raises(UserError, match=r"pixels in \[0, 1\]"):
@@ -262,15 +264,15 @@ def test_costs_no_more_than_it_says(name, norm):
         y = model(x).argmax(1)
     # Too small to fool anything: every sample goes all the way.
     attack = ready(name, norm, model, x, eps=1e-4)
-    if rules_of(attack) is not None:  # a patch may become anything, so the model must be deaf
+    if rules_of(attack) is not None:  # a patch may become anything, so the model must ignore it
         y = torch.zeros_like(y)
         with torch.no_grad():
             model.head.bias[0] += 1e4
     gradients, forwards = attack.passes()
     with metered(model) as cost:
         attack(model, x, y)
-    told = read_attack_name(name)
-    if CATALOGUE[told.base].adaptive or any(PREFIXES[prefix].needs_vit for prefix, _ in told.prefixes):
+    parsed = read_attack_name(name)
+    if CATALOGUE[parsed.base].adaptive or any(PREFIXES[prefix].needs_vit for prefix, _ in parsed.prefixes):
         assert cost.gradients <= 6 * gradients  # what the hardest sample costs, and these are not hard
         assert cost.forwards <= 6 * forwards
     else:
@@ -284,7 +286,7 @@ def test_a_model_without_attention_is_refused(name):
         run(name, "linf", TinyNet(CLASSES).eval(), x, torch.zeros(3, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize("name", QUERYING)
 def test_a_model_with_one_class_is_refused(name):
     with pytest.raises(UserError, match="at least 2 classes"):
         run(name, "linf", model_for(name, 1), images_for(name, 3), torch.zeros(3, dtype=torch.int64))
@@ -306,9 +308,9 @@ def images_in_memory(like: Tensor) -> int:
     return round(sum(sizes.values()) / like.untyped_storage().nbytes())
 
 
-@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize("name", QUERYING)
 def test_holds_no_more_than_a_few_copies_of_a_batch(name):
-    """Looked at from inside the model, in the middle of the search."""
+    """Counted inside the model's forward pass, in the middle of the search."""
     model, x = model_for(name), images_for(name, 5)
     with torch.no_grad():
         y = model(x).argmax(1)

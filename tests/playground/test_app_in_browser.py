@@ -29,7 +29,10 @@ from vitadel.errors import UserError
 from vitadel.playground.models import Chosen, ModelCache
 from vitadel.playground.uploads import MOST_BYTES
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of a web server and its parts, in threads of their own
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.filterwarnings("ignore"),  # of a web server and its parts, in threads of their own
+]
 
 
 def shelf() -> ModelCache:

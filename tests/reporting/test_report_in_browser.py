@@ -14,6 +14,8 @@ from browsing import DESKTOP, PHONE, Visit, browsing, keep_screenshot
 from run_folders import write_run
 from vitadel.reporting.page import write_report
 
+pytestmark = pytest.mark.browser
+
 IMAGE = "<img src=x onerror=alert(1)>"
 
 
