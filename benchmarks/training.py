@@ -7,9 +7,9 @@ Prints a table for docs/hardening.md, and whether we keep what we promise: a ste
 (by the median), and no more than it does elsewhere (in at least a quarter of the rounds, so not beyond their scatter).
 
 The floor is `steps` gradients with respect to the images of a frozen model, one forward and backward pass of the loss,
-and the optimiser's step; for TRADES also one forward pass for the clean answers, and a loss over twice the images.
+and the optimizer's step; for TRADES also one forward pass for the clean answers, and a loss over twice the images.
 The floor and the contenders take turns, in an order that rotates, and each is compared with the floor of its round. All
-of them get the same images, attack steps, loss and optimiser; reading and augmenting images is not part of it. Time is
+of them get the same images, attack steps, loss and optimizer; reading and augmenting images is not part of it. Time is
 that of this process on the processor, so that other jobs on the machine count little.
 
 The row of AAS-AT is our step on a model that has attention factors: every pass then goes through the lenses that scale
@@ -85,7 +85,9 @@ def ours(name: str, x: Tensor, y: Tensor, steps: int, trades: bool, factor: floa
     attack = f"kl-{steps}(step={LENGTH})" if trades else f"pgd-{steps}(step={LENGTH})"
     objective = {"use": "trades" if trades else "adversarial", "attack": attack}
     document = compose("shapes/pgd-at", None, {"train.tracker": "none", "train.batch_size": len(y), "plugins": None})
-    recipe = build_recipe({**document, "objective": objective, "optimiser": {"rate": 1e-6, "clip": CLIP}}, "benchmark")
+    recipe = build_recipe(
+        {**document, "objective": objective, "optimizer": {"lr": 1e-6, "clip_grad_norm": CLIP}}, "benchmark"
+    )
     model = load_model(name)
     if factor is not None:
         model.set_attention_factors([factor] * len(attentions_of(model)))

@@ -15,14 +15,14 @@ MODEL = {
 LINEAR = {
     "model": MODEL,
     "data": {"train": "shapes(size=16)@train", "test": "shapes(size=16)@test", "held_out": 40, "limit": 120},
-    "head": {"use": "linear", "blocks": [1, 2], "rates": [0.01, 0.1]},
+    "head": {"use": "linear", "blocks": [1, 2], "lrs": [0.01, 0.1]},
     "train": {"steps": 20, "batch_size": 32},
     "audit": {"attacks": ["fgsm"], "eps": 2 / 255, "limit": 30},
 }
 MASKS = {
     "model": MODEL,
     "data": {"train": "shapes(size=16)@train", "test": "shapes(size=16)@test", "held_out": 10, "limit": 40},
-    "head": {"use": "segmentation", "rates": [1e-3, 1e-1]},
+    "head": {"use": "segmentation", "lrs": [1e-3, 1e-1]},
     "train": {"steps": 20, "batch_size": 16},
     "audit": {"attacks": ["pgd-3"], "eps": 8 / 255, "limit": 12, "batch_size": 5},
 }

@@ -26,10 +26,10 @@ def faults(document: dict[str, Any]) -> tuple[str, ...]:
 
 def test_a_recipe_is_built_as_it_says():
     recipe = build_probe(linear(audit={"attacks": "fgsm,pgd-4(restarts=2)"}), "toy")
-    assert recipe.head == LinearHead(blocks=(1, 2), average=(False, True), rates=(0.01, 0.1))
+    assert recipe.head == LinearHead(blocks=(1, 2), average=(False, True), lrs=(0.01, 0.1))
     assert (recipe.tokens, recipe.audit.attacks) == (None, ("fgsm", "pgd-4(restarts=2)"))
     recipe = build_probe(with_tokens(masks(), "secret.safetensors"), "toy")
-    assert (recipe.head, recipe.tokens) == (PatchHead(rates=(1e-3, 1e-1)), "secret.safetensors")
+    assert (recipe.head, recipe.tokens) == (PatchHead(lrs=(1e-3, 1e-1)), "secret.safetensors")
     assert isinstance(recipe.data, MaskData)
 
 
@@ -61,7 +61,7 @@ def test_all_faults_are_told_at_once():
             "are the images of data.test",
         ),
         (linear(head={"blocks": [1, 1]}), "none twice"),
-        (linear(head={"rates": [-1]}), "rates must be"),
+        (linear(head={"lrs": [-1]}), "lrs must be"),
         (linear(data={"classes": 3}), "data: has no 'classes'"),
         (linear(audit={"eps": 8}), "Did you mean 8/255"),
         ({**linear(), "head": {"use": "tree"}}, "one of linear, segmentation, got 'tree'"),
@@ -116,8 +116,8 @@ def test_check_knows_both_kinds(tmp_path):
 
 
 def test_overrides_know_the_sections_of_a_head():
-    document = compose("probes/shapes", None, ["head.rates=[1e-3, 1/10]", "data.limit=null", "tokens=my.safetensors"])
-    assert (document["head"]["rates"], document["data"]["limit"], document["tokens"]) == (
+    document = compose("probes/shapes", None, ["head.lrs=[1e-3, 1/10]", "data.limit=null", "tokens=my.safetensors"])
+    assert (document["head"]["lrs"], document["data"]["limit"], document["tokens"]) == (
         [1e-3, 0.1],
         None,
         "my.safetensors",
@@ -154,7 +154,7 @@ def test_the_papers_recipes_are_its_settings():
     )
     head = linear_heads.head
     assert isinstance(head, LinearHead)
-    assert (head.blocks, head.average, head.rates) == ((1, 4), (False, True), RATES)
+    assert (head.blocks, head.average, head.lrs) == ((1, 4), (False, True), RATES)
     assert (linear_heads.train.steps, linear_heads.train.batch_size) == (12_500, 128)
     assert (patches.head, patches.train.steps, patches.train.batch_size) == (PatchHead(), 40_000, 16)
     assert rows("probes/paper") == rows("segmentation/paper")

@@ -316,16 +316,16 @@ def test_dropped_tokens_are_gone_and_the_others_compared():
 def test_tokens_cannot_be_dropped_from_a_grid():
     model, x = model_and_images("swin")
     with pytest.raises(UserError, match="set fill: zero"):
-        Afat(fill="drop", side=8)(model, x, x, LABELS)
+        Afat(fill="drop", patch_size=8)(model, x, x, LABELS)
 
 
 @pytest.mark.parametrize(("side", "made"), [(4, 64), (16, 4)])
 @pytest.mark.parametrize("selector", ["alignment", "random"])
 def test_tokens_can_be_dropped_by_the_models_own_patches_only(side, made, selector):
     model, x = model_and_images()
-    with pytest.raises(UserError, match=f"it has 16, and the given side makes {made}; set side: 0"):
-        Afat(fill="drop", side=side, selector=selector)(model, x, x, LABELS)
-    Afat(fill="drop", side=8, selector=selector)(model, x, x, LABELS)
+    with pytest.raises(UserError, match=f"it has 16, and patches of the given size are {made}; set patch_size: 0"):
+        Afat(fill="drop", patch_size=side, selector=selector)(model, x, x, LABELS)
+    Afat(fill="drop", patch_size=8, selector=selector)(model, x, x, LABELS)
 
 
 def test_the_harm_of_a_selector_is_not_lost_in_half_precision():
@@ -350,7 +350,7 @@ def test_the_harm_of_a_selector_is_not_lost_in_half_precision():
 @pytest.mark.parametrize("features", ["blocks", "attention"])
 def test_families_with_blocks_can_be_trained(name, features):
     model, x = make_vit(name).train(), pixels(name, 4)
-    objective = Afat(weight=0.1, features=features, side=8 if name == "pit" else 0)  # whose patches overlap
+    objective = Afat(weight=0.1, features=features, patch_size=8 if name == "pit" else 0)  # whose patches overlap
     objective(model, x, x, LABELS)["loss"].backward()
     assert all(
         each.grad.isfinite().all() and each.grad.abs().max() > 0
@@ -398,7 +398,7 @@ def test_masks_are_new_at_every_step_and_blind_to_the_batch():
 @pytest.mark.parametrize(("settings", "told"), [
     ({"share": 1.5}, "share is a share"), ({"weight": -1}, "must not be negative"),
     ({"noise": "pixels"}, "did you mean"),
-    ({"rate": 0}, "rate must be"), ({"fill": "drop", "share": 1}, "no token would be left"),
+    ({"lr": 0}, "lr must be"), ({"fill": "drop", "share": 1}, "no token would be left"),
     ({"fill": "drop", "same_paths": True}, "leave out same_paths"),
 ])  # fmt: skip
 def test_settings_without_sense(settings, told):
@@ -408,7 +408,7 @@ def test_settings_without_sense(settings, told):
 
 # In the loop
 
-OBJECTIVE = {"use": "afat", "weight": 0.5, "share": 0.3, "rate": 0.05}
+OBJECTIVE = {"use": "afat", "weight": 0.5, "share": 0.3, "lr": 0.05}
 
 
 def trained(out, resume=False, model=None, **changes):
@@ -479,7 +479,7 @@ def test_random_patches_need_no_opponent(tmp_path):
 
 def test_half_precision_and_averages_beside_it(tmp_path):
     plugins = {"weight_average": {"decay": 0.5}, "awp": {"gamma": 0.01}}
-    folder = trained(tmp_path / "run", plugins=plugins, train={"precision": "bf16", "epochs": 1, "accumulation": 2})
+    folder = trained(tmp_path / "run", plugins=plugins, train={"amp_dtype": "bf16", "epochs": 1, "grad_accum": 2})
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "opponent_gradient" in row]
     assert len(steps) == 3  # 48 images, 16 at a time

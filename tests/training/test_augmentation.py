@@ -24,11 +24,11 @@ def test_nothing_asked_for_changes_nothing():
 
 
 def test_a_certain_flip_mirrors():
-    assert torch.equal(augment(Augmentation(flip=1.0), SAME)(RAMP, 3), PIXELS.flip(2))
+    assert torch.equal(augment(Augmentation(hflip=1.0), SAME)(RAMP, 3), PIXELS.flip(2))
 
 
 def test_half_of_the_pictures_are_mirrored():
-    flip = augment(Augmentation(flip=0.5), SAME)
+    flip = augment(Augmentation(hflip=0.5), SAME)
     mirrored = sum(torch.equal(flip(RAMP, seed), PIXELS.flip(2)) for seed in range(400))
     assert 160 < mirrored < 240
 
@@ -42,7 +42,7 @@ def test_a_padded_crop_is_a_window_of_the_padded_picture():
 
 
 def test_erasing_paints_a_rectangle_in_the_mean_colour():
-    erased = augment(Augmentation(erasing=1.0), Preprocess(16, mean=(0.5, 0.25, 1.0)))(RAMP, 1)
+    erased = augment(Augmentation(reprob=1.0), Preprocess(16, mean=(0.5, 0.25, 1.0)))(RAMP, 1)
     changed = (erased != PIXELS).any(0)
     rows, columns = changed.any(1).nonzero()[:, 0], changed.any(0).nonzero()[:, 0]
     box = erased[:, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
@@ -50,16 +50,16 @@ def test_erasing_paints_a_rectangle_in_the_mean_colour():
 
 
 def test_a_model_of_raw_pixels_does_not_make_black_the_mean_colour():
-    erased = augment(Augmentation(erasing=1.0), Preprocess(16, mean=(0.0, 0.0, 0.0)))(RAMP, 1)
+    erased = augment(Augmentation(reprob=1.0), Preprocess(16, mean=(0.0, 0.0, 0.0)))(RAMP, 1)
     assert (erased == torch.tensor([124, 116, 104])[:, None, None]).all(0).any()
 
 
 @pytest.mark.parametrize(
     "section",
     [
-        Augmentation(crop="resized", color_jitter=0.4, flip=0.5, rotation=2),
+        Augmentation(crop="resized", color_jitter=0.4, hflip=0.5, rotation=2),
         Augmentation(crop="resized", scale=(0.8, 1.2), ratio=(0.95, 1.05)),
-        Augmentation(crop="pad", rand_augment="rand-m9-mstd0.5-inc1", erasing=0.25),
+        Augmentation(crop="pad", auto_augment="rand-m9-mstd0.5-inc1", reprob=0.25),
     ],
 )
 def test_a_seed_decides_everything_and_pixels_have_the_models_size(section):
@@ -74,8 +74,8 @@ def test_a_seed_decides_everything_and_pixels_have_the_models_size(section):
 @pytest.mark.parametrize(
     "section",
     [
-        Augmentation(crop="resized", color_jitter=0.4, flip=0.5, rotation=2, erasing=0.5),
-        Augmentation(crop="pad", rand_augment="rand-m9-mstd0.5-inc1", erasing=0.25),
+        Augmentation(crop="resized", color_jitter=0.4, hflip=0.5, rotation=2, reprob=0.5),
+        Augmentation(crop="pad", auto_augment="rand-m9-mstd0.5-inc1", reprob=0.25),
     ],
 )
 def test_worker_processes_get_the_same_by_pickle(section):
@@ -100,4 +100,4 @@ def test_mixing_makes_probabilities_of_labels():
 
 def test_a_policy_that_timm_cannot_read_is_told():
     with pytest.raises(UserError, match="rand-m9"):
-        augment(Augmentation(rand_augment="random-9"), SAME)
+        augment(Augmentation(auto_augment="random-9"), SAME)

@@ -42,16 +42,14 @@ def faults(**changes: Any) -> tuple[str, ...]:
 
 
 def test_a_recipe_is_built_as_it_says():
-    recipe = built(
-        optimizer={"rate": 1, "betas": [0.9, 0.99]}, audit={"attacks": "pgd-2,fgsm-rs(reach=1.5,restarts=2)"}
-    )
+    recipe = built(optimizer={"lr": 1, "betas": [0.9, 0.99]}, audit={"attacks": "pgd-2,fgsm-rs(reach=1.5,restarts=2)"})
     assert type(recipe.objective).__name__ == "Trades"
     attack: Any = recipe.objective.attack
     assert (attack.steps, attack.threat.eps, recipe.objective.beta) == (4, 4 / 255, 3.0)  # type: ignore[attr-defined]
     assert [name for name, _ in recipe.plugins] == ["awp", "epsilon_warmup"]
     assert recipe.plugins[0][1].gamma == 0.01  # type: ignore[attr-defined]
     assert recipe.optimizer.betas == (0.9, 0.99)
-    assert isinstance(recipe.optimizer.rate, float)
+    assert isinstance(recipe.optimizer.lr, float)
     assert recipe.audit.attacks == ("pgd-2", "fgsm-rs(reach=1.5,restarts=2)")
     assert recipe.about == {"about": "a toy"}
     assert recipe.validation.attack == "pgd-10"
@@ -78,8 +76,8 @@ def test_all_faults_are_told_at_once_unknown_then_missing_then_wrong():
         "data": {"train": "shaps@train", "held_out": 10, "limmit": 5},
         "objective": {"use": "trades", "attack": "kl-10", "betta": 1},
         "plugins": {"aw": {}, "epsilon_warmup": {}},
-        "optimiser": {"name": "adamww", "rate": "fast"},
-        "train": {"epoch": 3, "batch_size": 2.5, "precision": "fp8"},
+        "optimizer": {"name": "adamww", "lr": "fast"},
+        "train": {"epoch": 3, "batch_size": 2.5, "amp_dtype": "fp8"},
         "audit": {"attacks": ["pdg-20"]},
     }
     with pytest.raises(UserError) as caught:
@@ -94,12 +92,12 @@ def test_all_faults_are_told_at_once_unknown_then_missing_then_wrong():
         r"train: needs 'epochs'",
         r"plugins.epsilon_warmup: needs 'epochs'",
         r"about: should be a text, got 3",
-        r"optimiser.rate: should be a valid number, .*got 'fast'",
+        r"optimizer.lr: should be a valid number, .*got 'fast'",
         r"train.batch_size: should be a valid integer.*got 2.5",
-        r"train.precision: should be 'fp32', 'bf16' or 'fp16', got 'fp8'",
+        r"train.amp_dtype: should be 'fp32', 'bf16' or 'fp16', got 'fp8'",
         r"plugins: there is no plug-in 'aw'.*did you mean awp",
         r"data.train: unknown data 'shaps@train'.*did you mean shapes",
-        r"optimiser.name: timm has no optimiser 'adamww'",
+        r"optimizer.name: timm has no optimizer 'adamww'",
         r"audit.attacks: unknown attack 'pdg-20'",
     ]
     assert first == f"recipe aas/table5 (row trades) has {len(wanted)} problems:"
@@ -114,18 +112,18 @@ def test_a_number_out_of_range_hides_no_name_that_means_nothing():
         train={"seed": -1, "tracker": "tensorbord"},
         validation={"every": 0, "attack": "pdg-10"},
         audit={"limit": 0, "attacks": ["pdg-20"]},
-        augmentation={"flip": 2, "rand_augment": "strong"},
-        optimizer={"clip": 0, "name": "adamww"},
+        augmentation={"hflip": 2, "auto_augment": "strong"},
+        optimizer={"clip_grad_norm": 0, "name": "adamww"},
     )
-    for name in ("data.test", "train.tracker", "validation.attack", "audit.attacks", "optimiser.name"):
+    for name in ("data.test", "train.tracker", "validation.attack", "audit.attacks", "optimizer.name"):
         assert sum(fault.startswith(f"{name}: ") for fault in told) == 1, (name, told)
-    assert any(fault.startswith("augmentation.rand_augment: ") for fault in told)
+    assert any(fault.startswith("augmentation.auto_augment: ") for fault in told)
     assert len(told) == 12  # and one about each number
 
 
 @pytest.mark.parametrize(
     ("section", "key", "meant"),
-    [("optimiser", "lr", "rate"), ("optimiser", "wd", "weight_decay"), ("schedule", "min_lr", "final_rate")],
+    [("optimizer", "learning_rate", "lr"), ("optimizer", "wd", "weight_decay"), ("train", "amp", "amp_dtype")],
 )
 def test_words_of_other_libraries_lead_to_ours(section, key, meant):
     (fault,) = faults(**{section: {key: 1e-3}})
@@ -136,7 +134,7 @@ def test_words_of_other_libraries_lead_to_ours(section, key, meant):
 def test_sections_speak_for_themselves():
     (fault,) = faults(data={"held_out": 0})
     assert fault.startswith("data: there is nothing to select models on")
-    assert len(faults(data={"held_out": 0}, augmentation={"flip": 2})) == 2
+    assert len(faults(data={"held_out": 0}, augmentation={"hflip": 2})) == 2
     with pytest.raises(Faulty, match="recipe toy has 1 problem:"):
         built(train={"epochs": 0})
 
@@ -152,7 +150,7 @@ def test_sections_speak_for_themselves():
         ({"data": {"test": "cifar10:files"}}, r"data.test: 'cifar10:files': cifar10 takes no path"),
         ({"data": {"train": "cifar10", "test": None}}, r"data.train: 'cifar10' means the test .*write cifar10@train"),
         ({"data": {"test": "shapes@train"}}, r"data.train: 'shapes@train' are the images of data.test.*trained on"),
-        ({"augmentation": {"rand_augment": "strong"}}, r"augmentation.rand_augment: timm cannot read 'strong'"),
+        ({"augmentation": {"auto_augment": "strong"}}, r"augmentation.auto_augment: timm cannot read 'strong'"),
         ({"threat": {"norm": "l7"}}, r"threat: "),
         ({"objective": {"use": "tradez"}}, r"objective: there is no objective 'tradez'.*did you mean trades"),
         ({"objective": {"use": "terms"}}, r"objective: there is no objective 'terms'"),
@@ -164,24 +162,24 @@ def test_sections_speak_for_themselves():
         ({"objective": {"use": "no.such.Thing"}}, r"objective: 'no.such.Thing': importing 'no.such' failed"),
         ({"objective": {"use": "collections.Orderly"}}, r"objective: .*has no class 'Orderly'"),
         ({"plugins": {"collections.OrderedDict": {}}}, r"plugins: 'collections.OrderedDict' is not a dataclass"),
-        ({"plugins": {"vitadel.runtime.distributed.Processes": {}}}, r"'vitadel.*Processes' is not a plug-in:"),
-        ({"objective": {"use": "vitadel.runtime.rng.Draws"}}, r"objective: .*no __call__ and no attack; it needs"),
+        ({"plugins": {"vitadel.runtime.distributed.Processes": {}}}, r"plugins: 'vitadel.*Processes' is not a plug-in:"),
+        ({"objective": {"use": "vitadel.runtime.rng.SampleRNG"}}, r"objective: .*no __call__ and no attack; it needs"),
         ({"objective": {"use": "vitadel.attacks.pgd.PGD"}}, r"objective: .*is not an objective: it has no attack; it"),
         ({"plugins": {"weight-average": {}, "weight_average": {}}}, r"plugins.weight_average: is the same .*'weight-"),
         ({"plugins": {"awp": {"gamma": -1}}}, r"plugins.awp: gamma"),
         ({"plugins": {"awp": 0.01}}, r"plugins.awp: should be keys with values, got 0.01"),
-        ({"optimiser": {"name": "adamww"}}, r"optimiser.name: timm has no optimiser 'adamww'.*did you mean adamw"),
-        ({"optimiser": {"name": "adahessian"}}, r"optimiser.name: 'adahessian' needs second derivatives"),
+        ({"optimizer": {"name": "adamww"}}, r"optimizer.name: timm has no optimizer 'adamww'.*did you mean adamw"),
+        ({"optimizer": {"name": "adahessian"}}, r"optimizer.name: 'adahessian' needs second derivatives"),
         ({"plugins": {"overfitting-guard": {"action": "rollback"}, "weight_average": {}}}, r"plugins: .*action: stop"),
         ({"validation": {"attack": "pdg-10"}}, r"validation.attack: unknown attack 'pdg-10'"),
         ({"validation": {"attack": "aas+pgd-10"}}, r"validation.attack: 'aas\+pgd-10' first studies the model"),
         ({"train": {"tracker": "tensorbord"}}, r"train.tracker: there is no tracker.*did you mean tensorboard"),
-        ({"plugins": {"epsilon-warmup": {"first": 5 / 255}}}, r"plugins.epsilon_warmup: .*start at 5/255"),
+        ({"plugins": {"epsilon-warmup": {"start_eps": 5 / 255}}}, r"plugins.epsilon_warmup: .*start at 5/255"),
         ({"plugins": {"random_dropping": {}}, "objective": {"attack": "apgd-ce"}}, r"plugins.random_dropping: .*PGD"),
-        ({"augmentation": {"mixup": 0.8}, "train": {"batch_size": 10, "accumulation": 2}},
+        ({"augmentation": {"mixup": 0.8}, "train": {"batch_size": 10, "grad_accum": 2}},
          r"train.batch_size: mixup and cutmix mix images in pairs.*gives 5"),
         ({"augmentation": {"cutmix": 1.0}, "train": {"batch_size": 3}}, r"train.batch_size: mixup and cutmix.*gives 3"),
-        ({"train": {"batch_size": 10, "accumulation": 3}}, r"train.batch_size: a batch of 10 .* into 3 equal parts"),
+        ({"train": {"batch_size": 10, "grad_accum": 3}}, r"train.batch_size: a batch of 10 .* into 3 equal parts"),
         ({"data": {"extra": "npz:x.npz", "extra_share": 0.01}, "train": {"batch_size": 16}},
          r"data.extra_share: .*no image would come from data.extra"),
         ({"data": {"extra": "npz:x.npz", "extra_share": 0.99}, "train": {"batch_size": 16}},
@@ -198,7 +196,7 @@ def test_sections_speak_for_themselves():
          r"plugins.epsilon_warmup: this objective makes no attack"),
         ({"plugins": {"random_dropping": {}}, "objective": {"use": "standard"}},
          r"plugins.random_dropping: this objective makes no attack"),
-        ({"schedule": {"shape": "constant", "final_rate": 0.1}}, r"schedule: the shape 'constant' has no final_rate"),
+        ({"schedule": {"shape": "constant", "min_lr": 0.1}}, r"schedule: the shape 'constant' has no min_lr"),
         ({"train": {"epochs": True}}, r"train.epochs: should be a valid integer, got True"),
     ],
     ids=str,
@@ -369,21 +367,23 @@ OUTSIDE = {
     "model": {"drop_path": [-0.1, 1.0, NAN], "input_size": [0], "small_images": [0]},
     "data": {"workers": [-1], "easier_epochs": [-1], "extra_share": [0, 1, NAN], "held_out": [-1], "limit": [0]},
     "augmentation": {
-        "mixup": [-1, INF, NAN], "cutmix": [-1, INF], "colour_jitter": [-0.1, NAN], "padding": [-1], "rotation": [-1],
-        "scale": [[0, 1], [-1, 1], [0.5, INF], [0.5, 0.4]], "ratio": [[0, 1], [1, NAN], [2, 1]], "flip": [1.1, NAN],
-        "erasing": [-0.1], "mix_probability": [2], "mix_switch": [-1], "repeats": [0],
+        "mixup": [-1, INF, NAN], "cutmix": [-1, INF], "color_jitter": [-0.1, NAN], "padding": [-1], "rotation": [-1],
+        "scale": [[0, 1], [-1, 1], [0.5, INF], [0.5, 0.4]], "ratio": [[0, 1], [1, NAN], [2, 1]], "hflip": [1.1, NAN],
+        "reprob": [-0.1], "mixup_prob": [2], "mixup_switch_prob": [-1], "repeated_aug": [0],
     },
     "threat": {"eps": [NAN, INF, -0.1, 2]},
-    "optimiser": {
-        "rate": [0, -1, INF, NAN], "rate_batch": [0, -1], "weight_decay": [-0.1, INF], "clip": [0, -1, INF, NAN],
+    "optimizer": {
+        "lr": [0, -1, INF, NAN], "lr_reference_batch": [0, -1], "weight_decay": [-0.1, INF],
+        "clip_grad_norm": [0, -1, INF, NAN],
         "betas": [[0.9, 1], [-0.1, 0.9], [NAN, 0.9]], "eps": [0, -1, INF], "momentum": [-0.1, 1, NAN],
     },
     "schedule": {
-        "warm_up": [-1, INF], "warm_up_rate": [-1, NAN], "final_rate": [-1], "cool_down": [-1], "peak": [0, 1, NAN],
-        "milestones": [[0, 1], [3, 2], [2, 2], [NAN], [5]], "factor": [0, INF],
+        "warmup_epochs": [-1, INF], "warmup_lr": [-1, NAN], "min_lr": [-1], "cooldown_epochs": [-1],
+        "pct_start": [0, 1, NAN],
+        "milestones": [[0, 1], [3, 2], [2, 2], [NAN], [5]], "decay_rate": [0, INF],
     },
     "train": {
-        "epochs": [0], "batch_size": [0], "accumulation": [0], "checkpoint_every": [0], "seed": [-1, 2**62 + 1],
+        "epochs": [0], "batch_size": [0], "grad_accum": [0], "checkpoint_every": [0], "seed": [-1, 2**62 + 1],
     },
     "validation": {"every": [0], "limit": [0, -5]},
     "audit": {"limit": [0], "batch_size": [0]},
@@ -405,7 +405,7 @@ def test_numbers_at_the_edge_of_their_range_are_good():
     recipe = built(
         model={"drop_path": 0.99},
         augmentation={"scale": [1, 1], "padding": 0},
-        optimizer={"betas": [0, 0.999], "momentum": 0, "weight_decay": 0, "clip": 1e-9},
+        optimizer={"betas": [0, 0.999], "momentum": 0, "weight_decay": 0, "clip_grad_norm": 1e-9},
         schedule={"shape": "steps", "milestones": [1, 2.5]},
         train={"seed": 2**62, "batch_size": 1},
         validation={"every": 1, "limit": None},
@@ -415,23 +415,23 @@ def test_numbers_at_the_edge_of_their_range_are_good():
 
 
 def test_all_numbers_of_a_section_are_told_together():
-    (fault,) = faults(optimizer={"rate": 0, "clip": -1.5, "betas": [0.9, 1.0]})
+    (fault,) = faults(optimizer={"lr": 0, "clip_grad_norm": -1.5, "betas": [0.9, 1.0]})
     assert fault == (
-        "optimiser: rate must be a finite number above 0, got 0.0; "
-        "betas must be at least 0 and below 1, got [0.9, 1.0]; clip must be a finite number above 0, got -1.5"
+        "optimizer: lr must be a finite number above 0, got 0.0; "
+        "betas must be at least 0 and below 1, got [0.9, 1.0]; clip_grad_norm must be a finite number above 0, got -1.5"
     )
 
 
 def test_a_cycle_takes_no_warm_up():
-    (fault,) = faults(schedule={"shape": "cyclic", "warm_up": 2})
-    assert fault.startswith("schedule: 'cyclic' rises by itself and would ignore warm_up, got 2")
-    built(schedule={"shape": "cyclic", "warm_up": 0})
+    (fault,) = faults(schedule={"shape": "cyclic", "warmup_epochs": 2})
+    assert fault.startswith("schedule: 'cyclic' has its own rise and would ignore warmup_epochs, got 2")
+    built(schedule={"shape": "cyclic", "warmup_epochs": 0})
 
 
 def test_mixing_of_pairs_is_good():
-    mixed = built(augmentation={"mixup": 0.8}, train={"batch_size": 12, "accumulation": 3})
+    mixed = built(augmentation={"mixup": 0.8}, train={"batch_size": 12, "grad_accum": 3})
     assert (mixed.augmentation.mixup, mixed.train.batch_size) == (0.8, 12)
-    assert built(train={"batch_size": 15, "accumulation": 3}).train.batch_size == 15  # odd, but nothing is mixed
+    assert built(train={"batch_size": 15, "grad_accum": 3}).train.batch_size == 15  # odd, but nothing is mixed
     assert built(data={"extra": "npz:x.npz", "extra_share": 0.04}, train={"batch_size": 16}).data.extra_share == 0.04
 
 

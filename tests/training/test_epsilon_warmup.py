@@ -72,15 +72,15 @@ def test_unknown_shape():
         EpsilonWarmup(3, shape="square")
 
 
-@pytest.mark.parametrize("first", [-1 / 255, float("inf"), float("nan")])
+@pytest.mark.parametrize("start_eps", [-1 / 255, float("inf"), float("nan")])
 def test_a_first_budget_that_makes_no_sense(first):
     with pytest.raises(UserError, match="must be at least 0"):
-        EpsilonWarmup(3, first=first)
+        EpsilonWarmup(3, start_eps=first)
 
 
 def test_a_first_budget_above_the_full_one_is_told_before_and_in_training():
     attack = PGD(Linf(4 / 255), steps=1)
-    warm_up = EpsilonWarmup(3, first=5 / 255)
+    warm_up = EpsilonWarmup(3, start_eps=5 / 255)
     with pytest.raises(UserError, match=r"to 4/255 cannot start at 5/255"):
         warm_up.check_objective(Adversarial(attack), Linf(4 / 255))
     with pytest.raises(UserError, match=r"to 4/255 cannot start at 5/255"):
@@ -96,5 +96,5 @@ def test_an_attack_without_a_budget_is_told():
 
 
 def test_a_warm_up_may_start_above_zero():
-    warm_up = EpsilonWarmup(epochs=4, first=2 / 255)
+    warm_up = EpsilonWarmup(epochs=4, start_eps=2 / 255)
     assert [255 * warm_up.eps_at(epoch, 10 / 255) for epoch in range(6)] == pytest.approx([2, 4, 6, 8, 10, 10])

@@ -158,8 +158,8 @@ def test_a_model_must_read_its_own_state_back():
 
 
 def test_a_rate_that_never_gets_full_is_told():
-    note = "the rate rises for 3 epochs, and there are 3: it never gets full"
-    assert [Schedule(warm_up=3).said_of_length(epochs) for epochs in (3, 4)] == [note, None]
+    note = "the warm-up takes 3 of 3 epochs: the full rate is never reached"
+    assert [Schedule(warmup_epochs=3).length_warning(epochs) for epochs in (3, 4)] == [note, None]
 
 
 def test_what_is_said_to_people_does_not_decide_whether_a_run_goes_on(tmp_path):
@@ -221,7 +221,7 @@ def test_biases_norms_and_positions_are_not_decayed():
     assert decayed["blocks.0.attn.qkv.weight"] == decayed["head.weight"] == 0.3
 
 
-def test_an_unknown_optimiser_is_told():
+def test_an_unknown_optimizer_is_told():
     with pytest.raises(UserError, match="adamw"):
         make_optimizer(OptimizerSection(name="adamww"), load_model("zoo:shapes-standard"))
 
@@ -316,7 +316,7 @@ def test_a_tracker_that_fails_is_told_and_the_training_goes_on_later(tmp_path, m
 
 
 def test_an_optimiser_that_this_machine_lacks_leaves_no_folder(tmp_path):
-    with pytest.raises(UserError, match=r"optimiser 'fusedlamb' cannot be made .*CUDA"):
+    with pytest.raises(UserError, match=r"optimizer 'fusedlamb' cannot be made .*CUDA"):
         run_harden(recipe(optimizer={"name": "fusedlamb"}), "small", CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -132,7 +132,7 @@ def test_a_training_that_broke_off_ends_with_the_same_bits(finished, tmp_path, m
 
 
 def test_in_half_precision_it_ends_with_the_same_bits_too(finished, tmp_path, monkeypatch):
-    changes = {"plugins": EVERYTHING, "train": {"precision": "bf16"}}
+    changes = {"plugins": EVERYTHING, "train": {"amp_dtype": "bf16"}}
     run_harden(recipe(**changes), "small", CPU, out=tmp_path / "whole")
     broken_off(tmp_path / "cut", monkeypatch, 5, **changes)
     assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
@@ -167,10 +167,10 @@ def test_killed_for_good_and_resumed_it_ends_with_the_same_bits(finished, tmp_pa
 )
 def test_parts_of_a_batch_add_up_to_the_batch(tmp_path, objective):
     for parts in (1, 4):
-        built = recipe(objective=objective, train={"accumulation": parts, "epochs": 1}, plugins={"awp": {}})
+        built = recipe(objective=objective, train={"grad_accum": parts, "epochs": 1}, plugins={"awp": {}})
         run_harden(built, "small", CPU, out=tmp_path / str(parts))
     assert close(weights(tmp_path / "1"), weights(tmp_path / "4"), 2e-4)
-    untrained = recipe(train={"epochs": 1}, optimizer={"rate": 1e-12})
+    untrained = recipe(train={"epochs": 1}, optimizer={"lr": 1e-12})
     run_harden(untrained, "small", CPU, out=tmp_path / "0")
     assert not close(weights(tmp_path / "1"), weights(tmp_path / "0"), 2e-3)  # so that the comparison means something
 
@@ -292,7 +292,9 @@ def test_weights_that_give_no_answer_are_neither_judged_nor_saved(tmp_path, monk
 
 def test_a_real_overflow_is_told(tmp_path):
     with pytest.raises(UserError, match="so the training was stopped"):
-        run_harden(recipe(optimizer={"rate": 1e30, "clip": None, "name": "sgd"}), "small", CPU, out=tmp_path / "run")
+        run_harden(
+            recipe(optimizer={"lr": 1e30, "clip_grad_norm": None, "name": "sgd"}), "small", CPU, out=tmp_path / "run"
+        )
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
@@ -329,7 +331,7 @@ def test_a_gradient_that_is_no_number_never_reaches_the_checkpoint(tmp_path, mon
 
     monkeypatch.setattr(loop._Learner, "_backward", poisoned)
     with pytest.raises(UserError, match=r"gradient_norm = nan at step 4"):
-        run_harden(recipe(optimizer={"clip": None}), "small", CPU, out=tmp_path / "run")
+        run_harden(recipe(optimizer={"clip_grad_norm": None}), "small", CPU, out=tmp_path / "run")
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
 
@@ -448,12 +450,12 @@ def test_half_precision_trains_and_is_validated_in_full(tmp_path, monkeypatch):
             return real(self, model, *rest)
 
     monkeypatch.setattr(HeldOut, "score", watched)
-    results, _ = run_harden(recipe(train={"precision": "bf16", "epochs": 1}), "small", CPU, out=tmp_path / "run")
+    results, _ = run_harden(recipe(train={"amp_dtype": "bf16", "epochs": 1}), "small", CPU, out=tmp_path / "run")
     assert results["complete"]
     assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path / "run").values())
     assert set(seen) == {torch.float32}
     with pytest.raises(UserError, match="fp16 needs a GPU"):
-        run_harden(recipe(train={"precision": "fp16"}), "small", CPU, out=tmp_path / "no")
+        run_harden(recipe(train={"amp_dtype": "fp16"}), "small", CPU, out=tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
 

@@ -63,7 +63,7 @@ def test_loss_and_attack_are_timed_in_the_precision_of_the_training(monkeypatch,
         return 1.0
 
     monkeypatch.setattr(cost, "seconds_of", once)
-    setup = open_training(recipe(train={"precision": precision}), CPU)
+    setup = open_training(recipe(train={"amp_dtype": precision}), CPU)
     block = setup.model.backbone.blocks[0].mlp.fc1
     plan_training(setup, CPU)
     loss, update, attack, *validated = seen

@@ -23,7 +23,7 @@ data: {train: shapes@train, held_out: 10, limit: 100}
 threat: {eps: 8/255}
 objective: {use: trades, beta: 6, attack: kl-10}
 plugins: {awp: {gamma: 5e-3}, epsilon_warmup: {epochs: 3}}
-optimiser: {rate: 1e-3, betas: [0.9, 1/4]}
+optimizer: {lr: 1e-3, betas: [0.9, 1/4]}
 train: {epochs: 5}
 """
 
@@ -43,7 +43,7 @@ def write(tmp_path, monkeypatch):
 def test_fractions_and_exponents_are_numbers_everywhere(write):
     document = compose("base.yaml")
     assert document["threat"]["eps"] == 8 / 255
-    assert document["optimiser"] == {"rate": 0.001, "betas": [0.9, 0.25]}
+    assert document["optimizer"] == {"lr": 0.001, "betas": [0.9, 0.25]}
     assert document["plugins"]["awp"]["gamma"] == 0.005
 
 
@@ -53,11 +53,13 @@ def test_texts_and_names_that_only_resemble_numbers_are_left_alone(write):
 
 
 def test_extending_merges_mapping_by_mapping(write):
-    name = write("extends: base.yaml\nmodel: {kwargs: {depth: 4}}\noptimiser: {betas: [0.5]}\nschedule: {warm_up: 1}\n")
+    name = write(
+        "extends: base.yaml\nmodel: {kwargs: {depth: 4}}\noptimizer: {betas: [0.5]}\nschedule: {warmup_epochs: 1}\n"
+    )
     document = compose(name)
     assert document["model"] == {"name": "vit_tiny_patch16_224", "kwargs": {"depth": 4, "img_size": 32}}
-    assert document["optimiser"] == {"rate": 0.001, "betas": [0.5]}
-    assert document["schedule"] == {"warm_up": 1}
+    assert document["optimizer"] == {"lr": 0.001, "betas": [0.5]}
+    assert document["schedule"] == {"warmup_epochs": 1}
     assert document["about"] == "a base"
     assert "extends" not in document
 
@@ -71,9 +73,9 @@ def test_paths_are_taken_from_the_file_that_names_them(write, tmp_path, monkeypa
 
 
 def test_a_null_takes_away_sections_plugins_and_settings(write):
-    name = write("extends: base.yaml\noptimiser: null\nplugins: {awp: null}\nmodel: {kwargs: {depth: null}}\n")
+    name = write("extends: base.yaml\noptimizer: null\nplugins: {awp: null}\nmodel: {kwargs: {depth: null}}\n")
     document = compose(name)
-    assert "optimiser" not in document
+    assert "optimizer" not in document
     assert document["plugins"] == {"epsilon_warmup": {"epochs": 3}}
     assert document["model"]["kwargs"] == {"img_size": 32}
 
@@ -221,9 +223,9 @@ def test_settings_stay_whichever_stands_first_they_or_what_they_belong_to():
 
 
 def test_numbers_of_numpy_are_numbers():
-    given = {"optimiser.rate": np.float64(1e-3), "train.epochs": np.int64(3), "audit.limit": np.int32(5)}
+    given = {"optimizer.lr": np.float64(1e-3), "train.epochs": np.int64(3), "audit.limit": np.int32(5)}
     document = compose("shapes/trades", None, given)
-    values = (document["optimiser"]["rate"], document["train"]["epochs"], document["audit"]["limit"])
+    values = (document["optimizer"]["lr"], document["train"]["epochs"], document["audit"]["limit"])
     assert [type(value) for value in values] == [float, int, int]
 
 
@@ -248,12 +250,12 @@ def test_overrides_that_make_no_sense_are_told(write, override, said):
 
 def test_unknown_overrides_are_told_together_and_with_the_faults_of_the_recipe(write):
     name = write("extends: shapes/trades\nobjective: {betta: 1}\nmodel: {name: null}\n")
-    overrides = ["train.epoch=3", "optimizer.rate=3", "epochs=3", "threat.epsilon=null", "plugins.awp.gama=1", "extra="]
+    overrides = ["train.epoch=3", "optimzer.lr=3", "epochs=3", "threat.epsilon=null", "plugins.awp.gama=1", "extra="]
     with pytest.raises(UserError) as caught:
         build_recipe(compose(name, None, overrides), "mine")
     first, *lines = str(caught.value).splitlines()
     wanted = [
-        r"it has no 'optimizer'; there is about, .*did you mean optimiser",
+        r"it has no 'optimzer'; there is about, .*did you mean optimizer",
         r"it has no 'epochs'; .*did you mean train\.epochs\?",
         r"it has no 'extra'; .*did you mean data\.extra\?",
         r"threat: has no 'epsilon'; it takes eps, norm; did you mean eps",
@@ -343,20 +345,20 @@ def test_the_parts_of_the_light_recipe_add_up_to_it():
     whole, parts = compose("light/imagenet", "s12-4"), compose("light/components", "+weight-decay")
     for section in set(SECTIONS) - {"augmentation"}:
         assert parts.get(section) == whole.get(section), section
-    off = {"rand_augment": None, "mixup": 0, "cutmix": 0, "erasing": 0}
+    off = {"auto_augment": None, "mixup": 0, "cutmix": 0, "reprob": 0}
     assert parts["augmentation"] == whole["augmentation"] | off
     before = compose("light/components", "+augmentation")
-    assert before["optimiser"] == whole["optimiser"] | {"weight_decay": 0.05}
+    assert before["optimizer"] == whole["optimizer"] | {"weight_decay": 0.05}
     assert "plugins" not in compose("light/components", "xcit-s12")
 
 
 def test_numbers_of_the_papers():
     scratch = compose("light/cifar10-scratch", "real")
-    assert scratch["train"]["epochs"] + scratch["schedule"]["cool_down"] == 300
+    assert scratch["train"]["epochs"] + scratch["schedule"]["cooldown_epochs"] == 300
     for row in ("caltech101", "flowers102"):
         document = compose("light/finetune", row)
         assert document["train"]["batch_size"] == 64
-        assert document["optimiser"]["rate_batch"] == 512
+        assert document["optimizer"]["lr_reference_batch"] == 512
     assert compose("light/finetune", "cifar10")["train"]["batch_size"] == 512
     for folder, step in (("shapes", 8), ("cifar10-tiny", 5), ("imagenette-tiny", 5)):
         assert compose(f"{folder}/mart")["objective"]["attack"] == f"pgd-2(step={step}/255,noise=0.001)"

@@ -68,7 +68,7 @@ def test_pixels_and_labels_belong_to_the_names():
 
 
 def test_a_resumed_stream_goes_on_where_it_was():
-    ours = stream(section=Augmentation(crop="pad", flip=0.5))
+    ours = stream(section=Augmentation(crop="pad", hflip=0.5))
     whole = list(ours.steps(0, 9))
     rest = list(ours.steps(4, 9))
     for (a,), (b,) in zip(whole[4:], rest, strict=True):
@@ -78,7 +78,7 @@ def test_a_resumed_stream_goes_on_where_it_was():
 
 @pytest.mark.parametrize(("processes", "parts"), [(2, 1), (1, 4), (2, 2)])
 def test_processes_and_parts_share_the_same_batch(processes, parts):
-    section = Augmentation(crop="pad", flip=0.5)
+    section = Augmentation(crop="pad", hflip=0.5)
     alone = stream(section=section)
     crew = [replace(alone, rank=rank, processes=processes, parts=parts) for rank in range(processes)]
     for whole, *shares in zip(alone.steps(0, 5), *(each.steps(0, 5) for each in crew), strict=True):
@@ -88,7 +88,7 @@ def test_processes_and_parts_share_the_same_batch(processes, parts):
 
 
 def test_workers_read_what_the_process_itself_would_read():
-    section = Augmentation(crop="resized", flip=0.5, color_jitter=0.4, rand_augment="rand-m9-mstd0.5-inc1", erasing=0.5)
+    section = Augmentation(crop="resized", hflip=0.5, color_jitter=0.4, auto_augment="rand-m9-mstd0.5-inc1", reprob=0.5)
     ours = stream(section=section)
     for (a,), (b,) in zip(ours.steps(0, 3), replace(ours, workers=1).steps(0, 3), strict=True):
         assert torch.equal(a.x, b.x)

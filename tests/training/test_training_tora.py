@@ -127,7 +127,7 @@ def test_settings_that_do_not_go_together(settings, told):
 
 
 def recipe(weights, epochs=1, plugins=None, **adapter):
-    given = document(objective=OBJECTIVE, optimizer={"rate": 1e-2}, train={"epochs": epochs, "batch_size": 16})
+    given = document(objective=OBJECTIVE, optimizer={"lr": 1e-2}, train={"epochs": epochs, "batch_size": 16})
     given["model"] = {**given["model"], "weights": str(weights)}
     given["plugins"] = plugins or {}
     given["adapter"] = {"use": "tora", "reduction": 8, **adapter}

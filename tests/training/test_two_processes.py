@@ -20,7 +20,7 @@ from vitadel.runtime.distributed import join_processes
 from vitadel.training.recipes.build import build_recipe
 from vitadel.training.run import run_harden
 
-TRAINING = {"train": {"epochs": 2}, "schedule": {"warm_up": 0.0}, "optimiser": {"name": "sgd", "rate": 0.5}}
+TRAINING = {"train": {"epochs": 2}, "schedule": {"warmup_epochs": 0.0}, "optimizer": {"name": "sgd", "lr": 0.5}}
 TORA = {"use": "tora", "reduction": 8}
 XCIT = {
     "name": "xcit_nano_12_p16_224",
@@ -68,7 +68,7 @@ def weights(folder):
     [
         ({"use": "adversarial", "attack": "pgd-2(step=5/255)"}, {}),
         (TRADES, {"awp": {"gamma": 0.01}, "attention_scaling": {"gap": 1, "images": 32, "steps": 2}}),
-        ({"use": "afat", "weight": 0.5, "share": 0.3, "rate": 0.05}, {}),
+        ({"use": "afat", "weight": 0.5, "share": 0.3, "lr": 0.05}, {}),
     ],
     ids=["adversarial", "trades+awp+aas", "afat"],
 )
@@ -76,7 +76,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path, objective, plugins):
     recipe = document(objective=objective, plugins=plugins, **TRAINING)
     one, two = by_one_and_two(recipe, tmp_path)
     first, second = weights(one), weights(two)
-    untrained = trained_here({**recipe, "optimiser": {**recipe["optimiser"], "rate": 1e-12}}, tmp_path / "untrained")
+    untrained = trained_here({**recipe, "optimizer": {**recipe["optimizer"], "lr": 1e-12}}, tmp_path / "untrained")
     assert any(not torch.allclose(value, weights(untrained)[key], atol=1e-2) for key, value in first.items())
     for key, value in first.items():
         assert torch.allclose(value, second[key], atol=1e-4), key

@@ -36,6 +36,7 @@ from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import RunFolder, open_run, write_atomically, write_json
 from vitadel.training.recipes.documents import TEXTS, compose, deciding
+from vitadel.training.recipes.old_keys import translate_settings
 from vitadel.training.recipes.sections import ModelSection
 from vitadel.training.recipes.write import recipe_text
 from vitadel.types import Source
@@ -102,7 +103,10 @@ def run_probe(
         "tokens fingerprint": model.fingerprint if isinstance(model, Tokened) else None,
     }
     path = None if out is None else Path(out)
-    folder = open_run("probe", name, settings, out=path, resume=resume, argv=list(argv or sys.argv), telling=TEXTS)
+    words = list(argv or sys.argv)
+    folder = open_run(
+        "probe", name, settings, out=path, resume=resume, argv=words, telling=TEXTS, translate=translate_settings
+    )
     if folder.complete:
         return json.loads((folder.path / "results.json").read_text()), folder
     write_atomically(folder.path / "recipe.yaml", recipe_text(recipe.document).encode())
@@ -179,7 +183,7 @@ class _LinearJob:
 
     def plan(self) -> str:
         head, images = self.head, len(self.rows) + len(self.held_out)
-        heads = len(head.blocks) * len(head.average) * len(head.rates)
+        heads = len(head.blocks) * len(head.average) * len(head.lrs)
         size = images * (max(head.blocks) + 1) * feature_width(self.model) * (2 if head.half else 4) / 1e6
         audit, train = self.recipe.audit, self.recipe.train
         gradients = sum(make(name, eps=audit.eps, norm=audit.norm).passes()[0] for name in audit.attacks)
@@ -214,7 +218,7 @@ class _LinearJob:
             self.preprocess,
             blocks=head.blocks,
             average=head.average,
-            rates=head.rates,
+            rates=head.lrs,
             steps=train.steps,
             batch_size=train.batch_size,
             seed=train.seed,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vitadel.attacks.threats import threat as make_threat
 from vitadel.errors import UserError
 from vitadel.heads.linear_probe import RATES
-from vitadel.training.recipes.ranges import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, Range, check_ranges
+from vitadel.training.recipes.ranges import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, SEED, Range, check_ranges
 from vitadel.training.recipes.sections import ModelSection
 from vitadel.types import Threat
 
@@ -23,7 +23,6 @@ __all__ = [
     "probe_types",
 ]
 
-_SEED = Range("a whole number from 0 to 2**62", lambda value: 0 <= value <= 2**62)
 _MASK_CLASSES = Range("from 2 to 255, as 255 marks pixels to leave out", lambda value: 2 <= value <= 255)
 _MASK_VALUE = Range("from 0 to 255, what a mask's pixel can hold", lambda value: 0 <= value <= 255)
 
@@ -74,31 +73,33 @@ class MaskData:
 @dataclass(frozen=True)
 class LinearHead:
     """A linear layer for every combination of inputs (class tokens of the last `blocks` blocks, with or without the
-    `average` of the patch tokens) and learning rate; `rates` are for batches of 256 and scaled in proportion. `half`
+    `average` of the patch tokens) and learning rate; `lrs` are for batches of 256 and scaled in proportion. `half`
     keeps features in half precision."""
 
     blocks: tuple[int, ...] = (1, 4)
     average: tuple[bool, ...] = (False, True)
-    rates: tuple[float, ...] = RATES
+    lrs: tuple[float, ...] = RATES
     half: bool = False
 
     def __post_init__(self) -> None:
-        check_ranges(self, blocks=AT_LEAST_ONE, rates=POSITIVE)
-        _check_lists(self, "blocks", "average", "rates")
+        check_ranges(self, blocks=AT_LEAST_ONE, lrs=POSITIVE)
+        _check_lists(self, "blocks", "average", "lrs")
 
 
 @dataclass(frozen=True)
 class PatchHead:
-    """BatchNorm and a 1x1 convolution on the last block's patch tokens, one for each of `rates`, trained by AdamW with
-    weight decay `decay`; the rate rises over a share `warm_up` of the steps and falls linearly to 0."""
+    """BatchNorm and a 1x1 convolution on the last block's patch tokens, one head for each of `lrs`, trained by AdamW.
 
-    rates: tuple[float, ...] = (1e-3,)
-    decay: float = 1e-4
-    warm_up: float = 0.0375
+    The learning rate rises over a share `warmup_share` of the steps and falls linearly to 0.
+    """
+
+    lrs: tuple[float, ...] = (1e-3,)
+    weight_decay: float = 1e-4
+    warmup_share: float = 0.0375
 
     def __post_init__(self) -> None:
-        check_ranges(self, rates=POSITIVE, decay=NOT_NEGATIVE, warm_up=BELOW_ONE)
-        _check_lists(self, "rates")
+        check_ranges(self, lrs=POSITIVE, weight_decay=NOT_NEGATIVE, warmup_share=BELOW_ONE)
+        _check_lists(self, "lrs")
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class HeadTraining:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_ranges(self, steps=AT_LEAST_ONE, batch_size=AT_LEAST_ONE, seed=_SEED)
+        check_ranges(self, steps=AT_LEAST_ONE, batch_size=AT_LEAST_ONE, seed=SEED)
 
 
 @dataclass(frozen=True)

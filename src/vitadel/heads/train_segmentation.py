@@ -122,7 +122,7 @@ class _MaskJob:
         return self.cache_bytes <= cast(MaskData, self.recipe.data).cache_mb * 1e6
 
     def plan(self) -> str:
-        train, rates, audit = self.recipe.train, len(self.head.rates), self.recipe.audit
+        train, rates, audit = self.recipe.train, len(self.head.lrs), self.recipe.audit
         images, size = len(self.rows) + len(self.held_out), f"{self.cache_bytes / 1e6:,.0f} MB of patch tokens"
         passes = (
             f"{images:,} images once through the model ({size} kept)"
@@ -178,11 +178,11 @@ class _MaskJob:
         if self.keeps:
             maps, aside = maps.keeping(train.batch_size, shown), aside.keeping(train.batch_size, shown)
         heads, scores = [], []
-        for rate in self.head.rates:
+        for rate in self.head.lrs:
             head = SegmentationHead(feature_width(self.model), classes, train.seed).to(processes.device)
             with progress(f"head, rate {rate:g}", train.steps, shown) as meter:
                 batches = maps.shuffled(train.steps, train.batch_size, train.seed, meter)
-                settings = {"rate": rate, "decay": self.head.decay, "warm_up": self.head.warm_up}
+                settings = {"rate": rate, "decay": self.head.weight_decay, "warm_up": self.head.warmup_share}
                 train_patch_head(head, batches, steps=train.steps, **settings)
             confusion = Confusion(classes)
             with torch.no_grad():
@@ -199,8 +199,8 @@ class _MaskJob:
             "steps": train.steps,
             "batch_size": train.batch_size,
             "size": list(self.cut.size),
-            "chosen": {"rate": self.head.rates[best]},
-            "heads": [{"rate": r, "held_out_mean_iou": s} for r, s in zip(self.head.rates, scores, strict=True)],
+            "chosen": {"rate": self.head.lrs[best]},
+            "heads": [{"rate": r, "held_out_mean_iou": s} for r, s in zip(self.head.lrs, scores, strict=True)],
         }
         _save_head(heads[best], path, self.model, self.train.classes, report)
 

@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ __all__ = ["RunFolder", "append", "disk_errors_reported", "open_run", "write_ato
 
 _COMMAND = "command.json"
 _PARTIAL = "partial"
+
+_Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
@@ -115,12 +117,14 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], telling: Collec
     return [f"{k}: was {old.get(k)!r}, now {new.get(k)!r}" for k in keys if old.get(k) != new.get(k)]
 
 
-def _unfinished(verb: str, settings: Mapping[str, Any], telling: Collection[str]) -> Path | None:
+def _unfinished(verb: str, settings: Mapping[str, Any], telling: Collection[str], translate: _Translate) -> Path | None:
     """The newest unfinished run of exactly this command below runs/."""
     candidates = sorted(Path("runs").glob(f"{verb}-*/{_COMMAND}"), key=lambda p: p.stat().st_mtime, reverse=True)
     for file in candidates:
         command = _read_command(file.parent)
-        if command is None or command["verb"] != verb or _differences(command["settings"], settings, telling):
+        if command is None or command["verb"] != verb:
+            continue
+        if _differences(translate(command["settings"]), settings, telling):
             continue
         if not RunFolder(file.parent).complete:
             return file.parent
@@ -136,23 +140,25 @@ def open_run(
     resume: bool,
     argv: list[str],
     telling: Collection[str] = (),
+    translate: _Translate = dict,
 ) -> RunFolder:
     """Create the folder of a run, or find it again to go on; never overwrite another run.
 
     `settings` is everything that decides the result: a resumed run must agree in all of it. Those called `telling` only
-    tell something, here or in runs of earlier versions.
+    tell something, here or in runs of earlier versions. `translate` gives recorded settings of earlier versions
+    the names of this one.
     """
     settings = json.loads(json.dumps(settings))  # as it will be read back, so that comparisons are fair
     path = out
     if path is None:
-        path = (_unfinished(verb, settings, telling) if resume else None) or _new_folder(verb, target)
+        path = (_unfinished(verb, settings, telling, translate) if resume else None) or _new_folder(verb, target)
     if path.is_file():
         raise UserError(f"{path} is a file; --out takes a folder that is new or holds a run to go on with")
     if path.is_dir():
         for torn in path.glob(f".{_COMMAND}.*"):  # a life that was killed while it wrote its first file
             torn.unlink(missing_ok=True)
     if path.is_dir() and any(path.iterdir()):
-        _check_same_run(path, verb, settings, resume, telling)
+        _check_same_run(path, verb, settings, resume, telling, translate)
         if not RunFolder(path).complete:
             _hold(path)
         return RunFolder(path)
@@ -191,7 +197,9 @@ def _let_go(path: Path) -> None:
         os.close(handle)
 
 
-def _check_same_run(path: Path, verb: str, settings: Mapping[str, Any], resume: bool, telling: Collection[str]) -> None:
+def _check_same_run(
+    path: Path, verb: str, settings: Mapping[str, Any], resume: bool, telling: Collection[str], translate: _Translate
+) -> None:
     command = _read_command(path)
     if command is None:
         raise UserError(f"{path} is not empty and not a run folder; nothing was written. Choose another --out.")
@@ -203,7 +211,7 @@ def _check_same_run(path: Path, verb: str, settings: Mapping[str, Any], resume: 
     if not resume:
         state = "a finished" if RunFolder(path).complete else "an unfinished"
         raise UserError(f"{path} already holds {state} run; nothing was written. Add --resume or choose another --out.")
-    changed = _differences(command["settings"], settings, telling)
+    changed = _differences(translate(command["settings"]), settings, telling)
     if changed:
         raise UserError(
             f"{path} was begun with other settings, so it cannot go on; nothing was written.\n  "

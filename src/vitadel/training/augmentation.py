@@ -48,26 +48,26 @@ def augment(section: Augmentation, preprocess: Preprocess) -> Augment:
         steps.append(preprocess)
     if section.crop == "pad":
         steps.append(v2.RandomCrop(preprocess.shape, padding=section.padding))
-    if section.flip:
-        steps.append(v2.RandomHorizontalFlip(section.flip))
+    if section.hflip:
+        steps.append(v2.RandomHorizontalFlip(section.hflip))
     if section.rotation:
         steps.append(v2.RandomRotation(section.rotation, interpolation=v2.InterpolationMode.BILINEAR))
     mean = preprocess.mean if any(preprocess.mean) else IMAGENET_DEFAULT_MEAN  # raw pixels have a mean, too
     color = tuple(round(255 * part) for part in mean)
-    if section.rand_augment:
+    if section.auto_augment:
         try:
-            policy = rand_augment_transform(section.rand_augment, {"img_mean": color})
+            policy = rand_augment_transform(section.auto_augment, {"img_mean": color})
         except (AssertionError, ValueError, NotImplementedError, KeyError) as error:
             raise UserError(
-                f"rand_augment {section.rand_augment!r} is not in timm's way of writing: {error}. "
+                f"auto_augment {section.auto_augment!r} is not in timm's way of writing: {error}. "
                 "Write it like rand-m9-mstd0.5-inc1."
             ) from error
         steps += [_as_picture, policy]
     elif section.color_jitter:
         steps.append(v2.ColorJitter(*[section.color_jitter] * 3))
     steps.append(_as_pixels)
-    if section.erasing:
-        steps.append(v2.RandomErasing(section.erasing, value=list(color)))
+    if section.reprob:
+        steps.append(v2.RandomErasing(section.reprob, value=list(color)))
     return _Varied(tuple(steps))
 
 
@@ -103,8 +103,8 @@ def mixing(section: Augmentation, num_classes: int) -> Callable[[Tensor, Tensor]
     mixup: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = Mixup(
         mixup_alpha=section.mixup,
         cutmix_alpha=section.cutmix,
-        prob=section.mix_probability,
-        switch_prob=section.mix_switch,
+        prob=section.mixup_prob,
+        switch_prob=section.mixup_switch_prob,
         label_smoothing=0.0,
         num_classes=num_classes,
     )

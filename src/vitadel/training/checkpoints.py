@@ -13,6 +13,7 @@ from vitadel.errors import UserError
 from vitadel.runtime.run_folder import write_atomically
 from vitadel.runtime.secrets import read_secret, write_secret
 from vitadel.training.recipes.documents import IDLE
+from vitadel.training.recipes.old_keys import translate_settings
 
 __all__ = ["check_same_recipe", "clear_torn_files", "read_state", "state_file", "write_state"]
 
@@ -53,7 +54,7 @@ def read_state(folder: Path, secret: bool = False) -> dict[str, Any] | None:
 
 def check_same_recipe(folder: Path, state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """A `UserError` if the state is that of another recipe, brought here from another folder."""
-    theirs = state.get("recipe", settings)
+    theirs = translate_settings(state.get("recipe", settings))
     different = [
         f"{key}: {theirs.get(key)!r} there, {settings.get(key)!r} here"
         for key in sorted((theirs.keys() | settings.keys()) - set(IDLE))

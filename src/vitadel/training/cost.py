@@ -36,7 +36,7 @@ def plan_training(setup: TrainingSetup, processes: Processes) -> dict[str, Any]:
     part = next(setup.stream.steps(0, 1))[0].to(device)
     reading = (time.perf_counter() - begun) / len(part.y)
     x, y = part.x[:_IMAGES], part.y[:_IMAGES]
-    half = PRECISIONS[recipe.train.precision]
+    half = PRECISIONS[recipe.train.amp_dtype]
 
     def in_half(kind: torch.dtype | None) -> AbstractContextManager[object]:
         return nullcontext() if kind is None else torch.autocast(device.type, kind)
@@ -79,7 +79,7 @@ def plan_training(setup: TrainingSetup, processes: Processes) -> dict[str, Any]:
                 return attacking + measured(lambda: objective.measure(model, x, x)[0])
         return forward + (at_most(recipe.validation.attack) if recipe.validation.attack else 0.0)
 
-    epochs = recipe.train.epochs + recipe.schedule.cool_down
+    epochs = recipe.train.epochs + recipe.schedule.cooldown_epochs
     steps = setup.stream.steps_per_epoch * epochs
     images = steps * recipe.train.batch_size / processes.count
     validated = len(setup.held_out.rows) * (-(-epochs // recipe.validation.every)) / processes.count
@@ -107,7 +107,7 @@ def plan_training(setup: TrainingSetup, processes: Processes) -> dict[str, Any]:
 
 
 def _update(recipe: Recipe, model: nn.Module) -> Callable[[], Tensor]:
-    """A step of the optimiser at a rate of 0: nearly all leave the weights where they are."""
+    """A step of the optimizer at a rate of 0: nearly all leave the weights where they are."""
     optimizer = make_optimizer(recipe.optimizer, model)
     for group in optimizer.param_groups:
         group["lr"] = 0.0

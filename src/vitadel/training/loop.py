@@ -108,7 +108,7 @@ class Run:
 
     @property
     def epochs(self) -> int:
-        return self.recipe.train.epochs + self.recipe.schedule.cool_down
+        return self.recipe.train.epochs + self.recipe.schedule.cooldown_epochs
 
     @property
     def steps_per_epoch(self) -> int:
@@ -200,7 +200,7 @@ def _found_by_all(run: Run) -> dict[str, Any] | None:
 
 @dataclass
 class _Learner:
-    """One optimiser step after another."""
+    """One optimizer step after another."""
 
     run: Run
     model: nn.Module  # what accelerate made of the bare model
@@ -237,7 +237,7 @@ class _Learner:
                 if isinstance(plugin, AroundStep):
                     around.enter_context(plugin.around_step(run, losses))
             numbers = self._backward(batch)
-            clip = math.inf if recipe.optimizer.clip is None else recipe.optimizer.clip
+            clip = math.inf if recipe.optimizer.clip_grad_norm is None else recipe.optimizer.clip_grad_norm
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
             numbers["gradient_norm"] = norm if isinstance(norm, Tensor) else torch.tensor(float(norm))
             told = self._checked(numbers)
@@ -257,7 +257,7 @@ class _Learner:
         run = self.run
         schedule, optimizer = run.recipe.schedule, run.recipe.optimizer
         progress = run.step / run.steps_per_epoch
-        rate = rate_at(schedule, optimizer.rate, run.recipe.train.epochs, progress) * self.scaling
+        rate = rate_at(schedule, optimizer.lr, run.recipe.train.epochs, progress) * self.scaling
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
@@ -281,7 +281,7 @@ class _Learner:
         if attack is None:
             return x, x, y
         rng = SampleRNG.of_samples(run.seed, part.names, x.device).stream("attack", run.step)
-        with _full_precision(run.model) if run.recipe.train.precision == "fp16" else nullcontext():
+        with _full_precision(run.model) if run.recipe.train.amp_dtype == "fp16" else nullcontext():
             shown = run.recipe.adapter.shown(run.model)
             return x, craft(attack, shown, x, y, rng, run.recipe.train.attack_mode), y
 
@@ -305,7 +305,7 @@ class _Learner:
         *means, asked = run.processes.mean(torch.stack([*known, torch.tensor(float(self.asked()))])).tolist()
         self.interrupted = asked > 0  # by any process: all must end at the same step
         told = dict(zip(numbers, means, strict=True))
-        scaled = run.recipe.train.precision == "fp16"  # whose scaler meets infinite gradients and leaves steps out
+        scaled = run.recipe.train.amp_dtype == "fp16"  # whose scaler meets infinite gradients and leaves steps out
         wrong = [name for name, value in told.items() if not math.isfinite(value) and not (scaled and "norm" in name)]
         if wrong:
             raise _diverged(run, ", ".join(f"{name} = {told[name]}" for name in wrong), run.step + 1)
@@ -314,11 +314,11 @@ class _Learner:
 
 def _diverged(run: Run, what: str, step: int) -> UserError:
     kept = f"the checkpoint of step {run.metrics.saved} is kept" if run.metrics.saved else "nothing was saved yet"
-    clip = "set" if run.recipe.optimizer.clip is None else "lower"
-    half = "" if run.recipe.train.precision == "fp32" else ", or train in fp32"
+    clip = "set" if run.recipe.optimizer.clip_grad_norm is None else "lower"
+    half = "" if run.recipe.train.amp_dtype == "fp32" else ", or train in fp32"
     return UserError(
         f"{what} at step {step} (epoch {run.epoch + 1}), so the training was stopped; {kept} in {run.folder}. Lower "
-        f"optimiser.rate, {clip} optimiser.clip{half}, in a new run."
+        f"optimizer.lr, {clip} optimizer.clip_grad_norm{half}, in a new run."
     )
 
 

@@ -69,7 +69,7 @@ def pair_with_fewer_tokens(model: nn.Module, x: Tensor, keep: Tensor, count: int
         if tokens.shape[1] - prefix != keep.shape[1]:
             raise UserError(
                 f"fill: drop takes whole tokens away, so patches must be the model's own: it has "
-                f"{tokens.shape[1] - prefix}, and the given side makes {keep.shape[1]}; set side: 0"
+                f"{tokens.shape[1] - prefix}, and patches of the given size are {keep.shape[1]}; set patch_size: 0"
             )
         stay = tokens.take_along_dim(places, 1)
         weights = torch.cat([stay.new_ones(len(x), prefix), keep.gather(1, patches).to(stay.dtype)], 1)

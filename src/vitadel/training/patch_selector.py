@@ -26,7 +26,7 @@ _LAST, _MOMENTUM = "last", "momentum."
 class PatchSelector:
     """Which patches to corrupt, and the learning of it: SGD uphill, on gradients that the objective's loss leaves.
 
-    Gradients are averaged over processes and then given the length `gradient_length`, whatever they had ('normalised'),
+    Gradients are averaged over processes and then given the length `grad_norm`, whatever they had ('normalised'),
     or shortened to it ('clipped', the released code). The latter ran in half precision and clipped gradients that
     were still multiplied by the scale of the loss, so that in effect all were of that length; in full precision they
     are some hundred times shorter and the opponent stays where it started. A step with gradients that are not finite
@@ -38,11 +38,11 @@ class PatchSelector:
     rounding: str
     side: int
     learns: bool
-    rate: float
+    lr: float
     momentum: float
     weight_decay: float
     gradient: str
-    gradient_length: float
+    grad_norm: float
     _model: CorruptionModel | None = field(init=False, default=None, repr=False)
     _climber: torch.optim.SGD | None = field(init=False, default=None, repr=False)
     _saved: dict[str, Tensor] = field(init=False, default_factory=dict, repr=False)
@@ -88,7 +88,7 @@ class PatchSelector:
         self._model = _fresh(x, side, run.seed)
         self._climber = torch.optim.SGD(
             self._model.parameters(),
-            self.rate,
+            self.lr,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
             nesterov=self.momentum > 0,
@@ -109,7 +109,7 @@ class PatchSelector:
         length = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]))
         run.log({"opponent_gradient": float(length)})
         if bool(length.isfinite()):
-            factor = self.gradient_length / length.clamp(min=1e-30)
+            factor = self.grad_norm / length.clamp(min=1e-30)
             for weight, grad in zip(weights, grads, strict=True):
                 weight.grad = grad * (factor.clamp(max=1) if self.gradient == "clipped" else factor)
             self._climber.step()

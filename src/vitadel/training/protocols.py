@@ -40,7 +40,7 @@ __all__ = [
 Losses = Callable[[], Iterable[Tensor]]
 """The loss of every part of the step's batch, computed anew on the bare model, in train mode and with gradients.
 
-In fp16 it is multiplied as the optimiser's own is, lest small gradients round to zero: directions are to be trusted,
+In fp16 it is multiplied as the optimizer's own is, lest small gradients round to zero: directions are to be trusted,
 lengths are not."""
 
 
@@ -77,7 +77,7 @@ class Measures(Protocol):
 class MindsLength(Protocol):
     """A plug-in that may have nothing to do in a short training."""
 
-    def said_of_length(self, epochs: int) -> str | None:
+    def length_warning(self, epochs: int) -> str | None:
         """What to tell if it comes to nothing, or not to its end, in so many epochs."""
         ...
 
@@ -233,7 +233,7 @@ class ChangesBatch(Protocol):
 @runtime_checkable
 class AroundStep(Protocol):
     def around_step(self, run: Training, losses: Losses) -> AbstractContextManager[None]:
-        """A block around forward, backward, clipping and the optimiser's step."""
+        """A block around forward, backward, clipping and the optimizer's step."""
         ...
 
 

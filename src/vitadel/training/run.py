@@ -44,6 +44,7 @@ from vitadel.training.progress_table import board
 from vitadel.training.protocols import MindsLength, Prepares
 from vitadel.training.recipes.build import ChecksModel, Recipe, build_recipe
 from vitadel.training.recipes.documents import IDLE, compose, deciding, dotted
+from vitadel.training.recipes.old_keys import translate_settings
 from vitadel.training.recipes.sections import DataSection, OptimizerSection
 from vitadel.training.recipes.write import recipe_text
 from vitadel.training.starting_model import StartingModel, check_answer, starting_model
@@ -137,13 +138,13 @@ def open_training(
         augment=augment(recipe.augmentation, preprocess),
         batch_size=recipe.train.batch_size,
         seed=recipe.train.seed,
-        repeats=recipe.augmentation.repeats,
+        repeats=recipe.augmentation.repeated_aug,
         extra=extra,
         extra_rows=None if extra is None else _usable(extra, len(source.classes)),
         extra_share=section.extra_share,
         easier=_easier(section, source, root),
         easier_epochs=section.easier_epochs,
-        parts=recipe.train.accumulation,
+        parts=recipe.train.grad_accum,
         rank=processes.rank,
         processes=processes.count,
         workers=section.workers,
@@ -160,17 +161,17 @@ def open_training(
 
 
 def _refuse_odd_pairs(recipe: Recipe, processes: Processes) -> None:
-    each = recipe.train.batch_size // (recipe.train.accumulation * processes.count)
+    each = recipe.train.batch_size // (recipe.train.grad_accum * processes.count)
     if each % 2 and (recipe.augmentation.mixup or recipe.augmentation.cutmix):
         raise UserError(
             f"mixup and cutmix mix images in pairs, but each of {processes.count} processes would get {each} images at "
-            f"once; choose a multiple of {2 * recipe.train.accumulation * processes.count} for train.batch_size"
+            f"once; choose a multiple of {2 * recipe.train.grad_accum * processes.count} for train.batch_size"
         )
 
 
 def _refuse_fp16_on_a_processor(recipe: Recipe, processes: Processes) -> None:
-    if recipe.train.precision == "fp16" and processes.device.type == "cpu":
-        raise UserError("train.precision fp16 needs a GPU; use bf16 or fp32 on a processor")
+    if recipe.train.amp_dtype == "fp16" and processes.device.type == "cpu":
+        raise UserError("train.amp_dtype fp16 needs a GPU; use bf16 or fp32 on a processor")
 
 
 def _refuse_to_judge_a_fresh_head(recipe: Recipe, fresh: bool) -> None:
@@ -264,7 +265,7 @@ def run_harden(
 ) -> tuple[dict[str, Any], RunFolder]:
     """Train in a run folder, then audit; a run that is complete is only read. A `model` is used as it is."""
     setup = open_training(recipe, processes, data_root, model)
-    # Before there is a folder: not every model takes every adapter, nor every machine every optimiser.
+    # Before there is a folder: not every model takes every adapter, nor every machine every optimizer.
     adapted = _adapted(setup, processes)
     make_optimizer(recipe.optimizer, adapted)
     if not resume:
@@ -272,7 +273,9 @@ def run_harden(
     settings = {**deciding(recipe.document), "--data-root": None if data_root is None else str(data_root)}
     path, words = None if out is None else Path(out), list(argv or sys.argv)
     folder = processes.on_main(
-        lambda: open_run("harden", name, settings, out=path, resume=resume, argv=words, telling=IDLE)
+        lambda: open_run(
+            "harden", name, settings, out=path, resume=resume, argv=words, telling=IDLE, translate=translate_settings
+        )
     )
     if folder.complete:
         return json.loads((folder.path / "results.json").read_text()), folder
@@ -302,7 +305,7 @@ def _train(
     attack = recipe.objective.attack
     accelerator = _accelerator(recipe, processes, folder.path)
     optimizer = make_optimizer(recipe.optimizer, model)
-    epochs = recipe.train.epochs + recipe.schedule.cool_down
+    epochs = recipe.train.epochs + recipe.schedule.cooldown_epochs
     steps = setup.stream.steps_per_epoch * epochs
     with _global_generators_kept(), board(steps, epochs, shown and main, pixels_per_unit(attack)) as seen:
         metrics = Metrics(folder.path / "metrics.jsonl" if main else None)
@@ -324,16 +327,16 @@ def _train(
                 "adapter.seed stands in the recipe: who reads it can train the same tokens. Leave it out for tokens "
                 "to deploy."
             )
-        if note := recipe.schedule.said_of_length(epochs):
+        if note := recipe.schedule.length_warning(epochs):
             run.tell(f"schedule: {note}")
         for name, plugin in recipe.plugins:
-            if isinstance(plugin, MindsLength) and (note := plugin.said_of_length(epochs)):
+            if isinstance(plugin, MindsLength) and (note := plugin.length_warning(epochs)):
                 run.tell(f"plugins.{name}: {note}")
         if setup.fresh_head:
             run.tell(f"the head of {recipe.model.name} is a fresh one, for the {run.num_classes} classes of data.train")
         if note := whose_statistics(model, processes, recipe.train.attack_mode):
             run.tell(note)
-        with fastest_attention(model, processes.device, PRECISIONS[recipe.train.precision]):
+        with fastest_attention(model, processes.device, PRECISIONS[recipe.train.amp_dtype]):
             train(run, accelerator, optimizer, resume)
         end_tracking(accelerator, recipe.train.tracker, folder.path)
     return run
@@ -343,20 +346,20 @@ def make_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.O
     """timm's factory, which knows what not to decay, for what is not frozen; the rate is set anew at every step."""
     if section.name not in (known := list_optimizers()):
         raise UserError(
-            f"unknown optimiser '{section.name}'{nearest_names(section.name, known)}; timm has {len(known)}"
+            f"unknown optimizer '{section.name}'{nearest_names(section.name, known)}; timm has {len(known)}"
         )
     options: dict[str, Any] = {"eps": section.eps, "betas": section.betas}
     try:
         optimizer: torch.optim.Optimizer = create_optimizer_v2(
             model.backbone if isinstance(model, Classifier) else model,  # whose names timm knows
             opt=section.name,
-            lr=section.rate,
+            lr=section.lr,
             weight_decay=section.weight_decay,
             momentum=section.momentum,
             **{key: value for key, value in options.items() if value is not None},
         )
     except (ValueError, AssertionError, TypeError) as error:
-        raise UserError(f"optimiser '{section.name}' cannot be made with these settings: {error}") from error
+        raise UserError(f"optimizer '{section.name}' cannot be made with these settings: {error}") from error
     return optimizer
 
 
@@ -365,7 +368,7 @@ def _accelerator(recipe: Recipe, processes: Processes, folder: Path) -> Accelera
     AcceleratorState._reset_state()  # else a second training in this process could not have another precision
     accelerator = Accelerator(
         cpu=processes.device.type == "cpu",
-        mixed_precision=_PRECISIONS[recipe.train.precision],
+        mixed_precision=_PRECISIONS[recipe.train.amp_dtype],
         device_placement=False,  # the model is where it belongs, which may be another GPU than the first
         log_with=None if tracker == "none" else tracker,
         project_dir=folder,

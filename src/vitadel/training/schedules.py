@@ -11,10 +11,10 @@ __all__ = ["rate_at", "scaling_of"]
 
 def scaling_of(optimizer: OptimizerSection, batch_size: int) -> float:
     """What the recipe's rates are multiplied with for batches of another size than they are meant for."""
-    if optimizer.rate_batch is None:
+    if optimizer.lr_reference_batch is None:
         return 1.0
-    ratio = batch_size / optimizer.rate_batch
-    return math.sqrt(ratio) if optimizer.rate_scaling == "sqrt" else ratio
+    ratio = batch_size / optimizer.lr_reference_batch
+    return math.sqrt(ratio) if optimizer.lr_scaling == "sqrt" else ratio
 
 
 def rate_at(schedule: Schedule, rate: float, epochs: int, progress: float) -> float:
@@ -22,15 +22,15 @@ def rate_at(schedule: Schedule, rate: float, epochs: int, progress: float) -> fl
 
     As in timm, the cosine starts with the training and not with the end of its warm-up.
     """
-    if schedule.shape != "cyclic" and progress < schedule.warm_up:
-        return schedule.warm_up_rate + (rate - schedule.warm_up_rate) * progress / schedule.warm_up
+    if schedule.shape != "cyclic" and progress < schedule.warmup_epochs:
+        return schedule.warmup_lr + (rate - schedule.warmup_lr) * progress / schedule.warmup_epochs
     done = min(progress / epochs, 1.0)
     if schedule.shape == "cosine":
-        return schedule.final_rate + (rate - schedule.final_rate) * 0.5 * (1 + math.cos(math.pi * done))
+        return schedule.min_lr + (rate - schedule.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
     if schedule.shape == "cyclic":
-        rising = done < schedule.peak
-        low = schedule.warm_up_rate if rising else schedule.final_rate
-        return low + (rate - low) * (done / schedule.peak if rising else (1 - done) / (1 - schedule.peak))
+        rising = done < schedule.pct_start
+        low = schedule.warmup_lr if rising else schedule.min_lr
+        return low + (rate - low) * (done / schedule.pct_start if rising else (1 - done) / (1 - schedule.pct_start))
     if schedule.shape == "steps":
-        return rate * schedule.factor ** sum(progress >= milestone for milestone in schedule.milestones)
+        return rate * schedule.decay_rate ** sum(progress >= milestone for milestone in schedule.milestones)
     return rate

@@ -77,7 +77,7 @@ def check_answer(model: Classifier, size: tuple[int, int], name: str, classes: i
     if halves:
         raise UserError(
             f"'{name}' has parameters of {', '.join(halves)}, which small steps would not change; return "
-            "model.float(), and set train.precision for half precision where it is safe"
+            "model.float(), and set train.amp_dtype for half precision where it is safe"
         )
     x = torch.full((2, 3, *size), 0.5, device=model.mean.device, requires_grad=True)
     modes = [(module, module.training) for module in model.modules()]

@@ -27,12 +27,12 @@ class Afat:
     """CE(p(x), y) + weight * mean over blocks of |F(x) - F(x')|^2, an element mean; x' has noise in some patches.
 
     The answers to x' do not count. One pass over [x', x], with gradients through both (`detach_clean`: just x').
-    `share` of the patches, of `side` pixels (0: the model's own), are corrupted: those that an `Opponent` chooses,
+    `share` of the patches (`patch_size` pixels, 0: the model's own) are corrupted: those that a `PatchSelector` picks,
     which climbs the alignment term (`selector: alignment`) or CE(p(x'), y) ('cross-entropy', a second backward pass),
     or 'random' ones. `fill` is 'noise' (in the space of `noise`), 'zero' (the mean colour), or 'drop', which takes the
     tokens away and works for plain ViTs. `straight_through` is the gradient of choosing: 'identity', 'clamp'ed to
     [-1, 1] as released, or only within the 'window' of scores from -1 to 1 (Hubara et al. 2016). For the rest see
-    `Opponent` and `paired_features`; the defaults are the paper's numbers, and docs/afat.md has the reasons.
+    `PatchSelector` and `paired_features`; the defaults are the paper's numbers, and docs/afat.md has the reasons.
     """
 
     weight: float = 5e-3
@@ -44,14 +44,14 @@ class Afat:
     detach_clean: bool = False
     same_paths: bool = False
     label_smoothing: float = 0.0
-    side: int = 0
+    patch_size: int = 0
     rounding: Literal["nearest", "quantile"] = "nearest"
     straight_through: Literal["identity", "clamp", "window"] = "identity"
-    rate: float = 1e-4
+    lr: float = 1e-4
     momentum: float = 0.9
     weight_decay: float = 0.05
-    gradient: Literal["normalised", "clipped"] = "normalised"
-    gradient_length: float = 5.0
+    gradient: Literal["normalized", "normalised", "clipped"] = "normalized"
+    grad_norm: float = 5.0
     patch_selector: PatchSelector = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -61,11 +61,11 @@ class Afat:
         check_noise(self.share or 1, 1, self.noise)
         check_ranges(
             self,
-            rate=POSITIVE,
-            gradient_length=POSITIVE,
+            lr=POSITIVE,
+            grad_norm=POSITIVE,
             momentum=BELOW_ONE,
             weight_decay=NOT_NEGATIVE,
-            side=NOT_NEGATIVE,
+            patch_size=NOT_NEGATIVE,
         )
         if self.fill == "drop" and self.share == 1:
             raise UserError("with fill: drop and share 1 no token would be left; choose a smaller share")
@@ -77,15 +77,15 @@ class Afat:
         patch_selector = PatchSelector(
             share=self.share,
             rounding=self.rounding,
-            side=self.side,
+            side=self.patch_size,
             learns=self.selector != "random",
-            rate=self.rate,
+            lr=self.lr,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
             gradient=self.gradient,
-            gradient_length=self.gradient_length,
+            grad_norm=self.grad_norm,
         )
-        object.__setattr__(self, "opponent", patch_selector)
+        object.__setattr__(self, "patch_selector", patch_selector)
 
     @property
     def attack(self) -> Attack | None:

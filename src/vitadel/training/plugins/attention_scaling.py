@@ -54,7 +54,7 @@ class AttentionScaling:
                 f"gap={self.gap}, images={self.images}, steps={self.steps}, pace={self.pace:g}"
             )
 
-    def said_of_length(self, epochs: int) -> str | None:
+    def length_warning(self, epochs: int) -> str | None:
         return never_begins(self.gap, epochs)
 
     def check_model(self, model: Classifier) -> None:
@@ -65,7 +65,7 @@ class AttentionScaling:
             )
 
     def prepare(self, model: nn.Module) -> None:
-        """Give the model its factors, all 1 unless it has some: before optimisers, averages and processes see it."""
+        """Give the model its factors, all 1 unless it has some: before optimizers, averages and processes see it."""
         classifier = _classifier(model)
         self.check_model(classifier)
         if classifier.attention_factors is None:

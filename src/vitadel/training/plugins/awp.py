@@ -36,7 +36,7 @@ class AWP:
         if self.from_epoch < 0:
             raise UserError(f"from_epoch, the first epoch of AWP, must be at least 0, got {self.from_epoch}")
 
-    def said_of_length(self, epochs: int) -> str | None:
+    def length_warning(self, epochs: int) -> str | None:
         return never_begins(self.from_epoch, epochs)
 
     @contextmanager
@@ -68,7 +68,7 @@ def _uphill(run: Training, weights: list[Tensor], losses: Losses) -> list[Tensor
     slopes = [torch.zeros_like(weight) for weight in weights]
     with _statistics_held(run.model):
         for loss in losses():
-            # Not backward(): gradients that the optimiser will use are none of our business.
+            # Not backward(): gradients that the optimizer will use are none of our business.
             for total, slope in zip(slopes, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
                 if slope is not None:
                     total += slope
@@ -80,7 +80,7 @@ def _uphill(run: Training, weights: list[Tensor], losses: Losses) -> list[Tensor
 def _as_long_as(weight: Tensor, slope: Tensor) -> Tensor:
     length = torch.linalg.vector_norm(slope)
     way = torch.linalg.vector_norm(weight.detach()) / (length + 1e-20) * slope
-    # Half precision may overflow; the optimiser's step is then skipped, but a weight once NaN would stay so.
+    # Half precision may overflow; the optimizer's step is then skipped, but a weight once NaN would stay so.
     return torch.where(length.isfinite(), way, torch.zeros_like(way))
 
 

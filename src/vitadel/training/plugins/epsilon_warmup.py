@@ -23,13 +23,13 @@ class EpsilonWarmup:
     eps changes once per epoch, in proportion ('linear') or as half a wave ('sine'). The paper's code divides by
     `epochs` instead of `epochs - zero_epochs`, which leaves a jump at the end unless `zero_epochs` is 0. Only the
     budget grows: an attack whose step is given keeps it, and its early perturbations lie in the corners of the ball.
-    With `first` the warm-up starts at that budget instead of 0, for data whose fragile cues should never be learnt.
+    With `start_eps` the warm-up starts at that budget instead of 0, for data whose fragile cues should never be learnt.
     """
 
     epochs: int
     zero_epochs: int = 0
     shape: str = "linear"
-    first: float = 0.0
+    start_eps: float = 0.0
 
     def __post_init__(self) -> None:
         if self.shape not in _SHAPES:
@@ -39,10 +39,12 @@ class EpsilonWarmup:
                 "an epsilon warm-up needs at least 1 epoch and fewer zero_epochs than epochs, got "
                 f"epochs={self.epochs}, zero_epochs={self.zero_epochs}"
             )
-        if not 0 <= self.first < math.inf:
-            raise UserError(f"first, the budget that the warm-up starts at, must be at least 0, got {self.first:g}")
+        if not 0 <= self.start_eps < math.inf:
+            raise UserError(
+                f"start_eps, the budget that the warm-up starts at, must be at least 0, got {self.start_eps:g}"
+            )
 
-    def said_of_length(self, epochs: int) -> str | None:
+    def length_warning(self, epochs: int) -> str | None:
         return (
             f"lasts {self.epochs} epochs, and there are {epochs}: eps never gets full"
             if self.epochs >= epochs
@@ -56,10 +58,10 @@ class EpsilonWarmup:
         at_eps(objective.attack, threat.eps)  # tells if there is no budget in it that could grow
 
     def _check_budget(self, full: float) -> None:
-        if self.first > full:
+        if self.start_eps > full:
             raise UserError(
-                f"a warm-up to {quantity_text(full)} cannot start at {quantity_text(self.first)}; "
-                "choose a smaller `first`"
+                f"a warm-up to {quantity_text(full)} cannot start at {quantity_text(self.start_eps)}; "
+                "choose a smaller start_eps"
             )
 
     def eps_at(self, epoch: int, full: float) -> float:
@@ -69,7 +71,7 @@ class EpsilonWarmup:
         share = max(0.0, (epoch - self.zero_epochs) / (self.epochs - self.zero_epochs))
         if self.shape == "sine":
             share = (1 - math.cos(math.pi * share)) / 2
-        return self.first + (full - self.first) * share
+        return self.start_eps + (full - self.start_eps) * share
 
     def change_attack(self, run: Training, attack: Attack) -> Attack | None:
         full = run.threat.eps

@@ -52,7 +52,7 @@ class OverfittingGuard:
                 f"the overfitting guard needs at least 1 image and 1 step, got {self.images} and {self.steps}"
             )
 
-    def said_of_length(self, epochs: int) -> str | None:
+    def length_warning(self, epochs: int) -> str | None:
         return never_begins(self.from_epoch, epochs)
 
     def after_epoch(self, run: Training) -> None:

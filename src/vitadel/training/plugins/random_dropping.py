@@ -46,7 +46,7 @@ class RandomDropping:
         if not 0 < self.epochs < math.inf:
             raise UserError(f"random dropping needs a positive number of epochs, got {self.epochs:g}")
 
-    def said_of_length(self, epochs: int) -> str | None:
+    def length_warning(self, epochs: int) -> str | None:
         short = self.epochs >= epochs
         return f"lasts {self.epochs:g} epochs, and there are {epochs}: the attack never gets full" if short else None
 

@@ -41,7 +41,7 @@ class WeightAverage:
         if not 0 <= self.decay < 1:
             raise UserError(f"decay must lie in [0, 1), got {self.decay:g}; 0.999 forgets over a thousand steps")
 
-    def said_of_length(self, epochs: int) -> str | None:
+    def length_warning(self, epochs: int) -> str | None:
         return never_begins(self.from_epoch, epochs)
 
     def after_step(self, run: Training) -> None:

@@ -15,11 +15,11 @@ from vitadel.heads.probe_recipe import build_probe, build_probe_check
 from vitadel.training.plugins.overfitting_guard import OverfittingGuard
 from vitadel.training.protocols import Accompanied, Adapter, ChangesEvaluation, NeedsAdapter, Objective, Plugin
 from vitadel.training.recipes.check import (
+    check_auto_augment,
     check_extra_share,
     check_model_name,
-    check_optimiser,
+    check_optimizer_name,
     check_parts,
-    check_rand_augment,
     check_tracker,
     class_count,
     read_data_spec,
@@ -208,9 +208,9 @@ def _adapter(section: object, faults: Faults) -> Adapter | None:
     given = {"use": "whole_model", **as_mapping("adapter", section, faults)}
     name = given.pop("use")
     if not isinstance(name, str):
-        faults.wrong.append(f"adapter: 'use' should be one of {', '.join(component_names('adapters'))}, got {name!r}")
+        faults.wrong.append(f"adapter: 'use' should be one of {', '.join(component_names('trainables'))}, got {name!r}")
         return None
-    cls = faults.attempt("adapter", find_component, "adapters", name)
+    cls = faults.attempt("adapter", find_component, "trainables", name)
     return cast(Adapter | None, cls and settled("adapter", cls, given, faults))
 
 
@@ -218,7 +218,7 @@ def _check_adapter(objective: Objective, adapter: Adapter) -> None:
     """An adapter of the user's own may hold what the objective needs; of ours it is known which does."""
     if not isinstance(objective, NeedsAdapter):
         return
-    own = {name: find_component("adapters", name) for name in component_names("adapters")}
+    own = {name: find_component("trainables", name) for name in component_names("trainables")}
     needed = own.get(objective.adapter)  # an objective of the user's own may mean anything by it
     if needed is not None and type(adapter) in own.values() and not isinstance(adapter, needed):
         name = objective.adapter
@@ -257,14 +257,14 @@ def _check_rollback(plugins: tuple[tuple[str, Plugin], ...]) -> None:
 
 def _check_values(parts: Mapping[str, Any], threat: ThreatSection, faults: Faults) -> None:
     """Whether what the sections name exists, also of those that have other faults; what they need may be missing."""
-    augmentation, optimizer, validation = (parts[name] for name in ("augmentation", "optimiser", "validation"))
+    augmentation, optimizer, validation = (parts[name] for name in ("augmentation", "optimizer", "validation"))
     if hasattr(parts.get("model"), "name"):
         faults.attempt("model.name", check_model_name, parts["model"].name)
     if hasattr(parts.get("data"), "train"):
         _check_data(parts["data"], faults)
-    if augmentation.rand_augment is not None:
-        faults.attempt("augmentation.rand_augment", check_rand_augment, augmentation.rand_augment)
-    faults.attempt("optimiser.name", check_optimiser, optimizer.name)
+    if augmentation.auto_augment is not None:
+        faults.attempt("augmentation.auto_augment", check_auto_augment, augmentation.auto_augment)
+    faults.attempt("optimizer.name", check_optimizer_name, optimizer.name)
     if "train" in parts:
         faults.attempt("train.tracker", check_tracker, parts["train"].tracker)
     if validation.attack is not None:

@@ -1,4 +1,4 @@
-"""Whether the names in a recipe mean something: models, data, optimisers; each says so before anything is opened."""
+"""Whether the names in a recipe mean something: models, data, optimizers; each says so before anything is opened."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from vitadel.errors import UserError, nearest_names
 from vitadel.training.recipes.sections import Augmentation, DataSection, ModelSection, TrainSection
 
 __all__ = [
+    "check_auto_augment",
     "check_extra_share",
     "check_model_name",
-    "check_optimiser",
+    "check_optimizer_name",
     "check_parts",
-    "check_rand_augment",
     "check_tracker",
     "class_count",
     "read_data_spec",
@@ -69,11 +69,11 @@ def check_model_name(name: str) -> None:
         )
 
 
-def check_optimiser(name: str) -> None:
+def check_optimizer_name(name: str) -> None:
     known = timm.optim.list_optimizers()
     if name not in known:
         raise UserError(
-            f"timm has no optimiser '{name}'{nearest_names(name, known) or '; usual are adamw and momentum'}"
+            f"timm has no optimizer '{name}'{nearest_names(name, known) or '; usual are adamw and momentum'}"
         )
     if name == "adahessian":
         raise UserError(
@@ -81,7 +81,7 @@ def check_optimiser(name: str) -> None:
         )
 
 
-def check_rand_augment(text: str) -> None:
+def check_auto_augment(text: str) -> None:
     try:
         rand_augment_transform(text, {})
     except Exception as error:  # timm checks with assertions and lookups of many kinds
@@ -101,13 +101,13 @@ def check_tracker(name: str) -> None:
 
 def check_parts(train: TrainSection, augmentation: Augmentation) -> None:
     """Whether the batch can be cut as the recipe says; with several processes each part is cut further."""
-    size, over = divmod(train.batch_size, train.accumulation)
+    size, over = divmod(train.batch_size, train.grad_accum)
     if over:
-        raise UserError(f"a batch of {train.batch_size} images cannot be cut into {train.accumulation} equal parts")
+        raise UserError(f"a batch of {train.batch_size} images cannot be cut into {train.grad_accum} equal parts")
     if size % 2 and (augmentation.mixup or augmentation.cutmix):
         raise UserError(
             f"mixup and cutmix mix images in pairs, so each part of a batch needs an even number of them; batch_size "
-            f"{train.batch_size} in {train.accumulation} of them (accumulation) gives {size}"
+            f"{train.batch_size} in {train.grad_accum} of them (grad_accum) gives {size}"
         )
 
 

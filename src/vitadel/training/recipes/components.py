@@ -12,7 +12,7 @@ from vitadel.errors import UserError, nearest_names
 
 __all__ = ["component_names", "find_component"]
 
-_WHAT = {"objectives": "objective", "plugins": "plug-in", "adapters": "adapter"}
+_WHAT = {"objectives": "objective", "plugins": "plug-in", "trainables": "adapter"}
 _ADAPTER = ("attach", "shown", "state", "load_state", "save", "deployed")
 _HOOKS = (
     "before_epoch",
@@ -27,12 +27,12 @@ _HOOKS = (
 
 
 def component_names(package: str) -> list[str]:
-    """The 'objectives', 'plugins' or 'adapters' that there are: modules whose first public name is a class."""
+    """Names of all 'objectives', 'plugins' or 'trainables' (adapters): modules whose first public name is a class."""
     path = import_module(f"vitadel.training.{package}").__path__
     modules = [import_module(f"vitadel.training.{package}.{found.name}") for found in pkgutil.iter_modules(path)]
     firsts = {module.__name__.rpartition(".")[2]: _first_class(module) for module in modules}
     # What adapters are made of lies beside them.
-    return [name for name, cls in firsts.items() if cls and (package != "adapters" or hasattr(cls, "attach"))]
+    return [name for name, cls in firsts.items() if cls and (package != "trainables" or hasattr(cls, "attach"))]
 
 
 def find_component(package: str, name: str) -> type:
@@ -86,7 +86,7 @@ def _check_shape(package: str, name: str, cls: type) -> None:
         if missing:
             needs = "`__call__(model, x, z, y)` and `attack`, a field or property"
             raise UserError(f"'{name}' is not an objective: it has no {' and no '.join(missing)}; it needs {needs}")
-    elif package == "adapters":
+    elif package == "trainables":
         missing = [key for key in _ADAPTER if key not in has]
         if missing:
             raise UserError(f"'{name}' is not an adapter: it has no {' and no '.join(missing)}")

@@ -18,6 +18,7 @@ import yaml
 
 from vitadel.errors import UserError, nearest_names
 from vitadel.quantities import read_quantity
+from vitadel.training.recipes.old_keys import translate
 
 __all__ = [
     "IDLE",
@@ -47,19 +48,21 @@ IDLE = (*TEXTS, "data.workers", "train.tracker", "train.checkpoint_every")
 """Keys that leave the result as it is: a run may go on with others."""
 
 OTHER_WORDS = {
-    "lr": "rate",
-    "learning_rate": "rate",
-    "min_lr": "final_rate",
-    "warmup_lr": "warm_up_rate",
+    "learning_rate": "lr",
     "wd": "weight_decay",
-    "max_norm": "clip",
-    "grad_accum_steps": "accumulation",
-    "amp": "precision",
-    "reprob": "erasing",
-    "aa": "rand_augment",
+    "max_norm": "clip_grad_norm",
+    "clip_grad": "clip_grad_norm",
+    "opt": "name",
+    "sched": "shape",
+    "grad_accum_steps": "grad_accum",
+    "amp": "amp_dtype",
+    "aa": "auto_augment",
+    "random_erasing": "reprob",
+    "smoothing": "label_smoothing",
+    "num_workers": "workers",
     "lambda": "beta",
 }
-"""What torch, timm and papers call some of our keys, where no spelling leads from one to the other."""
+"""What PyTorch, timm and papers also call some of the keys, where no spelling leads from one to the other."""
 
 SECTIONS = (
     "model",
@@ -69,7 +72,7 @@ SECTIONS = (
     "objective",
     "plugins",
     "adapter",
-    "optimiser",
+    "optimizer",
     "schedule",
     "train",
     "validation",
@@ -109,7 +112,7 @@ def section_types(document: Mapping[str, Any] | None = None) -> dict[str, type]:
         "data": sections.DataSection,
         "augmentation": sections.Augmentation,
         "threat": sections.ThreatSection,
-        "optimiser": sections.OptimizerSection,
+        "optimizer": sections.OptimizerSection,
         "schedule": sections.Schedule,
         "train": sections.TrainSection,
         "validation": sections.Validation,
@@ -153,7 +156,7 @@ def compose(name: str | Path, row: str | None = None, overrides: Sequence[str] |
             "is named in it, as model.name: python:module:function"
         )
     document = _with_row(_unfolded(str(name)), str(name), row)
-    asked = dict(_pairs(overrides))
+    asked = translate(dict(_pairs(overrides)), document, "overrides")
     idle = [_path(key, document) for key, value in asked.items() if value is None]
     kept = (_nested(path, None) for path in idle if _takes_nothing_away(path, document))
     return reduce(merge, kept, _without_nulls(_with_dotted(document, asked)))
@@ -289,11 +292,12 @@ def _unfolded(name: str, beside: Traversable | None = None, path: tuple[str, ...
         chain = " extends ".join("/".join(Path(place).with_suffix("").parts[-2:]) for place in circle)
         raise UserError(f"recipe '{name}' extends itself in the end ({chain}); break the circle")
     document = dict(_parsed(_text(file, name), name))
-    parent = document.pop("extends", None)
+    parent, base = document.pop("extends", None), Document()
     if parent is not None:
         if not isinstance(parent, str):
             raise UserError(f"recipe '{name}': extends takes the name of one recipe, or name#row; got {parent!r}")
-        document = merge(_unfolded(parent, file, (*path, str(file))), document)
+        base = _unfolded(parent, file, (*path, str(file)))
+    document = merge(base, translate(document, base, f"recipe '{name}'"))
     return _with_row(document, name, row) if row else document
 
 
@@ -329,7 +333,9 @@ def _with_row(document: Document, where: str, row: str | None) -> Document:
         raise UserError(f"recipe '{where}' is a table; choose one of its rows with --row: {there}")
     if row not in found:
         raise UserError(f"recipe '{where}' has no row '{row}'; it has: {there}{nearest_names(row, found)}")
-    return reduce(_with_dotted, found[row], plain)
+    for overrides in found[row]:
+        plain = _with_dotted(plain, translate(overrides, plain, f"row '{row}' of recipe '{where}'"))
+    return plain
 
 
 def _with_dotted(document: Document, overrides: Mapping[str, Any]) -> Document:

@@ -8,7 +8,7 @@ from math import inf
 
 from vitadel.errors import UserError
 
-__all__ = ["AT_LEAST_ONE", "BELOW_ONE", "BETWEEN", "NOT_NEGATIVE", "POSITIVE", "SHARE", "Range", "check_ranges"]
+__all__ = ["AT_LEAST_ONE", "BELOW_ONE", "BETWEEN", "NOT_NEGATIVE", "POSITIVE", "SEED", "SHARE", "Range", "check_ranges"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ AT_LEAST_ONE = Range("at least 1", lambda value: 1 <= value < inf)
 SHARE = Range("in [0, 1]", lambda value: 0 <= value <= 1)
 BELOW_ONE = Range("at least 0 and below 1", lambda value: 0 <= value < 1)
 BETWEEN = Range("between 0 and 1, without either", lambda value: 0 < value < 1)
+SEED = Range("a whole number from 0 to 2**62", lambda value: 0 <= value <= 2**62)
 
 
 def check_ranges(section: object, **ranges: Range) -> None:

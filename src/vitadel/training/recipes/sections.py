@@ -14,8 +14,8 @@ from vitadel.training.recipes.ranges import (
     BETWEEN,
     NOT_NEGATIVE,
     POSITIVE,
+    SEED,
     SHARE,
-    Range,
     check_ranges,
 )
 from vitadel.types import Threat
@@ -31,8 +31,6 @@ __all__ = [
     "TrainSection",
     "Validation",
 ]
-
-_SEED = Range("a whole number from 0 to 2**62", lambda value: 0 <= value <= 2**62)
 
 
 @dataclass(frozen=True)
@@ -105,35 +103,37 @@ class DataSection:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """From torchvision v2 and timm. `crop`: 'none', 'pad' (by `padding`, then a random window) or 'resized' (a random
-    part of the picture, its area and aspect ratio from `scale` and `ratio`). `rand_augment` is timm's way of writing
-    it, e.g. 'rand-m9-mstd0.5-inc1'. With `mixup` or `cutmix` (their alphas) labels become probabilities, in a share
-    `mix_probability` of the batches. An epoch holds `repeats` versions of each image, and as many fewer images.
+    """Image augmentation with torchvision's and timm's transforms, under timm's names.
+
+    `crop`: 'none', 'pad' (`padding`, then a random window) or 'resized' (RandomResizedCrop with `scale` and `ratio`).
+    `auto_augment` is a RandAugment policy in timm's notation, e.g. 'rand-m9-mstd0.5-inc1'; `reprob` the probability of
+    random erasing. `mixup` and `cutmix` are alphas; they turn labels into probabilities, in a share `mixup_prob` of the
+    batches. An epoch holds `repeated_aug` versions of each image, and as many fewer images.
     """
 
     crop: Literal["none", "pad", "resized"] = "none"
     padding: int = 4
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    flip: float = 0.0
+    hflip: float = 0.0
     rotation: float = 0.0
     color_jitter: float = 0.0
-    rand_augment: str | None = None
-    erasing: float = 0.0
+    auto_augment: str | None = None
+    reprob: float = 0.0
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
     mixup: float = 0.0
     cutmix: float = 0.0
-    mix_probability: float = 1.0
-    mix_switch: float = 0.5
-    repeats: int = 1
+    mixup_prob: float = 1.0
+    mixup_switch_prob: float = 0.5
+    repeated_aug: int = 1
 
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            **dict.fromkeys(("flip", "erasing", "mix_probability", "mix_switch"), SHARE),
-            **dict.fromkeys(("padding", "rotation", "colour_jitter", "mixup", "cutmix"), NOT_NEGATIVE),
+            **dict.fromkeys(("hflip", "reprob", "mixup_prob", "mixup_switch_prob"), SHARE),
+            **dict.fromkeys(("padding", "rotation", "color_jitter", "mixup", "cutmix"), NOT_NEGATIVE),
             **dict.fromkeys(("scale", "ratio"), POSITIVE),
-            repeats=AT_LEAST_ONE,
+            repeated_aug=AT_LEAST_ONE,
         )
         for name in ("scale", "ratio"):
             low, high = getattr(self, name)
@@ -159,66 +159,70 @@ class ThreatSection:
 
 @dataclass(frozen=True)
 class OptimizerSection:
-    """`name` is one of timm's. `rate` is meant for batches of `rate_batch` images and scaled to the actual size, in
-    proportion ('linear') or with its root ('sqrt'); without `rate_batch` it is taken as it is. schedule.warm_up_rate
-    and schedule.final_rate are meant for the same batches and scaled with it. Biases, norms and what the model names
-    (positions, class token) are not decayed."""
+    """One of timm's optimizers by `name`, and its settings.
+
+    `lr` is meant for batches of `lr_reference_batch` images and scaled to the actual batch size, in proportion
+    (`lr_scaling` 'linear') or with its square root ('sqrt'); without `lr_reference_batch` it is used as given.
+    `schedule.warmup_lr` and `schedule.min_lr` are scaled with it. Biases, norms and what the model names (position
+    embeddings, class token) are not decayed.
+    """
 
     name: str = "adamw"
-    rate: float = 1e-3
-    rate_batch: int | None = None
-    rate_scaling: Literal["linear", "sqrt"] = "linear"
+    lr: float = 1e-3
+    lr_reference_batch: int | None = None
+    lr_scaling: Literal["linear", "sqrt"] = "linear"
     weight_decay: float = 0.05
     momentum: float = 0.9
     betas: tuple[float, float] | None = None
     eps: float | None = None
-    clip: float | None = None
+    clip_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            rate=POSITIVE,
-            rate_batch=AT_LEAST_ONE,
+            lr=POSITIVE,
+            lr_reference_batch=AT_LEAST_ONE,
             weight_decay=NOT_NEGATIVE,
             momentum=BELOW_ONE,
             betas=BELOW_ONE,
             eps=POSITIVE,
-            clip=POSITIVE,
+            clip_grad_norm=POSITIVE,
         )
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the rate changes, in epochs: up from `warm_up_rate` over `warm_up`, by `shape` down to `final_rate`, then
-    `cool_down` epochs at where it ended (on top of train.epochs). 'cyclic' rises by itself, from `warm_up_rate` to the
-    rate at `peak` of the way, and falls to `final_rate`; 'steps' multiplies by `factor` at each of `milestones`."""
+    """The learning rate over time, in epochs.
+
+    It rises from `warmup_lr` over `warmup_epochs`, follows `shape` down to `min_lr`, and stays there for
+    `cooldown_epochs` on top of train.epochs. 'cyclic' rises from `warmup_lr` to the full rate at a fraction `pct_start`
+    of the training and falls to `min_lr`; 'steps' multiplies by `decay_rate` at each of `milestones`.
+    """
 
     shape: Literal["cosine", "cyclic", "steps", "constant"] = "cosine"
-    warm_up: float = 0.0
-    warm_up_rate: float = 0.0
-    final_rate: float = 0.0
-    cool_down: int = 0
-    peak: float = 0.5
+    warmup_epochs: float = 0.0
+    warmup_lr: float = 0.0
+    min_lr: float = 0.0
+    cooldown_epochs: int = 0
+    pct_start: float = 0.5
     milestones: tuple[float, ...] = ()
-    factor: float = 0.1
+    decay_rate: float = 0.1
 
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            **dict.fromkeys(("warm_up", "warm_up_rate", "final_rate", "cool_down"), NOT_NEGATIVE),
-            peak=BETWEEN,
+            **dict.fromkeys(("warmup_epochs", "warmup_lr", "min_lr", "cooldown_epochs"), NOT_NEGATIVE),
+            pct_start=BETWEEN,
             milestones=POSITIVE,
-            factor=POSITIVE,
+            decay_rate=POSITIVE,
         )
-        if self.shape == "cyclic" and self.warm_up:
+        if self.shape == "cyclic" and self.warmup_epochs:
             raise UserError(
-                f"'cyclic' rises by itself and would ignore warm_up, got {self.warm_up:g}; set warm_up to 0, and peak "
-                "to where the rate is highest"
+                f"'cyclic' has its own rise and would ignore warmup_epochs, got {self.warmup_epochs:g}; set "
+                "warmup_epochs to 0, and pct_start to where the rate is highest"
             )
-        if self.shape in ("steps", "constant") and self.final_rate:
-            raise UserError(
-                f"the shape '{self.shape}' has no final_rate, got {self.final_rate:g}; use cosine or cyclic"
-            )
+        if self.shape in ("steps", "constant") and self.min_lr:
+            raise UserError(f"the shape '{self.shape}' has no min_lr, got {self.min_lr:g}; use cosine or cyclic")
         if (self.shape == "steps") != bool(self.milestones):
             raise UserError(
                 f"the shape 'steps' and milestones belong together, got '{self.shape}' and {list(self.milestones)}"
@@ -226,31 +230,35 @@ class Schedule:
         if list(self.milestones) != sorted(set(self.milestones)):
             raise UserError(f"milestones must be epochs in ascending order, got {list(self.milestones)}")
 
-    def said_of_length(self, epochs: int) -> str | None:
-        if self.warm_up >= epochs:
-            return f"the rate rises for {self.warm_up:g} epochs, and there are {epochs}: it never gets full"
+    def length_warning(self, epochs: int) -> str | None:
+        """A sentence if the training is too short for this schedule."""
+        if self.warmup_epochs >= epochs:
+            return f"the warm-up takes {self.warmup_epochs:g} of {epochs} epochs: the full rate is never reached"
         late = [f"{milestone:g}" for milestone in self.milestones if milestone >= epochs]
         return f"there are {epochs} epochs, so nothing happens at {', '.join(late)}" if late else None
 
 
 @dataclass(frozen=True)
 class TrainSection:
-    """`batch_size` counts the images of one optimiser step over all processes; `accumulation` cuts it into so many
-    parts. `attack_mode`: attacks see the model in 'eval' mode, or in 'train' mode as some papers do. `checkpoint_every`
-    optimiser steps the whole state is saved."""
+    """How long and in which batches to train.
+
+    `batch_size` counts the images of one optimizer step over all processes; `grad_accum` splits it into that many
+    micro-batches. `amp_dtype` is the precision of the loss. `attack_mode`: attacks see the model in 'eval' mode, or in
+    'train' mode as in some papers. The whole state is saved every `checkpoint_every` optimizer steps.
+    """
 
     epochs: int
     batch_size: int = 128
-    accumulation: int = 1
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    grad_accum: int = 1
+    amp_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     attack_mode: Literal["eval", "train"] = "eval"
     seed: int = 0
     checkpoint_every: int = 200
     tracker: str = "tensorboard"
 
     def __post_init__(self) -> None:
-        counts = dict.fromkeys(("epochs", "batch_size", "accumulation", "checkpoint_every"), AT_LEAST_ONE)
-        check_ranges(self, **counts, seed=_SEED)
+        counts = dict.fromkeys(("epochs", "batch_size", "grad_accum", "checkpoint_every"), AT_LEAST_ONE)
+        check_ranges(self, **counts, seed=SEED)
 
 
 @dataclass(frozen=True)
