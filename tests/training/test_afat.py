@@ -11,6 +11,7 @@ from small_recipes import document
 from torch.nn import functional as F
 from training_toys import FakeTraining
 
+import vitadel
 from vitadel.attacks.patches.corruption_model import CorruptionModel
 from vitadel.attacks.patches.corruption_model_files import load_corruption_model
 from vitadel.attacks.patches.random_patches import changed_patches
@@ -20,7 +21,6 @@ from vitadel.instrument.features import block_features
 from vitadel.runtime.distributed import join_processes
 from vitadel.training.objectives.afat import Afat
 from vitadel.training.paired_features import pair_of
-from vitadel.training.recipes import documents as recipes
 from vitadel.training.recipes.build import build_recipe
 from vitadel.training.run import run_harden
 from vits import make_vit, pixels
@@ -144,7 +144,7 @@ def test_the_opponent_wants_the_opposite_and_learns_through_the_corrupted_images
         torch.testing.assert_close(weight.grad, wanted, rtol=1e-4, atol=1e-7)
     before = {name: weight.detach().clone() for name, weight in selector.named_parameters()}
     run = training(model, x)
-    fresh = step(Afat(weight=0.3, share=0.25, rate=0.1, momentum=0, weight_decay=0, gradient_length=2.0), run, model, x)
+    fresh = step(Afat(weight=0.3, share=0.25, lr=0.1, momentum=0, weight_decay=0, grad_norm=2.0), run, model, x)
     start = CorruptionModel(4, 4, 8, 3, torch.Generator().manual_seed(seed_of_opponent(run)))
     moved = torch.cat(
         [(now - then).flatten() for now, then in zip(fresh.parameters(), start.parameters(), strict=True)]
@@ -177,7 +177,7 @@ def flat(parameters):
 @pytest.mark.parametrize("selector", ["alignment", "cross-entropy"])
 def test_uphill_is_against_the_gradient_that_the_model_follows(selector):
     model, x = model_and_images()
-    settings = {"weight": 0.3, "selector": selector, "momentum": 0, "weight_decay": 0, "rate": 1e-3}
+    settings = {"weight": 0.3, "selector": selector, "momentum": 0, "weight_decay": 0, "lr": 1e-3}
     run = training(model, x)
     start = flat(CorruptionModel(4, 4, 8, 3, torch.Generator().manual_seed(seed_of_opponent(run))).parameters())
     slopes = []
@@ -490,7 +490,7 @@ def test_recipes_name_the_data_of_their_audits():
     """Without --data an audit is of shapes, whatever was trained."""
     words = [
         line
-        for file in (Path(recipes.__file__).parent.parent / "recipes" / "afat").glob("*.yaml")
+        for file in (Path(vitadel.__file__).parent / "recipes" / "afat").glob("*.yaml")
         for line in file.read_text().splitlines()
         if "vitadel audit" in line
     ]

@@ -162,7 +162,7 @@ def test_sections_speak_for_themselves():
         ({"objective": {"use": "no.such.Thing"}}, r"objective: 'no.such.Thing': importing 'no.such' failed"),
         ({"objective": {"use": "collections.Orderly"}}, r"objective: .*has no class 'Orderly'"),
         ({"plugins": {"collections.OrderedDict": {}}}, r"plugins: 'collections.OrderedDict' is not a dataclass"),
-        ({"plugins": {"vitadel.runtime.distributed.Processes": {}}}, r"plugins: 'vitadel.*Processes' is not a plug-in:"),
+        ({"plugins": {"vitadel.runtime.distributed.Processes": {}}}, r"plugins: 'vitadel.*Processes' is not a plug-in"),
         ({"objective": {"use": "vitadel.runtime.rng.SampleRNG"}}, r"objective: .*no __call__ and no attack; it needs"),
         ({"objective": {"use": "vitadel.attacks.pgd.PGD"}}, r"objective: .*is not an objective: it has no attack; it"),
         ({"plugins": {"weight-average": {}, "weight_average": {}}}, r"plugins.weight_average: is the same .*'weight-"),
