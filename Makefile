@@ -54,7 +54,7 @@ check: lint ## lint, type-check and run the fast tests (under 3 minutes on 2 cor
 test: lint ## lint, type-check and run all tests
 	VITADEL_SCREENSHOTS=$(CURDIR)/runs/screenshots $(TEST) --durations=40 --durations-min=2
 
-docs: $(VENV)/.ready-docs ## build the documentation site into site/
+docs: $(VENV)/.ready-docs ## build the documentation site into build/site
 	$(BIN)/mkdocs build --strict --quiet
 
 zoo: setup ## train the shipped models again (hours; CIFAR-10 below data/)
