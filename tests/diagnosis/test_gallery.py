@@ -21,7 +21,7 @@ from vitadel.runtime.distributed import join_processes
 
 # Small differences, which take more images to be told from luck.
 SUBTLE = {"normalisation", "more restarts", "gradients beat noise", "averaging does no better"}
-DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
+DOCS = Path(__file__).parents[2] / "docs" / "checks.md"
 HONEST = [f"zoo:shapes-{name}" for name in ("standard", "robust", "pgd-at", "trades", "aas-at", "tora")]
 honest = cache(open_model)
 
