@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitadel.adapters.open_model import open_model
+from vitadel.adapters.adapted_model import open_model
 from vitadel.backbones.load import load_model, zoo_names
 from vitadel.diagnosis.broken_defenses import GALLERY
 from vitadel.diagnosis.examination import LEVELS

@@ -26,7 +26,7 @@ from stepping import Step, opened, our_step, ratios_to, take_turns
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitadel.adapters.tokens.robustness_tokens import fresh_tokens
+from vitadel.adapters.tokens.token_classifier import fresh_tokens
 from vitadel.instrument.tokens import token_width
 from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import write_json

@@ -32,8 +32,8 @@ from rich.table import Table
 from stepping import Step, opened, our_step, ratios_to, take_turns
 from torch import Tensor, nn
 
-from vitadel.adapters.tora.tora import Tora
 from vitadel.adapters.tora.tora_files import save_tora
+from vitadel.adapters.tora.tora_vit import Tora
 from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import write_json
 from vitadel.training.recipes.build import build_recipe

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks import Linf
 from vitadel.attacks.autoattack.standard import autoattack
-from vitadel.data.batches import batches
+from vitadel.data.batches import read_batches
 from vitadel.evaluation.engine.judge import judge
 from vitadel.evaluation.engine.pass_counter import Cost, metered
 from vitadel.evaluation.engine.target import Target, open_target
@@ -197,7 +197,7 @@ def compare(settings: Settings, out: Path) -> bool:
     model, twin = target.model, copy.deepcopy(target.model)
     chosen = target.selection(settings.limit, settings.seed, skip_bad=False)[0].tolist()
     chunks = [chosen[at : at + settings.batch_size] for at in range(0, len(chosen), settings.batch_size)]
-    left = batches(target.source, chunks[begun.batches :], target.preprocess)
+    left = read_batches(target.source, chunks[begun.batches :], target.preprocess)
     for done, read in enumerate(left, start=begun.batches + 1):
         with torch.no_grad():
             right = model(read.x).argmax(1) == read.y

@@ -24,8 +24,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 import vitadel
-from vitadel.adapters.tora.tora import Tora
 from vitadel.adapters.tora.tora_files import save_tora
+from vitadel.adapters.tora.tora_vit import Tora
 from vitadel.evaluation.intervals import wilson
 from vitadel.training.recipes.documents import compose, texts
 

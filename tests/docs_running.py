@@ -27,11 +27,12 @@ from typer.testing import CliRunner, Result
 import vitadel
 from docs_reading import Command, Snippet
 from docs_world import FLAGS, IN_SNIPPETS, KEPT_FLAGS, LISTED, MOST, NAMES, TINY, shrink
-from vitadel.adapters.open_model import open_model, options_for_features
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens, token_width
+from vitadel.adapters.adapted_model import open_model, options_for_features
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens, token_width
 from vitadel.adapters.tokens.token_files import save_tokens
+from vitadel.backbones.checkpoints import save_classifier
 from vitadel.backbones.load import load_model
-from vitadel.backbones.record import create_backbone, save_classifier
+from vitadel.backbones.timm_models import create_backbone
 from vitadel.cli.main import app
 from vitadel.errors import UserError
 from vitadel.training.recipes.documents import compose, shipped_recipes, source
@@ -262,7 +263,7 @@ def _write_tokens(path: Path, given: dict[str, Any]) -> None:
     options = {key: given[key] for key in ("weights", "num_classes", "input_size") if given.get(key)}
     classifier = open_model(given["model"], options_for_features(given["model"], options))
     tokens = fresh_tokens(token_width(classifier), 3, seed=zlib.crc32(path.name.encode()))
-    save_tokens(Tokened(classifier, tokens), path, {})
+    save_tokens(TokenClassifier(classifier, tokens), path, {})
 
 
 @contextmanager

@@ -26,7 +26,7 @@ import torch
 import torchvision.datasets
 from PIL import Image
 
-import vitadel.data.open_dataset
+import vitadel.data.spec
 import vitadel.heads.probe
 import vitadel.threat_levels.token_training
 import vitadel.training.run
@@ -160,13 +160,13 @@ def _shrink_recipes(patch: pytest.MonkeyPatch) -> None:
 def _shrink_data(world: Path, patch: pytest.MonkeyPatch) -> None:
     """Every path of `--data` is that of the stand-in of its kind, and every root the one below which CIFAR lies."""
     written: dict[str, Path] = {}
-    take_apart = vitadel.data.open_dataset.parse_spec
+    take_apart = vitadel.data.spec.parse_spec
 
     def parse_spec(spec: str, **more: Any) -> Any:
         request = take_apart(spec, **more)
         if request.kind.startswith("cifar"):
             return replace(request, root=_once(written, world, "cifar", _cifar))
-        if request.argument and request.kind in vitadel.data.open_dataset.DATA_KINDS:
+        if request.argument and request.kind in vitadel.data.spec.DATA_KINDS:
             assert request.kind in STAND_INS, f"no stand-in for --data {spec}: add {request.kind} to STAND_INS"
             whole = request.kind == "folder" and Path(request.argument).name == "imagenet"
             kind = "folder of imagenet" if whole else request.kind  # whose classes a model's own head knows
@@ -177,7 +177,7 @@ def _shrink_data(world: Path, patch: pytest.MonkeyPatch) -> None:
     def _cifar(place: Path) -> Path:
         return _write_cifar(place, patch)
 
-    patch.setattr(vitadel.data.open_dataset, "parse_spec", parse_spec)
+    patch.setattr(vitadel.data.spec, "parse_spec", parse_spec)
 
 
 def _once(written: dict[str, Path], world: Path, kind: str, write: Callable[[Path], Path]) -> Path:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from vitadel.adapters.tora.tora import Tora
 from vitadel.adapters.tora.tora_settings import ToraSettings
+from vitadel.adapters.tora.tora_vit import Tora
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vits import make_vit

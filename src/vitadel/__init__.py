@@ -13,7 +13,7 @@ from vitadel.version import __version__
 
 if TYPE_CHECKING:
     from vitadel import attacks, studies
-    from vitadel.adapters.open_model import open_model
+    from vitadel.adapters.adapted_model import open_model
     from vitadel.backbones import Classifier, load_model, wrap
     from vitadel.cli.inspect import massive_activations
     from vitadel.cli.run_or_model import study
@@ -61,7 +61,7 @@ _HOMES = {
     "load_model": "vitadel.backbones",
     "massive_activations": "vitadel.cli.inspect",
     "open_dataset": "vitadel.data",
-    "open_model": "vitadel.adapters.open_model",
+    "open_model": "vitadel.adapters.adapted_model",
     "probe": "vitadel.heads.probe",
     "scaled_attention": "vitadel.instrument",
     "score_statistics": "vitadel.instrument",

@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from vitadel.adapters.tokens.robustness_tokens import TokenBank, Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier, fresh_tokens
 from vitadel.adapters.tokens.token_files import (
     backbone_fingerprint,
     fingerprint_of,
@@ -35,8 +35,8 @@ def classifier_of(name: str = "vit", **settings: Any) -> Classifier:
     return Classifier(make_vit(name, **settings), ModelRecord(name, num_classes=5))
 
 
-def saved(folder: Path, name: str = "vit", **settings: Any) -> tuple[Path, Tokened]:
-    tokened = Tokened(classifier_of(name), fresh_tokens(24, 3, scale=1.0, seed=5), **settings)
+def saved(folder: Path, name: str = "vit", **settings: Any) -> tuple[Path, TokenClassifier]:
+    tokened = TokenClassifier(classifier_of(name), fresh_tokens(24, 3, scale=1.0, seed=5), **settings)
     save_tokens(tokened, folder / "tokens.safetensors", SETTINGS)
     return folder / "tokens.safetensors", tokened
 
@@ -195,7 +195,7 @@ def test_weights_are_no_tokens(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
-    tokened = Tokened(classifier_of(), fresh_tokens(24, 3))
+    tokened = TokenClassifier(classifier_of(), fresh_tokens(24, 3))
     with pytest.raises(UserError, match="settings of the tokens cannot be written"):
         save_tokens(tokened, tmp_path / "tokens", {"path": tmp_path})
     with torch.no_grad():

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toras import classifier_of, enlivened, tora_of
-from vitadel.adapters.tora.tora import OneHead, Tora, learners, part_of
 from vitadel.adapters.tora.tora_settings import ToraSettings
+from vitadel.adapters.tora.tora_vit import BranchClassifier, Tora, part_of, trainable_parameters
 from vitadel.attacks.parse import make
 from vitadel.backbones.anatomy import backbone_of, family_of
 from vitadel.backbones.classifier import Classifier, wrap
@@ -131,11 +131,11 @@ def test_the_joint_prediction() -> None:
         acc, rob = tora.branches(x)
         torch.testing.assert_close(tora(x), (acc + rob) / 2, rtol=0, atol=0)
         for each, logits in (("acc", acc), ("rob", rob)):
-            torch.testing.assert_close(OneHead(tora, each)(x), logits, rtol=0, atol=0)
+            torch.testing.assert_close(BranchClassifier(tora, each)(x), logits, rtol=0, atol=0)
         tora.settings = replace(tora.settings, joint="probabilities")
         torch.testing.assert_close(tora(x).softmax(1), (acc.softmax(1) + rob.softmax(1)) / 2)
         torch.testing.assert_close(tora(x).exp().sum(1), torch.ones(2))
-    assert OneHead(tora, "rob").record.notes["tora"].endswith("no lambda, rob head only")
+    assert BranchClassifier(tora, "rob").record.notes["tora"].endswith("no lambda, rob head only")
 
 
 # --- what learns ------------------------------------------------------------------------------------------------------
@@ -158,23 +158,27 @@ HEADS = {f"{branch}.head.{kind}" for branch in ("acc", "rob") for kind in ("weig
 
 def test_learners_of_each_phase_by_name() -> None:
     tora = tora_of()
-    assert learners(tora, 1, "acc").keys() == names_of("acc") | PHI
-    assert learners(tora, 1, "rob").keys() == names_of("rob") | PHI
-    assert learners(tora, 2).keys() == PHI
-    assert learners(tora, 2, heads=True).keys() == PHI | HEADS
+    assert trainable_parameters(tora, 1, "acc").keys() == names_of("acc") | PHI
+    assert trainable_parameters(tora, 1, "rob").keys() == names_of("rob") | PHI
+    assert trainable_parameters(tora, 2).keys() == PHI
+    assert trainable_parameters(tora, 2, heads=True).keys() == PHI | HEADS
     everything = {name for name, each in tora.named_parameters() if each.requires_grad}
     assert everything == names_of("acc") | names_of("rob") | PHI
     assert {part_of(name) for name, each in tora.named_parameters() if not each.requires_grad} == {"backbone"}
     single, head, fusion = (tora_of(kind=kind) for kind in ("single", "head", "adapterfusion"))
-    for each in (learners(single, 1, "acc"), learners(single, 1, "rob"), learners(single, 2)):
+    for each in (
+        trainable_parameters(single, 1, "acc"),
+        trainable_parameters(single, 1, "rob"),
+        trainable_parameters(single, 2),
+    ):
         assert each.keys() == names_of("single")
-    assert learners(head, 1, "acc").keys() == {"acc.head.weight", "acc.head.bias"}
-    assert learners(head, 2).keys() == HEADS
-    assert learners(fusion, 2).keys() == PHI - {f"fusion.{layer}.value.bias" for layer in range(2)}
+    assert trainable_parameters(head, 1, "acc").keys() == {"acc.head.weight", "acc.head.bias"}
+    assert trainable_parameters(head, 2).keys() == HEADS
+    assert trainable_parameters(fusion, 2).keys() == PHI - {f"fusion.{layer}.value.bias" for layer in range(2)}
     with pytest.raises(UserError, match="phase 1, with the loss of branch 'acc' or 'rob'"):
-        learners(tora, 1)
+        trainable_parameters(tora, 1)
     with pytest.raises(UserError, match="got phase 2 and branch 'rob'"):
-        learners(tora, 2, "rob")
+        trainable_parameters(tora, 2, "rob")
     with pytest.raises(UserError, match="is no parameter of a Tora"):
         part_of("head.weight")
 
@@ -184,7 +188,7 @@ def test_masked_gradients_reach_every_learner_and_nothing_else(settings: dict[st
     tora, x, y = tora_of(precise=True, **settings), pixels("vit", dtype=torch.float64), torch.tensor([0, 1])
     enlivened(tora, scale=0.3)  # gates saturate with more
     for place, branch in enumerate(("acc", "rob")):
-        group = learners(tora, 1, branch)
+        group = trainable_parameters(tora, 1, branch)
         loss = F.cross_entropy(tora.branches(x)[place], y)
         for name, slope in zip(group, torch.autograd.grad(loss, list(group.values())), strict=True):
             # What is added to every key adds the same to both adapters' scores: it cannot matter.
@@ -193,8 +197,8 @@ def test_masked_gradients_reach_every_learner_and_nothing_else(settings: dict[st
     assert all(each.grad is None for each in tora.parameters())
     F.cross_entropy(tora(x), y).backward()
     assert {name for name, each in tora.named_parameters() if each.grad is not None} == set(
-        learners(tora, 1, "acc")
-    ) | set(learners(tora, 1, "rob"))
+        trainable_parameters(tora, 1, "acc")
+    ) | set(trainable_parameters(tora, 1, "rob"))
 
 
 def test_the_first_step_moves_values_and_adapters_and_not_yet_scores() -> None:
@@ -265,7 +269,7 @@ def test_the_audit_takes_it() -> None:
     classes, side = len(source.classes), source.read([0])[0].height  # type: ignore[union-attr]
     classifier = classifier_of(classes=classes, img_size=side)
     tora = enlivened(Tora(classifier, ToraSettings(reduction=8), trade_off=0.5), scale=0.2).eval()
-    subjects = [open_target(each, "shapes") for each in (tora, OneHead(tora, "rob"))]
+    subjects = [open_target(each, "shapes") for each in (tora, BranchClassifier(tora, "rob"))]
     assert subjects[0].model is tora  # type: ignore[comparison-overlap]
     assert subjects[0].model_fingerprint() != subjects[1].model_fingerprint()
     request = AuditRequest(attacks=("pgd-2", "features-2"), eps=4 / 255, limit=6, batch_size=6)
@@ -395,4 +399,4 @@ def test_other_mistakes() -> None:
     with pytest.raises(UserError, match="kind 'single' has no fusion and no gates"):
         tora_of(kind="single").gates(pixels("vit"))
     with pytest.raises(UserError, match="unknown branch 'robust' of TORA; did you mean rob"):
-        OneHead(tora_of(), "robust")
+        BranchClassifier(tora_of(), "robust")

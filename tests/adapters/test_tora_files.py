@@ -14,11 +14,10 @@ import safetensors.torch
 import torch
 
 from toras import classifier_of, enlivened, tora_of
-from vitadel.adapters.tora.tora import Tora
 from vitadel.adapters.tora.tora_files import (
     Fusion,
     fusion_of,
-    interpolated,
+    interpolate_fusions,
     load_tora,
     put_fusion,
     read_fusion,
@@ -26,6 +25,7 @@ from vitadel.adapters.tora.tora_files import (
     save_tora,
 )
 from vitadel.adapters.tora.tora_settings import ToraSettings
+from vitadel.adapters.tora.tora_vit import Tora
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.errors import UserError
@@ -134,13 +134,13 @@ def test_interpolation_is_a_knob_between_two_fusions(tmp_path: Path) -> None:
         ends.append(answers(tora))
     seen = []
     for t in (0.0, 0.25, 0.5, 1.0):
-        put_fusion(tora, interpolated(first, second, t))
+        put_fusion(tora, interpolate_fusions(first, second, t))
         seen.append(answers(tora))
     assert torch.equal(seen[0], ends[0])
     assert torch.equal(seen[-1], ends[1])
     for here, there in itertools.pairwise(seen):
         assert (here - there).abs().max() > 1e-3
-    middle = interpolated(first, second, 0.25)
+    middle = interpolate_fusions(first, second, 0.25)
     name = "fusion.1.key.weight"
     torch.testing.assert_close(middle.weights[name], 0.75 * first.weights[name] + 0.25 * second.weights[name])
     assert middle.trade_off is None
@@ -151,9 +151,9 @@ def test_interpolation_is_a_knob_between_two_fusions(tmp_path: Path) -> None:
     assert torch.equal(read_fusion(again).weights[name], middle.weights[name])
     for t in (-0.1, 1.1, float("nan")):
         with pytest.raises(UserError, match=r"between two fusions must lie in \[0, 1\], got"):
-            interpolated(first, second, t)
+            interpolate_fusions(first, second, t)
     with pytest.raises(UserError, match="trained beside different adapters"):
-        interpolated(first, fusion_of(enlivened(tora_of(), seed=5)), 0.5)
+        interpolate_fusions(first, fusion_of(enlivened(tora_of(), seed=5)), 0.5)
 
 
 def test_other_image_sizes_and_heads_are_no_other_backbone(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toras import enlivened, tora_of
-from vitadel.adapters.tora.tora import Tora
+from vitadel.adapters.tora.tora_vit import Tora
 from vits import pixels
 
 

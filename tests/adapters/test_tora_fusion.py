@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toras import enlivened, tora_of
 from vitadel.adapters.tora.tora_fusion import GatedFusion, Gates, PfeifferFusion, row_mass
-from vitadel.adapters.tora.tora_maps import gate_maps
+from vitadel.adapters.tora.tora_vit import gate_maps
 from vitadel.errors import UserError
 from vits import pixels
 

@@ -9,7 +9,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.attacks.features import AwayFromFeatures, FeatureAttack, features, final_features
 from vitadel.attacks.parse import make
 from vitadel.attacks.settings import settings_of
@@ -65,7 +65,7 @@ def test_of_clip_they_are_the_projection_with_and_without_tokens() -> None:
     torch.testing.assert_close(final_features(classifier, x, "pooled"), classifier(x), rtol=0, atol=1e-6)
     with torch.no_grad(), extra_tokens(classifier, tokens):
         expected = classifier(x)
-    model = Tokened(classifier, tokens)
+    model = TokenClassifier(classifier, tokens)
     seen = final_features(model, x, "pooled")
     assert seen.shape == (2, 16)
     torch.testing.assert_close(seen, expected, rtol=0, atol=1e-6)
@@ -123,7 +123,7 @@ def test_the_objective_compares_projections() -> None:
     classifier, x, tokens = classifier_of(clip()), pixels("clip"), fresh_tokens(24, 3)
     z = (x + 0.05).clamp(0, 1)
     objective = RobustnessTokens(make("features-3(features=pooled)"), features="pooled")
-    losses = objective(Tokened(classifier, tokens), x, z, torch.zeros(2, dtype=torch.long))
+    losses = objective(TokenClassifier(classifier, tokens), x, z, torch.zeros(2, dtype=torch.long))
     with torch.no_grad():
         target = classifier(x)
         with extra_tokens(classifier, tokens):

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import vitadel
+from vitadel.backbones.checkpoints import build_classifier, load_classifier, read_record, save_classifier
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.load import load_model
-from vitadel.backbones.record import ModelRecord, build_classifier, load_classifier, read_record, save_classifier
+from vitadel.backbones.record import ModelRecord
 from vitadel.errors import UserError
 from vits import VITS, make_vit, pixels, precise_vit
 

@@ -76,7 +76,7 @@ def test_containers_nest_and_scalars_beside_tensors_are_left_out(tmp_path: Path)
     torch.save({**WEIGHTS, "epoch": 3}, tmp_path / "mixed.pt")
     found = read_checkpoint(tmp_path / "mixed.pt")
     assert same(found.weights, WEIGHTS)
-    assert found.notes == ("left out what is no tensor: epoch",)
+    assert found.notes == ("skipped entries that are not tensors: epoch",)
 
 
 class Malice:
@@ -188,7 +188,7 @@ def test_wrapper_prefixes_come_off_when_all_keys_then_fit(prefix: str) -> None:
     fitted = load_strict(target, weights, "w.pt")
     assert same(target.state_dict(), source.state_dict())
     parts = [part + "." for part in prefix.split(".")[:-1]]
-    assert fitted.notes == tuple(f"prefix '{part}' taken off all keys" for part in parts)
+    assert fitted.notes == tuple(f"prefix '{part}' removed from all keys" for part in parts)
 
 
 def test_keys_that_fit_are_left_alone() -> None:
@@ -210,10 +210,10 @@ def test_a_normalising_layer_around_the_model_is_understood(outer: str, inner: s
     weights |= {inner + key: value for key, value in source.state_dict().items()}
     fitted = load_strict(target, weights, "w.pt")
     assert same(target.state_dict(), source.state_dict())
-    assert fitted.normaliser is not None
-    assert fitted.normaliser[0] == pytest.approx((0.1, 0.2, 0.3))
-    assert fitted.normaliser[1] == pytest.approx((0.4, 0.5, 0.6))
-    assert "normalisation taken from" in fitted.notes[0]
+    assert fitted.normalizer is not None
+    assert fitted.normalizer[0] == pytest.approx((0.1, 0.2, 0.3))
+    assert fitted.normalizer[1] == pytest.approx((0.4, 0.5, 0.6))
+    assert "normalization taken from" in fitted.notes[0]
 
 
 def test_official_xcit_names_are_understood() -> None:
@@ -271,7 +271,7 @@ def test_another_number_of_classes() -> None:
 
 def test_another_number_of_classes_behind_a_prefix() -> None:
     text = complaint(make(), {f"module.{key}": value for key, value in make(num_classes=7).state_dict().items()})
-    assert "(prefix 'module.' taken off all keys)" in text
+    assert "(prefix 'module.' removed from all keys)" in text
     assert text.endswith("Pass --num-classes 7.")
 
 
@@ -316,7 +316,7 @@ def test_positions_that_fit_no_square() -> None:
         ("deit_tiny_distilled_patch16_224", {}, "a distilled DeiT"),
         ("vit_tiny_patch16_224", {"reg_tokens": 4}, "a variant with register tokens"),
         ("vit_tiny_patch16_224", {"init_values": 1e-5}, r"a variant with LayerScale (DeiT III, DINOv2)"),
-        ("vit_tiny_patch16_224", {"qk_norm": True}, "a variant that normalises queries and keys"),
+        ("vit_tiny_patch16_224", {"qk_norm": True}, "a variant that normalizes queries and keys"),
     ],
 )
 def test_variants_are_recognised_both_ways(name: str, extra: dict[str, Any], meaning: str) -> None:

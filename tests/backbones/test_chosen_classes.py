@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from toys import images
-from vitadel.backbones.head_classes import keep_classes
+from vitadel.backbones.checkpoints import load_classifier, save_classifier
+from vitadel.backbones.classifier_head import keep_classes
 from vitadel.backbones.load import load_model
-from vitadel.backbones.record import load_classifier, save_classifier
 from vitadel.errors import UserError
 from vits import make_vit
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.classifier import Classifier, logits_of, wrap
-from vitadel.backbones.output_checks import check_logits, check_pixels, looks_like_probabilities, modules_in_train_mode
+from vitadel.backbones.model_checks import check_logits, check_pixels, looks_like_probabilities, modules_in_train_mode
 from vitadel.backbones.record import ModelRecord
 from vitadel.errors import UserError
 

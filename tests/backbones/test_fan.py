@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones import Fan, load_model
+from vitadel.backbones.checkpoints import load_classifier, save_classifier
 from vitadel.backbones.load import model_names
-from vitadel.backbones.record import load_classifier, save_classifier
 from vitadel.errors import UserError
 from vitadel.instrument import attention_maps, block_features, scaled_attention
 from vits import make_vit, pixels, precise_vit
@@ -362,8 +362,8 @@ def test_other_image_sizes_are_loaded_and_leftovers_are_told() -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "said"),
     [
-        ("fan_tiny_32", {"num_heads": 7}, "192 cannot be shared by 7 heads"),
-        ("fan_tiny_32", {"embed_dim": 36}, "36 is no multiple of 8"),
+        ("fan_tiny_32", {"num_heads": 7}, "192 is not a multiple of num_heads 7"),
+        ("fan_tiny_32", {"embed_dim": 36}, "36 is not a multiple of 8"),
         ("fan_tiny_32", {"patch_size": 12}, "cannot make patches of 12 pixels. Allowed: 1, 2, 4, 8, 16"),
         ("fan_tiny_hybrid_32", {"patch_size": 2}, "patches of 4, 8, 12, 16 ... pixels, not of 2"),
     ],

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from command_line import vitadel
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.attacks.parse import make
 from vitadel.backbones.classifier import wrap
-from vitadel.backbones.image_size import check_image_size, check_images_fit
 from vitadel.backbones.load import load_model
+from vitadel.backbones.model_checks import check_image_size, check_images_fit
 from vitadel.data import open_dataset
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import Target
@@ -46,7 +46,7 @@ def dynamic(**more: Any) -> nn.Module:
 
 def test_a_multiple_is_needed_with_and_without_tokens() -> None:
     classifier = wrap(dynamic())
-    model, x = Tokened(classifier, fresh_tokens(24, 2)), torch.rand(2, 3, 36, 40)
+    model, x = TokenClassifier(classifier, fresh_tokens(24, 2)), torch.rand(2, 3, 36, 40)
     for each in (classifier, model):
         with pytest.raises(UserError, match=TOLD.format("wrapped")):
             each(x)

@@ -17,9 +17,10 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from vitadel.backbones import Classifier, load, load_model, wrap
+from vitadel.backbones.checkpoints import build_classifier, load_classifier, save_classifier
 from vitadel.backbones.load import model_names, zoo_names
-from vitadel.backbones.record import ModelRecord, build_classifier, load_classifier, save_classifier
-from vitadel.backbones.third_party import processor_normalisation
+from vitadel.backbones.record import ModelRecord
+from vitadel.backbones.third_party import processor_normalization
 from vitadel.errors import UserError
 
 KWARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -71,7 +72,7 @@ def test_flags_win_over_everything(tmp_path: Path) -> None:
     saved(tmp_path / "m.safetensors")
     for spec, weights in ((str(tmp_path / "m.safetensors"), None), (VIT, tmp_path / "m.safetensors")):
         model = load_model(spec, weights=weights, mean=(0.0,), std=(1.0,))
-        assert not model.record.normalises
+        assert not model.record.normalizes
 
 
 def test_a_file_with_a_record_wins_over_timm_and_brings_its_shape(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_prefixes_are_told_in_the_notes(tmp_path: Path) -> None:
     model = plain_file(tmp_path / "w.pt")
     torch.save({"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "w.pt")
     loaded = load_model(VIT, weights=tmp_path / "w.pt", num_classes=10, kwargs=KWARGS)
-    assert loaded.record.notes["weights"] == "weights taken from 'state_dict'; prefix 'module.' taken off all keys"
+    assert loaded.record.notes["weights"] == "weights taken from 'state_dict'; prefix 'module.' removed from all keys"
 
 
 def test_no_weights_explains_the_three_choices() -> None:
@@ -170,7 +171,7 @@ def test_unknown_models_get_the_nearest_names() -> None:
         load_model("deit_tiny_patch16_2244", weights="random")
     with pytest.raises(UserError, match=r"did you mean deit_tiny_patch16_224, deit_tiny_distilled_patch16_224\?"):
         load_model("deit_tiny", weights="random")
-    with pytest.raises(UserError, match=r"unknown model 'qqqqqqqq'\. It is no timm name, no file and no folder"):
+    with pytest.raises(UserError, match=r"unknown model 'qqqqqqqq'\. It is not a timm name, a file or a folder"):
         load_model("qqqqqqqq")
     with pytest.raises(
         UserError, match=r"unknown kind of model 'pythn:' in 'pythn:a:b'; did you mean python\? Known: zoo:"
@@ -238,14 +239,14 @@ def test_a_new_head_keeps_the_rest(tmp_path: Path) -> None:
         save_classifier(model, tmp_path / "again.safetensors")
         assert torch.equal(load_classifier(tmp_path / "again.safetensors")(images()), model(images()))
     with pytest.raises(UserError, match="has no `reset_classifier`"):
-        load._as_wished(nn.Linear(2, 2), ModelRecord("wrapped"), wishes(num_classes=3, new_head=True), "wrapped")
+        load._apply_options(nn.Linear(2, 2), ModelRecord("wrapped"), options(num_classes=3, new_head=True), "wrapped")
 
 
-def wishes(**given: Any) -> load._Wishes:
-    nothing: dict[str, Any] = {"weights": None, "num_classes": None, "normalisation": None, "input_size": None}
+def options(**given: Any) -> load._Options:
+    nothing: dict[str, Any] = {"weights": None, "num_classes": None, "normalization": None, "input_size": None}
     none_kept = {"patch_size": None, "new_head": False, "head_classes": None, "kwargs": {}}
     none_kept |= {"crop_pct": None, "interpolation": None}
-    return load._Wishes(**{**nothing, **none_kept, **given})
+    return load._Options(**{**nothing, **none_kept, **given})
 
 
 def test_another_way_to_the_input_size() -> None:
@@ -263,7 +264,7 @@ def test_another_input_size_after_loading_and_back_from_disk(tmp_path: Path) -> 
     assert torch.equal(load_classifier(tmp_path / "m.safetensors")(images(48)), model(images(48)))
 
 
-def test_a_file_that_was_trained_at_the_wished_size(tmp_path: Path) -> None:
+def test_a_file_that_was_trained_at_the_requested_size(tmp_path: Path) -> None:
     reference = plain_file(tmp_path / "w.pt", img_size=48)
     model = load_model(VIT, weights=tmp_path / "w.pt", num_classes=10, input_size=48, kwargs=KWARGS)
     torch.testing.assert_close(model(images(48)), reference(normalised(images(48), (0.5,) * 3, (0.5,) * 3)))
@@ -589,7 +590,7 @@ def test_a_timm_model_inside_transformers(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_processor_that_nothing_is_known_of(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_transformers(monkeypatch, prepares=SimpleNamespace(do_rescale=False))
-    with pytest.raises(UserError, match=r"prepares its images in a way of its own .*do_normalize.*Give mean and std"):
+    with pytest.raises(UserError, match=r"has an image processor of an unknown kind .*do_normalize.*Give mean and std"):
         load_model("hf:org/name")
     assert load_model("hf:org/name", mean=(0.5,), std=(0.5,)).record.std == (0.5,) * 3
 
@@ -605,7 +606,7 @@ def test_a_processor_that_nothing_is_known_of(monkeypatch: pytest.MonkeyPatch) -
     ids=["usual", "no normalising", "offset", "no rescaling"],
 )
 def test_processors_arithmetic_on_bytes_equals_ours_on_pixels(changes: dict[str, Any], by_hand: Any) -> None:
-    mean, std = processor_normalisation(processor(**changes))
+    mean, std = processor_normalization(processor(**changes))
     for byte in (0, 51, 255):
         assert (byte / 255 - mean[1]) / std[1] == pytest.approx(by_hand(byte))
 
@@ -633,7 +634,9 @@ def test_hugging_face_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         load_model("hf:org/nam")
     fake_transformers(monkeypatch, prepares=OSError("no preprocessor_config.json"))
-    with pytest.raises(UserError, match=r"how its images are prepared: no preprocessor_config.json. Give mean and std"):
+    with pytest.raises(
+        UserError, match=r"has no image processor that can be read: no preprocessor_config.json. Give mean and std"
+    ):
         load_model("hf:org/name")
     assert load_model("hf:org/name", mean=(0.5,), std=(0.5,)).record.mean == (0.5,) * 3
     monkeypatch.setitem(sys.modules, "transformers", None)

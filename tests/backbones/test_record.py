@@ -13,15 +13,10 @@ import timm
 import torch
 from torch import nn
 
+from vitadel.backbones.checkpoints import build_classifier, load_classifier, read_record, save_classifier
 from vitadel.backbones.classifier import Classifier, wrap
-from vitadel.backbones.record import (
-    ModelRecord,
-    build_classifier,
-    create_backbone,
-    load_classifier,
-    read_record,
-    save_classifier,
-)
+from vitadel.backbones.record import ModelRecord
+from vitadel.backbones.timm_models import create_backbone
 from vitadel.errors import UserError
 
 KWARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -161,6 +156,6 @@ def test_unknown_names_tags_and_arguments() -> None:
 
 
 def test_record_and_classifier_agree_on_normalising() -> None:
-    assert RECORD.normalises
-    assert not ModelRecord("a").normalises
+    assert RECORD.normalizes
+    assert not ModelRecord("a").normalizes
     assert isinstance(build_classifier(RECORD), Classifier)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitadel.backbones import load_model, wrap
+from vitadel.backbones.checkpoints import load_classifier, save_classifier
 from vitadel.backbones.families.rvt import VARIANTS, Attention, ConvFeedForward, Stem
-from vitadel.backbones.record import load_classifier, save_classifier
 from vitadel.errors import UserError
 from vitadel.instrument import attention_maps, block_features
 from vitadel.instrument.patch_grid import patch_grid
@@ -285,9 +285,9 @@ def test_a_file_of_the_other_kind_is_told(tmp_path: Path) -> None:
         blocks = {**few, "scaled_blocks": int("plus" in name)}
         model = load_model(name, weights="random", num_classes=3, kwargs=blocks)
         torch.save(model.backbone.state_dict(), tmp_path / f"{name}.pt")
-    with pytest.raises(UserError, match=r"the model is an RVT with position-aware .* the file holds none"):
+    with pytest.raises(UserError, match=r"the model is an RVT with position-aware .* the file is not"):
         load_model("rvt_micro_plus_32", weights=tmp_path / "rvt_micro_32.pt", num_classes=3, kwargs=blocks)
-    with pytest.raises(UserError, match=r"the file holds an RVT with position-aware .* the model is none"):
+    with pytest.raises(UserError, match=r"the file holds an RVT with position-aware .* the model is not"):
         load_model("rvt_micro_32", weights=tmp_path / "rvt_micro_plus_32.pt", num_classes=3, kwargs=few)
 
 
@@ -320,7 +320,7 @@ def test_where_the_learned_scores_start_and_that_they_do_not_decay() -> None:
         ({"scaled_blocks": 1, "scaling_start": "shut"}, "unknown scaling_start 'shut'. Known: open, paper"),
         ({"patch_size": 6}, "cannot make patches of 6 pixels. Known: 4, 8 and 16"),
         ({"global_pool": "token"}, "RVT has no class token"),
-        ({"widths": (25,)}, "each width be a multiple of its heads"),
+        ({"widths": (25,)}, "each width a multiple of its heads"),
         ({"heads": (3, 3)}, "one number per stage"),
         ({"img_size": 4}, "4 x 4 pixels hold no patch of 8"),
         ({"pretrained": True}, "there are no pretrained weights for 'rvt_tiny' to download"),

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitadel.backbones.families.small_images import adapt_to_small_images, sum_kernel_blocks
+from vitadel.backbones.small_images import adapt_to_small_images, sum_kernel_blocks
 from vitadel.errors import UserError
 
 SMALL = {"embed_dim": 24, "depth": 1, "num_heads": 3, "num_classes": 5}

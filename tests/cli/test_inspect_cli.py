@@ -10,7 +10,7 @@ import pytest
 
 import command_line
 import vitadel as vitadel_package
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.backbones.load import load_model
 from vitadel.cli import main
@@ -22,7 +22,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokens") / "tokens.safetensors"
     classifier = load_model("zoo:shapes-standard")
     width = int(classifier.backbone.get_parameter("cls_token").shape[-1])
-    save_tokens(Tokened(classifier, fresh_tokens(width, 3)), path, {})
+    save_tokens(TokenClassifier(classifier, fresh_tokens(width, 3)), path, {})
     return path
 
 
@@ -106,7 +106,7 @@ def test_a_bank_is_not_taken_for_a_bare_model(
     tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other.safetensors"
-    save_tokens(Tokened(load_model("zoo:shapes-standard"), fresh_tokens(96, 3, seed=8)), other, {})
+    save_tokens(TokenClassifier(load_model("zoo:shapes-standard"), fresh_tokens(96, 3, seed=8)), other, {})
     words = ["inspect", "zoo:shapes-standard", f"--tokens={tokens},{other}", "--limit=2", "--device=cpu"]
     assert vitadel(monkeypatch, *words, f"--out={tmp_path / 'run'}") == 2
     assert "one set of tokens" in capsys.readouterr().err

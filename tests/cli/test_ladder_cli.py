@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.backbones.load import load_model
 from vitadel.cli.main import app
@@ -24,7 +24,7 @@ SHORT = ["--limit", "10", "--eps", "1/255,4/255", "--steps", "2", "--white-box",
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     file = tmp_path_factory.mktemp("tokens") / "tokens.safetensors"
-    save_tokens(Tokened(load_model("zoo:shapes-standard"), fresh_tokens(96, 3, seed=4)), file, {})
+    save_tokens(TokenClassifier(load_model("zoo:shapes-standard"), fresh_tokens(96, 3, seed=4)), file, {})
     return file
 
 
@@ -87,7 +87,7 @@ def test_an_audit_through_the_tokens_names_them_by_fingerprint(tokens, tmp_path)
 @pytest.fixture(scope="module")
 def bank(tokens):
     other = tokens.parent / "other.safetensors"
-    save_tokens(Tokened(load_model("zoo:shapes-standard"), fresh_tokens(96, 3, scale=0.5, seed=5)), other, {})
+    save_tokens(TokenClassifier(load_model("zoo:shapes-standard"), fresh_tokens(96, 3, scale=0.5, seed=5)), other, {})
     return f"{tokens},{other}"
 
 

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 
 import vitadel
 from toras import MEAN, STD, enlivened
-from vitadel.adapters.open_model import open_model
-from vitadel.adapters.tora.tora import Tora
+from vitadel.adapters.adapted_model import open_model
 from vitadel.adapters.tora.tora_files import save_fusion, save_tora
 from vitadel.adapters.tora.tora_settings import ToraSettings
+from vitadel.adapters.tora.tora_vit import Tora
+from vitadel.backbones.checkpoints import save_classifier
 from vitadel.backbones.load import load_model
-from vitadel.backbones.record import save_classifier
 from vitadel.cli.main import app
-from vitadel.data.batches import batches
+from vitadel.data.batches import read_batches
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import open_target
 
@@ -95,7 +95,7 @@ def test_two_lambdas_a_baseline_and_a_knob(runs, tmp_path):
     # Each has its own fusion, and what was judged is what the folder holds.
     target = open_target(runs[0], "shapes(size=32)")
     samples = pq.read_table(out / "samples.parquet").to_pydict()
-    (batch,) = batches(target.source, [samples["index"]], target.preprocess)
+    (batch,) = read_batches(target.source, [samples["index"]], target.preprocess)
     answers = {}
     for name, run in zip(("lambda-0.1", "lambda-0.9", "single-0.5"), runs, strict=True):
         with torch.no_grad():

@@ -13,7 +13,7 @@ from corruption_pictures import array, assert_levels_agree, pictures
 from PIL import Image
 
 from vitadel.corruptions import blur, corrupt, digital, filtering, spatter, weather
-from vitadel.corruptions.frost_photos import PHOTOS, frost_photo
+from vitadel.corruptions.weather import PHOTOS, frost_photo
 from vitadel.runtime.rng import SampleRNG
 
 cv2 = pytest.importorskip("cv2")

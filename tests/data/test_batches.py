@@ -12,7 +12,7 @@ import torch
 from pictures import picture, write_png
 from PIL import Image
 
-from vitadel.data import BadSample, Preprocess, batches, open_dataset
+from vitadel.data import BadSample, Preprocess, open_dataset, read_batches
 from vitadel.errors import UserError
 
 
@@ -52,7 +52,7 @@ def readers() -> list[str]:
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 9])
 def test_batches_are_the_chunks_in_order(threads: int) -> None:
-    got = list(batches(Counted(), CHUNKS, Preprocess(8), threads=threads))
+    got = list(read_batches(Counted(), CHUNKS, Preprocess(8), threads=threads))
     assert [batch.indices.tolist() for batch in got] == CHUNKS
     for batch in got:
         assert batch.x.dtype == torch.float32
@@ -63,14 +63,14 @@ def test_batches_are_the_chunks_in_order(threads: int) -> None:
 
 
 def test_a_batch_does_not_depend_on_the_size_of_the_chunk() -> None:
-    whole = next(batches(Counted(), [range(20)], Preprocess(6, 0.9)))
-    parts = list(batches(Counted(), [range(7), range(7, 20)], Preprocess(6, 0.9)))
+    whole = next(read_batches(Counted(), [range(20)], Preprocess(6, 0.9)))
+    parts = list(read_batches(Counted(), [range(7), range(7, 20)], Preprocess(6, 0.9)))
     assert torch.equal(whole.x, torch.cat([part.x for part in parts]))
 
 
 def test_one_batch_is_read_ahead_and_no_more() -> None:
     source = Counted()
-    stream = batches(source, [[i] for i in range(10)], Preprocess(8))
+    stream = read_batches(source, [[i] for i in range(10)], Preprocess(8))
     for number in range(4):
         next(stream)
         deadline = time.monotonic() + 5
@@ -91,7 +91,7 @@ def test_reading_goes_on_while_the_caller_works() -> None:
             read[indices[0]].set()
             return images
 
-    for batch in batches(Announcing(), [[0], [1], [2], [3]], Preprocess(8)):
+    for batch in read_batches(Announcing(), [[0], [1], [2], [3]], Preprocess(8)):
         assert read[min(int(batch.indices[0]) + 1, 3)].wait(timeout=10)
 
 
@@ -100,7 +100,7 @@ def test_the_chunks_may_be_endless_and_stopping_leaves_no_thread() -> None:
         while True:
             yield [1, 2]
 
-    for number, batch in enumerate(batches(Counted(), endless(), Preprocess(8))):
+    for number, batch in enumerate(read_batches(Counted(), endless(), Preprocess(8))):
         assert batch.indices.tolist() == [1, 2]
         if number == 3:
             break
@@ -109,7 +109,7 @@ def test_the_chunks_may_be_endless_and_stopping_leaves_no_thread() -> None:
 
 def test_an_exception_of_the_caller_leaves_no_thread() -> None:
     def use() -> None:
-        for _ in batches(Counted(), CHUNKS, Preprocess(8)):
+        for _ in read_batches(Counted(), CHUNKS, Preprocess(8)):
             raise RuntimeError("the caller's")
 
     with pytest.raises(RuntimeError, match="the caller's"):
@@ -118,7 +118,7 @@ def test_an_exception_of_the_caller_leaves_no_thread() -> None:
 
 
 def test_a_bad_sample_is_a_mistake_that_names_it() -> None:
-    stream = batches(Counted(broken=frozenset({39})), CHUNKS, Preprocess(8), skip_bad=False)
+    stream = read_batches(Counted(broken=frozenset({39})), CHUNKS, Preprocess(8), skip_bad=False)
     assert next(stream).indices.tolist() == CHUNKS[0]
     assert next(stream).indices.tolist() == CHUNKS[1]
     with pytest.raises(UserError, match=r"sample 39 \(39.png\) cannot be read: torn.*--skip-bad"):
@@ -127,7 +127,7 @@ def test_a_bad_sample_is_a_mistake_that_names_it() -> None:
 
 
 def test_bad_samples_can_be_left_out_and_are_listed() -> None:
-    first, second, third = batches(Counted(broken=frozenset({3, 0, 6})), CHUNKS, Preprocess(8), skip_bad=True)
+    first, second, third = read_batches(Counted(broken=frozenset({3, 0, 6})), CHUNKS, Preprocess(8), skip_bad=True)
     assert first.indices.tolist() == [5, 8]
     assert first.bad == (BadSample(3, "3.png", "torn"),)
     assert torch.equal(first.x, torch.stack([pixels(5), pixels(8)]))
@@ -141,7 +141,7 @@ def test_a_picture_that_cannot_be_resized_is_bad_too() -> None:
         def read(self, indices: Sequence[int]) -> list[Image.Image | Exception]:
             return [Image.new("RGB", (0, 3)) for _ in indices]
 
-    (batch,) = batches(Thin(), [[4]], Preprocess(8), skip_bad=True)
+    (batch,) = read_batches(Thin(), [[4]], Preprocess(8), skip_bad=True)
     assert [bad.index for bad in batch.bad] == [4]
 
 
@@ -151,13 +151,13 @@ def test_a_mistake_within_reading_reaches_the_caller() -> None:
             raise UserError("no room for temporary files")
 
     with pytest.raises(UserError, match="no room"):
-        list(batches(Full(), CHUNKS, Preprocess(8), skip_bad=True))
+        list(read_batches(Full(), CHUNKS, Preprocess(8), skip_bad=True))
     assert readers() == []
 
 
 def test_threads_must_be_positive_and_this_is_told_at_once() -> None:
     with pytest.raises(UserError, match="at least 1, got 0"):
-        batches(Counted(), CHUNKS, Preprocess(8), threads=0)
+        read_batches(Counted(), CHUNKS, Preprocess(8), threads=0)
 
 
 def test_from_a_folder_with_a_torn_file(tmp_path: Path) -> None:
@@ -165,15 +165,15 @@ def test_from_a_folder_with_a_torn_file(tmp_path: Path) -> None:
         write_png(tmp_path / "cat" / f"{number}.png", number)
     (tmp_path / "cat" / "2.png").write_bytes(b"torn")
     source = open_dataset(f"folder:{tmp_path}")
-    with pytest.raises(UserError, match=r"cat/2.png\) cannot be read: not a picture"):
-        list(batches(source, [[0, 1], [2, 3]], Preprocess((6, 5))))
-    got = list(batches(source, [[0, 1], [2, 3]], Preprocess((6, 5)), skip_bad=True))
+    with pytest.raises(UserError, match=r"cat/2.png\) cannot be read: not an image"):
+        list(read_batches(source, [[0, 1], [2, 3]], Preprocess((6, 5))))
+    got = list(read_batches(source, [[0, 1], [2, 3]], Preprocess((6, 5)), skip_bad=True))
     assert torch.cat([batch.indices for batch in got]).tolist() == [0, 1, 3]
     expected = np.stack([picture(n) for n in (0, 1, 3)]).transpose(0, 3, 1, 2).astype(np.float32) / 255
     assert np.array_equal(torch.cat([batch.x for batch in got]).numpy(), expected)
 
 
 def test_moving_a_batch_keeps_its_indices() -> None:
-    batch = next(batches(Counted(), CHUNKS, Preprocess(8)))
+    batch = next(read_batches(Counted(), CHUNKS, Preprocess(8)))
     moved = batch.to("meta")
     assert (moved.x.device.type, moved.y.device.type, moved.indices.device.type) == ("meta", "meta", "cpu")

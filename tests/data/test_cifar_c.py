@@ -7,8 +7,7 @@ import pytest
 from pictures import picture, pixels_of
 
 from vitadel.data import open_dataset
-from vitadel.data.sources.cifar_c import CorruptedArrays
-from vitadel.data.sources.cifar_names import CIFAR10_CLASSES, CIFAR100_CLASSES
+from vitadel.data.sources.cifar_c import CIFAR10_CLASSES, CIFAR100_CLASSES, CorruptedArrays
 from vitadel.errors import UserError
 
 SHARE = 3  # images per severity; the benchmark has 10,000

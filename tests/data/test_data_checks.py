@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pictures import picture
 
-from vitadel.data import BadSample, check_labels, left_out, open_dataset
+from vitadel.data import BadSample, check_labels, open_dataset, skipped
 from vitadel.errors import UserError
 from vitadel.types import Source
 
@@ -19,7 +19,7 @@ def labelled(tmp_path: Path, labels: list[int]) -> Source:
 def test_labels_that_fit(tmp_path: Path) -> None:
     source = labelled(tmp_path, [0, 2, 1])
     assert check_labels(source, 3) == check_labels(source, 10) == check_labels(source, 3, skip_bad=True) == ()
-    assert left_out(source) == ()
+    assert skipped(source) == ()
 
 
 def test_a_label_outside_names_the_sample_the_range_and_the_cause(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_label_outside_names_the_sample_the_range_and_the_cause(tmp_path: Path
 
 def test_a_missing_label(tmp_path: Path) -> None:
     source = labelled(tmp_path, [0, -1, 1])
-    with pytest.raises(UserError, match=r"sample 1 .* has no label that can be read.*put the labels right"):
+    with pytest.raises(UserError, match=r"sample 1 .* has no label that can be read.*correct the labels"):
         check_labels(source, 2)
     assert [bad.index for bad in check_labels(source, 2, skip_bad=True)] == [1]
 

@@ -6,8 +6,7 @@ import pytest
 
 from vitadel.data import known_specs, open_dataset
 from vitadel.data.sources.shapes import Shapes
-from vitadel.data.spec import DATA_KINDS, parse_spec
-from vitadel.data.splits import pick_split
+from vitadel.data.spec import DATA_KINDS, parse_spec, pick_split
 from vitadel.errors import UserError
 
 
@@ -65,7 +64,7 @@ def test_shapes_with_settings() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("shapes(sise=64)", "no setting 'sise'; it takes size, texture, agreement, faintest, seed; did you mean size"),
+        ("shapes(sise=64)", "no setting 'sise'; it takes size, seed, texture, agreement, faintest; did you mean size"),
         ("shapes(size=big)", r"shapes\(size=big\).*not a number"),
         ("shapes(size=32.5)", "not a whole number"),
         ("shapes(size=4)", "size must be from 8 to 1024"),

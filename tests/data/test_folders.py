@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pictures import picture, pixels_of, write_png
 
-from vitadel.data import left_out, open_dataset
+from vitadel.data import open_dataset, skipped
 from vitadel.errors import UserError
 
 
@@ -67,7 +67,7 @@ def test_an_empty_class_is_named_or_keeps_its_number(tmp_path: Path) -> None:
     source = open_dataset(f"folder:{tmp_path}", skip_bad=True)
     assert tuple(source.classes) == ("cat", "dog", "zebra")
     assert source.labels().tolist() == [0, 2]
-    assert left_out(source) == ("class 'dog' is empty",)
+    assert skipped(source) == ("class 'dog' is empty",)
 
 
 def test_a_corrupt_file_gives_its_exception_and_the_others_their_pixels(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_paths_with_an_at_sign_brackets_or_a_tilde(tmp_path: Path, monkeypatch: 
         ("folder:{}/missing", "does not exist.*one sub-folder per class"),
         ("folder:{}/file.png", "is a file; folder expects a folder"),
         ("folder:{}/flat", "has no sub-folders"),
-        ("folder:{}/bare", "2 sub-folders, but no picture"),
+        ("folder:{}/bare", "2 sub-folders, but no image"),
         ("folder:{}/bare@val", "no sub-folder 'val'"),
         ("folder:", "names no path"),
         ("folder:{}/bare(size=3)", "no setting 'size'"),

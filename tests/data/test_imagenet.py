@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pictures import picture, pixels_of, write_png
 
-from vitadel.data import left_out, open_dataset
+from vitadel.data import open_dataset, skipped
 from vitadel.data.sources.folders import ImageFiles
 from vitadel.data.sources.imagenet import class_numbers, imagenet_classes, named_like_imagenet
 from vitadel.errors import UserError
@@ -92,7 +92,7 @@ def test_an_empty_class(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"class '{GOOSE}' is empty"):
         open_dataset(f"imagenet:{tmp_path}")
     source = open_dataset(f"imagenet:{tmp_path}", skip_bad=True)
-    assert left_out(source) == (f"class '{GOOSE}' is empty",)
+    assert skipped(source) == (f"class '{GOOSE}' is empty",)
 
 
 def test_trees_that_are_something_else(tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_trees_that_are_something_else(tmp_path: Path) -> None:
     for spec, message in (
         ("imagenet:{}/flat", "no sub-folders.*sort them into such folders"),
         ("imagenet:{}/pets", "not one of the 1000 ImageNet classes; for classes with other names use folder:DIR"),
-        ("imagenet:{}/bare", "holds no pictures"),
+        ("imagenet:{}/bare", "holds no images"),
         ("imagenet-c:{}/c", "not in a folder of an ImageNet class"),
-        ("imagenet-c:{}/bare", "holds no pictures"),
+        ("imagenet-c:{}/bare", "holds no images"),
         ("imagenet:{}/missing", "does not exist"),
     ):
         with pytest.raises(UserError, match=message):

@@ -8,7 +8,7 @@ from pictures import picture, pixels_of, png
 from PIL import Image
 from timm.data import ImageDataset
 
-from vitadel.data.images import attempts, decode, from_array
+from vitadel.data.images import decode, from_array, read_each
 from vitadel.errors import UserError
 
 
@@ -74,7 +74,7 @@ def test_the_same_pixels_as_timm_reads(mode: str) -> None:
 
 def test_broken_files_say_what_is_wrong() -> None:
     whole = png(picture(8, 64, 64))
-    faults = attempts(decode, [b"", b"not a picture", whole[: len(whole) // 2], whole])
+    faults = read_each(decode, [b"", b"not a picture", whole[: len(whole) // 2], whole])
     assert [type(fault).__name__ for fault in faults[:3]] == ["ValueError", "ValueError", "OSError"]
     assert "empty" in str(faults[0])
     assert "13 bytes" in str(faults[1])
@@ -87,7 +87,7 @@ def test_a_mistake_is_not_blamed_on_the_sample() -> None:
         raise UserError("no room for temporary files")
 
     with pytest.raises(UserError, match="no room"):
-        attempts(full, [1])
+        read_each(full, [1])
 
 
 def test_arrays_of_every_layout_and_type() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vitadel.data.sources.masks import VOID, Cut, open_masked
+from vitadel.data.sources.masks import VOID, ResizeCrop, open_masked
 from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import UserError
 
@@ -40,7 +40,7 @@ def write_parquet(path, pairs, names=("img", "label"), struct=True, row_group_si
 
 def test_shapes_come_with_their_own_masks():
     masked, shapes = open_masked("shapes(size=16)@val"), Shapes("val", 16)
-    pixels, masks = masked.read([3, 17], Cut((16, 16)))
+    pixels, masks = masked.read([3, 17], ResizeCrop((16, 16)))
     expected, labels, truth = shapes.render([3, 17])
     assert torch.equal(pixels, expected / 255)
     assert torch.equal(masks, truth)
@@ -51,7 +51,7 @@ def test_shapes_come_with_their_own_masks():
 def test_rows_of_parquet_are_cut_alike(tmp_path, struct):
     file = write_parquet(tmp_path / "test.parquet", [striped(n) for n in range(5)], struct=struct)
     masked = open_masked(f"parquet:{file}", classes=3)
-    pixels, masks = masked.read([4, 0], Cut((4, 8)))
+    pixels, masks = masked.read([4, 0], ResizeCrop((4, 8)))
     levels = (pixels * 255).round().long()
     assert levels[:, 2, 0, 0].tolist() == [4, 0]
     assert levels[0, 0, :, 0].tolist() == [10, 20, 30, 40]  # of six rows one is cut off on either side
@@ -63,7 +63,7 @@ def test_rows_of_parquet_are_cut_alike(tmp_path, struct):
 def test_a_mask_takes_the_nearest_pixel_and_no_value_between():
     image = np.zeros((4, 4, 3), dtype=np.uint8)
     image[:, 2:] = 200
-    cut = Cut((8, 12))
+    cut = ResizeCrop((8, 12))
     mask = cut.mask(np.where(image[:, :, 0] > 0, 7, 1))
     picture = cut.image(Image.fromarray(image))
     assert (picture.shape, mask.shape) == ((3, 8, 12), (8, 12))
@@ -76,7 +76,7 @@ def test_a_mask_takes_the_nearest_pixel_and_no_value_between():
 def test_void_values_and_classes_from_one(tmp_path):
     image = np.zeros((1, 4, 3))
     file = write_parquet(tmp_path / "a.parquet", [(image, [[0, 1, 2, 255]])])
-    cut = Cut((1, 4))
+    cut = ResizeCrop((1, 4))
     assert open_masked(f"parquet:{file}", classes=3).read([0], cut)[1].tolist() == [[[0, 1, 2, VOID]]]
     assert open_masked(f"parquet:{file}", classes=2, void=[2]).read([0], cut)[1].tolist() == [[[0, 1, VOID, VOID]]]
     assert open_masked(f"parquet:{file}", classes=2, from_one=True).read([0], cut)[1].tolist() == [[[VOID, 0, 1, VOID]]]
@@ -89,7 +89,7 @@ def test_columns_are_found_or_named(tmp_path):
     with pytest.raises(UserError, match="several columns could be the image"):
         open_masked(f"parquet:{file}", classes=3)
     for settings in ("image=scene,mask=truth", "mask=truth", "image=scene"):
-        assert open_masked(f"parquet:{file}({settings})", classes=3).read([0], Cut((6, 8)))[1][0, 4, 0] == 1
+        assert open_masked(f"parquet:{file}({settings})", classes=3).read([0], ResizeCrop((6, 8)))[1][0, 4, 0] == 1
     with pytest.raises(UserError, match="did you mean truth"):
         open_masked(f"parquet:{file}(mask=truht)", classes=3)
 
@@ -113,20 +113,20 @@ def test_data_without_masks_is_told(tmp_path):
     ("mask", "told"),
     [
         (np.zeros((6, 7)), "6 x 8 pixels and its mask 6 x 7"),
-        (np.zeros((6, 8, 3)), "colours"),
+        (np.zeros((6, 8, 3)), "a color image"),
     ],
 )
 def test_masks_that_do_not_fit_are_told_with_the_sample(tmp_path, mask, told):
     file = write_parquet(tmp_path / "a.parquet", [(striped(0)[0], mask)])
     with pytest.raises(UserError, match=told):
-        open_masked(f"parquet:{file}", classes=3).read([0], Cut((6, 8)))
+        open_masked(f"parquet:{file}", classes=3).read([0], ResizeCrop((6, 8)))
 
 
 def test_a_broken_mask_is_told_with_the_sample(tmp_path):
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"img": [encoded(striped(0)[0])], "mask": [b"nothing"]}), file)
     with pytest.raises(UserError, match=r"a\.parquet row 0.*cannot be read"):
-        open_masked(f"parquet:{file}", classes=3).read([0], Cut((6, 8)))
+        open_masked(f"parquet:{file}", classes=3).read([0], ResizeCrop((6, 8)))
 
 
 @pytest.mark.parametrize("layout", ["{split}/images", "images/{split}"])
@@ -140,7 +140,7 @@ def test_folders_pair_images_and_masks_by_name(tmp_path, layout):
                 Image.fromarray(np.asarray(values, dtype=np.uint8)).save(folder / f"{number}.{ending}")
     train, val = (open_masked(f"folder:{tmp_path}@{split}", classes=3) for split in ("train", "val"))
     assert (len(train), len(val), val.name(0)) == (2, 1, "town/7.png")
-    pixels, masks = train.read([1], Cut((6, 8)))
+    pixels, masks = train.read([1], ResizeCrop((6, 8)))
     assert round(float(pixels[0, 2, 0, 0] * 255)) == 2
     assert masks[0, :, 0].tolist() == [0, 1, 2, 0, 1, 2]
 
@@ -157,7 +157,7 @@ def test_palettes_hold_classes_and_missing_masks_are_told(tmp_path):
     coloured = Image.fromarray(mask.astype(np.uint8))
     coloured.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0])
     coloured.save(tmp_path / "masks" / "a.png")
-    assert open_masked(f"folder:{tmp_path}", classes=3).read([0], Cut((6, 8)))[1][0, :, 0].tolist() == [
+    assert open_masked(f"folder:{tmp_path}", classes=3).read([0], ResizeCrop((6, 8)))[1][0, :, 0].tolist() == [
         0,
         1,
         2,

@@ -132,7 +132,7 @@ def test_a_group_is_decoded_once_and_memory_stays_flat_in_its_size(tmp_path: Pat
     source = open_dataset(f"parquet:{tmp_path}/big.parquet")
     assert isinstance(source, ParquetImages)
     loads = []
-    stream = source.spool.load
+    stream = source.column.cache.load
 
     def watched(group: int) -> Iterator[bytes | None]:
         loads.append(group)
@@ -140,9 +140,9 @@ def test_a_group_is_decoded_once_and_memory_stays_flat_in_its_size(tmp_path: Pat
             held_by_arrow.append(pa.total_allocated_bytes() - before)
             yield content
 
-    source.spool.load = watched
+    source.column.cache.load = watched
     for index in (383, 0, 200, 199, 383):
-        assert source.spool.row(0, index) == blobs[index]
+        assert source.column.cache.row(0, index) == blobs[index]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert loads == [0]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pictures import picture, pixels_of, png
 
-from vitadel.data import left_out, open_dataset
+from vitadel.data import open_dataset, skipped
 from vitadel.errors import UserError
 
 
@@ -93,8 +93,8 @@ def test_a_shard_that_is_cut_off(tmp_path: Path) -> None:
     source = open_dataset(f"shards:{tmp_path}/*.tar", skip_bad=True)
     assert source.labels().tolist() == [0, 1, 1]
     assert np.array_equal(pixels_of(source.read([2])[0]), picture(3))
-    assert len(left_out(source)) == 1
-    assert "a.tar" in left_out(source)[0]
+    assert len(skipped(source)) == 1
+    assert "a.tar" in skipped(source)[0]
 
 
 def test_what_cannot_be_used(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from pictures import picture, pixels_of, png, write_png
 
-from vitadel.data import batches, check_labels, open_dataset
+from vitadel.data import check_labels, open_dataset, read_batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.types import Source
 
@@ -131,7 +131,7 @@ def test_batches_of_it(source: Source) -> None:
     (image,) = source.read([0])
     assert not isinstance(image, Exception)
     preprocess = Preprocess((image.height, image.width))
-    (batch,) = batches(source, [[2, 0]], preprocess)
+    (batch,) = read_batches(source, [[2, 0]], preprocess)
     expected = np.stack([pixels_of(image) for image in source.read([2, 0])]).transpose(0, 3, 1, 2)
     assert np.array_equal(batch.x.numpy(), expected.astype(np.float32) / 255)
     assert torch.equal(batch.y, source.labels()[[2, 0]])

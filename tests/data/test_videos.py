@@ -7,7 +7,7 @@ import pytest
 from pictures import pixels_of
 
 from films import write_video
-from vitadel.data import left_out, open_dataset
+from vitadel.data import open_dataset, skipped
 from vitadel.data.sources.videos import VideoFrames
 from vitadel.errors import UserError
 
@@ -53,7 +53,7 @@ def test_a_broken_video(root: Path) -> None:
         open_dataset(f"imagenet-p:{root}", skip_bad=False)
     source = open_dataset(f"imagenet-p:{root}", skip_bad=True)
     assert len(source) == 9
-    assert len(left_out(source)) == 1
+    assert len(skipped(source)) == 1
 
 
 def test_a_video_that_shrank_since_gives_exceptions(root: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from imagenet_a import RIGHT, answering, write_imagenet_a
 from toys import trained_toy
-from vitadel.adapters.open_model import open_model
+from vitadel.adapters.adapted_model import open_model
 from vitadel.backbones.classifier import wrap
 from vitadel.diagnosis.checks import attention as attention
 from vitadel.diagnosis.checks import gradients as gradients

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from vitadel.adapters.open_model import open_model
+from vitadel.adapters.adapted_model import open_model
 from vitadel.diagnosis.broken_defenses import GALLERY
 from vitadel.diagnosis.examination import Examination
 from vitadel.diagnosis.finding import OK

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.attacks.parse import make
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
-from vitadel.data.batches import batches
+from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import Interrupted, UserError
@@ -39,14 +39,14 @@ def subject_of(classifier: Classifier) -> Target:
     return Target(classifier, "tiny", open_dataset("shapes"), "shapes")
 
 
-def tokened_of(classifier: Classifier, placement: str = "prefix") -> Tokened:
-    return Tokened(classifier, fresh_tokens(24, 3, scale=20.0), placement=placement)
+def tokened_of(classifier: Classifier, placement: str = "prefix") -> TokenClassifier:
+    return TokenClassifier(classifier, fresh_tokens(24, 3, scale=20.0), placement=placement)
 
 
 def all_images(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
     labels = target.source.labels()
     indices = balanced_subset(labels, LOOK.limit, LOOK.seed, torch.arange(len(labels)))
-    (batch,) = batches(target.source, [indices.tolist()], Preprocess(32))
+    (batch,) = read_batches(target.source, [indices.tolist()], Preprocess(32))
     return batch.indices, batch.x
 
 

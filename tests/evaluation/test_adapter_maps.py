@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from toras import classifier_of, tora_of
-from vitadel.adapters.tora.tora import Tora
-from vitadel.adapters.tora.tora_maps import gate_maps
 from vitadel.adapters.tora.tora_settings import ToraSettings
+from vitadel.adapters.tora.tora_vit import Tora, gate_maps
 from vitadel.evaluation.engine.target import open_target
 from vitadel.evaluation.trade_off.adapter_maps import PARTS, area, deletion_and_insertion, patch_orders
 from vitadel.evaluation.trade_off.candidates import Candidate

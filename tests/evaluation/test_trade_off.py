@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from imagenet_a import RIGHT, answering, write_imagenet_a
 from toras import classifier_of, enlivened
-from vitadel.adapters.tora.tora import OneHead, Tora
-from vitadel.adapters.tora.tora_files import fusion_of, interpolated
+from vitadel.adapters.tora.tora_files import fusion_of, interpolate_fusions
 from vitadel.adapters.tora.tora_settings import ToraSettings
+from vitadel.adapters.tora.tora_vit import BranchClassifier, Tora
 from vitadel.attacks.branch_attacks import Aimed
 from vitadel.attacks.parse import make
 from vitadel.data import open_dataset
-from vitadel.data.batches import batches
+from vitadel.data.batches import read_batches
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.audit.protocols import RVT
 from vitadel.evaluation.engine.class_subset import choose_among
@@ -63,7 +63,7 @@ class Answered:
 
 def answered(count=24):
     shapes, bare = open_dataset("shapes(size=32)@test"), open_target(classifier_of(), "shapes(size=32)@test")
-    (batch,) = batches(shapes, [list(range(count))], bare.preprocess)
+    (batch,) = read_batches(shapes, [list(range(count))], bare.preprocess)
     with torch.no_grad():
         return Answered(shapes, bare.model(batch.x).argmax(1))
 
@@ -110,7 +110,7 @@ def samples(outcome):
 
 
 def pixels(target, index):
-    (batch,) = batches(target.source, [list(index)], target.preprocess)
+    (batch,) = read_batches(target.source, [list(index)], target.preprocess)
     return batch.x, batch.y
 
 
@@ -118,7 +118,7 @@ def test_every_head_is_judged_as_by_hand(crew, outcome, samples):
     x, y = pixels(crew[0].target, samples["index"])
     model = crew[0].tora
     assert samples["label"] == y.tolist()
-    outputs = {"acc": OneHead(model, "acc"), "rob": OneHead(model, "rob"), "joint": model}
+    outputs = {"acc": BranchClassifier(model, "acc"), "rob": BranchClassifier(model, "rob"), "joint": model}
     told = outcome.results["trade_off"]["contenders"][0]["rvt"]
     right_of = {}
     for head, output in outputs.items():
@@ -168,7 +168,7 @@ def test_an_aimed_step_follows_the_gradient_of_its_branch(crew):
     for branch in ("acc", "rob"):
         found = Aimed(make("fgsm", eps=eps), branch)(model, x, y)
         z = x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(F.cross_entropy(OneHead(model, branch)(z), y, reduction="sum"), z)
+        (slope,) = torch.autograd.grad(F.cross_entropy(BranchClassifier(model, branch)(z), y, reduction="sum"), z)
         expected = (x + eps * slope.sign()).clamp(0, 1)
         with torch.no_grad():
             standing = model(x).argmax(1) == y
@@ -209,7 +209,7 @@ def test_an_aimed_step_between_some_classes(tmp_path):
     for branch in ("acc", "rob"):
         found = Aimed(make("fgsm", eps=eps), branch)(target.model, x, y)
         z = x.clone().requires_grad_()
-        logits = OneHead(whole, branch)(z)[:, target.model.chosen]
+        logits = BranchClassifier(whole, branch)(z)[:, target.model.chosen]
         (slope,) = torch.autograd.grad(F.cross_entropy(logits, y, reduction="sum"), z)
         torch.testing.assert_close(found, (x + eps * slope.sign()).clamp(0, 1))
 
@@ -282,7 +282,7 @@ def test_the_knob_gives_fusions_in_between(crew):
     assert [each.knob["at"] for each in found] == [0.25, 0.5, 0.75]
     assert found[0].knob["lambdas"] == [0.1, 0.9]
     middle = fusion_of(found[1].tora).weights
-    expected = interpolated(fusion_of(crew[0].tora), fusion_of(crew[1].tora), 0.5).weights
+    expected = interpolate_fusions(fusion_of(crew[0].tora), fusion_of(crew[1].tora), 0.5).weights
     assert all(torch.equal(middle[name], expected[name]) for name in expected)
     assert found[1].tora.classifier is crew[0].tora.classifier  # not a copy for each
     assert not torch.equal(fusion_of(crew[0].tora).weights[name := "fusion.0.query.weight"], middle[name])

@@ -24,7 +24,7 @@ def extra(count: int = 3) -> Tensor:
     return torch.randn(count, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
 
 
-class Tokened(nn.Module):
+class TokenClassifier(nn.Module):
     """Keeps its tokens to itself: they are there during its own forward only."""
 
     def __init__(self, model: nn.Module, tokens: Tensor, placement: str = "prefix") -> None:
@@ -94,7 +94,7 @@ def test_extra_tokens_act_and_are_left_out(name: str) -> None:
     with extra_tokens(model, extra()):
         tokens = net.forward_features(x)
         around = token_features(model, x, blocks=2)
-    inside = token_features(Tokened(model, extra()), x, blocks=2)
+    inside = token_features(TokenClassifier(model, extra()), x, blocks=2)
     plain = token_features(model, x, blocks=2)
     for found in (around, inside):
         patches = tokens[:, VITS[name].prefix :]
@@ -115,7 +115,7 @@ def test_earlier_blocks_with_extra_tokens_by_hand(placement: str) -> None:
     expected = net.norm(stream[:, :-3])
     with extra_tokens(model, extra(), placement=placement):
         around = token_features(model, x, blocks=2)[0]
-    for first in (around, token_features(Tokened(model, extra(), placement), x, blocks=2)[0]):
+    for first in (around, token_features(TokenClassifier(model, extra(), placement), x, blocks=2)[0]):
         same(first.class_token, expected[:, 0])
         same(first.patch_tokens, expected[:, 5:])
 

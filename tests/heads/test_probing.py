@@ -8,11 +8,11 @@ import pytest
 import torch
 from small_probes import linear, masks
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened
+from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.adapters.tokens.token_files import load_tokens, save_tokens
-from vitadel.data import batches, open_dataset
+from vitadel.data import open_dataset, read_batches
 from vitadel.data.preprocess import Preprocess
-from vitadel.data.sources.masks import Cut, open_masked
+from vitadel.data.sources.masks import ResizeCrop, open_masked
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import Interrupted, UserError
 from vitadel.heads import probe, train_segmentation
@@ -38,13 +38,13 @@ def model_of(document):
 def tokens(tmp_path):
     """Tokens so large that features with them are others than without."""
     values = 3 * SampleRNG.of_samples(5, range(4)).normal(16)
-    save_tokens(Tokened(model_of(linear()), values), tmp_path / "secret.safetensors", {})
+    save_tokens(TokenClassifier(model_of(linear()), values), tmp_path / "secret.safetensors", {})
     return tmp_path / "secret.safetensors"
 
 
 def accuracy_by_hand(path, model, rows):
     probe = load_head(path / "weights" / "head.safetensors", model)
-    (batch,) = batches(open_dataset("shapes(size=16)@test"), [rows.tolist()], Preprocess(16))
+    (batch,) = read_batches(open_dataset("shapes(size=16)@test"), [rows.tolist()], Preprocess(16))
     with torch.no_grad():
         return int((probe(batch.x).argmax(1) == batch.y).sum())
 
@@ -109,7 +109,7 @@ def test_a_probe_that_was_stopped_goes_on_and_trains_nothing_twice(tmp_path, mon
 
 def test_other_tokens_do_not_go_on_with_a_run(tmp_path, tokens):
     run(linear(), tmp_path / "run", tokens)
-    save_tokens(Tokened(model_of(linear()), torch.ones(2, 16)), tokens, {})
+    save_tokens(TokenClassifier(model_of(linear()), torch.ones(2, 16)), tokens, {})
     with pytest.raises(UserError, match="tokens fingerprint: was"):
         run(linear(), tmp_path / "run", tokens, resume=True)
 
@@ -149,7 +149,7 @@ def test_a_segmentation_head_is_judged_by_hand(tmp_path, tokens):
     )
     attackers = Segmenter(tokened.classifier, own).eval()
     rows = balanced_subset(torch.zeros(10_000, dtype=torch.int64), 12, 0)
-    x, truth = open_masked("shapes(size=16)@test").read(rows, Cut((16, 16)))
+    x, truth = open_masked("shapes(size=16)@test").read(rows, ResizeCrop((16, 16)))
     with torch.no_grad():
         assert told["clean"]["mean_iou"] == pytest.approx(mean_iou(deployed(x).argmax(1), truth))
     low, high = told["clean"]["mean_iou_ci95"]

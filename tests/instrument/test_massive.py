@@ -77,7 +77,7 @@ def test_registers_do_not_count(token: int, counts: bool) -> None:
     assert all_count == 500.0
 
 
-class Tokened(nn.Module):
+class TokenClassifier(nn.Module):
     """Keeps its tokens to itself: they are there during its own forward only."""
 
     def __init__(self, model: nn.Module, tokens: Tensor, placement: str) -> None:
@@ -106,7 +106,7 @@ def test_extra_tokens_do_not_count(name: str, placement: str) -> None:
     moved = torch.where(before.tokens[0] < first, before.tokens[0], before.tokens[0] + 2)
     with extra_tokens(plain, huge, placement=placement):
         around = massive_activations(plain, x)
-    model = Tokened(plain, huge, placement)
+    model = TokenClassifier(plain, huge, placement)
     inside = massive_activations(model, x)
     everything = massive_activations(model, x, excluded=())
     by_number = massive_activations(model, x, excluded=[*registers, first, first + 1])

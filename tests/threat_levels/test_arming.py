@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.backbones.load import load_model
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.engine.target import open_target
@@ -24,7 +24,7 @@ THEIRS = "shapes(seed=5)@train"
 
 @pytest.fixture(scope="module")
 def target():
-    victim = Tokened(load_model("zoo:shapes-standard"), fresh_tokens(96, 4, seed=11)).eval()
+    victim = TokenClassifier(load_model("zoo:shapes-standard"), fresh_tokens(96, 4, seed=11)).eval()
     return open_target(victim, "shapes")
 
 

@@ -13,12 +13,12 @@ import torch
 
 from imagenet_a import RIGHT, answering, write_imagenet_a
 from toras import classifier_of
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.adapters.tokens.token_files import load_tokens, save_tokens
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.load import load_model
-from vitadel.data.batches import batches
+from vitadel.data.batches import read_batches
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.engine.judge import judge
 from vitadel.evaluation.engine.target import open_target
@@ -47,7 +47,7 @@ def classifier():
 
 @pytest.fixture(scope="module")
 def target(classifier):
-    return open_target(Tokened(classifier, fresh_tokens(96, 4, seed=11)).eval(), "shapes")
+    return open_target(TokenClassifier(classifier, fresh_tokens(96, 4, seed=11)).eval(), "shapes")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def sets(classifier, tmp_path_factory):
     files = []
     for seed in (1, 2, 3):
         files.append(str(folder / f"{seed}.safetensors"))
-        save_tokens(Tokened(classifier, fresh_tokens(96, 4, seed=seed)), files[-1], {})
+        save_tokens(TokenClassifier(classifier, fresh_tokens(96, 4, seed=seed)), files[-1], {})
     return files
 
 
@@ -146,7 +146,7 @@ def test_a_transfer_level_is_what_one_gets_by_hand(finished, target, sets, class
     eps = EPS[1]
     indices, _ = target.selection(20, 0, False)
     held = {}
-    for batch in batches(target.source, [part.tolist() for part in indices.split(8)], target.preprocess):
+    for batch in read_batches(target.source, [part.tolist() for part in indices.split(8)], target.preprocess):
         attack = PGD(Linf(eps), steps=3, stop_when_fooled=False)
         rng = SampleRNG.of_samples(0, batch.indices).stream("T2 pgd-3, victim's head")
         z = attack(classifier, batch.x, batch.y, rng)
@@ -162,7 +162,7 @@ def test_a_victim_and_attackers_choose_between_the_classes_that_count(tmp_path):
     bare, other = classifier_of(classes=1000), classifier_of(classes=1000)
     for each in (bare, other):
         answering(each.backbone.head)
-    tokened = open_target(Tokened(bare, fresh_tokens(24, 2, seed=1)).eval(), write_imagenet_a(tmp_path / "a"))
+    tokened = open_target(TokenClassifier(bare, fresh_tokens(24, 2, seed=1)).eval(), write_imagenet_a(tmp_path / "a"))
     request = ThreatLevelsRequest(
         eps=EPS[:1], levels=("T0", "T1", "T5", "T6"), steps=2, queries=5, white_box=("apgd-ce(steps=2)",), batch_size=2
     )
@@ -176,7 +176,7 @@ def test_a_victim_and_attackers_choose_between_the_classes_that_count(tmp_path):
 def test_a_bank_counts_images_that_every_set_gets_right(finished, target, sets, classifier):
     results, _ = finished
     indices, _ = target.selection(20, 0, False)
-    (batch,) = batches(target.source, [indices.tolist()], target.preprocess)
+    (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess)
     with torch.no_grad():
         each = [model(batch.x).argmax(1) == batch.y for model in (target.model, load_tokens(sets[2], classifier))]
     assert results["ladder"]["bank_clean_accuracy"] == pytest.approx(float(torch.stack(each).double().mean()))
@@ -249,7 +249,7 @@ def test_heads_of_victim_and_attacker_are_put_on_the_frozen_features(target, set
         own_head=lambda model: Probe(model, theirs, 1, False),
     ).results
     indices, _ = target.selection(20, 0, False)
-    (batch,) = batches(target.source, [indices.tolist()], target.preprocess)
+    (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess)
     with torch.no_grad():
         right = Probe(target.model, ours, 1, False)(batch.x).argmax(1) == batch.y
     assert results["clean"]["correct"] == int(right.sum()) < 15
@@ -277,7 +277,7 @@ def test_somebody_must_be_there_to_climb(target, sets, recipe, tmp_path, changes
 @pytest.mark.parametrize(("count", "placement"), [(3, "prefix"), (4, "append")])
 def test_the_sets_of_a_bank_are_alike(target, classifier, sets, recipe, tmp_path, count, placement):
     file = str(tmp_path / "other.safetensors")
-    save_tokens(Tokened(classifier, fresh_tokens(96, count, seed=8), placement=placement), file, {})
+    save_tokens(TokenClassifier(classifier, fresh_tokens(96, count, seed=8), placement=placement), file, {})
     told = rf"set 1 of --bank has {count} tokens \({placement}\), the victim 4 \(prefix\)"
     with pytest.raises(UserError, match=told):
         run_ladder(target, request_of(sets, recipe, levels=("T8",), bank=(file,)), CPU, out=tmp_path / "run")
@@ -340,7 +340,7 @@ def test_who_sees_verdicts_keeps_what_it_found_by_moving_features(target):
 
 def test_the_secret_itself_is_no_surrogate(target, sets, recipe, tmp_path):
     file = tmp_path / "own.safetensors"
-    save_tokens(Tokened(target.model.classifier, target.model.tokens.detach()), file, {})
+    save_tokens(TokenClassifier(target.model.classifier, target.model.tokens.detach()), file, {})
     request = request_of(sets, recipe, levels=("T3",), surrogates=(sets[0], str(file)))
     with pytest.raises(UserError, match="set 2 of --surrogates is the same as the victim's own tokens"):
         run_ladder(target, request, CPU, out=tmp_path / "run")

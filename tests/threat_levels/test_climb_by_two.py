@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.backbones.load import load_model
 
@@ -33,7 +33,7 @@ run_ladder(subject, order, join_processes("cpu"), out=out)
 @pytest.fixture
 def tokens(tmp_path):
     file = tmp_path / "tokens.safetensors"
-    save_tokens(Tokened(load_model("zoo:shapes-standard"), fresh_tokens(96, 4, seed=11)), file, {})
+    save_tokens(TokenClassifier(load_model("zoo:shapes-standard"), fresh_tokens(96, 4, seed=11)), file, {})
     return file
 
 

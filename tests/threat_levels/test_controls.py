@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from toys import images
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.backbones.classifier import wrap
 from vitadel.instrument import extra_tokens
 from vitadel.threat_levels.controls import Resized, controls, with_weight_noise
@@ -13,7 +13,7 @@ from vits import make_vit
 
 
 def victim_of(seed=11):
-    return Tokened(wrap(make_vit("vit")), fresh_tokens(24, 3, 0.5, seed)).eval()
+    return TokenClassifier(wrap(make_vit("vit")), fresh_tokens(24, 3, 0.5, seed)).eval()
 
 
 def test_every_control_is_what_it_is_called():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from toys import images
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.backbones.load import load_model
 from vitadel.errors import UserError
 from vitadel.threat_levels.extraction import extract_tokens
@@ -15,7 +15,7 @@ from vitadel.threat_levels.extraction import extract_tokens
 @pytest.fixture(scope="module")
 def victim():
     classifier = load_model("zoo:shapes-standard")
-    return Tokened(classifier, fresh_tokens(96, 10, seed=11)).eval()
+    return TokenClassifier(classifier, fresh_tokens(96, 10, seed=11)).eval()
 
 
 @pytest.mark.parametrize(("exposed", "left"), [("features", 0.2), ("scores", 0.4)])
@@ -26,7 +26,7 @@ def test_the_fit_answers_as_the_victim_does(victim, exposed, left):
     assert 1 - found.cosine < left * (1 - found.cosine_before)
     x = images(8, seed=4, side=32)
     with torch.no_grad():
-        start = Tokened(victim.classifier, fresh_tokens(96, 10, seed=5))(x)
+        start = TokenClassifier(victim.classifier, fresh_tokens(96, 10, seed=5))(x)
         far, near = ((each - victim(x)).abs().max() for each in (start, found.model(x)))
     assert near < 2 * left * far
     assert torch.equal(victim.tokens, before)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.attacks.features import FeatureAttack
 from vitadel.attacks.pgd import PGD
 from vitadel.backbones.classifier import wrap
@@ -21,7 +21,7 @@ from vits import make_vit, pixels
 @pytest.fixture(scope="module")
 def arms():
     classifier = wrap(make_vit("vit"))
-    victim, *others = (Tokened(classifier, fresh_tokens(24, 4, 0.5, seed)).eval() for seed in range(5))
+    victim, *others = (TokenClassifier(classifier, fresh_tokens(24, 4, 0.5, seed)).eval() for seed in range(5))
     return AttackerAssets(
         victim,
         other=wrap(make_vit("deit3")),

@@ -10,7 +10,7 @@ import timm
 import torch
 
 from vitadel.attacks import PGD
-from vitadel.backbones.record import create_backbone
+from vitadel.backbones.timm_models import create_backbone
 from vitadel.errors import UserError
 from vitadel.training.recipes import check
 from vitadel.training.recipes.build import Faulty, Recipe, build_check, build_recipe, check_recipe

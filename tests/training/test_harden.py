@@ -19,8 +19,8 @@ from small_recipes import document, recipe
 from timm.layers import DropPath
 
 import vitadel
+from vitadel.backbones.checkpoints import save_classifier
 from vitadel.backbones.load import load_model
-from vitadel.backbones.record import save_classifier
 from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import UserError
 from vitadel.runtime.distributed import join_processes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from training_toys import FakeTraining
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.attacks import Linf
 from vitadel.backbones.load import load_model
 from vitadel.errors import UserError
@@ -131,7 +131,7 @@ def test_rollback_without_a_good_epoch_says_so():
 
 def test_rollback_puts_secret_tokens_back(monkeypatch):
     kwargs = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
-    model = Tokened(
+    model = TokenClassifier(
         load_model("vit_tiny_patch16_224", weights="random", num_classes=2, kwargs=kwargs), fresh_tokens(16, 3)
     )
     good, guard, run = model.tokens.detach().clone(), OverfittingGuard("rollback"), FakeTraining(model)

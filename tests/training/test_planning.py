@@ -8,8 +8,8 @@ import pytest
 import torch
 from small_recipes import recipe
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened
-from vitadel.adapters.tora.tora import OneHead
+from vitadel.adapters.tokens.token_classifier import TokenClassifier
+from vitadel.adapters.tora.tora_vit import BranchClassifier
 from vitadel.attacks.parse import make
 from vitadel.backbones.classifier import Classifier
 from vitadel.data import open_dataset
@@ -76,8 +76,8 @@ def test_loss_and_attack_are_timed_in_the_precision_of_the_training(monkeypatch,
     ("name", "row", "attacked"),
     [
         ("tokens/shapes", None, Classifier),  # without the tokens, as in training
-        ("tokens/shapes-through", None, Tokened),
-        ("tora/shapes", "tora", OneHead),
+        ("tokens/shapes-through", None, TokenClassifier),
+        ("tora/shapes", "tora", BranchClassifier),
     ],
 )
 def test_recipes_with_adapters_are_planned_as_they_are_trained(monkeypatch, name, row, attacked):

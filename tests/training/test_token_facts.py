@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.attacks.parse import make
 from vitadel.attacks.variants import training_form
 from vitadel.backbones.classifier import Classifier
@@ -39,7 +39,7 @@ def tokens_of(net: torch.nn.Module, x: Tensor) -> Tensor:
 def test_attacked_images_and_targets_carry_no_graph() -> None:
     """The gradient of the loss is the one with the target as a constant, for the tokens and for the image."""
     classifier, x = classifier_of(), photos().requires_grad_()
-    tokened = Tokened(classifier, fresh_tokens(24, 3, scale=1.0))
+    tokened = TokenClassifier(classifier, fresh_tokens(24, 3, scale=1.0))
     objective = RobustnessTokens(make("features-2"))
     z = craft(training_form(objective.attack), tokened.classifier, x, Y)
     assert not z.requires_grad
@@ -93,7 +93,7 @@ def test_more_steps_lower_the_cosine_on_average() -> None:
 
 def test_training_lowers_the_loss_of_images_it_has_not_seen() -> None:
     classifier = classifier_of("vit")
-    tokened = Tokened(classifier, fresh_tokens(24, 10, scale=1.0, seed=2))
+    tokened = TokenClassifier(classifier, fresh_tokens(24, 10, scale=1.0, seed=2))
     objective = RobustnessTokens(make("features-3(normed=true)", eps=EPS))
     attack, optimizer = training_form(objective.attack), torch.optim.Adam([tokened.tokens], lr=0.1)
     unseen, seen = photos(12).split(6)

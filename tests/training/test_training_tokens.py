@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from small_recipes import document
 
 from toys import images
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.adapters.tokens.token_files import load_tokens, read_tokens
 from vitadel.attacks.features import feature_cosine, final_features
 from vitadel.attacks.parse import make
@@ -56,7 +56,7 @@ def trained(tmp_path_factory):
 def test_the_loss_is_two_minus_two_cosines_and_reaches_the_tokens_only():
     classifier, x = small_model(), images(4, side=16)
     tokens = fresh_tokens(16, 3, seed=1)
-    model, z = Tokened(classifier, tokens), (x + 0.05).clamp(0, 1)
+    model, z = TokenClassifier(classifier, tokens), (x + 0.05).clamp(0, 1)
     losses = RobustnessTokens(make("features-3"))(model, x, z, torch.zeros(4, dtype=torch.int64))
     target = final_features(classifier, x)
     with extra_tokens(classifier, tokens):
@@ -69,7 +69,7 @@ def test_the_loss_is_two_minus_two_cosines_and_reaches_the_tokens_only():
 
 
 def test_labels_play_no_part():
-    model, x = Tokened(small_model(), fresh_tokens(16, 2)), images(3, side=16)
+    model, x = TokenClassifier(small_model(), fresh_tokens(16, 2)), images(3, side=16)
     objective = RobustnessTokens(make("features-3"), axis="channel")
     one, other = (objective(model, x, x, torch.full((3,), label))["loss"] for label in (0, 5))
     assert torch.equal(one, other)
@@ -167,7 +167,7 @@ def test_attacks_see_the_tokens_only_if_told_to(tmp_path, monkeypatch, through):
         loop, "craft", lambda attack, model, *rest: (seen.append(type(model)), real(attack, model, *rest))[1]
     )
     run_harden(recipe({"through": through}, train={"epochs": 1}), "tokens", CPU, out=tmp_path / "run")
-    assert all(issubclass(kind, Tokened) == through for kind in seen)
+    assert all(issubclass(kind, TokenClassifier) == through for kind in seen)
     assert seen
 
 
@@ -349,7 +349,7 @@ def test_the_cosines_are_clean_and_attacked():
     with extra_tokens(classifier, tokens), torch.no_grad():
         expected = [feature_cosine(final_features(classifier, each), target) for each in (x, z)]
     with torch.no_grad():
-        measured = RobustnessTokens(make("features-3")).measure(Tokened(classifier, tokens), x, z)
+        measured = RobustnessTokens(make("features-3")).measure(TokenClassifier(classifier, tokens), x, z)
     for one, other in zip(measured, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
     assert (expected[0] - expected[1]).abs().min() > 1e-4

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from toras import tora_of
 from toys import images
-from vitadel.adapters.open_model import open_model
-from vitadel.adapters.tora.tora import OneHead, learners, part_of
+from vitadel.adapters.adapted_model import open_model
 from vitadel.adapters.tora.tora_files import load_tora
+from vitadel.adapters.tora.tora_vit import BranchClassifier, part_of, trainable_parameters
 from vitadel.attacks import make
 from vitadel.backbones.load import load_model
 from vitadel.errors import UserError
@@ -160,7 +160,7 @@ def test_phase_two_changes_the_fusion_only_and_is_opened_again(pretrained, first
     before = dict(load_tora(folder.path / "weights" / "best.safetensors", classifier).named_parameters())
     opened = open_model(str(out.path))
     after = dict(opened.named_parameters())
-    taught = learners(opened, 2)
+    taught = trainable_parameters(opened, 2)
     assert opened.trade_off == 0.7
     for name, value in after.items():
         if name in taught and "key.bias" not in name:
@@ -196,7 +196,7 @@ def test_broken_off_and_resumed_it_ends_with_the_same_bits(pretrained, first_pha
 def test_attacks_in_training_see_the_robust_branch():
     tora, x = tora_of(lively=True), images(2, side=32)
     shown = ToraParts().shown(tora)
-    assert isinstance(shown, OneHead)
+    assert isinstance(shown, BranchClassifier)
     torch.testing.assert_close(shown(x), tora.branches(x)[1])
 
 

@@ -14,8 +14,8 @@ import yaml
 from safetensors.torch import load_file
 from small_recipes import TRADES, document
 
+from vitadel.backbones.checkpoints import save_classifier
 from vitadel.backbones.load import load_model
-from vitadel.backbones.record import save_classifier
 from vitadel.runtime.distributed import join_processes
 from vitadel.training.recipes.build import build_recipe
 from vitadel.training.run import run_harden

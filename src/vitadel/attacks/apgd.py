@@ -16,7 +16,7 @@ from vitadel.attacks.goals import OnLogits, fooled, gradient
 from vitadel.attacks.losses import dlr, lead, likeliest_wrong, targeted_dlr
 from vitadel.attacks.threats import L1, Linf, per_sample
 from vitadel.attacks.wrappers import repeated
-from vitadel.backbones.output_checks import check_pixels
+from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from vitadel.adapters.tora.tora import Tora
 from vitadel.adapters.tora.tora_settings import BRANCHES
+from vitadel.adapters.tora.tora_vit import Tora
 from vitadel.attacks.sample_info import Notes, proposals
 from vitadel.attacks.transfer.surrogate import Surrogate, deployed
-from vitadel.backbones.output_checks import check_pixels
+from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.runtime.rng import SampleRNG

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import likeliest_wrong
 from vitadel.attacks.threats import L1, L2, Linf, per_sample
-from vitadel.backbones.output_checks import check_pixels
+from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG

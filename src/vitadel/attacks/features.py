@@ -17,8 +17,8 @@ from vitadel.attacks.threats import Linf
 from vitadel.attacks.transfer.surrogate import deployed
 from vitadel.attacks.wrappers import repeated
 from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of, prefix_tokens_of
-from vitadel.backbones.output_checks import check_pixels
-from vitadel.backbones.projection import projected
+from vitadel.backbones.classifier_head import project
+from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.features import block_features
 from vitadel.instrument.hooks import Edge, hooked
@@ -190,7 +190,7 @@ def _pooled(model: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
     given: list[Tensor] = []
     with hooked(model, [Edge("head", head, given.append, before=True) for head in heads]):
         logits: Tensor = model(z)
-    vector = projected(backbone, torch.stack(given[-len(heads) :]).mean(0))
+    vector = project(backbone, torch.stack(given[-len(heads) :]).mean(0))
     if vector.dim() != 2:
         raise UserError(
             f"features=pooled need one vector per image, but the head of {type(backbone).__name__} is given "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.wrappers import repeated
-from vitadel.backbones.output_checks import check_pixels
+from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError, nearest_names
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat

@@ -21,7 +21,7 @@ from vitadel.attacks.goals import fooled
 from vitadel.attacks.losses import margin
 from vitadel.attacks.threats import L1, L2, Linf, per_sample
 from vitadel.attacks.wrappers import repeated
-from vitadel.backbones.output_checks import check_pixels
+from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG

@@ -1,4 +1,4 @@
-"""Weight files: read without running anything that is in them, and load strictly or say what does not fit."""
+"""Weight files: read them without running code, load them strictly, and save or load classifiers with their record."""
 
 from __future__ import annotations
 
@@ -7,17 +7,37 @@ import pickle
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.compatibility import describe_mismatch, find_mismatch
+from vitadel.backbones.record import ModelRecord
+from vitadel.backbones.small_images import adapt_to_small_images
+from vitadel.backbones.timm_models import create_backbone
 from vitadel.errors import UserError
+from vitadel.runtime.run_folder import write_atomically
 
-__all__ = ["Checkpoint", "Fitted", "fit_to", "load_strict", "read_checkpoint", "read_metadata", "read_weights"]
+__all__ = [
+    "Checkpoint",
+    "Fitted",
+    "build_classifier",
+    "fit_to",
+    "load_classifier",
+    "load_strict",
+    "read_checkpoint",
+    "read_metadata",
+    "read_record",
+    "read_weights",
+    "save_classifier",
+]
+
+_METADATA_KEY = "vitadel"
 
 # Averaged weights come first: timm evaluates them first, and papers report them.
 _AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema")
@@ -28,7 +48,7 @@ _MOST_LAYERS = 4  # of containers or prefixes around the weights
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a weight file holds. `metadata` is empty for torch files; `notes` tell which choices were made."""
+    """What a weight file holds. `metadata` is empty for torch files; `notes` are the choices made when reading it."""
 
     weights: dict[str, Tensor]
     metadata: dict[str, str] = field(default_factory=dict)
@@ -37,20 +57,20 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Weights whose keys are those of the model. `normaliser` is the (mean, std) layer that was saved around it."""
+    """Weights whose keys are those of the model. `normalizer` is the (mean, std) layer that was saved around it."""
 
     weights: dict[str, Tensor]
     notes: tuple[str, ...] = ()
-    normaliser: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    normalizer: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors or torch file, on the CPU."""
+    """Read the tensors of a safetensors or torch file, on the CPU."""
     return read_checkpoint(path).weights
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
-    """A safetensors or torch file, told apart by content: suffixes are often wrong."""
+    """Read a safetensors or torch file, recognized by its content: suffixes are often wrong."""
     path = Path(path)
     if _is_safetensors(path):
         try:
@@ -69,7 +89,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
-    """The metadata of a safetensors file without its tensors; empty for other kinds of file."""
+    """Read the metadata of a safetensors file without its tensors; empty for other kinds of file."""
     path = Path(path)
     if not _is_safetensors(path):
         return {}
@@ -81,7 +101,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Also refuses what is no weight file at all, with the likely reason."""
+    """Whether a weight file is safetensors; refuses files that are no weights, with the likely reason."""
     if path.is_dir():
         raise UserError(f"'{path}' is a folder, a weight file was expected. Give one of the files in it.")
     try:
@@ -101,7 +121,7 @@ def _is_safetensors(path: Path) -> bool:
         raise UserError(f"'{path}' is a Git LFS pointer, not the weights themselves. Run `git lfs pull` to fetch them.")
     if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
         raise UserError(
-            f"'{path}' is a web page, not a weight file. The download probably met an error page; repeat it."
+            f"'{path}' is a web page, not a weight file. The download probably got an error page; repeat it."
         )
     return head[8:9] == b"{" or path.suffix == ".safetensors"
 
@@ -147,7 +167,7 @@ def _unwrap(content: object, path: Path, notes: list[str]) -> dict[str, Tensor]:
         if tensors and not inner:
             left = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
             if left:
-                notes.append(f"left out what is no tensor: {', '.join(left[:5])}")
+                notes.append(f"skipped entries that are not tensors: {', '.join(left[:5])}")
             return tensors
         if not inner:
             break
@@ -160,26 +180,26 @@ def _unwrap(content: object, path: Path, notes: list[str]) -> dict[str, Tensor]:
     )
     raise UserError(
         f"'{path}' holds no state dict: found {found}. "
-        f"Known are a dictionary of tensors, alone or under one of {', '.join(_CONTAINERS)}."
+        f"Expected a dictionary of tensors, directly or under one of {', '.join(_CONTAINERS)}."
     )
 
 
 def fit_to(module: nn.Module, weights: Mapping[str, Tensor]) -> Fitted:
-    """Rename keys so that all of them fit, if that is possible; otherwise the renaming that comes closest.
+    """Rename keys so that all of them fit, or return the closest renaming.
 
-    Tried in this order: the keys themselves; without the prefixes that wrappers add; without a normalising layer
-    that was saved in front of the model; through timm's own renaming for the family (only if no number is lost).
+    Tried in this order: the keys themselves; without the prefixes that wrappers add; without a normalization layer
+    that was saved in front of the model; renamed by timm's converter for the family (only if no number is lost).
     """
     expected = set(module.state_dict())
     if set(weights) == expected:
         return Fitted(dict(weights))
-    named = [renamed for start in _without_normaliser(dict(weights)) for renamed in _without_prefixes(start)]
+    named = [renamed for start in _without_normalizer(dict(weights)) for renamed in _without_prefixes(start)]
     converted = [fit for renamed in named for fit in _by_timm(module, renamed)]
     closest = max(named, key=lambda fit: len(expected & set(fit.weights)))
     return next((fit for fit in named + converted if set(fit.weights) == expected), closest)
 
 
-def _without_normaliser(weights: dict[str, Tensor]) -> list[Fitted]:
+def _without_normalizer(weights: dict[str, Tensor]) -> list[Fitted]:
     """The weights, and the weights without a pair `X.mean`, `X.std` of three numbers each."""
     found = [Fitted(weights)]
     for key in weights:
@@ -188,28 +208,28 @@ def _without_normaliser(weights: dict[str, Tensor]) -> list[Fitted]:
         if last == "mean" and pair[1] in weights and all(weights[name].numel() == 3 for name in pair):
             rest = {name: value for name, value in weights.items() if name not in pair}
             mean, std = (tuple(float(v) for v in weights[name].flatten()) for name in pair)
-            found.append(Fitted(rest, (f"normalisation taken from '{key}' and '{pair[1]}'",), (mean, std)))
+            found.append(Fitted(rest, (f"normalization taken from '{key}' and '{pair[1]}'",), (mean, std)))
             break
     return found
 
 
 def _without_prefixes(start: Fitted) -> list[Fitted]:
-    """The weights as they are and after taking off one known prefix after another, as long as all keys share one."""
+    """The weights as they are and after removing one known prefix after another, while all keys share one."""
     found = [start]
     for _ in range(_MOST_LAYERS):
         last = found[-1]
-        numbered = re.match(r"\d+\.", next(iter(last.weights), ""))  # nn.Sequential(normaliser, model)
-        prefixes = (*_PREFIXES, numbered.group()) if numbered and last.normaliser else _PREFIXES
+        numbered = re.match(r"\d+\.", next(iter(last.weights), ""))  # nn.Sequential(normalizer, model)
+        prefixes = (*_PREFIXES, numbered.group()) if numbered and last.normalizer else _PREFIXES
         shared = next((p for p in prefixes if last.weights and all(key.startswith(p) for key in last.weights)), None)
         if shared is None:
             break
         weights = {key.removeprefix(shared): value for key, value in last.weights.items()}
-        found.append(Fitted(weights, (*last.notes, f"prefix '{shared}' taken off all keys"), last.normaliser))
+        found.append(Fitted(weights, (*last.notes, f"prefix '{shared}' removed from all keys"), last.normalizer))
     return found
 
 
 def _by_timm(module: nn.Module, start: Fitted) -> list[Fitted]:
-    """The keys as timm's converter for this family renames them; nothing when it has none or changes numbers."""
+    """The keys renamed by timm's converter for this family; nothing if there is none or it changes numbers."""
     home = type(module).__module__
     convert = getattr(sys.modules.get(home), "checkpoint_filter_fn", None) if home.startswith("timm.models.") else None
     if convert is None:
@@ -217,36 +237,36 @@ def _by_timm(module: nn.Module, start: Fitted) -> list[Fitted]:
     try:
         converted = convert(dict(start.weights), module)
     except (KeyError, AttributeError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
-        return []  # the converter met a layout it does not know: the mismatch itself is told instead
+        return []  # a layout that the converter does not know: the mismatch itself is reported instead
     # The converters also resample position embeddings; equal counts leave only renaming, splitting and reshaping.
     counts = [sum(value.numel() for value in side.values()) for side in (converted, start.weights)]
     if counts[0] != counts[1]:
         return []
-    return [Fitted(dict(converted), (*start.notes, "keys renamed by timm's rules for this family"), start.normaliser)]
+    return [Fitted(dict(converted), (*start.notes, "keys renamed by timm's rules for this family"), start.normalizer)]
 
 
 def load_strict(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> Fitted:
-    """Load every key or nothing; returns what was loaded, with notes on renamed keys."""
+    """Load all keys or none; return the loaded weights, with notes on renamed keys."""
     fitted = fit_to(module, weights)
     mismatch = find_mismatch(module, fitted.weights)
     if mismatch:
         raise UserError(describe_mismatch(mismatch, module, fitted.weights, source, fitted.notes))
-    _refuse_broken_numbers(module, fitted.weights, source)
+    _check_finite(module, fitted.weights, source)
     module.load_state_dict(fitted.weights, strict=True)
     stored = sorted(
         {str(value.dtype).removeprefix("torch.") for value in fitted.weights.values() if value.is_floating_point()}
     )
     if stored and stored != ["float32"]:
-        return Fitted(fitted.weights, (*fitted.notes, f"weights stored as {', '.join(stored)}"), fitted.normaliser)
+        return Fitted(fitted.weights, (*fitted.notes, f"weights stored as {', '.join(stored)}"), fitted.normalizer)
     return fitted
 
 
-def _refuse_broken_numbers(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+def _check_finite(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     own = module.state_dict()
     broken = {
         key: int((~value.isfinite()).sum())
         for key, value in weights.items()
-        # Some models keep minus infinity in a mask of theirs; that is no damage.
+        # Some models have minus infinity in a mask.
         if value.is_floating_point() and not value.isfinite().all() and bool(own[key].isfinite().all())
     }
     if broken:
@@ -256,3 +276,51 @@ def _refuse_broken_numbers(module: nn.Module, weights: Mapping[str, Tensor], sou
             f"{source}: '{first}' has {count} of {weights[first].numel()} values that are NaN or infinite{more}. "
             "The training that wrote this file diverged, or the file is damaged. Use an earlier checkpoint."
         )
+
+
+def build_classifier(record: ModelRecord) -> Classifier:
+    """Build the model of a record with untrained weights, in eval mode."""
+    if not record.can_be_rebuilt:
+        raise UserError(
+            f"a model recorded as '{record.name}' cannot be built from its record. Load the code that made it, "
+            "as `python:package.module:function` or `hf:ORG/NAME`, and give this file as --weights."
+        )
+    backbone = create_backbone(record.name, record.num_classes, record.kwargs)
+    if record.small_images is not None:
+        size = record.input_size[0] if record.input_size else 32
+        backbone = adapt_to_small_images(backbone, size, record.small_images)
+    return Classifier(backbone, record).eval()
+
+
+def read_record(path: str | Path) -> ModelRecord | None:
+    """Read the record of a weight file, if it has one, without its weights."""
+    text = read_metadata(path).get(_METADATA_KEY)
+    return None if text is None else ModelRecord.from_json(text, str(path))
+
+
+def save_classifier(classifier: Classifier, path: str | Path) -> None:
+    """Write weights and record as one safetensors file, atomically.
+
+    Keys are those of the backbone, so that timm reads the file too.
+    """
+    # Copies: safetensors refuses tensors that share memory, as tied weights do.
+    weights = {
+        key: value.detach().cpu().clone().contiguous() for key, value in classifier.backbone.state_dict().items()
+    }
+    metadata = {_METADATA_KEY: classifier.record.to_json()}
+    write_atomically(Path(path), safetensors.torch.save(weights, metadata=metadata))
+
+
+def load_classifier(path: str | Path, dropping: Mapping[str, float] | None = None) -> Classifier:
+    """Load what `save_classifier` wrote, in eval mode on the CPU; `dropping` replaces some of `DROP_RATES`."""
+    checkpoint = read_checkpoint(path)
+    text = checkpoint.metadata.get(_METADATA_KEY)
+    if text is None:
+        raise UserError(
+            f"'{path}' has no model record: it was not written by vitadel. "
+            "Name the model and give the file as its weights: vitadel audit TIMM_NAME --weights FILE."
+        )
+    record = ModelRecord.from_json(text, str(path))
+    classifier = build_classifier(replace(record, kwargs=record.kwargs | dict(dropping or {})))
+    load_strict(classifier.backbone, checkpoint.weights, str(path))
+    return classifier

@@ -1,4 +1,4 @@
-"""A classifier takes pixels in [0, 1] and gives logits; normalisation is its first layer."""
+"""A classifier maps pixels in [0, 1] to logits; normalization is its first layer."""
 
 from __future__ import annotations
 
@@ -12,29 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.backbones.image_size import check_image_size
-from vitadel.backbones.output_checks import check_logits, check_pixels, looks_like_probabilities, modules_in_train_mode
+from vitadel.backbones.attention_hooks import scaled_scores
+from vitadel.backbones.model_checks import check_image_size
 from vitadel.backbones.record import ModelRecord, three_numbers
-from vitadel.backbones.score_scaling import scaled_scores
 from vitadel.errors import UserError
 
-__all__ = [
-    "Classifier",
-    "check_logits",
-    "check_pixels",
-    "logits_of",
-    "looks_like_probabilities",
-    "modules_in_train_mode",
-    "wrap",
-]
+__all__ = ["Classifier", "logits_of", "wrap"]
 
 
 class Classifier(nn.Module):
-    """A backbone behind its normalisation, so that attacks, budgets and clipping live in [0, 1].
+    """A backbone behind its normalization, so that attacks, budgets and clipping live in [0, 1].
 
-    `mean` and `std` stay in float32 whatever precision the backbone is moved to; images are cast to the precision of
-    the backbone after normalising. Half-precision logits come back as float32, float64 ones as they are.
-    `attention_factors`, if the model has any, are a part of its state: pre-softmax scores are multiplied with them.
+    `mean` and `std` stay in float32 in any precision of the backbone; images are cast to that precision after
+    normalization. Half-precision logits are returned as float32, float64 logits as they are. `attention_factors`, if
+    the model has any, are part of its state: pre-softmax scores are multiplied by them.
     """
 
     mean: Tensor
@@ -45,7 +36,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.backbone = backbone
         self._record = record
-        self.training = backbone.training  # .train() would also reset the modes that the backbone's parts have
+        self.training = backbone.training  # .train() would also reset the modes of the backbone's modules
         self.register_buffer("mean", torch.tensor(record.mean).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(record.std).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("attention_factors", None)
@@ -54,14 +45,14 @@ class Classifier(nn.Module):
 
     @property
     def record(self) -> ModelRecord:
-        """How to build this model again, with the attention factors that it has now."""
+        """How to rebuild this model, with its current attention factors."""
         factors = self.attention_factors
         return self._record if factors is None else replace(self._record, attention_factors=tuple(factors.tolist()))
 
     def set_attention_factors(self, factors: Sequence[float]) -> None:
-        """Multiply the pre-softmax scores from now on, one factor per softmax attention as `attentions_of` lists them.
+        """Set the factors on pre-softmax scores, one per softmax attention in the order of `attentions_of`.
 
-        In place if the model has factors already, so that whoever holds the tensor sees the new ones.
+        Existing factors are overwritten in place, so that references to the tensor stay valid.
         """
         count = len(attentions_of(self.backbone))
         values = torch.as_tensor(factors, dtype=torch.float32)
@@ -78,20 +69,20 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim == 4:
             check_image_size(self.backbone, (x.shape[2], x.shape[3]), self._record.name)
-        z = (x - self.mean) / self.std if self._record.normalises else x
+        z = (x - self.mean) / self.std if self._record.normalizes else x
         precision = next((p.dtype for p in self.backbone.parameters() if p.is_floating_point()), z.dtype)
         z, factors = z.to(precision), self.attention_factors
-        with self._prints_aside():
+        with self._redirect_prints():
             logits = logits_of(self.backbone(z) if factors is None else _run_scaled(self.backbone, z, factors))
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
-    def _prints_aside(self) -> AbstractContextManager[object]:
-        """What code of the user's prints while it runs is not mixed with our results."""
+    def _redirect_prints(self) -> AbstractContextManager[object]:
+        """Send what the user's code prints to stderr, away from our results."""
         theirs = not self._record.can_be_rebuilt and not torch.compiler.is_compiling()
         return redirect_stdout(sys.stderr) if theirs else nullcontext()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Classifier:
-        """Moves as any module does, but never rounds the normalisation: .bfloat16() would shift every pixel."""
+        """Move as any module does, but never round the normalization: .bfloat16() would shift every pixel."""
         move: Any = super()._apply  # untyped in torch
         factors = self.attention_factors
         move(fn, recurse)
@@ -108,7 +99,7 @@ def _scaled(backbone: nn.Module, z: Tensor, factors: Tensor) -> object:
         return backbone(z)
 
 
-# Never compiled: lenses meet torch's calls as they are made.
+# Never compiled: the hooks intercept torch's calls at run time.
 _run_scaled: Callable[[nn.Module, Tensor, Tensor], object] = torch.compiler.disable(_scaled)
 
 
@@ -124,13 +115,15 @@ def logits_of(output: object) -> Tensor:
     if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
         return output[0]
     if isinstance(output, Mapping):
-        came = f"a dict with keys {', '.join(map(repr, list(output)[:5])) or 'none'}"
+        found_text = f"a dict with keys {', '.join(map(repr, list(output)[:5])) or 'none'}"
     elif isinstance(output, list | tuple):
-        came = f"a {type(output).__name__} of {', '.join(type(part).__name__ for part in output[:5]) or 'nothing'}"
+        found_text = (
+            f"a {type(output).__name__} of {', '.join(type(part).__name__ for part in output[:5]) or 'nothing'}"
+        )
     else:
-        came = type(output).__name__
+        found_text = type(output).__name__
     raise UserError(
-        f"the model returned {came}; logits are expected: a tensor, an object with `.logits`, "
+        f"the model returned {found_text}; logits are expected: a tensor, an object with `.logits`, "
         "a dict with 'logits', or a tuple whose first entry is a tensor. Wrap the model in a module that returns them."
     )
 
@@ -146,26 +139,26 @@ def wrap(
 ) -> Classifier:
     """Make any module a classifier on pixels in [0, 1]. Without mean and std the module gets the pixels as they are.
 
-    Images of another size than `input_size` are resized to `input_size / crop_pct`, and their centre is taken.
+    Images of another size than `input_size` are resized to `input_size / crop_pct`, then cropped at the center.
     """
     if not isinstance(module, nn.Module):
         raise UserError(
             f"wrap takes an nn.Module, got {type(module).__name__}. Put a plain function into a module first."
         )
-    normalisation = (three_numbers(mean, "mean"), three_numbers(std, "std"))
+    normalization = (three_numbers(mean, "mean"), three_numbers(std, "std"))
     if isinstance(module, Classifier):
-        if normalisation != ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)):
-            raise UserError("the model is a Classifier already and normalises itself; wrap its `.backbone` instead.")
+        if normalization != ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)):
+            raise UserError("the model is a Classifier already and normalizes itself; wrap its `.backbone` instead.")
         return module
     record = ModelRecord(
         name="wrapped",
         num_classes=num_classes if num_classes is not None else _announced_classes(module),
-        mean=normalisation[0],
-        std=normalisation[1],
+        mean=normalization[0],
+        std=normalization[1],
         input_size=(input_size, input_size) if isinstance(input_size, int) else input_size,
         crop_pct=crop_pct,
         interpolation=interpolation,
-        notes=_normalisation_note(module, *normalisation),
+        notes=_normalization_note(module, *normalization),
     )
     return Classifier(module, record)
 
@@ -177,11 +170,11 @@ def _announced_classes(module: nn.Module) -> int | None:
     return None
 
 
-def _normalisation_note(module: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, str]:
-    """timm says how its models were trained; a module wrapped otherwise silently loses accuracy."""
-    told: Any = getattr(module, "pretrained_cfg", None)
-    if not isinstance(told, Mapping) or "mean" not in told or "std" not in told:
+def _normalization_note(module: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, str]:
+    """A note if timm's configuration of the module names another normalization, which would cost accuracy."""
+    config: Any = getattr(module, "pretrained_cfg", None)
+    if not isinstance(config, Mapping) or "mean" not in config or "std" not in config:
         return {}
-    if (tuple(told["mean"]), tuple(told["std"])) == (mean, std):
+    if (tuple(config["mean"]), tuple(config["std"])) == (mean, std):
         return {}
-    return {"normalisation": f"timm's own for this model is mean={tuple(told['mean'])}, std={tuple(told['std'])}"}
+    return {"normalisation": f"timm's own for this model is mean={tuple(config['mean'])}, std={tuple(config['std'])}"}

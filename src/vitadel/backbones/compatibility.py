@@ -1,4 +1,4 @@
-"""What does not fit between a weight file and a model, and why that probably is."""
+"""Find and explain mismatches between a weight file and a model."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def find_mismatch(module: nn.Module, weights: Mapping[str, Tensor]) -> Mismatch:
 
 
 def head_names(module: nn.Module) -> tuple[str, ...]:
-    """Where timm says the classification layers are; `head` when it says nothing."""
+    """Names of the classification layers in timm's configuration; `head` without one."""
     named = _configuration(module).get("classifier") or "head"
     return (named,) if isinstance(named, str) else tuple(named)
 
 
 def class_count(module: nn.Module, weights: Mapping[str, Tensor]) -> int | None:
-    """How many classes the head in the file has, if there is one."""
+    """The number of classes of the head in the file, if there is one."""
     head = weights.get(f"{head_names(module)[0]}.weight")
     return None if head is None else int(head.shape[0])
 
@@ -63,7 +63,7 @@ def class_count(module: nn.Module, weights: Mapping[str, Tensor]) -> int | None:
 def describe_mismatch(
     mismatch: Mismatch, module: nn.Module, weights: Mapping[str, Tensor], source: str, notes: Sequence[str] = ()
 ) -> str:
-    """One message: the first keys of each kind with shapes and counts, then the likely cause."""
+    """A message with the first keys of each kind, their shapes and counts, then the likely cause."""
     own = module.state_dict()
     done = f" ({'; '.join(notes)})" if notes else ""
     parts = [
@@ -114,7 +114,7 @@ def _likely_cause(mismatch: Mismatch, module: nn.Module, weights: Mapping[str, T
     if variant:
         return (
             f"another variant. The file fits '{variant}' in all keys and shapes: use that as MODEL, if that is what "
-            "was trained (normalisation comes with the name)."
+            "was trained (normalization comes with the name)."
         )
     return _structural_cause(mismatch, module, weights)
 
@@ -144,7 +144,7 @@ def _fitting_variant(module: nn.Module, weights: Mapping[str, Tensor]) -> str:
         for name in timm.list_models(f"{family}*")
         if any(f"_{word}_" in name for word in words) and (size in name or not size.isdigit())
     ]
-    # Close names first: of several variants with the same shapes the plainest is meant.
+    # Similar names first: of several variants with the same shapes the plainest is the likely one.
     for name in sorted(names, key=lambda name: (abs(len(name) - len(architecture)), name))[:8]:
         if _shapes_of(name, class_count(module, weights) or 0) == shapes:
             return name
@@ -152,12 +152,12 @@ def _fitting_variant(module: nn.Module, weights: Mapping[str, Tensor]) -> str:
 
 
 def _shapes_of(name: str, num_classes: int) -> dict[str, Shape]:
-    """Keys and shapes of a timm model, found without allocating it."""
+    """Keys and shapes of a timm model, without allocating it."""
     try:
         with torch.device("meta"):
             model = timm.create_model(name, pretrained=False, num_classes=num_classes)
     except (RuntimeError, NotImplementedError, TypeError):
-        return {}  # some constructors compute with real numbers; then there is nothing to suggest
+        return {}  # some constructors compute with values, which the meta device has not
     return {key: tuple(value.shape) for key, value in model.state_dict().items()}
 
 
@@ -173,13 +173,13 @@ def _structural_cause(mismatch: Mismatch, module: nn.Module, weights: Mapping[st
         ("dist_token", "a distilled DeiT (second class token)"),
         ("reg_token", "a variant with register tokens"),
         ("ls1.gamma", "a variant with LayerScale (DeiT III, DINOv2)"),
-        ("q_norm.weight", "a variant that normalises queries and keys"),
+        ("q_norm.weight", "a variant that normalizes queries and keys"),
         ("position_scores", "an RVT with position-aware attention scaling (_plus in its name)"),
     ):
         if any(key.endswith(marker) for key in mismatch.unexpected):
-            return f"the file holds {meaning}, the model is none. Give MODEL the name of that variant."
+            return f"the file holds {meaning}, the model is not. Give MODEL the name of that variant."
         if any(key.endswith(marker) for key in mismatch.missing):
-            return f"the model is {meaning}, the file holds none. Give MODEL the name of the plain variant."
+            return f"the model is {meaning}, the file is not. Give MODEL the name of the plain variant."
     if len(mismatch.missing) > len(module.state_dict()) / 2:
         return f"{len(mismatch.missing)} keys of the model are not in the file: it holds a model of another family."
     own_width = _width(module.state_dict())

@@ -1,4 +1,4 @@
-"""Models that other code builds: Hugging Face transformers, and functions of the user's."""
+"""Models built by other code: Hugging Face transformers, and factories of the user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from vitadel.backbones.record import ModelRecord, three_numbers
 from vitadel.errors import UserError, nearest_names
 
-__all__ = ["call_factory", "load_hugging_face", "processor_normalisation", "users_code"]
+__all__ = ["call_factory", "load_hugging_face", "processor_normalization", "user_code"]
 
 Triple = tuple[float, float, float]
 
@@ -24,9 +24,9 @@ _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box"
 
 
 @contextmanager
-def users_code() -> Iterator[None]:
-    """Around code of the user's that is imported or called: modules in the working folder are found, which a console
-    script, unlike `python -m`, does not look for; and what it prints is not mixed with our results."""
+def user_code() -> Iterator[None]:
+    """Import or call the user's code inside this block: modules in the working folder are found (a console script,
+    unlike `python -m`, does not look there), and prints go to stderr."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     importlib.invalidate_caches()
@@ -49,7 +49,7 @@ def call_factory(spec: str) -> nn.Module:
     module_name, _, function_name = spec.rpartition(":")
     if not module_name or not function_name:
         raise UserError(f"'python:{spec}' names no function. Write python:package.module:function.")
-    with users_code():
+    with user_code():
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -79,8 +79,8 @@ def call_factory(spec: str) -> nn.Module:
     return made
 
 
-def load_hugging_face(name: str, *, needs_normalisation: bool = True) -> tuple[nn.Module, ModelRecord]:
-    """An image classifier of `transformers`, from the hub or from a folder, with its processor's preprocessing."""
+def load_hugging_face(name: str, *, needs_normalization: bool = True) -> tuple[nn.Module, ModelRecord]:
+    """Load an image classifier of `transformers`, from the hub or a folder, with its processor's preprocessing."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -92,13 +92,15 @@ def load_hugging_face(name: str, *, needs_normalisation: bool = True) -> tuple[n
         raise UserError(f"folder '{name}' for 'hf:{name}' does not exist. Check the path (now in {Path.cwd()}).")
     failures = (OSError, ValueError, KeyError, ImportError, RuntimeError)
     try:
-        model, told = transformers.AutoModelForImageClassification.from_pretrained(location, output_loading_info=True)
+        model, loading = transformers.AutoModelForImageClassification.from_pretrained(
+            location, output_loading_info=True
+        )
     except failures as error:
         raise UserError(
             f"'hf:{name}' could not be loaded as an image classifier: {_first_line(error)}. "
             "Check the name and the network; a folder on disk is written hf:./FOLDER."
         ) from error
-    missing = sorted(told.get("missing_keys", ()))
+    missing = sorted(loading.get("missing_keys", ()))
     if missing:  # transformers fills them with random numbers and only logs it
         raise UserError(
             f"'hf:{name}' has no trained weights for {', '.join(missing[:3])}: it is a backbone without a "
@@ -107,17 +109,17 @@ def load_hugging_face(name: str, *, needs_normalisation: bool = True) -> tuple[n
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(location)
     except failures as error:
-        if needs_normalisation:
+        if needs_normalization:
             raise UserError(
-                f"'hf:{name}' does not say how its images are prepared: {_first_line(error)}. Give mean and std."
+                f"'hf:{name}' has no image processor that can be read: {_first_line(error)}. Give mean and std."
             ) from error
         processor = None
     try:
         return model, _hugging_face_record(name, model, processor)
     except (AttributeError, KeyError, TypeError) as error:
-        if needs_normalisation:
+        if needs_normalization:
             raise UserError(
-                f"'hf:{name}' prepares its images in a way of its own ({error}). Give mean and std."
+                f"'hf:{name}' has an image processor of an unknown kind ({error}). Give mean and std."
             ) from error
         return model, _hugging_face_record(name, model, None)
 
@@ -132,7 +134,7 @@ def _hugging_face_record(name: str, model: nn.Module, processor: Any) -> ModelRe
     if processor is None:
         return record
     by_timm = getattr(processor, "data_config", None)
-    if isinstance(by_timm, Mapping):  # transformers around a timm model: the processor only passes on timm's transform
+    if isinstance(by_timm, Mapping):  # a timm model in transformers: the processor holds timm's transform
         return replace(
             record,
             mean=three_numbers(by_timm["mean"], "mean"),
@@ -142,12 +144,12 @@ def _hugging_face_record(name: str, model: nn.Module, processor: Any) -> ModelRe
             interpolation=by_timm["interpolation"],
             crop_mode=by_timm["crop_mode"],
         )
-    mean, std = processor_normalisation(processor)
+    mean, std = processor_normalization(processor)
     return replace(_with_geometry(record, processor), mean=mean, std=std)
 
 
 def _with_geometry(record: ModelRecord, processor: Any) -> ModelRecord:
-    """Size and crop in timm's terms: resize to size / crop_pct, then crop; 'squash' where the ratio is not kept."""
+    """Size and crop in timm's terms: resize to size / crop_pct, then crop; 'squash' if the aspect ratio changes."""
     height, edge = (_entry(getattr(processor, "size", None), key) for key in ("height", "shortest_edge"))
     crop = _entry(getattr(processor, "crop_size", None), "height") if getattr(processor, "do_center_crop", 0) else None
     resized = height or edge
@@ -167,13 +169,13 @@ def _with_geometry(record: ModelRecord, processor: Any) -> ModelRecord:
 
 
 def _entry(size: object, key: str) -> int | None:
-    """Processors give sizes as one number, as a dictionary, or as an object of the newer `transformers`."""
+    """An entry of a size that is one number, a dictionary, or an object (newer `transformers`)."""
     found = size.get(key) if isinstance(size, Mapping) else getattr(size, key, size)
     return found if isinstance(found, int) else None
 
 
-def processor_normalisation(processor: Any) -> tuple[Triple, Triple]:
-    """The mean and std on [0, 1] pixels that equal an image processor's rescaling and normalising of 0..255 ones."""
+def processor_normalization(processor: Any) -> tuple[Triple, Triple]:
+    """The mean and std on [0, 1] pixels that equal an image processor's rescaling and normalizing of 0..255 ones."""
     scale = 255.0 * float(processor.rescale_factor) if getattr(processor, "do_rescale", True) else 255.0
     shift = 1.0 if getattr(processor, "rescale_offset", False) else 0.0  # x / 127.5 - 1, as in EfficientNet's
     mean: Triple = (0.0, 0.0, 0.0)

@@ -67,7 +67,7 @@ def massive_activations(
 def _inspected(
     opening: Opening, given: set[str], attack: str, run: options.Running, argv: Sequence[str], *, shown: bool
 ) -> tuple[dict[str, Any], RunFolder]:
-    from vitadel.adapters.tokens.robustness_tokens import TokenBank, Tokened
+    from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier
     from vitadel.evaluation.activations import ActivationsRequest, inspect_activations
     from vitadel.quantities import read_quantity
     from vitadel.reporting import terminal
@@ -83,7 +83,7 @@ def _inspected(
     opened: object = target.model
     if isinstance(opened, TokenBank):
         raise UserError("activations are those of one set of tokens, not of a random one: give one file with --tokens")
-    tokened = opened if isinstance(opened, Tokened) else None
+    tokened = opened if isinstance(opened, TokenClassifier) else None
     if tokened is not None:
         target = replace(target, model=tokened.classifier)
     return inspect_activations(target, tokened, look, processes, out=run.out, resume=run.resume, shown=shown, argv=argv)

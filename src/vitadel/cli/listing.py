@@ -37,9 +37,9 @@ def listing(
 def _near(kind: Kind, search: str, rows: dict[str, str]) -> str:
     """Names as they are typed, without what stands for a number or a place: 'pgd', not 'pgd[-K]'."""
     if kind is Kind.models:
-        from vitadel.backbones.record import near_models
+        from vitadel.backbones.timm_models import suggest_models
 
-        return near_models(search, rows)
+        return suggest_models(search, rows)
     return nearest_names(search, [re.split(r"\[|\+|:(?=[A-Z])", name)[0] for name in rows]) or "."
 
 

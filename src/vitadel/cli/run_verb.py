@@ -22,7 +22,7 @@ __all__ = ["open_chosen", "request_of", "run_attacks", "tell"]
 
 def open_chosen(model: str, choice: Choice, sampling: Sampling, *, for_features: bool = False) -> Target:
     """Model and data as the flags name them; `for_features` asks for no head where a backbone has none."""
-    from vitadel.adapters.open_model import options_for_features
+    from vitadel.adapters.adapted_model import options_for_features
     from vitadel.evaluation.engine.target import open_target
 
     chosen = choice.for_loading()

@@ -73,7 +73,7 @@ class LadderFlags:
 
 def climb(model: str, choice: Choice, sampling: Sampling, run: Running, flags: LadderFlags, eps: str | None) -> None:
     """The whole ladder, told; `eps` None means its own budgets."""
-    from vitadel.adapters.open_model import token_run
+    from vitadel.adapters.adapted_model import token_run
     from vitadel.backbones.load import has_no_head, load_model
     from vitadel.heads.head_files import load_head
     from vitadel.reporting import terminal
@@ -121,7 +121,7 @@ def climb(model: str, choice: Choice, sampling: Sampling, run: Running, flags: L
 def _request(
     model: str, choice: Choice, sampling: Sampling, flags: LadderFlags, eps: str | None
 ) -> ThreatLevelsRequest:
-    from vitadel.adapters.open_model import token_run
+    from vitadel.adapters.adapted_model import token_run
     from vitadel.attacks.parse import split_attack_list
     from vitadel.threat_levels.levels import LEVELS
     from vitadel.threat_levels.request import BUDGETS, ThreatLevelsRequest

@@ -8,9 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitadel.corruptions import blur, digital, noise, weather
+from vitadel.corruptions.blur import defocus_blur, gaussian_blur, glass_blur, motion_blur, zoom_blur
 from vitadel.corruptions.constants import COMMON, EXTRA, TABLES, Table, table_for
+from vitadel.corruptions.digital import contrast, elastic_transform, jpeg_compression, pixelate, saturate
+from vitadel.corruptions.noise import gaussian_noise, impulse_noise, shot_noise, speckle_noise
 from vitadel.corruptions.spatter import spatter
+from vitadel.corruptions.weather import brightness, fog, frost, snow
 from vitadel.errors import UserError, nearest_names
 from vitadel.runtime.rng import SampleRNG
 
@@ -18,25 +21,25 @@ __all__ = ["as_bytes", "as_floats", "check_images", "corrupt", "fitting", "minim
 
 _PIXELS_AT_ONCE = 1 << 16  # one image of 224 pixels, or 64 of 32
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "gaussian_noise": noise.gaussian_noise,
-    "shot_noise": noise.shot_noise,
-    "impulse_noise": noise.impulse_noise,
-    "defocus_blur": blur.defocus_blur,
-    "glass_blur": blur.glass_blur,
-    "motion_blur": blur.motion_blur,
-    "zoom_blur": blur.zoom_blur,
-    "snow": weather.snow,
-    "frost": weather.frost,
-    "fog": weather.fog,
-    "brightness": weather.brightness,
-    "contrast": digital.contrast,
-    "elastic_transform": digital.elastic_transform,
-    "pixelate": digital.pixelate,
-    "jpeg_compression": digital.jpeg_compression,
-    "speckle_noise": noise.speckle_noise,
-    "gaussian_blur": blur.gaussian_blur,
+    "gaussian_noise": gaussian_noise,
+    "shot_noise": shot_noise,
+    "impulse_noise": impulse_noise,
+    "defocus_blur": defocus_blur,
+    "glass_blur": glass_blur,
+    "motion_blur": motion_blur,
+    "zoom_blur": zoom_blur,
+    "snow": snow,
+    "frost": frost,
+    "fog": fog,
+    "brightness": brightness,
+    "contrast": contrast,
+    "elastic_transform": elastic_transform,
+    "pixelate": pixelate,
+    "jpeg_compression": jpeg_compression,
+    "speckle_noise": speckle_noise,
+    "gaussian_blur": gaussian_blur,
     "spatter": spatter,
-    "saturate": digital.saturate,
+    "saturate": saturate,
 }
 _WITHOUT_CHANCE = {
     *("defocus_blur", "gaussian_blur", "zoom_blur"),

@@ -1,4 +1,4 @@
-"""Batches of pixels, read ahead by one while the caller works on the last."""
+"""Read batches of pixels in threads, one batch ahead of the caller."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from vitadel.data.preprocess import Preprocess
-from vitadel.data.validation import BadSample, by_skipping
+from vitadel.data.validation import BadSample, skip_advice
 from vitadel.errors import UserError
 from vitadel.types import Source
 
-__all__ = ["Batch", "batches"]
+__all__ = ["Batch", "read_batches"]
 
 _Outcome = tuple[int, Tensor | Exception]
 _Chunks = Generator[list[_Outcome], None, None]
@@ -23,7 +23,7 @@ _Chunks = Generator[list[_Outcome], None, None]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Samples in the order that was asked for, less the bad ones; empty if all of them were bad."""
+    """Samples in the requested order, without the bad ones; empty if all of them are bad."""
 
     indices: Tensor
     x: Tensor  # float32 in [0, 1], (n, 3, height, width)
@@ -31,11 +31,11 @@ class Batch:
     bad: tuple[BadSample, ...] = ()
 
     def to(self, device: torch.device | str) -> Batch:
-        """Pixels and labels on a device; the indices stay where sources look them up."""
+        """Move pixels and labels to a device; indices stay on the CPU, where sources use them."""
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
 
-def batches(
+def read_batches(
     source: Source,
     chunks: Iterable[Sequence[int]],
     preprocess: Preprocess,
@@ -43,10 +43,10 @@ def batches(
     threads: int = 2,
     skip_bad: bool | None = None,
 ) -> Iterator[Batch]:
-    """One batch per chunk of stable indices, in order. At most one further batch is being decoded at any time.
+    """Yield one batch per chunk of stable indices, in order, while at most one further batch is being decoded.
 
-    Stops its threads when the caller stops early, also by an exception. A sample that cannot be read is a mistake
-    of the user's, or with `skip_bad` is left out and listed in `bad`.
+    The threads stop when the caller stops early, also by an exception. A sample that cannot be read is a user error;
+    with `skip_bad` it is skipped and listed in `bad`.
     """
     if threads < 1:
         raise UserError(f"threads must be at least 1, got {threads}")
@@ -66,7 +66,7 @@ def _batches(source: Source, chunks: _Chunks, shape: tuple[int, int], skip_bad: 
             if bad and not skip_bad:
                 raise UserError(
                     f"sample {bad[0].index} ({bad[0].name}) cannot be read: {bad[0].reason}. "
-                    f"Replace it{by_skipping(skip_bad, ', or leave such samples out, counted,')}"
+                    f"Replace it{skip_advice(skip_bad, ', or skip and count such samples')}"
                 )
             indices = torch.tensor([index for index, _ in good], dtype=torch.int64)
             x = torch.empty(len(good), 3, *shape)
@@ -81,7 +81,7 @@ def _read_ahead(source: Source, chunks: Iterable[Sequence[int]], preprocess: Pre
         for index, image in zip(part, source.read(part), strict=True):
             try:
                 outcomes.append((index, image if isinstance(image, Exception) else preprocess(image)))
-            except Exception as fault:  # a picture that opens but cannot be resized is as bad as one that does not
+            except Exception as fault:  # an image that cannot be resized is as bad as one that cannot be opened
                 outcomes.append((index, fault))
         return outcomes
 

@@ -1,4 +1,4 @@
-"""From whatever a file says about classes to numbers and names."""
+"""Labels and class names, and which columns of a table hold images and labels."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vitadel.errors import UserError
+from vitadel.errors import UserError, nearest_names
 
-__all__ = ["number_labels", "read_class_names"]
+__all__ = ["IMAGE_NAMES", "LABEL_NAMES", "number_labels", "pick_column", "read_class_names"]
+
+IMAGE_NAMES = ("img", "image", "images", "picture", "jpg", "png")
+LABEL_NAMES = ("label", "labels", "fine_label", "target", "targets", "class", "category", "cls", "y")
 
 
 def number_labels(raw: Sequence[int | str | None], names: Sequence[str] | None) -> tuple[Tensor, tuple[str, ...]]:
     """Labels as int64 and the class names; -1 stands for a label that is missing or not among `names`.
 
-    Whole numbers, also as text, count as they are. Otherwise labels are names: numbered by their place in `names`,
-    or if there are none, in the order of their code points.
+    Integers, also as text, are class numbers. Otherwise labels are names, numbered by their position in `names` or,
+    without `names`, in the order of their code points.
     """
     numbers = [_whole(label) for label in raw]
     if any(number is None and label is not None for number, label in zip(numbers, raw, strict=True)):
@@ -32,7 +35,7 @@ def number_labels(raw: Sequence[int | str | None], names: Sequence[str] | None) 
 
 
 def read_class_names(path: Path) -> tuple[str, ...]:
-    """One class name per line."""
+    """Read one class name per line."""
     try:
         names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as fault:
@@ -49,3 +52,22 @@ def _whole(label: int | str | None) -> int | None:
         text = label.strip()
         return int(text) if text.removeprefix("-").isdecimal() else None
     return label
+
+
+def pick_column(what: str, candidates: Sequence[str], usual: Sequence[str], named: str | None, where: str) -> str:
+    """The column `named`, or the only candidate with a usual name, or the only candidate."""
+    if named is not None:
+        if named in candidates:
+            return named
+        raise UserError(
+            f"{where} has no column '{named}' that could be the {what}; possible: {', '.join(candidates) or 'none'}"
+            f"{nearest_names(named, candidates)}"
+        )
+    for choice in ([name for name in candidates if name.lower() in usual], candidates):
+        if len(choice) == 1:
+            return choice[0]
+        if choice:
+            raise UserError(
+                f"{where}: several columns could be the {what}: {', '.join(choice)}; name it with ({what}=COLUMN)"
+            )
+    raise UserError(f"{where} has no column that could be the {what}")

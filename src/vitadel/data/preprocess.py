@@ -1,4 +1,4 @@
-"""From a picture of any size to the model's pixels: timm's evaluation transform, without its normalisation."""
+"""From an image of any size to the model's pixels: timm's evaluation transform without its normalization."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _CROP_MODES = ("center", "squash", "border")
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Resize to size / crop_pct, then crop the centre; a picture that already has the size is left as it is.
+    """Resize to size / crop_pct, then crop the center; an image of the given size is not changed.
 
-    The exception keeps 32-pixel sets on 32-pixel models untouched, bit for bit, whatever `crop_pct` says.
-    `size` is one number or (height, width). `crop_mode`: 'center' keeps the aspect ratio and loses the edges,
-    'squash' distorts, 'border' pads with the `mean` colour.
+    The exception keeps 32-pixel sets on 32-pixel models unchanged, bit for bit, for any `crop_pct`. `size` is one
+    number or (height, width). `crop_mode`: 'center' keeps the aspect ratio and drops the edges, 'squash' changes the
+    aspect ratio, 'border' pads with the `mean` color.
     """
 
     size: tuple[int, int] | int
@@ -55,7 +55,7 @@ class Preprocess:
 
     @property
     def about(self) -> str:
-        """In words, for images of another size than this one."""
+        """A description, for images of another size."""
         height, width = self.shape
         tall, wide = (math.floor(side / self.crop_pct) for side in self.shape)
         size = f"{tall} pixels" if tall == wide else f"{tall} x {wide} pixels"
@@ -64,7 +64,7 @@ class Preprocess:
         return f"{first} ({self.interpolation}), then the central {height} x {width}"
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """An RGB picture as uint8, (3, height, width)."""
+        """Transform an RGB image to uint8 of shape (3, height, width)."""
         if (image.height, image.width) == self.shape:
             return torch.from_numpy(np.array(image, dtype=np.uint8)).permute(2, 0, 1).contiguous()
         return _transform(self)(image)
@@ -72,7 +72,7 @@ class Preprocess:
 
 @lru_cache(maxsize=16)
 def _transform(settings: Preprocess) -> Callable[[Image.Image], Tensor]:
-    from timm.data import create_transform  # here, as timm takes seconds to import and 32-pixel sets never need it
+    from timm.data import create_transform  # here, as importing timm takes seconds and 32-pixel sets do not need it
 
     transform = create_transform(
         input_size=(3, *settings.shape),

@@ -1,39 +1,58 @@
-"""The language of `--data`: `kind`, `kind/part` or `kind:path`, then settings in brackets, then `@split`."""
+"""The language of `--data`: `kind`, `kind/part` or `kind:path`, then settings in brackets, then `@split`.
+
+`open_dataset` finds the module in `sources/` by the kind's row in `DATA_KINDS` and imports it then.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from vitadel.errors import UserError, nearest_names
 from vitadel.quantities import read_quantity
+from vitadel.types import Source
 
-__all__ = ["DATA_KINDS", "Kind", "Request", "known_specs", "parse_spec", "whole_number"]
+__all__ = [
+    "DATA_KINDS",
+    "SPLIT_NAMES",
+    "DataKind",
+    "DataRequest",
+    "known_specs",
+    "open_dataset",
+    "parse_spec",
+    "pick_split",
+    "whole_number",
+]
 
 _SPLIT = re.compile(r"(.+)@([A-Za-z]\w*)")
 _BRACKETS = re.compile(r"(.+?)\(([^()]*=[^()]*)\)")  # with an equals sign, so that a folder "photos (2)" stays a path
+_VALIDATION = ("val", "validation", "valid", "dev")
+SPLIT_NAMES = ("test", *_VALIDATION, "train", "trainval")
+"""Names by which folders and files are recognized as splits."""
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Kind:
+class DataKind:
     """One row of `vitadel list data`."""
 
     form: str
     about: str
-    opener: str  # 'module:function', imported only when asked for
+    opener: str  # 'module:function' below `sources`, imported when it is needed
 
 
-def _torchvision(name: str, about: str) -> Kind:
-    return Kind(name, about, "torchvision_sets:open_torchvision")
+def _torchvision(name: str, about: str) -> DataKind:
+    return DataKind(name, about, "torchvision_sets:open_torchvision")
 
 
-DATA_KINDS: Mapping[str, Kind] = {
-    "shapes": Kind("shapes", "ten generated shapes, built in: shapes(size=64,texture=0)", "generated:open_shapes"),
+_CIFAR_C, _IMAGENET = "cifar_c:open_cifar_c", "imagenet:open_imagenet"
+DATA_KINDS: Mapping[str, DataKind] = {
+    "shapes": DataKind("shapes", "ten generated shapes, built in: shapes(size=64,texture=0)", "shapes:open_shapes"),
     "cifar10": _torchvision("cifar10", "CIFAR-10, 32 px, 10 classes, below --data-root"),
     "cifar100": _torchvision("cifar100", "CIFAR-100, 32 px, 100 classes, below --data-root"),
     "mnist": _torchvision("mnist", "MNIST, 28 px, 10 digits"),
@@ -46,26 +65,56 @@ DATA_KINDS: Mapping[str, Kind] = {
     "dtd": _torchvision("dtd", "Describable Textures, 47 classes"),
     "fgvc-aircraft": _torchvision("fgvc-aircraft", "FGVC Aircraft, 100 variants"),
     "gtsrb": _torchvision("gtsrb", "German traffic signs, 43 classes"),
-    "cifar10-c": Kind("cifar10-c[/CORRUPTION[/SEVERITY]]", "CIFAR-10-C below --data-root", "cifar_c:open_cifar_c"),
-    "cifar100-c": Kind("cifar100-c[/CORRUPTION[/SEVERITY]]", "CIFAR-100-C, likewise", "cifar_c:open_cifar_c"),
-    "folder": Kind("folder:DIR", "pictures in one sub-folder per class", "folders:open_folder"),
-    "parquet": Kind("parquet:FILE-OR-GLOB", "Parquet with encoded images, Hugging Face layout", "parquet:open_parquet"),
-    "hf": Kind("hf:ORG/NAME", "a data set of the Hugging Face Hub, or a saved folder", "hf:open_hf"),
-    "shards": Kind("shards:PATTERN", "webdataset tar files: train-{000..127}.tar", "shards:open_shards"),
-    "npz": Kind("npz:FILE", "NumPy archive of images and labels", "npz:open_npz"),
-    "imagenet": Kind(
-        "imagenet:DIR", "ImageNet-1k, folders of WordNet ids: imagenet:DIR(list=FILE)", "imagenet:open_imagenet"
+    "cifar10-c": DataKind("cifar10-c[/CORRUPTION[/SEVERITY]]", "CIFAR-10-C below --data-root", _CIFAR_C),
+    "cifar100-c": DataKind("cifar100-c[/CORRUPTION[/SEVERITY]]", "CIFAR-100-C below --data-root", _CIFAR_C),
+    "folder": DataKind("folder:DIR", "images in one sub-folder per class", "folders:open_folder"),
+    "parquet": DataKind(
+        "parquet:FILE-OR-GLOB", "Parquet of encoded images, Hugging Face layout", "parquet:open_parquet"
     ),
-    "imagenet-a": Kind("imagenet-a:DIR", "ImageNet-A, natural adversarial examples", "imagenet:open_imagenet"),
-    "imagenet-r": Kind("imagenet-r:DIR", "ImageNet-R, renditions", "imagenet:open_imagenet"),
-    "imagenet-c": Kind("imagenet-c:DIR", "ImageNet-C, corruption/severity/wnid", "imagenet:open_imagenet_c"),
-    "imagenet-p": Kind("imagenet-p:DIR", "ImageNet-P, videos, every frame a sample", "videos:open_imagenet_p"),
+    "hf": DataKind("hf:ORG/NAME", "a data set of the Hugging Face Hub, or a saved folder", "hf:open_hf"),
+    "shards": DataKind("shards:PATTERN", "webdataset tar files: train-{000..127}.tar", "shards:open_shards"),
+    "npz": DataKind("npz:FILE", "NumPy archive of images and labels", "npz:open_npz"),
+    "imagenet": DataKind("imagenet:DIR", "ImageNet-1k, folders of WordNet ids: imagenet:DIR(list=FILE)", _IMAGENET),
+    "imagenet-a": DataKind("imagenet-a:DIR", "ImageNet-A, natural adversarial examples", _IMAGENET),
+    "imagenet-r": DataKind("imagenet-r:DIR", "ImageNet-R, renditions", _IMAGENET),
+    "imagenet-c": DataKind("imagenet-c:DIR", "ImageNet-C, corruption/severity/wnid", "imagenet:open_imagenet_c"),
+    "imagenet-p": DataKind("imagenet-p:DIR", "ImageNet-P, videos, every frame a sample", "videos:open_imagenet_p"),
 }
 
 
 def known_specs() -> list[tuple[str, str]]:
-    """What `--data` understands: (form, one line about it)."""
+    """The forms that `--data` accepts: (form, one-line description)."""
     return [(kind.form, kind.about) for kind in DATA_KINDS.values()]
+
+
+def open_dataset(
+    spec: str, *, root: str | Path | None = None, split: str | None = None, skip_bad: bool | None = None
+) -> Source:
+    """Open the source of a data spec; `root` (default ./data) holds the sets that have no path of their own.
+
+    Without a split, in the spec or here, the test split is opened. With `skip_bad`, empty classes and broken files are
+    skipped where that is possible; `skipped(source)` lists them.
+    """
+    folder = Path("data" if root is None else root).expanduser()
+    request = parse_spec(spec, root=folder, split=split, skip_bad=skip_bad)
+    kind = DATA_KINDS.get(request.kind)
+    if kind is None or (":" in kind.form and ":" not in spec and request.argument):
+        raise UserError(_unknown(request))
+    if ":" in spec and ":" not in kind.form:
+        raise UserError(f"'{spec}': {request.kind} takes no path; write {kind.form}, and --data-root DIR if need be")
+    module, _, function = kind.opener.partition(":")
+    opener = getattr(import_module(f"vitadel.data.sources.{module}"), function)
+    return cast("Callable[[DataRequest], Source]", opener)(request)
+
+
+def _unknown(request: DataRequest) -> str:
+    path = Path(request.spec.rpartition("@")[0] or request.spec).expanduser()
+    if request.spec.strip() and path.exists():
+        kinds = {".parquet": "parquet", ".npz": "npz", ".tar": "shards"}
+        kind = "folder" if path.is_dir() else kinds.get(path.suffix, "folder")
+        return f"'{request.spec}' is a path without a kind of data; did you mean {kind}:{request.spec}?"
+    forms = ", ".join(kind.form for kind in DATA_KINDS.values())
+    return f"unknown data '{request.spec}'{nearest_names(request.kind, DATA_KINDS) or '.'} Known: {forms}"
 
 
 def whole_number(text: str) -> int:
@@ -76,8 +125,8 @@ def whole_number(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What was asked for: a spec taken apart, and the flags that go with it."""
+class DataRequest:
+    """A parsed data spec, and the flags that go with it; `spec` is the text as it was written."""
 
     spec: str
     kind: str
@@ -85,7 +134,7 @@ class Request:
     settings: Mapping[str, str] = field(default_factory=dict)
     split: str | None = None
     root: Path = Path("data")
-    skip_bad: bool | None = None  # None: whoever asks has no such flag, so that none is advised
+    skip_bad: bool | None = None  # None: the caller has no such flag, so messages do not advise it
 
     def path(self, expected: str) -> Path:
         """The argument as a path that exists."""
@@ -96,8 +145,8 @@ class Request:
             raise UserError(f"'{path}' does not exist (from {self.spec}); expected {expected}")
         return path
 
-    def chosen(self, **known: Callable[[str], Value]) -> dict[str, Value]:
-        """The settings, each read by the function given for its name."""
+    def read_settings(self, **known: Callable[[str], Value]) -> dict[str, Value]:
+        """The settings in brackets, each read by the function given for its name; unknown names are errors."""
         values = {}
         for name, text in self.settings.items():
             if name not in known:
@@ -105,32 +154,31 @@ class Request:
                 raise UserError(f"{self.kind} has no setting '{name}'; {allowed}{nearest_names(name, known)}")
             try:
                 values[name] = known[name](text)
-            except UserError as mistake:
-                raise UserError(f"{self.kind}({name}={text}): {mistake}") from None
+            except UserError as error:
+                raise UserError(f"{self.kind}({name}={text}): {error}") from None
         return values
 
-    def without_split(self) -> None:
-        """For kinds that have nothing to pick from; all of them are sets for testing."""
+    def refuse_split(self) -> None:
+        """For kinds that only have test images."""
         if self.split not in (None, "test"):
             raise UserError(f"{self.kind} has no split '{self.split}'; it is for testing only: drop the @{self.split}")
 
 
-def parse_spec(spec: str, *, root: Path, split: str | None, skip_bad: bool | None = None) -> Request:
-    """Takes a spec apart; whether its kind is known is for the caller to say."""
+def parse_spec(spec: str, *, root: Path, split: str | None, skip_bad: bool | None = None) -> DataRequest:
+    """Parse a data spec; the kind may be unknown."""
     text = spec.strip()
     suffix: str | None = None
-    # A path may itself hold an @ or brackets: what exists under its full name is a path.
+    # A path may contain an @ or brackets: a text that exists as a path is a path.
     if (found := _SPLIT.fullmatch(text)) and not _names_a_path(text):
         text, suffix = found.groups()
     if suffix and split and suffix != split:
-        raise UserError(f"'{spec}' says @{suffix}, but split '{split}' was asked for as well; give one of them")
+        raise UserError(f"'{spec}' says @{suffix}, but split '{split}' was given as well; give one of them")
     settings: dict[str, str] = {}
     if (found := _BRACKETS.fullmatch(text)) and not _names_a_path(text):
         text, inner = found.groups()
-        settings = _settings(inner, spec)
-    separator = ":" if ":" in text else "/"
-    kind, _, argument = text.partition(separator)
-    return Request(
+        settings = _parse_settings(inner, spec)
+    kind, _, argument = text.partition(":" if ":" in text else "/")
+    return DataRequest(
         spec=spec,
         kind=kind.strip().lower(),
         argument=argument.strip(),
@@ -146,7 +194,7 @@ def _names_a_path(text: str) -> bool:
     return bool(path) and Path(path).expanduser().exists()
 
 
-def _settings(inner: str, spec: str) -> dict[str, str]:
+def _parse_settings(inner: str, spec: str) -> dict[str, str]:
     settings: dict[str, str] = {}
     for item in inner.split(","):
         name, equals, value = (part.strip() for part in item.partition("="))
@@ -156,3 +204,21 @@ def _settings(inner: str, spec: str) -> dict[str, str]:
             raise UserError(f"'{spec}' sets '{name}' twice")
         settings[name] = value
     return settings
+
+
+def pick_split(available: Iterable[str], wanted: str | None, where: str) -> str:
+    """Choose one of `available`. By default test, else validation, never train, which would mislead an audit."""
+    names = list(available)
+    if wanted is None:
+        choices: tuple[str, ...] = ("test", *_VALIDATION)
+    else:
+        choices = (wanted, *_VALIDATION) if wanted in _VALIDATION else (wanted,)
+    for choice in choices:
+        if choice in names:
+            return choice
+    listed = ", ".join(names)
+    if wanted is None:
+        raise UserError(
+            f"{where} has no split to test on; it has: {listed}. Pick one, e.g. with the suffix @{names[0]}"
+        )
+    raise UserError(f"{where} has no split '{wanted}'; it has: {listed}")

@@ -1,4 +1,4 @@
-"""Samples that cannot be used: what they are called, and labels that do not fit the model."""
+"""Samples that cannot be used, and labels that do not fit the model."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import dataclass
 from vitadel.errors import UserError
 from vitadel.types import Source
 
-__all__ = ["BadSample", "by_skipping", "check_labels", "left_out"]
+__all__ = ["BadSample", "check_labels", "skip_advice", "skipped"]
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that was left out, or would have to be."""
+    """A sample that cannot be used, and why."""
 
     index: int
     name: str
     reason: str
 
 
-def by_skipping(skip_bad: bool | None, words: str) -> str:
-    """What else can be done about bad samples: `words` and the flag, unless the caller (None) has no such flag."""
+def skip_advice(skip_bad: bool | None, words: str) -> str:
+    """Advice to skip bad samples: `words` and the flag, or nothing if the caller has no such flag (None)."""
     return "" if skip_bad is None else f"{words} with --skip-bad"
 
 
 def check_labels(
     source: Source, num_classes: int, *, skip_bad: bool | None = None, fixed: bool = False
 ) -> tuple[BadSample, ...]:
-    """The samples whose label is not one of the model's classes: a mistake, or with `skip_bad` a list to leave out.
+    """Samples whose label is not one of the model's classes: a user error, or with `skip_bad` the list to skip.
 
-    Label -1 marks a sample whose label is missing or cannot be read. `fixed` says that no flag gives the model another
-    number of classes.
+    Label -1 marks a sample whose label is missing or cannot be read. `fixed`: no flag can change the model's number of
+    classes.
     """
     labels = source.labels()
     bad = ((labels < 0) | (labels >= num_classes)).nonzero()[:, 0].tolist()
@@ -43,19 +43,19 @@ def check_labels(
     advice = (
         f"the data has {len(source.classes)} classes and the model {num_classes}: take a model for this data{setting}"
         if len(source.classes) != num_classes
-        else "put the labels right"
+        else "correct the labels"
     )
     all_bad = len(bad) == len(labels)
-    remedy = "" if all_bad else by_skipping(skip_bad, ", or leave such samples out, counted,")
+    remedy = "" if all_bad else skip_advice(skip_bad, ", or skip and count such samples")
     raise UserError(
         f"sample {first} ({source.name(first)}): {_fault(int(labels[first]), num_classes)}. "
         f"This concerns {len(bad)} of {len(labels)} samples; {advice}{remedy}"
     )
 
 
-def left_out(source: Source) -> tuple[str, ...]:
-    """What opening the source with `skip_bad` had to do without, one sentence each."""
-    return tuple(getattr(source, "left_out", ()))
+def skipped(source: Source) -> tuple[str, ...]:
+    """What was skipped when the source was opened with `skip_bad`, one sentence each."""
+    return tuple(getattr(source, "skipped", ()))
 
 
 def _fault(label: int, num_classes: int) -> str:

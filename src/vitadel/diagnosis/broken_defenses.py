@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitadel.adapters.tokens.robustness_tokens import fresh_tokens
+from vitadel.adapters.tokens.token_classifier import fresh_tokens
 from vitadel.backbones.anatomy import attentions_of, blocks_of
 from vitadel.backbones.load import load_model
 from vitadel.diagnosis.codebook import looking_up

@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.open_model import open_model
+from vitadel.adapters.adapted_model import open_model
 from vitadel.attacks.threats import threat as make_threat
-from vitadel.data.batches import Batch, batches
+from vitadel.data.batches import Batch, read_batches
 from vitadel.data.subset import balanced_subset
 from vitadel.data.validation import BadSample
 from vitadel.diagnosis.examination import Examination, Images, Level, level_named
@@ -213,7 +213,7 @@ def examination_of(
     """The chosen images on the model's device, as they will be examined, and what was left out for its label."""
     target = choose_among(target)
     indices, mislabelled = target.selection(plan.images, plan.seed, plan.skip_bad)
-    (batch,) = batches(target.source, [indices.tolist()], target.preprocess, skip_bad=plan.skip_bad)
+    (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess, skip_bad=plan.skip_bad)
     if len(batch.y) == 0:
         raise UserError("no sample could be read, so there is nothing to examine; see the reasons with --skip-bad off")
     batch = batch.to(processes.device)

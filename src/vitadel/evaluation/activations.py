@@ -24,7 +24,7 @@ from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import threat as make_threat
 from vitadel.attacks.variants import training_form
 from vitadel.backbones.anatomy import blocks_of
-from vitadel.data.batches import Batch, batches
+from vitadel.data.batches import Batch, read_batches
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.engine.batch_cache import BatchRecord, FolderCache
@@ -209,7 +209,7 @@ def inspect_activations(
             found = len(indices) - sum(len(chunks[number]) for number in todo)
             if found:
                 meter.advance(found, FOUND_AGAIN)
-            stream = batches(target.source, [chunks[k] for k in todo], preprocess, skip_bad=look.skip_bad)
+            stream = read_batches(target.source, [chunks[k] for k in todo], preprocess, skip_bad=look.skip_bad)
             for number, batch in zip(todo, stream, strict=True):
                 cache.save(_STAGE, number, work(batch))
                 meter.advance(len(chunks[number]))

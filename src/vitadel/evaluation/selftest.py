@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.open_model import open_model
+from vitadel.adapters.adapted_model import open_model
 from vitadel.attacks.parse import make
 from vitadel.attacks.registry import CATALOGUE
 from vitadel.attacks.threats import NORMS, threat

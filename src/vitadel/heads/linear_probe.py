@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitadel.backbones.record import ModelRecord
-from vitadel.data.batches import batches
+from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
 from vitadel.heads.frozen_features import Tokens, feature_width, token_features
@@ -204,7 +204,7 @@ def cached_features(
     tokens = torch.empty(len(rows), blocks + 1, feature_width(model), dtype=dtype)
     labels, first = torch.empty(len(rows), dtype=torch.int64), 0
     with frozen(model), torch.no_grad(), progress("features", len(rows), shown) as meter:
-        for batch in batches(source, [part.tolist() for part in rows.split(batch_size)], preprocess):
+        for batch in read_batches(source, [part.tolist() for part in rows.split(batch_size)], preprocess):
             there = slice(first, first + len(batch.y))
             tokens[there] = _stacked(token_features(model, batch.x.to(device), blocks)).cpu().to(dtype)
             labels[there] = batch.y

@@ -13,13 +13,13 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened
+from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.adapters.tokens.token_files import backbone_fingerprint, load_tokens
 from vitadel.attacks.parse import make
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model
 from vitadel.data import open_dataset
-from vitadel.data.batches import batches
+from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import Interrupted, UserError
@@ -100,7 +100,7 @@ def run_probe(
         **deciding(recipe.document),
         "--data-root": None if data_root is None else str(data_root),
         "backbone": backbone_fingerprint(_bare(model)),
-        "tokens fingerprint": model.fingerprint if isinstance(model, Tokened) else None,
+        "tokens fingerprint": model.fingerprint if isinstance(model, TokenClassifier) else None,
     }
     path = None if out is None else Path(out)
     words = list(argv or sys.argv)
@@ -124,10 +124,10 @@ def run_probe(
 
 def _open_job(
     recipe: ProbeRecipe, root: str | Path | None, processes: Processes, allow_readable: bool
-) -> tuple[Job, Classifier | Tokened]:
+) -> tuple[Job, Classifier | TokenClassifier]:
     """Model and data are opened before there is a folder: a mistake about them leaves none behind."""
     classifier = _frozen_model(recipe.model, recipe.train.seed).to(processes.device)
-    model: Classifier | Tokened = classifier
+    model: Classifier | TokenClassifier = classifier
     if recipe.tokens is not None:
         if "," in recipe.tokens and not Path(recipe.tokens).exists():
             raise UserError(f"a head is trained beside one set of tokens, got '{recipe.tokens}': give one file")
@@ -159,8 +159,8 @@ def _frozen_model(section: ModelSection, seed: int) -> Classifier:
     return model.requires_grad_(False)
 
 
-def _bare(model: Classifier | Tokened) -> Classifier:
-    return model.classifier if isinstance(model, Tokened) else model
+def _bare(model: Classifier | TokenClassifier) -> Classifier:
+    return model.classifier if isinstance(model, TokenClassifier) else model
 
 
 # Linear probes
@@ -169,7 +169,7 @@ def _bare(model: Classifier | Tokened) -> Classifier:
 @dataclass(frozen=True, eq=False)
 class _LinearJob:
     recipe: ProbeRecipe
-    model: Classifier | Tokened
+    model: Classifier | TokenClassifier
     train: Source
     rows: Tensor
     held_out: Tensor
@@ -250,18 +250,18 @@ def _head_entry(result: HeadResult) -> dict[str, Any]:
     return {**asdict(result.setting), "correct": result.correct, "n": result.n, "loss": loss}
 
 
-def _fingerprint(model: Classifier | Tokened) -> str | None:
-    return model.fingerprint if isinstance(model, Tokened) else None
+def _fingerprint(model: Classifier | TokenClassifier) -> str | None:
+    return model.fingerprint if isinstance(model, TokenClassifier) else None
 
 
 def _open_linear(
-    recipe: ProbeRecipe, section: ProbeData, model: Classifier | Tokened, root: str | Path | None
+    recipe: ProbeRecipe, section: ProbeData, model: Classifier | TokenClassifier, root: str | Path | None
 ) -> _LinearJob:
     train, test = open_dataset(section.train, root=root), open_dataset(section.test, root=root)
     _check_classes(train, test, section)
     rows, held_out = _split(train, section, recipe.train.seed)
     preprocess = Target(cast(Classifier, model), recipe.model.name, train, section.train).preprocess
-    (first,) = batches(train, [rows[:1].tolist()], preprocess)
+    (first,) = read_batches(train, [rows[:1].tolist()], preprocess)
     device, blocks = next(model.parameters()).device, cast(LinearHead, recipe.head).blocks
     with frozen(model), torch.no_grad():  # a model without such tokens, or with fewer blocks, is told at once
         token_features(model, first.to(device).x, max(blocks))

@@ -13,13 +13,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened
+from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.adapters.tokens.token_files import backbone_fingerprint
 from vitadel.attacks.settings import settings_of
 from vitadel.backbones.anatomy import backbone_of, family_of
 from vitadel.backbones.checkpoints import load_strict, read_checkpoint
 from vitadel.backbones.classifier import Classifier
-from vitadel.data.sources.masks import Cut, Masked, open_masked
+from vitadel.data.sources.masks import MaskedImages, ResizeCrop, open_masked
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.batch_cache import FolderCache
@@ -56,9 +56,9 @@ class _PatchMaps:
     """Patch maps and masks of some images, by their place among `rows`; kept in main memory, or made when asked for."""
 
     segmenter: Segmenter
-    data: Masked
+    data: MaskedImages
     rows: Tensor
-    cut: Cut
+    cut: ResizeCrop
     device: torch.device
     kept: tuple[Tensor, Tensor] | None = None
 
@@ -95,13 +95,13 @@ class _PatchMaps:
 @dataclass(frozen=True, eq=False)
 class _MaskJob:
     recipe: ProbeRecipe
-    model: Classifier | Tokened
-    train: Masked
+    model: Classifier | TokenClassifier
+    train: MaskedImages
     rows: Tensor
     held_out: Tensor
-    test: Masked
+    test: MaskedImages
     test_rows: Tensor
-    cut: Cut
+    cut: ResizeCrop
     head_file: Path
 
     @property
@@ -130,9 +130,9 @@ class _MaskJob:
             else f"{rates * train.steps * train.batch_size:,} images through the model ({size} exceed data.cache_mb)"
         )
         gradients = sum(pixel_attack(name, audit).steps for name in audit.attacks)
-        gradients *= 3 if isinstance(self.model, Tokened) else 1
+        gradients *= 3 if isinstance(self.model, TokenClassifier) else 1
         attacked = f", {gradients} gradients each under {', '.join(audit.attacks)}" if audit.attacks else ""
-        if attacked and isinstance(self.model, Tokened):
+        if attacked and isinstance(self.model, TokenClassifier):
             attacked += "; and the same training once more for an attacker's own head, without the tokens"
         return (
             f"{passes}, {rates} {'head' if rates == 1 else 'heads'} in {train.steps:,} steps of {train.batch_size}; "
@@ -147,7 +147,7 @@ class _MaskJob:
         segmenter = Segmenter(self.model, head.to(processes.device)).eval()
         clean = self._judge("clean", segmenter, None, None, folder, shown)
         makers = {_DEPLOYED: segmenter}
-        if self.recipe.audit.attacks and isinstance(self.model, Tokened):
+        if self.recipe.audit.attacks and isinstance(self.model, TokenClassifier):
             makers[PUBLIC] = Segmenter(self.model.classifier, segmenter.head).eval()
             makers[OWN_HEAD] = self._attackers(path.with_name(_ATTACKERS), processes, shown)
         attacks = [
@@ -155,13 +155,13 @@ class _MaskJob:
             for attack in self.recipe.audit.attacks
             for where, maker in makers.items()
         ]
-        tokens = self.model.fingerprint if isinstance(self.model, Tokened) else None
+        tokens = self.model.fingerprint if isinstance(self.model, TokenClassifier) else None
         told = {"recipe": name, "tokens": tokens, **report, "clean": clean, "attacks": attacks}
         return {**self._about(), "segmentation": told}
 
     def _attackers(self, path: Path, processes: Processes, shown: bool) -> Segmenter:
         """The public backbone with a head that was trained as the defender's, but without the tokens."""
-        public = replace(self, model=cast(Tokened, self.model).classifier)
+        public = replace(self, model=cast(TokenClassifier, self.model).classifier)
         if not path.exists():
             public._train(path, processes, shown)
         head, _ = _load_head(path, public.model)
@@ -246,7 +246,7 @@ class _MaskJob:
         return {"name": attack, "made_on": where, "judged_on": _DEPLOYED, "settings": settings, "void": void, **scores}
 
     def _about(self) -> dict[str, Any]:
-        classifier = self.model.classifier if isinstance(self.model, Tokened) else self.model
+        classifier = self.model.classifier if isinstance(self.model, TokenClassifier) else self.model
         audit, classes = self.recipe.audit, self.test.classes
         return {
             **heading(self.recipe.train.seed),
@@ -269,7 +269,7 @@ class _MaskJob:
 
 
 def open_mask_job(
-    recipe: ProbeRecipe, model: Classifier | Tokened, root: str | Path | None, head_file: Path
+    recipe: ProbeRecipe, model: Classifier | TokenClassifier, root: str | Path | None, head_file: Path
 ) -> _MaskJob:
     """Open images and masks, and see that the model takes images of their size; `head_file` lies in the run folder."""
     section = cast(MaskData, recipe.data)
@@ -283,7 +283,7 @@ def open_mask_job(
         raise UserError(
             f"data.held_out keeps {section.held_out} images aside, but data.train has only {len(train)}; keep fewer"
         )
-    seed, cut = recipe.train.seed, Cut(size, model.record.interpolation)
+    seed, cut = recipe.train.seed, ResizeCrop(size, model.record.interpolation)
     aside = _some(torch.arange(len(train)), section.held_out, seed + 1)
     rest = torch.arange(len(train))
     rest = _some(rest[~torch.isin(rest, aside)], section.limit, seed)
@@ -296,7 +296,7 @@ def _some(rows: Tensor, count: int | None, seed: int) -> Tensor:
     return balanced_subset(torch.zeros(len(rows), dtype=torch.int64), count, seed, rows)
 
 
-def _check_size(model: Classifier | Tokened, size: tuple[int, int]) -> None:
+def _check_size(model: Classifier | TokenClassifier, size: tuple[int, int]) -> None:
     backbone: Any = backbone_of(model)
     patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", 1)
     tall, wide = patch if isinstance(patch, tuple) else (patch, patch)
@@ -348,9 +348,13 @@ def _scores(confusion: Confusion, classes: tuple[str, ...], seed: int) -> dict[s
 
 
 def _save_head(
-    head: SegmentationHead, path: Path, model: Classifier | Tokened, classes: tuple[str, ...], report: dict[str, Any]
+    head: SegmentationHead,
+    path: Path,
+    model: Classifier | TokenClassifier,
+    classes: tuple[str, ...],
+    report: dict[str, Any],
 ) -> None:
-    classifier = model.classifier if isinstance(model, Tokened) else model
+    classifier = model.classifier if isinstance(model, TokenClassifier) else model
     about = {
         "schema": _SCHEMA,
         "model": classifier.record.name,
@@ -362,7 +366,7 @@ def _save_head(
     write_atomically(path, safetensors.torch.save(weights, metadata={_METADATA_KEY: json.dumps(about)}))
 
 
-def _load_head(path: Path, model: Classifier | Tokened) -> tuple[SegmentationHead, dict[str, Any]]:
+def _load_head(path: Path, model: Classifier | TokenClassifier) -> tuple[SegmentationHead, dict[str, Any]]:
     checkpoint = read_checkpoint(path)
     try:
         about = json.loads(checkpoint.metadata[_METADATA_KEY])

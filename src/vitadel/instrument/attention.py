@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import SoftmaxAttention, attentions_of
-from vitadel.backbones.score_scaling import Factor
+from vitadel.backbones.attention_hooks import Factor
 from vitadel.errors import UserError
-from vitadel.instrument.hooks import Lens, Record, hooked
+from vitadel.instrument.hooks import AttentionHook, Record, hooked
 
 __all__ = ["Factors", "attention_maps", "constant_attention", "scaled_attention", "score_statistics"]
 
@@ -43,10 +43,12 @@ def scaled_attention(model: nn.Module, factors: Factors, *, backward_only: bool 
     """
     parts = attentions_of(model)
     scales = _one_per_module(factors, parts)
-    lenses = [
-        Lens(part, scale, backward_only=backward_only) for part, scale in zip(parts, scales, strict=True) if scale
+    hooks = [
+        AttentionHook(part, scale, backward_only=backward_only)
+        for part, scale in zip(parts, scales, strict=True)
+        if scale
     ]
-    with hooked(model, lenses):
+    with hooked(model, hooks):
         yield
 
 
@@ -65,7 +67,7 @@ def attention_maps(model: nn.Module) -> Iterator[Record]:
     def keep(place: int) -> Callable[[Tensor, Tensor], None]:
         return lambda _scores, probabilities: maps.put(place, probabilities)
 
-    with hooked(model, [Lens(part, see=keep(place)) for place, part in enumerate(parts)]):
+    with hooked(model, [AttentionHook(part, observe=keep(place)) for place, part in enumerate(parts)]):
         yield maps
 
 
@@ -77,7 +79,7 @@ def constant_attention(model: nn.Module) -> Iterator[None]:
     manual one. Maps that `attention_maps` shows keep their graph. XCiT's maps over channels and CaiT's, before they are
     mixed over heads, are held as well. Call backward inside the block if the model checkpoints its gradients.
     """
-    with hooked(model, [Lens(part, hand_on=Tensor.detach) for part in attentions_of(model)]):
+    with hooked(model, [AttentionHook(part, edit=Tensor.detach) for part in attentions_of(model)]):
         yield
 
 
@@ -95,7 +97,7 @@ def score_statistics(model: nn.Module) -> Iterator[Record]:
     def measure(place: int) -> Callable[[Tensor, Tensor], None]:
         return lambda scores, _probabilities: gaps.put(place, _gap(scores.detach()))
 
-    with hooked(model, [Lens(part, see=measure(place)) for place, part in enumerate(parts)]):
+    with hooked(model, [AttentionHook(part, observe=measure(place)) for place, part in enumerate(parts)]):
         yield gaps
 
 

@@ -20,7 +20,7 @@ from vitadel.backbones.anatomy import (
     prefix_tokens_of,
 )
 from vitadel.errors import UserError
-from vitadel.instrument.hooks import Lens, frozen, hooked
+from vitadel.instrument.hooks import AttentionHook, frozen, hooked
 from vitadel.instrument.patch_grid import grid_of_keys
 from vitadel.instrument.tokens import own_tokens
 
@@ -167,5 +167,5 @@ def _own_map(model: nn.Module, attention: SoftmaxAttention) -> Iterator[Callable
     def keep(_scores: Tensor, probabilities: Tensor) -> None:
         seen[:] = [probabilities]
 
-    with hooked(model, [Lens(attention, see=keep)]), own_tokens(model) as own:
+    with hooked(model, [AttentionHook(attention, observe=keep)]), own_tokens(model) as own:
         yield lambda: seen[0] if seen[0].shape[2] == 1 else own(own(seen[0], 2), 3)

@@ -1,7 +1,7 @@
 """The only place where hooks are set and modes are switched, always undone when the `with` block ends.
 
-Two kinds of site: an `Edge` sees what enters or leaves a module, a `Lens` (of `backbones.scaling`) what happens inside
-an attention module.
+Two kinds of site: an `Edge` sees what enters or leaves a module, an `AttentionHook` (of `backbones.attention_hooks`)
+what happens inside an attention module.
 
 With gradient checkpointing the forward runs again during the backward pass: call backward inside the block then.
 """
@@ -16,10 +16,10 @@ from typing import Any, overload
 
 from torch import Tensor, nn
 
-from vitadel.backbones.score_scaling import Lens, noting, refuse_silence
+from vitadel.backbones.attention_hooks import AttentionHook, check_all_ran, notify_before
 from vitadel.errors import UserError
 
-__all__ = ["Edge", "Lens", "Record", "frozen", "hooked"]
+__all__ = ["AttentionHook", "Edge", "Record", "frozen", "hooked"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Edge:
 
     def attach(self, fired: Callable[[], object]) -> Callable[[], None]:
         """Set the hook; the result takes it off again."""
-        act = noting(fired, self.act)
+        act = notify_before(fired, self.act)
 
         def enter(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             changed = act(args[0])
@@ -52,7 +52,7 @@ class Edge:
 
 
 @contextmanager
-def hooked(model: nn.Module, sites: Sequence[Edge | Lens]) -> Iterator[None]:
+def hooked(model: nn.Module, sites: Sequence[Edge | AttentionHook]) -> Iterator[None]:
     """Attach all sites, and take them off at the end, also after an error.
 
     If `model` (the module that the user calls) has run to its end inside the block and a site has seen nothing of it,
@@ -66,7 +66,7 @@ def hooked(model: nn.Module, sites: Sequence[Edge | Lens]) -> Iterator[None]:
             undo.callback(site.attach(partial(silent.pop, place, None)))
         yield
     if runs:
-        refuse_silence(model, silent.values())
+        check_all_ran(model, silent.values())
 
 
 @contextmanager

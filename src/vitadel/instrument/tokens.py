@@ -21,7 +21,7 @@ from vitadel.backbones.anatomy import (
     prefix_tokens_of,
 )
 from vitadel.errors import UserError, nearest_names
-from vitadel.instrument.hooks import Edge, Lens, hooked
+from vitadel.instrument.hooks import AttentionHook, Edge, hooked
 
 __all__ = ["PLACEMENTS", "OwnTokens", "check_placement", "extra_tokens", "own_tokens", "token_width"]
 
@@ -69,10 +69,10 @@ def extra_tokens(model: nn.Module, tokens: Tensor, *, placement: str = "prefix")
         return _without(x, 1, first, span)
 
     rotating = [part for part in attentions_of(model) if hasattr(part.module, "num_prefix_tokens")]
-    sites: list[Edge | Lens] = [
+    sites: list[Edge | AttentionHook] = [
         Edge(seam.enter, backbone.get_submodule(seam.enter), insert),
         Edge(seam.leave, backbone.get_submodule(seam.leave), drop, before=True),
-        *(Lens(part, more_prefix=span.before) for part in rotating),
+        *(AttentionHook(part, extra_prefix=span.before) for part in rotating),
     ]
     present = _PRESENT.setdefault(backbone, [])
     with hooked(model, sites):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from vitadel.attacks.parse import make
 from vitadel.attacks.threats import threat
-from vitadel.backbones.output_checks import check_logits
+from vitadel.backbones.model_checks import check_logits
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.batch_cache import MemoryCache
 from vitadel.evaluation.engine.calibration import BATCH, calibrated, studies

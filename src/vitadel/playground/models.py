@@ -13,9 +13,9 @@ from PIL import Image
 from torch import Tensor
 
 from vitadel.backbones.load import zoo_names
-from vitadel.backbones.output_checks import check_logits
+from vitadel.backbones.model_checks import check_logits
 from vitadel.data import open_dataset
-from vitadel.data.sources.cifar_names import CIFAR10_CLASSES
+from vitadel.data.sources.cifar_c import CIFAR10_CLASSES
 from vitadel.data.sources.imagenet import imagenet_classes
 from vitadel.data.sources.shapes import CLASSES
 from vitadel.data.spec import parse_spec

@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from vitadel.adapters.open_model import open_model
+from vitadel.adapters.adapted_model import open_model
 from vitadel.backbones.classifier import Classifier
-from vitadel.backbones.image_size import check_images_fit
 from vitadel.backbones.load import zoo_names
+from vitadel.backbones.model_checks import check_images_fit
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.class_subset import choose_among, choosing_like
 from vitadel.evaluation.engine.target import Target

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.runtime.rng import SampleRNG
 from vitadel.threat_levels.levels import Head
 
@@ -49,12 +49,12 @@ def with_weight_noise(model: nn.Module, share: float = WEIGHT_NOISE, seed: int =
     return changed
 
 
-def controls(victim: Tokened, head: Head, seed: int, scale: float = 0.01) -> dict[str, nn.Module]:
+def controls(victim: TokenClassifier, head: Head, seed: int, scale: float = 0.01) -> dict[str, nn.Module]:
     """What needs no training, by name; the bare backbone first. Untrained tokens are `scale` times normal noise."""
     classifier, (count, width) = victim.classifier, victim.tokens.shape
 
     def beside(tokens: Tensor) -> nn.Module:
-        return head(Tokened(classifier, tokens.to(victim.tokens.device), placement=victim.placement))
+        return head(TokenClassifier(classifier, tokens.to(victim.tokens.device), placement=victim.placement))
 
     return {
         "no tokens": head(classifier),

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.adapters.tokens.token_files import load_tokens, read_tokens, save_tokens
 from vitadel.attacks.features import feature_cosine, final_features
 from vitadel.backbones.classifier import Classifier
@@ -30,7 +30,7 @@ EXPOSED = ("features", "scores")
 class Extracted:
     """The fitted tokens on the public backbone, and how alike both models' features are on images not asked about."""
 
-    model: Tokened
+    model: TokenClassifier
     queries: int
     cosine: float
     cosine_before: float  # of the tokens that the fit started from
@@ -56,7 +56,7 @@ def read_extracted(path: Path, classifier: Classifier) -> Extracted:
 
 
 def extract_tokens(
-    victim: Tokened,
+    victim: TokenClassifier,
     images: Iterable[Tensor],
     exposed: str = "features",
     *,
@@ -78,11 +78,11 @@ def extract_tokens(
         raise UserError("token extraction needs at least two batches of images: to ask about, and to measure the fit")
     classifier, (count, width) = victim.classifier, victim.tokens.shape
     start = fresh_tokens(width, count, seed=seed).to(victim.tokens)
-    model = Tokened(classifier, start, placement=victim.placement)
+    model = TokenClassifier(classifier, start, placement=victim.placement)
 
     headed = {each: each if head is None else head(each) for each in (victim, model)}
 
-    def see(seen: Tokened, x: Tensor) -> Tensor:
+    def see(seen: TokenClassifier, x: Tensor) -> Tensor:
         if exposed == "features":
             return final_features(seen, x)
         scores: Tensor = headed[seen](x)

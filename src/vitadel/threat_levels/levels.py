@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened
+from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.attacks.parse import make
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.threats import Linf
@@ -123,13 +123,13 @@ def _as_it_is(model: nn.Module) -> nn.Module:
 class AttackerAssets:
     """What attackers have or get hold of; a level without its means is left out of the ladder."""
 
-    victim: Tokened
+    victim: TokenClassifier
     head: Head = _as_it_is  # the victim's, put on a backbone with or without tokens
     own_head: Head | None = None  # the attacker's
     other: nn.Module | None = None
-    surrogates: tuple[Tokened, ...] = ()
-    extracted: tuple[tuple[str, Tokened], ...] = ()  # from what, and the fitted tokens
-    bank: tuple[Tokened, ...] = ()
+    surrogates: tuple[TokenClassifier, ...] = ()
+    extracted: tuple[tuple[str, TokenClassifier], ...] = ()  # from what, and the fitted tokens
+    bank: tuple[TokenClassifier, ...] = ()
     features: str = "tokens"  # those that the defence compares, as attackers know from its recipe; or "pooled"
 
 

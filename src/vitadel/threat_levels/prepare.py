@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened
+from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.adapters.tokens.token_files import load_tokens
 from vitadel.data.overlap import same_images
 from vitadel.errors import UserError
@@ -43,8 +43,8 @@ class Supplies:
 
     recipe: TokenRecipe | None = None
     lessons: Mapping[str, TrainingRun] = field(default_factory=dict)
-    surrogates: tuple[Tokened, ...] = ()
-    bank: tuple[Tokened, ...] = ()
+    surrogates: tuple[TokenClassifier, ...] = ()
+    bank: tuple[TokenClassifier, ...] = ()
     images: tuple[Source, Tensor] | None = None
 
     def settings(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _images_to_fit(target: Target, request: ThreatLevelsRequest, indices: Tensor
 
 
 def _lessons(
-    target: Target, victim: Tokened, request: ThreatLevelsRequest, recipe: TokenRecipe, processes: Processes
+    target: Target, victim: TokenClassifier, request: ThreatLevelsRequest, recipe: TokenRecipe, processes: Processes
 ) -> dict[str, TrainingRun]:
     """For every kind of sets to train, with its images opened once: to find out later would cost hours.
 
@@ -220,7 +220,7 @@ def _fit(
     for exposed in EXPOSED:
         told = processes.on_main(lambda exposed=exposed: kept_or_fitted(exposed))  # type: ignore[misc]
         tokens = told.pop("tokens").to(processes.device)
-        model = Tokened(arms.victim.classifier, tokens, placement=arms.victim.placement).eval()
+        model = TokenClassifier(arms.victim.classifier, tokens, placement=arms.victim.placement).eval()
         model.tokens.requires_grad_(False)
         extracted[exposed] = Extracted(model, **told)
     return extracted
@@ -237,7 +237,7 @@ def _refuse_verdicts_about_others(run: RunFolder, exposed: str) -> None:
         )
 
 
-def _names(sets: tuple[Tokened, ...]) -> list[str]:
+def _names(sets: tuple[TokenClassifier, ...]) -> list[str]:
     return [each.fingerprint for each in sets]
 
 
@@ -249,14 +249,14 @@ def _to_train(wanted: int | tuple[str, ...]) -> int:
     return wanted if isinstance(wanted, int) else 0
 
 
-def _read(victim: Tokened, wanted: int | tuple[str, ...], allow_readable: bool) -> tuple[Tokened, ...]:
+def _read(victim: TokenClassifier, wanted: int | tuple[str, ...], allow_readable: bool) -> tuple[TokenClassifier, ...]:
     files = () if isinstance(wanted, int) else wanted
     return tuple(load_tokens(file, victim.classifier, allow_readable=allow_readable).eval() for file in files)
 
 
-def _refuse_equal(victim: Tokened, groups: dict[str, tuple[Tokened, ...]]) -> None:
+def _refuse_equal(victim: TokenClassifier, groups: dict[str, tuple[TokenClassifier, ...]]) -> None:
     """Compared by their numbers: salts give equal sets different names."""
-    known: list[tuple[str, Tokened]] = [("the victim's own tokens", victim)]
+    known: list[tuple[str, TokenClassifier]] = [("the victim's own tokens", victim)]
     for name, sets in groups.items():
         for number, each in enumerate(sets, start=1):
             for what, other in known:
@@ -268,7 +268,7 @@ def _refuse_equal(victim: Tokened, groups: dict[str, tuple[Tokened, ...]]) -> No
             known.append((f"set {number} of {name}", each))
 
 
-def _refuse_no_bank(victim: Tokened, bank: tuple[Tokened, ...]) -> None:
+def _refuse_no_bank(victim: TokenClassifier, bank: tuple[TokenClassifier, ...]) -> None:
     """Sets that no `TokenBank` could hold: every image of a batch runs beside as many tokens, at the same place."""
     for number, each in enumerate(bank, start=1):
         here, there = ((len(one.tokens), one.placement) for one in (each, victim))

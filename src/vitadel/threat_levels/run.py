@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tokens.robustness_tokens import TokenBank, Tokened
+from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier
 from vitadel.attacks.features import feature_cosine, final_features
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.classifier import Classifier
-from vitadel.data.batches import Batch, batches
+from vitadel.data.batches import Batch, read_batches
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.class_subset import choose_among, choosing_like
@@ -104,14 +104,14 @@ def run_ladder(
     return Outcome(results, run, processes.is_main)
 
 
-def _victim(target: Target) -> Tokened:
+def _victim(target: Target) -> TokenClassifier:
     model: object = target.model
     if isinstance(model, TokenBank):
         raise UserError(
             "the ladder judges one set of secret tokens, and a bank of them at T8: give one file with --tokens, and "
             "the others with --bank."
         )
-    if not isinstance(model, Tokened):
+    if not isinstance(model, TokenClassifier):
         raise UserError(
             f"the ladder judges secret tokens, and '{target.model_spec}' has none. Give the run folder of `vitadel "
             "harden tokens/...`, or a backbone with --tokens FILE."
@@ -172,7 +172,7 @@ def _tell_cost(
 ) -> None:
     if len(verdicts.index) == 0:
         raise UserError("no sample could be read, so nothing can be judged; see the reasons with --skip-bad off")
-    (first,) = batches(context.source, [verdicts.index[: request.batch_size].tolist()], context.preprocess)
+    (first,) = read_batches(context.source, [verdicts.index[: request.batch_size].tolist()], context.preprocess)
     crew = rungs(request.levels, arms, request.steps, request.queries, request.white_box)
     tell(cost_sentence(crew, request.eps, context.model, first.to(context.processes.device).x, len(verdicts.index)))
 

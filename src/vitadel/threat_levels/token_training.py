@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened
+from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.adapters.tokens.token_files import load_tokens
 from vitadel.attacks.features import pixels_per_unit
 from vitadel.errors import UserError
@@ -85,7 +85,7 @@ def control_changes(recipe: TokenRecipe) -> dict[str, dict[str, Any]]:
 class TrainingRun:
     """What token sets are trained by, on the victim's frozen classifier; `data` None means the recipe's own images."""
 
-    victim: Tokened
+    victim: TokenClassifier
     recipe: TokenRecipe
     data: str | None
     data_root: str | Path | None
@@ -119,15 +119,17 @@ class Trainer:
     processes: Processes
     shown: bool = False
 
-    def several(self, lesson: TrainingRun, name: str, count: int, seed: int) -> tuple[Tokened, ...]:
+    def several(self, lesson: TrainingRun, name: str, count: int, seed: int) -> tuple[TokenClassifier, ...]:
         return tuple(self.train(lesson, f"{name} {number + 1}", seed + number) for number in range(count))
 
-    def controls(self, lesson: TrainingRun, seed: int) -> dict[str, Tokened]:
+    def controls(self, lesson: TrainingRun, seed: int) -> dict[str, TokenClassifier]:
         """Tokens that never saw an attack, by what they saw instead."""
         changes = control_changes(lesson.recipe)
         return {name: self.train(lesson, name, seed + k, changes[name]) for k, name in enumerate(changes)}
 
-    def train(self, lesson: TrainingRun, name: str, seed: int, changes: Mapping[str, Any] = _AS_WRITTEN) -> Tokened:
+    def train(
+        self, lesson: TrainingRun, name: str, seed: int, changes: Mapping[str, Any] = _AS_WRITTEN
+    ) -> TokenClassifier:
         out = self.folder / name.replace(" ", "-")
         try:
             run_harden(

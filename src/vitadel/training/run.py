@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from vitadel.attacks.features import pixels_per_unit
 from vitadel.attacks.settings import settings_of
-from vitadel.backbones.attention_kernels import fastest_attention
+from vitadel.backbones.attention_hooks import fastest_attention
 from vitadel.backbones.classifier import Classifier
-from vitadel.backbones.image_size import check_images_fit
+from vitadel.backbones.model_checks import check_images_fit
 from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset

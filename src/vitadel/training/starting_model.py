@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import timm
 import torch
 from torch import nn
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model
+from vitadel.backbones.timm_models import is_timm_name
 from vitadel.errors import UserError
 from vitadel.training.recipes.sections import ModelSection
 
@@ -38,7 +38,7 @@ def starting_model(section: ModelSection, classes: int, data: str) -> StartingMo
     kwargs = dict(section.kwargs)
     if section.drop_path is not None:
         kwargs["drop_path_rate"] = section.drop_path
-    named = timm.is_model(section.name.partition(".")[0])
+    named = is_timm_name(section.name)
     weights = section.weights or ("random" if named else None)
     options: dict[str, Any] = {
         "weights": weights,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitadel.data.batches import batches
+from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.evaluation.engine.judge import judge
 from vitadel.instrument.hooks import frozen
@@ -65,7 +65,7 @@ class HeldOut:
         sums = torch.zeros(2, dtype=torch.float64, device=processes.device)
         chunks = [part.tolist() for part in self.rows[processes.rank :: processes.count].split(_BATCH)]
         with frozen(model):
-            for batch in batches(self.source, chunks, self.preprocess, threads=1):
+            for batch in read_batches(self.source, chunks, self.preprocess, threads=1):
                 batch = batch.to(processes.device)
                 rng = SampleRNG.of_samples(seed, batch.indices, batch.x.device).stream("validation")
                 z = attack(shown, batch.x, batch.y, rng)
@@ -79,7 +79,7 @@ class HeldOut:
         clean = robust = 0
         chunks = [part.tolist() for part in self.rows[processes.rank :: processes.count].split(_BATCH)]
         with frozen(model):
-            for batch in batches(self.source, chunks, self.preprocess, threads=1):
+            for batch in read_batches(self.source, chunks, self.preprocess, threads=1):
                 batch = batch.to(processes.device)
                 with torch.no_grad():
                     correct = model(batch.x).argmax(1) == batch.y

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from vitadel.adapters.tokens.robustness_tokens import TokenBank, Tokened, token_bytes
+from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier, token_bytes
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 from vitadel.instrument.tokens import token_width
@@ -50,7 +50,7 @@ class TokenFile:
     settings: Mapping[str, Any]
 
 
-def save_tokens(tokened: Tokened, path: str | Path, settings: Mapping[str, Any]) -> None:
+def save_tokens(tokened: TokenClassifier, path: str | Path, settings: Mapping[str, Any]) -> None:
     """Write the tokens, and nothing of the backbone, as a file of mode 0600; `settings` must be plain values."""
     tokens = tokened.tokens.detach().to("cpu", torch.float32).contiguous()
     if not bool(tokens.isfinite().all()):
@@ -75,7 +75,7 @@ def save_tokens(tokened: Tokened, path: str | Path, settings: Mapping[str, Any])
     write_secret(path, safetensors.torch.save({_TENSOR: tokens}, metadata={_METADATA_KEY: text}))
 
 
-def load_tokens(path: str | Path, classifier: Classifier, *, allow_readable: bool = False) -> Tokened:
+def load_tokens(path: str | Path, classifier: Classifier, *, allow_readable: bool = False) -> TokenClassifier:
     """The classifier with the tokens of a file, if they were trained for its backbone.
 
     The backbone may have another image size, and the classifier another head. `allow_readable` takes a file that
@@ -96,7 +96,7 @@ def load_tokens(path: str | Path, classifier: Classifier, *, allow_readable: boo
             f"'{classifier.record.name}'. Load that backbone with the same weights in the same precision (only image "
             "size and head may differ), or train tokens for this one."
         )
-    return Tokened(classifier, file.tokens, placement=file.placement, salt=file.salt)
+    return TokenClassifier(classifier, file.tokens, placement=file.placement, salt=file.salt)
 
 
 def load_bank(paths: Sequence[str | Path], classifier: Classifier, *, allow_readable: bool = False) -> TokenBank:
@@ -146,9 +146,9 @@ def read_tokens(path: str | Path, *, allow_readable: bool = False) -> TokenFile:
     return file
 
 
-def fingerprint_of(tokens: Tokened | TokenBank | str | Path, *, allow_readable: bool = False) -> str:
+def fingerprint_of(tokens: TokenClassifier | TokenBank | str | Path, *, allow_readable: bool = False) -> str:
     """How run folders and reports name tokens, in memory or in a file: a salted hash, the same before and after."""
-    if isinstance(tokens, Tokened | TokenBank):
+    if isinstance(tokens, TokenClassifier | TokenBank):
         return tokens.fingerprint
     return read_tokens(tokens, allow_readable=allow_readable).fingerprint
 

@@ -19,9 +19,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from vitadel.adapters.tokens.token_files import backbone_fingerprint
-from vitadel.adapters.tora.tora import Tora, part_of
-from vitadel.adapters.tora.tora_hosts import check_host
-from vitadel.adapters.tora.tora_settings import ToraSettings, check_trade_off
+from vitadel.adapters.tora.tora_settings import ToraSettings, check_host, check_trade_off
+from vitadel.adapters.tora.tora_vit import Tora, part_of
 from vitadel.backbones.checkpoints import read_metadata
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
@@ -31,7 +30,7 @@ __all__ = [
     "Fusion",
     "backbone_of_parts",
     "fusion_of",
-    "interpolated",
+    "interpolate_fusions",
     "load_tora",
     "parts_file",
     "put_fusion",
@@ -148,7 +147,7 @@ def put_fusion(tora: Tora, fusion: str | Path | Fusion) -> None:
     tora.trade_off = found.trade_off
 
 
-def interpolated(first: Fusion, second: Fusion, t: float) -> Fusion:
+def interpolate_fusions(first: Fusion, second: Fusion, t: float) -> Fusion:
     """The fusion at `t` of the way from one to another of the same training: a knob between them at test time."""
     if not 0 <= t <= 1:
         raise UserError(f"the place between two fusions must lie in [0, 1], got {t}: 0 is the first, 1 the second.")

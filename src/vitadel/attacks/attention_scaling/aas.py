@@ -24,7 +24,7 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.sample_info import Notes, join_notes, proposals
 from vitadel.attacks.transfer.surrogate import Surrogate, changed, deployed, seen_through
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.backbones.output_checks import check_pixels
+from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.attention import Factors, scaled_attention
 from vitadel.instrument.features import block_features

@@ -31,7 +31,7 @@ from vitadel.attacks.square import Square
 from vitadel.attacks.steppers import Scripted
 from vitadel.attacks.transfer.surrogate import changed, seen_through
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.backbones.output_checks import check_pixels
+from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.attention import scaled_attention
 from vitadel.instrument.hooks import frozen

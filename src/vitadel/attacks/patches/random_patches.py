@@ -14,7 +14,7 @@ from vitadel.attacks.losses import margin
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.anatomy import prefix_tokens_of
 from vitadel.backbones.classifier import Classifier
-from vitadel.backbones.output_checks import check_pixels
+from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.hooks import frozen
 from vitadel.instrument.patch_grid import patch_grid

@@ -18,7 +18,7 @@ from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.transfer.surrogate import deployed
-from vitadel.backbones.output_checks import check_pixels
+from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.tokens import extra_tokens, token_width
 from vitadel.runtime.rng import SampleRNG

@@ -13,7 +13,7 @@ from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.transfer.surrogate import deployed
-from vitadel.backbones.output_checks import check_pixels
+from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.attention import constant_attention
 from vitadel.instrument.patch_grid import patch_grid

@@ -1,9 +1,9 @@
-"""RVT, the robust vision transformer (Mao et al., CVPR 2022, arXiv:2105.07926), registered among timm's models.
+"""RVT, the robust vision transformer (Mao et al., CVPR 2022, arXiv:2105.07926), registered with timm.
 
-No class token and no position embedding: place is known from the convolutional stem, the depthwise convolution in the
-feed-forward part, and, in the models called `plus` (RVT* in the paper), from learned factors on the attention scores.
-Models whose names end in `_32` are for images of 32 pixels: their stem makes patches of 4 pixels instead of 16. The
-paper has none of those, and no `micro`, which is small enough to be trained without a graphics card.
+There is no class token and no position embedding: positions come from the convolutional stem, the depthwise convolution
+in the feed-forward part and, in the `plus` models (RVT* in the paper), from learned factors on the attention scores.
+Models whose names end in `_32` are for images of 32 pixels: their stem makes patches of 4 pixels instead of 16. These
+and `micro`, which is small enough to train on a CPU, are not in the paper.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from timm.layers import DropPath, Mlp, use_fused_attn
 from torch import Tensor, nn
 
-from vitadel.backbones.families.registration import data_config, register_models
+from vitadel.backbones.timm_models import data_config, register_models
 from vitadel.errors import UserError
 
 __all__ = ["RVT", "VARIANTS", "Attention", "Block", "ConvFeedForward", "Stem", "Variant"]
@@ -32,10 +32,11 @@ _NORM_EPS = 1e-6
 class Stem(nn.Module):
     """Convolution, batch norm, max-pooling and a patch convolution, with no activation between them.
 
-    For patches of 16 pixels as in the paper. For smaller ones the first convolution loses its stride, as its kernel
-    would cover a fifth of a small image, and the patch convolution makes up the rest; pooling, the only nonlinear
-    part, stays.
+    Patches of 16 pixels are as in the paper. For smaller ones the first convolution has stride 1 and a smaller kernel,
+    which would otherwise cover a fifth of a small image; the patch convolution takes the rest of the patch size.
     """
+
+    needs_whole_patches = True
 
     def __init__(self, patch_size: int, in_chans: int, width: int) -> None:
         super().__init__()
@@ -55,12 +56,11 @@ class Stem(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention, with a learned factor between 0 and 1 on every score if it is made for a `grid`.
+    """Self-attention, with a learned factor between 0 and 1 on every score if a `grid` is given.
 
-    Position-aware attention scaling: softmax(q k^T / sqrt(d) * sigmoid(W)) v, one W per head and pair of places.
-    `start` is where W begins. 'open', at sigmoid(W) = 0.88: near plain attention, so that weights of a model without
-    factors can be trained on, and not so far out that the sigmoid hardly moves. 'paper': around 0, which halves every
-    score.
+    Position-aware attention scaling: softmax(q k^T / sqrt(d) * sigmoid(W)) v, one W per head and pair of positions.
+    `start` is the initial W. 'open': sigmoid(W) = 0.88, close to plain attention, so that weights of a model without
+    factors can be fine-tuned, with a useful gradient of the sigmoid. 'paper': about 0, which halves every score.
     """
 
     def __init__(self, width: int, num_heads: int, grid: Grid | None = None, start: ScalingStart = "open") -> None:
@@ -85,14 +85,14 @@ class Attention(nn.Module):
         return cast(Tensor, self.proj(mixed.transpose(1, 2).flatten(2)))
 
     def set_grid(self, grid: Grid) -> None:
-        """Resample the learned scores for good; there is nothing to do without any."""
+        """Resample the learned scores, if there are any, permanently."""
         if self.position_scores is not None and grid != self.grid:
             learns = self.position_scores.requires_grad
             self.position_scores = nn.Parameter(self._scores_on(grid).detach(), requires_grad=learns)
             self.grid = grid
 
     def _scores_on(self, grid: Grid) -> Tensor:
-        """Bicubic over the places of queries and over those of keys; both are grids laid out row by row."""
+        """Bicubic over the positions of queries, then of keys; both are grids in row-major order."""
         assert self.position_scores is not None
         assert self.grid is not None
         scores: Tensor = self.position_scores
@@ -147,7 +147,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks of one width. `before` is the width of the stage before, whose map of tokens is halved on entering."""
+    """Blocks of one width. `before` is the width of the previous stage, whose token map is halved on entry."""
 
     def __init__(self, before: int | None, width: int, blocks: list[Block]) -> None:
         super().__init__()
@@ -178,9 +178,9 @@ def _tokens(maps: Tensor) -> Tensor:
 class RVT(nn.Module):
     """The robust vision transformer (Mao et al., CVPR 2022).
 
-    `depths`, `widths` and `heads` are those of its stages. The first `scaled_blocks` blocks, counted through all of
-    them, scale attention by position. Their learned scores, which begin as `scaling_start` says (see `Attention`), are
-    made for `img_size` and resampled for other images, whose height and width may be any multiples of the patch.
+    `depths`, `widths` and `heads` are those of its stages. The first `scaled_blocks` blocks, over all stages, scale
+    attention by position. Their learned scores start by `scaling_start` (see `Attention`), have the size for `img_size`
+    and are resampled for other images, whose height and width may be any multiples of the patch size.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class RVT(nn.Module):
             raise UserError(f"scaled_blocks must be from 0 to {total}, the number of blocks, got {scaled_blocks}.")
         if not len(depths) == len(widths) == len(heads) or any(w % h for w, h in zip(widths, heads, strict=True)):
             raise UserError(
-                f"depths {depths}, widths {widths} and heads {heads} must have one number per stage, and each width be "
+                f"depths {depths}, widths {widths} and heads {heads} must have one number per stage, each width "
                 "a multiple of its heads."
             )
         self.num_classes = num_classes
@@ -216,7 +216,7 @@ class RVT(nn.Module):
             blocks = []
             for _ in range(depth):
                 attention = Attention(width, count, grid if place < scaled_blocks else None, scaling_start)
-                # The last block gets a little less than the full rate.
+                # The last block gets slightly less than the full rate.
                 blocks.append(Block(attention, width, conv_ffn, drop_path_rate * place / total))
                 place += 1
             stages.append(Stage(widths[number - 1] if number else None, width, blocks))
@@ -225,7 +225,7 @@ class RVT(nn.Module):
             )
             grid = _halved(grid)
         self.stages = nn.ModuleList(stages)
-        self.norm = nn.Identity()  # the norm comes after pooling; timm's transformers of this kind have both names
+        self.norm = nn.Identity()  # the norm comes after pooling; timm's transformers have both names
         self.fc_norm = nn.LayerNorm(widths[-1], eps=_NORM_EPS)
         self.global_pool = global_pool
         self.reset_classifier(num_classes, global_pool)
@@ -259,7 +259,7 @@ class RVT(nn.Module):
         self.head = nn.Linear(self.num_features, num_classes).to(like) if num_classes else nn.Identity()
 
     def set_input_size(self, img_size: int | Grid) -> None:
-        """Resample the learned scores for images of another size; without it they are resampled in every pass."""
+        """Resample the learned scores for another image size; otherwise every pass resamples them."""
         grid = _grid_of(img_size, self.patch_embed.patch_size)
         for number, stage in enumerate(self.stages):
             grid = _halved(grid) if number else grid
@@ -267,7 +267,7 @@ class RVT(nn.Module):
                 cast(Block, block).attn.set_grid(grid)
 
     def no_weight_decay(self) -> set[str]:
-        """Learned scores: 0, which decay leads to, would halve what attention says and is no simpler than another."""
+        """Learned scores: decay to 0 would halve the attention scores."""
         return {name for name, _ in self.named_parameters() if name.endswith("position_scores")}
 
 
@@ -280,7 +280,7 @@ def _grid_of(img_size: int | Grid, patch_size: int) -> Grid:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a name stands for: arguments of `RVT`."""
+    """The arguments of `RVT` for a model name."""
 
     depths: tuple[int, ...]
     widths: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Rows of a large array, read from disk one by one.
 
-Not memory-mapped: pages of a mapping count as memory of the process once they were touched, so that an audit over
-more images would show a higher peak. A seek and a read give the same rows without that.
+Arrays are not memory-mapped: mapped pages count as memory of the process, so that the peak would grow with the number
+of images. A seek and a read give the same rows without that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
-from vitadel.data.images import attempts, from_array
+from vitadel.data.images import from_array, read_each
 from vitadel.errors import UserError
 
 __all__ = ["ArrayRows", "image_rows", "label_tensor", "rows_of_npy", "rows_of_npz", "small_array"]
@@ -40,13 +40,13 @@ class ArrayRows:
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
-    keep: object = None  # owns the file, where it is a temporary one
+    keep: object = None  # owner of a temporary file
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def rows(self, indices: Sequence[int]) -> list[NDArray[np.generic] | Exception]:
-        """Thread-safe, as every call has its own file handle."""
+        """Read rows; thread-safe, as every call has its own file handle."""
         try:
             with self.path.open("rb", buffering=0) as file:
                 return [self._row(file, index) for index in indices]
@@ -75,7 +75,7 @@ def rows_of_npy(path: Path) -> ArrayRows:
 
 
 def rows_of_npz(path: Path, member: str) -> ArrayRows:
-    """One array of a .npz file: read in place if it is stored, from a temporary copy if it is compressed."""
+    """One array of a .npz file: read in place if it is stored, or from a temporary copy if it is compressed."""
     where = f"{path}, array '{member}'"
     try:
         with zipfile.ZipFile(path) as archive:
@@ -87,7 +87,7 @@ def rows_of_npz(path: Path, member: str) -> ArrayRows:
                     copy = _Temporary()
                     copy.fill(file)
                     return ArrayRows(copy.path, 0, shape, dtype, keep=copy)
-        with path.open("rb") as file:  # the lengths of name and extra field stand in the member's own header
+        with path.open("rb") as file:  # the lengths of name and extra field are in the member's own header
             file.seek(info.header_offset + 26)
             name_length, extra_length = struct.unpack("<HH", file.read(4))
         return ArrayRows(path, info.header_offset + 30 + name_length + extra_length + start, shape, dtype)
@@ -98,7 +98,7 @@ def rows_of_npz(path: Path, member: str) -> ArrayRows:
 
 
 def small_array(path: Path, member: str | None = None) -> NDArray[np.generic]:
-    """A whole array, for labels and names; pickled objects are refused, as loading them would run their code."""
+    """Load a whole array, for labels and names; pickled objects are refused, as loading them can run code."""
     try:
         loaded = np.load(path, allow_pickle=False)
         if member is None:
@@ -113,14 +113,14 @@ def small_array(path: Path, member: str | None = None) -> NDArray[np.generic]:
 
 
 def image_rows(pixels: ArrayRows, indices: Sequence[int]) -> list[Image | Exception]:
-    """Rows as pictures; a row that could not be read stays an exception."""
+    """Rows as images; a row that cannot be read gives its exception."""
 
-    def picture(row: NDArray[np.generic] | Exception) -> Image:
+    def image(row: NDArray[np.generic] | Exception) -> Image:
         if isinstance(row, Exception):
             raise row
         return from_array(row)
 
-    return attempts(picture, pixels.rows(indices))
+    return read_each(image, pixels.rows(indices))
 
 
 def label_tensor(array: NDArray[np.generic], expected: int, where: str) -> Tensor:
@@ -137,7 +137,7 @@ def label_tensor(array: NDArray[np.generic], expected: int, where: str) -> Tenso
 
 
 class _Temporary:
-    """A temporary file that goes when nothing refers to it any more, at the latest when Python ends."""
+    """A temporary file that is deleted with its last reference, or when Python exits."""
 
     def __init__(self) -> None:
         descriptor, name = tempfile.mkstemp(prefix="vitadel-", suffix=".raw")

@@ -12,19 +12,34 @@ from PIL.Image import Image
 from torch import Tensor
 
 from vitadel.data.sources.arrays import ArrayRows, image_rows, label_tensor, rows_of_npy, small_array
-from vitadel.data.sources.cifar_names import CIFAR10_CLASSES, CIFAR100_CLASSES
-from vitadel.data.spec import Request
+from vitadel.data.spec import DataRequest
 from vitadel.errors import UserError, nearest_names
 
-__all__ = ["CorruptedArrays", "open_cifar_c"]
+__all__ = ["CIFAR10_CLASSES", "CIFAR100_CLASSES", "CorruptedArrays", "open_cifar_c"]
 
-SEVERITIES = 5  # each file holds them one after the other, in equal shares
+# The corrupted sets come without class names.
+_TEN = "airplane automobile bird cat deer dog frog horse ship truck"
+
+_HUNDRED = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+    castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+    elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster
+    man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck
+    pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
+    skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
+    tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
+
+CIFAR10_CLASSES = tuple(_TEN.split())
+CIFAR100_CLASSES = tuple(_HUNDRED.split())
+
+SEVERITIES = 5  # each file holds all severities in order, with equal sizes
 _SETS = {"cifar10-c": ("CIFAR-10-C", CIFAR10_CLASSES), "cifar100-c": ("CIFAR-100-C", CIFAR100_CLASSES)}
 
 
 @dataclass(frozen=True, eq=False)
 class CorruptedArrays:
-    """Corruptions by name, severities 1 to 5 within each; `parts` maps 'fog/3' to its stretch of samples."""
+    """Corruptions by name, severities 1 to 5 within each; `parts` maps 'fog/3' to its range of samples."""
 
     root: Path
     classes: tuple[str, ...] = field(repr=False)
@@ -67,16 +82,16 @@ class CorruptedArrays:
         return corruption, (self.severities[severity] - 1) * self._share + within
 
 
-def open_cifar_c(request: Request) -> CorruptedArrays:
-    """`cifar10-c` is all of it, `cifar10-c/fog` a corruption, `cifar10-c/fog/3` one severity of it."""
-    request.chosen()
-    request.without_split()
+def open_cifar_c(request: DataRequest) -> CorruptedArrays:
+    """Open `cifar10-c` (all), `cifar10-c/fog` (one corruption) or `cifar10-c/fog/3` (one severity)."""
+    request.read_settings()
+    request.refuse_split()
     folder_name, classes = _SETS[request.kind]
     root = request.root / folder_name
     if not (root / "labels.npy").is_file():
         raise UserError(
             f"{request.kind}: '{root / 'labels.npy'}' does not exist; unpack the benchmark's {folder_name}.tar into "
-            f"'{request.root}', or say with --data-root where the folder {folder_name} is"
+            f"'{request.root}', or give the parent of the folder {folder_name} as --data-root"
         )
     available = sorted(path.stem for path in root.glob("*.npy") if path.stem != "labels")
     corruptions, severities = _part(request, available, root)
@@ -92,7 +107,7 @@ def open_cifar_c(request: Request) -> CorruptedArrays:
     return CorruptedArrays(root, classes, corruptions, severities, pixels, targets)
 
 
-def _part(request: Request, available: list[str], root: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _part(request: DataRequest, available: list[str], root: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
     corruption, _, severity = request.argument.partition("/")
     if not available:
         raise UserError(f"'{root}' holds no corruption; expected files such as gaussian_noise.npy")

@@ -11,10 +11,9 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from vitadel.data.images import IMAGE_EXTENSIONS, attempts, load
-from vitadel.data.spec import Request
-from vitadel.data.splits import SPLIT_NAMES, pick_split
-from vitadel.data.validation import by_skipping
+from vitadel.data.images import IMAGE_EXTENSIONS, LabeledImages, decode
+from vitadel.data.spec import SPLIT_NAMES, DataRequest, pick_split
+from vitadel.data.validation import skip_advice
 from vitadel.errors import UserError
 
 __all__ = ["ImageFiles", "class_folders", "files_below", "open_folder", "split_folder"]
@@ -23,41 +22,35 @@ _ENDINGS = tuple(sorted("." + extension for extension in IMAGE_EXTENSIONS))
 
 
 @dataclass(frozen=True, eq=False)
-class ImageFiles:
-    """Pictures in files; only their names are held in memory.
+class ImageFiles(LabeledImages):
+    """Image files; only their names are held in memory.
 
-    `parts` names stretches of consecutive samples, such as a corruption at one severity; `among` are the classes
-    between which a benchmark lets the model choose, where these are not all.
+    `parts` names ranges of consecutive samples, such as a corruption at one severity; `among` are the classes that a
+    benchmark lets the model choose from, if these are not all.
     """
 
     root: Path
     classes: tuple[str, ...] = field(repr=False)
     files: tuple[str, ...] = field(repr=False)  # below root, with forward slashes
     targets: Tensor = field(repr=False)
-    left_out: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     parts: Mapping[str, range] = field(default_factory=dict, repr=False)
     among: tuple[int, ...] | None = field(default=None, repr=False)
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def labels(self) -> Tensor:
-        return self.targets
-
-    def read(self, indices: Sequence[int]) -> list[Image | Exception]:
-        return attempts(load, (self.root / self.files[index] for index in indices))
+    def image(self, index: int) -> Image:
+        return decode((self.root / self.files[index]).read_bytes())
 
     def name(self, index: int) -> str:
         return self.files[index]
 
 
-def open_folder(request: Request) -> ImageFiles:
-    """One class per sub-folder, numbered by code point; samples by class, then by their path below it."""
-    request.chosen()
+def open_folder(request: DataRequest) -> ImageFiles:
+    """Open one class per sub-folder, numbered by code point; samples are sorted by class, then by path."""
+    request.read_settings()
     root = split_folder(request, request.path("a folder with one sub-folder per class"))
     names = class_folders(root)
     if not names:
-        raise UserError(f"'{root}' has no sub-folders; expected one per class, each with the pictures of that class")
+        raise UserError(f"'{root}' has no sub-folders; expected one per class, each with the images of that class")
     files: list[str] = []
     counts = []
     for name in names:
@@ -66,29 +59,26 @@ def open_folder(request: Request) -> ImageFiles:
         counts.append(len(found))
     empty = [name for name, members in zip(names, counts, strict=True) if not members]
     if not files:
-        raise UserError(f"'{root}' has {len(names)} sub-folders, but no picture in them ({', '.join(_ENDINGS)})")
+        raise UserError(f"'{root}' has {len(names)} sub-folders, but no image in them ({', '.join(_ENDINGS)})")
     if empty and not request.skip_bad:
         raise UserError(
-            f"class '{empty[0]}' is empty: no picture ({', '.join(_ENDINGS)}) in '{root / empty[0]}'"
-            f"{f' (and {len(empty) - 1} more)' if len(empty) > 1 else ''}. Remove the folder, if it is not a class"
-            f"{by_skipping(request.skip_bad, ', or keep it without samples')}"
+            f"class '{empty[0]}' is empty: no image ({', '.join(_ENDINGS)}) in '{root / empty[0]}'"
+            f"{f' (and {len(empty) - 1} more)' if len(empty) > 1 else ''}. Remove the folder if it is not a class"
+            f"{skip_advice(request.skip_bad, ', or keep it without samples')}"
         )
     targets = torch.arange(len(names)).repeat_interleave(torch.tensor(counts))
     return ImageFiles(root, tuple(names), tuple(files), targets, tuple(f"class '{name}' is empty" for name in empty))
 
 
-def split_folder(request: Request, path: Path, order: Sequence[str] = ()) -> Path:
-    """The sub-folder of the split if `path` is laid out by splits, else `path` itself.
-
-    `order` puts splits first that should be looked for before the usual ones.
-    """
+def split_folder(request: DataRequest, path: Path, order: Sequence[str] = ()) -> Path:
+    """The sub-folder of the split if `path` has splits, else `path` itself; splits in `order` are preferred."""
     if not path.is_dir():
         raise UserError(f"'{path}' is a file; {request.kind} expects a folder")
     splits = [name for name in SPLIT_NAMES if (path / name).is_dir() and class_folders(path / name)]
     if request.split is None:
         to_test_on = set(splits) - {"train", "trainval"}
         if not splits or (not to_test_on and len(class_folders(path)) > len(splits)):
-            return path  # no splits, or a class that happens to be called 'train'
+            return path  # no splits, or a class called 'train'
         preferred = next((name for name in order if name in splits), None)
         return path / (preferred or pick_split(splits, None, f"'{path}'"))
     if not splits:
@@ -100,7 +90,7 @@ def split_folder(request: Request, path: Path, order: Sequence[str] = ()) -> Pat
 
 
 def class_folders(root: Path) -> list[str]:
-    """Names of the sub-folders, by code point; hidden ones are no classes."""
+    """Names of the sub-folders that are not hidden, by code point."""
     try:
         with os.scandir(root) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
@@ -109,7 +99,7 @@ def class_folders(root: Path) -> list[str]:
 
 
 def files_below(root: Path, endings: Sequence[str] = _ENDINGS) -> Iterator[str]:
-    """Paths below `root` with forward slashes, in no order; hidden files are left alone."""
+    """Paths below `root` with forward slashes, in no order, without hidden files."""
     for folder, _, names in os.walk(root, followlinks=True):
         place = Path(folder).relative_to(root)
         for name in names:

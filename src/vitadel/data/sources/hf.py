@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -12,19 +11,17 @@ from typing import Any
 from PIL.Image import Image
 from torch import Tensor
 
-from vitadel.data.images import attempts, decode, load
-from vitadel.data.labels import number_labels
-from vitadel.data.sources.columns import IMAGE_NAMES, LABEL_NAMES, pick_column
-from vitadel.data.spec import Request
-from vitadel.data.splits import pick_split
+from vitadel.data.images import LabeledImages, decode
+from vitadel.data.labels import IMAGE_NAMES, LABEL_NAMES, number_labels, pick_column
+from vitadel.data.spec import DataRequest, pick_split
 from vitadel.errors import UserError
 
 __all__ = ["HubImages", "open_hf"]
 
 
 @dataclass(frozen=True, eq=False)
-class HubImages:
-    """A split whose images stay encoded until they are read; `datasets` maps its files and holds no pixels."""
+class HubImages(LabeledImages):
+    """A split whose images stay encoded until they are read; `datasets` memory-maps its files."""
 
     origin: str
     split: str
@@ -33,30 +30,21 @@ class HubImages:
     classes: tuple[str, ...] = field(repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def labels(self) -> Tensor:
-        return self.targets
-
-    def read(self, indices: Sequence[int]) -> list[Image | Exception]:
-        return attempts(self._picture, indices)
-
     def name(self, index: int) -> str:
         return f"{self.origin}@{self.split} row {index}"
 
-    def _picture(self, index: int) -> Image:
-        with self._lock:  # `datasets` promises nothing about threads; decoding, the slow part, is outside
+    def image(self, index: int) -> Image:
+        with self._lock:  # `datasets` is not known to be thread-safe; decoding, the slow part, is outside
             (cell,) = self.data[index].values()
         if cell is None:
             raise ValueError("this row has no image")
         content = cell if isinstance(cell, bytes) else cell.get("bytes")
-        return load(Path(cell["path"])) if content is None else decode(content)
+        return decode(Path(cell["path"]).read_bytes() if content is None else content)
 
 
-def open_hf(request: Request) -> HubImages:
-    """Columns by type and name; `hf:ORG/NAME(config=...,image=...,label=...)` names them."""
-    chosen = request.chosen(config=str, image=str, label=str)
+def open_hf(request: DataRequest) -> HubImages:
+    """Find the columns by type and name; `hf:ORG/NAME(config=...,image=...,label=...)` names them."""
+    chosen = request.read_settings(config=str, image=str, label=str)
     if not request.argument:
         raise UserError(f"'{request.spec}' names no data set; write hf:ORG/NAME, or hf:DIR for a saved one")
     try:
@@ -76,7 +64,7 @@ def open_hf(request: Request) -> HubImages:
     return HubImages(request.argument, split, column.with_format(None), labels, classes)
 
 
-def _splits(datasets: ModuleType, request: Request, config: str | None) -> dict[str, Any]:
+def _splits(datasets: ModuleType, request: DataRequest, config: str | None) -> dict[str, Any]:
     path = Path(request.argument).expanduser()
     saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:
@@ -84,22 +72,22 @@ def _splits(datasets: ModuleType, request: Request, config: str | None) -> dict[
             loaded = datasets.load_from_disk(str(path))
         else:
             loaded = datasets.load_dataset(str(path) if path.is_dir() else request.argument, config)
-    except Exception as fault:  # network, hub, cache and parsers fail with types of their own
+    except Exception as fault:  # network, hub, cache and parsers have their own exceptions
         raise UserError(
             f"'{request.spec}' could not be loaded: {type(fault).__name__}: {fault}. Expected ORG/NAME on the Hugging "
             f"Face Hub (reachable, or in the cache), or a folder written by save_to_disk"
         ) from fault
     if isinstance(loaded, datasets.DatasetDict):
         return dict(loaded)
-    return {str(loaded.split or request.split or "test"): loaded}  # one data set: its split may have no name
+    return {str(loaded.split or request.split or "test"): loaded}  # a single split may have no name
 
 
-def _columns(datasets: ModuleType, features: Any, request: Request, chosen: dict[str, str]) -> tuple[str, str]:
+def _columns(datasets: ModuleType, features: Any, request: DataRequest, chosen: dict[str, str]) -> tuple[str, str]:
     where = f"'{request.argument}' (columns: {', '.join(features)})"
-    pictures = [name for name, kind in features.items() if isinstance(kind, datasets.Image) or _dtype(kind) == "binary"]
+    images = [name for name, kind in features.items() if isinstance(kind, datasets.Image) or _dtype(kind) == "binary"]
     named = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
     plain = [name for name, kind in features.items() if _dtype(kind).startswith(("int", "uint", "string"))]
-    image = pick_column("image", pictures, IMAGE_NAMES, chosen.get("image"), where)
+    image = pick_column("image", images, IMAGE_NAMES, chosen.get("image"), where)
     if len(named) == 1 and "label" not in chosen:
         return image, named[0]
     labels = list(dict.fromkeys([*named, *plain]))

@@ -1,4 +1,4 @@
-"""ImageNet and its relatives as folders of WordNet ids, labelled 0..999 in the usual order.
+"""ImageNet and its relatives as folders of WordNet ids, labeled 0..999 in the usual order.
 
 `imagenet:DIR` (Russakovsky et al. 2015), `imagenet-a:DIR` (Hendrycks et al. 2021, arXiv:1907.07174),
 `imagenet-r:DIR` (arXiv:2006.16241) and `imagenet-c:DIR` (Hendrycks & Dietterich 2019, arXiv:1903.12261).
@@ -18,8 +18,8 @@ import torch
 from timm.data import ImageNetInfo
 
 from vitadel.data.sources.folders import ImageFiles, class_folders, files_below, split_folder
-from vitadel.data.spec import Request
-from vitadel.data.validation import by_skipping
+from vitadel.data.spec import DataRequest
+from vitadel.data.validation import skip_advice
 from vitadel.errors import UserError
 
 __all__ = [
@@ -36,7 +36,7 @@ _WNID = re.compile(r"n\d{8}")
 
 @lru_cache(maxsize=1)
 def class_numbers() -> Mapping[str, int]:
-    """WordNet id to class number."""
+    """Map WordNet ids to class numbers."""
     return {wnid: number for number, wnid in enumerate(ImageNetInfo().label_names())}
 
 
@@ -52,39 +52,39 @@ def imagenet_classes() -> tuple[str, ...]:
 
 
 def named_like_imagenet(classes: Sequence[str]) -> bool:
-    """Whether these are ImageNet's 1000 classes in their order, by WordNet ids or by nine of ten of their names.
+    """Whether these are ImageNet's 1000 classes in order, by WordNet ids or by 90 % of the names.
 
-    Sources differ in how they write names ('great_white_shark', 'crane bird') and agree in what stands where.
+    Sources spell names differently ('great_white_shark', 'crane bird') but use the same order.
     """
     if len(classes) != len(imagenet_classes()):
         return False
     info = ImageNetInfo()
     known = zip(info.label_names(), info.label_descriptions(), strict=True)
-    meant = [{wnid, *(name.strip().lower() for name in told.split(","))} for wnid, told in known]
+    meant = [{wnid, *(name.strip().lower() for name in names.split(","))} for wnid, names in known]
     written = [name.replace("_", " ").lower().split(",")[0].partition(" (n")[0] for name in classes]
     return sum(name in names for name, names in zip(written, meant, strict=True)) >= 0.9 * len(classes)
 
 
 def _numbers_of_benchmark(kind: str) -> tuple[int, ...] | None:
-    """The 200 classes of ImageNet-A or -R, between which these benchmarks let a model choose; None for all 1000."""
+    """The 200 classes of ImageNet-A or -R, which a model chooses from in these benchmarks; None for all 1000."""
     if kind not in ("imagenet-a", "imagenet-r"):
         return None
     listed = files("timm.data").joinpath("_info", f"{kind.replace('-', '_')}_synsets.txt").read_text("utf-8")
     return tuple(sorted(class_numbers()[wnid] for wnid in listed.split()))
 
 
-def open_imagenet(request: Request) -> ImageFiles:
-    """DIR/n01440764/*.JPEG, or below DIR/val and DIR/train; samples by class, then by their path below it.
+def open_imagenet(request: DataRequest) -> ImageFiles:
+    """Open DIR/n01440764/*.JPEG, or DIR/val and DIR/train; samples are sorted by class, then by path.
 
-    `imagenet:DIR(list=FILE)` takes only the images that a text file names, one 'n01440764/name.JPEG' in each line.
+    `imagenet:DIR(list=FILE)` selects the images that a text file lists, one 'n01440764/name.JPEG' per line.
     """
-    listed = request.chosen(list=Path).get("list")
+    listed = request.read_settings(list=Path).get("list")
     root = request.path("a folder with sub-folders such as n01440764")
     # ImageNet's own test split has no labels, so validation comes first.
     if request.kind == "imagenet":
         root = split_folder(request, root, order=("val", "validation"))
     else:
-        request.without_split()
+        request.refuse_split()
     among = _numbers_of_benchmark(request.kind)
     found: list[str] = []
     empty = []
@@ -95,17 +95,17 @@ def open_imagenet(request: Request) -> ImageFiles:
             empty.append(name)
     if empty and found and not request.skip_bad:
         raise UserError(
-            f"class '{empty[0]}' is empty: no picture in '{root / empty[0]}'; fill it"
-            f"{by_skipping(request.skip_bad, ', or do without it')}"
+            f"class '{empty[0]}' is empty: no image in '{root / empty[0]}'; add images"
+            f"{skip_advice(request.skip_bad, ', or skip it')}"
         )
-    left_out = tuple(f"class '{name}' is empty" for name in empty)
+    skipped = tuple(f"class '{name}' is empty" for name in empty)
     if listed is not None:
         found = _only_listed(found, listed.expanduser(), root)
-    return _image_files(root, found, request, left_out=left_out, among=among)
+    return _image_files(root, found, request, skipped=skipped, among=among)
 
 
 def _only_listed(found: Sequence[str], file: Path, root: Path) -> list[str]:
-    """Those that the file names, in the usual order; all of them must be there, or it would be another selection."""
+    """The listed files in the usual order; all of them must exist, or the selection would change."""
     try:
         wanted = set(file.read_text("utf-8").split())
     except (OSError, UnicodeDecodeError) as fault:
@@ -117,17 +117,17 @@ def _only_listed(found: Sequence[str], file: Path, root: Path) -> list[str]:
     return [name for name in found if name in wanted]
 
 
-def open_imagenet_c(request: Request) -> ImageFiles:
-    """DIR/corruption/severity/wnid/*.JPEG; DIR may be the whole, a corruption, or one severity of it."""
-    request.chosen()
-    request.without_split()
+def open_imagenet_c(request: DataRequest) -> ImageFiles:
+    """Open DIR/corruption/severity/wnid/*.JPEG; DIR may be all of it, one corruption, or one severity."""
+    request.read_settings()
+    request.refuse_split()
     root = request.path("the folder of ImageNet-C, of one corruption, or of one severity")
     found = sorted(files_below(root))
     return _image_files(root, found, request, parts=_parts(root, found))
 
 
-def wnid_number(path: str, root: Path, request: Request) -> int:
-    """The class of a file: the nearest folder above it, which must be a WordNet id of ImageNet-1k."""
+def wnid_number(path: str, root: Path, request: DataRequest) -> int:
+    """The class of a file by its parent folder, which must be a WordNet id of ImageNet-1k."""
     folder = _folders(root, path)[-1]
     if folder not in class_numbers():
         raise UserError(
@@ -140,33 +140,31 @@ def wnid_number(path: str, root: Path, request: Request) -> int:
 def _image_files(
     root: Path,
     found: Sequence[str],
-    request: Request,
+    request: DataRequest,
     *,
-    left_out: tuple[str, ...] = (),
+    skipped: tuple[str, ...] = (),
     parts: Mapping[str, range] | None = None,
     among: tuple[int, ...] | None = None,
 ) -> ImageFiles:
     if not found:
-        raise UserError(
-            f"'{root}' holds no pictures; {request.kind} expects folders such as n01440764 with .JPEG files"
-        )
+        raise UserError(f"'{root}' holds no images; {request.kind} expects folders such as n01440764 with .JPEG files")
     return ImageFiles(
         root=root,
         classes=imagenet_classes(),
         files=tuple(found),
         targets=torch.tensor([wnid_number(path, root, request) for path in found]),
-        left_out=left_out,
+        skipped=skipped,
         parts=parts or {},
         among=among,
     )
 
 
-def _wnid_folders(root: Path, request: Request, among: Sequence[int] | None) -> list[str]:
+def _wnid_folders(root: Path, request: DataRequest, among: Sequence[int] | None) -> list[str]:
     names = class_folders(root) if root.is_dir() else []
     if not names:
         raise UserError(
-            f"'{root}' has no sub-folders; {request.kind} expects one per class, called by its WordNet id "
-            f"(n01440764 ...). Pictures in one flat folder have no labels: sort them into such folders first"
+            f"'{root}' has no sub-folders; {request.kind} expects one per class, named by its WordNet id "
+            f"(n01440764 ...). Images in one flat folder have no labels: sort them into such folders first"
         )
     for name in names:
         if name not in class_numbers():
@@ -178,7 +176,7 @@ def _wnid_folders(root: Path, request: Request, among: Sequence[int] | None) -> 
 
 
 def _parts(root: Path, found: Iterable[str]) -> dict[str, range]:
-    """'fog/3' to its stretch of samples; the names are the two folders above the class, some of them above root."""
+    """Map 'fog/3' to its range of samples; the names are the two folders above the class, which may be above root."""
     parts: dict[str, range] = {}
     start = 0
     for (corruption, severity), members in groupby(found, key=lambda path: _folders(root, path)[-3:-1]):
@@ -189,5 +187,5 @@ def _parts(root: Path, found: Iterable[str]) -> dict[str, range]:
 
 
 def _folders(root: Path, path: str) -> list[str]:
-    """The names of the folders above a file; at least three."""
+    """The names of the folders above a file, padded to at least three."""
     return ["", "", "", *f"{root.absolute().as_posix()}/{path}".split("/")[:-1]]

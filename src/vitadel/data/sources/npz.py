@@ -11,9 +11,9 @@ import numpy as np
 from PIL.Image import Image
 from torch import Tensor
 
+from vitadel.data.images import LabeledImages
 from vitadel.data.sources.arrays import ArrayRows, image_rows, label_tensor, rows_of_npz, small_array
-from vitadel.data.spec import Request
-from vitadel.data.splits import SPLIT_NAMES, pick_split
+from vitadel.data.spec import SPLIT_NAMES, DataRequest, pick_split
 from vitadel.errors import UserError, nearest_names
 
 __all__ = ["ArrayImages", "open_npz"]
@@ -24,19 +24,13 @@ _CLASSES = ("classes", "class_names", "names")
 
 
 @dataclass(frozen=True, eq=False)
-class ArrayImages:
+class ArrayImages(LabeledImages):
     """Pixels in an array on disk; float pixels in [0, 1] are rounded to 8 bits."""
 
     path: Path
     pixels: ArrayRows = field(repr=False)
     targets: Tensor = field(repr=False)
     classes: tuple[str, ...] = field(repr=False)
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def labels(self) -> Tensor:
-        return self.targets
 
     def read(self, indices: Sequence[int]) -> list[Image | Exception]:
         return image_rows(self.pixels, indices)
@@ -45,9 +39,9 @@ class ArrayImages:
         return f"{self.path.name} row {index}"
 
 
-def open_npz(request: Request) -> ArrayImages:
+def open_npz(request: DataRequest) -> ArrayImages:
     """Arrays `images`/`x`/`data` and `labels`/`y`; with splits `train_images`, `x_test` and so on."""
-    chosen = request.chosen(images=str, labels=str)
+    chosen = request.read_settings(images=str, labels=str)
     path = request.path("a NumPy archive (.npz)")
     try:
         with zipfile.ZipFile(path) as archive:
@@ -64,7 +58,7 @@ def open_npz(request: Request) -> ArrayImages:
     return ArrayImages(path, pixels, labels, tuple(names or map(str, range(int(labels.max()) + 1))))
 
 
-def _split(members: Sequence[str], request: Request, path: Path) -> str | None:
+def _split(members: Sequence[str], request: DataRequest, path: Path) -> str | None:
     words = {word for name in members for word in name.lower().split("_")}
     splits = [split for split in SPLIT_NAMES if split in words]
     plain = any(name.lower() in _IMAGES for name in members)
@@ -94,8 +88,8 @@ def _member(
 def _check_pixels(pixels: ArrayRows, path: Path) -> None:
     shape, dtype = pixels.shape, pixels.dtype
     gray = len(shape) == 3
-    coloured = len(shape) == 4 and (shape[3] in (1, 3) or shape[1] in (1, 3))
-    if not (gray or coloured) or not (dtype == np.uint8 or dtype.kind == "f"):
+    color = len(shape) == 4 and (shape[3] in (1, 3) or shape[1] in (1, 3))
+    if not (gray or color) or not (dtype == np.uint8 or dtype.kind == "f"):
         raise UserError(
             f"the images in '{path}' have shape {shape} and type {dtype}; expected (N, H, W, 3), (N, 3, H, W) or "
             f"(N, H, W), as uint8 or as float in [0, 1]"

@@ -15,128 +15,153 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
-from vitadel.data.images import attempts, decode
-from vitadel.data.labels import number_labels
-from vitadel.data.paths import matching_files
-from vitadel.data.sources.columns import IMAGE_NAMES, LABEL_NAMES, pick_column
-from vitadel.data.sources.row_group_cache import Spool
-from vitadel.data.spec import Request
+from vitadel.data.files import matching_files
+from vitadel.data.images import LabeledImages, decode
+from vitadel.data.labels import IMAGE_NAMES, LABEL_NAMES, number_labels, pick_column
+from vitadel.data.sources.row_group_cache import RowGroupCache
+from vitadel.data.spec import DataRequest
 from vitadel.errors import UserError
 
-__all__ = ["ParquetImages", "open_parquet"]
+__all__ = ["EncodedColumn", "ParquetFiles", "ParquetImages", "open_parquet"]
 
 _ROWS_AT_ONCE = 16
-_READ_BUFFER = 1 << 20  # with it, and no pre-buffering, Arrow holds a page or two and not all of a group
-
-
-@dataclass(frozen=True)
-class _RowGroups:
-    """Streams the image column of a row group; groups are numbered over all files."""
-
-    files: tuple[Path, ...]
-    column: str
-    places: tuple[tuple[int, int], ...]  # (file, row group within it)
-
-    def __call__(self, group: int) -> Iterator[bytes | None]:
-        file, inner = self.places[group]
-        with pq.ParquetFile(self.files[file], buffer_size=_READ_BUFFER, pre_buffer=False) as parquet:
-            for batch in parquet.iter_batches(
-                _ROWS_AT_ONCE, row_groups=[inner], columns=[self.column], use_threads=False
-            ):
-                cells = batch.column(0)
-                if pa.types.is_struct(cells.type):
-                    cells = cells.flatten()[_bytes_field(cells.type)]  # a null struct gives null bytes
-                for cell in cells:
-                    yield cell.as_py()
+_READ_BUFFER = 1 << 20  # with it, and without pre-buffering, Arrow holds a page or two and not a whole group
 
 
 @dataclass(frozen=True, eq=False)
-class ParquetImages:
-    """Rows of Parquet files, in the order of the files; row groups are streamed to disk when first touched."""
+class ParquetFiles:
+    """Parquet files of one data set; rows and row groups are numbered over all files."""
 
-    files: tuple[Path, ...]
-    column: str
+    paths: tuple[Path, ...]
+    schemas: tuple[Any, ...] = field(repr=False)
+    group_sizes: tuple[tuple[int, ...], ...] = field(repr=False)  # rows of each group, per file
+
+    @classmethod
+    def open(cls, request: DataRequest) -> ParquetFiles:
+        paths, schemas, sizes = tuple(matching_files(request, ".parquet")), [], []
+        for path in paths:
+            try:
+                with pq.ParquetFile(path) as parquet:
+                    metadata = parquet.metadata
+                    schemas.append(parquet.schema_arrow)
+                    sizes.append(tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)))
+            except (OSError, pa.ArrowException) as fault:
+                raise UserError(f"'{path}' cannot be read: {fault}; expected a Parquet file") from fault
+        return cls(paths, tuple(schemas), tuple(sizes))
+
+    @property
+    def schema(self) -> Any:
+        return self.schemas[0]
+
+    @property
+    def rows(self) -> int:
+        return sum(map(sum, self.group_sizes))
+
+    @property
+    def columns(self) -> str:
+        """For messages."""
+        return ", ".join(f"{item.name} {item.type}" for item in self.schema)
+
+    @property
+    def encoded(self) -> list[str]:
+        """Names of the columns that may hold encoded images."""
+        return [item.name for item in self.schema if _holds_bytes(item.type)]
+
+    def check_columns(self, *names: str) -> None:
+        """Refuse files without these columns."""
+        for path, schema in zip(self.paths, self.schemas, strict=True):
+            missing = [name for name in names if name not in schema.names]
+            if missing:
+                raise UserError(
+                    f"'{path}' has columns {', '.join(schema.names)}, but '{self.paths[0]}' has {', '.join(names)}; "
+                    f"give files of one data set"
+                )
+
+    def row_name(self, index: int) -> str:
+        first = _starts([sum(sizes) for sizes in self.group_sizes])
+        file = _position(first, index)
+        return f"{self.paths[file].name} row {index - int(first[file])}"
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedColumn:
+    """A column of encoded images; row groups are streamed to disk when first used."""
+
+    files: ParquetFiles
+    name: str
+    groups: tuple[tuple[int, int], ...] = field(repr=False)  # (file, row group within it)
+    first_rows: NDArray[np.int64] = field(repr=False)  # of each group
+    cache: RowGroupCache = field(repr=False)
+
+    @classmethod
+    def of(cls, files: ParquetFiles, name: str) -> EncodedColumn:
+        groups = tuple((file, inner) for file, sizes in enumerate(files.group_sizes) for inner in range(len(sizes)))
+        first_rows = _starts([size for sizes in files.group_sizes for size in sizes])
+
+        def load(group: int) -> Iterator[bytes | None]:
+            file, inner = groups[group]
+            with pq.ParquetFile(files.paths[file], buffer_size=_READ_BUFFER, pre_buffer=False) as parquet:
+                for batch in parquet.iter_batches(_ROWS_AT_ONCE, row_groups=[inner], columns=[name], use_threads=False):
+                    cells = batch.column(0)
+                    if pa.types.is_struct(cells.type):
+                        cells = cells.flatten()[_bytes_field(cells.type)]  # a null struct gives null bytes
+                    for cell in cells:
+                        yield cell.as_py()
+
+        return cls(files, name, groups, first_rows, RowGroupCache(load))
+
+    def cell(self, index: int) -> bytes | None:
+        group = _position(self.first_rows, index)
+        return self.cache.row(group, index - int(self.first_rows[group]))
+
+
+def _starts(sizes: Sequence[int]) -> NDArray[np.int64]:
+    ends = np.cumsum(np.array(sizes, dtype=np.int64))
+    return np.concatenate([[0], ends[:-1]]).astype(np.int64)
+
+
+def _position(starts: NDArray[np.int64], index: int) -> int:
+    return int(np.searchsorted(starts, index, side="right")) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class ParquetImages(LabeledImages):
+    """Rows of Parquet files, in the order of the files."""
+
+    files: ParquetFiles
+    column: EncodedColumn
     classes: tuple[str, ...] = field(repr=False)
     targets: Tensor = field(repr=False)
-    spool: Spool = field(repr=False)
-    first_rows: NDArray[np.int64] = field(repr=False)  # of each group, over all files
-    first_of_file: NDArray[np.int64] = field(repr=False)
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def labels(self) -> Tensor:
-        return self.targets
-
-    def read(self, indices: Sequence[int]) -> list[Image | Exception]:
-        return attempts(self._picture, indices)
 
     def name(self, index: int) -> str:
-        file = int(np.searchsorted(self.first_of_file, index, side="right")) - 1
-        return f"{self.files[file].name} row {index - int(self.first_of_file[file])}"
+        return self.files.row_name(index)
 
-    def _picture(self, index: int) -> Image:
-        group = int(np.searchsorted(self.first_rows, index, side="right")) - 1
-        content = self.spool.row(group, index - int(self.first_rows[group]))
+    def image(self, index: int) -> Image:
+        content = self.column.cell(index)
         if content is None:
-            raise ValueError(f"column '{self.column}' holds no image bytes in this row")
+            raise ValueError(f"column '{self.column.name}' holds no image bytes in this row")
         return decode(content)
 
 
-def open_parquet(request: Request) -> ParquetImages:
-    """Finds the columns of images and labels by type and name; `parquet:FILE(image=...,label=...)` names them."""
-    chosen = request.chosen(image=str, label=str)
-    files = matching_files(request, ".parquet")
-    schema, rows_of_groups = _survey(files)
-    image, label = _columns(schema, request, chosen)
-    labels, classes = number_labels(_label_column(files, label), _feature_names(schema, label))
+def open_parquet(request: DataRequest) -> ParquetImages:
+    """Find the columns of images and labels by type and name; `parquet:FILE(image=...,label=...)` names them."""
+    settings = request.read_settings(image=str, label=str)
+    files = ParquetFiles.open(request)
+    where = f"'{request.argument}' (columns: {files.columns})"
+    image = pick_column("image", files.encoded, IMAGE_NAMES, settings.get("image"), where)
+    candidates = [item.name for item in files.schema if _holds_labels(item.type)]
+    label = pick_column("label", candidates, LABEL_NAMES, settings.get("label"), where)
+    files.check_columns(image, label)
+    labels, classes = number_labels(_label_column(files.paths, label), _feature_names(files.schema, label))
     if not len(labels):
-        raise UserError(f"{_the(files)} has no rows (from {request.spec})")
-    groups = tuple((file, inner) for file, sizes in enumerate(rows_of_groups) for inner in range(len(sizes)))
-    sizes = np.array([size for sizes in rows_of_groups for size in sizes], dtype=np.int64)
-    totals = np.array([sum(sizes) for sizes in rows_of_groups], dtype=np.int64)
-    return ParquetImages(
-        files=tuple(files),
-        column=image,
-        classes=classes,
-        targets=labels,
-        spool=Spool(_RowGroups(tuple(files), image, groups)),
-        first_rows=np.cumsum(sizes) - sizes,
-        first_of_file=np.cumsum(totals) - totals,
-    )
+        more = f" and {len(files.paths) - 1} more" if len(files.paths) > 1 else ""
+        raise UserError(f"'{files.paths[0]}'{more} has no rows (from {request.spec})")
+    return ParquetImages(files, EncodedColumn.of(files, image), classes, labels)
 
 
-def _columns(schema: Any, request: Request, chosen: dict[str, str]) -> tuple[str, str]:
-    where = f"'{request.argument}' (columns: {', '.join(f'{item.name} {item.type}' for item in schema)})"
-    image = pick_column(
-        "image", [item.name for item in schema if _holds_bytes(item.type)], IMAGE_NAMES, chosen.get("image"), where
-    )
-    labels = [item.name for item in schema if _holds_labels(item.type)]
-    return image, pick_column("label", labels, LABEL_NAMES, chosen.get("label"), where)
-
-
-def _survey(files: Sequence[Path]) -> tuple[Any, list[list[int]]]:
-    """The first file's schema, and per file the number of rows in each of its row groups."""
-    first, sizes = None, []
-    for path in files:
-        try:
-            with pq.ParquetFile(path) as parquet:
-                schema, metadata = parquet.schema_arrow, parquet.metadata
-                sizes.append([metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)])
-        except (OSError, pa.ArrowException) as fault:
-            raise UserError(f"'{path}' cannot be read: {fault}; expected a Parquet file") from fault
-        if first is not None and schema.names != first.names:
-            raise UserError(
-                f"'{path}' has columns {', '.join(schema.names)}, but '{files[0]}' has {', '.join(first.names)}; "
-                f"give files of one data set"
-            )
-        first = first or schema
-    return first, sizes
-
-
-def _label_column(files: Sequence[Path], column: str) -> list[int | str | None]:
+def _label_column(paths: Sequence[Path], column: str) -> list[int | str | None]:
     labels: list[int | str | None] = []
-    for path in files:
+    for path in paths:
         try:
             cells = pq.read_table(path, columns=[column], partitioning=None).column(0)
         except (OSError, pa.ArrowException) as fault:
@@ -168,7 +193,3 @@ def _holds_labels(kind: Any) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _the(files: Sequence[Path]) -> str:
-    return f"'{files[0]}'" if len(files) == 1 else f"'{files[0]}' and {len(files) - 1} more"

@@ -1,8 +1,8 @@
-"""Encoded images on their way from a file that is read in blocks to samples that are read one by one.
+"""A cache on disk for encoded images that are stored in blocks and read one by one.
 
-A Parquet file can only be decoded a row group at a time, and a group may hold many megabytes. Each group that is
-touched is streamed once into a temporary file, from which any row is one seek away: memory stays flat, however large
-the groups are, and shuffled access costs no more than access in order.
+A Parquet file can only be decoded one row group at a time, and a group may hold many megabytes. Each group is streamed
+once into a temporary file, from which any row is one seek away: memory stays flat for groups of any size, and shuffled
+access costs no more than sequential access.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from numpy.typing import NDArray
 
 from vitadel.errors import UserError
 
-__all__ = ["Spool"]
+__all__ = ["RowGroupCache"]
 
 
 def _temporary() -> IO[bytes]:
-    return tempfile.TemporaryFile(prefix="vitadel-")  # has no name, so it goes when it is closed, even by a crash
+    return tempfile.TemporaryFile(prefix="vitadel-")  # without a name: it vanishes when closed, even by a crash
 
 
 @dataclass(eq=False)
-class Spool:
-    """`load(group)` streams the rows of a block; `row(group, row)` gives one of them. Thread-safe.
+class RowGroupCache:
+    """`load(group)` streams the rows of a group; `row(group, row)` returns one of them. Thread-safe.
 
-    When `capacity` bytes are on disk, everything is forgotten and filled anew: sets larger than that are best read
-    in order.
+    When `capacity` bytes are on disk, the cache is emptied: read larger sets in order.
     """
 
     load: Callable[[int], Iterable[bytes | None]]
@@ -47,11 +46,11 @@ class Spool:
         weakref.finalize(self, self._file.close)
 
     def row(self, group: int, row: int) -> bytes | None:
-        """The bytes of a row; None where the file has none. Rows behind a broken place raise what broke there."""
+        """The bytes of a row, None if the cell is empty. Rows after a damaged place raise the error found there."""
         with self._lock:
             places = self._places.get(group)
             if places is None:
-                places = self._take_in(group)
+                places = self._load_group(group)
             if row >= len(places):
                 raise OSError(self._faults.get(group, f"the block ends after {len(places)} rows"))
             start, size = places[row].tolist()
@@ -60,7 +59,7 @@ class Spool:
             self._file.seek(start)
             return self._file.read(size)
 
-    def _take_in(self, group: int) -> NDArray[np.int64]:
+    def _load_group(self, group: int) -> NDArray[np.int64]:
         if self._size >= self.capacity:
             self._places.clear()
             self._size = 0
@@ -71,14 +70,14 @@ class Spool:
             for content in self.load(group):
                 places.append((position, -1 if content is None else len(content)))
                 if content is not None:
-                    with _room():
+                    with _writing():
                         self._file.write(content)
                     position += len(content)
         except UserError:
             raise
-        except Exception as fault:  # remembered, lest every further row decodes the block again only to fail
+        except Exception as fault:  # kept, so that further rows do not decode the group again only to fail
             self._faults[group] = f"{type(fault).__name__}: {fault}"
-        with _room():
+        with _writing():
             self._file.truncate(position)  # also flushes
         self._size = position
         self._places[group] = np.array(places, dtype=np.int64).reshape(-1, 2)
@@ -86,8 +85,8 @@ class Spool:
 
 
 @contextmanager
-def _room() -> Iterator[None]:
-    """A full disk is not the sample's fault, so it must not look like one."""
+def _writing() -> Iterator[None]:
+    """A full disk is a user error, not a bad sample."""
     try:
         yield
     except OSError as fault:

@@ -1,11 +1,11 @@
-"""The built-in set: simple shapes with a robust cue and a fragile one, generated, deterministic per index.
+"""`shapes`: the built-in set of generated shapes with a robust and a fragile cue, deterministic per index.
 
-The shape itself survives small perturbations; a faint texture, correlated with the class, does not. A model trained
-without care leans on the texture and breaks; adversarial training has to fall back on the shape. Both cues have a
-size one can set, so a trade-off between accuracy and robustness is there to be seen.
+The shape itself survives small perturbations; a faint texture, correlated with the class, does not. Standard training
+relies on the texture and is not robust; adversarial training has to use the shape. The strength of both cues can be
+set, which makes the trade-off between accuracy and robustness visible.
 
 Pixels are computed with exactly rounded arithmetic only (trigonometry happens once per sample, in float64), so that
-an image does not depend on the batch in which it was rendered.
+an image does not depend on the batch in which it is rendered.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
+from vitadel.data.spec import DataRequest, pick_split, whole_number
+from vitadel.errors import UserError
+from vitadel.quantities import read_quantity
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["CLASSES", "SPLITS", "Shapes"]
+__all__ = ["CLASSES", "SPLITS", "Shapes", "open_shapes"]
 
 SPLITS = {"train": 50_000, "val": 2_000, "test": 10_000}
 _TILE = 4  # the texture repeats every 4 pixels
@@ -92,7 +96,7 @@ def _between(rng: SampleRNG, name: str, low: float, high: float, *shape: int) ->
     return low + (high - low) * rng.stream(name).uniform(*shape)
 
 
-def _colour(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
+def _color(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
     """HSV to RGB, shape (batch, 3), by the piecewise linear formula."""
     turn = torch.stack([(hue * 6 + shift) % 6 for shift in (5.0, 3.0, 1.0)], dim=1)
     dip = torch.minimum(turn, 4 - turn).clamp(0, 1)
@@ -109,11 +113,11 @@ def _textures(size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sample i of a split is always the same image, at any size and in any order.
+    """Ten generated shapes; sample i of a split is always the same image, at any size and in any order.
 
-    `texture` is the amplitude of the fragile cue in pixel units; `agreement` the share of samples whose texture
-    belongs to their class (the others carry the texture of a random class). Shapes are drawn with an opacity between
-    `faintest` and 1: what is faint can be read from the texture, but not robustly.
+    `texture` is the amplitude of the fragile cue in pixel units; `agreement` the fraction of samples whose texture
+    belongs to their class (the others have the texture of a random class). Shapes are drawn with an opacity between
+    `faintest` and 1: faint ones can be classified by the texture, but not robustly.
     """
 
     split: str = "test"
@@ -145,7 +149,7 @@ class Shapes:
         hidden = self._occluder(rng.stream("occluder"), across, down)
         ground, ink, cover = self._paint(rng.stream("paint"), across, down)
         visible = (inside * (1 - hidden))[:, None]
-        # Most shapes stand out, some are faint: those a robust model has to give up, and that is the price it pays.
+        # Some shapes are faint: a robust model cannot classify those, which costs it accuracy.
         opacity = _between(rng, "opacity", self.faintest, 1.0)[:, None, None, None]
         image = ground + opacity * visible * (ink - ground) + hidden[:, None] * (cover - ground)
         image = image + self._texture(rng.stream("texture"), label)
@@ -156,7 +160,7 @@ class Shapes:
 
     def read(self, indices: Sequence[int]) -> list[Image.Image | Exception]:
         pixels = self.render(indices)[0].permute(0, 2, 3, 1).contiguous().numpy()
-        return [Image.fromarray(picture) for picture in pixels]
+        return [Image.fromarray(image) for image in pixels]
 
     def name(self, index: int) -> str:
         return f"shapes {self.split} {index} ({CLASSES[index % len(CLASSES)]})"
@@ -196,16 +200,16 @@ class Shapes:
         return present * self._antialias(half - (across * cos + down * sin - offset).abs(), 1.0)
 
     def _paint(self, rng: SampleRNG, across: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Background, ink and occluder colours; ink and background differ in brightness by at least 0.3."""
+        """Background, ink and occluder colors; ink and background differ in brightness by at least 0.3."""
         bright = (rng.stream("bright").uniform() < 0.5).float()
         low, high = _between(rng, "low", 0.12, 0.36), _between(rng, "high", 0.70, 0.95)
         ground_value = torch.where(bright > 0, low, high)
         ink_value = torch.where(bright > 0, high, low)
         hue = rng.stream("hue").uniform()
-        ground = _colour(hue, _between(rng, "wash", 0.05, 0.55), ground_value)[:, :, None, None]
+        ground = _color(hue, _between(rng, "wash", 0.05, 0.55), ground_value)[:, :, None, None]
         ink_hue = (hue + _between(rng, "contrast", 0.2, 0.8)) % 1
-        ink = _colour(ink_hue, _between(rng, "ink", 0.35, 0.95), ink_value)[:, :, None, None]
-        cover = _colour(rng.stream("cover").uniform(), _between(rng, "fade", 0.0, 0.6), (low + high) / 2)
+        ink = _color(ink_hue, _between(rng, "ink", 0.35, 0.95), ink_value)[:, :, None, None]
+        cover = _color(rng.stream("cover").uniform(), _between(rng, "fade", 0.0, 0.6), (low + high) / 2)
         tilt = _between(rng, "tilt", -0.10, 0.10, 2)[:, :, None, None]
         ramp = (tilt[:, 0] * across + tilt[:, 1] * down)[:, None]
         blob_x = _between(rng, "blob x", -1, 1)[:, None, None]
@@ -219,3 +223,18 @@ class Shapes:
         other = rng.stream("other").integers(len(CLASSES))
         owner = torch.where(rng.stream("agrees").uniform() < self.agreement, label, other)
         return self.texture * _textures(self.size)[owner]
+
+
+def open_shapes(request: DataRequest) -> Shapes:
+    """Open `shapes(size=64,texture=8/255,agreement=1,faintest=0.5,seed=1)`; all settings are optional."""
+    if request.argument:
+        raise UserError(f"'{request.spec}': shapes takes settings in brackets, e.g. shapes(size=64,texture=0)")
+    numbers: dict[str, Callable[[str], Any]] = dict.fromkeys(("texture", "agreement", "faintest"), read_quantity)
+    settings = request.read_settings(size=whole_number, seed=whole_number, **numbers)
+    shapes = Shapes(split=pick_split(SPLITS, request.split, "shapes"), **settings)
+    if not 8 <= shapes.size <= 1024:
+        raise UserError(f"shapes: size must be from 8 to 1024 pixels, got {shapes.size}")
+    for name, value in (("texture", shapes.texture), ("agreement", shapes.agreement), ("faintest", shapes.faintest)):
+        if not 0 <= value <= 1:
+            raise UserError(f"shapes: {name} must be in [0, 1], got {value:g}")
+    return shapes

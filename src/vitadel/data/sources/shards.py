@@ -1,13 +1,13 @@
 """`shards:PATTERN`: tar files in the webdataset layout, with random access to every sample.
 
-A tar file has no table of contents, so its headers are walked once; after that a sample is a seek and a read.
+A tar file has no table of contents, so its headers are scanned once; then a sample is a seek and a read.
 """
 
 from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
-from vitadel.data.images import IMAGE_EXTENSIONS, attempts, decode
+from vitadel.data.files import matching_files
+from vitadel.data.images import IMAGE_EXTENSIONS, LabeledImages, decode
 from vitadel.data.labels import number_labels, read_class_names
-from vitadel.data.paths import matching_files
-from vitadel.data.spec import Request
-from vitadel.data.validation import by_skipping
+from vitadel.data.spec import DataRequest
+from vitadel.data.validation import skip_advice
 from vitadel.errors import UserError
 
 __all__ = ["ShardImages", "open_shards"]
@@ -31,29 +31,20 @@ _CLASS_FILES = ("classes.txt", "classnames.txt", "class_names.txt")
 
 
 @dataclass(frozen=True, eq=False)
-class ShardImages:
-    """Samples in the order of the shards and of the keys within each."""
+class ShardImages(LabeledImages):
+    """Samples in the order of the shards and of the keys within them."""
 
     shards: tuple[Path, ...]
     names: tuple[str, ...] = field(repr=False)  # of the image member, or the key where there is none
     places: NDArray[np.int64] = field(repr=False)  # (shard, offset, size) per sample; size -1 without an image
     targets: Tensor = field(repr=False)
     classes: tuple[str, ...] = field(repr=False)
-    left_out: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def labels(self) -> Tensor:
-        return self.targets
-
-    def read(self, indices: Sequence[int]) -> list[Image | Exception]:
-        return attempts(self._picture, indices)
+    skipped: tuple[str, ...] = ()
 
     def name(self, index: int) -> str:
         return f"{self.shards[int(self.places[index, 0])].name}/{self.names[index]}"
 
-    def _picture(self, index: int) -> Image:
+    def image(self, index: int) -> Image:
         shard, offset, size = self.places[index].tolist()
         if size < 0:
             raise ValueError(f"the sample has no image ({', '.join(sorted(IMAGE_EXTENSIONS))})")
@@ -62,14 +53,14 @@ class ShardImages:
             return decode(file.read(size))
 
 
-def open_shards(request: Request) -> ShardImages:
-    """Labels from `.cls` or from `label` in `.json`; names from `(classes=FILE)` or classes.txt beside the shards."""
-    chosen = request.chosen(classes=lambda text: Path(text).expanduser())
+def open_shards(request: DataRequest) -> ShardImages:
+    """Labels come from `.cls` or `label` in `.json`, class names from `(classes=FILE)` or classes.txt in the folder."""
+    chosen = request.read_settings(classes=lambda text: Path(text).expanduser())
     shards = matching_files(request, ".tar")
     beside = (shards[0].parent / name for name in _CLASS_FILES)
     class_file = chosen.get("classes") or next((path for path in beside if path.is_file()), None)
     samples: list[_Sample] = []
-    left_out: list[str] = []
+    skipped: list[str] = []
     for number, path in enumerate(shards):
         before = len(samples)
         try:
@@ -79,9 +70,9 @@ def open_shards(request: Request) -> ShardImages:
             if not request.skip_bad:
                 raise UserError(
                     f"{message}; expected an uncompressed tar file (unpack .tar.gz first: samples are read by their "
-                    f"place in the file). Replace it{by_skipping(request.skip_bad, ', or do without the rest of it')}"
+                    f"place in the file). Replace it{skip_advice(request.skip_bad, ', or skip the rest of it')}"
                 ) from fault
-            left_out.append(message)
+            skipped.append(message)
     if not samples:
         raise UserError(
             f"'{request.argument}' holds no samples; expected pairs such as 0001.jpg and 0001.cls in tar files"
@@ -100,13 +91,13 @@ def open_shards(request: Request) -> ShardImages:
         places=np.array([(sample.shard, sample.offset, sample.size) for sample in samples], dtype=np.int64),
         targets=labels,
         classes=classes,
-        left_out=tuple(left_out),
+        skipped=tuple(skipped),
     )
 
 
 @dataclass
 class _Sample:
-    """A sample while its members are being met."""
+    """A sample while its members are being read."""
 
     shard: int
     key: str
@@ -115,7 +106,7 @@ class _Sample:
     size: int = -1
     label: int | str | None = None
 
-    def meet(self, ending: str, member: tarfile.TarInfo, file: IO[bytes]) -> None:
+    def add(self, ending: str, member: tarfile.TarInfo, file: IO[bytes]) -> None:
         if self.size < 0 and ending.rpartition(".")[2] in IMAGE_EXTENSIONS:
             self.image, self.offset, self.size = member.name, member.offset_data, member.size
         elif self.label is None and ending in ("cls", "json"):
@@ -124,7 +115,7 @@ class _Sample:
 
 
 def _samples(path: Path, shard: int) -> Iterator[_Sample]:
-    """Consecutive members that share a key: all of a name up to the first dot behind the last slash."""
+    """Group consecutive members by key: the name up to the first dot after the last slash."""
     current: _Sample | None = None
     with tarfile.open(path, mode="r:") as archive, path.open("rb") as file:
         length = path.stat().st_size
@@ -141,7 +132,7 @@ def _samples(path: Path, shard: int) -> Iterator[_Sample]:
                 if current is not None:
                     yield current
                 current = _Sample(shard, key, image=key)
-            current.meet(ending.lower(), member, file)
+            current.add(ending.lower(), member, file)
     if current is not None:
         yield current
 

@@ -1,4 +1,4 @@
-"""Classification sets of torchvision, from files that are already there: nothing is downloaded by itself."""
+"""Classification sets of torchvision, from files on disk: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torchvision.datasets
 from PIL.Image import Image
 from torch import Tensor
 
-from vitadel.data.images import attempts, to_rgb
-from vitadel.data.spec import Request
-from vitadel.data.splits import pick_split
+from vitadel.data.images import LabeledImages, to_rgb
+from vitadel.data.spec import DataRequest, pick_split
 from vitadel.errors import UserError
 
 __all__ = ["TORCHVISION_SETS", "TorchvisionImages", "open_torchvision"]
@@ -28,7 +27,7 @@ def _named(*splits: str, **renamed: str) -> Mapping[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A class of torchvision: how it spells its splits, and where it keeps labels, classes and file names."""
+    """A torchvision class: the arguments for its splits, and where it keeps labels and file names."""
 
     cls: str
     splits: Mapping[str, dict[str, Any]]
@@ -75,8 +74,8 @@ TORCHVISION_SETS: Mapping[str, _Entry] = {
 
 
 @dataclass(frozen=True, eq=False)
-class TorchvisionImages:
-    """A torchvision data set. Those that come as one array are held by torchvision as such, whatever the limit."""
+class TorchvisionImages(LabeledImages):
+    """A torchvision data set. torchvision holds sets that are one array in memory, whatever the limit."""
 
     kind: str
     split: str
@@ -85,22 +84,16 @@ class TorchvisionImages:
     classes: tuple[str, ...] = field(repr=False)
     files: tuple[str, ...] = field(default=(), repr=False)
 
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def labels(self) -> Tensor:
-        return self.targets
-
-    def read(self, indices: Sequence[int]) -> list[Image | Exception]:
-        return attempts(lambda index: to_rgb(self.data[index][0]), indices)
+    def image(self, index: int) -> Image:
+        return to_rgb(self.data[index][0])
 
     def name(self, index: int) -> str:
         return self.files[index] if self.files else f"{self.kind} {self.split} {index}"
 
 
-def open_torchvision(request: Request) -> TorchvisionImages:
-    """The set below `--data-root`, in the layout that torchvision itself makes."""
-    request.chosen()
+def open_torchvision(request: DataRequest) -> TorchvisionImages:
+    """Open the set below `--data-root`, in the layout that torchvision creates."""
+    request.read_settings()
     if request.argument:
         raise UserError(f"'{request.spec}': {request.kind} takes no path; write {request.kind}, and --data-root DIR")
     entry = TORCHVISION_SETS[request.kind]
@@ -114,7 +107,7 @@ def open_torchvision(request: Request) -> TorchvisionImages:
     except (RuntimeError, OSError, ValueError) as fault:
         call = ", ".join([f"{str(request.root)!r}", *(f"{key}={value!r}" for key, value in keywords.items())])
         raise UserError(
-            f"{request.kind}: no complete copy below '{request.root}' ({fault}). Nothing is downloaded by itself: "
+            f"{request.kind}: no complete copy below '{request.root}' ({fault}). Nothing is downloaded automatically: "
             f"give the folder with --data-root, or fetch it with "
             f'python -c "from torchvision.datasets import {entry.cls}; {entry.cls}({call}, download=True)"'
         ) from fault

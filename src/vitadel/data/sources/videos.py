@@ -15,24 +15,25 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
+from vitadel.data.images import LabeledImages
 from vitadel.data.sources.folders import files_below
 from vitadel.data.sources.imagenet import imagenet_classes, wnid_number
-from vitadel.data.spec import Request
-from vitadel.data.validation import by_skipping
+from vitadel.data.spec import DataRequest
+from vitadel.data.validation import skip_advice
 from vitadel.errors import UserError
 
 __all__ = ["VideoFrames", "open_imagenet_p"]
 
 
 @dataclass(frozen=True, eq=False)
-class VideoFrames:
-    """Frames in the order of the videos' paths; `parts` maps a video to its stretch of samples."""
+class VideoFrames(LabeledImages):
+    """Frames in the order of the videos' paths; `parts` maps a video to its range of samples."""
 
     root: Path
     files: tuple[str, ...] = field(repr=False)
     first_frames: NDArray[np.int64] = field(repr=False)  # of each video; the last entry is the number of samples
     targets: Tensor = field(repr=False)
-    left_out: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -42,12 +43,6 @@ class VideoFrames:
     def parts(self) -> dict[str, range]:
         first = self.first_frames.tolist()
         return {path: range(first[i], first[i + 1]) for i, path in enumerate(self.files)}
-
-    def __len__(self) -> int:
-        return int(self.first_frames[-1])
-
-    def labels(self) -> Tensor:
-        return self.targets
 
     def read(self, indices: Sequence[int]) -> list[Image | Exception]:
         images: list[Image | Exception] = []
@@ -67,13 +62,13 @@ class VideoFrames:
         return video, index - int(self.first_frames[video])
 
 
-def open_imagenet_p(request: Request) -> VideoFrames:
-    """DIR/perturbation/wnid/*.mp4, or one perturbation of it; the number of frames is read from each video's header."""
-    request.chosen()
-    request.without_split()
+def open_imagenet_p(request: DataRequest) -> VideoFrames:
+    """Open DIR/perturbation/wnid/*.mp4, or one perturbation; the number of frames comes from each video's header."""
+    request.read_settings()
+    request.refuse_split()
     root = request.path("the folder of ImageNet-P, or of one perturbation")
     av = _av()
-    files, counts, left_out = [], [], []
+    files, counts, skipped = [], [], []
     for path in sorted(files_below(root, (".mp4",))):
         try:
             count = _count_frames(av, root / path)
@@ -81,9 +76,9 @@ def open_imagenet_p(request: Request) -> VideoFrames:
             if not request.skip_bad:
                 raise UserError(
                     f"'{root / path}' cannot be read: {fault}; replace it"
-                    f"{by_skipping(request.skip_bad, ', or leave it out')}"
+                    f"{skip_advice(request.skip_bad, ', or skip it')}"
                 ) from fault
-            left_out.append(f"'{path}' cannot be read: {fault}")
+            skipped.append(f"'{path}' cannot be read: {fault}")
             continue
         files.append(path)
         counts.append(count)
@@ -95,7 +90,7 @@ def open_imagenet_p(request: Request) -> VideoFrames:
         files=tuple(files),
         first_frames=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         targets=labels.repeat_interleave(torch.tensor(counts)),
-        left_out=tuple(left_out),
+        skipped=tuple(skipped),
     )
 
 
@@ -115,12 +110,12 @@ def _count_frames(av: ModuleType, path: Path) -> int:
 
 def _video(container: Any) -> Any:
     if not container.streams.video:
-        raise ValueError("there is no video in it")
+        raise ValueError("it contains no video")
     return container.streams.video[0]
 
 
 def _decode(path: Path, wanted: set[int]) -> dict[int, Image | Exception]:
-    """The wanted frames of one video, decoded from its start, as each depends on those before it."""
+    """Decode the wanted frames of one video from its start, as each frame depends on earlier ones."""
     fault: Exception = EOFError("the video ends before this frame")
     frames: dict[int, Image | Exception] = {}
     try:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vitadel.attacks.parse import make
-from vitadel.backbones.output_checks import looks_like_probabilities
+from vitadel.backbones.model_checks import looks_like_probabilities
 from vitadel.diagnosis.examination import Examination, relative_change
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome
 from vitadel.errors import UserError

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from vitadel.backbones.output_checks import modules_in_train_mode
+from vitadel.backbones.model_checks import modules_in_train_mode
 from vitadel.diagnosis.examination import Examination, relative_change
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome
 from vitadel.evaluation.chance import beaten

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from vitadel.attacks.parse import looks_inside, make, split_attack_list, targets_in
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import threat as make_threat
-from vitadel.backbones.output_checks import looks_like_probabilities, modules_in_train_mode
-from vitadel.data.batches import batches
+from vitadel.backbones.model_checks import looks_like_probabilities, modules_in_train_mode
+from vitadel.data.batches import read_batches
 from vitadel.data.validation import BadSample
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.audit.evidence import findings_about
@@ -363,7 +363,7 @@ def _findings_about_mode(model: nn.Module) -> list[dict[str, Any]]:
 def _findings_about_outputs(context: RunContext, verdicts: Verdicts) -> list[dict[str, Any]]:
     """Probabilities instead of logits saturate the cross-entropy; random answers make single verdicts worthless."""
     first = [verdicts.index[: min(8, context.batch_size)].tolist()]
-    (batch,) = batches(context.source, first, context.preprocess, skip_bad=context.skip_bad)
+    (batch,) = read_batches(context.source, first, context.preprocess, skip_bad=context.skip_bad)
     with torch.no_grad():
         outputs, again = (context.model(batch.to(context.processes.device).x) for _ in range(2))
     findings = []
@@ -409,7 +409,7 @@ def _keep_pictures(context: RunContext, run: RunFolder, verdicts: Verdicts, name
     rows = verdicts.index[verdicts.correct][:_PICTURES].tolist()
     if not rows:
         return
-    (batch,) = batches(context.source, [rows], context.preprocess, skip_bad=context.skip_bad)
+    (batch,) = read_batches(context.source, [rows], context.preprocess, skip_bad=context.skip_bad)
     batch = batch.to(context.processes.device)
     with context.arithmetic():
         z = attack(context.model, batch.x, batch.y, SampleRNG.of_samples(context.seed, batch.indices, batch.x.device))

@@ -20,11 +20,11 @@ from PIL import Image
 from torch import Tensor
 
 from vitadel.corruptions import COMMON, SEVERITIES, corrupt
-from vitadel.data import balanced_subset, batches, check_labels
+from vitadel.data import balanced_subset, check_labels, read_batches
 from vitadel.data.batches import Batch
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.sources.folders import ImageFiles
-from vitadel.data.validation import left_out
+from vitadel.data.validation import skipped
 from vitadel.errors import Interrupted, UserError, nearest_names
 from vitadel.evaluation.corruptions.request import check_corruptions, check_severities
 from vitadel.evaluation.corruptions.sizes import benchmark_preprocess, in_bytes
@@ -157,7 +157,7 @@ class _Copy:
         return [part.tolist() for part in self.indices.split(self.request.batch_size)]
 
     def _batches(self, chunks: Sequence[list[int]]) -> Iterator[Batch]:
-        return batches(self.source, chunks, self.preprocess, skip_bad=self.request.skip_bad)
+        return read_batches(self.source, chunks, self.preprocess, skip_bad=self.request.skip_bad)
 
     def pictures(self, name: str) -> None:
         """One file per image and severity; a batch whose files are all there is not read again."""
@@ -251,7 +251,7 @@ def _results(
             "classes": len(source.classes),
             "left_out": len(lost),
             "left_out_names": list(lost[:_NAMED]),
-            "not_opened": list(left_out(source)),
+            "not_opened": list(skipped(source)),
         },
         "copy": {
             **told,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vitadel.data import open_dataset
-from vitadel.data.batches import batches
+from vitadel.data.batches import read_batches
 from vitadel.data.overlap import same_images
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.spec import parse_spec
@@ -39,7 +39,7 @@ class CalibrationImages:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         chunks = [part.tolist() for part in self.indices.split(BATCH)]
-        for batch in batches(self.source, chunks, self.preprocess, skip_bad=self.skip_bad):
+        for batch in read_batches(self.source, chunks, self.preprocess, skip_bad=self.skip_bad):
             if len(batch.y):
                 batch = batch.to(self.device)
                 yield batch.x, batch.y

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
-from vitadel.data.validation import left_out
+from vitadel.data.validation import skipped
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import RunContext, clean_stage
 from vitadel.evaluation.engine.target import Target
@@ -65,8 +65,8 @@ class AmongClasses:
         return [self.source.classes[number] for number in self.chosen]
 
     @property
-    def left_out(self) -> tuple[str, ...]:
-        return left_out(self.source)
+    def skipped(self) -> tuple[str, ...]:
+        return skipped(self.source)
 
     @cached_property
     def _labels(self) -> Tensor:

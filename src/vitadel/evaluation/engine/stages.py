@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.wrappers import MEMBER, WorstOf
-from vitadel.backbones.attention_kernels import fastest_attention
-from vitadel.backbones.output_checks import check_logits
-from vitadel.data.batches import Batch, batches
+from vitadel.backbones.attention_hooks import fastest_attention
+from vitadel.backbones.model_checks import check_logits
+from vitadel.data.batches import Batch, read_batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.batch_cache import BatchCache, BatchRecord
@@ -97,7 +97,7 @@ def run_stage(
     with progress(stage, total, context.shown and context.processes.is_main) as meter:
         if saved:
             meter.advance(saved, FOUND_AGAIN)
-        stream = batches(context.source, (chunks[k] for k in todo), context.preprocess, skip_bad=context.skip_bad)
+        stream = read_batches(context.source, (chunks[k] for k in todo), context.preprocess, skip_bad=context.skip_bad)
         for k, batch in zip(todo, stream, strict=True):
             begun = time.perf_counter()
             piece = work(k, batch.to(context.processes.device))

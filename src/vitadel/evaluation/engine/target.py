@@ -13,12 +13,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.open_model import open_model
+from vitadel.adapters.adapted_model import open_model
 from vitadel.backbones.anatomy import family_of
 from vitadel.backbones.classifier import Classifier, wrap
-from vitadel.backbones.image_size import check_images_fit
-from vitadel.backbones.load import is_timm_name, zoo_names
+from vitadel.backbones.load import zoo_names
+from vitadel.backbones.model_checks import check_images_fit
 from vitadel.backbones.record import ModelRecord
+from vitadel.backbones.timm_models import is_timm_name
 from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset

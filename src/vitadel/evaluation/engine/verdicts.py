@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitadel.attacks.attention_scaling.aas import PAPER_STYLE
-from vitadel.data.validation import BadSample, left_out
+from vitadel.data.validation import BadSample, skipped
 from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.stages import NOTE, MemberResult
 from vitadel.evaluation.engine.target import Target
@@ -132,7 +132,7 @@ def described(target: Target, verdicts: Verdicts, fingerprint: str) -> dict[str,
             "preprocessing": target.preprocess.about,
             "left_out": len(verdicts.bad),
             "left_out_names": [entry["name"] for entry in verdicts.bad[:20]],
-            "not_opened": list(left_out(target.source)),
+            "not_opened": list(skipped(target.source)),
         },
     }
 

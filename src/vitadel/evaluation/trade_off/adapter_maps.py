@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tora.tora import Tora
-from vitadel.adapters.tora.tora_maps import gate_maps
+from vitadel.adapters.tora.tora_vit import Tora, gate_maps
 from vitadel.data.batches import Batch
 from vitadel.data.subset import balanced_subset
 from vitadel.evaluation.engine.batch_cache import BatchRecord

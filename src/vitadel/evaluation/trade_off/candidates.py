@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from torch import nn
 
-from vitadel.adapters.open_model import open_model
-from vitadel.adapters.tora.tora import OneHead, Tora
-from vitadel.adapters.tora.tora_files import fusion_of, interpolated, put_fusion
+from vitadel.adapters.adapted_model import open_model
+from vitadel.adapters.tora.tora_files import fusion_of, interpolate_fusions, put_fusion
 from vitadel.adapters.tora.tora_settings import BRANCHES
+from vitadel.adapters.tora.tora_vit import BranchClassifier, Tora
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
@@ -50,7 +50,7 @@ class Candidate:
     def output(self, head: str) -> nn.Module:
         """The model as seen at one head, or at the joint output."""
         model = self.target.model
-        return model if head == JOINT else choosing_like(model, OneHead(cast(Tora, self.tora), head))
+        return model if head == JOINT else choosing_like(model, BranchClassifier(cast(Tora, self.tora), head))
 
     def told(self) -> dict[str, Any]:
         """Who this is, for results."""
@@ -118,7 +118,7 @@ def _lambda(candidate: Candidate) -> float:
 def _turned(first: Candidate, second: Candidate, t: float) -> Candidate:
     one, other = cast(Tora, first.tora), cast(Tora, second.tora)
     tora = copy.deepcopy(one, {id(one.classifier): one.classifier})  # the frozen backbone is shared
-    put_fusion(tora, interpolated(fusion_of(one), fusion_of(other), t))
+    put_fusion(tora, interpolate_fusions(fusion_of(one), fusion_of(other), t))
     name = f"{first.name} to {second.name} at {t:.3g}"
     knob = {"from": first.name, "to": second.name, "lambdas": [one.trade_off, other.trade_off], "at": t}
     return Candidate(name, replace(first.target, model=cast(Classifier, tora), model_spec=name), knob)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened
+from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.attacks.features import check_kind, feature_cosine, final_features
 from vitadel.errors import UserError
 from vitadel.types import Attack
@@ -50,9 +50,9 @@ class RobustnessTokens:
         return feature_cosine(clean, target, self.axis), feature_cosine(attacked, target, self.axis)
 
 
-def _tokened(model: nn.Module) -> Tokened:
+def _tokened(model: nn.Module) -> TokenClassifier:
     """Inside what several processes wrap around it."""
-    found = next((module for module in model.modules() if isinstance(module, Tokened)), None)
+    found = next((module for module in model.modules() if isinstance(module, TokenClassifier)), None)
     if found is None:
         raise UserError("the objective robustness_tokens trains tokens: give the recipe `adapter: {use: tokens}`")
     return found

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tora.tora import Tora, learners
+from vitadel.adapters.tora.tora_vit import Tora, trainable_parameters
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.training.objectives.terms import accuracy, check_share, check_weight, cross_entropy, kl_divergence
@@ -49,7 +49,7 @@ class TwoBranches:
         taught: dict[str, Tensor] = {}
         if independent and torch.is_grad_enabled():
             # At once, so that only one pass's activations are held, unless TRADES needs this one's again.
-            taught = _gradients(clean, learners(tora, 1, "acc"), keep=self.beta is not None)
+            taught = _gradients(clean, trainable_parameters(tora, 1, "acc"), keep=self.beta is not None)
         _, perturbed = _branches(model, tora, z)
         robust = self._robust(rob, perturbed, y)
         if not independent:
@@ -79,7 +79,7 @@ class TwoBranches:
         A product with numbers, instead of two backward passes, so that the loop, its scaling of losses and several
         processes need to know nothing of masks.
         """
-        also = _gradients(robust, learners(tora, 1, "rob"))
+        also = _gradients(robust, trainable_parameters(tora, 1, "rob"))
         named = dict(tora.named_parameters())
         penalty = tora.identity_penalty()
         pull = penalty + sum(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tora.tora import Tora
+from vitadel.adapters.tora.tora_vit import Tora
 from vitadel.attacks.attention_scaling.aas import DISTANCES, ascended_factors
 from vitadel.attacks.losses import cross_entropy
 from vitadel.backbones.anatomy import attentions_of

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.overlap import identity, same_images
-from vitadel.data.spec import DATA_KINDS, Request
+from vitadel.data.spec import DATA_KINDS, DataRequest
 from vitadel.errors import UserError
 from vitadel.heads.probe_recipe import build_probe, build_probe_check
 from vitadel.training.plugins.overfitting_guard import OverfittingGuard
@@ -292,13 +292,13 @@ def _specs(data: DataSection) -> dict[str, str]:
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 
-def _request(path: str, spec: str, data: DataSection, faults: Faults) -> Request | None:
+def _request(path: str, spec: str, data: DataSection, faults: Faults) -> DataRequest | None:
     """What a spec asks for; None if it is wrong, which is told once, whatever it is compared with later."""
     request = faults.attempt(path, read_data_spec, spec, data.root)
     return request if request is not None and faults.attempt(path, identity, request) is not None else None
 
 
-def _check_selection(data: DataSection, requests: Mapping[str, Request | None], faults: Faults) -> None:
+def _check_selection(data: DataSection, requests: Mapping[str, DataRequest | None], faults: Faults) -> None:
     """Models are selected on data.validation, or on images held out from data.train: never on what they learn from."""
     learned = ("train", "easier", "extra") if data.validation is not None else ("extra",)
     selected = requests["train"] if data.validation is None else requests["validation"]

@@ -15,8 +15,8 @@ from timm.data import rand_augment_transform
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model, zoo_names
-from vitadel.backbones.record import near_models
-from vitadel.data.spec import DATA_KINDS, Request, parse_spec
+from vitadel.backbones.timm_models import is_timm_name, suggest_models
+from vitadel.data.spec import DATA_KINDS, DataRequest, parse_spec
 from vitadel.errors import UserError, nearest_names
 from vitadel.training.recipes.sections import Augmentation, DataSection, ModelSection, TrainSection
 
@@ -62,8 +62,8 @@ def check_model_name(name: str) -> None:
     if colon and kind in ("zoo", "hf", "python"):
         return
     looks_like_a_path = "/" in name or name.startswith((".", "~")) or name.endswith(_FILES) or Path(name).exists()
-    if not timm.is_model(name.partition(".")[0]) and not looks_like_a_path:
-        near = near_models(name.partition(".")[0], zoo_names())
+    if not is_timm_name(name) and not looks_like_a_path:
+        near = suggest_models(name.partition(".")[0], zoo_names())
         raise UserError(
             f"unknown model '{name}'{near} It is no timm name, no file and no folder; see `vitadel list models`"
         )
@@ -121,7 +121,7 @@ def check_extra_share(data: DataSection, train: TrainSection) -> None:
         )
 
 
-def read_data_spec(spec: str, root: str | None) -> Request:
+def read_data_spec(spec: str, root: str | None) -> DataRequest:
     """A data spec taken apart, if its kind is known and has the path that it needs; the data is not opened."""
     request = parse_spec(spec, root=Path(root or "data"), split=None)
     kind = DATA_KINDS.get(request.kind)
@@ -149,7 +149,7 @@ def sketched_model(section: str) -> Classifier | None:
     """
     model = ModelSection(**json.loads(section))
     from_zoo = model.name.startswith("zoo:")
-    if not from_zoo and not timm.is_model(model.name.partition(".")[0]):
+    if not from_zoo and not is_timm_name(model.name):
         return None
     device = "cpu" if from_zoo else "meta"
     try:

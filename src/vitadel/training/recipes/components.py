@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from importlib import import_module
 from types import ModuleType
 
-from vitadel.backbones.third_party import users_code
+from vitadel.backbones.third_party import user_code
 from vitadel.errors import UserError, nearest_names
 
 __all__ = ["component_names", "find_component"]
@@ -65,7 +65,7 @@ def _first_class(module: ModuleType) -> type | None:
 def _users_class(name: str) -> type:
     module_name, _, class_name = name.rpartition(".")
     try:
-        with users_code():
+        with user_code():
             module = import_module(module_name)
         found = getattr(module, class_name, None)
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and scripts end themselves

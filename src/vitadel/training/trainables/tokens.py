@@ -11,7 +11,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tokens.robustness_tokens import Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.adapters.tokens.token_files import load_tokens, save_tokens
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError, nearest_names
@@ -50,24 +50,24 @@ class Tokens:
     def attach(self, model: Classifier) -> nn.Module:
         seed = secrets.randbits(62) if self.seed is None else self.seed
         tokens = fresh_tokens(token_width(model), self.count, self.scale, seed)
-        return Tokened(model, tokens, placement=self.placement)
+        return TokenClassifier(model, tokens, placement=self.placement)
 
     def shown(self, adapted: nn.Module) -> nn.Module:
-        return adapted if self.through else cast(Tokened, adapted).classifier
+        return adapted if self.through else cast(TokenClassifier, adapted).classifier
 
     def state(self, adapted: nn.Module) -> dict[str, Tensor]:
-        tokened = cast(Tokened, adapted)
+        tokened = cast(TokenClassifier, adapted)
         salt = torch.frombuffer(bytearray(tokened.salt), dtype=torch.uint8)
         return {"tokens": tokened.tokens.detach(), "salt": salt}
 
     def load_state(self, adapted: nn.Module, state: Mapping[str, Tensor]) -> None:
-        tokened = cast(Tokened, adapted)
+        tokened = cast(TokenClassifier, adapted)
         with torch.no_grad():
             tokened.tokens.copy_(state["tokens"])
         tokened.salt = bytes(state["salt"].tolist())
 
     def save(self, adapted: nn.Module, path: Path) -> None:
-        save_tokens(cast(Tokened, adapted), path, asdict(self))
+        save_tokens(cast(TokenClassifier, adapted), path, asdict(self))
 
     def deployed(self, path: Path, adapted: nn.Module) -> nn.Module:
-        return load_tokens(path, cast(Tokened, adapted).classifier).eval()
+        return load_tokens(path, cast(TokenClassifier, adapted).classifier).eval()

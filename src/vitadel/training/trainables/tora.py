@@ -10,9 +10,9 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tora.tora import OneHead, Tora, learners
 from vitadel.adapters.tora.tora_files import load_tora, parts_file, save_fusion, save_tora
 from vitadel.adapters.tora.tora_settings import ToraSettings, check_trade_off
+from vitadel.adapters.tora.tora_vit import BranchClassifier, Tora, trainable_parameters
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 
@@ -61,13 +61,13 @@ class ToraParts:
         else:
             tora = load_tora(parts_file(self.start), model)
             tora.trade_off = self.trade_off
-            taught = learners(tora, 2, heads=self.train_heads)
+            taught = trainable_parameters(tora, 2, heads=self.train_heads)
             for name, parameter in tora.named_parameters():
                 parameter.requires_grad_(name in taught)
         return tora
 
     def shown(self, adapted: nn.Module) -> nn.Module:
-        return OneHead(cast(Tora, adapted), "rob")
+        return BranchClassifier(cast(Tora, adapted), "rob")
 
     def state(self, adapted: nn.Module) -> dict[str, Tensor]:
         learnt = {name: each.detach() for name, each in adapted.named_parameters() if each.requires_grad}

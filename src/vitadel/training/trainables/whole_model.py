@@ -9,9 +9,8 @@ from typing import ClassVar, cast
 
 from torch import Tensor, nn
 
-from vitadel.backbones.checkpoints import load_strict, read_checkpoint
+from vitadel.backbones.checkpoints import load_classifier, load_strict, read_checkpoint, read_record, save_classifier
 from vitadel.backbones.classifier import Classifier
-from vitadel.backbones.record import load_classifier, read_record, save_classifier
 
 __all__ = ["WholeModel"]
 

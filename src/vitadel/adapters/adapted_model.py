@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import yaml
 
-from vitadel.adapters.tokens.robustness_tokens import TokenBank, Tokened
+from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier
 from vitadel.adapters.tokens.token_files import load_bank, load_tokens
-from vitadel.adapters.tora.tora import Tora
 from vitadel.adapters.tora.tora_files import backbone_of_parts, load_tora, parts_file
+from vitadel.adapters.tora.tora_vit import Tora
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model, zoo_file, zoo_names
 from vitadel.errors import UserError
@@ -33,7 +33,7 @@ def open_model(
     *,
     tokens: str | Path | None = None,
     allow_readable: bool = False,
-) -> Classifier | Tokened | TokenBank | Tora:
+) -> Classifier | TokenClassifier | TokenBank | Tora:
     """What `load_model` opens, with the robustness tokens of a file, or with what the training added whose run folder
     `spec` is: tokens, or the parts of TORA. A model of the zoo may be such a one, too.
 
@@ -61,7 +61,7 @@ def open_model(
     return load_tora(file, classifier) if start is None else load_tora(parts_file(start), classifier, file)
 
 
-def _with_tokens(classifier: Classifier, tokens: str | Path, allow_readable: bool) -> Tokened | TokenBank:
+def _with_tokens(classifier: Classifier, tokens: str | Path, allow_readable: bool) -> TokenClassifier | TokenBank:
     files = [part.strip() for part in str(tokens).split(",") if part.strip()]
     if len(files) < 2 or Path(tokens).exists():  # a name may have a comma
         return load_tokens(tokens, classifier, allow_readable=allow_readable).eval()

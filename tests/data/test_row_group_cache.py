@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vitadel.data.sources.row_group_cache import Spool
+from vitadel.data.sources.row_group_cache import RowGroupCache
 from vitadel.errors import UserError
 
 
@@ -21,10 +21,10 @@ def test_rows_of_any_group_in_any_order_and_nothing_is_loaded_twice() -> None:
         loads.append(group)
         yield from (None if row == 1 else content(group, row) for row in range(4))
 
-    spool = Spool(load)
+    cache = RowGroupCache(load)
     for group, row in ((2, 3), (0, 0), (2, 0), (1, 2), (0, 3), (2, 3)):
-        assert spool.row(group, row) == content(group, row)
-    assert spool.row(0, 1) is None
+        assert cache.row(group, row) == content(group, row)
+    assert cache.row(0, 1) is None
     assert loads == [2, 0, 1]
 
 
@@ -35,10 +35,10 @@ def test_a_full_spool_starts_again_and_still_tells_the_truth() -> None:
         loads.append(group)
         yield from (content(group, row) for row in range(3))
 
-    spool = Spool(load, capacity=30)
+    cache = RowGroupCache(load, capacity=30)
     for group in (0, 1, 2, 0, 1, 2):
         for row in range(3):
-            assert spool.row(group, row) == content(group, row)
+            assert cache.row(group, row) == content(group, row)
     assert len(loads) > 3
 
 
@@ -50,22 +50,22 @@ def test_rows_before_a_broken_place_are_kept_and_the_block_is_not_tried_again() 
         yield content(group, 0)
         raise OSError("broken page")
 
-    spool = Spool(load)
+    cache = RowGroupCache(load)
     for _ in range(3):
-        assert spool.row(0, 0) == content(0, 0)
+        assert cache.row(0, 0) == content(0, 0)
         with pytest.raises(OSError, match="broken page"):
-            spool.row(0, 1)
+            cache.row(0, 1)
     assert loads == [0]
 
 
 def test_threads_see_the_same_rows() -> None:
-    spool = Spool(lambda group: (content(group, row) for row in range(20)), capacity=2000)
+    cache = RowGroupCache(lambda group: (content(group, row) for row in range(20)), capacity=2000)
     wrong: list[tuple[int, int]] = []
 
     def reader(offset: int) -> None:
         for step in range(300):
             group, row = (step + offset) % 7, (step * 3 + offset) % 20
-            if spool.row(group, row) != content(group, row):
+            if cache.row(group, row) != content(group, row):
                 wrong.append((group, row))
 
     threads = [threading.Thread(target=reader, args=(n,)) for n in range(4)]
@@ -83,4 +83,4 @@ def test_a_full_disk_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("vitadel.data.sources.row_group_cache.tempfile.TemporaryFile", lambda **_: Full())
     with pytest.raises(UserError, match=r"No space left on device.*TMPDIR"):
-        Spool(lambda group: [content(group, 0)]).row(0, 0)
+        RowGroupCache(lambda group: [content(group, 0)]).row(0, 0)

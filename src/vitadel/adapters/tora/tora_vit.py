@@ -25,16 +25,17 @@ from vitadel.adapters.tora.tora_fusion import (
     blank_linear,
     start_linear,
 )
-from vitadel.adapters.tora.tora_hosts import check_host
-from vitadel.adapters.tora.tora_settings import BRANCHES, ToraSettings, check_trade_off, described
+from vitadel.adapters.tora.tora_settings import BRANCHES, ToraSettings, check_host, check_trade_off, described
+from vitadel.backbones.anatomy import prefix_tokens_of
+from vitadel.backbones.attention_hooks import scaled_scores
 from vitadel.backbones.classifier import Classifier
-from vitadel.backbones.image_size import check_image_size
+from vitadel.backbones.model_checks import check_image_size
 from vitadel.backbones.record import ModelRecord
-from vitadel.backbones.score_scaling import scaled_scores
 from vitadel.errors import UserError, nearest_names
+from vitadel.instrument.patch_grid import patch_grid
 from vitadel.instrument.tokens import extra_tokens
 
-__all__ = ["OneHead", "Tora", "learners", "part_of"]
+__all__ = ["ROWS", "BranchClassifier", "Tora", "gate_maps", "part_of", "trainable_parameters"]
 
 _PARTS = {"acc": "acc", "rob": "rob", "single": "single", "fusion": "fusion", "classifier": "backbone"}
 _HEAD_SCALE = 0.02  # as timm's own
@@ -201,13 +202,13 @@ class Tora(nn.Module):
         classifier, backbone = self.classifier, cast(Any, self.classifier.backbone)
         if x.ndim == 4:
             check_image_size(backbone, (x.shape[2], x.shape[3]), classifier.record.name)
-        z = (x - classifier.mean) / classifier.std if classifier.record.normalises else x
+        z = (x - classifier.mean) / classifier.std if classifier.record.normalizes else x
         patches = backbone.patch_embed(z.to(backbone.cls_token.dtype))
         embedded: Tensor = backbone.norm_pre(backbone.patch_drop(backbone._pos_embed(patches)))
         return embedded
 
 
-class OneHead(nn.Module):
+class BranchClassifier(nn.Module):
     """The logits of one branch only, for attacks on it and for its own accuracy."""
 
     def __init__(self, tora: Tora, branch: str) -> None:
@@ -236,7 +237,9 @@ def part_of(name: str) -> str:
     return _PARTS[first]
 
 
-def learners(tora: Tora, phase: int, branch: str | None = None, *, heads: bool = False) -> dict[str, nn.Parameter]:
+def trainable_parameters(
+    tora: Tora, phase: int, branch: str | None = None, *, heads: bool = False
+) -> dict[str, nn.Parameter]:
     """The parameters that learn, by name: in phase 1 from one branch's loss, in phase 2 from the weighted sum of both.
 
     Phase 2 trains the fusion alone, with `heads` those, too. What has no fusion learns with all it has in phase 2.
@@ -335,3 +338,33 @@ def _for_each(token: nn.Parameter | None, embedded: Tensor) -> Tensor:
 
 def _at_least_float32(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+ROWS = ("mean", "class")
+"""Whose gates are drawn: those of all queries together, or those of the class tokens' queries."""
+
+
+def gate_maps(tora: Tora, x: Tensor, row: str = "mean") -> Tensor:
+    """The accuracy adapter's share of what each patch gives to the fusion, (layers, batch, rows, columns), in [0, 1].
+
+    The robustness adapter's is the rest to 1, by construction and whatever was learnt: that the two maps complement
+    each other is no finding. With softmax "adapter" this is the mean over `row`'s queries of the gates themselves.
+    """
+    if row not in ROWS:
+        raise UserError(f"unknown row of gates {row!r}{nearest_names(row, ROWS) or '.'} Known: {', '.join(ROWS)}.")
+    height, width = patch_grid(tora, x)
+    first = prefix_tokens_of(tora)
+    with torch.no_grad():
+        shares = [_share(gates, row)[:, first : first + height * width] for gates in tora.gates(x)]
+    return torch.stack(shares).view(len(shares), len(x), height, width)
+
+
+def _share(gates: Gates, row: str) -> Tensor:
+    """For each key the part of the first adapter, (batch, keys)."""
+    if row == "class" and gates.own:
+        raise UserError("here class tokens look at themselves only, so that their row is no map. Use row 'mean'.")
+    dense = gates.dense()
+    chosen = slice(0, gates.classes) if row == "class" else slice(None)
+    acc, rob = (each[:, :, chosen].double().mean((1, 2)) for each in (dense.acc, dense.rob))
+    share = (acc / (acc + rob)).nan_to_num(0.5)  # a patch that nobody looks at prefers neither adapter
+    return share.to(torch.promote_types(gates.acc.dtype, torch.float32))

@@ -12,7 +12,7 @@ import timm.models.eva
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tokens.robustness_tokens import TokenBank, Tokened, fresh_tokens
+from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier, fresh_tokens
 from vitadel.attacks.features import feature_cosine, features, final_features
 from vitadel.attacks.parse import make
 from vitadel.attacks.threats import Linf
@@ -85,7 +85,7 @@ def test_disabled_tokens_change_no_bit(name: str) -> None:
     backbone: Any = classifier.backbone
     with torch.no_grad():
         logits, whole = classifier(x), backbone.forward_features(normalised(x))
-        model = Tokened(classifier, lively_tokens(), enabled=False)
+        model = TokenClassifier(classifier, lively_tokens(), enabled=False)
         assert torch.equal(model(x), logits)
         assert torch.equal(final_features(model, x), whole[:, places(name, whole.shape[1])])
         model.enabled = True
@@ -104,7 +104,7 @@ def test_features_are_class_and_patch_tokens_after_the_norm(name: str, placement
     backbone: Any = classifier.backbone
     with torch.no_grad(), extra_tokens(backbone, tokens):
         whole = backbone.forward_features(normalised(x))
-    seen = final_features(Tokened(classifier, tokens, placement=placement), x)
+    seen = final_features(TokenClassifier(classifier, tokens, placement=placement), x)
     registers = 4 if VITS[name].prefix == 5 else 0
     assert seen.shape == (2, VITS[name].prefix - registers + 16, 24)
     torch.testing.assert_close(seen, whole[:, places(name, whole.shape[1])], rtol=0, atol=1e-5)
@@ -127,7 +127,7 @@ def test_patches_keep_their_rotation(name: str, monkeypatch: pytest.MonkeyPatch)
 
         monkeypatch.setattr(home, "apply_rot_embed_cat", watch)
     classifier, x = classifier_of(name), pixels(name)
-    model = Tokened(classifier, lively_tokens(7))
+    model = TokenClassifier(classifier, lively_tokens(7))
     with torch.no_grad():
         classifier(x)
         bare = rotated[:2]  # queries and keys of the first block
@@ -147,7 +147,7 @@ def test_only_the_tokens_learn(name: str) -> None:
     with torch.no_grad():
         target = final_features(classifier, x)
     given = lively_tokens()
-    model = Tokened(classifier, given)
+    model = TokenClassifier(classifier, given)
     assert [each for each, parameter in model.named_parameters() if parameter.requires_grad] == ["tokens"]
     z = x.clone().requires_grad_()
     (1 - feature_cosine(final_features(model, z), target)).mean().backward()
@@ -164,7 +164,7 @@ def test_only_the_tokens_learn(name: str) -> None:
 
 
 def test_the_backbone_stays_in_eval_mode() -> None:
-    model = Tokened(classifier_of("vit", drop_rate=0.5, pos_drop_rate=0.5), lively_tokens()).train()
+    model = TokenClassifier(classifier_of("vit", drop_rate=0.5, pos_drop_rate=0.5), lively_tokens()).train()
     x = pixels("vit")
     assert model.training
     assert not any(module.training for module in model.classifier.modules())
@@ -185,13 +185,13 @@ def test_a_longer_sequence_never_reaches_the_pool() -> None:
     stream = backbone.norm_pre(backbone._pos_embed(backbone.patch_embed(normalised(x))))
     stream = backbone.blocks(torch.cat([stream, tokens.expand(2, -1, -1)], 1))[:, :16]
     torch.testing.assert_close(
-        Tokened(classifier, tokens)(x), backbone.forward_head(backbone.norm(stream)), rtol=0, atol=1e-5
+        TokenClassifier(classifier, tokens)(x), backbone.forward_head(backbone.norm(stream)), rtol=0, atol=1e-5
     )
 
 
 def test_what_is_printed_and_what_is_in_a_state_dict_tells_no_tokens() -> None:
     tokens = lively_tokens()
-    model = Tokened(classifier_of("vit"), tokens, salt=b"s" * 16)
+    model = TokenClassifier(classifier_of("vit"), tokens, salt=b"s" * 16)
     shown = f"{model!r} {model} {model.record} {list(model.state_dict())}"
     assert "tokens=3" in shown
     assert model.fingerprint in shown
@@ -207,11 +207,14 @@ def test_what_is_printed_and_what_is_in_a_state_dict_tells_no_tokens() -> None:
 
 def test_fingerprints_name_tokens_and_salt() -> None:
     classifier = classifier_of("vit")
-    one = Tokened(classifier, lively_tokens(), salt=b"1" * 16)
-    assert one.fingerprint == Tokened(classifier, lively_tokens(), salt=b"1" * 16).fingerprint
-    assert one.fingerprint != Tokened(classifier, lively_tokens(), salt=b"2" * 16).fingerprint
-    assert one.fingerprint != Tokened(classifier, lively_tokens(seed=1), salt=b"1" * 16).fingerprint
-    assert Tokened(classifier, lively_tokens()).fingerprint != Tokened(classifier, lively_tokens()).fingerprint
+    one = TokenClassifier(classifier, lively_tokens(), salt=b"1" * 16)
+    assert one.fingerprint == TokenClassifier(classifier, lively_tokens(), salt=b"1" * 16).fingerprint
+    assert one.fingerprint != TokenClassifier(classifier, lively_tokens(), salt=b"2" * 16).fingerprint
+    assert one.fingerprint != TokenClassifier(classifier, lively_tokens(seed=1), salt=b"1" * 16).fingerprint
+    assert (
+        TokenClassifier(classifier, lively_tokens()).fingerprint
+        != TokenClassifier(classifier, lively_tokens()).fingerprint
+    )
     before = one.fingerprint
     with torch.no_grad():
         one.tokens[0, 0] += 1
@@ -220,7 +223,7 @@ def test_fingerprints_name_tokens_and_salt() -> None:
 
 def test_the_record_is_the_classifiers_with_a_note() -> None:
     classifier = classifier_of("vit")
-    model = Tokened(classifier, lively_tokens())
+    model = TokenClassifier(classifier, lively_tokens())
     note = f"3 robustness tokens (prefix), fingerprint {model.fingerprint}"
     assert model.record == replace(classifier.record, notes={"tokens": note})
     model.enabled = False
@@ -233,25 +236,25 @@ def test_mistakes_are_told() -> None:
         with pytest.raises(UserError, match=rf"a count of at least 1, got {count}; the paper takes 10"):
             fresh_tokens(24, count)
     with pytest.raises(UserError, match="a count of at least 1, got 0"):
-        Tokened(classifier, torch.zeros(0, 24))
+        TokenClassifier(classifier, torch.zeros(0, 24))
     with pytest.raises(UserError, match="width of at least 1, got 0"):
         fresh_tokens(0, 1)
     with pytest.raises(UserError, match="scale of fresh tokens"):
         fresh_tokens(24, 1, scale=float("nan"))
     with pytest.raises(UserError, match=r"of shape \(3, 25\) do not fit 'vit', whose tokens are 24 wide"):
-        Tokened(classifier, torch.zeros(3, 25))
+        TokenClassifier(classifier, torch.zeros(3, 25))
     with pytest.raises(UserError, match="finite floating-point numbers"):
-        Tokened(classifier, torch.full((3, 24), torch.inf))
+        TokenClassifier(classifier, torch.full((3, 24), torch.inf))
     with pytest.raises(UserError, match="no meaning for family 'swin': its stages resize"):
-        Tokened(wrap(make_vit("swin")), torch.zeros(3, 24))
+        TokenClassifier(wrap(make_vit("swin")), torch.zeros(3, 24))
     with pytest.raises(UserError, match="no anatomy known for"):
-        Tokened(wrap(nn.Flatten()), torch.zeros(3, 24))
+        TokenClassifier(wrap(nn.Flatten()), torch.zeros(3, 24))
     with pytest.raises(UserError, match="go around a Classifier, got VisionTransformer"):
-        Tokened(make_vit("vit"), torch.zeros(3, 24))  # type: ignore[arg-type]
+        TokenClassifier(make_vit("vit"), torch.zeros(3, 24))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="unknown placement"):
-        Tokened(classifier, lively_tokens(), placement="middle")
+        TokenClassifier(classifier, lively_tokens(), placement="middle")
     with pytest.raises(UserError, match="cannot be appended to Eva"):
-        Tokened(classifier_of("eva02"), lively_tokens(), placement="append")
+        TokenClassifier(classifier_of("eva02"), lively_tokens(), placement="append")
     with pytest.raises(UserError, match="at least 2 sets of tokens, got 1"):
         TokenBank(classifier, [lively_tokens()])
     with pytest.raises(UserError, match="same number of tokens, got 2, 3"):
@@ -290,7 +293,7 @@ def test_cosines_by_hand() -> None:
 @pytest.mark.parametrize("name", ["vit", "dinov2_registers", "dinov3"])
 def test_instruments_see_the_model_inside(name: str) -> None:
     classifier, x = classifier_of(name), pixels(name)
-    model = Tokened(classifier, lively_tokens(4))
+    model = TokenClassifier(classifier, lively_tokens(4))
     assert backbone_of(model) is classifier.backbone
     assert family_of(model) == VITS[name].family
     assert patch_grid(model, x) == (4, 4)
@@ -303,7 +306,7 @@ def test_instruments_see_the_model_inside(name: str) -> None:
         more = model(x)
     both = torch.cat([lively_tokens(2, seed=5), lively_tokens(4)])
     with torch.no_grad():
-        torch.testing.assert_close(more, Tokened(classifier, both)(x), rtol=0, atol=1e-4)
+        torch.testing.assert_close(more, TokenClassifier(classifier, both)(x), rtol=0, atol=1e-4)
 
 
 ATTACKS = [
@@ -329,7 +332,10 @@ def test_attacks_work_through_the_tokens(attack: str, placement: str) -> None:
     position = state["pos_embed"]
     state["pos_embed"] = torch.cat([position[:, :1], torch.zeros(1, 3, 24), position[:, 1:]], 1)
     twin.load_state_dict({**state, "reg_token": tokens[None]})
-    model, reference = Tokened(classifier, tokens, placement=placement).double(), Classifier(twin, classifier.record)
+    model, reference = (
+        TokenClassifier(classifier, tokens, placement=placement).double(),
+        Classifier(twin, classifier.record),
+    )
     reference.double()
     x = x.double()
     torch.testing.assert_close(model(x), reference(x), rtol=0, atol=1e-11)
@@ -349,7 +355,7 @@ def test_attacks_work_through_the_tokens(attack: str, placement: str) -> None:
 
 def test_a_feature_attack_through_tokens_lowers_their_cosine() -> None:
     classifier, x = classifier_of("dinov2_registers"), pixels("dinov2_registers")
-    model = Tokened(classifier, lively_tokens())
+    model = TokenClassifier(classifier, lively_tokens())
     z = features(Linf(8 / 255), 10, normed=True, stop_when_fooled=False)(model, x, torch.tensor([0, 1]))
     with torch.no_grad():
         assert (feature_cosine(final_features(model, z), final_features(model, x)) < 0.95).all()
@@ -358,7 +364,7 @@ def test_a_feature_attack_through_tokens_lowers_their_cosine() -> None:
 def test_surrogate_tokens_share_the_backbone_and_not_the_verdict() -> None:
     """The attacker's own tokens and the victim's go around one classifier; each is run with its own."""
     classifier, x = classifier_of("vit"), pixels("vit")
-    victim, theirs = (Tokened(classifier, lively_tokens(seed=seed)) for seed in (0, 1))
+    victim, theirs = (TokenClassifier(classifier, lively_tokens(seed=seed)) for seed in (0, 1))
     pair = Surrogate(theirs, victim)
     with torch.no_grad():
         assert torch.equal(pair(x), theirs(x))
@@ -367,7 +373,7 @@ def test_surrogate_tokens_share_the_backbone_and_not_the_verdict() -> None:
 
 
 def test_half_precision() -> None:
-    model, x = Tokened(classifier_of("vit"), lively_tokens()), pixels("vit")
+    model, x = TokenClassifier(classifier_of("vit"), lively_tokens()), pixels("vit")
     with torch.no_grad():
         expected = model(x)
         with torch.autocast("cpu", torch.bfloat16):
@@ -388,7 +394,7 @@ def bank_of(classifier: Classifier, sets: int = 4, seed: int = 0) -> TokenBank:
 def test_a_bank_answers_with_one_of_its_sets_for_each_image(name: str) -> None:
     classifier, x = classifier_of(name), pixels(name)[:1].expand(64, -1, -1, -1)
     with torch.no_grad():
-        known = torch.cat([Tokened(classifier, lively_tokens(seed=each))(x[:1]) for each in range(4)])
+        known = torch.cat([TokenClassifier(classifier, lively_tokens(seed=each))(x[:1]) for each in range(4)])
         logits = bank_of(classifier)(x)
     distance = (logits[:, None] - known).abs().amax(2)
     assert distance.amin(1).max() < 1e-4
@@ -458,7 +464,7 @@ def test_the_audit_takes_it_and_tells_a_bank_from_a_fixed_set() -> None:
     classes = len(open_dataset("shapes").classes)
     backbone = make_vit("vit", img_size=side, classes=classes)
     classifier = Classifier(backbone, ModelRecord("vit", num_classes=classes, input_size=(side, side)))
-    fixed = Tokened(classifier, lively_tokens())
+    fixed = TokenClassifier(classifier, lively_tokens())
     results = audited(fixed)
     assert fixed.fingerprint in results["model"]["notes"]["tokens"]
     assert results["model"]["family"] == "vit"
@@ -469,7 +475,7 @@ def test_the_audit_takes_it_and_tells_a_bank_from_a_fixed_set() -> None:
 
 def test_an_audit_takes_a_tokened_model_as_it_is_and_tells_other_tokens_apart() -> None:
     classifier = classifier_of("dinov2")
-    subjects = [open_target(Tokened(classifier, fresh_tokens(24, 3, seed=seed)), "shapes") for seed in (0, 1)]
-    assert all(isinstance(target.model, Tokened) for target in subjects)
+    subjects = [open_target(TokenClassifier(classifier, fresh_tokens(24, 3, seed=seed)), "shapes") for seed in (0, 1)]
+    assert all(isinstance(target.model, TokenClassifier) for target in subjects)
     assert subjects[0].model_fingerprint() != subjects[1].model_fingerprint()
     assert "3 robustness tokens" in subjects[0].model.record.notes["tokens"]

@@ -19,7 +19,7 @@ from vitadel.instrument.tokens import check_placement, extra_tokens, token_width
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.secrets import fingerprint
 
-__all__ = ["TokenBank", "Tokened", "fresh_tokens", "token_bytes"]
+__all__ = ["TokenBank", "TokenClassifier", "fresh_tokens", "token_bytes"]
 
 _SALT = 16  # bytes
 
@@ -38,7 +38,7 @@ def fresh_tokens(width: int, count: int, scale: float = 0.01, seed: int = 0) -> 
     return scale * SampleRNG.of_samples(seed, range(count)).stream("robustness tokens").normal(width)
 
 
-class Tokened(nn.Module):
+class TokenClassifier(nn.Module):
     """A classifier that runs with `tokens`, (R, width), the only parameters left to train.
 
     The given classifier itself is used: its parameters are frozen and it stays in eval mode, so that dropout does not
@@ -87,7 +87,7 @@ class Tokened(nn.Module):
         logits: Tensor = self.classifier(x)
         return logits
 
-    def train(self, mode: bool = True) -> Tokened:
+    def train(self, mode: bool = True) -> TokenClassifier:
         super().train(mode)
         self.classifier.eval()
         return self
@@ -117,7 +117,9 @@ class TokenBank(nn.Module):
     ) -> None:
         super().__init__()
         if len(sets) < 2:
-            raise UserError(f"a bank draws from at least 2 sets of tokens, got {len(sets)}; for one, use Tokened.")
+            raise UserError(
+                f"a bank draws from at least 2 sets of tokens, got {len(sets)}; for one, use TokenClassifier."
+            )
         for tokens in sets:
             _check_tokens(classifier, tokens)
         counts = sorted({len(tokens) for tokens in sets})
@@ -194,7 +196,7 @@ def _check_count(count: int) -> None:
     if count < 1:
         raise UserError(
             f"robustness tokens need a count of at least 1, got {count}; the paper takes 10. To go without any, use "
-            "the bare classifier, or Tokened with enabled=False."
+            "the bare classifier, or TokenClassifier with enabled=False."
         )
 
 

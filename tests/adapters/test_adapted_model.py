@@ -12,12 +12,12 @@ import yaml
 import vitadel
 from toras import enlivened
 from toys import images
-from vitadel.adapters.open_model import open_model, options_for_features, token_run
-from vitadel.adapters.tokens.robustness_tokens import TokenBank, Tokened, fresh_tokens
+from vitadel.adapters.adapted_model import open_model, options_for_features, token_run
+from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier, fresh_tokens
 from vitadel.adapters.tokens.token_files import save_tokens
-from vitadel.adapters.tora.tora import Tora
 from vitadel.adapters.tora.tora_files import backbone_of_parts, save_tora
 from vitadel.adapters.tora.tora_settings import ToraSettings
+from vitadel.adapters.tora.tora_vit import Tora
 from vitadel.backbones.load import load_model, model_names, zoo_file
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import open_target
@@ -31,7 +31,9 @@ def run_folder(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"model": {"name": ZOO}, "adapter": {"use": "tokens"}}))
-    save_tokens(Tokened(load_model(ZOO), fresh_tokens(96, 3, seed=4)), folder / "weights" / "best.safetensors", {})
+    save_tokens(
+        TokenClassifier(load_model(ZOO), fresh_tokens(96, 3, seed=4)), folder / "weights" / "best.safetensors", {}
+    )
     return folder
 
 
@@ -41,9 +43,9 @@ def answers(model):
 
 
 def test_a_run_folder_is_its_backbone_with_its_tokens(run_folder):
-    expected = answers(Tokened(load_model(ZOO), fresh_tokens(96, 3, seed=4)))
+    expected = answers(TokenClassifier(load_model(ZOO), fresh_tokens(96, 3, seed=4)))
     opened = open_model(str(run_folder))
-    assert isinstance(opened, Tokened)
+    assert isinstance(opened, TokenClassifier)
     assert not opened.training
     assert torch.equal(answers(opened), expected)
     assert torch.equal(answers(vitadel.open_model(ZOO, tokens=run_folder / "weights" / "best.safetensors")), expected)
@@ -72,7 +74,7 @@ def test_tokens_that_others_can_read_are_refused_unless_told(run_folder):
     file.chmod(0o644)
     with pytest.raises(UserError, match="--allow-readable"):
         open_model(str(run_folder))
-    assert isinstance(open_model(str(run_folder), allow_readable=True), Tokened)
+    assert isinstance(open_model(str(run_folder), allow_readable=True), TokenClassifier)
 
 
 @pytest.fixture
@@ -81,7 +83,7 @@ def files(tmp_path):
     made = []
     for name, seed, placement in (("a", 1, "prefix"), ("b", 2, "prefix"), ("elsewhere", 3, "append")):
         made.append(str(tmp_path / f"{name}.safetensors"))
-        save_tokens(Tokened(load_model(ZOO), fresh_tokens(96, 3, seed=seed), placement=placement), made[-1], {})
+        save_tokens(TokenClassifier(load_model(ZOO), fresh_tokens(96, 3, seed=seed), placement=placement), made[-1], {})
     return made
 
 
@@ -110,8 +112,8 @@ def test_files_that_make_no_bank_are_told(files, tmp_path):
     with pytest.raises(UserError, match=r"secret file 'nowhere\.safetensors' does not exist"):
         open_model(ZOO, tokens=f"{files[0]},nowhere.safetensors")
     odd = tmp_path / "one,name.safetensors"
-    save_tokens(Tokened(load_model(ZOO), fresh_tokens(96, 3, seed=4)), odd, {})
-    assert isinstance(open_model(ZOO, tokens=odd), Tokened)
+    save_tokens(TokenClassifier(load_model(ZOO), fresh_tokens(96, 3, seed=4)), odd, {})
+    assert isinstance(open_model(ZOO, tokens=odd), TokenClassifier)
 
 
 def test_features_need_no_head():
@@ -147,8 +149,10 @@ def test_a_backbone_from_a_weight_file_keeps_the_classes_of_its_recipe(tmp_path)
     (folder / "weights").mkdir(parents=True)
     about = {"name": name, "weights": str(file), "num_classes": 5, "kwargs": small}
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"model": about, "adapter": {"use": "tokens"}}))
-    save_tokens(Tokened(model, fresh_tokens(24, 2, seed=1)), folder / "weights" / "best.safetensors", {})
-    assert torch.equal(answers(open_model(str(folder))), answers(Tokened(model.eval(), fresh_tokens(24, 2, seed=1))))
+    save_tokens(TokenClassifier(model, fresh_tokens(24, 2, seed=1)), folder / "weights" / "best.safetensors", {})
+    assert torch.equal(
+        answers(open_model(str(folder))), answers(TokenClassifier(model.eval(), fresh_tokens(24, 2, seed=1)))
+    )
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The files that a pattern means: braces, globs, a directory, and a split by the files' names."""
+"""The files of a pattern with braces or globs, of a folder, and of a split by the files' names."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from pathlib import Path
 
 from braceexpand import braceexpand
 
-from vitadel.data.spec import Request
-from vitadel.data.splits import SPLIT_NAMES, pick_split
+from vitadel.data.spec import SPLIT_NAMES, DataRequest, pick_split
 from vitadel.errors import UserError
 
 __all__ = ["matching_files"]
 
 
-def matching_files(request: Request, ending: str) -> list[Path]:
-    """All files that the request's argument means, in the order of the pattern; sorted where the order is free.
+def matching_files(request: DataRequest, ending: str) -> list[Path]:
+    """All files that the request's argument matches, in the order of the pattern; globs and folders are sorted.
 
-    A file belongs to a split if its name begins with it ('train-00000-of-00004.parquet') or its folder is called so.
+    A file belongs to a split if its name begins with it ('train-00000-of-00004.parquet') or its folder has its name.
     """
     if not request.argument:
         raise UserError(f"'{request.spec}' names no file; write {request.kind}:PATTERN, e.g. {request.kind}:*{ending}")
+    try:
+        patterns = list(braceexpand(request.argument, escape=False))
+    except ValueError:
+        raise UserError(f"the braces in '{request.argument}' do not match; write e.g. part-{{00..07}}.tar") from None
     files: list[Path] = []
-    for pattern in _expanded(request):
-        found = _found(Path(pattern).expanduser(), ending)
+    for pattern in patterns:
+        found = _find(Path(pattern).expanduser(), ending)
         if not found:
             raise UserError(
                 f"nothing matches '{pattern}' (from {request.spec}); expected a {ending} file, a folder of "
@@ -44,15 +47,8 @@ def matching_files(request: Request, ending: str) -> list[Path]:
     return [path for path in files if _split_of(path) == chosen]
 
 
-def _expanded(request: Request) -> list[str]:
-    try:
-        return list(braceexpand(request.argument, escape=False))
-    except ValueError:
-        raise UserError(f"the braces in '{request.argument}' do not match; write e.g. part-{{00..07}}.tar") from None
-
-
-def _found(path: Path, ending: str) -> list[Path]:
-    if path.is_file():  # before the glob: a file's name may hold * or [
+def _find(path: Path, ending: str) -> list[Path]:
+    if path.is_file():  # before the glob: a file's name may contain * or [
         return [path]
     if path.is_dir():
         return sorted(found for found in path.rglob(f"*{ending}") if found.is_file())
@@ -61,7 +57,4 @@ def _found(path: Path, ending: str) -> list[Path]:
 
 def _split_of(path: Path) -> str | None:
     word = re.split(r"[-_.]", path.name)[0].lower()
-    for name in (word, path.parent.name.lower()):
-        if name in SPLIT_NAMES:
-            return name
-    return None
+    return next((name for name in (word, path.parent.name.lower()) if name in SPLIT_NAMES), None)
