@@ -1,4 +1,4 @@
-"""What all checks share: the patient, its images, its clean answers, and attacks that are run once and remembered."""
+"""What all checks share: the model, its images and clean logits, and attacks that run once and are remembered."""
 
 from __future__ import annotations
 
@@ -13,24 +13,32 @@ from torch import Tensor, nn
 
 from vitadel.attacks.parse import make
 from vitadel.attacks.threats import threat as make_threat
-from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, Verdict
 from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.engine.judge import judge
+from vitadel.findings import BROKEN, OK, SUSPICIOUS, Verdict
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
-__all__ = ["LEVELS", "ROUNDING", "Examination", "Images", "Level", "level_named", "probing_threat", "relative_change"]
+__all__ = [
+    "LEVELS",
+    "Examination",
+    "Images",
+    "Level",
+    "attack_cost",
+    "level_named",
+    "probing_threat",
+    "relative_change",
+]
 
-ROUNDING = 1e-4
-"""By which the logits of the same image may differ between two passes in float32, as a share of their size."""
+_ROUNDING = 1e-4  # relative difference allowed between the logits of two float32 passes over the same image
 
 Images = Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Level:
-    """How closely to look: images, steps and queries of the attacks that the checks share."""
+    """How thorough a diagnosis is: number of images, and the settings of the attacks that the checks share."""
 
     name: str
     images: int
@@ -38,8 +46,8 @@ class Level:
     restarts: int
     queries: int
     directions: int
-    averaged: int
-    lessons: int  # epochs that a student learns from the model's answers
+    eot_samples: int
+    student_epochs: int
 
     @property
     def plain(self) -> str:
@@ -72,7 +80,7 @@ class Level:
 
     @property
     def eot(self) -> str:
-        return f"eot:{self.averaged}+{self.plain}"
+        return f"eot:{self.eot_samples}+{self.plain}"
 
 
 LEVELS = {
@@ -87,24 +95,26 @@ def level_named(name: str) -> Level:
     return LEVELS[name]
 
 
+def attack_cost(name: str) -> tuple[float, float]:
+    """(gradients, forwards) per image of an attack, with one forward to judge its result."""
+    gradients, forwards = make(name).passes()
+    return float(gradients), float(forwards + 1)
+
+
 def probing_threat(norm: str, x: Tensor) -> Threat:
-    """A budget so large that nothing can withstand it: half of the way across the box of all pixels."""
+    """A budget so large that no model can be robust: half of the diameter of the pixel box."""
     pixels = math.prod(x.shape[1:])
-    widest = {"l2": math.sqrt(pixels), "l1": float(pixels)}.get(norm, 1.0)
-    return make_threat(norm, widest / 2)
-
-
-def _no_other_images(count: int) -> Images:
-    return []
+    diameter = {"l2": math.sqrt(pixels), "l1": float(pixels)}.get(norm, 1.0)
+    return make_threat(norm, diameter / 2)
 
 
 @dataclass(frozen=True, eq=False)
 class Examination:
-    """One visit: model and images on one device; `x` should be pixels in [0, 1], which the first check looks at.
+    """A model and its images on one device. `x` should be pixels in [0, 1]; the first check tests that.
 
-    Attacks run on all images, each alone, in batches; a sample that is held after an attack was right before it. The
-    same attack is never run twice. `others` gives batches of images that are not examined, `surrogate` is a model to
-    transfer attacks from.
+    Attacks run on all images in batches, with a random stream per image; the same attack never runs twice. An image is
+    robust if it is classified correctly before and after an attack. `other_images` gives batches of images that are
+    not examined, `surrogate` is a model to transfer attacks from.
     """
 
     model: nn.Module
@@ -115,9 +125,9 @@ class Examination:
     level: Level = LEVELS["quick"]
     seed: int = 0
     batch_size: int = 64
-    others: Callable[[int], Images] = _no_other_images
+    other_images: Callable[[int], Images] = lambda count: []
     surrogate: nn.Module | None = None
-    _held: dict[tuple[str, float], Tensor] = field(default_factory=dict, repr=False)
+    _robust: dict[tuple[str, float], Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def threat(self) -> Threat:
@@ -125,113 +135,114 @@ class Examination:
 
     @cached_property
     def rng(self) -> SampleRNG:
-        return self.lots(len(self.x))
+        return self.rng_of(len(self.x))
 
-    def lots(self, count: int) -> SampleRNG:
-        """Draws of the first images only, or of as many lots as are needed."""
+    def rng_of(self, count: int) -> SampleRNG:
+        """Random streams of the first `count` images."""
         return SampleRNG.of_samples(self.seed, range(count), self.x.device)
 
     @torch.no_grad()
-    def answers(self, x: Tensor, model: nn.Module | None = None) -> Tensor:
+    def logits_of(self, x: Tensor, model: nn.Module | None = None) -> Tensor:
         """Logits, batch by batch, in whatever mode the model is in."""
         asked = self.model if model is None else model
         return torch.cat([asked(part) for part in x.split(self.batch_size)])
 
     @cached_property
     def logits(self) -> Tensor:
-        """Of the clean images, in eval mode."""
+        """Logits of the clean images, in eval mode."""
         with frozen(self.model):
-            return self.answers(self.x)
+            return self.logits_of(self.x)
 
     @cached_property
     def correct(self) -> Tensor:
         return self.logits.argmax(1) == self.y
 
     @cached_property
-    def randomised(self) -> float:
-        """How far the same images' logits differ between two calls in eval mode, as a share of their size.
+    def output_noise(self) -> float:
+        """Relative difference between the logits of the same images in two calls in eval mode.
 
-        Of clean images and of noisy ones: a defence may be asleep until something looks attacked.
+        Clean and noisy images are used, because a defense may be inactive on clean ones.
         """
-        clean = self.few(16)
-        few = torch.cat([clean, self.threat.random(clean, self.lots(len(clean)).stream("asked twice"), surface=True)])
-        small = replace(self, batch_size=min(4, self.batch_size))  # what is drawn once per batch may fall alike once
+        clean = self.first(16)
+        noisy = self.threat.random(clean, self.rng_of(len(clean)).stream("asked twice"), surface=True)
+        images = torch.cat([clean, noisy])
+        # Small batches: what is drawn once per batch might be the same by chance in a single one.
+        small = replace(self, batch_size=min(4, self.batch_size))
         with frozen(self.model):
-            first = small.answers(few)
-            small.answers(self.x[-16:].flip(3))  # a model with a memory has other images to remember now
-            again = small.answers(few)
+            first = small.logits_of(images)
+            small.logits_of(self.x[-16:].flip(3))  # other images in between, for models that keep state
+            again = small.logits_of(images)
         return relative_change(first, again)
 
     @cached_property
     def rounding(self) -> float:
-        """By which the logits of the same image may differ between two passes of this model, in its precision."""
-        precisions = {self.logits.dtype, *(weight.dtype for weight in self.model.parameters())}
-        coarsest = max(torch.finfo(precision).eps for precision in precisions if precision.is_floating_point)
-        return max(ROUNDING, coarsest)
+        """Relative difference allowed between two passes over the same image, in this model's precision."""
+        dtypes = {self.logits.dtype, *(weight.dtype for weight in self.model.parameters())}
+        return max(_ROUNDING, *(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point))
 
     @property
-    def at_random(self) -> bool:
-        return self.randomised > self.rounding
+    def is_random(self) -> bool:
+        return self.output_noise > self.rounding
 
     def verdict_on_change(self, change: float, flipped: int) -> Verdict:
-        """On answers that should be the same by other ways of computing them, where kernels round differently."""
+        """Judge a difference between logits that should be equal, up to the rounding of different kernels."""
         allowed = 10 * self.rounding
         if change <= allowed:
             return OK
         return BROKEN if flipped or change > 10 * allowed else SUSPICIOUS
 
-    def few(self, count: int) -> Tensor:
+    def first(self, count: int) -> Tensor:
         return self.x[:count]
 
-    def held(self, name: str, attack: Attack | None = None, eps: float | None = None) -> Tensor:
-        """Which images are right, clean and after the attack: by its name, or a made one that is known by `name`."""
+    def robust(self, name: str, attack: Attack | None = None, eps: float | None = None) -> Tensor:
+        """Which images are robust to an attack, given by its name, or as an object that is cached under `name`."""
         budget = self.eps if eps is None else eps
-        if (name, budget) not in self._held:
-            self._held[name, budget] = self._judged(name, attack, budget, self.correct)
-        return self._held[name, budget]
+        if (name, budget) not in self._robust:
+            self._robust[name, budget] = self._attack(name, attack, budget, self.correct)
+        return self._robust[name, budget]
 
     def broken_among(self, exposed: Tensor, name: str, attack: Attack | None = None) -> int:
-        """How many of the exposed images, which should be right, an attack breaks; the others cost nothing."""
-        return int((exposed & ~self._judged(name, attack, self.eps, exposed)).sum())
+        """How many of the `exposed` images, which must be correctly classified, an attack breaks."""
+        return int((exposed & ~self._attack(name, attack, self.eps, exposed)).sum())
 
-    def _judged(self, name: str, attack: Attack | None, eps: float, exposed: Tensor) -> Tensor:
+    def _attack(self, name: str, attack: Attack | None, eps: float, exposed: Tensor) -> Tensor:
         ready = make(name, eps=eps, norm=self.norm) if attack is None else attack
-        threat, held = make_threat(self.norm, eps), exposed.clone()
+        threat, robust = make_threat(self.norm, eps), exposed.clone()
         with frozen(self.model):
             for rows in exposed.nonzero().squeeze(1).split(self.batch_size):
                 x, y = self.x[rows], self.y[rows]
-                held[rows] = judge(self.model, threat, x, ready(self.model, x, y, self.rng[rows]), y).held
-        return held
+                robust[rows] = judge(self.model, threat, x, ready(self.model, x, y, self.rng[rows]), y).held
+        return robust
 
-    def crafted(self, attack: Attack, model: nn.Module | None = None, x: Tensor | None = None) -> Tensor:
-        """What an attack makes of all images, batch by batch, unjudged."""
+    def craft(self, attack: Attack, model: nn.Module | None = None, x: Tensor | None = None) -> Tensor:
+        """Attack all images batch by batch, without judging the result."""
         asked, images = self.model if model is None else model, self.x if x is None else x
         places = torch.arange(len(images), device=images.device).split(self.batch_size)
         return torch.cat([attack(asked, images[rows], self.y[rows], self.rng[rows]) for rows in places])
 
-    def share(self, held: Tensor) -> float:
-        return float(held.double().mean())
+    def share(self, chosen: Tensor) -> float:
+        return float(chosen.double().mean())
 
     @cached_property
-    def exact(self) -> nn.Module:
-        """A copy in float64, in eval mode; the model as it is where it cannot be copied or run so."""
+    def double_model(self) -> nn.Module:
+        """A copy in float64 and eval mode, or the model itself if it cannot be copied or run in float64."""
         try:
             double = copy.deepcopy(self.model).double().eval()
             with torch.no_grad():
-                double(self.few(min(2, self.batch_size)).double())
-        except Exception:  # whatever a foreign model has against it, float32 will do
+                double(self.first(min(2, self.batch_size)).double())
+        except Exception:  # any error of third-party code: fall back to the model's own precision
             return self.model
         return double
 
     @cached_property
-    def answers_exactly(self) -> bool:
-        """A model that ends in `.float()` computes exactly and answers in float32."""
-        few = self.few(1).to(self.exact_dtype)
-        return self.exact is not self.model and self.answers(few, self.exact).dtype == torch.float64
+    def has_double_logits(self) -> bool:
+        """Whether logits are float64, too; a model that ends in `.float()` computes in float64 but answers in float32."""
+        first = self.first(1).to(self.double_dtype)
+        return self.double_model is not self.model and self.logits_of(first, self.double_model).dtype == torch.float64
 
     @property
-    def exact_dtype(self) -> torch.dtype:
-        return self.x.dtype if self.exact is self.model else torch.float64
+    def double_dtype(self) -> torch.dtype:
+        return self.x.dtype if self.double_model is self.model else torch.float64
 
 
 def relative_change(first: Tensor, second: Tensor) -> float:

@@ -1,63 +1,45 @@
-"""What a check found: a verdict, the numbers behind it, and what to do."""
+"""How a check of the diagnosis is declared: identifier, title, cost, and a docstring that explains it."""
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING
+
+from vitadel.findings import BROKEN, OK, SUSPICIOUS, Evidence, Finding, Verdict
+
+if TYPE_CHECKING:
+    from vitadel.diagnosis.examination import Examination, Level
 
 __all__ = [
     "BROKEN",
     "OK",
     "SUSPICIOUS",
+    "Check",
     "Explanation",
     "Finding",
     "NotExamined",
     "Outcome",
     "Verdict",
+    "check",
     "explanation_of",
 ]
 
-Verdict = Literal["ok", "suspicious", "broken"]
-OK: Verdict = "ok"
-SUSPICIOUS: Verdict = "suspicious"
-BROKEN: Verdict = "broken"
-
-Evidence = Mapping[str, Any]
 Outcome = tuple[Verdict, Evidence]
 """What a check returns: its verdict and the numbers behind it."""
 
-
-@dataclass(frozen=True)
-class Finding:
-    """One check's result, as `results.json` holds it; `advice` is empty where there is nothing to do."""
-
-    check: str
-    verdict: Verdict
-    evidence: Evidence
-    advice: str
-
-    def as_dict(self) -> dict[str, Any]:
-        evidence = {name: _writable(value) for name, value in self.evidence.items()}
-        return {"check": self.check, "verdict": self.verdict, "evidence": evidence, "advice": self.advice}
-
-
-def _writable(value: Any) -> Any:
-    """JSON has neither infinity nor NaN; a sick model's numbers must not end the run that is to tell of them."""
-    if isinstance(value, list):
-        return [_writable(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+Cost = tuple[float, float]
+"""(gradients, forwards) per image."""
 
 
 class NotExamined(Exception):
-    """A check that has nothing to say about this model; its message is the reason."""
+    """Raised by a check that does not apply to this model; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The three paragraphs of a check's docstring, which the docs, the report and the advice are made from."""
+    """The three paragraphs of a check's docstring, from which docs, report and advice are made."""
 
     raised_if: str
     why: str
@@ -68,8 +50,59 @@ _OPENINGS = ("Raised if ", "Why it matters: ", "What to do: ")
 
 
 def explanation_of(check: Callable[..., object]) -> Explanation:
-    """From the docstring, whose three paragraphs open with 'Raised if', 'Why it matters:' and 'What to do:'."""
+    """Read the docstring, whose three paragraphs open with 'Raised if', 'Why it matters:' and 'What to do:'."""
     paragraphs = [" ".join(part.split()) for part in (inspect.getdoc(check) or "").split("\n\n")]
     fits = len(paragraphs) == len(_OPENINGS) and all(map(str.startswith, paragraphs, _OPENINGS))
     assert fits, f"{check.__name__} must be explained in three paragraphs: {', '.join(_OPENINGS)}"
     return Explanation(*(text.removeprefix(opening) for text, opening in zip(paragraphs, _OPENINGS, strict=True)))
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check, which is called with an `Examination`.
+
+    `identifier` goes into results.json; `title` says what is wrong if the check is raised; `former_name` is what
+    earlier versions called it. `attacks` names the attacks it compares, which run once for all checks; `own_cost` is
+    what it takes besides. `as_given`: the check sees the model in the mode it came in, not in eval mode. `vital`: if it
+    is broken, the checks after it mean nothing. `if_random`: it applies only to models with random outputs. `next`
+    are the attacks to run if it is raised.
+    """
+
+    identifier: str
+    title: str
+    run: Callable[[Examination], Outcome]
+    own_cost: Callable[[Level], Cost]
+    attacks: Callable[[Level], tuple[str, ...]] = lambda level: ()
+    as_given: bool = False
+    vital: bool = False
+    if_random: bool = False
+    next: str | None = None
+    former_name: str = ""
+
+    def __call__(self, e: Examination) -> Outcome:
+        return self.run(e)
+
+    @property
+    def explanation(self) -> Explanation:
+        return explanation_of(self.run)
+
+
+def check(
+    identifier: str,
+    title: str,
+    *,
+    cost: Cost | Callable[[Level], Cost] = (0, 0),
+    attacks: Callable[[Level], tuple[str, ...]] = lambda level: (),
+    as_given: bool = False,
+    vital: bool = False,
+    if_random: bool = False,
+    next: str | None = None,
+    former_name: str = "",
+) -> Callable[[Callable[[Examination], Outcome]], Check]:
+    """Declare a function below `diagnosis/checks/` as a check; see `Check` for the arguments."""
+
+    def declare(run: Callable[[Examination], Outcome]) -> Check:
+        own_cost = cost if callable(cost) else lambda level: cost
+        return Check(identifier, title, run, own_cost, attacks, as_given, vital, if_random, next, former_name)
+
+    return declare

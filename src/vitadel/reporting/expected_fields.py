@@ -95,7 +95,7 @@ _PARTS: Mapping[str, Fields] = {
 _COST = Fields(
     {"images": _COUNT, "gradients": _NUMBER, "forwards": _NUMBER}, {"seconds": _NUMBER, "seconds_at_most": _NUMBER}
 )
-_FINDING = Fields({"check": _TEXT, "verdict": _TEXT, "evidence": _ANYTHING, "advice": _TEXT_OR_NULL}, {})
+_FINDING = Fields({"check": _TEXT, "verdict": _TEXT, "evidence": _ANYTHING, "advice": _TEXT_OR_NULL}, {"title": _TEXT})
 _ATTACK = Fields(
     {"name": _TEXT, **_HELD, "counts": _TEXT, "attacked": _COUNT, **_COSTS},
     {"settings": _OBJECT, "members": _LIST, "paper_style": _OBJECT_OR_NULL},

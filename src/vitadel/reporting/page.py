@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vitadel.errors import UserError
+from vitadel.findings import PRECHECK, can_diagnose, title_of
 from vitadel.reporting.figures import Picture, draw_accuracies, draw_classes, draw_examples
 from vitadel.reporting.headline import headline
 from vitadel.reporting.kinds.activations import activations_sentence, draw_activations
@@ -233,7 +234,7 @@ def trust(run: Run) -> dict[str, str] | None:
     if told:
         return {"verdict": kind, "sign": sign, "sentence": str(told["sentence"]), "command": str(told["next"] or "")}
     if kind != "ok":
-        raised = listed([str(each["check"]) for each in found if each["verdict"] == kind])
+        raised = listed([title_of(each) for each in found if each["verdict"] == kind])
         sentence = f"Do not rely on these numbers yet. {kind.capitalize()}: {raised}; see the findings."
         return {"verdict": kind, "sign": sign, "sentence": sentence, "command": ""}
     if not run.complete or not run.attacks or run.command["verb"] != "audit" or run.results.get("suite"):
@@ -243,21 +244,16 @@ def trust(run: Run) -> dict[str, str] | None:
     norm = str(threat.get("norm") or settings.get("norm") or "")
     opening = recorded_opening(run.command)
     command = next_command(opening, "diagnose", run.model, known["data"], norm, known["eps"])
-    if not norm or not known["eps"] or not _examinable(norm, threat.get("eps", 0)):
+    if not norm or not known["eps"] or not can_diagnose(norm, threat.get("eps", 0)):
         command = ""
-    if any(each["check"] == _LOOKED for each in found):
+    if any(each["check"] in _LOOKED for each in found):
         sentence = "Nothing suspicious came up in the audit; look closer before anything is published."
         return {"verdict": "ok", "sign": "✓", "sentence": sentence, "command": command}
     sentence = "Not examined: the doctor did not look at this model, so nothing tells whether to rely on these numbers."
     return {"verdict": "unexamined", "sign": "?", "sentence": sentence, "command": command}
 
 
-_LOOKED = "the doctor's glance"  # how the audit's findings call it when nothing was raised
-
-
-def _examinable(norm: str, eps: float) -> bool:
-    """Whether the doctor takes the budget. The same rule as `diagnosis.visit.examinable`, which would load torch."""
-    return eps > 0 and not (norm == "linf" and eps >= 0.5)
+_LOOKED = (PRECHECK.identifier, "the doctor's glance")  # identifier of the finding, and its name in earlier versions
 
 
 def _run_view(run: Run, label: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vitadel.evaluation.intervals import wilson
+from vitadel.findings import title_of
 from vitadel.reporting.figures import draw_accuracies, draw_classes, draw_examples, shows_attention
 from vitadel.reporting.headline import ASPECTS
 from vitadel.reporting.kinds.activations import draw_activations, where_rows
@@ -158,7 +159,7 @@ def protocol(run: Run) -> Section | None:
     if not told:
         return None
     remarks = [told["remark"]] if told["remark"] else []
-    raised = [str(each["check"]) for each in run.results.get("findings") or [] if each["verdict"] != "ok"]
+    raised = [title_of(each) for each in run.results.get("findings") or [] if each["verdict"] != "ok"]
     if told["name"] and raised:
         remarks.append(f"Clear this up before comparing: {', '.join(raised)}.")
     content = {"sentence": comparability(told), "differences": told["differences"], "remarks": remarks}

@@ -93,7 +93,7 @@ def _pairs(runs: Sequence[Run]) -> Table:
 
 
 def _findings(runs: Sequence[Run], labels: Sequence[str]) -> Table:
-    names = ("check", "verdict", "evidence", "advice")
+    names = ("check", "title", "verdict", "evidence", "advice")
     rows = [
         (label, *(plain(entry.get(name, "")) for name in names))
         for run, label in zip(runs, labels, strict=True)

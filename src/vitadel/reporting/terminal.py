@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitadel.reporting.kinds.activations import where_rows
+from vitadel.findings import title_of
 from vitadel.reporting.kinds.diagnosis import COLOURS, evidence_text
 from vitadel.reporting.read_runs import comparability
 
@@ -102,7 +103,7 @@ def show_findings(findings: Sequence[Mapping[str, Any]]) -> None:
     """What makes a number less trustworthy than it looks."""
     console = Console()
     for finding in findings:
-        text = f"{finding['check']}: {evidence_text(finding['evidence'])}; {finding['advice']}"
+        text = f"{title_of(finding)}: {evidence_text(finding['evidence'])}; {finding['advice']}"
         color = COLOURS.get(finding["verdict"], "yellow")
         console.print(f"[{color}]{escape(finding['verdict'])}[/] {escape(text)}")
 

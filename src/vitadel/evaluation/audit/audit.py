@@ -40,6 +40,7 @@ from vitadel.evaluation.engine.stages import (
 )
 from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.evaluation.engine.verdicts import Verdicts, described, heading, samples_table
+from vitadel.findings import BROKEN, PROBABILITY_OUTPUTS, RANDOM_OUTPUTS, SUSPICIOUS, TRAIN_MODE, Finding
 from vitadel.instrument.attention_rows import attention_over_patches
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import quantity_text, read_quantity
@@ -351,12 +352,13 @@ def _findings_about_mode(model: nn.Module) -> list[dict[str, Any]]:
     if not training:
         return []
     return [
-        {
-            "check": "evaluation mode",
-            "verdict": "suspicious",
-            "evidence": f"{len(training)} modules were in train mode, the first: {training[0]}",
-            "advice": "audited in eval mode; call model.eval() before deploying, or dropout and batch norm differ",
-        }
+        Finding(
+            TRAIN_MODE.identifier,
+            SUSPICIOUS,
+            f"{len(training)} modules were in train mode, the first: {training[0]}",
+            "audited in eval mode; call model.eval() before deploying, or dropout and batch norm differ",
+            TRAIN_MODE.title,
+        ).as_dict()
     ]
 
 
@@ -370,24 +372,26 @@ def _findings_about_outputs(context: RunContext, verdicts: Verdicts) -> list[dic
     change = float((outputs - again).abs().max() / outputs.abs().max().clamp(min=1e-12))
     if change > 1e-4:
         findings.append(
-            {
-                "check": "same answer twice",
-                "verdict": "suspicious",
-                "evidence": f"the logits of the same {len(outputs)} images changed by {change:.1e} of their size",
-                "advice": "the model answers at random: attack it with autoattack-rand or the prefix eot:20+, and do "
+            Finding(
+                RANDOM_OUTPUTS.identifier,
+                SUSPICIOUS,
+                f"the logits of the same {len(outputs)} images changed by {change:.1e} of their size",
+                "the model answers at random: attack it with autoattack-rand or the prefix eot:20+, and do "
                 "not trust a verdict from a single pass",
-            }
+                RANDOM_OUTPUTS.title,
+            ).as_dict()
         )
     if not looks_like_probabilities(outputs):
         return findings
     return [
         *findings,
-        {
-            "check": "outputs are logits",
-            "verdict": "broken",
-            "evidence": f"all outputs of {len(outputs)} images lie in [0, 1] and add up to 1",
-            "advice": "return logits instead of probabilities: a softmax before the loss hides gradients from attacks",
-        },
+        Finding(
+            PROBABILITY_OUTPUTS.identifier,
+            BROKEN,
+            f"all outputs of {len(outputs)} images lie in [0, 1] and add up to 1",
+            "return logits instead of probabilities: a softmax before the loss hides gradients from attacks",
+            PROBABILITY_OUTPUTS.title,
+        ).as_dict(),
     ]
 
 

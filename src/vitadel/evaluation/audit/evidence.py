@@ -10,6 +10,7 @@ import numpy as np
 from vitadel.attacks.autoattack.fast import STAGES
 from vitadel.evaluation.chance import surprising
 from vitadel.evaluation.engine.stages import NOTE, MemberResult
+from vitadel.findings import OK, SUSPICIOUS, Finding
 
 __all__ = ["findings_about"]
 
@@ -18,11 +19,9 @@ _SURPRISE = 0.002  # share of all samples that Square may break after the gradie
 _CONVERGED = 0.003  # share of the survivors that the last restarts may still break
 _MISLED = 0.12  # share of all samples that may withstand the cross-entropy and fall to other losses
 _FEW = 20
+_COMPLETENESS = "attack-completeness"
 
-Finding = dict[str, Any]
-
-
-def findings_about(name: str, legs: Sequence[MemberResult], n: int) -> list[Finding]:
+def findings_about(name: str, legs: Sequence[MemberResult], n: int) -> list[dict[str, Any]]:
     """About an ensemble whose gradient-free member found something, and about `autoattack-fast`."""
     if "fell_in" in _notes(legs):
         return _about_fast(name, _notes(legs), n)
@@ -39,11 +38,7 @@ def _notes(legs: Sequence[MemberResult]) -> dict[str, np.ndarray]:
     return {key: np.concatenate(parts) for key, parts in gathered.items()}
 
 
-def _finding(check: str, verdict: str, evidence: str, advice: str) -> Finding:
-    return {"check": check, "verdict": verdict, "evidence": evidence, "advice": advice}
-
-
-def _about_square(name: str, legs: Sequence[MemberResult], n: int) -> list[Finding]:
+def _about_square(name: str, legs: Sequence[MemberResult], n: int) -> list[dict[str, Any]]:
     gradients_first = any(leg.name.startswith("apgd") for leg in legs[:1])
     square = next((leg for leg in legs if leg.name == "square"), None)
     if square is None or not gradients_first:
@@ -52,16 +47,17 @@ def _about_square(name: str, legs: Sequence[MemberResult], n: int) -> list[Findi
     if not surprising(broken, n, _SURPRISE):
         return []
     return [
-        _finding(
-            f"{name}: gradients against random search",
-            "suspicious",
+        Finding(
+            "black-box",
+            SUSPICIOUS,
             f"Square, which uses no gradients, broke {broken} samples that the gradient attacks before it had left",
             "gradients are probably masked; look for non-differentiable or saturated parts and attack around them",
-        )
+            f"{name}: a black-box attack breaks images that gradient attacks do not",
+        ).as_dict()
     ]
 
 
-def _about_fast(name: str, notes: dict[str, np.ndarray], n: int) -> list[Finding]:
+def _about_fast(name: str, notes: dict[str, np.ndarray], n: int) -> list[dict[str, Any]]:
     fell = notes["fell_in"]
     count = {stage: int((fell == number).sum()) for number, stage in enumerate(STAGES)}
     met, alive = (int(notes[key].sum()) if key in notes else 0 for key in ("sentinel", "kept_alive"))
@@ -91,7 +87,8 @@ def _about_fast(name: str, notes: dict[str, np.ndarray], n: int) -> list[Finding
     told = f"{standing} samples stand; sentinels met {met} of them, {alive} far ones were kept alive"
     if met < _FEW:
         told += ", which is few"
+    title = f"{name}: the attack may miss adversarial examples"
     if not doubts:
         advice = f"an upper bound from autoattack-fast, not an AutoAttack number; for one, {_FULL}"
-        return [_finding(f"{name}: its own evidence", "ok", told, advice)]
-    return [_finding(f"{name}: its own evidence", "suspicious", f"{'; '.join(doubts)} ({told})", _FULL)]
+        return [Finding(_COMPLETENESS, OK, told, advice, title).as_dict()]
+    return [Finding(_COMPLETENESS, SUSPICIOUS, f"{'; '.join(doubts)} ({told})", _FULL, title).as_dict()]

@@ -34,6 +34,7 @@ from vitadel.evaluation.engine.verdicts import Verdicts, described, heading
 from vitadel.evaluation.intervals import share
 from vitadel.evaluation.trade_off.adapter_maps import look_at_maps
 from vitadel.evaluation.trade_off.candidates import JOINT, Candidate, open_contenders
+from vitadel.findings import SUSPICIOUS, Finding
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import quantity_text, read_quantity
 from vitadel.runtime.distributed import Processes, join_processes
@@ -251,14 +252,15 @@ class _Course:
         broken = left - int(judged.joint.standing.sum())
         if broken > max(1.0, _MISLED * n):
             judged.findings.append(
-                {
-                    "check": f"{judged.name}: the joint output against its heads at {quantity_text(eps)}",
-                    "verdict": "suspicious",
-                    "evidence": f"attacks aimed at one head broke {broken} of {n} images that those on the joint "
-                    "output had left",
-                    "advice": "the joint loss misleads attacks here: trust the worst case only, and aim more attacks "
-                    "at the heads (--aimed)",
-                }
+                Finding(
+                    "branch-attacks",
+                    SUSPICIOUS,
+                    f"attacks aimed at one head broke {broken} of {n} images that those on the joint output had left",
+                    "the joint loss misleads attacks here: trust the worst case only, and aim more attacks at the "
+                    "heads (--aimed)",
+                    f"{judged.name}: attacks on one head find more than those on the joint output at "
+                    f"{quantity_text(eps)}",
+                ).as_dict()
             )
 
     def _stage(
@@ -281,7 +283,7 @@ class _Course:
         verdicts.add(full, settings, legs, alone=alone, own_rules=False)
         verdicts.entries[-1] |= {"eps": eps, "eps_text": quantity_text(eps), "target": target or head, "attack": name}
         for found in findings_about(full, legs, len(verdicts.index)):
-            judged.findings.append({**found, "check": f"{judged.name}: {found['check']}"})
+            judged.findings.append({**found, "title": f"{judged.name}: {found['title']}"})
 
 
 def _plain(name: str, attack: Attack) -> None:

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vitadel.findings import title_of
+
 __all__ = ["COLOURS", "evidence_text", "show_diagnosis", "tell_cost"]
 
 COLOURS = {"ok": "green", "suspicious": "yellow", "broken": "red"}
@@ -47,12 +49,12 @@ def show_diagnosis(results: Mapping[str, Any]) -> None:
     for finding in results["findings"]:
         verdict = finding["verdict"]
         coloured = f"[{COLOURS.get(verdict, 'yellow')}]{escape(verdict)}[/]"
-        table.add_row(escape(finding["check"]), coloured, escape(evidence_text(finding["evidence"])))
+        table.add_row(escape(title_of(finding)), coloured, escape(evidence_text(finding["evidence"])))
     for name, reason in told["not_examined"].items():
         table.add_row(escape(name), "[dim]left out[/]", f"[dim]{escape(reason)}[/]")
     console.print(table)
     for finding in results["findings"]:
         if finding["advice"]:
-            console.print(f"[yellow]{escape(finding['check'])}:[/] {escape(finding['advice'])}")
+            console.print(f"[yellow]{escape(title_of(finding))}:[/] {escape(finding['advice'])}")
     console.print(f"[bold]{escape(told['sentence'])}[/]")
     console.print(f"Next: {escape(told['next'])}")

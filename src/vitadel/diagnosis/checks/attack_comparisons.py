@@ -1,0 +1,262 @@
+"""Checks that compare attacks: stronger searches must not find much more, weaker attackers nothing new."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from vitadel.attacks.parse import make
+from vitadel.attacks.steppers import usual_length
+from vitadel.attacks.transfer.surrogate import Surrogate
+from vitadel.attacks.variants import training_form
+from vitadel.diagnosis.examination import Examination, attack_cost, probing_threat
+from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
+from vitadel.diagnosis.surrogate_student import train_student
+from vitadel.evaluation.chance import beaten, surprising
+from vitadel.quantities import quantity_text
+from vitadel.runtime.rng import SampleRNG
+from vitadel.types import Attack
+
+__all__ = [
+    "Transferred",
+    "black_box",
+    "loss_sensitivity",
+    "random_noise",
+    "restart_sensitivity",
+    "single_step",
+    "step_sensitivity",
+    "transfer",
+    "unbounded_attack",
+]
+
+_STUDENT_IMAGES = 256
+
+# All as shares of all images.
+_GAIN = 0.05  # that more steps or restarts may break beyond the plain attack
+_LOSS_GAIN = 0.12  # that other losses may break beyond the cross-entropy
+_SURPRISE = 0.01  # that a weaker attacker may break alone
+_LEAKING = 0.03  # that one step may make correct
+_FAR = 0.4  # that one step may leave where many succeed
+_HARDLY = 0.05  # that one step may break of a model that hides from it
+
+
+@check(
+    "single-step",
+    "A single step fails where many steps succeed",
+    cost=(2, 2),
+    attacks=lambda level: (level.plain,),
+    next="pgd-100(restarts=5)",
+    former_name="many steps beat one",
+)
+def single_step(e: Examination) -> Outcome:
+    """Raised if one large step fails on most images that many small ones break, although it breaks hardly any or half
+    of it breaks more; or if it makes misclassified images correct.
+
+    Why it matters: training against single steps can overfit to them: the model bends its loss surface exactly where
+    that step lands (catastrophic overfitting, Wong et al. 2020), or reads the label off the perturbation (label
+    leaking, Kurakin et al. 2017). The single-step number is then meaningless.
+
+    What to do: never report fgsm alone; use pgd-50 or more, and train with several steps or random starts.
+    """
+    if e.norm == "l1":
+        raise NotExamined("in L1 one step changes a single pixel or two, which says nothing about many steps")
+    right, many = _correct_after_one_step(e, e.eps), e.robust(e.level.plain)
+    evidence = {"clean": e.share(e.correct), "fgsm": e.share(right), e.level.plain: e.share(many)}
+    if beaten(right, e.correct, _LEAKING):
+        return SUSPICIOUS, evidence
+    if not beaten(right, many, _FAR):
+        return OK, evidence
+    # A large undefended model may be far from linear as well; only a surface bent on purpose hides the whole step.
+    halfway = _correct_after_one_step(e, e.eps / 2)
+    evidence["fgsm, half of eps"] = e.share(halfway)
+    bent = e.share(right) >= e.share(e.correct) - _HARDLY or beaten(right, halfway, _LEAKING)
+    return (SUSPICIOUS if bent else OK), evidence
+
+
+def _correct_after_one_step(e: Examination, eps: float) -> Tensor:
+    step = training_form(make("fgsm", eps=eps, norm=e.norm))
+    return e.logits_of(e.craft(step)).argmax(1) == e.y
+
+
+@check(
+    "step-sensitivity",
+    "More or smaller steps change the result",
+    cost=lambda level: attack_cost(level.longer),  # with steps of half the length
+    attacks=lambda level: (level.plain, level.longer),
+    next="apgd-ce",
+    former_name="more steps",
+)
+def step_sensitivity(e: Examination) -> Outcome:
+    """Raised if twice the steps, or twice as many of half the length, break clearly more images, or clearly fewer.
+
+    Why it matters: an attack that still gains has not converged, and its number is too high. One that loses with more
+    or smaller steps follows gradients that describe the model only next to where they are computed.
+
+    What to do: double the steps and halve their length until the number is stable: pgd-100(step=1/255),
+    pgd-200(step=0.5/255), or apgd-ce, which sets its own step size.
+    """
+    # Below some eps the usual length does not shrink with the number of steps, and longer would not be finer.
+    half = usual_length(e.threat, e.level.steps) / 2
+    names = (e.level.plain, e.level.longer, f"{e.level.longer}(step={quantity_text(half)})")
+    plain, *others = (e.robust(name) for name in names)
+    moved = any(beaten(plain, other, _GAIN) or beaten(other, plain, _GAIN) for other in others)
+    return (SUSPICIOUS if moved else OK), {name: e.share(e.robust(name)) for name in names}
+
+
+@check(
+    "restart-sensitivity",
+    "More restarts find more",
+    attacks=lambda level: (level.plain, level.restarted),
+    next="autoattack",
+    former_name="more restarts",
+)
+def restart_sensitivity(e: Examination) -> Outcome:
+    """Raised if further random starts break clearly more images.
+
+    Why it matters: the result depends on the starting point: the loss has many local maxima, or plateaus that a single
+    start rarely leaves, and one restart reports luck.
+
+    What to do: add restarts until the number is stable, e.g. pgd-100(restarts=10), or run autoattack.
+    """
+    once, again = e.robust(e.level.plain), e.robust(e.level.restarted)
+    evidence = {e.level.plain: e.share(once), e.level.restarted: e.share(again)}
+    return (SUSPICIOUS if beaten(once, again, _GAIN) else OK), evidence
+
+
+@check(
+    "unbounded-attack",
+    "Images withstand an attack without a real bound",
+    cost=lambda level: attack_cost(level.plain),
+    next="square,apgd-t",
+    former_name="a huge eps breaks everything",
+)
+def unbounded_attack(e: Examination) -> Outcome:
+    """Raised if images withstand an attack whose budget is half of the pixel range, with steps to match.
+
+    Why it matters: with such a budget every image can be made gray, so nothing can be robust. What is still correct
+    shows that the attack fails, not that the model is robust (Carlini et al. 2019, arXiv:1902.06705).
+
+    What to do: do not report this attack's number. Find out which check on gradients or losses is raised beside this
+    one, and attack accordingly; without one, run square and a transfer attack.
+    """
+    huge = probing_threat(e.norm, e.x).eps
+    robust = e.robust(e.level.plain, eps=huge)
+    evidence = {"eps": huge, e.level.plain: e.share(robust), "n": len(robust)}
+    return (BROKEN if surprising(int(robust.sum()), len(robust), 0.01) else OK), evidence
+
+
+@check(
+    "loss-sensitivity",
+    "A different loss finds more",
+    attacks=lambda level: (level.plain, *level.other_losses),
+    next="apgd-t,mifpe-100",
+    former_name="other losses do no better",
+)
+def loss_sensitivity(e: Examination) -> Outcome:
+    """Raised if the same search on another loss (margin, DLR, MIFPE) breaks clearly more images than on cross-entropy.
+
+    Why it matters: the cross-entropy of large logits rounds to zero, and so does its gradient; scaling the last layer
+    is enough to look robust. Losses that do not depend on the scale of the logits are not misled.
+
+    What to do: report cw-100, dlr-100 or mifpe-100, or apgd-t, instead of pgd with cross-entropy.
+    """
+    plain = e.robust(e.level.plain)
+    others = {name: e.robust(name) for name in e.level.other_losses}
+    best = min(others.values(), key=lambda robust: int(robust.sum()))
+    top = e.logits.topk(2, dim=1).values
+    gap = (top[:, 0] - top[:, 1]).median()
+    evidence = {name: e.share(robust) for name, robust in {e.level.plain: plain, **others}.items()}
+    evidence["median gap of the two best logits"] = float(gap)
+    return (SUSPICIOUS if beaten(plain, best, _LOSS_GAIN) else OK), evidence
+
+
+@dataclass(frozen=True, eq=False)
+class Transferred:
+    """An attack that follows the gradients of `shown` until the model it is given is fooled."""
+
+    attack: Attack
+    shown: nn.Module
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        return self.attack(Surrogate(self.shown, model), x, y, rng)
+
+    def passes(self) -> tuple[int, int]:
+        gradients, forwards = self.attack.passes()
+        return 0, gradients + forwards
+
+
+def _robust_to_white_box(e: Examination) -> Tensor:
+    return e.robust(e.level.plain) & e.robust(e.level.margin)
+
+
+def _weaker_attacker(e: Examination, strong: str, left: Tensor, weak: str, broken: int) -> Outcome:
+    """The verdict on how many images a weaker attacker breaks of those that a stronger one left."""
+    evidence = {f"{strong} leaves": e.share(left), f"{weak} breaks of these": broken, "n": len(left)}
+    return (SUSPICIOUS if surprising(broken, len(left), _SURPRISE) else OK), evidence
+
+
+@check(
+    "random-noise",
+    "Random noise breaks images that gradients do not",
+    attacks=lambda level: (level.plain, level.noise),
+    next="square",
+    former_name="gradients beat noise",
+)
+def random_noise(e: Examination) -> Outcome:
+    """Raised if random noise of the same size breaks images that the gradient attack does not.
+
+    Why it matters: noise uses no information about the model. If it finds what gradients do not, gradients lead away
+    from adversarial examples, and the gradient attack's number bounds nothing.
+
+    What to do: run square and autoattack-rand, and look at the checks on gradients.
+    """
+    left = e.robust(e.level.plain)
+    return _weaker_attacker(e, e.level.plain, left, "noise", e.broken_among(left, e.level.noise))
+
+
+@check(
+    "black-box",
+    "A black-box attack breaks images that gradients do not",
+    attacks=lambda level: (level.plain, level.margin, level.square),
+    next="autoattack",
+    former_name="gradients beat queries",
+)
+def black_box(e: Examination) -> Outcome:
+    """Raised if Square, which uses logits only, breaks images that gradient attacks with two losses do not.
+
+    Why it matters: gradients contain more information than logits, so a white-box attack that loses is misled:
+    gradients are masked (Athalye et al. 2018, arXiv:1802.00420).
+
+    What to do: report the worst case with square among the attacks (autoattack has it), with 5000 queries.
+    """
+    left = _robust_to_white_box(e)
+    return _weaker_attacker(e, "white-box", left, "Square", e.broken_among(left, e.level.square))
+
+
+@check(
+    "transfer",
+    "A transfer attack breaks images that gradients do not",
+    cost=lambda level: (0, level.steps + _STUDENT_IMAGES / level.images),
+    attacks=lambda level: (level.plain, level.margin),
+    next="autoattack",
+    former_name="gradients beat transfer",
+)
+def transfer(e: Examination) -> Outcome:
+    """Raised if adversarial examples of another model break images that gradient attacks on this one do not.
+
+    Why it matters: an attack on a surrogate uses less information than one on the model itself. If it wins,
+    adversarial examples exist and the model's own gradients hide them. Without another model, a small student of this
+    one's outputs is trained on images that are not examined.
+
+    What to do: report the worst case together with a transfer attack from an undefended model of the same task.
+    """
+    left, surrogate = _robust_to_white_box(e), e.surrogate
+    if surrogate is None and bool(left.any()):
+        images = e.other_images(_STUDENT_IMAGES)
+        if not images:
+            raise NotExamined("there is no other model to transfer from and no further images to train a student on")
+        surrogate = train_student(e.model, images, e.level.student_epochs, e.seed, batch_size=e.batch_size)
+    attack = make(e.level.plain, eps=e.eps, norm=e.norm)
+    broken = 0 if surrogate is None else e.broken_among(left, "transfer", Transferred(attack, surrogate))
+    return _weaker_attacker(e, "white-box", left, "transfer", broken)

@@ -1,0 +1,81 @@
+"""Findings: what a check reports about a model or a number, in the one shape that `results.json` holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+__all__ = [
+    "BROKEN",
+    "OK",
+    "PRECHECK",
+    "PROBABILITY_OUTPUTS",
+    "RANDOM_OUTPUTS",
+    "SUSPICIOUS",
+    "TRAIN_MODE",
+    "CheckName",
+    "Evidence",
+    "Finding",
+    "Verdict",
+    "can_diagnose",
+    "title_of",
+]
+
+Verdict = Literal["ok", "suspicious", "broken"]
+OK: Verdict = "ok"
+SUSPICIOUS: Verdict = "suspicious"
+BROKEN: Verdict = "broken"
+
+Evidence = str | Mapping[str, Any]
+
+
+class CheckName(NamedTuple):
+    """How a check is called: an identifier in kebab-case, and a title that says what is wrong if it is raised."""
+
+    identifier: str
+    title: str
+
+
+# Checks that both an audit and a diagnosis make.
+TRAIN_MODE = CheckName("train-mode", "Modules are in train mode")
+RANDOM_OUTPUTS = CheckName("random-outputs", "Outputs differ between two identical calls")
+PROBABILITY_OUTPUTS = CheckName("probability-outputs", "Outputs are probabilities, not logits")
+PRECHECK = CheckName("precheck", "Checks without attacks raise an alarm or fail")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check. `check` is its identifier; `advice` is empty where there is nothing to do."""
+
+    check: str
+    verdict: Verdict
+    evidence: Evidence
+    advice: str
+    title: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry in `results.json`."""
+        evidence = self.evidence
+        if not isinstance(evidence, str):
+            evidence = {name: _json_value(value) for name, value in evidence.items()}
+        names = {"check": self.check, "title": self.title or self.check}
+        return {**names, "verdict": self.verdict, "evidence": evidence, "advice": self.advice}
+
+
+def _json_value(value: Any) -> Any:
+    """Infinity and NaN as text, because JSON has neither."""
+    if isinstance(value, list):
+        return [_json_value(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def title_of(finding: Mapping[str, Any]) -> str:
+    """What to show for an entry of `results.json`; entries of earlier versions have a phrase in `check` and no title."""
+    return str(finding.get("title") or finding["check"])
+
+
+def can_diagnose(norm: str, eps: float) -> bool:
+    """Whether `diagnose` accepts a budget: above 0, and in linf too small to make every image gray."""
+    return eps > 0 and not (norm == "linf" and eps >= 0.5)
