@@ -154,7 +154,8 @@ def _first_paragraph(text: str | None) -> str:
 
 def checks() -> str:
     """The checks of the diagnosis and the broken defenses that test them, from their docstrings."""
-    from vitadel.diagnosis.writing import checks_in_words, gallery_in_words  # imports torch; the other pages need none
+    from vitadel.diagnosis.broken_defenses import BROKEN_DEFENSES  # imports torch; the other pages need none
+    from vitadel.diagnosis.runner import CHECKS
 
     about = (
         "Every check of `vitadel diagnose`: when it is raised, why it matters, what to do. "
@@ -166,8 +167,14 @@ def checks() -> str:
         "that no sound model raises anything. [Results](results.md#diagnosis-sound-models-and-broken-defenses) has the "
         "measured outcome."
     )
-    parts = ["# Checks", _MADE, about, checks_in_words(), "## Broken defenses", defenses, gallery_in_words()]
-    return "\n\n".join(parts) + "\n"
+    parts = ["# Checks", _MADE, about]
+    for check in CHECKS:
+        text = check.explanation
+        parts += [f"### {check.identifier}: {check.title}", f"**Raised if** {text.raised_if}"]
+        parts += [f"**Why it matters:** {text.why}", f"**What to do:** {text.what_to_do}"]
+    rows = [f"| {each.name} | {each.about} | {each.base} | {', '.join(each.raises)} |" for each in BROKEN_DEFENSES]
+    table = ["| broken defense | what it does | made of | must raise |", "|---|---|---|---|", *rows]
+    return "\n\n".join([*parts, "## Broken defenses", defenses, "\n".join(table)]) + "\n"
 
 
 def commands() -> str:

@@ -42,7 +42,7 @@ class CheckName(NamedTuple):
 TRAIN_MODE = CheckName("train-mode", "Modules are in train mode")
 RANDOM_OUTPUTS = CheckName("random-outputs", "Outputs differ between two identical calls")
 PROBABILITY_OUTPUTS = CheckName("probability-outputs", "Outputs are probabilities, not logits")
-PRECHECK = CheckName("precheck", "Checks without attacks raise an alarm or fail")
+PRECHECK = CheckName("precheck", "Checks before the audit")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _json_value(value: Any) -> Any:
 
 
 def title_of(finding: Mapping[str, Any]) -> str:
-    """What to show for an entry of `results.json`; entries of earlier versions have a phrase in `check` and no title."""
+    """What to show for an entry of `results.json`; earlier versions wrote a phrase into `check`, and no title."""
     return str(finding.get("title") or finding["check"])
 
 

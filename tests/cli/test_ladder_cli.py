@@ -100,7 +100,7 @@ def test_a_bank_of_token_files_is_audited_as_what_answers_at_random(bank, tmp_pa
     assert results["model"]["notes"]["tokens"].startswith(
         "bank of 2 sets of 3 robustness tokens (prefix), fingerprint "
     )
-    (random,) = [finding for finding in results["findings"] if finding["check"] == "same answer twice"]
+    (random,) = [finding for finding in results["findings"] if finding["check"] == "random-outputs"]
     assert "eot:20+" in random["advice"]
     assert called(*words, "--resume").exit_code == 0  # the same bank has the same fingerprint
 

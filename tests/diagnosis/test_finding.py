@@ -1,9 +1,10 @@
-"""Verdicts must not come from luck, and every check must be explained."""
+"""Verdicts must not come from chance, and every check must be explained."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -52,11 +53,11 @@ def test_surprise_is_one_in_a_thousand():
     assert surprising(1, 100, 0.0)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.identifier)
 def test_every_check_is_explained(check):
-    told = explanation_of(check.run)
-    assert min(map(len, (told.raised_if, told.why, told.what_to_do))) > 30
-    assert "\n" not in told.raised_if + told.why + told.what_to_do
+    text = explanation_of(check.run)
+    assert min(map(len, (text.raised_if, text.why, text.what_to_do))) > 30
+    assert "\n" not in text.raised_if + text.why + text.what_to_do
 
 
 def test_an_explanation_has_three_paragraphs():
@@ -71,14 +72,22 @@ def test_an_explanation_has_three_paragraphs():
 
 
 def test_a_finding_is_plain_data():
-    finding = Finding("a check", "ok", {"n": 3}, "")
-    assert finding.as_dict() == {"check": "a check", "verdict": "ok", "evidence": {"n": 3}, "advice": ""}
+    finding = Finding("a-check", "ok", {"n": 3}, "", "A title")
+    assert finding.as_dict() == {
+        "check": "a-check",
+        "title": "A title",
+        "verdict": "ok",
+        "evidence": {"n": 3},
+        "advice": "",
+    }
 
 
-def test_a_finding_can_be_written_whatever_a_sick_model_gives():
+def test_findings_with_infinity_and_nan_can_be_written():
     evidence = Finding("a check", "broken", {"change": float("inf"), "per block": [1.0, float("nan")]}, "").as_dict()
     assert json.loads(json.dumps(evidence, allow_nan=False))["evidence"] == {"change": "inf", "per block": [1.0, "nan"]}
 
 
-def test_names_are_unique():
-    assert len({check.name for check in CHECKS}) == len(CHECKS)
+def test_names_are_unique_and_well_formed():
+    for names in ({check.identifier for check in CHECKS}, {check.title for check in CHECKS}):
+        assert len(names) == len(CHECKS)
+    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", check.identifier) for check in CHECKS)

@@ -103,7 +103,7 @@ def test_train_mode_and_probabilities_are_noticed():
     model = Probabilities(10)
     results = vitadel.audit(model, Shapes("test", size=8), attacks="fgsm", limit=20)
     told = [(finding["check"], finding["verdict"]) for finding in results["findings"]]
-    assert told == [("evaluation mode", "suspicious"), ("outputs are logits", "broken")]  # as the doctor has it
+    assert told == [("train-mode", "suspicious"), ("probability-outputs", "broken")]  # as the doctor has it
     assert model.training
 
 

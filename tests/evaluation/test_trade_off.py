@@ -246,7 +246,7 @@ def test_a_joint_output_without_gradients_is_seen_through_and_told(tmp_path):
     (entry,) = found["trade_off"]["contenders"]
     before, *after = [each["held"] for each in entry["attacks"] if each["eps"] == BUDGETS[1]]
     assert after[-1] < before - 5
-    told = [each for each in found["findings"] if "the joint output against its heads" in each["check"]]
+    told = [each for each in found["findings"] if each["check"] == "branch-attacks"]
     assert told
     assert told[-1]["verdict"] == "suspicious"
 

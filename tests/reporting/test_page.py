@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from run_folders import write_run
-from vitadel.diagnosis.run import examinable
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
+from vitadel.findings import can_diagnose
 from vitadel.reporting.exports import export
 from vitadel.reporting.page import trust, verdict, write_report
 from vitadel.reporting.read_runs import Run, read_run
@@ -367,7 +367,7 @@ def test_nothing_is_said_to_be_fine_that_nobody_looked_at(tmp_path: Path, checks
 def test_no_command_is_given_that_the_doctor_would_refuse(tmp_path: Path, norm: str, eps: float) -> None:
     told = trust(read_run(made(tmp_path / "a", norm=norm, eps=f"{eps:g}")))
     assert told is not None
-    assert bool(told["command"]) == examinable(norm, eps)
+    assert bool(told["command"]) == can_diagnose(norm, eps)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def diagnose(
     run: options.Running = options.Running(),
 ) -> None:
     """Can robustness numbers of MODEL be trusted? Checks for masked gradients, weak attacks and plain accidents."""
-    from vitadel.diagnosis.run import DiagnosisRequest, visit
+    from vitadel.diagnosis.run import DiagnosisRequest, run_diagnosis
     from vitadel.quantities import read_quantity
     from vitadel.reporting import terminal
     from vitadel.reporting.kinds import diagnosis
@@ -40,7 +40,7 @@ def diagnose(
     processes = join_processes(run.device)
     target = run_verb.open_chosen(model, choice, sampling)
     terminal.tell_notes(target.model.record.notes)
-    results, folder = visit(
+    results, folder = run_diagnosis(
         target,
         plan,
         processes,
@@ -48,6 +48,6 @@ def diagnose(
         resume=run.resume,
         shown=True,
         argv=sys.argv[1:],
-        told=diagnosis.tell_cost,
+        show_cost=diagnosis.tell_cost,
     )
     run_verb.tell(results, folder.path, run, diagnosis.show_diagnosis)

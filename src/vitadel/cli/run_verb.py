@@ -71,7 +71,7 @@ def run_attacks(
     With `doctor` the model is looked at before it is attacked. `unsaid` are flags that a protocol stands for: they are
     kept with the command, so that studies and further commands open the same model.
     """
-    from vitadel.diagnosis.precheck import glance
+    from vitadel.diagnosis.precheck import run_precheck
     from vitadel.evaluation.audit.audit import run_audit
     from vitadel.reporting import terminal
     from vitadel.runtime.distributed import join_processes
@@ -90,7 +90,7 @@ def run_attacks(
         shown=True,
         argv=[*sys.argv[1:], *unsaid],
         verb=verb,
-        examine=(lambda opened: glance(opened, request, processes)) if doctor else (lambda opened: []),
+        examine=(lambda opened: run_precheck(opened, request, processes)) if doctor else (lambda opened: []),
     )
     if not outcome.is_main or outcome.folder is None:
         return None

@@ -1,6 +1,6 @@
-"""A gallery of liars: defences that only look robust, and common accidents, each with the checks that must see it.
+"""Broken defenses: models that only look robust, and common accidents, each with the checks that must be raised.
 
-Every one wraps an honest model. They are here to try the doctor on, and to learn from; none is worth deploying.
+Each wraps an honest model. They serve to test the diagnosis and to learn from; none is worth deploying.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -18,27 +18,39 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitadel.adapters.tokens.token_classifier import fresh_tokens
-from vitadel.backbones.anatomy import attentions_of, blocks_of
+from vitadel.backbones.anatomy import attentions_of, backbone_of, blocks_of
 from vitadel.backbones.load import load_model
-from vitadel.diagnosis.codebook import looking_up
 from vitadel.instrument.tokens import extra_tokens, token_width
 
-__all__ = ["GALLERY", "BrokenDefense"]
+__all__ = ["BROKEN_DEFENSES", "Attention", "BrokenDefense", "quantize_by_attention"]
 
 
 @dataclass(frozen=True)
 class BrokenDefense:
-    """`lie` makes one out of an honest model, `patient`; every check named in `seen_by` must be raised."""
+    """`build` makes the defense out of an honest model, by default `base`; it must raise the checks `raises`."""
 
     name: str
     about: str
-    lie: Callable[[nn.Module], nn.Module]
-    seen_by: tuple[str, ...]
-    patient: str = "zoo:shapes-standard"
+    build: Callable[[nn.Module], nn.Module]
+    raises: tuple[str, ...]
+    base: str = "zoo:shapes-standard"
+
+    def make(self) -> nn.Module:
+        """The defense around its default model."""
+        return self.build(load_model(self.base))
 
 
-class _Wrapped(nn.Module):
-    """Something done to the pixels, something to the logits, and an honest model between."""
+class _Around(nn.Module):
+    """A module around an honest model, in the mode of that model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+
+
+class _Wrapped(_Around):
+    """An honest model with a change of its pixels before and of its logits after."""
 
     def __init__(
         self,
@@ -46,17 +58,15 @@ class _Wrapped(nn.Module):
         before: Callable[[Tensor], Tensor] = lambda x: x,
         after: Callable[[Tensor], Tensor] = lambda logits: logits,
     ) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.before = before
         self.after = after
-        self.training = model.training
 
     def forward(self, x: Tensor) -> Tensor:
         return self.after(self.model(self.before(x)))
 
 
-# --- gradients hidden or made up ------------------------------------------------------------------------------------
+# --- hidden or replaced gradients -----------------------------------------------------------------------------------
 
 
 def _rounded_to(bits: int) -> Callable[[Tensor], Tensor]:
@@ -79,8 +89,8 @@ def _jpeg(x: Tensor) -> Tensor:
     return torch.stack(pictures).to(x) / 255
 
 
-class _NoisyBack(torch.autograd.Function):
-    """Nothing on the way forward, much noise on the way back."""
+class _NoisyGradient(torch.autograd.Function):
+    """Identity, with much noise in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -92,7 +102,7 @@ class _NoisyBack(torch.autograd.Function):
         return grad + 100 * grad.abs().amax() * torch.randn_like(grad)
 
 
-class _Reversed(torch.autograd.Function):
+class _ReversedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -102,44 +112,36 @@ class _Reversed(torch.autograd.Function):
         return -grads[0]
 
 
-def _noisy_back(x: Tensor) -> Tensor:
-    noisy: Tensor = _NoisyBack.apply(x)
-    return noisy
-
-
-def _reversed(x: Tensor) -> Tensor:
-    turned: Tensor = _Reversed.apply(x)
-    return turned
+def _applied(function: type[torch.autograd.Function]) -> Callable[[Tensor], Tensor]:
+    return lambda x: cast(Tensor, function.apply(x))
 
 
 def _rounded_activations(model: nn.Module) -> nn.Module:
-    """The output of the first block is rounded to quarters: shattered by design."""
-    broken_defense = copy.deepcopy(model)
-    blocks_of(broken_defense)[0].module.register_forward_hook(lambda _module, _args, tokens: (tokens * 4).round() / 4)
-    return broken_defense
+    """Round the output of the first block to quarters."""
+    changed = copy.deepcopy(model)
+    blocks_of(changed)[0].module.register_forward_hook(lambda _module, _args, tokens: (tokens * 4).round() / 4)
+    return changed
 
 
 def _half_detached(model: nn.Module) -> nn.Module:
-    """Gradients are stopped inside every block's attention, so they pass by the residual path only."""
-    broken_defense = copy.deepcopy(model)
-    for part in attentions_of(broken_defense):
+    """Stop gradients inside every block's attention, so that they pass by the residual path only."""
+    changed = copy.deepcopy(model)
+    for part in attentions_of(changed):
         part.module.register_forward_hook(lambda _module, _args, tokens: tokens.detach())
-    return broken_defense
+    return changed
 
 
 def _saturated(model: nn.Module) -> nn.Module:
-    """Queries a thousand times larger: attention is one-hot."""
-    broken_defense: Any = copy.deepcopy(model)
-    broken_defense.set_attention_factors([1000.0] * len(attentions_of(broken_defense)))
-    saturated: nn.Module = broken_defense
-    return saturated
+    """Scale queries by a thousand, so that attention is one-hot."""
+    changed: Any = copy.deepcopy(model)
+    changed.set_attention_factors([1000.0] * len(attentions_of(changed)))
+    return cast(nn.Module, changed)
 
 
 def _rippled(width: float, steepness: float, anywhere: bool = False) -> Callable[[Tensor], Tensor]:
-    """Pixels with a sine on top, so many levels of 255 wide and so many times as steep as they are.
+    """Add a sine to the pixels, `width` levels of 255 wide and `steepness` times as steep as the pixels.
 
-    All gradients are true, and most of them tell of the ripple they were taken on. `anywhere`: the ripple lies
-    elsewhere at every call.
+    All gradients are correct, and most of them follow the ripple. `anywhere`: the ripple is shifted at every call.
     """
     turns = 2 * math.pi * 255 / width
 
@@ -162,7 +164,7 @@ def _percentages(logits: Tensor) -> Tensor:
 
 
 def _refused(model: nn.Module) -> nn.Module:
-    """NaN for images that look noisy: whoever asks whether the answer is another class hears that it is not."""
+    """Return NaN for images that look noisy: their prediction is then never seen to change."""
 
     def refuse(x: Tensor) -> Tensor:
         return x.masked_fill(_looks_noisy(x, 0.006)[:, None, None, None], math.nan)
@@ -170,7 +172,7 @@ def _refused(model: nn.Module) -> nn.Module:
     return _Wrapped(model, before=refuse)
 
 
-# --- answers at random ----------------------------------------------------------------------------------------------
+# --- random outputs -------------------------------------------------------------------------------------------------
 
 
 def _noise(x: Tensor) -> Tensor:
@@ -178,7 +180,7 @@ def _noise(x: Tensor) -> Tensor:
 
 
 def _resized(x: Tensor) -> Tensor:
-    """Shrunk to a random size and padded at a random place (Xie et al. 2018, arXiv:1711.01991)."""
+    """Shrink to a random size and pad at a random place (Xie et al. 2018, arXiv:1711.01991)."""
     side = x.shape[-1]
     small = int(torch.randint(side - side // 16, side, ()))
     left, top = (int(torch.randint(0, side - small + 1, ())) for _ in range(2))
@@ -187,7 +189,7 @@ def _resized(x: Tensor) -> Tensor:
 
 
 def _dropout_left(model: nn.Module) -> nn.Module:
-    """Dropout before the model, handed over in train mode."""
+    """Put dropout before the model, in train mode."""
     return nn.Sequential(nn.Dropout2d(0.2), copy.deepcopy(model)).train()
 
 
@@ -195,28 +197,24 @@ def _dropout_always(logits: Tensor) -> Tensor:
     return F.dropout(logits, 0.3, training=True)
 
 
-# --- answers that depend on company, on history, on who asks ---------------------------------------------------------
+# --- outputs that depend on the batch, on earlier images, on gradient mode --------------------------------------------
 
 
 def _batch_norm_left(model: nn.Module) -> nn.Module:
-    """Batch norm before the model, handed over in train mode."""
+    """Put batch norm before the model, in train mode."""
     return nn.Sequential(nn.BatchNorm2d(3, affine=False), copy.deepcopy(model)).train()
 
 
 def _batch_statistics(model: nn.Module) -> nn.Module:
-    """Batch norm without running statistics: it mixes the images of a batch in eval mode as well."""
+    """Put batch norm without running statistics before the model: it mixes the images of a batch in eval mode, too."""
     norm = nn.BatchNorm2d(3, affine=False, track_running_stats=False)
     return nn.Sequential(norm, _Wrapped(model, lambda x: x * 0.25 + 0.5)).eval()
 
 
-class _Remembering(nn.Module):
-    """Answers drift with every image that was asked about."""
+class _Drifting(_Around):
+    """Outputs drift with every image."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.drift: Tensor | None = None
-        self.training = model.training
+    drift: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.model(x)
@@ -230,51 +228,39 @@ def _smoothed(x: Tensor) -> Tensor:
 
 
 def _looks_noisy(x: Tensor, level: float) -> Tensor:
-    """Whether flat parts, of which every clean image has some, are flat no more."""
+    """Whether flat parts, of which every clean image has some, are no longer flat."""
     return (x - _smoothed(x)).abs().flatten(1).quantile(0.2, dim=1) > level
 
 
-def _asleep_on_clean(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _on_noisy_only(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def changed(x: Tensor) -> Tensor:
         return torch.where(_looks_noisy(x, 0.006)[:, None, None, None], change(x), x)
 
     return changed
 
 
-class _Detector(nn.Module):
-    """Answers about a smoothed copy, without gradients, as soon as an image looks noisy: predictions change."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.training = model.training
+class _Detector(_Around):
+    """Classifies a smoothed copy, without gradients, if an image looks noisy."""
 
     def forward(self, x: Tensor) -> Tensor:
         noisy = _looks_noisy(x, 0.006)
         return torch.where(noisy[:, None], self.model(_smoothed(x)).detach(), self.model(x))
 
 
-class _Relieved(nn.Module):
-    """A robust model stands in where noise is as strong as one full step makes it: bent where that step lands."""
+class _BentAtOneStep(_Around):
+    """A robust model answers where noise is as strong as one full step makes it."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.relief = load_model(_ROBUST)
-        self.training = model.training
+        super().__init__(model)
+        self.robust = load_model(_ROBUST)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.where(_looks_noisy(x, 0.011)[:, None], self.relief(x), self.model(x))
+        return torch.where(_looks_noisy(x, 0.011)[:, None], self.robust(x), self.model(x))
 
 
-class _AntiAdversary(nn.Module):
-    """Every image is moved deeper into the class it seems to be of before it is answered (Alfarra et al. 2022,
-    arXiv:2103.14347); gradients know nothing of the move."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.training = model.training
+class _AntiAdversary(_Around):
+    """Moves every image deeper into its predicted class first (Alfarra et al. 2022, arXiv:2103.14347); gradients
+    ignore the move."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -283,27 +269,65 @@ class _AntiAdversary(nn.Module):
                 logits = self.model(z.requires_grad_())
                 (grad,) = torch.autograd.grad(F.cross_entropy(logits, logits.argmax(1), reduction="sum"), z)
                 z = (z - 8 / 255 * grad.sign()).detach()
-        moved: Tensor = self.model(x + (z - x).detach())
-        return moved
+        return cast(Tensor, self.model(x + (z - x).detach()))
 
 
-class _SecretTokens(nn.Module):
-    """Tokens that only passes without gradients use: the attacker climbs a model that is not deployed."""
+class _SecretTokens(_Around):
+    """Uses tokens only in passes without gradients, so that attacks see a model that is not deployed."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.register_buffer("tokens", 20 * fresh_tokens(token_width(model), 10, seed=0))
-        self.training = model.training
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            open_answer: Tensor = self.model(x)
-            return open_answer
+            return cast(Tensor, self.model(x))
         tokens = self.get_buffer("tokens").to(next(self.model.parameters()).dtype)
         with extra_tokens(self.model, tokens):
-            secret: Tensor = self.model(x)
-        return secret
+            return cast(Tensor, self.model(x))
+
+
+# --- attention that hides pixels ------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Softmax attention in which every pixel looks up its shade: pixels are queries, shades are keys and values.
+
+    In the blocks of a transformer saturated attention still passes gradients, by the values of the tokens that it
+    picks. Here the values are fixed, so that pixels reach the model through the softmax alone. With sharp scores that
+    is rounding to so many shades, with a gradient that is correct, and zero to the last bit for nearly all pixels.
+
+    Pixels are in [-1, 1]. A pixel on a shade has a score of `gap` above those of the next ones. The class name is one
+    that the anatomy of ViTs lists as softmax attention.
+    """
+
+    num_heads = 1
+
+    def __init__(self, shades: int, gap: float) -> None:
+        super().__init__()
+        book = torch.linspace(-1, 1, shades)
+        self.sharpness = gap / float(book[1] - book[0]) ** 2
+        # Closeness of a pixel to a shade, -(pixel - shade)^2, without the pixel's square, which is the same for all.
+        self.register_buffer("keys", torch.stack([2 * book, -book.square()])[None, None])
+        self.register_buffer("values", book[None, None, :, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        pixels = x.flatten(1)
+        queries = self.sharpness * torch.stack([pixels, torch.ones_like(pixels)], 2)[:, None]
+        shades = (queries @ self.get_buffer("keys")).softmax(-1) @ self.get_buffer("values")
+        return shades.view_as(x)
+
+
+def quantize_by_attention(model: nn.Module, shades: int, gap: float) -> nn.Module:
+    """Copy a ViT that normalizes to [-1, 1], with pixels replaced by the shades that they look up."""
+    changed = copy.deepcopy(model)
+    embedding: Any = backbone_of(changed).patch_embed
+    embedding.book = Attention(shades, gap).train(embedding.training)
+    embedding.register_forward_pre_hook(lambda module, args: (module.book(args[0]), *args[1:]))
+    return changed
+
+
+# --- the list -------------------------------------------------------------------------------------------------------
 
 
 def _before(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], nn.Module]:
@@ -314,133 +338,133 @@ def _after(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], nn.Modul
     return lambda model: _Wrapped(model, after=change)
 
 
-_ROBUST = "zoo:shapes-robust"  # for liars that would cost the standard model its clean accuracy
+_ROBUST = "zoo:shapes-robust"  # for defenses that would cost the standard model its clean accuracy
 
-GALLERY: tuple[BrokenDefense, ...] = (
+BROKEN_DEFENSES: tuple[BrokenDefense, ...] = (
     BrokenDefense(
         "logits x 1000",
         "the last layer scaled up",
         _after(lambda z: 1000 * z),
-        ("gradients are there", "other losses do no better", "a huge eps breaks everything"),
+        ("zero-gradients", "loss-sensitivity", "unbounded-attack"),
     ),
-    BrokenDefense("softmax output", "probabilities instead of logits", _after(_softmax), ("outputs are logits",)),
+    BrokenDefense("softmax output", "probabilities instead of logits", _after(_softmax), ("probability-outputs",)),
     BrokenDefense(
         "percentages",
         "probabilities of logits x 2, times 100",
         _after(_percentages),
-        ("outputs are logits", "gradients are there", "gradients reach", "other losses do no better"),
+        ("probability-outputs", "zero-gradients", "small-gradients", "loss-sensitivity"),
     ),
-    BrokenDefense("NaN as an answer", "images that look noisy are refused", _refused, ("finite outputs",)),
-    BrokenDefense("another order", "the classes of another list", _after(lambda z: z.roll(1, 1)), ("clean accuracy",)),
+    BrokenDefense("NaN as an answer", "images that look noisy are refused", _refused, ("non-finite-outputs",)),
+    BrokenDefense("another order", "the classes of another list", _after(lambda z: z.roll(1, 1)), ("clean-accuracy",)),
     BrokenDefense(
         "bit depth",
         "pixels rounded to 3 bits",
         _before(_rounded_to(3)),
-        ("no staircase", "gradients are there", "gradients beat noise", "gradients beat queries"),
+        ("staircase", "zero-gradients", "random-noise", "black-box"),
     ),
     BrokenDefense(
         "bit depth, straight through",
         "to 4 bits, with a made-up gradient",
         _before(_straight_through),
-        ("no staircase", "gradients are true"),
+        ("staircase", "wrong-gradients"),
     ),
+    BrokenDefense("JPEG", "compressed and decompressed", _before(_jpeg), ("staircase", "zero-gradients"), _ROBUST),
+    BrokenDefense("stop-gradient", "pixels detached", _before(Tensor.detach), ("zero-gradients", "wrong-gradients")),
     BrokenDefense(
-        "JPEG", "compressed and decompressed", _before(_jpeg), ("no staircase", "gradients are there"), _ROBUST
+        "stop-gradient in attention", "gradients by the residual path only", _half_detached, ("wrong-gradients",)
     ),
-    BrokenDefense(
-        "stop-gradient", "pixels detached", _before(Tensor.detach), ("gradients are there", "gradients are true")
-    ),
-    BrokenDefense(
-        "stop-gradient in attention", "gradients by the residual path only", _half_detached, ("gradients are true",)
-    ),
-    BrokenDefense(
-        "rounded activations", "the first block's output in quarters", _rounded_activations, ("no staircase",)
-    ),
+    BrokenDefense("rounded activations", "the first block's output in quarters", _rounded_activations, ("staircase",)),
     BrokenDefense(
         "gradient noise",
         "noise on the way back",
-        _before(_noisy_back),
-        ("same gradient twice", "gradients are true", "gradients lead uphill"),
+        _before(_applied(_NoisyGradient)),
+        ("random-gradients", "wrong-gradients", "uninformative-gradients"),
     ),
-    BrokenDefense("gradient reversed", "the sign turned on the way back", _before(_reversed), ("gradients are true",)),
+    BrokenDefense(
+        "gradient reversed",
+        "the sign turned on the way back",
+        _before(_applied(_ReversedGradient)),
+        ("wrong-gradients",),
+    ),
     BrokenDefense(
         "narrow ripples",
         "pixels with a ripple, 1.5/255 wide",
         _before(_rippled(1.5, 4)),
-        ("more steps", "more restarts"),
+        ("step-sensitivity", "restart-sensitivity"),
     ),
-    BrokenDefense("wide ripples", "the same, 4/255 wide", _before(_rippled(4, 10)), ("more steps",)),
-    BrokenDefense(
-        "saturated attention", "queries of all blocks times 1000", _saturated, ("attention is not saturated",)
-    ),
+    BrokenDefense("wide ripples", "the same, 4/255 wide", _before(_rippled(4, 10)), ("step-sensitivity",)),
+    BrokenDefense("saturated attention", "queries of all blocks times 1000", _saturated, ("attention-saturation",)),
     BrokenDefense(
         "saturated codebook",
         "pixels look up one of 16 shades by attention, queries times 1000",
-        lambda model: looking_up(model, shades=16, gap=1000.0),
+        lambda model: quantize_by_attention(model, shades=16, gap=1000.0),
         (
-            "attention is not saturated",
-            "softened attention does no better",
-            "gradients reach",
-            "gradients beat transfer",
+            "attention-saturation",
+            "attention-scaling",
+            "small-gradients",
+            "transfer",
         ),
     ),
-    BrokenDefense("random noise", "noise added to pixels", _before(_noise), ("same answer twice",)),
-    BrokenDefense("random resizing", "shrunk and padded at random", _before(_resized), ("same answer twice",), _ROBUST),
+    BrokenDefense("random noise", "noise added to pixels", _before(_noise), ("random-outputs",)),
+    BrokenDefense("random resizing", "shrunk and padded at random", _before(_resized), ("random-outputs",), _ROBUST),
     BrokenDefense(
         "wandering ripples",
         "pixels with a ripple, 4/255 wide, elsewhere at every call",
         _before(_rippled(4, 10, anywhere=True)),
-        ("same answer twice", "averaging does no better"),
+        ("random-outputs", "eot"),
     ),
     BrokenDefense(
         "sleeping ripples",
         "the same, but only where an image looks noisy",
-        _before(_asleep_on_clean(_rippled(4, 10, anywhere=True))),
-        ("same answer twice",),
+        _before(_on_noisy_only(_rippled(4, 10, anywhere=True))),
+        ("random-outputs",),
     ),
-    BrokenDefense("dropout left in train mode", "model.eval() forgotten", _dropout_left, ("evaluation mode",)),
+    BrokenDefense("dropout left in train mode", "model.eval() forgotten", _dropout_left, ("train-mode",)),
     BrokenDefense(
         "dropout always on",
         "logits dropped in eval mode, too",
         _after(_dropout_always),
-        ("same answer twice", "eps 0 is clean"),
+        ("random-outputs", "zero-budget"),
     ),
-    BrokenDefense("batch norm left in train mode", "model.eval() forgotten", _batch_norm_left, ("evaluation mode",)),
-    BrokenDefense("batch statistics", "no running statistics", _batch_statistics, ("same answer in any batch",)),
-    BrokenDefense("memory", "answers drift with what was asked before", _Remembering, ("same answer twice",)),
+    BrokenDefense("batch norm left in train mode", "model.eval() forgotten", _batch_norm_left, ("train-mode",)),
+    BrokenDefense("batch statistics", "no running statistics", _batch_statistics, ("batch-dependence",)),
+    BrokenDefense("memory", "answers drift with what was asked before", _Drifting, ("random-outputs",)),
     BrokenDefense(
         "detector",
         "noisy images are smoothed and detached",
         _Detector,
-        ("gradients are there", "gradients are true"),
+        ("zero-gradients", "wrong-gradients"),
         _ROBUST,
     ),
     BrokenDefense(
         "relieved",
         "a robust model answers where one full step has been taken",
-        _Relieved,
-        ("many steps beat one",),
+        _BentAtOneStep,
+        ("single-step",),
     ),
     BrokenDefense(
         "anti-adversary",
         "images are moved away from other classes first",
         _AntiAdversary,
-        ("answers without gradients", "gradients are true"),
+        ("test-time-optimization", "wrong-gradients"),
         _ROBUST,
     ),
-    BrokenDefense("secret tokens", "tokens that gradients never see", _SecretTokens, ("same answer with gradients",)),
+    BrokenDefense("secret tokens", "tokens that gradients never see", _SecretTokens, ("gradient-mode",)),
     BrokenDefense(
         "normalised twice",
         "normalised outside and inside",
         _before(lambda x: (x - 0.5) / 0.5),
-        ("normalisation",),
+        ("normalization",),
     ),
     BrokenDefense(
         "normalisation outside",
         "expects normalised pixels, and is given pixels",
         _before(lambda x: 0.5 * x + 0.5),
-        ("normalisation",),
+        ("normalization",),
         _ROBUST,
     ),
-    BrokenDefense("bytes expected", "divides by 255 itself", _before(lambda x: x / 255), ("normalisation",)),
+    BrokenDefense("bytes expected", "divides by 255 itself", _before(lambda x: x / 255), ("normalization",)),
 )
+
+# Names of earlier versions.
+Liar, GALLERY = BrokenDefense, BROKEN_DEFENSES

@@ -236,7 +236,7 @@ class Examination:
 
     @cached_property
     def has_double_logits(self) -> bool:
-        """Whether logits are float64, too; a model that ends in `.float()` computes in float64 but answers in float32."""
+        """Whether the logits are float64, too; they are not if the model ends in `.float()`."""
         first = self.first(1).to(self.double_dtype)
         return self.double_model is not self.model and self.logits_of(first, self.double_model).dtype == torch.float64
 

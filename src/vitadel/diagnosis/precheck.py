@@ -1,28 +1,37 @@
-"""A glance before an audit: the doctor's checks that need no attack, on a few images."""
+"""Checks before an audit: those of the diagnosis that need no attack, on a few images."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vitadel.diagnosis.finding import OK, SUSPICIOUS
-from vitadel.diagnosis.run import DiagnosisRequest, examinable, examination_of
-from vitadel.diagnosis.runner import CHECKS, examine
+from vitadel.diagnosis.run import DiagnosisRequest, examination_of
+from vitadel.diagnosis.runner import CHECKS, run_checks
 from vitadel.evaluation.audit.audit import AuditRequest
 from vitadel.evaluation.engine.target import Target
+from vitadel.findings import (
+    OK,
+    PRECHECK,
+    PROBABILITY_OUTPUTS,
+    RANDOM_OUTPUTS,
+    SUSPICIOUS,
+    TRAIN_MODE,
+    Finding,
+    can_diagnose,
+)
 from vitadel.runtime.distributed import Processes
 
-__all__ = ["glance"]
+__all__ = ["IMAGES", "run_precheck"]
 
 IMAGES = 16
-_NAME = "the doctor's glance"
-_SEEN_BY_THE_AUDIT = ("evaluation mode", "outputs are logits", "same answer twice")
-_NEEDS_MORE_IMAGES = ("clean accuracy",)
-_AN_ATTACK_OF_ITS_OWN = ("a huge eps breaks everything", "averaging does no better")
+_MADE_BY_THE_AUDIT = {check.identifier for check in (TRAIN_MODE, PROBABILITY_OUTPUTS, RANDOM_OUTPUTS)}
+_NEED_MORE_IMAGES = {"clean-accuracy"}
+_RUN_AN_ATTACK = {"unbounded-attack", "eot"}
 
 
-def glance(target: Target, request: AuditRequest, processes: Processes) -> list[dict[str, Any]]:
-    """Findings as an audit's results hold them: what was raised, or one that nothing was; none for an odd budget."""
-    if not examinable(request.norm, request.eps):
+def run_precheck(target: Target, request: AuditRequest, processes: Processes) -> list[dict[str, Any]]:
+    """Findings for an audit's results: the raised ones, or one that nothing was raised; none for a budget that
+    `diagnose` does not accept."""
+    if not can_diagnose(request.norm, request.eps):
         return []
     plan = DiagnosisRequest(
         eps=request.eps,
@@ -32,21 +41,19 @@ def glance(target: Target, request: AuditRequest, processes: Processes) -> list[
         seed=request.seed,
         skip_bad=bool(request.skip_bad),
     )
-    left_out = {*_SEEN_BY_THE_AUDIT, *_NEEDS_MORE_IMAGES, *_AN_ATTACK_OF_ITS_OWN}
-    checks = [check for check in CHECKS if check.name not in left_out and not check.attacks(plan.depth)]
+    left_out = _MADE_BY_THE_AUDIT | _NEED_MORE_IMAGES | _RUN_AN_ATTACK
+    checks = [check for check in CHECKS if check.identifier not in left_out and not check.attacks(plan.depth)]
     e, _, _ = examination_of(target, plan, processes)
-    examined = examine(e, checks)
-    found = examined.findings
-    raised = [finding.as_dict() for finding in found if finding.verdict != OK]
-    if examined.failed:
-        told = "; ".join(f"'{check}' ended in {fault}" for check, fault in examined.failed.items())
-        advice = "repair the model, or use a smaller --batch-size: what cannot be examined cannot be trusted"
-        raised.append({"check": _NAME, "verdict": SUSPICIOUS, "evidence": told, "advice": advice})
-    return raised or [
-        {
-            "check": _NAME,
-            "verdict": OK,
-            "evidence": f"{len(found)} checks of outputs, gradients and attention on {len(e.x)} images raised nothing",
-            "advice": f"'vitadel diagnose {target.model_spec}' also tries attacks against each other",
-        }
-    ]
+    diagnosis = run_checks(e, checks)
+    found = diagnosis.findings
+    raised = [finding for finding in found if finding.verdict != OK]
+    name, title = PRECHECK
+    if diagnosis.failed:
+        failures = "; ".join(f"'{check}' ended in {fault}" for check, fault in diagnosis.failed.items())
+        advice = "repair the model, or use a smaller --batch-size: a model that cannot be examined cannot be trusted"
+        raised.append(Finding(name, SUSPICIOUS, failures, advice, title))
+    if not raised:
+        evidence = f"{len(found)} checks of outputs, gradients and attention on {len(e.x)} images raised nothing"
+        advice = f"'vitadel diagnose {target.model_spec}' also compares attacks with each other"
+        raised.append(Finding(name, OK, evidence, advice, title))
+    return [finding.as_dict() for finding in raised]

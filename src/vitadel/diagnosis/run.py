@@ -1,4 +1,4 @@
-"""A visit to the doctor: open model and data, examine, and write down what was found."""
+"""Diagnose a model: open model and data, run the checks, and write the findings to a run folder."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from vitadel.data.batches import Batch, read_batches
 from vitadel.data.subset import balanced_subset
 from vitadel.data.validation import BadSample
 from vitadel.diagnosis.examination import Examination, Images, Level, level_named
-from vitadel.diagnosis.finding import SUSPICIOUS, Finding
-from vitadel.diagnosis.runner import CHECKS, Examined, cost_of, examine, recommended_command, sentence
+from vitadel.diagnosis.runner import CHECKS, Diagnosis, cost_of, recommended_command, run_checks, summarize
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.engine.calibration import BATCH, CalibrationImages, calibration_images
 from vitadel.evaluation.engine.class_subset import choose_among, choosing_like
 from vitadel.evaluation.engine.compilation import gradient_probe, seconds_of
 from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.evaluation.engine.verdicts import Verdicts, described, heading
+from vitadel.findings import SUSPICIOUS, Finding, can_diagnose
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import quantity_text, read_quantity
 from vitadel.runtime.distributed import Processes, join_processes
@@ -37,18 +37,18 @@ from vitadel.runtime.opening import recorded_opening
 from vitadel.runtime.run_folder import RunFolder, open_run, write_json
 from vitadel.types import Source
 
-__all__ = ["DiagnosisRequest", "diagnose", "examinable", "examination_of", "expected_cost", "visit"]
+__all__ = ["DiagnosisRequest", "diagnose", "examination_of", "run_diagnosis"]
 
 
 FEWEST = 16
-"""Images: a comparison of attacks needs ten that fall to one of them only."""
-_UNEXAMINED = "Repair the model, or take a smaller batch_size: what cannot be examined cannot be trusted."
+"""Images: a comparison of attacks needs ten that only one of them breaks."""
+_UNEXAMINED = "Repair the model, or use a smaller batch_size: a model that cannot be examined cannot be trusted."
 _SO_FAR = "findings.json"
 
 
 @dataclass(frozen=True)
 class DiagnosisRequest:
-    """What is to be examined, beside model and data; without a `limit` the level says how many images."""
+    """Settings of a diagnosis, beside model and data; without a `limit` the level sets the number of images."""
 
     level: str = "quick"
     eps: float = 8 / 255
@@ -60,14 +60,14 @@ class DiagnosisRequest:
     surrogate: str | None = None
 
     def __post_init__(self) -> None:
-        make_threat(self.norm, self.eps)  # a wrong level, norm or budget is told before anything is loaded
-        if not examinable(self.norm, self.eps):
+        make_threat(self.norm, self.eps)  # report a wrong level, norm or budget before anything is loaded
+        if not can_diagnose(self.norm, self.eps):
             raise UserError(
-                f"diagnose needs an eps above 0 and, in linf, below 0.5, which can make every image grey; got "
+                f"diagnose needs an eps above 0 and, in linf, below 0.5, which can make every image gray; got "
                 f"{self.eps:g}. Pixels are in [0, 1]: write 8/255 for 8 levels of 255"
             )
         if self.images < FEWEST:
-            raise UserError(f"--limit must be at least {FEWEST}: fewer images tell nothing; got {self.images}")
+            raise UserError(f"--limit must be at least {FEWEST}: fewer images prove nothing; got {self.images}")
         if self.batch_size < 1:
             raise UserError(f"--batch-size must be at least 1, got {self.batch_size}")
 
@@ -78,11 +78,6 @@ class DiagnosisRequest:
     @property
     def depth(self) -> Level:
         return level_named(self.level)
-
-
-def examinable(norm: str, eps: float) -> bool:
-    """Whether there is anything between nothing and everything to compare."""
-    return eps > 0 and not (norm == "linf" and eps >= 0.5)
 
 
 def diagnose(
@@ -102,33 +97,37 @@ def diagnose(
     tokens: str | Path | None = None,
     allow_readable: bool = False,
 ) -> list[Finding]:
-    """Can a robustness number of this model be trusted? Findings with evidence and advice, one per check.
+    """Check whether a robustness number of this model can be trusted: findings with evidence and advice, one per check.
 
-    `data` is anything that `audit` takes, or a pair of tensors: pixels and labels. The level `quick` looks at 48
-    images, `thorough` at 256, with stronger attacks; `limit` at as many as it says. `surrogate` is a model to transfer
-    attacks from; without one, a small student of the model's answers is trained if there are images besides the
-    examined ones. Modules are given back on the device and in the modes that they came in.
+    `data` is anything that `audit` takes, or a pair of tensors: pixels and labels. The level `quick` uses 48 images,
+    `thorough` 256 and stronger attacks; `limit` overrides the number. `surrogate` is a model to transfer attacks from;
+    without one, a small student of the model's outputs is trained if there are images besides the examined ones.
+    Modules are returned to their device and modes.
     """
     named = surrogate if isinstance(surrogate, str) else None
     plan = DiagnosisRequest(level, read_quantity(eps, "eps"), norm, limit, batch_size, seed, surrogate=named)
     processes = join_processes(device)
     secrets: dict[str, Any] = {"tokens": tokens, "allow_readable": allow_readable}
-    with _lent(model), _lent(surrogate):
+    with _restored(model), _restored(surrogate):
         if isinstance(data, tuple):
-            patient = open_model(model, model_options, **secrets) if isinstance(model, str) else model
-            e = _examination_of_tensors(patient, *data, plan, processes, surrogate)
+            opened = open_model(model, model_options, **secrets) if isinstance(model, str) else model
+            e = _examination_of_tensors(opened, *data, plan, processes, surrogate)
         else:
             target = open_target(model, data, data_root=data_root, model_options=model_options, **secrets)
             e = examination_of(target, plan, processes, surrogate)[0]
         _check_enough(len(e.x))
-        examined = examine(e)
-    lost = [Finding(name, SUSPICIOUS, {"ended in": fault}, _UNEXAMINED) for name, fault in examined.failed.items()]
-    return [*examined.findings, *lost]
+        diagnosis = run_checks(e)
+    titles = {check.identifier: check.title for check in CHECKS}
+    failed = [
+        Finding(name, SUSPICIOUS, {"ended in": fault}, _UNEXAMINED, titles[name])
+        for name, fault in diagnosis.failed.items()
+    ]
+    return [*diagnosis.findings, *failed]
 
 
 @contextmanager
-def _lent(module: object) -> Iterator[None]:
-    """A module that belongs to the caller is given back on its device, and its parts in their modes."""
+def _restored(module: object) -> Iterator[None]:
+    """Return a module of the caller to its device, and its parts to their modes."""
     parts = list(module.modules()) if isinstance(module, nn.Module) else []
     modes = [part.training for part in parts]
     home = next((weight.device for weight in parts[0].parameters()), None) if parts else None
@@ -141,28 +140,28 @@ def _lent(module: object) -> Iterator[None]:
             parts[0].to(home)
 
 
-def _opened(surrogate: str | nn.Module | None, patient: nn.Module, processes: Processes) -> nn.Module | None:
+def _open_surrogate(surrogate: str | nn.Module | None, model: nn.Module, processes: Processes) -> nn.Module | None:
     opened = open_model(surrogate) if isinstance(surrogate, str) else surrogate
-    return None if opened is None else choosing_like(patient, opened.to(processes.device).eval())
+    return None if opened is None else choosing_like(model, opened.to(processes.device).eval())
 
 
 def _check_enough(images: int) -> None:
     if images < FEWEST:
-        raise UserError(f"diagnose needs at least {FEWEST} images: fewer tell nothing; got {images}")
+        raise UserError(f"diagnose needs at least {FEWEST} images: fewer prove nothing; got {images}")
 
 
 def _examination_of_tensors(
-    patient: nn.Module,
+    model: nn.Module,
     pixels: Tensor,
     labels: Tensor,
     plan: DiagnosisRequest,
     processes: Processes,
     surrogate: str | nn.Module | None,
 ) -> Examination:
-    """As many of the given images as planned; a student may learn from the others."""
+    """Examine as many of the given images as requested; a student may be trained on the others."""
     if labels.ndim != 1 or labels.is_floating_point() or len(pixels) != len(labels):
         raise UserError(
-            f"diagnose takes pixels (n, channels, height, width) and as many whole-numbered labels (n); got shapes "
+            f"diagnose takes pixels (n, channels, height, width) and integer labels (n); got shapes "
             f"{tuple(pixels.shape)} and {tuple(labels.shape)}, labels of {labels.dtype}"
         )
     _check_enough(len(labels))
@@ -174,18 +173,18 @@ def _examination_of_tensors(
     rest[chosen] = False
     spare = rest.nonzero()[:, 0]
 
-    def taken(rows: Tensor) -> tuple[Tensor, Tensor]:
+    def select(rows: Tensor) -> tuple[Tensor, Tensor]:
         return pixels[rows.to(pixels.device)].to(processes.device), known[rows].to(processes.device)
 
     def others(count: int) -> Images:
         rows = balanced_subset(known[spare], count, plan.seed, spare)
-        return [taken(part) for part in rows.split(BATCH)] if len(rows) else []
+        return [select(part) for part in rows.split(BATCH)] if len(rows) else []
 
-    return _examination(patient, *taken(chosen), plan, processes, others, surrogate)
+    return _examination(model, *select(chosen), plan, processes, others, surrogate)
 
 
 def _examination(
-    patient: nn.Module,
+    model: nn.Module,
     x: Tensor,
     y: Tensor,
     plan: DiagnosisRequest,
@@ -194,7 +193,7 @@ def _examination(
     surrogate: str | nn.Module | None,
 ) -> Examination:
     return Examination(
-        patient.to(processes.device),
+        model.to(processes.device),
         x,
         y,
         norm=plan.norm,
@@ -202,15 +201,15 @@ def _examination(
         level=plan.depth,
         seed=plan.seed,
         batch_size=plan.batch_size,
-        others=others,
-        surrogate=_opened(plan.surrogate if surrogate is None else surrogate, patient, processes),
+        other_images=others,
+        surrogate=_open_surrogate(plan.surrogate if surrogate is None else surrogate, model, processes),
     )
 
 
 def examination_of(
     target: Target, plan: DiagnosisRequest, processes: Processes, surrogate: str | nn.Module | None = None
 ) -> tuple[Examination, Batch, Sequence[BadSample]]:
-    """The chosen images on the model's device, as they will be examined, and what was left out for its label."""
+    """Load the images onto the model's device; also returns their batch and the samples left out for their label."""
     target = choose_among(target)
     indices, mislabelled = target.selection(plan.images, plan.seed, plan.skip_bad)
     (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess, skip_bad=plan.skip_bad)
@@ -221,22 +220,22 @@ def examination_of(
     def others(count: int) -> Images:
         try:
             source, rows = calibration_images(target, indices, None, count, plan.seed)
-        except UserError:  # all images there are, are examined
+        except UserError:  # all images are examined
             return []
         return list(CalibrationImages(source, rows, target.preprocess, processes.device, skip_bad=True))
 
-    patient = cast(nn.Module, target.model.to(processes.device))
-    e = _examination(patient, batch.x, batch.y, plan, processes, others, surrogate)
+    model = cast(nn.Module, target.model.to(processes.device))
+    e = _examination(model, batch.x, batch.y, plan, processes, others, surrogate)
     return e, batch, mislabelled
 
 
-def expected_cost(e: Examination) -> dict[str, Any]:
-    """The most a visit can take, from the passes of its attacks and the time of one batch on this machine."""
-    cost = cost_of(e.level, [check for check in CHECKS if e.at_random or not check.if_random])
-    x = e.few(min(e.batch_size, len(e.x)))
+def _expected_cost(e: Examination) -> dict[str, Any]:
+    """Upper bound of the cost, from the passes of the attacks and the time of one batch on this machine."""
+    cost = cost_of(e.level, [check for check in CHECKS if e.is_random or not check.if_random])
+    x = e.first(min(e.batch_size, len(e.x)))
 
     def forward() -> Tensor:
-        return e.answers(x)
+        return e.logits_of(x)
 
     with frozen(e.model):
         once = seconds_of(forward, x.device) / len(x)
@@ -245,7 +244,7 @@ def expected_cost(e: Examination) -> dict[str, Any]:
     return cost | {"images": len(e.x), "seconds_at_most": round(seconds, 1)}
 
 
-def visit(
+def run_diagnosis(
     target: Target,
     plan: DiagnosisRequest,
     processes: Processes,
@@ -254,9 +253,9 @@ def visit(
     resume: bool = False,
     shown: bool = False,
     argv: Sequence[str] = (),
-    told: Callable[[Mapping[str, Any]], None] = lambda cost: None,
+    show_cost: Callable[[Mapping[str, Any]], None] = lambda cost: None,
 ) -> tuple[dict[str, Any], RunFolder]:
-    """Examine a model in a run folder; `told` is given the expected cost before it is spent."""
+    """Diagnose a model in a run folder; `show_cost` receives the expected cost before the checks run."""
     if processes.count > 1:
         raise UserError("diagnose runs in one process; start it without torchrun")
     target = choose_among(target)
@@ -275,33 +274,21 @@ def visit(
     if run.complete:
         return json.loads((run.path / "results.json").read_text()), run
     write_json(run.path / "environment.json", environment(processes.device, 1))
-    cost = expected_cost(e)
-    told(cost)
-    begun = time.monotonic()
+    cost = _expected_cost(e)
+    show_cost(cost)
+    start = time.monotonic()
     try:
         so_far = run.path / _SO_FAR
-        examined = examine(
-            e, shown=shown, done=_read(so_far), keep=lambda examined: write_json(so_far, _written(examined))
-        )
+        done = Diagnosis.from_dict(json.loads(so_far.read_text())) if so_far.is_file() else None
+        diagnosis = run_checks(e, shown=shown, done=done, save=lambda each: write_json(so_far, each.as_dict()))
     except KeyboardInterrupt:
         raise Interrupted(run.path) from None
-    cost["seconds"] = round(time.monotonic() - begun, 1)
-    results = _results(target, plan, settings, e, batch, mislabelled, examined, cost, words)
+    cost["seconds"] = round(time.monotonic() - start, 1)
+    results = _results(target, plan, settings, e, batch, mislabelled, diagnosis, cost, words)
     write_json(run.path / "results.json", results)
     run.finish()
     so_far.unlink(missing_ok=True)
     return results, run
-
-
-def _written(examined: Examined) -> dict[str, Any]:
-    findings = [finding.as_dict() for finding in examined.findings]
-    return {"findings": findings, "not_examined": dict(examined.not_examined)}
-
-
-def _read(path: Path) -> Examined:
-    """What an interrupted visit had found."""
-    kept = json.loads(path.read_text()) if path.is_file() else {"findings": [], "not_examined": {}}
-    return Examined(tuple(Finding(**finding) for finding in kept["findings"]), kept["not_examined"])
 
 
 def _results(
@@ -311,12 +298,12 @@ def _results(
     e: Examination,
     batch: Batch,
     mislabelled: Sequence[BadSample],
-    examined: Examined,
+    diagnosis: Diagnosis,
     cost: Mapping[str, Any],
     argv: Sequence[str],
 ) -> dict[str, Any]:
     bad = [dataclasses.asdict(sample) for sample in (*mislabelled, *batch.bad)]
-    written = _written(examined)
+    written = diagnosis.as_dict()
     verdicts = Verdicts(batch.indices, batch.y.cpu(), e.logits.argmax(1).cpu(), bad)
     return {
         **heading(plan.seed),
@@ -327,10 +314,10 @@ def _results(
         "findings": written["findings"],
         "diagnosis": {
             "level": plan.level,
-            "verdict": examined.worst,
-            "sentence": sentence(examined, len(e.x)),
+            "verdict": diagnosis.worst,
+            "sentence": summarize(diagnosis, len(e.x)),
             "next": recommended_command(
-                examined,
+                diagnosis,
                 target.model_spec,
                 target.data_spec,
                 plan.norm,

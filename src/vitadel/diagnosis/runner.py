@@ -66,7 +66,10 @@ def cost_of(level: Level, checks: Sequence[Check] = CHECKS) -> dict[str, Any]:
     costs |= {name: attack_cost(name) for check in checks for name in check.attacks(level)}
     costs |= {check.identifier: check.own_cost(level) for check in checks if any(check.own_cost(level))}
     rows = [{"name": name, "gradients": float(g), "forwards": float(f)} for name, (g, f) in costs.items()]
-    total = {"gradients": sum(float(g) for g, _ in costs.values()), "forwards": sum(float(f) for _, f in costs.values())}
+    total = {
+        "gradients": sum(float(g) for g, _ in costs.values()),
+        "forwards": sum(float(f) for _, f in costs.values()),
+    }
     return {"images": level.images, "rows": rows, **total}
 
 

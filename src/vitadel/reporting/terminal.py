@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitadel.reporting.kinds.activations import where_rows
 from vitadel.findings import title_of
+from vitadel.reporting.kinds.activations import where_rows
 from vitadel.reporting.kinds.diagnosis import COLOURS, evidence_text
 from vitadel.reporting.read_runs import comparability
 

@@ -1,4 +1,4 @@
-"""Does a climb make sense? More knowledge, and more budget, must not seem to help less."""
+"""Consistency of the results: more knowledge or more budget must not make an attacker weaker."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from vitadel.evaluation.intervals import wilson
+from vitadel.findings import SUSPICIOUS, Finding
 from vitadel.quantities import quantity_text
 
 __all__ = ["findings_about_order"]
@@ -14,11 +15,11 @@ __all__ = ["findings_about_order"]
 _KNOWS_MORE = ("T2", "T3", "T4", "T6")
 
 Held = Mapping[str, Mapping[float, int]]
-"""Level -> budget -> how many images stand."""
+"""Level -> budget -> number of images that are still correct."""
 
 
 def findings_about_order(held: Held, n: int) -> list[dict[str, Any]]:
-    """Every place where a stronger attacker leaves more images standing, by more than chance explains."""
+    """Find every place where a stronger attacker breaks fewer images, by more than chance explains."""
     budgets = sorted({eps for by_eps in held.values() for eps in by_eps})
     return [*_by_knowledge(held, budgets, n), *_by_queries(held, budgets, n), *_by_budget(held, n)]
 
@@ -33,8 +34,9 @@ def _by_knowledge(held: Held, budgets: list[float], n: int) -> Iterator[dict[str
         for (low, before), (high, after) in pairwise(known):
             if _clearly_more(after, before, n):
                 yield _suspicious(
-                    f"{high} at least as strong as {low}",
-                    f"at {quantity_text(eps)} {low} leaves {before} of {n} standing; {high}, which knows more, {after}",
+                    "knowledge-order",
+                    f"{high} knows more than {low} and breaks fewer images",
+                    f"at {quantity_text(eps)} {low} leaves {before} of {n} correct; {high}, which knows more, {after}",
                     "give the attacks more steps, and look for masked gradients",
                 )
 
@@ -44,8 +46,9 @@ def _by_queries(held: Held, budgets: list[float], n: int) -> Iterator[dict[str, 
         queries, white = (held.get(code, {}).get(eps) for code in ("T5", "T6"))
         if queries is not None and white is not None and _clearly_more(white, queries, n):
             yield _suspicious(
-                "gradients beat queries",
-                f"at {quantity_text(eps)} score queries leave {queries} of {n} standing, the white-box attacks {white}",
+                "black-box",
+                "Score queries break more images than white-box attacks",
+                f"at {quantity_text(eps)} score queries leave {queries} of {n} correct, the white-box attacks {white}",
                 "gradients are masked: the white-box number is an upper bound only",
             )
 
@@ -55,11 +58,13 @@ def _by_budget(held: Held, n: int) -> Iterator[dict[str, Any]]:
         for (small, before), (large, after) in pairwise(sorted(by_eps.items())):
             if _clearly_more(after, before, n):
                 yield _suspicious(
-                    "a larger budget hurts at least as much",
-                    f"{code}: {before} of {n} stand at {quantity_text(small)}, and {after} at {quantity_text(large)}",
+                    "budget-order",
+                    f"{code} breaks fewer images with a larger budget",
+                    f"{code}: {before} of {n} are correct at {quantity_text(small)}, and {after} at "
+                    f"{quantity_text(large)}",
                     "the attack is too weak at the larger budget: give it more steps",
                 )
 
 
-def _suspicious(check: str, evidence: str, advice: str) -> dict[str, Any]:
-    return {"check": check, "verdict": "suspicious", "evidence": evidence, "advice": advice}
+def _suspicious(check: str, title: str, evidence: str, advice: str) -> dict[str, Any]:
+    return Finding(check, SUSPICIOUS, evidence, advice, title).as_dict()

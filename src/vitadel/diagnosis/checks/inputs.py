@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitadel.backbones.output_checks import looks_like_probabilities, modules_in_train_mode
+from vitadel.backbones.model_checks import looks_like_probabilities, modules_in_train_mode
 from vitadel.diagnosis.examination import Examination, relative_change
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.errors import UserError
@@ -92,9 +92,7 @@ def _restored_buffers(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-@check(
-    "normalization", "Normalization is missing or applied twice", cost=(0, 6.4), former_name="normalisation"
-)
+@check("normalization", "Normalization is missing or applied twice", cost=(0, 6.4), former_name="normalisation")
 def normalization(e: Examination) -> Outcome:
     """Raised if accuracy is clearly higher when images are normalized first, when a normalization is undone, when they
     are bytes, or when their channels are swapped; or if the model's own normalization does not receive pixels.

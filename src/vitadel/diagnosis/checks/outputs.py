@@ -18,8 +18,8 @@ __all__ = [
     "batch_dependence",
     "eot",
     "gradient_mode",
-    "random_outputs",
     "inference_gradients",
+    "random_outputs",
     "zero_budget",
 ]
 

@@ -156,7 +156,7 @@ def audit(
 
     The settings are those of `Order`; those that a `protocol` asks for come from `evaluation.protocols.settings`.
     `model_options` go to `load_model`. `tokens` is a file of robustness tokens for
-    the model, which only its owner may read unless `allow_readable`. The doctor's glance that `vitadel audit` begins
+    the model, which only its owner may read unless `allow_readable`. The precheck that `vitadel audit` begins
     with is not part of it: `vitadel.diagnose` looks closer.
     """
     names = tuple(split_attack_list(attacks) if isinstance(attacks, str) else attacks)

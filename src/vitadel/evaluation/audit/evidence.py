@@ -21,6 +21,7 @@ _MISLED = 0.12  # share of all samples that may withstand the cross-entropy and 
 _FEW = 20
 _COMPLETENESS = "attack-completeness"
 
+
 def findings_about(name: str, legs: Sequence[MemberResult], n: int) -> list[dict[str, Any]]:
     """About an ensemble whose gradient-free member found something, and about `autoattack-fast`."""
     if "fell_in" in _notes(legs):

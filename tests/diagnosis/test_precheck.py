@@ -1,4 +1,4 @@
-"""What the doctor says before an audit."""
+"""Checks before an audit."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typer.testing import CliRunner
 
 from vitadel.backbones.load import load_model
 from vitadel.cli.main import app
-from vitadel.diagnosis.broken_defenses import GALLERY
-from vitadel.diagnosis.precheck import IMAGES, glance
+from vitadel.diagnosis.broken_defenses import BROKEN_DEFENSES
+from vitadel.diagnosis.precheck import IMAGES, run_precheck
 from vitadel.evaluation.audit.audit import AuditRequest
 from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
 
-LIARS = {broken_defense.name: broken_defense for broken_defense in GALLERY}
+DEFENSES = {defense.name: defense for defense in BROKEN_DEFENSES}
 CPU = join_processes("cpu")
 
 
 def findings_about(model, eps=8 / 255):
-    return glance(open_target(model, "shapes"), AuditRequest(("fgsm",), eps=eps), CPU)
+    return run_precheck(open_target(model, "shapes"), AuditRequest(("fgsm",), eps=eps), CPU)
 
 
 def test_an_honest_model_gets_one_line():
@@ -31,28 +31,28 @@ def test_an_honest_model_gets_one_line():
 
 
 @pytest.mark.parametrize("name", ["stop-gradient", "bit depth"])
-def test_a_liar_is_told_by_the_checks_that_see_it(name):
-    broken_defense = LIARS[name]
-    raised = {finding["check"] for finding in findings_about(broken_defense.lie(load_model(broken_defense.patient)))}
-    assert raised & set(broken_defense.seen_by)
-    assert "the doctor's glance" not in raised
+def test_a_broken_defense_raises_its_checks(name):
+    defense = DEFENSES[name]
+    raised = {finding["check"] for finding in findings_about(defense.make())}
+    assert raised & set(defense.raises)
+    assert "precheck" not in raised
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.6])
-def test_nothing_is_said_where_there_is_nothing_to_compare(eps):
+def test_budgets_that_diagnose_refuses_have_no_findings(eps):
     assert findings_about(load_model("zoo:shapes-standard"), eps) == []
 
 
-def test_it_keeps_to_the_batch_size_and_is_silent_about_accuracy():
+def test_it_respects_the_batch_size_and_ignores_accuracy():
     model = load_model("zoo:shapes-standard")
     largest = []
     model.register_forward_pre_hook(lambda _module, args: largest.append(len(args[0]) * torch.is_grad_enabled()))
     source = open_target(model, "shapes").source
-    (finding,) = glance(open_target(model, source), AuditRequest(("fgsm",), batch_size=4), CPU)
+    (finding,) = run_precheck(open_target(model, source), AuditRequest(("fgsm",), batch_size=4), CPU)
     assert finding["verdict"] == "ok"
     assert max(largest) == 4
     always_wrong = torch.nn.Sequential(model, Rolled())
-    assert "clean accuracy" not in {finding["check"] for finding in findings_about(always_wrong)}
+    assert "clean-accuracy" not in {finding["check"] for finding in findings_about(always_wrong)}
 
 
 class Rolled(torch.nn.Module):
@@ -60,9 +60,9 @@ class Rolled(torch.nn.Module):
         return logits.roll(1, 1)
 
 
-def test_an_audit_begins_with_it_unless_told_not_to(tmp_path):
+def test_an_audit_begins_with_it_unless_switched_off(tmp_path):
     command = ["audit", "zoo:shapes-standard", "--attacks", "fgsm", "--limit", "10", "--device", "cpu", "--out"]
-    for folder, more, checks in (("a", [], ["the doctor's glance"]), ("b", ["--no-doctor"], [])):
+    for folder, more, checks in (("a", [], ["precheck"]), ("b", ["--no-doctor"], [])):
         assert CliRunner().invoke(app, [*command, str(tmp_path / folder), *more]).exit_code == 0
         results = json.loads((tmp_path / folder / "results.json").read_text())
         assert [finding["check"] for finding in results["findings"]] == checks

@@ -15,17 +15,13 @@ from imagenet_a import RIGHT, answering, write_imagenet_a
 from toys import trained_toy
 from vitadel.adapters.adapted_model import open_model
 from vitadel.backbones.classifier import wrap
-from vitadel.diagnosis.checks import attention as attention
-from vitadel.diagnosis.checks import gradients as gradients
-from vitadel.diagnosis.checks import masking as masking
-from vitadel.diagnosis.checks import pixels_and_outputs as outputs
-from vitadel.diagnosis.checks import randomness as randomness
-from vitadel.diagnosis.checks import search_strength as strength
-from vitadel.diagnosis.codebook import looking_up
+from vitadel.diagnosis.broken_defenses import quantize_by_attention
+from vitadel.diagnosis.checks import attack_comparisons as comparisons
+from vitadel.diagnosis.checks import attention, gradients, inputs, outputs
 from vitadel.diagnosis.examination import Examination
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined
 from vitadel.diagnosis.run import DiagnosisRequest, diagnose, examination_of
-from vitadel.diagnosis.runner import CHECKS, Check, examine, sentence
+from vitadel.diagnosis.runner import CHECKS, Check, run_checks, summarize
 from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
 from vitadel.runtime.rng import SampleRNG
@@ -35,7 +31,7 @@ toy = cache(trained_toy)
 CPU = join_processes("cpu")
 
 
-class Patient(nn.Module):
+class Rule(nn.Module):
     """Logits by any rule, with weights of a chosen precision beside it."""
 
     def __init__(self, rule, precision: torch.dtype = torch.float32) -> None:
@@ -46,9 +42,9 @@ class Patient(nn.Module):
         return self.rule(x)
 
 
-def visit(rule, precision: torch.dtype = torch.float32, **more) -> Examination:
+def examination(rule, precision: torch.dtype = torch.float32, **more) -> Examination:
     _, x, y = toy()
-    return Examination(Patient(rule, precision).eval(), x[:48], y[:48], eps=0.08, **more)
+    return Examination(Rule(rule, precision).eval(), x[:48], y[:48], eps=0.08, **more)
 
 
 def scored(rule, side: int = 8, count: int = 48) -> Examination:
@@ -59,7 +55,7 @@ def scored(rule, side: int = 8, count: int = 48) -> Examination:
         return torch.stack([score, torch.zeros_like(score)], 1)
 
     grey = torch.full((count, 3, side, side), 0.5)
-    return Examination(Patient(logits).eval(), grey, torch.zeros(count, dtype=torch.long), eps=0.08)
+    return Examination(Rule(logits).eval(), grey, torch.zeros(count, dtype=torch.long), eps=0.08)
 
 
 def refuse_more_than(most: int, model: nn.Module) -> nn.Module:
@@ -117,7 +113,7 @@ def test_a_saturated_book_hides_what_softened_attention_finds():
     model = open_model("zoo:shapes-standard")
 
     def reader(gap: float) -> Examination:
-        target = open_target(looking_up(model, 16, gap), "shapes")
+        target = open_target(quantize_by_attention(model, 16, gap), "shapes")
         return examination_of(target, DiagnosisRequest(limit=16), CPU)[0]
 
     sharp, blurred = reader(1000.0), reader(1.0)
@@ -131,26 +127,26 @@ def test_a_saturated_book_hides_what_softened_attention_finds():
     assert evidence["clean, of the softened model"] == 1
     # The same book, not so sharp, hides nothing.
     assert attention.attention_saturation(blurred)[0] == attention.attention_scaling(blurred)[0] == OK
-    assert blurred.share(blurred.held("pgd-10")) == 0
+    assert blurred.share(blurred.robust("pgd-10")) == 0
 
 
 def softened(model: nn.Module, **more) -> Examination:
     """Softened attention has broken what the plain attack left standing, and the rest is still to be found out."""
     x = torch.rand(16, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     e = Examination(model.eval(), x, model(x).argmax(1).detach(), eps=1e-6, **more)
-    e._held[e.level.restarted, e.eps] = torch.ones(16, dtype=torch.bool)
-    e._held["softened", e.eps] = torch.zeros(16, dtype=torch.bool)
+    e._robust[e.level.restarted, e.eps] = torch.ones(16, dtype=torch.bool)
+    e._robust["softened", e.eps] = torch.zeros(16, dtype=torch.bool)
     return e
 
 
-def test_softened_attention_that_does_better_is_told_with_its_controls():
+def test_scaled_attention_that_finds_more_is_reported_with_its_controls():
     verdict, evidence = attention.attention_scaling(softened(make_vit("vit")))
     assert verdict == SUSPICIOUS
     # With next to no budget neither random factors nor exact numbers break anything.
     assert (evidence["softened"], evidence["random factors"], evidence["in float64"]) == (0, 1, 1)
 
 
-def test_what_did_not_run_in_float64_is_not_told_as_if_it_had():
+def test_a_missing_float64_run_is_not_reported_as_one():
     class Single(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -162,9 +158,9 @@ def test_what_did_not_run_in_float64_is_not_told_as_if_it_had():
     verdict, evidence = attention.attention_scaling(softened(Single()))
     assert (verdict, evidence["in float64"]) == (SUSPICIOUS, "the model does not run in float64")
     e = softened(make_vit("vit"), batch_size=4)
-    refuse_more_than(4, e.exact)
+    refuse_more_than(4, e.double_model)
     assert attention.attention_scaling(e)[1]["in float64"] == 1
-    refuse_more_than(0, e.exact)
+    refuse_more_than(0, e.double_model)
     assert "OutOfMemoryError" in attention.attention_scaling(e)[1]["in float64"]
 
 
@@ -173,28 +169,28 @@ def test_what_did_not_run_in_float64_is_not_told_as_if_it_had():
 
 def test_no_check_asks_for_more_than_a_batch_with_gradients():
     model, x, y = toy()
-    patient = Patient(model).eval()
-    refuse_more_than(4, patient)
-    examined = examine(Examination(patient, x[:24], y[:24], eps=0.08, batch_size=4))
-    assert {finding.verdict for finding in examined.findings} == {OK}
-    no_attention = {"attention is not saturated", "softened attention does no better"}
-    assert set(examined.not_examined) == no_attention | {"averaging does no better", "same answer in any batch"}
-    assert examined.not_examined["same answer in any batch"] == "left out: OutOfMemoryError: 12 images"
+    model_ = Rule(model).eval()
+    refuse_more_than(4, model_)
+    diagnosis = run_checks(Examination(model_, x[:24], y[:24], eps=0.08, batch_size=4))
+    assert {finding.verdict for finding in diagnosis.findings} == {OK}
+    no_attention = {"attention-saturation", "attention-scaling"}
+    assert set(diagnosis.not_examined) == no_attention | {"eot", "batch-dependence"}
+    assert diagnosis.not_examined["batch-dependence"] == "left out: OutOfMemoryError: 12 images"
 
 
 def test_a_failure_is_left_out_unless_it_is_vital():
     def failing(e: Examination):
         raise ValueError("only squares")
 
-    free = CHECKS[0].own
-    examined = examine(visit(toy()[0]), [Check("odd", failing, free), CHECKS[0]])
-    assert examined.not_examined == {"odd": "left out: ValueError: only squares"}
-    assert [finding.check for finding in examined.findings] == ["pixel range"]
-    assert examined.worst == SUSPICIOUS
-    told = sentence(examined, 24)
-    assert "cannot be told: 1 of 2 checks failed, the first 'odd' (ValueError: only squares)" in told
+    free = CHECKS[0].own_cost
+    diagnosis = run_checks(examination(toy()[0]), [Check("odd", "Odd", failing, free), CHECKS[0]])
+    assert diagnosis.not_examined == {"odd": "left out: ValueError: only squares"}
+    assert [finding.check for finding in diagnosis.findings] == ["pixel-range"]
+    assert diagnosis.worst == SUSPICIOUS
+    found = summarize(diagnosis, 24)
+    assert "1 of 2 checks failed, the first is 'odd' (ValueError: only squares)" in found
     with pytest.raises(ValueError, match="only squares"):
-        examine(visit(toy()[0]), [Check("odd", failing, free, vital=True)])
+        run_checks(examination(toy()[0]), [Check("odd", "Odd", failing, free, vital=True)])
 
 
 def test_a_model_that_refuses_gradients_gets_no_clean_bill():
@@ -209,14 +205,14 @@ def test_a_model_that_refuses_gradients_gets_no_clean_bill():
             return self.model(x)
 
     _, x, y = toy()
-    examined = examine(Examination(Refusing().eval(), x[:24], y[:24], eps=0.08))
-    assert not any(finding.verdict != OK for finding in examined.findings)
-    assert "gradients are there" in examined.failed
-    assert examined.worst == SUSPICIOUS
-    told = {finding.check: finding for finding in diagnose(Refusing(), (x[:24], y[:24]), eps=0.08, device="cpu")}
-    assert told["gradients are there"].verdict == SUSPICIOUS
-    assert "for inference only" in str(told["gradients are there"].evidence)
-    assert sentence(examined, 24).startswith("Whether to trust robustness numbers of this model cannot be told")
+    diagnosis = run_checks(Examination(Refusing().eval(), x[:24], y[:24], eps=0.08))
+    assert not any(finding.verdict != OK for finding in diagnosis.findings)
+    assert "zero-gradients" in diagnosis.failed
+    assert diagnosis.worst == SUSPICIOUS
+    found = {finding.check: finding for finding in diagnose(Refusing(), (x[:24], y[:24]), eps=0.08, device="cpu")}
+    assert found["zero-gradients"].verdict == SUSPICIOUS
+    assert "for inference only" in str(found["zero-gradients"].evidence)
+    assert summarize(diagnosis, 24).startswith("It is unknown whether robustness numbers of this model can be trusted")
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 64])
@@ -225,7 +221,7 @@ def test_company_is_felt_whatever_the_batch_size(batch_size):
         logits = toy()[0](x)
         return logits - 5 * logits.mean(0) if len(x) > 4 else logits
 
-    assert randomness.batch_composition(visit(in_company, batch_size=batch_size))[0] == BROKEN
+    assert outputs.batch_dependence(examination(in_company, batch_size=batch_size))[0] == BROKEN
 
 
 def test_what_is_drawn_once_per_batch_is_drawn_several_times():
@@ -234,7 +230,7 @@ def test_what_is_drawn_once_per_batch_is_drawn_several_times():
     def drawing(x: Tensor) -> Tensor:
         return toy()[0](x) + 5 * next(lots) * torch.arange(4)
 
-    assert randomness.same_answer_twice(visit(drawing))[0] == SUSPICIOUS
+    assert outputs.random_outputs(examination(drawing))[0] == SUSPICIOUS
 
 
 # --- few images -----------------------------------------------------------------------------------------------------
@@ -253,17 +249,17 @@ def test_what_is_drawn_once_per_batch_is_drawn_several_times():
         (2, 16, 1000, OK),
     ],
 )
-def test_guessing_is_told_only_where_a_weak_model_would_differ(right, n, classes, expected):
+def test_guessing_is_reported_only_where_a_weak_model_would_differ(right, n, classes, expected):
     e = Examination(
-        Patient(lambda x: nn.functional.one_hot(torch.zeros(len(x), dtype=torch.long), classes).float()),
+        Rule(lambda x: nn.functional.one_hot(torch.zeros(len(x), dtype=torch.long), classes).float()),
         torch.rand(n, 3, 4, 4),
         (torch.arange(n) >= right).long(),
     )
     if expected is None:
         with pytest.raises(NotExamined, match="too few images"):
-            outputs.clean_accuracy(e)
+            inputs.clean_accuracy(e)
     else:
-        assert outputs.clean_accuracy(e)[0] == expected
+        assert inputs.clean_accuracy(e)[0] == expected
 
 
 def test_some_classes_count_where_a_benchmark_says_so(tmp_path):
@@ -276,7 +272,7 @@ def test_some_classes_count_where_a_benchmark_says_so(tmp_path):
     assert e.logits.shape == (4, 200)
     assert int(e.correct.sum()) == RIGHT
     assert e.surrogate is not None
-    assert torch.equal(e.answers(e.x, e.surrogate), e.logits)
+    assert torch.equal(e.logits_of(e.x, e.surrogate), e.logits)
 
 
 # --- coarse numbers -------------------------------------------------------------------------------------------------
@@ -288,12 +284,12 @@ def test_rounding_is_that_of_the_weights(precision, verdict):
         alone_or_watched = len(x) == 1 or torch.is_grad_enabled()
         return toy()[0](x) * (1 + 2**-8 * alone_or_watched)
 
-    e = visit(rounded, precision)
-    assert randomness.batch_composition(e)[0] == outputs.gradient_mode(e)[0] == verdict
+    e = examination(rounded, precision)
+    assert outputs.batch_dependence(e)[0] == outputs.gradient_mode(e)[0] == verdict
 
 
 def test_infinite_gradients_are_no_gradients():
-    verdict, evidence = gradients.gradients_there(visit(lambda x: toy()[0](x + (x - x.detach()).sqrt())))
+    verdict, evidence = gradients.zero_gradients(examination(lambda x: toy()[0](x + (x - x.detach()).sqrt())))
     assert verdict == BROKEN
     assert evidence["not finite, margin"] == 1
 
@@ -315,11 +311,11 @@ def test_one_step_that_costs_much_is_bent_only_if_half_of_it_costs_more(at, verd
 
     def score(x: Tensor) -> Tensor:
         u = ((x - 0.5) / 0.08).flatten(1).mean(1)
-        told = (x[:, 0] - x[:, 1]).flatten(1).mean(1).detach() > 0.1
-        value = hollow(u, at, 0.1) - 0.1 * u - 1.5 * told * (u - 0.9).relu() * 10
+        found = (x[:, 0] - x[:, 1]).flatten(1).mean(1).detach() > 0.1
+        value = hollow(u, at, 0.1) - 0.1 * u - 1.5 * found * (u - 0.9).relu() * 10
         return torch.stack([value, torch.zeros_like(value)], 1)
 
-    outcome, evidence = masking.single_step(Examination(Patient(score).eval(), e.x, e.y, eps=0.08))
+    outcome, evidence = comparisons.single_step(Examination(Rule(score).eval(), e.x, e.y, eps=0.08))
     assert evidence["clean"] == 1
     assert evidence["fgsm"] == pytest.approx(1 - float(darker.double().mean()))
     assert evidence["pgd-10"] < 0.1
@@ -329,7 +325,7 @@ def test_one_step_that_costs_much_is_bent_only_if_half_of_it_costs_more(at, verd
 def test_a_hollow_between_the_steps_is_found_by_finer_ones():
     # The mean of even starts, moved by k steps of a quarter and cut off at 1, is 0.23 and then 0.44; by eighths, 0.34.
     e = scored(lambda u: hollow(u.flatten(1).mean(1), 0.34, 0.03) - 0.1 * u.flatten(1).mean(1), side=32)
-    verdict, evidence = strength.more_steps(e)
+    verdict, evidence = comparisons.step_sensitivity(e)
     assert verdict == SUSPICIOUS
     assert evidence["pgd-20"] < evidence["pgd-10"] - 0.5
 
@@ -341,7 +337,7 @@ def test_a_second_start_finds_the_other_side():
         along = (u * signs).flatten(1).mean(1)
         return 0.5 - 0.2 * along.square() - 0.6 * along.relu().square()
 
-    verdict, evidence = strength.more_restarts(scored(ridge))
+    verdict, evidence = comparisons.restart_sensitivity(scored(ridge))
     assert verdict == SUSPICIOUS
     assert 0.25 < evidence["pgd-10"] < 0.75  # one of two sides gives way
 
@@ -352,7 +348,7 @@ def test_noise_finds_what_gradients_lead_away_from():
         away = ((u - u.detach()) * u.detach()).flatten(1).mean(1)
         return 1 - 2.0 * rough + 10 * away
 
-    verdict, evidence = masking.random_noise(scored(shy))
+    verdict, evidence = comparisons.random_noise(scored(shy))
     assert verdict == SUSPICIOUS
     assert evidence["noise breaks of these"] == 48
 
@@ -361,8 +357,8 @@ def test_noise_finds_what_gradients_lead_away_from():
 
 
 def raised(e: Examination) -> list[str]:
-    checks = [check for check in CHECKS if check.name != "gradients beat transfer"]  # no images to teach a student with
-    return [finding.check for finding in examine(e, checks).findings if finding.verdict != OK]
+    checks = [check for check in CHECKS if check.identifier != "transfer"]  # no images to train a student on
+    return [finding.check for finding in run_checks(e, checks).findings if finding.verdict != OK]
 
 
 def test_an_honest_model_of_two_classes_raises_nothing():
@@ -372,7 +368,7 @@ def test_an_honest_model_of_two_classes_raises_nothing():
         logits = model(images)
         return torch.stack([logits[:, :2].logsumexp(1), logits[:, 2:].logsumexp(1)], 1)
 
-    assert raised(Examination(Patient(pairs).eval(), x[:48], y[:48] // 2, eps=0.08)) == []
+    assert raised(Examination(Rule(pairs).eval(), x[:48], y[:48] // 2, eps=0.08)) == []
 
 
 def test_an_honest_cross_covariance_model_raises_nothing():

@@ -1,0 +1,52 @@
+"""Every broken defense raises its checks, and no honest model raises any."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+from torch import nn
+
+from vitadel.adapters.adapted_model import open_model
+from vitadel.diagnosis.broken_defenses import BROKEN_DEFENSES
+from vitadel.diagnosis.examination import Examination
+from vitadel.diagnosis.finding import OK
+from vitadel.diagnosis.run import DiagnosisRequest, examination_of
+from vitadel.diagnosis.runner import CHECKS, run_checks
+from vitadel.evaluation.engine.target import open_target
+from vitadel.runtime.distributed import join_processes
+
+# Small differences, which need more images.
+SUBTLE = {"normalization", "restart-sensitivity", "random-noise", "eot"}
+HONEST = [f"zoo:shapes-{name}" for name in ("standard", "robust", "pgd-at", "trades", "aas-at", "tora")]
+honest = cache(open_model)
+
+
+def examination(model: nn.Module, images: int) -> Examination:
+    return examination_of(open_target(model, "shapes"), DiagnosisRequest(limit=images), join_processes("cpu"))[0]
+
+
+@pytest.mark.parametrize("defense", BROKEN_DEFENSES, ids=lambda defense: defense.name)
+def test_every_broken_defense_raises_its_checks(defense):
+    model = defense.build(copy.deepcopy(honest(defense.base)))
+    checks = [check for check in CHECKS if check.identifier in defense.raises]
+    assert len(checks) == len(defense.raises), "a check that must be raised must exist"
+    diagnosis = run_checks(examination(model, 48 if SUBTLE & set(defense.raises) else 16), checks)
+    raised = {finding.check for finding in diagnosis.findings if finding.verdict != OK}
+    assert raised == set(defense.raises)
+    assert all(finding.advice for finding in diagnosis.findings)
+
+
+def test_every_check_has_a_broken_defense():
+    about_images = {"pixel-range"}  # which no model can change
+    raised = {name for defense in BROKEN_DEFENSES for name in defense.raises}
+    assert {check.identifier for check in CHECKS} - raised == about_images
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_models_raise_nothing(name):
+    diagnosis = run_checks(examination(honest(name), 16))
+    assert [finding for finding in diagnosis.findings if finding.verdict != OK] == []
+    assert set(diagnosis.not_examined) == {"eot"}
+    assert len(diagnosis.findings) == len(CHECKS) - 1
