@@ -31,8 +31,7 @@ import vitadel.heads.probe
 import vitadel.threat_levels.token_training
 import vitadel.training.run
 from films import write_video
-from vitadel.attacks.prefixes import PREFIXES
-from vitadel.attacks.registry import CATALOGUE
+from vitadel.attacks.registry import ATTACKS, PREFIXES
 from vitadel.diagnosis import examination
 from vitadel.evaluation.audit import protocols
 from vitadel.evaluation.stability import run as stability
@@ -116,8 +115,8 @@ def _shrink_models(patch: pytest.MonkeyPatch) -> None:
 
 
 def _shrink_attacks(patch: pytest.MonkeyPatch) -> None:
-    for name, preset in CATALOGUE.items():
-        patch.setitem(CATALOGUE, name, replace(preset, build=_cut(preset.build)))
+    for name, preset in ATTACKS.items():
+        patch.setitem(ATTACKS, name, replace(preset, build=_cut(preset.build)))
     for name, prefix in PREFIXES.items():
         patch.setitem(PREFIXES, name, replace(prefix, wrap=_cut(prefix.wrap)))
 

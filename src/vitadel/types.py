@@ -15,7 +15,6 @@ __all__ = [
     "Aim",
     "Attack",
     "Calibrated",
-    "Explaining",
     "Goal",
     "Loss",
     "OwnRules",
@@ -23,7 +22,6 @@ __all__ = [
     "Step",
     "Stepper",
     "Threat",
-    "explained",
 ]
 
 Loss = Callable[["Tensor", "Tensor"], "Tensor"]
@@ -62,26 +60,6 @@ class Calibrated(Protocol):
 
 
 @runtime_checkable
-class Explaining(Protocol):
-    """An attack that has more to tell about each sample than the image it proposes."""
-
-    def explain(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What `__call__` returns, and notes: one value per sample under each name."""
-        ...
-
-
-def explained(
-    attack: Attack, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """An attack's proposals with its notes, if it has any to make."""
-    if isinstance(attack, Explaining):
-        return attack.explain(model, x, y, rng)
-    return attack(model, x, y, rng), {}
-
-
-@runtime_checkable
 class OwnRules(Protocol):
     """An attack whose budget is not the norm ball it was made with: patches, for one."""
 
@@ -116,8 +94,8 @@ class Threat(Protocol):
 class Aim(Protocol):
     """A goal bound to a model and a batch: the search sees neither labels nor models."""
 
-    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
-        """(value to maximise, already fooled), one of each per sample; `progress` runs from 0 to 1."""
+    def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        """(value to maximize, already fooled), one of each per sample; `progress` runs from 0 to 1."""
         ...
 
     def keep(self, chosen: Tensor) -> Aim:
@@ -126,7 +104,7 @@ class Aim(Protocol):
 
 
 class Goal(Protocol):
-    """What to maximise: binds model, clean images and labels to an `Aim`."""
+    """What to maximize: binds model, clean images and labels to an `Aim`."""
 
     @property
     def forwards(self) -> int:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier, fresh_tokens
 from vitadel.attacks.features import feature_cosine, features, final_features
 from vitadel.attacks.parse import make
+from vitadel.attacks.surrogate import Surrogate
 from vitadel.attacks.threats import Linf
-from vitadel.attacks.transfer.surrogate import Surrogate
-from vitadel.attacks.views import Averaged
+from vitadel.attacks.wrappers import Averaged
 from vitadel.backbones.anatomy import backbone_of, family_of
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.record import ModelRecord

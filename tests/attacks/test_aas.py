@@ -11,16 +11,9 @@ from torch import Tensor, nn
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf, make
 from vitadel.attacks.apgd import apgd_t
-from vitadel.attacks.attention_scaling.aas import (
-    AAS,
-    DISTANCES,
-    PAPER_STYLE,
-    Rescaled,
-    _features,
-    eq3_distance,
-    lpips_distance,
-)
-from vitadel.attacks.transfer.surrogate import Changed, Surrogate
+from vitadel.attacks.attention_scaling.aas import AAS, PAPER_STYLE, Rescaled
+from vitadel.attacks.attention_scaling.factors import DISTANCES, eq3_distance, lpips_distance, scaled_features
+from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.attacks.wrappers import Restarts
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import UserError
@@ -95,7 +88,7 @@ def test_features_are_compared_token_by_token(family):
     tokens = {"levit": [16, 4, 4], "levit_conv": [16, 4, 4], "swin": [64, 64, 16, 16]}[family]
     model, x = make_vit(family), pixels(family)
     with torch.no_grad():
-        seen = _features(model, x, 1.0)
+        seen = scaled_features(model, x, 1.0)
     assert [each.shape for each in seen] == [(2, *shape) for shape in zip(tokens, widths, strict=True)]
     with torch.no_grad(), block_features(model) as raw:
         model(x)
@@ -119,7 +112,7 @@ def test_every_mode_attacks_every_family(family, name):
         attack = attack.prepared(model, [(pixels(family, 4, 50, torch.float64), torch.arange(4) % 3)])
     rng = SampleRNG.of_samples(0, range(6))
     before = [list(vars(module)) for module in model.modules()]
-    z, notes = attack.explain(model, x, y, rng)
+    z, notes = attack.run_with_info(model, x, y, rng)
     assert [list(vars(module)) for module in model.modules()] == before
     assert Linf(4 / 255).size(z, x).max() <= 4 / 255 + 1e-6
     broken, alone = (model(each).argmax(1) != y for each in (z, plain(model, x, y, rng)))
@@ -177,7 +170,7 @@ def test_factors_of_one_repeat_the_plain_attack_bit_by_bit(inner, backward_only)
     model = make_vit("vit", classes=3)
     x, y = labelled(model)
     rng = SampleRNG.of_samples(0, range(len(x)))
-    z, notes = Rescaled(inner, 1.0, backward_only, paper_style=True).explain(model, x, y, rng)
+    z, notes = Rescaled(inner, 1.0, backward_only, paper_style=True).run_with_info(model, x, y, rng)
     scaled = inner(model, x, y, rng.stream("rescaled"))
     fell = model(scaled).argmax(1) != y
     assert torch.equal(z[fell], scaled[fell])
@@ -208,7 +201,7 @@ def test_paper_style_is_the_accuracy_of_the_scaled_model(inner, mode):
     x, y = labelled(model, 24)
     rng = SampleRNG.of_samples(0, range(24))
     attack = Rescaled(inner, 0.5, **MODES[mode], paper_style=True)
-    z, notes = attack.explain(model, x, y, rng)
+    z, notes = attack.run_with_info(model, x, y, rng)
     soft, own = scaled(model, 0.5), rng.stream("rescaled")
     expected = soft(inner(soft, x, y, own)).argmax(1) == y
     assert torch.equal(notes[PAPER_STYLE], expected)
@@ -231,9 +224,9 @@ def test_what_fools_the_scaled_model_already_is_not_attacked_again():
     quiet = PGD(Linf(1e-5), steps=5, random_start=False)
     told, untold = (Rescaled(quiet, 1e-3, paper_style=asked) for asked in (True, False))
     with metered(model) as cost:
-        _, notes = told.explain(model, x, y)
+        _, notes = told.run_with_info(model, x, y)
     with metered(model) as less:
-        assert untold.explain(model, x, y)[1] == {}
+        assert untold.run_with_info(model, x, y)[1] == {}
     assert not notes[PAPER_STYLE].any()
     assert (cost.gradients, cost.forwards) == (less.gradients, less.forwards + len(x))
 
@@ -248,7 +241,7 @@ def test_costs_what_it_says_where_nothing_falls(mode):
     for style in (False, True):
         attack = Rescaled(PGD(Linf(1e-6), steps=3), 0.9, **MODES[mode], paper_style=style)
         with metered(model) as cost:
-            attack.explain(model, x, y)
+            attack.run_with_info(model, x, y)
         gradients, forwards = attack.passes()
         assert (cost.gradients, cost.forwards) == (gradients * len(x), forwards * len(x))
 

@@ -27,7 +27,7 @@ from vitadel.attacks.goals import OnLogits, clearly_fooled
 from vitadel.attacks.losses import cross_entropy, dlr, margin
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest
-from vitadel.attacks.threats import L1, L2, NORMS, Linf, threat
+from vitadel.attacks.threats import L1, L2, NORMS, Linf, make_threat
 from vitadel.attacks.wrappers import Restarts
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.pass_counter import metered
@@ -158,7 +158,7 @@ def test_every_iterate_agrees_with_a_plain_second_implementation(norm):
     eps, events, compared, searched = BUDGETS[norm], [], 0, 0
     for steps, loss in ((20, cross_entropy), (50, cross_entropy), (20, margin), (30, margin)):
         with recorded(model) as seen:
-            APGD(threat(norm, eps), OnLogits(loss), steps, stop_when_fooled=False)(model, x, y)
+            APGD(make_threat(norm, eps), OnLogits(loss), steps, stop_when_fooled=False)(model, x, y)
         for row, ours in enumerate(torch.stack(seen, 1).flatten(2).numpy()):
             clean = x[row].flatten().numpy()
             theirs = searched_by_hand(model, loss, clean, y[row], ours[0], eps, steps, norm, events)
@@ -185,8 +185,8 @@ def test_starts_lie_on_the_surface():
     model, y = TinyNet().eval(), torch.zeros(6, dtype=torch.long)
     for norm, eps, reach in (("linf", 0.06, 0.06), ("l2", 0.8, 0.8), ("l1", 4.0, 12.0)):
         with recorded(model) as seen:
-            APGD(threat(norm, eps), stop_when_fooled=False, steps=10)(model, x, y)
-        assert threat(norm, eps).size(seen[0], x).tolist() == pytest.approx([reach] * 6, rel=1e-5)
+            APGD(make_threat(norm, eps), stop_when_fooled=False, steps=10)(model, x, y)
+        assert make_threat(norm, eps).size(seen[0], x).tolist() == pytest.approx([reach] * 6, rel=1e-5)
         assert (seen[0][0] - x[0] - (seen[0][1] - x[1])).abs().max() > 1e-3  # each sample has its own
     assert ((seen[0] - x).abs() > 0).flatten(1).sum(1).max() < 100  # of 192 pixels: L1 starts are sparse
 
@@ -242,7 +242,7 @@ def test_flips_exactly_above_the_distance(norm, budgets, build):
     toy = LinearToy(weight, -0.5 * float(weight.sum()))
     y, distance = toy(x).argmax(1), toy.distance(x, norm)
     for eps in budgets:
-        fooled = toy(build(threat(norm, eps), steps=60)(toy, x, y)).argmax(1) != y
+        fooled = toy(build(make_threat(norm, eps), steps=60)(toy, x, y)).argmax(1) != y
         clear = (distance / eps - 1).abs() > 0.01
         assert torch.equal(fooled[clear], (distance < eps)[clear])
         assert 0 < int(fooled.sum()) < 20
@@ -269,7 +269,7 @@ def test_l1_spends_its_budget_where_pixels_still_have_room():
 @pytest.mark.parametrize("norm", NORMS)
 def test_returns_the_first_adversarial_iterate_or_the_best_one(norm):
     model, x, y = tiny(30)
-    attack = APGD(threat(norm, 0.6 * BUDGETS[norm]), steps=40)
+    attack = APGD(make_threat(norm, 0.6 * BUDGETS[norm]), steps=40)
     with recorded(model) as seen:
         best = replace(attack, stop_when_fooled=False)(model, x, y)
     z, standing = attack.search(model, x, y)
@@ -296,8 +296,8 @@ class Timed:
     def __call__(self, model, x, y):
         return replace(self, aim=OnLogits()(model, x, y))
 
-    def look(self, z, progress):
-        return self.aim.look(z, progress)[0], self.leave < progress * self.steps + 0.5
+    def evaluate(self, z, progress):
+        return self.aim.evaluate(z, progress)[0], self.leave < progress * self.steps + 0.5
 
     def keep(self, chosen):
         return replace(self, aim=self.aim.keep(chosen), leave=self.leave[chosen])
@@ -306,7 +306,7 @@ class Timed:
 @pytest.mark.parametrize("norm", NORMS)
 def test_whoever_leaves_takes_nothing_of_the_others_along(norm):
     model, x, y = tiny(32)
-    attack = APGD(threat(norm, BUDGETS[norm]), steps=40, stop_when_fooled=False)
+    attack = APGD(make_threat(norm, BUDGETS[norm]), steps=40, stop_when_fooled=False)
     with recorded(model) as seen:
         attack(model, x, y)
     earliest, starts = (26, 2) if norm == "l1" else (9, 0)  # the two larger balls of L1 cost a look each
@@ -320,7 +320,7 @@ def test_whoever_leaves_takes_nothing_of_the_others_along(norm):
 @pytest.mark.parametrize("build", [apgd_ce, apgd_t])
 def test_the_rest_of_the_batch_does_not_matter(build, norm):
     model, x, y = tiny(16, classes=4)
-    rng, attack = SampleRNG.of_samples(5, range(16)), build(threat(norm, 0.6 * BUDGETS[norm]), steps=25)
+    rng, attack = SampleRNG.of_samples(5, range(16)), build(make_threat(norm, 0.6 * BUDGETS[norm]), steps=25)
     whole = attack(model, x, y, rng)
     assert 0 < int((model(whole).argmax(1) == y).sum()) < 16
     for part in (torch.tensor([3]), torch.arange(16).flip(0), torch.tensor([8, 1, 15])):
@@ -347,7 +347,7 @@ def test_costs_what_it_says_and_nothing_twice():
 def test_labels_wrong_from_the_start_cost_one_look(build, norm):
     model, x, y = tiny(6)
     with metered(model) as cost:
-        z = build(threat(norm, 1e-4))(model, x, (y + 1) % 3)
+        z = build(make_threat(norm, 1e-4))(model, x, (y + 1) % 3)
     assert (cost.gradients, cost.forwards) == (0, 6)
     assert (model(z).argmax(1) == y).all()
     if norm == "l1":
@@ -372,7 +372,7 @@ class Broken(nn.Module):
 @pytest.mark.parametrize("build", [apgd_ce, apgd_dlr, apgd_t])
 def test_nothing_to_attack_and_nothing_to_climb_are_survived(build, norm):
     model, x, y = tiny(3, classes=4)
-    ball = threat(norm, BUDGETS[norm])
+    ball = make_threat(norm, BUDGETS[norm])
     assert build(ball, steps=10)(model, x[:0], y[:0]).shape == (0, 3, 8, 8)
     z = build(ball, steps=10)(Broken(), x, y)
     assert z.isfinite().all()
@@ -416,7 +416,7 @@ def test_any_wrong_class_counts_and_the_label_is_no_target():
     model = Offsets([0.0, 0.0, -2.0, -9.0], [0.0, 0.0, 5.0, 0.0])  # a tie: either order, the label is rank 1
     for y in (ZEROS, ZEROS + 1):
         aim = TowardsRank(2)(model, GREY, y)
-        assert torch.allclose(aim.look(GREY, 0.0)[0], torch.zeros(4))
+        assert torch.allclose(aim.evaluate(GREY, 0.0)[0], torch.zeros(4))
         assert (APGD(Linf(0.1), TowardsRank(3), random_start=False)(model, GREY, y) > 0.5).all()
 
 
@@ -451,7 +451,7 @@ def test_as_strong_as_torchattacks(kind, norm, eps, trained):
     torchattacks = pytest.importorskip("torchattacks")
     model, x, y = trained
     assert len(x) == 200
-    ball, rng = threat(norm.lower(), eps), SampleRNG.of_samples(0, range(200))
+    ball, rng = make_threat(norm.lower(), eps), SampleRNG.of_samples(0, range(200))
     common = {"norm": norm, "eps": eps, "steps": 100}
     with torch.random.fork_rng():
         if kind == "t":

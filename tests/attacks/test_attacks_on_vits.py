@@ -13,11 +13,11 @@ from vitadel.attacks.features import features
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.steppers import Steepest
+from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.transfer.pna_patchout import pna_patchout
 from vitadel.attacks.transfer.self_ensemble import self_ensemble
-from vitadel.attacks.transfer.surrogate import Changed, Surrogate
-from vitadel.attacks.views import Averaged, Targeted
+from vitadel.attacks.wrappers import Averaged, Targeted
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.pass_counter import metered

@@ -12,8 +12,7 @@ from vitadel.attacks.autoattack.standard import autoattack, autoattack_plus, aut
 from vitadel.attacks.fab import FAB
 from vitadel.attacks.square import Square
 from vitadel.attacks.threats import L1, L2, Linf
-from vitadel.attacks.views import Averaged
-from vitadel.attacks.wrappers import Restarts, WorstOf
+from vitadel.attacks.wrappers import Averaged, Restarts, WorstOf
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
 from vitadel.runtime.rng import SampleRNG

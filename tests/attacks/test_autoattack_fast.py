@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from toys import Constant, TinyNet, images
 from vitadel.attacks.apgd import apgd_ce, apgd_t
-from vitadel.attacks.autoattack.fast import STAGES, AutoAttackFast, _two_phases, autoattack_fast
+from vitadel.attacks.autoattack.fast import STAGES, AutoAttackFast, _two_phases
 from vitadel.attacks.losses import probability_margin
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import WorstOf
@@ -84,7 +84,7 @@ def test_notes_say_when_each_sample_fell():
     y = model(x).argmax(1)
     y[0] = (y[0] + 1) % 5
     ball = Linf(0.015)
-    z, notes = AutoAttackFast(ball).explain(model, x, y, SampleRNG.of_samples(0, range(80)))
+    z, notes = AutoAttackFast(ball).run_with_info(model, x, y, SampleRNG.of_samples(0, range(80)))
     held = judge(model, ball, x, z, y).held
     fell = notes["fell_in"]
     assert torch.equal(fell < 0, held)
@@ -108,7 +108,7 @@ def test_who_is_watched_is_drawn_before_anything_is_known():
     for seed in (0, 1):
         model = TinyNet(4, seed).eval()
         y = model(x).argmax(1)
-        notes = small.explain(model, x, y, rng)[1]
+        notes = small.run_with_info(model, x, y, rng)[1]
         seen.append((notes["sentinel"], notes["kept_alive"]))
     assert torch.equal(seen[0][0], seen[1][0])
     assert torch.equal(seen[0][1], seen[1][1])
@@ -118,7 +118,7 @@ def test_who_is_watched_is_drawn_before_anything_is_known():
 
 def test_a_model_without_slope_is_noticed():
     x, y = images(5), torch.zeros(5, dtype=torch.int64)
-    _, notes = AutoAttackFast(Linf(0.1)).explain(Constant(), x, y, SampleRNG.of_samples(0, range(5)))
+    _, notes = AutoAttackFast(Linf(0.1)).run_with_info(Constant(), x, y, SampleRNG.of_samples(0, range(5)))
     assert notes["missing"].isinf().all()
 
 
@@ -136,7 +136,7 @@ class Rounded(nn.Module):
 def test_sentinels_break_what_gradients_cannot_see():
     model, x = Rounded(TinyNet(4).eval()), images(200)
     y = model(x).argmax(1)
-    _, notes = AutoAttackFast(Linf(0.1)).explain(model, x, y, SampleRNG.of_samples(0, range(200)))
+    _, notes = AutoAttackFast(Linf(0.1)).run_with_info(model, x, y, SampleRNG.of_samples(0, range(200)))
     watched = notes["sentinel"]
     fell = (notes["fell_in"] == STAGES.index("sentinel")) & watched
     assert int(watched.sum()) > 5
@@ -145,4 +145,4 @@ def test_sentinels_break_what_gradients_cannot_see():
 
 def test_impossible_settings_are_refused():
     with pytest.raises(UserError, match="target_steps of autoattack-fast must be at least 1, got 0"):
-        autoattack_fast(Linf(0.1), target_steps=0)
+        AutoAttackFast(Linf(0.1), target_steps=0)

@@ -26,7 +26,7 @@ def cosine(goal: AwayFromFeatures, model: Any, x: Tensor, z: Tensor) -> Tensor:
     """By the goal itself, without the image term; one per sample."""
     aim = AwayFromFeatures(goal.axis, 0.0, goal.blocks, goal.normed)(model, x, torch.zeros(len(x), dtype=torch.long))
     with torch.no_grad():
-        return -aim.look(z, 0.0)[0]
+        return -aim.evaluate(z, 0.0)[0]
 
 
 def psnr(z: Tensor, x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def test_the_value_equals_a_computation_by_hand(axis: str, normed: bool) -> None
         total += alike.mean(1) / 2
     change = (z - x).square().mean((1, 2, 3))
     aim = AwayFromFeatures(axis, 3.0, (0, 1), normed)(model, x, torch.zeros(2, dtype=torch.long))
-    torch.testing.assert_close(aim.look(z, 0.5)[0], -total - 3 * change, rtol=0, atol=1e-9)
+    torch.testing.assert_close(aim.evaluate(z, 0.5)[0], -total - 3 * change, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", VITS)

@@ -75,10 +75,10 @@ def test_gamas_weight_falls_from_fifty_to_nothing_in_a_quarter():
     away = (p - guide).square().sum(1)
     for turn in range(100):
         weight = 50 - 2 * turn if turn < 25 else 0
-        value, _ = aim.look(z, turn / 100)
+        value, _ = aim.evaluate(z, turn / 100)
         assert torch.allclose(value, margin(p, y) + weight * away, atol=1e-5)
     kept = aim.keep(torch.tensor([True, False, True]))
-    assert torch.equal(kept.look(z[[0, 2]], 0.0)[0], aim.look(z, 0.0)[0][[0, 2]])
+    assert torch.equal(kept.evaluate(z[[0, 2]], 0.0)[0], aim.evaluate(z, 0.0)[0][[0, 2]])
 
 
 def test_gama_steps_drop_by_ten_at_sixty_and_eighty_five():
@@ -134,7 +134,7 @@ def test_fading_is_apgds_momentum_with_a_linear_step():
 def test_on_logits_tells_value_and_success():
     model, x = TinyNet().eval(), images(5)
     y = torch.tensor([0, 1, 2, 0, 1])
-    value, fooled = OnLogits(margin)(model, x, y).look(x, 0.0)
+    value, fooled = OnLogits(margin)(model, x, y).evaluate(x, 0.0)
     assert torch.equal(fooled, value > 1e-5 * model(x).abs().amax(1))
     assert torch.equal(clearly_fooled(LOGITS, LABELS), torch.tensor([False, True, True]))
 
@@ -159,10 +159,10 @@ def test_gama_can_be_guided_by_the_start_as_in_the_released_code():
     y = model(x).argmax(1)
     aim = Gama(guide="init")(model, x, y)
     start = (x + 0.05).clamp(0, 1)
-    first, _ = aim.look(start, 0.0)
+    first, _ = aim.evaluate(start, 0.0)
     probabilities = model(start).softmax(1)
     assert torch.allclose(first, margin(probabilities, y))  # nothing to be pulled from yet
-    second, _ = aim.look(x, 0.1)
+    second, _ = aim.evaluate(x, 0.1)
     pulled = margin(model(x).softmax(1), y) + 50 * 0.6 * (model(x).softmax(1) - probabilities).square().sum(1)
     assert torch.allclose(second, pulled)
     with pytest.raises(UserError, match="clean, init"):

@@ -10,9 +10,9 @@ from vitadel.attacks import PGD, Linf, Restarts, make
 from vitadel.attacks.goals import FromClean, gradient
 from vitadel.attacks.losses import hard_labels, kl_divergence, lead, likeliest_wrong, margin, probability_margin
 from vitadel.attacks.registry import kl
+from vitadel.attacks.settings import training_form
 from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.threats import L1, L2
-from vitadel.attacks.variants import training_form
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.runtime.rng import SampleRNG
@@ -32,7 +32,7 @@ def test_divergence_by_hand():
 def test_value_is_the_divergence_from_the_clean_answer_which_stands_first():
     model, x, y = toy()
     z = Linf(0.1).random(x, SampleRNG.of_samples(0, range(8)))
-    value, fooled = FromClean()(model, x, y).look(z, 0.0)
+    value, fooled = FromClean()(model, x, y).evaluate(z, 0.0)
     p, q = (model(each).double().softmax(1) for each in (x, z))
     assert torch.allclose(value.double(), (p * (p / q).log()).sum(1), atol=1e-5)
     assert not torch.allclose(value.double(), (q * (q / p).log()).sum(1), atol=1e-5)
@@ -46,7 +46,7 @@ def test_no_slope_at_the_clean_image_and_a_slope_beside_it():
 
     def slope(at):
         at = at.clone().requires_grad_()
-        return gradient(aim.look(at, 0.0)[0], at)
+        return gradient(aim.evaluate(at, 0.0)[0], at)
 
     assert slope(x).abs().max() < 1e-12
     assert slope(x + 0.01).abs().amax((1, 2, 3)).min() > 1e-4
@@ -56,7 +56,7 @@ def test_kept_samples_keep_their_clean_answers():
     model, x, y = toy()
     aim, z = FromClean()(model, x, y), images(8, seed=3)
     kept = torch.tensor([1, 4])
-    assert torch.allclose(aim.keep(kept).look(z[kept], 0.0)[0], aim.look(z, 0.0)[0][kept], atol=1e-6)
+    assert torch.allclose(aim.keep(kept).evaluate(z[kept], 0.0)[0], aim.evaluate(z, 0.0)[0][kept], atol=1e-6)
 
 
 def test_the_clean_answer_is_computed_once():

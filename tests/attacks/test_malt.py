@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from vitadel.attacks.malt import dual_order, linear_distances, nearest_targets
-from vitadel.attacks.threats import L1, L2, Linf
+from vitadel.attacks.autoattack.nearest_targets import linear_distances, nearest_targets
+from vitadel.attacks.threats import L1, L2, Linf, dual_order
 
 
 @pytest.fixture

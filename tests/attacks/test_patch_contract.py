@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.patches.learned_patches import patches_learned
+from vitadel.attacks.patches.learned_patches import LearnedPatches
 from vitadel.attacks.patches.patch_fool import patch_fool
-from vitadel.attacks.patches.random_patches import patches_random
+from vitadel.attacks.patches.random_patches import RandomPatches
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.errors import UserError
@@ -23,11 +23,11 @@ BALL = Linf(8 / 255)
 
 def _learned(ball, model, **settings) -> Attack:
     x = pixels("vit", 4, seed=30)
-    return patches_learned(ball, training_steps=2, masks=3, **settings).prepared(model, [(x, torch.zeros(4).long())])
+    return LearnedPatches(ball, training_steps=2, masks=3, **settings).prepared(model, [(x, torch.zeros(4).long())])
 
 
 ATTACKS = {
-    "random": lambda ball, model: patches_random(ball, masks=3),
+    "random": lambda ball, model: RandomPatches(ball, masks=3),
     "fool": lambda ball, model: patch_fool(ball, patches=2, steps=4),
     "fool saliency": lambda ball, model: patch_fool(ball, steps=4, select="saliency"),
     "fool random paper": lambda ball, model: patch_fool(ball, patches=3, steps=4, select="random", paper=True),
@@ -184,5 +184,5 @@ def test_the_given_norm_does_not_matter(ball):
 def test_settings_are_told():
     told = settings_of(patch_fool(BALL, patches=3))
     assert (told["patches"], told["select"], told["mild"], told["rate"]) == (3, "attention", "none", 0.2)
-    assert settings_of(patches_random(BALL))["share"] == 0.1
-    assert settings_of(patches_learned(BALL))["objective"] == "features"
+    assert settings_of(RandomPatches(BALL))["share"] == 0.1
+    assert settings_of(LearnedPatches(BALL))["objective"] == "features"

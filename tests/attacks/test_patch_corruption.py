@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from toys import Constant, TinyNet, images
 from vitadel.attacks.patches.corruption_model import CorruptionModel, alignment, corrupted, keep_mask
-from vitadel.attacks.patches.learned_patches import LearnedPatches, patches_learned
-from vitadel.attacks.patches.random_patches import Patches, changed_patches, patches_random
+from vitadel.attacks.patches.learned_patches import LearnedPatches
+from vitadel.attacks.patches.patch_threat import Patches, changed_patches
+from vitadel.attacks.patches.random_patches import RandomPatches
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
@@ -41,7 +42,7 @@ BRIGHT = [bright_images(16, seed) for seed in (5, 6)]
 
 
 def learned(model: nn.Module, calibration, seed: int = 0, **settings) -> LearnedPatches:
-    attack = patches_learned(BALL, **settings).prepared(model, calibration, seed)
+    attack = LearnedPatches(BALL, **settings).prepared(model, calibration, seed)
     assert isinstance(attack, LearnedPatches)
     return attack
 
@@ -104,7 +105,7 @@ def test_the_patch_that_decides_is_found(seed, paper):
     assert chosen.sum() == 32
     assert chosen[:, 6].all()
     assert (OnePatch()(z).argmax(1) == 1).all()
-    by_chance = patches_random(BALL, share=1 / 16, masks=1, side=4)(OnePatch(), x, y)
+    by_chance = RandomPatches(BALL, share=1 / 16, masks=1, side=4)(OnePatch(), x, y)
     assert (OnePatch()(by_chance).argmax(1) == 0).float().mean() > 0.7
 
 
@@ -124,7 +125,7 @@ def test_it_moves_features_further_than_chance_on_new_images():
     attack = learned(model, batches, share=0.25, masks=1, training_steps=40, noise="pixel")
     x, y = pixels("vit", 64, seed=9), torch.zeros(64, dtype=torch.long)
     chance = [
-        patches_random(BALL, share=0.25, masks=1, noise="pixel")(model, x, y, SampleRNG.of_samples(seed, range(64)))
+        RandomPatches(BALL, share=0.25, masks=1, noise="pixel")(model, x, y, SampleRNG.of_samples(seed, range(64)))
         for seed in range(5)
     ]
     by_chance = [feature_distance(model, x, z) for z in chance]
@@ -156,7 +157,7 @@ def test_the_selector_sees_what_the_model_sees():
     """Normalised pixels: the same network behind another normalisation of shifted images makes the same choice."""
     x, y = 0.5 * images(8, side=16), torch.zeros(8, dtype=torch.long)
     selector = CorruptionModel(4, 4, 4)
-    attack = dataclasses.replace(patches_learned(BALL, side=4, share=0.2), selector=selector)
+    attack = dataclasses.replace(LearnedPatches(BALL, side=4, share=0.2), selector=selector)
     one = attack(wrap(OnePatch(), mean=(0.0,) * 3, std=(0.5,) * 3), x, y)
     two = attack(wrap(OnePatch(), mean=(0.5,) * 3, std=(0.5,) * 3), x + 0.5, y)
     assert torch.equal(changed_patches(one, x, 4), changed_patches(two, x + 0.5, 4))
@@ -165,7 +166,7 @@ def test_the_selector_sees_what_the_model_sees():
 
 
 def test_unprepared_it_says_what_to_do():
-    attack = patches_learned(BALL)
+    attack = LearnedPatches(BALL)
     assert isinstance(attack, Calibrated)
     assert attack.calibration_images == 256
     with pytest.raises(UserError, match=r"must first study the model.*attack\.prepared\(model, batches\)"):
@@ -175,7 +176,7 @@ def test_unprepared_it_says_what_to_do():
 @pytest.mark.parametrize("calibration", [[], [(torch.zeros(0, 3, 32, 32), torch.zeros(0, dtype=torch.long))]])
 def test_no_images_to_learn_from(calibration):
     with pytest.raises(UserError, match="no images to learn from"):
-        patches_learned(BALL).prepared(make_vit("vit"), calibration)
+        LearnedPatches(BALL).prepared(make_vit("vit"), calibration)
 
 
 def test_a_stream_that_ends_is_refused_unless_it_is_long_enough():
@@ -183,7 +184,7 @@ def test_a_stream_that_ends_is_refused_unless_it_is_long_enough():
     for paper in (False, True):
         stream = ((pixels("vit", 2, seed), torch.zeros(2, dtype=torch.long)) for seed in range(2))
         with pytest.raises(UserError, match="gone through only once"):
-            patches_learned(BALL, training_steps=3, paper=paper).prepared(model, stream)
+            LearnedPatches(BALL, training_steps=3, paper=paper).prepared(model, stream)
     stream = ((pixels("vit", 2, seed), torch.zeros(2, dtype=torch.long)) for seed in range(2))
     assert learned(model, stream, training_steps=2).selector is not None
 
@@ -201,7 +202,7 @@ def test_models_without_a_grid_need_a_side_and_the_logits():
     model, x = TinyNet().eval(), images(4)
     y = model(x).argmax(1)
     with pytest.raises(UserError, match="no grid is known here"):
-        patches_learned(BALL).prepared(model, [(x, y)])
+        LearnedPatches(BALL).prepared(model, [(x, y)])
     attack = learned(model, [(x, y)], side=4, objective="ce", training_steps=2)
     assert (Patches(1, 4).size(attack(model, x, y), x) == 1).all()
 
@@ -223,4 +224,4 @@ def test_a_constant_model_teaches_nothing_and_breaks_nothing(paper):
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        patches_learned(BALL, **settings)
+        LearnedPatches(BALL, **settings)

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 from toys import TinyNet, images
 from vitadel.attacks.patches import patch_fool as module
 from vitadel.attacks.patches.patch_fool import PatchFool, attention_drawn, patch_fool, without_conflict
-from vitadel.attacks.patches.random_patches import Patches, changed_patches, patch_grid_of, patches_random
+from vitadel.attacks.patches.patch_threat import Patches, changed_patches, patch_grid_of
+from vitadel.attacks.patches.random_patches import RandomPatches
+from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.attacks.threats import L1, L2, Linf
-from vitadel.attacks.transfer.surrogate import Changed, Surrogate
-from vitadel.attacks.views import Averaged
+from vitadel.attacks.wrappers import Averaged
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
 from vitadel.evaluation.engine.pass_counter import metered
@@ -164,7 +165,7 @@ def test_the_direction_is_what_the_paper_says(paper):
     attack = patch_fool(BALL, patches=2, alpha=0.7, paper=paper)
     area = torch.zeros(1, 1, 32, 32, dtype=torch.bool)
     area[..., :8, 24:] = area[..., 8:16, 24:] = True
-    _, direction = attack._look(model, module._Scene(x, y, picked, patch_grid_of(model, x)), x)
+    _, direction = attack._step_direction(model, module._PatchBatch(x, y, picked, patch_grid_of(model, x)), x)
 
     leaf = x.clone().requires_grad_()
     with attention_maps(model) as maps:
@@ -244,7 +245,7 @@ def test_it_fools_where_noise_in_as_many_patches_does_not():
     y = model(x).argmax(1)
     attack = patch_fool(BALL, patches=1, steps=30)
     verdict = judge(model, attack.rules(model, x), x, attack(model, x, y), y)
-    noise = patches_random(BALL, share=1 / 16, masks=1)
+    noise = RandomPatches(BALL, share=1 / 16, masks=1)
     by_chance = judge(model, noise.rules(model, x), x, noise(model, x, y), y)
     assert not verdict.void.any()
     assert verdict.held.float().mean() < by_chance.held.float().mean() - 0.2
@@ -305,8 +306,8 @@ def test_without_the_attention_term_no_attention_is_needed(name, monkeypatch):
 def test_without_the_attention_term_only_the_cross_entropy_is_climbed():
     model = deep().requires_grad_(False)
     x, y = sample(model)
-    scene = module._Scene(x, y, torch.tensor([[3, 7]]).expand(len(x), -1), patch_grid_of(model, x))
-    _, direction = patch_fool(BALL, patches=2, alpha=0.0)._look(model, scene, x)
+    scene = module._PatchBatch(x, y, torch.tensor([[3, 7]]).expand(len(x), -1), patch_grid_of(model, x))
+    _, direction = patch_fool(BALL, patches=2, alpha=0.0)._step_direction(model, scene, x)
     leaf = x.clone().requires_grad_()
     (main,) = torch.autograd.grad(F.cross_entropy(model(leaf), y, reduction="sum"), leaf)
     assert torch.allclose(direction, main * scene.area, atol=1e-12)

@@ -11,22 +11,20 @@ from torch import Tensor, nn
 from toys import TinyNet, images
 from vitadel.attacks.goals import OnLogits
 from vitadel.attacks.losses import margin
-from vitadel.attacks.patches.random_patches import (
+from vitadel.attacks.patches.patch_threat import (
     Patches,
-    RandomPatches,
     changed_patches,
     count_of_share,
     cut,
     patch_grid_of,
     patch_side_of,
-    patches_random,
     pixel_mask,
     strongest,
-    uniform_noise,
 )
+from vitadel.attacks.patches.random_patches import RandomPatches, uniform_noise
 from vitadel.attacks.pgd import PGD
+from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.attacks.threats import L2, Linf
-from vitadel.attacks.transfer.surrogate import Changed, Surrogate
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
@@ -103,12 +101,12 @@ def test_overlapping_patches_are_no_grid():
 
 def test_a_model_without_patches_is_refused():
     with pytest.raises(UserError, match=r"no grid is known here: no anatomy known for .*TinyNet.*side=16"):
-        patches_random(Linf(0.1))(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.long))
+        RandomPatches(Linf(0.1))(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.long))
 
 
 def test_a_side_that_does_not_divide_is_refused():
     with pytest.raises(UserError, match="8 x 8 pixels cannot be cut into patches of side 3"):
-        patches_random(Linf(0.1), side=3)(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.long))
+        RandomPatches(Linf(0.1), side=3)(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.long))
 
 
 def three_changes() -> tuple[Tensor, Tensor]:
@@ -215,7 +213,7 @@ def test_noise_is_drawn_in_the_space_that_the_model_normalises_to():
 def test_random_patches_replace_the_share_they_say():
     model, x = make_vit("vit"), pixels("vit", 12)
     y = model(x).argmax(1)
-    attack = patches_random(Linf(8 / 255), share=0.25, masks=3)
+    attack = RandomPatches(Linf(8 / 255), share=0.25, masks=3)
     z = attack(model, x, y)
     rules = attack.rules(model, x)
     assert rules == Patches(4, 8)
@@ -237,7 +235,7 @@ def test_more_masks_are_never_better_for_the_model():
 
 def test_random_patches_run_on_any_model_with_a_side():
     model, x = TinyNet().eval(), images(6)
-    z = patches_random(Linf(0.1), share=0.25, side=4)(model, x, model(x).argmax(1))
+    z = RandomPatches(Linf(0.1), share=0.25, side=4)(model, x, model(x).argmax(1))
     assert (Patches(1, 4).size(z, x) == 1).all()
 
 
@@ -252,7 +250,7 @@ def test_random_patches_run_on_any_model_with_a_side():
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        patches_random(Linf(0.1), **settings)
+        RandomPatches(Linf(0.1), **settings)
 
 
 def test_a_threat_needs_a_side():

@@ -27,7 +27,7 @@ GRIDS = {"pit": (7, 7), "swin": (8, 8), "swinv2": (8, 8)}  # of their first bloc
 
 def slope(goal: PatchOut, model: nn.Module, x: Tensor, z: Tensor, y: Tensor, progress: float = 0.0) -> Tensor:
     z = z.clone().requires_grad_()
-    values, _ = goal(model, x, y).look(z, progress)
+    values, _ = goal(model, x, y).evaluate(z, progress)
     return gradient(values, z)
 
 
@@ -93,14 +93,16 @@ def test_the_model_is_shown_the_clean_image_in_the_other_patches(scene) -> None:
     z = Linf(0.1).random(x, rng)
     chosen = patches_of(slope(PatchOut(rng, weight=0.0), model, x, z, y)).view(2, 1, 4, 4).double()
     mask = nn.functional.interpolate(chosen, scale_factor=8, mode="nearest").bool()
-    values, _ = PatchOut(rng, weight=0.0)(model, x, y).look(z, 0.0)
+    values, _ = PatchOut(rng, weight=0.0)(model, x, y).evaluate(z, 0.0)
     torch.testing.assert_close(values, cross_entropy(model(torch.where(mask, z, x)), y), rtol=0, atol=1e-12)
 
 
 def test_the_length_counts_per_sample_and_pulls_on_every_patch(scene) -> None:
     model, x, y, rng = scene
     z = Linf(0.1).random(x, rng)
-    (with_length, _), (without, _) = (PatchOut(rng, weight=weight)(model, x, y).look(z, 0.0) for weight in (0.5, 0.0))
+    (with_length, _), (without, _) = (
+        PatchOut(rng, weight=weight)(model, x, y).evaluate(z, 0.0) for weight in (0.5, 0.0)
+    )
     lengths = torch.stack([(z[i] - x[i]).square().sum().sqrt() for i in range(2)])
     torch.testing.assert_close(with_length - without, 0.5 * lengths)
     difference = slope(PatchOut(rng, weight=0.5), model, x, z, y) - slope(PatchOut(rng, weight=0.0), model, x, z, y)
@@ -111,9 +113,9 @@ def test_pna_changes_gradients_and_neither_logits_nor_verdicts(scene) -> None:
     model, x, y, rng = scene
     z = Linf(0.1).random(x, rng)
     goal = PatchOut(rng)
-    plain, (values, verdicts) = slope(goal, model, x, z, y), goal(model, x, y).look(z, 0.0)
+    plain, (values, verdicts) = slope(goal, model, x, z, y), goal(model, x, y).evaluate(z, 0.0)
     with constant_attention(model):
-        held, (held_values, held_verdicts) = slope(goal, model, x, z, y), goal(model, x, y).look(z, 0.0)
+        held, (held_values, held_verdicts) = slope(goal, model, x, z, y), goal(model, x, y).evaluate(z, 0.0)
     torch.testing.assert_close(held_values, values, rtol=0, atol=1e-11)
     assert torch.equal(held_verdicts, verdicts)
     assert (held - plain).abs().max() > 1e-3 * plain.abs().max()
@@ -158,8 +160,8 @@ def test_each_half_alone_differs_from_both(scene) -> None:
 def test_verdicts_are_on_the_whole_image(scene) -> None:
     model, x, y, rng = scene
     wrong = (y + 1) % 5
-    _, told = PatchOut(rng)(model, x, wrong).look(x, 0.0)
-    _, silent = PatchOut(rng, verdicts=False)(model, x, wrong).look(x, 0.0)
+    _, told = PatchOut(rng)(model, x, wrong).evaluate(x, 0.0)
+    _, silent = PatchOut(rng, verdicts=False)(model, x, wrong).evaluate(x, 0.0)
     assert told.all()
     assert not silent.any()
     assert torch.equal(pna_patchout(Linf(EPS), stop_when_fooled=True)(model, x, wrong, rng), x)

@@ -107,7 +107,7 @@ def test_the_attack_lowers_their_cosine() -> None:
     assert (few < 1).all()
     goal = AwayFromFeatures(kind="pooled", weight=0.0)
     z = (x + 0.05).clamp(0, 1)
-    torch.testing.assert_close(goal(net, x, y).look(z, 0.5)[0], -cosines(net(z), clean), rtol=0, atol=1e-6)
+    torch.testing.assert_close(goal(net, x, y).evaluate(z, 0.5)[0], -cosines(net(z), clean), rtol=0, atol=1e-6)
 
 
 def test_paper_takes_the_cosine_over_the_embedding() -> None:

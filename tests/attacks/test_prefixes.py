@@ -10,12 +10,13 @@ import torch
 from toys import images
 from vitadel.attacks import make
 from vitadel.attacks.attention_scaling.aas import PAPER_STYLE, Rescaled
-from vitadel.attacks.prefixes import PREFIXES
+from vitadel.attacks.registry import PREFIXES
+from vitadel.attacks.sample_info import ReportsSampleInfo
 from vitadel.attacks.settings import settings_of
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
 from vitadel.runtime.rng import SampleRNG
-from vitadel.types import Calibrated, Explaining
+from vitadel.types import Calibrated
 from vits import VITS, make_vit
 
 AROUND = {"aas": "aas(images=4,steps=1)", "aas-bpda": "aas-bpda(images=4,steps=1)", "aas-paper": "aas-paper(images=4)"}
@@ -48,13 +49,13 @@ def test_every_pair_runs_and_keeps_the_budget(outer, inner, core):
 def test_averaging_reaches_the_softened_restart():
     from vitadel.attacks.autoattack.fast import AutoAttackFast
     from vitadel.attacks.threats import Linf
-    from vitadel.attacks.views import Averaged
+    from vitadel.attacks.wrappers import Averaged
 
     model, x = make_vit("vit", classes=4), images(3, side=VITS["vit"].size)
     with torch.no_grad():
         y = model(x).argmax(1)
     fast = AutoAttackFast(Linf(1e-5), 2, 3, 2, 2, 1, 2, reaches=((float("inf"), 3),), sentinel_queries=2)
-    _, notes = Averaged(fast, 2).explain(model, x, y)
+    _, notes = Averaged(fast, 2).run_with_info(model, x, y)
     assert (notes["restarts"] == 3).all()
 
 
@@ -64,8 +65,8 @@ def test_notes_pass_through_views():
         y = model(x).argmax(1)
     for name in ("targeted:least+scale:0.1+pgd-2", "eot:2+scale:0.1+pgd-2"):
         attack = make(name)
-        assert isinstance(attack, Explaining)
-        assert attack.explain(model, x, y)[1][PAPER_STYLE].shape == (5,)
+        assert isinstance(attack, ReportsSampleInfo)
+        assert attack.run_with_info(model, x, y)[1][PAPER_STYLE].shape == (5,)
 
 
 def test_the_doubts_of_an_attack_inside_are_passed_on():
@@ -75,11 +76,11 @@ def test_the_doubts_of_an_attack_inside_are_passed_on():
         y = model(x).argmax(1)
     fast = make("autoattack-fast(entropy_steps=2,margin_steps=2,target_steps=1,best_steps=1)", eps=1 / 255)
     rng = SampleRNG.of_samples(0, range(12))
-    z, notes = Rescaled(fast, 0.5).explain(model, x, y, rng)
+    z, notes = Rescaled(fast, 0.5).run_with_info(model, x, y, rng)
     held = model(z).argmax(1) == y
     assert 0 < int(held.sum()) < 12
     assert torch.equal(notes["fell_in"] < 0, held)
-    plain, told = fast.explain(model, x[held], y[held], rng[held])
+    plain, told = fast.run_with_info(model, x[held], y[held], rng[held])
     assert torch.equal(z[held], plain)
     assert torch.equal(notes["missing"][held], told["missing"])
 

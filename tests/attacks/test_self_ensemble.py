@@ -104,8 +104,8 @@ def test_the_goal_is_the_sum_over_blocks(loss: Any) -> None:
     expected = sum(loss(logits, y) for logits in by_hand(model, x, "vit"))
     with block_logits(model) as seen:
         aim = EveryBlock(seen, loss)(model, x, y)
-        values, fooled = aim.look(x, 0.0)
-        second, _ = aim.keep(torch.tensor([False, True])).look(x[1:], 0.0)
+        values, fooled = aim.evaluate(x, 0.0)
+        second, _ = aim.keep(torch.tensor([False, True])).evaluate(x[1:], 0.0)
     torch.testing.assert_close(values, expected)
     torch.testing.assert_close(second, values[1:])
     assert torch.equal(fooled, model(x).argmax(1) != y)

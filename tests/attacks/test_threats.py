@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from toys import images
-from vitadel.attacks.threats import L1, L2, NORMS, Linf, threat
+from vitadel.attacks.threats import L1, L2, NORMS, Linf, make_threat
 from vitadel.errors import UserError
 from vitadel.runtime.rng import SampleRNG
 
@@ -38,7 +38,7 @@ def nearest_by_bisection(z: torch.Tensor, x: torch.Tensor, eps: float) -> torch.
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("reach", [0.001, 0.2, 5.0])
 def test_projection_lands_in_ball_and_box_and_keeps_what_is_inside(norm, reach):
-    ball, x = threat(norm, BUDGETS[norm]), images(6)
+    ball, x = make_threat(norm, BUDGETS[norm]), images(6)
     z = ball.project(far_points(x, reach), x)
     assert ball.size(z, x).max() <= BUDGETS[norm] + 1e-6
     assert z.min() >= 0
@@ -62,7 +62,7 @@ def test_l1_projection_uses_the_whole_budget():
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_ascent_has_length_one_and_beats_every_other_direction(norm):
-    ball = threat(norm, 1.0) if norm != "l1" else L1(1.0, sparsity=0.0)
+    ball = make_threat(norm, 1.0) if norm != "l1" else L1(1.0, sparsity=0.0)
     z = torch.full((4, 3, 8, 8), 0.5)
     grad = SampleRNG.of_samples(3, range(4)).normal(3, 8, 8)
     step = ball.ascent(grad, z)
@@ -87,12 +87,12 @@ def test_l1_ascent_skips_pixels_that_cannot_move():
 @pytest.mark.parametrize("norm", NORMS)
 def test_zero_gradient_gives_a_zero_step(norm):
     x = images(2)
-    assert torch.equal(threat(norm, 1.0).ascent(torch.zeros_like(x), x), torch.zeros_like(x))
+    assert torch.equal(make_threat(norm, 1.0).ascent(torch.zeros_like(x), x), torch.zeros_like(x))
 
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_random_starts_fill_the_ball_differently_for_each_sample(norm):
-    ball, x = threat(norm, BUDGETS[norm]), images(8)
+    ball, x = make_threat(norm, BUDGETS[norm]), images(8)
     z = ball.random(x, SampleRNG.of_samples(0, range(8)))
     sizes = ball.size(z, x)
     assert (sizes > 0).all()
@@ -120,14 +120,14 @@ def test_l2_radius_is_spread():
 )
 def test_senseless_budgets_are_told(norm, eps, said):
     with pytest.raises(UserError, match=said):
-        threat(norm, eps)
+        make_threat(norm, eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("norm", "eps"), [("linf", 8 / 255), ("l2", 0.5), ("l1", 3.0)])
 def test_coarse_types_stay_in_the_ball(dtype, norm, eps):
     x = images(20).to(dtype)
-    ball = threat(norm, eps)
+    ball = make_threat(norm, eps)
     rng = SampleRNG.of_samples(0, range(20))
     far = (x + rng.stream("far").normal(*x.shape[1:]).to(dtype)).to(dtype)
     for z in (ball.project(far, x), ball.random(x, rng), ball.random(x, rng, surface=True)):

@@ -10,8 +10,8 @@ from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf, make
 from vitadel.attacks.goals import fooled
 from vitadel.attacks.square import Square
-from vitadel.attacks.transfer.surrogate import Surrogate, deployed, seen_through
-from vitadel.attacks.views import Averaged, Targeted
+from vitadel.attacks.surrogate import Surrogate, deployed, seen_through
+from vitadel.attacks.wrappers import Averaged, Targeted
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.runtime.rng import SampleRNG
@@ -110,7 +110,7 @@ def test_averaging_holds_one_pass_in_memory():
 
 
 def _mean(model: nn.Module, times: int) -> nn.Module:
-    from vitadel.attacks.views import _Mean
+    from vitadel.attacks.wrappers import _Mean
 
     return _Mean(model, times)
 

@@ -92,7 +92,7 @@ class Told(Paint):
 
     name: str = "mark"
 
-    def explain(self, model, x, y, rng=None):
+    def run_with_info(self, model, x, y, rng=None):
         marks = x[:, 0, 0, 0]
         return self(model, x, y, rng), {self.name: marks, "strong": marks < self.power, "at": marks.mul(10).long()}
 
@@ -100,17 +100,17 @@ class Told(Paint):
 def test_notes_are_those_of_the_last_attack_that_a_sample_met():
     x, y = batch()
     weak, strong = Told(0.3), Told(0.9, name="other")
-    z, notes = WorstOf((weak, strong)).explain(Bright(), x, y)
+    z, notes = WorstOf((weak, strong)).run_with_info(Bright(), x, y)
     assert torch.equal(z, WorstOf((weak, strong))(Bright(), x, y))
     assert notes["mark"].tolist() == pytest.approx([EASY, MIDDLING, HARD])
     assert notes["other"][1:].tolist() == pytest.approx([MIDDLING, HARD])
     assert notes["other"][0].isnan()  # it never met the second one
     assert notes["strong"].tolist() == [True, True, True]
     assert notes["at"].tolist() == [2, 5, 8]
-    assert WorstOf((Paint(0.3), strong)).explain(Bright(), x, y)[1]["at"].tolist() == [-1, 5, 8]
-    _, again = Restarts(weak, 2).explain(Bright(), x, y)
+    assert WorstOf((Paint(0.3), strong)).run_with_info(Bright(), x, y)[1]["at"].tolist() == [-1, 5, 8]
+    _, again = Restarts(weak, 2).run_with_info(Bright(), x, y)
     assert again["strong"].tolist() == [True, False, False]
-    assert Restarts(Paint(0.3), 2).explain(Bright(), x, y)[1] == {}
+    assert Restarts(Paint(0.3), 2).run_with_info(Bright(), x, y)[1] == {}
 
 
 def test_an_empty_ensemble_is_refused():

@@ -6,8 +6,7 @@ import json
 
 from typer.testing import CliRunner
 
-from vitadel.attacks.patches.corruption_model import CorruptionModel
-from vitadel.attacks.patches.corruption_model_files import save_corruption_model
+from vitadel.attacks.patches.corruption_model import CorruptionModel, save_corruption_model
 from vitadel.cli.main import app
 from vitadel.cli.stability import StabilityFlags
 from vitadel.errors import UserError

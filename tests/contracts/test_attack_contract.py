@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from toys import Constant, TinyNet, images
 from vitadel.attacks import make
-from vitadel.attacks.parse import looks_inside, read_attack_name
-from vitadel.attacks.prefixes import PREFIXES
-from vitadel.attacks.registry import CATALOGUE
-from vitadel.attacks.threats import NORMS, threat
+from vitadel.attacks.parse import needs_known_family, read_attack_name
+from vitadel.attacks.registry import ATTACKS, PREFIXES
+from vitadel.attacks.threats import NORMS, make_threat
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.evaluation.engine.stages import rules_of
@@ -38,7 +37,7 @@ SHORT = {
 }
 AROUND = {"aas": "aas(images=8,steps=2)", "aas-bpda": "aas-bpda(images=8,steps=2)", "aas-paper": "aas-paper(images=8)"}
 AROUND |= {"scale": "scale:0.1", "eot": "eot:2", "targeted": "targeted:next"}
-NAMES = [SHORT.get(name, f"{name}-6") for name in CATALOGUE]
+NAMES = [SHORT.get(name, f"{name}-6") for name in ATTACKS]
 NAMES += ["pgd-6(restarts=3)", "gama-6(guide=init)", *(f"{AROUND[name]}+pgd-6" for name in PREFIXES)]
 EVERYTHING = [pytest.param(name, norm, id=f"{name} {norm}") for name in NAMES for norm in NORMS]
 # Where no geometry is involved, one norm proves as much as three.
@@ -52,11 +51,11 @@ COPIES = 12  # of a batch, at once, besides what the model itself needs
 
 
 def model_for(name: str, classes: int = CLASSES, **settings: float) -> nn.Module:
-    return make_vit("vit", classes=classes, **settings) if looks_inside(name) else TinyNet(classes).eval()
+    return make_vit("vit", classes=classes, **settings) if needs_known_family(name) else TinyNet(classes).eval()
 
 
 def images_for(name: str, count: int, seed: int = 0) -> Tensor:
-    return images(count, seed, VITS["vit"].size) if looks_inside(name) else images(count, seed)
+    return images(count, seed, VITS["vit"].size) if needs_known_family(name) else images(count, seed)
 
 
 @pytest.fixture
@@ -100,7 +99,7 @@ def excess(name: str, norm: str, model: nn.Module, z: Tensor, x: Tensor) -> floa
 
 def rules_for(name: str, norm: str, model: nn.Module, x: Tensor) -> Threat:
     own = rules_of(make(name, eps=BUDGETS[norm], norm=norm))
-    return threat(norm, BUDGETS[norm]) if own is None else own(model, x)
+    return make_threat(norm, BUDGETS[norm]) if own is None else own(model, x)
 
 
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
@@ -129,7 +128,9 @@ def test_fools_more_than_noise_of_the_same_size(name, norm, model):
 @pytest.mark.parametrize(("name", "norm"), EVERY_NAME)
 def test_leaves_no_trace(name, norm, batch):
     x, y = batch
-    model = model_for(name, **({"drop_path_rate": 0.2, "proj_drop_rate": 0.2} if looks_inside(name) else {})).train()
+    model = model_for(
+        name, **({"drop_path_rate": 0.2, "proj_drop_rate": 0.2} if needs_known_family(name) else {})
+    ).train()
     list(model.modules())[-1].eval()  # mixed modes must survive
     parameters = [p.clone() for p in model.parameters()]
     for number, parameter in enumerate(model.parameters()):
@@ -211,7 +212,7 @@ def test_no_budget_means_no_change(name, norm, model, batch):
 def test_constant_logits_give_no_nan(name, norm, batch):
     x, y = batch
     model = Constant()
-    if looks_inside(name):
+    if needs_known_family(name):
         model = model_for(name)
         nn.init.zeros_(model.head.weight)
         nn.init.zeros_(model.head.bias)
@@ -272,14 +273,14 @@ def test_costs_no_more_than_it_says(name, norm):
     with metered(model) as cost:
         attack(model, x, y)
     parsed = read_attack_name(name)
-    if CATALOGUE[parsed.base].adaptive or any(PREFIXES[prefix].needs_vit for prefix, _ in parsed.prefixes):
+    if ATTACKS[parsed.base].adaptive or any(PREFIXES[prefix].needs_vit for prefix, _ in parsed.prefixes):
         assert cost.gradients <= 6 * gradients  # what the hardest sample costs, and these are not hard
         assert cost.forwards <= 6 * forwards
     else:
         assert (cost.gradients, cost.forwards) == (6 * gradients, 6 * forwards)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if looks_inside(name)])
+@pytest.mark.parametrize("name", [name for name in NAMES if needs_known_family(name)])
 def test_a_model_without_attention_is_refused(name):
     x = images(3)
     with pytest.raises(UserError, match=r"anatomy|attention|patch"):

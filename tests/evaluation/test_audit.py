@@ -124,7 +124,7 @@ def test_attacks_that_break_the_rules_gain_nothing(monkeypatch):
     import dataclasses
 
     cheat = dataclasses.make_dataclass("Cheat", [], bases=(Cheat,), frozen=True)
-    monkeypatch.setitem(registry.CATALOGUE, "cheat", registry.Preset(lambda threat: cheat(), "breaks the budget"))
+    monkeypatch.setitem(registry.ATTACKS, "cheat", registry.AttackEntry(lambda threat: cheat(), "breaks the budget"))
     results = vitadel.audit(Brightness().eval(), attacks="cheat", limit=40)
     (entry,) = results["attacks"]
     assert entry["void"] == entry["attacked"]

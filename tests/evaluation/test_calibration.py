@@ -7,7 +7,7 @@ import torch
 
 from vitadel.attacks import make
 from vitadel.attacks.attention_scaling.aas import AAS, Rescaled
-from vitadel.attacks.views import Targeted
+from vitadel.attacks.wrappers import Targeted
 from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from imagenet_a import RIGHT, answering, write_imagenet_a
-from vitadel.attacks.patches.corruption_model import CorruptionModel
-from vitadel.attacks.patches.corruption_model_files import save_corruption_model
+from vitadel.attacks.patches.corruption_model import CorruptionModel, save_corruption_model
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.engine.target import open_target

@@ -17,7 +17,7 @@ from toras import classifier_of, enlivened
 from vitadel.adapters.tora.tora_files import fusion_of, interpolate_fusions
 from vitadel.adapters.tora.tora_settings import ToraSettings
 from vitadel.adapters.tora.tora_vit import BranchClassifier, Tora
-from vitadel.attacks.branch_attacks import Aimed
+from vitadel.attacks.branch_attacks import BranchAttack
 from vitadel.attacks.parse import make
 from vitadel.data import open_dataset
 from vitadel.data.batches import read_batches
@@ -166,7 +166,7 @@ def test_an_aimed_step_follows_the_gradient_of_its_branch(crew):
     x, y = pixels(target, range(12))
     eps = 2 / 255
     for branch in ("acc", "rob"):
-        found = Aimed(make("fgsm", eps=eps), branch)(model, x, y)
+        found = BranchAttack(make("fgsm", eps=eps), branch)(model, x, y)
         z = x.clone().requires_grad_()
         (slope,) = torch.autograd.grad(F.cross_entropy(BranchClassifier(model, branch)(z), y, reduction="sum"), z)
         expected = (x + eps * slope.sign()).clamp(0, 1)
@@ -207,7 +207,7 @@ def test_an_aimed_step_between_some_classes(tmp_path):
     x, y = pixels(target, range(RIGHT))
     whole, eps = Candidate("one", target).tora, 2 / 255
     for branch in ("acc", "rob"):
-        found = Aimed(make("fgsm", eps=eps), branch)(target.model, x, y)
+        found = BranchAttack(make("fgsm", eps=eps), branch)(target.model, x, y)
         z = x.clone().requires_grad_()
         logits = BranchClassifier(whole, branch)(z)[:, target.model.chosen]
         (slope,) = torch.autograd.grad(F.cross_entropy(logits, y, reduction="sum"), z)
@@ -219,7 +219,7 @@ def test_an_aimed_attack_costs_what_it_says(crew):
     x, _ = pixels(crew[0].target, range(6))
     with torch.no_grad():
         y = model(x).argmax(1)
-    attack = Aimed(make("pgd-3", eps=1e-6), "acc")
+    attack = BranchAttack(make("pgd-3", eps=1e-6), "acc")
     with metered(model) as cost:
         attack(model, x, y)
     assert (cost.gradients, cost.forwards) == tuple(6 * each for each in attack.passes()) == (18, 18)
@@ -229,9 +229,9 @@ def test_aiming_needs_two_heads():
     x = torch.rand(1, 3, 32, 32)
     for model in (tora(kind="single"), classifier_of()):
         with pytest.raises(UserError, match="no branch 'acc' to aim at"):
-            Aimed(make("fgsm"), "acc")(model, x, torch.zeros(1, dtype=torch.int64))
+            BranchAttack(make("fgsm"), "acc")(model, x, torch.zeros(1, dtype=torch.int64))
     with pytest.raises(UserError, match="unknown branch 'ac' to aim at; did you mean acc"):
-        Aimed(make("fgsm"), "ac")
+        BranchAttack(make("fgsm"), "ac")
 
 
 class Masked(Tora):

@@ -72,7 +72,7 @@ def test_the_goal_is_each_images_own_mean_over_pixels_that_count():
     masks = SampleRNG.of_samples(1, range(3)).integers(2, 4, 4)
     masks[0, :2], masks[2] = IGNORED, IGNORED
     model = Threshold()
-    values, fooled = OnPixels()(model, x, masks).look(x, 0.0)
+    values, fooled = OnPixels()(model, x, masks).evaluate(x, 0.0)
     logits = model(x)
     for place in (0, 1):
         chosen = masks[place] != IGNORED
@@ -80,5 +80,5 @@ def test_the_goal_is_each_images_own_mean_over_pixels_that_count():
         assert values[place] == pytest.approx(float(expected), rel=1e-5)
     assert values[2] == 0
     assert not fooled.any()
-    kept, _ = OnPixels()(model, x, masks).keep(torch.tensor([False, True, False])).look(x[1:2], 0.0)
+    kept, _ = OnPixels()(model, x, masks).keep(torch.tensor([False, True, False])).evaluate(x[1:2], 0.0)
     assert kept == pytest.approx(values[1:2])

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from vitadel.attacks import L1, L2, PGD, Linf, make
 from vitadel.attacks.losses import dlr, targeted_dlr
 from vitadel.attacks.steppers import Momentum, Steepest
-from vitadel.attacks.threats import threat
-from vitadel.attacks.views import Averaged
+from vitadel.attacks.threats import make_threat
+from vitadel.attacks.wrappers import Averaged
 from vitadel.backbones.load import load_model
 from vitadel.data.sources.shapes import Shapes
 from vitadel.evaluation.engine.judge import judge
@@ -48,7 +48,7 @@ class Walk:
 
     def ours(self, steps: int | None = None) -> PGD:
         """Without stopping at the first success, because theirs go on."""
-        ball, count = threat(self.norm, self.eps), self.steps if steps is None else steps
+        ball, count = make_threat(self.norm, self.eps), self.steps if steps is None else steps
         ball = dataclasses.replace(ball, sparsity=0.0) if isinstance(ball, L1) else ball
         return PGD(ball, stepper=Steepest(self.length), steps=count, random_start=False, stop_when_fooled=False)
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitadel.attacks.patches.corruption_model import CorruptionModel
-from vitadel.attacks.patches.corruption_model_files import save_corruption_model
+from vitadel.attacks.patches.corruption_model import CorruptionModel, save_corruption_model
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import open_target

@@ -59,7 +59,7 @@ def test_a_sample_is_noted_at_the_step_at_which_it_falls() -> None:
     x = (0.5 - distance)[:, None, None, None].expand(4, 3, 4, 4).contiguous()
     y = torch.zeros(4, dtype=torch.int64)
     search = make("pgd-6(step=0.01,random_start=false)", eps=0.2)
-    _, notes = Clocked(search).explain(Bright(), x, y)
+    _, notes = Clocked(search).run_with_info(Bright(), x, y)
     assert notes["turn"].tolist() == [1, 2, 4, 6]
 
 
@@ -72,7 +72,7 @@ def test_a_long_run_judged_on_its_way_is_the_short_run(text: str) -> None:
     with torch.no_grad():
         y = torch_model(x).argmax(1)
     rng, threat = SampleRNG.of_samples(0, range(24)), Linf(8 / 255)
-    z, notes = Clocked(make(text, eps=threat.eps)).explain(torch_model, x, y, rng)
+    z, notes = Clocked(make(text, eps=threat.eps)).run_with_info(torch_model, x, y, rng)
     held = judge(torch_model, threat, x, z, y).held
     fallen = []
     for steps in range(1, 9):

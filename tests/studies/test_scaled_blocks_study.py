@@ -30,9 +30,9 @@ def test_together_with_the_plain_attack_it_is_the_whole_of_aas() -> None:
     with torch.no_grad():
         y = model(x).argmax(1)
     search, factors, rng = make("pgd-2", eps=4 / 255), (0.3, 1.0), SampleRNG.of_samples(0, range(6))
-    z, notes = ThroughScaled(search, factors).explain(model, x, y, rng)
+    z, notes = ThroughScaled(search, factors).run_with_info(model, x, y, rng)
     plain = search(model, x, y, rng)
-    whole, _ = Rescaled(search, factors).explain(model, x, y, rng)
+    whole, _ = Rescaled(search, factors).run_with_info(model, x, y, rng)
     with torch.no_grad():
         fooled = clearly_fooled(model(z), y) | clearly_fooled(model(plain), y)
         assert clearly_fooled(model(whole), y).tolist() == fooled.tolist()

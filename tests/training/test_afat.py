@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from training_toys import FakeTraining
 
 import vitadel
-from vitadel.attacks.patches.corruption_model import CorruptionModel
-from vitadel.attacks.patches.corruption_model_files import load_corruption_model
-from vitadel.attacks.patches.random_patches import changed_patches
+from vitadel.attacks.patches.corruption_model import CorruptionModel, load_corruption_model
+from vitadel.attacks.patches.patch_threat import changed_patches
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
 from vitadel.instrument.features import block_features

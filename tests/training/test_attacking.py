@@ -13,9 +13,9 @@ from vitadel.attacks import L1, L2, PGD, Linf, Restarts, WorstOf, make
 from vitadel.attacks.apgd import APGD, OverTargets
 from vitadel.attacks.attention_scaling.aas import AAS, Rescaled
 from vitadel.attacks.losses import cross_entropy, rescaled_cross_entropy
-from vitadel.attacks.registry import CATALOGUE
+from vitadel.attacks.registry import ATTACKS
+from vitadel.attacks.settings import at_eps, threats_in, training_form
 from vitadel.attacks.steppers import Steepest
-from vitadel.attacks.variants import at_eps, threats_in, training_form
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.pass_counter import metered
 from vitadel.runtime.rng import SampleRNG
@@ -52,7 +52,7 @@ def test_step_lengths_stay_what_full_eps_made_them():
     assert at_eps(make("fgsm-rs", eps=EPS), 0.001).stepper.length == pytest.approx(1.25 * EPS)
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", ATTACKS)
 def test_every_attack_of_the_catalogue_can_be_changed(name):
     attack = make(name, eps=EPS)
     assert f"eps={EPS / 2}" in repr(at_eps(attack, EPS / 2))
@@ -76,7 +76,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", ATTACKS)
 def test_every_attack_of_the_catalogue_can_be_trained_against(name, mixed):
     """But for those that first study the model: a recipe refuses these."""
     attack = training_form(make(QUICK.get(name, f"{name}-2"), eps=EPS))

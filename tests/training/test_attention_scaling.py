@@ -11,7 +11,7 @@ from training_toys import FakeTraining
 
 import vitadel
 from toys import TinyNet
-from vitadel.attacks.attention_scaling.aas import ascended_factors, lpips_distance
+from vitadel.attacks.attention_scaling.factors import lpips_distance, search_factors
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
@@ -93,7 +93,7 @@ def test_they_are_those_of_the_attacks_ascent_and_do_not_pile_up():
         plugin.before_epoch(run)
         rng = SampleRNG.of_samples(run.seed, [run.epoch]).stream("attention scaling")
         with frozen(bare):
-            expected = ascended_factors(bare, run.batches, rng, 2, reference=held, smallest=0.01)
+            expected = search_factors(bare, run.batches, rng, 2, reference=held, smallest=0.01)
         assert model.attention_factors.tolist() == pytest.approx(expected, rel=1e-5)
         assert 0.01 <= min(expected) <= max(expected) <= 1
         held = model.attention_factors.tolist()

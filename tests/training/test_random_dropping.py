@@ -13,9 +13,9 @@ from training_toys import FakeTraining
 
 from vitadel.attacks import PGD, Linf
 from vitadel.attacks.goals import FromClean
+from vitadel.attacks.settings import at_eps
 from vitadel.attacks.steppers import Momentum, Steepest
 from vitadel.attacks.threats import L2
-from vitadel.attacks.variants import at_eps
 from vitadel.attacks.wrappers import Restarts
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
@@ -156,8 +156,8 @@ def test_gradients_pass_the_branches_that_were_drawn(keep):
     cuts = set()
     for turn in range(ATTACK.steps):
         z = x.clone().requires_grad_()
-        values, _ = aim.look(z, turn / ATTACK.steps)
-        assert torch.equal(values, plain.look(x, 0.0)[0])  # what the model computes is the same
+        values, _ = aim.evaluate(z, turn / ATTACK.steps)
+        assert torch.equal(values, plain.evaluate(x, 0.0)[0])  # what the model computes is the same
         (grad,) = torch.autograd.grad(values.sum(), z)
         matching = [
             cut
@@ -223,7 +223,7 @@ def test_gradients_always_find_a_way_where_there_is_no_class_token_among_the_pat
     x, y = batch(family)
     aim = _through_fewer(ATTACK.goal, _Dropping(DRAWS[torch.tensor([0])], 0.0, 4))(model, x, y)
     z = x.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(aim.look(z, 0.0)[0].sum(), z)
+    (grad,) = torch.autograd.grad(aim.evaluate(z, 0.0)[0].sum(), z)
     assert bool((grad.flatten(1).abs().amax(1) > 0).all())
 
 

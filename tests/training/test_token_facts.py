@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.attacks.parse import make
-from vitadel.attacks.variants import training_form
+from vitadel.attacks.settings import training_form
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.instrument import extra_tokens

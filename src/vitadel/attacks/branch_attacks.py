@@ -1,4 +1,4 @@
-"""Attacks aimed at one branch of TORA-ViT (Li & Xu, CVPR 2023), counted by what they do to the joint prediction."""
+"""Attacks on one branch of TORA-ViT (Li & Xu, CVPR 2023), judged by the joint prediction."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor, nn
 
 from vitadel.adapters.tora.tora_settings import BRANCHES
 from vitadel.adapters.tora.tora_vit import Tora
-from vitadel.attacks.sample_info import Notes, proposals
-from vitadel.attacks.transfer.surrogate import Surrogate, deployed
+from vitadel.attacks.sample_info import SampleInfo, run_attack
+from vitadel.attacks.surrogate import Surrogate, deployed
 from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 
-__all__ = ["Aimed"]
+__all__ = ["BranchAttack"]
 
 
-class _Branch(nn.Module):
-    """The whole model with the logits of one branch in place of the joint ones, whatever is made of them outside."""
+class _BranchLogits(nn.Module):
+    """The whole model with the logits of one branch in place of the joint ones."""
 
     def __init__(self, model: nn.Module, tora: Tora, branch: str) -> None:
         super().__init__()
@@ -31,21 +31,21 @@ class _Branch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         seen: list[Tensor] = []
 
-        def instead(joint: Tensor) -> Tensor:
-            # Plus nothing, by way of the joint output: who counts the model's backward passes sees this one, too.
+        def replace_joint(joint: Tensor) -> Tensor:
+            # Adding zero through the joint output lets the pass counter see this model's backward pass.
             return seen[0].to(joint.dtype) + (joint - joint)
 
         head: nn.Module = getattr(self.tora, self.branch).head
-        with hooked(self.model, [Edge("head", head, seen.append), Edge("joint output", self.tora, instead)]):
+        with hooked(self.model, [Edge("head", head, seen.append), Edge("joint output", self.tora, replace_joint)]):
             logits: Tensor = self.model(x)
         return logits
 
 
 @dataclass(frozen=True)
-class Aimed:
-    """An attack that climbs the loss of one branch and stops where the joint prediction is fooled.
+class BranchAttack:
+    """An attack that follows the loss of one branch and stops where the joint prediction is fooled.
 
-    The joint prediction is the mean of two: where its own loss is flat, one branch may still lead to where both fall.
+    The joint prediction is the mean of two: where its own loss is flat, that of one branch may not be.
     """
 
     attack: Attack
@@ -57,25 +57,29 @@ class Aimed:
             raise UserError(f"unknown branch {self.branch!r} to aim at{near} Known: {', '.join(BRANCHES)}.")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        return self._run(model, x, y, rng, noted=False)[0]
+        return self._run(model, x, y, rng, with_info=False)[0]
 
-    def explain(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> tuple[Tensor, Notes]:
-        return self._run(model, x, y, rng, noted=True)
+    def run_with_info(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    ) -> tuple[Tensor, SampleInfo]:
+        return self._run(model, x, y, rng, with_info=True)
 
-    def _run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None, noted: bool) -> tuple[Tensor, Notes]:
+    def _run(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None, with_info: bool
+    ) -> tuple[Tensor, SampleInfo]:
         check_pixels(x)
         own = (SampleRNG.of_pixels(x) if rng is None else rng).stream("aimed", BRANCHES.index(self.branch))
-        whole = deployed(model)
-        shown = _Branch(whole, _with_branch(whole, self.branch), self.branch)
-        return proposals(self.attack, Surrogate(shown, whole), x, y, own, noted)
+        joint = deployed(model)
+        shown = _BranchLogits(joint, _find_tora(joint, self.branch), self.branch)
+        return run_attack(self.attack, Surrogate(shown, joint), x, y, own, with_info)
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()
-        # Every look at the branch may need one at the joint prediction.
+        # Every pass of the branch may need one of the joint prediction.
         return gradients, 2 * forwards + gradients
 
 
-def _with_branch(model: nn.Module, branch: str) -> Tora:
+def _find_tora(model: nn.Module, branch: str) -> Tora:
     tora = next((module for module in model.modules() if isinstance(module, Tora)), None)
     if tora is None or branch not in tora.settings.branches:
         raise UserError(

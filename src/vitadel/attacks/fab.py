@@ -1,8 +1,8 @@
-"""FAB: walk along the decision boundary to its point nearest to the clean image (Croce & Hein 2020, arXiv:1907.02044).
+"""FAB: fast adaptive boundary attack (Croce & Hein 2020, arXiv:1907.02044).
 
-A minimal-norm attack: each step linearises the model, projects both the current point and the clean image onto the
-linearised boundary inside the box [0, 1], and goes between the two. FAB-T, which follows one class at a time, needs
-one gradient per step instead of one per class.
+A minimum-norm attack: each step linearizes the model, projects both the current point and the clean image onto the
+linearized boundary inside the box [0, 1], and moves to a point between the two projections. FAB-T follows one class at
+a time and needs one gradient per step instead of one per class.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import likeliest_wrong
-from vitadel.attacks.threats import L1, L2, Linf, per_sample
+from vitadel.attacks.threats import L1, L2, Linf, dual_order, per_sample
 from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
@@ -26,24 +26,23 @@ __all__ = ["FAB", "fab", "fab_t", "to_hyperplane"]
 
 _TINY = 1e-30
 _NEWTON_STEPS = 60  # about 5 are used; see `_least_effort`
-# How far beyond the tie of two logits the boundary is taken to lie, in units of the largest: a search that lands on the
-# tie itself makes ever shorter steps and never gets to where a point is clearly fooled.
+# The boundary is taken to lie this far beyond the tie of two logits, in units of the largest one: a search for the tie
+# itself makes ever shorter steps and never reaches a point that is clearly fooled.
 _CLEARLY = 2e-5
-_USUAL_CLASSES = 10  # what `passes` assumes, since only a model knows its number of classes
+_ASSUMED_CLASSES = 10  # of `passes`, which does not know the model
 _ORDERS: dict[type, float] = {Linf: math.inf, L2: 2.0, L1: 1.0}
-_DUALS = {math.inf: 1.0, 2.0: 2.0, 1.0: math.inf}
 
 
 @dataclass(frozen=True)
 class FAB:
-    """The smallest adversarial perturbation that was found, where it fits the budget; else the clean image.
+    """The smallest adversarial perturbation found, if it is inside the budget; else the clean image.
 
-    `targets` is the number of classes to follow one after the other, from the second best on the clean image down;
-    None follows, at every step, the class whose boundary is nearest, at one gradient per class. With
-    `stop_when_fooled` a sample leaves as soon as a point inside the budget is adversarial; without, the search for a
-    smaller one goes on to the end. `alpha_max` bounds the pull towards the clean image, `eta` is the step beyond the
-    boundary and `beta` the step back after a success. The first run starts at the clean image, `restarts` beyond it
-    at random points half as far away as the best point so far, or half the budget.
+    `targets` is the number of classes to follow one after another, from the second best on the clean image down; None
+    follows the class with the nearest boundary at every step, with one gradient per class. With `stop_when_fooled` a
+    sample stops at its first adversarial point inside the budget; otherwise the search for a smaller one continues.
+    `alpha_max` bounds the bias towards the clean image, `eta` is the overshoot beyond the boundary and `beta` the step
+    back after a success. The first run starts at the clean image, further `restarts` at random points at half the size
+    of the best perturbation or of the budget.
     """
 
     threat: Threat
@@ -60,16 +59,12 @@ class FAB:
             if value is not None and value < 1:
                 raise UserError(f"{name} of FAB must be at least 1, got {value}")
         if not 1 <= self.eta <= 10:
-            raise UserError(
-                f"eta of FAB is a step to the boundary and beyond, from 1 to 10, got {self.eta:g}; the paper has 1.05"
-            )
+            raise UserError(f"eta of FAB must be from 1 (on the boundary) to 10, got {self.eta:g}; the paper has 1.05")
         for name, share, usual in (("alpha_max", self.alpha_max, 0.1), ("beta", self.beta, 0.9)):
             if not 0 <= share <= 1:
-                raise UserError(
-                    f"{name} of FAB is a share of the way, from 0 to 1, got {share:g}; the paper has {usual}"
-                )
+                raise UserError(f"{name} of FAB must be from 0 to 1, got {share:g}; the paper has {usual}")
         if type(self.threat) not in _ORDERS:
-            raise UserError(f"FAB knows the balls Linf, L2 and L1, got {type(self.threat).__name__}")
+            raise UserError(f"FAB needs the threat Linf, L2 or L1, got {type(self.threat).__name__}")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
@@ -91,7 +86,7 @@ class FAB:
                     part, z = x[place], x[place]
                     if restart:
                         z = self._random(part, size[place], rng[place].stream("start", restart, turn))
-                    found[place], size[place] = self._walk(
+                    found[place], size[place] = self._search(
                         model, part, y[place], z, classes[place], found[place], size[place]
                     )
         return torch.where(per_sample(size <= self.threat.eps, x).bool(), found, x)
@@ -102,13 +97,13 @@ class FAB:
         radius = size.clamp(max=self.threat.eps) / 2 / self.threat.size(noise, torch.zeros_like(noise))
         return (x + noise * per_sample(radius, x)).clamp(0, 1)
 
-    def _walk(
+    def _search(
         self, model: nn.Module, x: Tensor, y: Tensor, z: Tensor, classes: Tensor, found: Tensor, size: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """One run from `z`: the smallest adversarial point and its size, no worse than the ones given."""
-        place = torch.arange(len(x), device=x.device)  # where the samples still walking stand
+        """One run from `z`: the smallest adversarial point and its size, no larger than the given ones."""
+        place = torch.arange(len(x), device=x.device)  # of the samples not fooled yet
         for _ in range(self.steps):
-            z = self._step(x, z, *_nearest_boundary(model, z, y, classes, _DUALS[self._order]))
+            z = self._step(x, z, *_nearest_boundary(model, z, y, classes, dual_order(self.threat)))
             wrong = fooled(model, z, model(z), y)
             length = self.threat.size(z, x)
             better = wrong & (length < size[place])
@@ -122,7 +117,7 @@ class FAB:
         return found, size
 
     def _step(self, x: Tensor, z: Tensor, gap: Tensor, slope: Tensor) -> Tensor:
-        """Between the projections of `z` and of `x` onto the plane gap + slope . (. - z) = 0, and a bit beyond."""
+        """A point between the projections of `z` and `x` onto the plane gap + slope . (. - z) = 0, or beyond."""
         both = torch.stack([z, x]).flatten(2)
         gaps = torch.stack([gap, gap + (slope * (x - z).flatten(1)).sum(1)])
         moves = to_hyperplane(both, slope, gaps, self._order)
@@ -137,14 +132,14 @@ class FAB:
 
     def passes(self) -> tuple[int, int]:
         runs = self.restarts * (self.targets or 1)
-        gradients = 1 if self.targets else _USUAL_CLASSES - 1
+        gradients = 1 if self.targets else _ASSUMED_CLASSES - 1
         return runs * self.steps * gradients, runs * self.steps + 1
 
 
 def _nearest_boundary(model: nn.Module, z: Tensor, y: Tensor, classes: Tensor, dual: float) -> tuple[Tensor, Tensor]:
-    """Of the linearised boundaries with `classes` (samples, number), the nearest: (logit gap, its gradient, flat).
+    """The nearest of the linearized boundaries with `classes` (samples, number): (logit gap, its flat gradient).
 
-    Only the best gradient so far is kept: a full Jacobian does not fit into memory for a thousand classes.
+    Only the best gradient so far is kept: the Jacobian of a thousand classes would not fit into memory.
     """
     with torch.enable_grad():
         z = z.detach().requires_grad_()
@@ -165,26 +160,25 @@ def _nearest_boundary(model: nn.Module, z: Tensor, y: Tensor, classes: Tensor, d
 
 
 def to_hyperplane(points: Tensor, slope: Tensor, gap: Tensor, order: float) -> Tensor:
-    """The shortest moves, in the norm of this order (inf, 2, 1), from points in the box [0, 1] to planes, in the box.
+    """The shortest moves in the norm of `order` (inf, 2, 1) from points in the box [0, 1] to planes, inside the box.
 
-    `points` (sets, samples, size) and their values `gap` (sets, samples) share the gradients `slope` (samples, size);
-    the plane is where the value is zero. If it misses the box, the move ends in the corner that comes closest.
+    `points` (sets, samples, size) with values `gap` (sets, samples) share the gradients `slope` (samples, size); the
+    plane is where the value is zero. If the plane misses the box, the move ends in the box's nearest corner.
     """
     toward = -slope.sign() * gap.sign()[..., None]
-    room = (toward.clamp(min=0) - toward * points).clamp(min=0)  # 1 - point upwards, point downwards, exactly
+    room = (toward.clamp(min=0) - toward * points).clamp(min=0)  # exactly 1 - point upwards and point downwards
     weight = slope.abs()
-    scale = weight.amax(1, keepdim=True).clamp(min=_TINY)  # or squares of small gradients would vanish
+    scale = weight.amax(1, keepdim=True).clamp(min=_TINY)  # squares of small gradients would underflow
     weight, need = weight / scale, gap.abs() / scale.squeeze(1)
     effort = _greedy(weight, room, need) if order == 1 else _least_effort(weight, room, need, order)
     return effort * toward
 
 
 def _least_effort(weight: Tensor, room: Tensor, need: Tensor, order: float) -> Tensor:
-    """How far each pixel moves so that sum(weight * move) = need: all alike (Linf) or by their weight (L2), up to room.
+    """How far each pixel moves so that sum(weight * move) = need: equally (Linf) or by weight (L2), at most `room`.
 
-    The sum is sum(min(t * pace, most)), a concave function of one number t, so Newton's method from 0 never
-    overshoots; it ends at the solution after finitely many steps, the product of slope and rest falling by four or
-    more in each.
+    The sum is sum(min(t * pace, most)), a concave function of the number t, so Newton's method from 0 never overshoots
+    and ends after finitely many steps: the product of slope and rest falls by a factor of four or more in each.
     """
     pace, most = (weight if order == math.inf else weight.square()), weight * room
     within = most.sum(-1) > need
@@ -203,7 +197,7 @@ def _least_effort(weight: Tensor, room: Tensor, need: Tensor, order: float) -> T
 
 
 def _greedy(weight: Tensor, room: Tensor, need: Tensor) -> Tensor:
-    """L1: the pixels with the largest weight move as far as they can, until the sum is reached."""
+    """L1: pixels move as far as they can, the largest weight first, until the sum is reached."""
     weight, order = weight.sort(dim=1, descending=True)
     order = order.expand_as(room)
     room = room.gather(-1, order)

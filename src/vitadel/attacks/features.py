@@ -1,4 +1,4 @@
-"""Features away from the clean ones, without labels: the attack of Robustness Tokens (Pulfer et al., ECCV 2024)."""
+"""Label-free attack on features: the attack of Robustness Tokens (Pulfer et al., ECCV 2024)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from vitadel.attacks.goals import clearly_fooled, fooled
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest, usual_length
+from vitadel.attacks.surrogate import deployed
 from vitadel.attacks.threats import Linf
-from vitadel.attacks.transfer.surrogate import deployed
-from vitadel.attacks.wrappers import repeated
+from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of, prefix_tokens_of
 from vitadel.backbones.classifier_head import project
 from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError, nearest_names
-from vitadel.instrument.features import block_features
+from vitadel.instrument.features import block_features, token_sequence
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.instrument.tokens import own_tokens
 from vitadel.quantities import quantity_text
@@ -38,24 +38,23 @@ __all__ = [
     "features",
     "final_features",
     "pixels_per_unit",
-    "token_sequence",
 ]
 
 AXES = ("token", "channel", "flat")
-"""What a cosine compares in (batch, tokens, channels): each token, each channel over all tokens, or all at once."""
+"""What a cosine compares in (batch, tokens, channels): each token, each channel over all tokens, or everything."""
 
 KINDS = ("tokens", "pooled")
-"""Class and patch tokens, or one vector per image: what enters the classifier, and for CLIP its projection."""
+"""Class and patch tokens, or one vector per image: the input of the classifier, for CLIP its projection."""
 
 _IMAGENET_STD = (0.229, 0.224, 0.225)
-_ROUNDING = 1e-4  # in grey levels: a whole number of them, in float32, may lie this far below
+_ROUNDING = 1e-4  # in gray levels: how far below a whole number float32 may round it
 
 
 def feature_cosine(features: Tensor, reference: Tensor, axis: str = "token") -> Tensor:
     """The mean cosine of two sets of features, one per image: (batch, tokens, channels), or (batch, channels) pooled.
 
-    `axis` "token" compares each token with its other self, the natural reading of the paper's Eq. 1; "channel" each
-    channel over all tokens, which is what the released code computes; "flat" all numbers of an image at once.
+    `axis` "token" compares token by token, the natural reading of the paper's Eq. 1; "channel" compares each channel
+    over all tokens, as the released code does; "flat" compares all numbers of an image at once.
     """
     _check_axis(axis)
     if features.shape != reference.shape:
@@ -77,16 +76,16 @@ def feature_cosine(features: Tensor, reference: Tensor, axis: str = "token") -> 
 def final_features(model: nn.Module, x: Tensor, kind: str = "tokens") -> Tensor:
     """Class and patch tokens after the final norm, (batch, tokens, channels), with their graph.
 
-    Registers and the tokens of `extra_tokens` are left out. Models that pool the mean of their tokens norm it
-    afterwards: their features are those of the last block. Kind "pooled" is what enters the classifier instead,
-    (batch, channels), and for a CLIP image tower its projection, which the released code of Robustness Tokens takes.
+    Registers and extra tokens are left out. Models that norm the mean of their tokens give the features of the last
+    block. Kind "pooled" is the input of the classifier, (batch, channels), for a CLIP image tower its projection, as in
+    the released code of Robustness Tokens.
     """
     (last,) = AwayFromFeatures(normed=True, kind=kind).features(model, x)[1]
     return last
 
 
 def check_kind(kind: str, axis: str) -> None:
-    """Refuse features that are unknown, and a cosine over tokens where there are none."""
+    """Check the names of features and axis, and that there are tokens for axis 'channel'."""
     if kind not in KINDS:
         raise UserError(f"unknown features {kind!r}{nearest_names(kind, KINDS) or '.'} Known: {', '.join(KINDS)}.")
     _check_axis(axis)
@@ -110,13 +109,12 @@ class _FeatureAim:
     clean: tuple[Tensor, ...]
     goal: AwayFromFeatures
 
-    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+    def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         logits, features = self.goal.features(self.model, z)
         alike = [feature_cosine(here, there, self.goal.axis) for here, there in zip(features, self.clean, strict=True)]
         change = (z - self.x).square().flatten(1).mean(1)
-        # An empty sum, exactly zero: who counts gradients at the model's output would not see this one otherwise.
-        nothing = logits[:, :0].sum(1)
-        return nothing - torch.stack(alike).mean(0) - self.goal.weight * change, self._fooled(z, logits)
+        zero = logits[:, :0].sum(1)  # lets the pass counter, at the model's output, see this backward pass
+        return zero - torch.stack(alike).mean(0) - self.goal.weight * change, self._fooled(z, logits)
 
     def _fooled(self, z: Tensor, logits: Tensor) -> Tensor:
         if self.goal.judged_as is None:
@@ -131,14 +129,13 @@ class _FeatureAim:
 
 @dataclass(frozen=True)
 class AwayFromFeatures:
-    """Minimise the cosine to the clean features plus `weight` times the mean squared change of the pixels (Eq. 4; its
-    printed minus is a slip: text and released code agree on plus).
+    """Minimize the cosine to the clean features plus `weight` times the mean squared change of the pixels.
 
-    Features are class and patch tokens, registers and extra tokens aside, of the blocks numbered by `blocks`; with
-    `normed`, after the model's final norm, as in the paper. With `kind` "pooled" they are one vector per image, as
-    `final_features` says. `axis` is that of `feature_cosine`. At the clean image the cosine is 1 and has no gradient,
-    so a search must not start there. Where `judged_as` makes another image of (z, x), that one is asked for verdicts,
-    in a pass of its own.
+    This is Eq. 4 with a plus, as in the paper's text and released code. Features are class and patch tokens of the
+    blocks numbered by `blocks`, without registers and extra tokens; with `normed` after the model's final norm, as in
+    the paper; with `kind` "pooled" one vector per image, as in `final_features`. `axis` is that of `feature_cosine`. At
+    the clean image the cosine is 1 and has no gradient, so a search must not start there. Where `judged_as` maps (z, x)
+    to another image, that image gets the verdict, in a pass of its own.
     """
 
     axis: str = "token"
@@ -151,7 +148,7 @@ class AwayFromFeatures:
     def __post_init__(self) -> None:
         check_kind(self.kind, self.axis)
         if not self.blocks:
-            raise UserError("features need at least one block to look at; give block numbers such as (-1,)")
+            raise UserError("features need at least one block; give block numbers such as (-1,)")
         if self.kind == "pooled" and self.blocks != (-1,):
             raise UserError("features=pooled are those of the whole model; leave blocks out, or use features=tokens")
 
@@ -162,7 +159,7 @@ class AwayFromFeatures:
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         there = len(blocks_of(model))
         if -min(self.blocks) > there:
-            raise UserError(f"features of the last {-min(self.blocks)} blocks were asked for; the model has {there}")
+            raise UserError(f"features of {-min(self.blocks)} blocks were requested, but the model has {there} blocks")
         with torch.no_grad():
             _, clean = self.features(model, x)
         return _FeatureAim(model, x, y, tuple(clean), self)
@@ -183,7 +180,7 @@ class AwayFromFeatures:
 
 
 def _pooled(model: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits, and what the classifier was given, in float32 at least; distilled models have two, whose mean counts."""
+    """Logits, and the input of the classifier in float32 or better; of distilled models the mean of both inputs."""
     backbone: Any = backbone_of(model)
     found = backbone.get_classifier()
     heads = found if isinstance(found, tuple) else (found,)
@@ -200,7 +197,7 @@ def _pooled(model: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _leaving(model: nn.Module, name: str, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits, and what leaves the final norm: the model has computed it, and extra tokens are gone by then."""
+    """Logits, and the output of the final norm, where extra tokens have been dropped."""
     norm, found = backbone_of(model).get_submodule(name), list[Tensor]()
     with hooked(model, [Edge(name, norm, found.append)]):
         logits: Tensor = model(z)
@@ -216,21 +213,12 @@ def _after_norm(model: nn.Module, features: Tensor) -> Tensor:
             f"{f'one of width {width[-1]}' if isinstance(norm, nn.Module) else 'none'}. Use the last blocks only, or "
             "normed=false."
         )
-    out: Tensor = norm.forward(features)  # without its hooks: a block of `extra_tokens` would drop tokens once more
+    out: Tensor = norm.forward(features)  # without its hooks: `extra_tokens` would drop tokens twice
     return out
 
 
-def token_sequence(model: nn.Module, features: Tensor) -> Tensor:
-    """A block's output as (batch, tokens, channels), whatever shape the family gives it."""
-    if features.dim() != 4:
-        return features
-    # LeViT's convolutional variant has channels first, Swin has them last.
-    channels_first = getattr(backbone_of(model), "use_conv", False)
-    return features.flatten(2).mT if channels_first else features.flatten(1, 2)
-
-
 def _tokens(model: nn.Module, features: Tensor) -> Tensor:
-    """(batch, tokens, channels) without registers, in float32 at least."""
+    """(batch, tokens, channels) without registers, in float32 or better."""
     features = token_sequence(model, features)
     registers = getattr(backbone_of(model), "reg_token", None)
     if isinstance(registers, Tensor):
@@ -241,9 +229,9 @@ def _tokens(model: nn.Module, features: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Region:
-    """A threat's ball with a floor under each image's PSNR and Gaussian noise as random start.
+    """A threat's ball with a lower bound on each image's PSNR, and Gaussian noise as random start.
 
-    `units` are the sizes, in pixels, of the unit of each channel in which budget, noise and steps are told.
+    `units` are the units of budget, noise and steps in each channel, in pixels.
     """
 
     threat: Threat
@@ -256,7 +244,7 @@ class _Region:
         return self.threat.eps
 
     def project(self, z: Tensor, x: Tensor) -> Tensor:
-        reach = self.eps * self._unit(x)  # every norm's ball lies in this cube, so with units of 1 it cuts nothing
+        reach = self.eps * self._unit(x)  # every norm's ball lies in this cube: no effect with units of 1
         z = self.threat.project(z, x).clamp(x - reach, x + reach).clamp(0, 1)
         if self.psnr <= 0:
             return z
@@ -266,7 +254,7 @@ class _Region:
 
     def random(self, x: Tensor, rng: SampleRNG, surface: bool = False) -> Tensor:
         noise = rng.stream("gaussian start").normal(*x.shape[1:]).to(x.dtype)
-        if not isinstance(self.threat, Linf):  # there a step's length is that of all pixels together, not of each
+        if not isinstance(self.threat, Linf):  # there a length is that of the whole perturbation, not of a pixel
             length = self.threat.size(noise, torch.zeros_like(noise)).clamp(min=1e-12)
             noise = noise / length.view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
         return self.project(x + self.noise * self._unit(x) * noise, x)
@@ -282,33 +270,33 @@ class _Region:
 
 
 def pixels_per_unit(attack: object) -> float:
-    """How much of a pixel the unit of an attack's budget is, at most: 1, but less for `paper=true`."""
+    """The largest unit of an attack's budget in pixels: 1, less for `paper=true`."""
     inner = getattr(attack, "attack", attack)  # inside restarts
     return max(_IMAGENET_STD) if isinstance(inner, FeatureAttack) and inner.paper else 1.0
 
 
 def effective_eps(eps: float) -> str:
-    """A budget of `paper=true`, in normalised units, as what it is in pixels, for red, green and blue."""
+    """A budget of `paper=true`, in normalized units, in pixels for red, green and blue."""
     levels = ", ".join(f"{255 * eps * unit:.2f}" for unit in _IMAGENET_STD)
     return f"{quantity_text(eps)} in normalised units = {levels} /255 in pixels"
 
 
 @dataclass(frozen=True)
 class FeatureAttack:
-    """Projected ascent on `AwayFromFeatures` from x + length * N(0, 1), projected; without `length`, the usual one.
+    """PGD on `AwayFromFeatures` from the projection of x + length * N(0, 1); the default `length` is `usual_length`.
 
-    In norms other than Linf the noise as a whole, like a step, has the length.
+    In norms other than Linf the noise as a whole has the length, as a step does.
 
     `psnr` > 0 keeps every image's mean squared error at or below 10^(-psnr/10) by shrinking its perturbation: at 40 dB
-    the root mean square is at most 2.55/255, which binds well before an Linf budget of 8/255. `quantize` truncates the
-    result to whole grey levels from `x`, towards zero, so it stays in budget, in the box and above the floor; verdicts
+    the root mean square is at most 2.55/255, a tighter bound than an Linf budget of 8/255. `quantize` truncates the
+    perturbation to whole gray levels, towards zero, so it stays in the budget, the box and above the PSNR; verdicts
     during the search are then on the truncated image.
 
-    `paper` follows the released code's effective numbers: budget, steps and noise are in units of ImageNet's standard
-    deviations, so that 8/255 means 1.83, 1.79 and 1.80 grey levels in red, green and blue; and the result is floored to
-    whole levels (-1.8 becomes -2), within the stated budget. What is not reproduced: values were clipped to the range
-    of the normalised batch, here to the box [0, 1]; the start was not projected; the search stopped when the mean error
-    of a batch reached 40 dB, which that budget (43 dB) never does; pixels could lose a level to float rounding.
+    `paper` follows the effective numbers of the released code: budget, steps and noise are in units of ImageNet's
+    standard deviations, so that 8/255 means 1.83, 1.79 and 1.80 gray levels in red, green and blue; and the result is
+    floored to whole levels (-1.8 becomes -2), within the stated budget. Not reproduced: the code clips to the range of
+    the normalized batch, not to the box [0, 1]; it does not project the start; it stops when the mean error of a batch
+    reaches 40 dB, which never happens with that budget (43 dB); pixels can lose a level to float rounding.
     """
 
     threat: Threat
@@ -319,7 +307,7 @@ class FeatureAttack:
     quantize: bool = False
     paper: bool = False
     stop_when_fooled: bool = True
-    effective_eps: str | None = field(default=None, init=False)  # told wherever settings are, so nobody reads 8/255
+    effective_eps: str | None = field(default=None, init=False)  # recorded, as eps is not in pixels
 
     def __post_init__(self) -> None:
         if self.psnr < 0:
@@ -338,7 +326,7 @@ class FeatureAttack:
         return self._proposal(search(model, x, y, rng), x.detach())
 
     def _proposal(self, z: Tensor, x: Tensor) -> Tensor:
-        """The image that the attack hands out for `z`."""
+        """The image that the attack returns for `z`."""
         levels = (z - x) * 255
         if self.paper:
             whole = torch.floor(levels + _ROUNDING)
@@ -370,10 +358,10 @@ def features(
     stop_when_fooled: bool = True,
     restarts: int = 1,
 ) -> Attack:
-    """`blocks` is how many of the last blocks count; `features` is tokens or pooled, as in `final_features`.
+    """`blocks` is the number of last blocks to use; `features` is tokens or pooled, as in `final_features`.
 
-    `paper` leaves only steps, features, stopping and restarts to be set. Its cosine is over tokens, channel by
-    channel, and for pooled features, as in its code for OpenCLIP, over the embedding.
+    With `paper` only steps, features, stopping and restarts can be set. Its cosine is over tokens, channel by channel,
+    and for pooled features over the embedding, as in its code for OpenCLIP.
     """
     if paper:
         own = (step, axis, weight, blocks, normed, psnr, quantize)
@@ -385,4 +373,4 @@ def features(
         step, axis, normed = 0.01, "token" if features == "pooled" else "channel", True
     goal = AwayFromFeatures(axis, weight, tuple(range(-blocks, 0)), normed, features)
     attack = FeatureAttack(threat, goal, steps, step, psnr, quantize, paper, stop_when_fooled)
-    return repeated(attack, restarts)
+    return with_restarts(attack, restarts)

@@ -1,32 +1,33 @@
-"""What a search maximises: a goal binds model, clean batch and labels once, and then only sees perturbed images."""
+"""Goals: what a search maximizes. A goal binds model, clean images and labels; the search only sees values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.losses import cross_entropy, kl_divergence, margin, precise
-from vitadel.attacks.transfer.surrogate import Surrogate
+from vitadel.attacks.surrogate import Surrogate
 from vitadel.errors import UserError
 from vitadel.types import Aim, Loss
 
-__all__ = ["FromClean", "Gama", "OnLogits", "clearly_fooled", "fooled", "gradient"]
+__all__ = ["FromClean", "Gama", "LogitAim", "OnLogits", "clearly_fooled", "fooled", "gradient"]
 
-# A sample counts as fooled during a search only beyond float rounding, so that the judge, who sees it in another
-# batch, comes to the same verdict.
+# A sample counts as fooled during a search only by more than float rounding, so that the judge, which sees it in
+# another batch, gives the same verdict.
 _ROUNDING = 1e-5
 
 
 def clearly_fooled(logits: Tensor, y: Tensor) -> Tensor:
-    """Misclassified by more than the order of additions can change; a mixed label counts as its likeliest class."""
+    """Misclassified by more than float rounding; a mixed label counts as its most likely class."""
     rounding = max(_ROUNDING, torch.finfo(logits.dtype).eps)
     return margin(logits, y) > rounding * logits.abs().amax(1)
 
 
 def fooled(model: nn.Module, z: Tensor, logits: Tensor, y: Tensor) -> Tensor:
-    """Whether `z`, where `model` gave `logits`, is adversarial: for a surrogate, the deployed model is asked."""
+    """Whether `z`, for which `model` returned `logits`, is adversarial; for a surrogate the deployed model decides."""
     if isinstance(model, Surrogate):
         with torch.no_grad():
             logits = model.deployed(z)
@@ -34,9 +35,10 @@ def fooled(model: nn.Module, z: Tensor, logits: Tensor, y: Tensor) -> Tensor:
 
 
 def gradient(values: Tensor, z: Tensor, again: bool = False) -> Tensor:
-    """The gradient of the summed values at `z`; zero where there is none (a constant model), never NaN.
+    """The gradient of the summed values at `z`; zero where there is none (a constant model) or it is not finite.
 
-    The sum, not the mean: a batch's size must not scale a sample's gradient. With `again` the graph lives on.
+    The sum, not the mean, so that a sample's gradient does not depend on the batch size. With `again` the graph is kept
+    for further gradients.
     """
     if not values.requires_grad:
         return torch.zeros_like(z)
@@ -45,22 +47,25 @@ def gradient(values: Tensor, z: Tensor, again: bool = False) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _LogitAim:
+class LogitAim:
+    """A loss of the logits bound to a batch; `more` holds further arguments of the loss, one entry per sample each."""
+
     model: nn.Module
     y: Tensor
-    loss: Loss
+    loss: Callable[..., Tensor]
+    more: tuple[Tensor, ...] = ()
 
-    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+    def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         logits = self.model(z)
-        return self.loss(logits, self.y), fooled(self.model, z, logits, self.y)
+        return self.loss(logits, self.y, *self.more), fooled(self.model, z, logits, self.y)
 
     def keep(self, chosen: Tensor) -> Aim:
-        return replace(self, y=self.y[chosen])
+        return replace(self, y=self.y[chosen], more=tuple(each[chosen] for each in self.more))
 
 
 @dataclass(frozen=True)
 class OnLogits:
-    """Maximise a loss of the logits at the true label."""
+    """Maximize a loss of the logits and the label."""
 
     loss: Loss = cross_entropy
 
@@ -69,28 +74,14 @@ class OnLogits:
         return 0
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
-        return _LogitAim(model, y, self.loss)
-
-
-@dataclass(frozen=True)
-class _FromCleanAim:
-    model: nn.Module
-    y: Tensor
-    clean: Tensor  # logits
-
-    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
-        logits = self.model(z)
-        return kl_divergence(self.clean, logits), fooled(self.model, z, logits, self.y)
-
-    def keep(self, chosen: Tensor) -> Aim:
-        return replace(self, y=self.y[chosen], clean=self.clean[chosen])
+        return LogitAim(model, y, self.loss)
 
 
 @dataclass(frozen=True)
 class FromClean:
-    """Maximise KL(p(x) || p(z)), as inside TRADES (Zhang et al. 2019, arXiv:1901.08573).
+    """Maximize KL(p(x) || p(z)), as in TRADES (Zhang et al. 2019, arXiv:1901.08573).
 
-    p(x) is computed once. At z = x the divergence is at its minimum, without a slope: start elsewhere.
+    At z = x the divergence is at its minimum and has no gradient: start elsewhere.
     """
 
     @property
@@ -99,25 +90,26 @@ class FromClean:
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         with torch.no_grad():
-            return _FromCleanAim(model, y, model(x))
+            clean = model(x)
+        return LogitAim(model, y, lambda logits, _y, clean: kl_divergence(clean, logits), (clean,))
 
 
 @dataclass
 class _GamaAim:
     model: nn.Module
     y: Tensor
-    guide: Tensor | None  # None until the first look, which then is the guide
+    guide: Tensor | None  # None: the probabilities of the first evaluation
     weight: float
     until: float
 
-    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+    def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         logits = self.model(z)
         probabilities = precise(logits).softmax(1)
         if self.guide is None:
             self.guide = probabilities.detach()
-        pull = self.weight * max(0.0, 1 - progress / self.until)
-        away = (probabilities - self.guide).square().sum(1)
-        return margin(probabilities, self.y) + pull * away, fooled(self.model, z, logits, self.y)
+        weight = self.weight * max(0.0, 1 - progress / self.until)
+        distance = (probabilities - self.guide).square().sum(1)
+        return margin(probabilities, self.y) + weight * distance, fooled(self.model, z, logits, self.y)
 
     def keep(self, chosen: Tensor) -> Aim:
         return replace(self, y=self.y[chosen], guide=None if self.guide is None else self.guide[chosen])
@@ -125,11 +117,11 @@ class _GamaAim:
 
 @dataclass(frozen=True)
 class Gama:
-    """Guided adversarial margin attack (Sriramanan et al. 2020, arXiv:2011.14969): margin of the probabilities plus a
-    pull away from the guide's, whose weight falls linearly to zero at `until` of the way.
+    """Guided adversarial margin attack (GAMA, Sriramanan et al. 2020, arXiv:2011.14969).
 
-    The guide is the `clean` image, as in the paper, or the noisy start (`init`), as in the released code, where the
-    pull has no gradient at the first step.
+    The margin of the probabilities plus the squared distance to the guide's probabilities, whose weight falls linearly
+    to zero at the share `until` of the steps. The guide is the `clean` image, as in the paper, or the random start
+    (`init`), as in the released code, where the distance has no gradient in the first step.
     """
 
     weight: float = 50.0
@@ -141,8 +133,8 @@ class Gama:
             raise UserError(f"unknown guide {self.guide!r} of GAMA; allowed: clean, init")
         if not 0 < self.until <= 1:
             raise UserError(
-                f"until is the share of GAMA's steps after which nothing pulls, above 0 and at most 1, got "
-                f"{self.until:g}; the paper has 0.25"
+                f"until is the share of GAMA's steps with a distance term, above 0 and at most 1, got {self.until:g}; "
+                "the paper has 0.25"
             )
 
     @property

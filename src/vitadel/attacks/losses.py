@@ -1,7 +1,7 @@
 """Per-sample losses on logits, with one sign: larger is worse for the model.
 
-Labels are whole numbers, or one probability per class where images are mixed; what needs a single class takes the
-likeliest.
+Labels are class numbers, or one probability per class for mixed images; a loss that needs one class takes the most
+likely one.
 """
 
 from __future__ import annotations
@@ -29,58 +29,59 @@ __all__ = [
 ]
 
 _TINY = 1e-12
-_LARGE_GAP = 12.0  # of the two best logits: beyond it, probabilities lose their gradients to rounding
+_LARGE_GAP = 12.0  # of the two largest logits; beyond it the gradients of probabilities round to zero
 
 
 def check_classes(logits: Tensor) -> None:
     if logits.shape[1] < 2:
-        raise UserError(f"a model needs at least 2 classes to be attacked, this one has {logits.shape[1]}")
+        raise UserError(f"an attack needs a model with at least 2 classes, this one has {logits.shape[1]}")
 
 
 def hard_labels(y: Tensor) -> Tensor:
-    """The class of each label: itself, or where it holds probabilities the likeliest (of equal ones the first)."""
+    """The class of each label; of probabilities the most likely one, the first of equal ones."""
     return y.argmax(1) if y.is_floating_point() else y
 
 
 def precise(logits: Tensor) -> Tensor:
-    """In float32 at least: in half precision differences of probabilities and logarithms near 1 are lost.
+    """Logits in float32 or better.
 
-    Besides, ties divide by zero there, and a search cannot tell its iterates apart by their values.
+    In half precision differences of probabilities near 1 are lost, ties divide by zero, and a search cannot tell its
+    iterates apart by their values.
     """
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy of the label; `y` may also hold one probability per class."""
+    """Cross-entropy of the label; `y` may hold one probability per class."""
     check_classes(logits)
     return F.cross_entropy(precise(logits), y, reduction="none")
 
 
 def kl_divergence(clean_logits: Tensor, logits: Tensor) -> Tensor:
-    """KL(p(clean) || p), in float32 at least; from logarithms of both, so that no probability rounds to zero first."""
+    """KL(p(clean) || p) in float32 or better, from log-probabilities, so that none rounds to zero."""
     clean, ours = precise(clean_logits).log_softmax(1), precise(logits).log_softmax(1)
     return F.kl_div(ours, clean, reduction="none", log_target=True).sum(1)
 
 
 def margin(logits: Tensor, y: Tensor) -> Tensor:
-    """Best wrong logit minus the label's: positive exactly when misclassified (Carlini & Wagner 2017)."""
+    """Best wrong logit minus the label's: positive exactly if misclassified (Carlini & Wagner 2017)."""
     check_classes(logits)
     logits, label = precise(logits), hard_labels(y)[:, None]
     return logits.scatter(1, label, -torch.inf).amax(1) - logits.gather(1, label).squeeze(1)
 
 
 def floored_margin(logits: Tensor, y: Tensor, kappa: float = 10.0) -> Tensor:
-    """The margin, or -`kappa` where the label leads by more: such a sample then has no gradient.
+    """The margin clamped to at least -`kappa`; below, a sample has no gradient.
 
-    Some released attacks have this floor (10 in Mo et al. 2022), which hides confident answers from them.
+    Some released attacks have this floor (10 in Mo et al. 2022) and cannot attack confident predictions.
     """
     return margin(logits, y).clamp(min=-kappa)
 
 
 def dlr(logits: Tensor, y: Tensor) -> Tensor:
-    """Difference of logits ratio (Croce & Hein 2020, arXiv:2003.01690): blind to shift and scale of the logits.
+    """Difference of logits ratio (Croce & Hein 2020, arXiv:2003.01690): invariant to shift and scale of the logits.
 
-    The denominator needs a third class; with two classes what is left is the margin.
+    The denominator needs a third class; with two classes it is the margin.
     """
     if logits.shape[1] < 3:
         return margin(logits, y)
@@ -90,9 +91,9 @@ def dlr(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def targeted_dlr(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
-    """How far the target's logit is above the label's, as a ratio (Croce & Hein 2020).
+    """Targeted difference of logits ratio (Croce & Hein 2020).
 
-    The denominator needs a fourth class; with three it is that of `dlr`, with two the difference itself.
+    The denominator needs a fourth class; with three classes it is that of `dlr`, with two there is none.
     """
     logits, classes = precise(logits), logits.shape[1]
     if classes < 3:
@@ -103,21 +104,21 @@ def targeted_dlr(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
 
 
 def likeliest_wrong(logits: Tensor, y: Tensor) -> Tensor:
-    """All classes but the label, the likeliest first, (samples, classes - 1)."""
+    """All classes but the label, the most likely first, (samples, classes - 1)."""
     wrong = logits.scatter(1, hard_labels(y)[:, None], -torch.inf)
     return wrong.argsort(dim=1, descending=True, stable=True)[:, :-1]
 
 
 def lead(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
-    """How far the target's logit is above the label's."""
+    """The target's logit minus the label's."""
     logits = precise(logits)
     return (logits.gather(1, target[:, None]) - logits.gather(1, hard_labels(y)[:, None])).squeeze(1)
 
 
 def rescaled_cross_entropy(logits: Tensor, y: Tensor, gap: float = 10.0) -> Tensor:
-    """Cross-entropy after scaling each sample's logits so that its two best differ by `gap` (MIFPE, Yu & Xu 2023).
+    """Cross-entropy after scaling each sample's logits so that the two largest differ by `gap` (MIFPE, Yu & Xu 2023).
 
-    A cross-entropy of large logits rounds to zero, and so does its gradient; the scale itself is not differentiated.
+    The cross-entropy of large logits and its gradient round to zero. The scale itself is not differentiated.
     """
     check_classes(logits)
     logits = precise(logits)
@@ -127,9 +128,9 @@ def rescaled_cross_entropy(logits: Tensor, y: Tensor, gap: float = 10.0) -> Tens
 
 
 def probability_margin(logits: Tensor, y: Tensor, part: str = "margin") -> Tensor:
-    """Best wrong probability minus the label's (Xie et al. 2025, arXiv:2411.15210), or one of the two alone (`part`).
+    """Best wrong probability minus the label's (Xie et al. 2025, arXiv:2411.15210), or one of the two (`part`).
 
-    Where the two best logits are far apart, probabilities round to 0 and 1; there the logits are scaled first.
+    Where the two largest logits are far apart, probabilities would round to 0 and 1, so the logits are scaled first.
     """
     logits, y = precise(logits), hard_labels(y)
     best = logits.detach().topk(2, dim=1).values

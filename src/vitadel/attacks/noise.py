@@ -1,4 +1,4 @@
-"""Random noise of a budget's size: what any attack must beat, and what a metric is calibrated by."""
+"""Random noise of the size of a budget: the baseline that every attack must beat."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.wrappers import repeated
+from vitadel.attacks.threats import per_sample
+from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError, nearest_names
 from vitadel.runtime.rng import SampleRNG
@@ -16,12 +17,12 @@ from vitadel.types import Attack, Threat
 __all__ = ["KINDS", "Noise", "noise"]
 
 KINDS = ("uniform", "surface", "gaussian")
-"""Anywhere in the ball, as far out as the ball allows (Linf: its corners), or normal and cut to the ball."""
+"""Anywhere in the ball, on its surface (Linf: its corners), or normal noise projected to the ball."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """One draw per image; the model is not asked. Gaussian noise has a standard deviation of half the budget."""
+    """One random draw per image, without a pass of the model. Gaussian noise has a standard deviation of eps / 2."""
 
     threat: Threat
     kind: str = "uniform"
@@ -38,13 +39,13 @@ class Noise:
         own = (SampleRNG.of_pixels(x) if rng is None else rng).stream("noise")
         if self.kind != "gaussian":
             return self.threat.random(x, own, surface=self.kind == "surface")
-        bump = own.normal(*x.shape[1:]).to(x.dtype)
-        length = self.threat.size(torch.full_like(x, 1.0), torch.zeros_like(x)).view(-1, *[1] * (x.ndim - 1))
-        return self.threat.project(x + 0.5 * self.threat.eps / length.to(x.dtype) * bump, x)
+        noise = own.normal(*x.shape[1:]).to(x.dtype)
+        unit = per_sample(self.threat.size(torch.ones_like(x), torch.zeros_like(x)), x)
+        return self.threat.project(x + 0.5 * self.threat.eps / unit * noise, x)
 
     def passes(self) -> tuple[int, int]:
         return 0, 0
 
 
 def noise(threat: Threat, kind: str = "uniform", restarts: int = 1) -> Attack:
-    return repeated(Noise(threat, kind), restarts)
+    return with_restarts(Noise(threat, kind), restarts)

@@ -1,4 +1,4 @@
-"""From a name to an attack: 'aas+pgd-100(step=1/255,restarts=5)' says what to wrap, what to run and its settings."""
+"""Parse attack names such as 'aas+pgd-100(step=1/255,restarts=5)': prefixes, attack, steps and settings."""
 
 from __future__ import annotations
 
@@ -6,26 +6,33 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vitadel.attacks.prefixes import PREFIXES
-from vitadel.attacks.registry import CATALOGUE
-from vitadel.attacks.threats import threat
+from vitadel.attacks.registry import ATTACKS, PREFIXES
+from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError, nearest_names
 from vitadel.quantities import read_quantity, read_value
 from vitadel.types import Attack
 
-__all__ = ["AttackName", "is_adaptive", "looks_inside", "make", "read_attack_name", "split_attack_list", "targets_in"]
+__all__ = [
+    "AttackName",
+    "is_adaptive",
+    "make",
+    "needs_known_family",
+    "numbered_targets",
+    "read_attack_name",
+    "split_attack_list",
+]
 
 Setting = float | int | bool | str
 
 _NAME = re.compile(r"^(?P<base>[a-z][a-z-]*?)(?:-(?P<steps>\d+))?(?:\((?P<settings>.*)\))?$")
 _PREFIX = re.compile(r"^(?P<name>[a-z][a-z-]*)(?::(?P<value>[^()]+))?(?:\((?P<settings>.*)\))?$")
-_MOST = 1_000_000  # of anything: more steps would not end, and larger numbers overflow single precision
+_LARGEST = 1_000_000  # more steps would not end, and larger numbers overflow single precision
 _MAY_BE_ZERO = ("decay", "weight", "target", "psnr", "side", "alpha", "layer", "noise", "probability", "tokens")
 
 
 @dataclass(frozen=True)
 class AttackName:
-    """What an attack's name says, before anything is built; `prefixes` from the outermost in."""
+    """The parts of an attack's name, before anything is built; `prefixes` from the outermost inwards."""
 
     base: str
     settings: dict[str, Setting] = field(default_factory=dict)
@@ -33,7 +40,7 @@ class AttackName:
 
 
 def split_attack_list(text: str) -> list[str]:
-    """Split at commas, but not at those inside brackets."""
+    """Split a list of attacks at the commas outside brackets."""
     names = [part.strip() for part in re.split(r",(?![^(]*\))", text)]
     if not all(names):
         raise UserError(f"empty name in the attack list {text!r}; write it like fgsm,pgd-20(restarts=5)")
@@ -41,29 +48,29 @@ def split_attack_list(text: str) -> list[str]:
 
 
 def read_attack_name(text: str) -> AttackName:
-    """Check an attack's name, its prefixes and settings against what there is."""
+    """Parse an attack's name and check prefixes, attack and settings against the registry."""
     *prefixes, attack = re.split(r"\+(?![^(]*\))", text.strip().lower())
     match = _NAME.match(attack)
     base = match["base"] if match else attack
-    if match is None or base not in CATALOGUE:
-        known = ", ".join(f"{n}-K" if "steps" in p.settings else n for n, p in CATALOGUE.items())
-        near = nearest_names(base, CATALOGUE) or "."
+    if match is None or base not in ATTACKS:
+        known = ", ".join(f"{n}-K" if "steps" in p.settings else n for n, p in ATTACKS.items())
         if attack.count("(") != attack.count(")") or re.search(r"\s", attack):
-            raise UserError(f"attack {attack!r} is not readable; write it like pgd-20(restarts=5), without blanks")
+            raise UserError(f"attack {attack!r} cannot be parsed; write it like pgd-20(restarts=5), without spaces")
+        near = nearest_names(base, ATTACKS) or "."
         raise UserError(f"unknown attack {attack!r}{near} Known: {known} (K = number of steps).")
-    allowed = CATALOGUE[base].settings
+    allowed = ATTACKS[base].settings
     settings = _read_settings(f"attack {base!r}", base, match["settings"], allowed)
     if match["steps"]:
         if "steps" not in allowed:
             raise UserError(f"attack {base!r} takes no number of steps, got {text!r}; write {base!r}")
         if "steps" in settings:
             raise UserError(f"attack {text!r} sets steps twice; set it once")
-        _refuse_too_many(f"attack {base!r}", "steps", match["steps"], float(match["steps"]))
+        _check_size(f"attack {base!r}", "steps", match["steps"], float(match["steps"]))
         settings["steps"] = int(match["steps"])
     around = tuple(_read_prefix(prefix) for prefix in prefixes)
     if [name for name, _ in around].count("targeted") > 1:
         raise UserError(
-            f"attack {text!r} has two targets, and only the outer one would count; keep one targeted:TARGET+"
+            f"attack {text!r} has two targets, but only the outer one would be used; keep one targeted:TARGET+"
         )
     return AttackName(base, settings, around)
 
@@ -80,17 +87,17 @@ def _read_prefix(text: str) -> tuple[str, dict[str, Setting]]:
         if prefix.value is None or prefix.value in settings:
             raise UserError(f"prefix {text!r}: write {prefix.title(name)}")
         default = prefix.settings[prefix.value]
-        settings[prefix.value] = _checked_setting(f"prefix {name!r}", prefix.value, match["value"], default)
+        settings[prefix.value] = _read_setting(f"prefix {name!r}", prefix.value, match["value"], default)
     return name, settings
 
 
 def _read_settings(whose: str, base: str, text: str | None, allowed: Mapping[str, object]) -> dict[str, Setting]:
     settings: dict[str, Setting] = {}
     for part in filter(None, (text or "").split(",")):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
+        key, equals, value = (side.strip() for side in part.partition("="))
         if not equals and key in allowed:
             sample = {bool: "true", str: "NAME"}.get(type(allowed[key]), "N")
-            raise UserError(f"setting {key!r} of {whose} is given no value; write {key}={sample}")
+            raise UserError(f"setting {key!r} of {whose} has no value; write {key}={sample}")
         if key not in allowed:
             names = ", ".join(allowed) or "none"
             raise UserError(
@@ -98,12 +105,12 @@ def _read_settings(whose: str, base: str, text: str | None, allowed: Mapping[str
                 f"write them like {base}(name=value)."
             )
         if key in settings:
-            raise UserError(f"{whose} is given {key} twice; set it once")
-        settings[key] = _checked_setting(whose, key, value, allowed[key])
+            raise UserError(f"{whose} sets {key} twice; set it once")
+        settings[key] = _read_setting(whose, key, value, allowed[key])
     return settings
 
 
-def _checked_setting(whose: str, key: str, text: str, default: object) -> Setting:
+def _read_setting(whose: str, key: str, text: str, default: object) -> Setting:
     value = read_value(text)
     fits = {
         bool: isinstance(value, bool),
@@ -120,38 +127,38 @@ def _checked_setting(whose: str, key: str, text: str, default: object) -> Settin
         if key in _MAY_BE_ZERO and value < 0:
             raise UserError(f"setting {key!r} of {whose} must not be negative, got {text!r}")
         if key not in _MAY_BE_ZERO and value <= 0:
-            raise UserError(f"setting {key!r} of {whose} must be positive, got {text!r}; it could not work")
-        _refuse_too_many(whose, key, text, value)
+            raise UserError(f"setting {key!r} of {whose} must be positive, got {text!r}")
+        _check_size(whose, key, text, value)
     return value
 
 
-def _refuse_too_many(whose: str, key: str, text: str, value: float) -> None:
-    if value > _MOST:
+def _check_size(whose: str, key: str, text: str, value: float) -> None:
+    if value > _LARGEST:
         given = text if len(text) <= 40 else f"{text[:40]}..."
-        raise UserError(f"setting {key!r} of {whose} must be at most {_MOST:,}, got {given}; take less")
+        raise UserError(f"setting {key!r} of {whose} must be at most {_LARGEST:,}, got {given}")
 
 
-def looks_inside(text: str) -> bool:
-    """Whether the attack, or what goes around it, needs a model whose attention or patches are known."""
+def needs_known_family(text: str) -> bool:
+    """Whether the attack or one of its prefixes needs a model family whose attention or patches are known."""
     name = read_attack_name(text)
-    return CATALOGUE[name.base].needs_vit or any(PREFIXES[prefix].needs_vit for prefix, _ in name.prefixes)
+    return ATTACKS[name.base].needs_vit or any(PREFIXES[prefix].needs_vit for prefix, _ in name.prefixes)
 
 
 def is_adaptive(text: str) -> bool:
-    """Whether most samples cost less than the most that the attack's `passes` tells."""
-    return CATALOGUE[read_attack_name(text).base].adaptive
+    """Whether most samples cost less than the maximum that the attack's `passes` gives."""
+    return ATTACKS[read_attack_name(text).base].adaptive
 
 
-def targets_in(text: str) -> list[int]:
-    """The classes that a name gives as targets by their numbers."""
+def numbered_targets(text: str) -> list[int]:
+    """The target classes that a name gives as numbers."""
     given = [settings.get("target") for _, settings in read_attack_name(text).prefixes]
     return [target for target in given if isinstance(target, int)]
 
 
 def make(text: str, *, eps: float | str = 8 / 255, norm: str = "linf") -> Attack:
-    """An attack by its contract name, e.g. `make("pgd-100", eps=8/255, norm="linf")`."""
+    """Build an attack by its name, e.g. `make("pgd-100", eps=8/255, norm="linf")`."""
     name = read_attack_name(text)
-    attack = CATALOGUE[name.base].build(threat(norm, read_quantity(eps, "eps")), **name.settings)
+    attack = ATTACKS[name.base].build(make_threat(norm, read_quantity(eps, "eps")), **name.settings)
     for prefix, settings in reversed(name.prefixes):
         attack = PREFIXES[prefix].wrap(attack, **settings)
     return attack

@@ -1,4 +1,4 @@
-"""Projected gradient ascent (Madry et al. 2018, arXiv:1706.06083); one step without a random start is FGSM."""
+"""PGD: projected gradient ascent on a goal (Madry et al. 2018, arXiv:1706.06083)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["PGD"]
 
 @dataclass(frozen=True)
 class PGD:
-    """Climb the goal inside the threat's ball.
+    """Maximize the goal inside the threat's ball; one step without a random start is FGSM.
 
     The search starts at a random point of the ball (`random_start`), on its surface (`surface_start`), or at the clean
-    image plus normal noise of the size `start_noise`, cut to ball and box.
+    image plus normal noise of standard deviation `start_noise`, projected to ball and box.
 
-    With `stop_when_fooled` a sample leaves the search at its first adversarial iterate, so a later step cannot lose
-    it again and no pass is spent on it; training attacks switch this off.
+    With `stop_when_fooled` a sample stops at its first adversarial iterate: no later step can lose it, and it costs no
+    further passes. Training attacks switch this off.
     """
 
     threat: Threat
@@ -42,10 +42,10 @@ class PGD:
         if self.steps < 1:
             raise UserError(f"an attack needs at least 1 step, got {self.steps}")
         if self.start_noise is not None and self.start_noise <= 0:
-            raise UserError(f"start_noise must be positive, got {self.start_noise:g}; without noise leave it out")
+            raise UserError(f"start_noise must be positive, got {self.start_noise:g}; leave it out for no noise")
         if self.surface_start + (self.start_noise is not None) > self.random_start:
             raise UserError(
-                "a search has one start: without random_start the clean image, with it a point of the ball, of its "
+                "a search has one start: the clean image without random_start, else a random point of the ball, of its "
                 "surface (surface_start) or near the clean image (start_noise, or noise in a name)"
             )
 
@@ -59,11 +59,11 @@ class PGD:
         aim, step = self.goal(model, x, y), self.stepper.start(self.threat, self.steps, x)
         z = self._start(x, rng.stream("start"))
         found = z.clone()
-        place = torch.arange(len(x), device=x.device)  # where the samples still searched for stand in the batch
+        place = torch.arange(len(x), device=x.device)  # of the samples not fooled yet
         for turn in range(self.steps):
             with torch.enable_grad():
                 z.requires_grad_()
-                values, fooled = aim.look(z, turn / self.steps)
+                values, fooled = aim.evaluate(z, turn / self.steps)
                 if self.stop_when_fooled and bool(fooled.all()):
                     found[place] = z.detach()
                     return found

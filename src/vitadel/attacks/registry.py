@@ -1,4 +1,8 @@
-"""The catalogue: what each attack's name stands for; one line here adds a name."""
+"""The registry: every attack and every prefix by name. One line here adds a name.
+
+An attack's settings are the parameters of its builder after the threat, with their defaults; a prefix's are those of
+its wrapper after the attack. Keyword-only parameters cannot be set by name.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,16 @@ from functools import partial
 
 from vitadel.attacks import losses
 from vitadel.attacks.apgd import apgd_ce, apgd_dlr, apgd_t
-from vitadel.attacks.autoattack.fast import autoattack_fast
+from vitadel.attacks.attention_scaling.aas import aas, aas_paper, scale
+from vitadel.attacks.autoattack.fast import AutoAttackFast
 from vitadel.attacks.autoattack.standard import autoattack, autoattack_plus, autoattack_rand
 from vitadel.attacks.fab import fab, fab_t
 from vitadel.attacks.features import features
 from vitadel.attacks.goals import FromClean, Gama, OnLogits
-from vitadel.attacks.losses import margin
 from vitadel.attacks.noise import noise
-from vitadel.attacks.patches.learned_patches import patches_learned
+from vitadel.attacks.patches.learned_patches import LearnedPatches
 from vitadel.attacks.patches.patch_fool import patch_fool
-from vitadel.attacks.patches.random_patches import patches_random
+from vitadel.attacks.patches.random_patches import RandomPatches
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.square import square
 from vitadel.attacks.steppers import Dropping, Fading, Filling, Momentum, Steepest, usual_length
@@ -26,11 +30,11 @@ from vitadel.attacks.threats import L1
 from vitadel.attacks.transfer.diverse_inputs import diverse
 from vitadel.attacks.transfer.pna_patchout import pna_patchout
 from vitadel.attacks.transfer.self_ensemble import self_ensemble
-from vitadel.attacks.wrappers import repeated
+from vitadel.attacks.wrappers import Averaged, Targeted, with_restarts
 from vitadel.errors import UserError
 from vitadel.types import Attack, Goal, Threat
 
-__all__ = ["CATALOGUE", "Preset"]
+__all__ = ["ATTACKS", "PREFIXES", "AttackEntry", "PrefixEntry"]
 
 
 def fgsm(threat: Threat) -> Attack:
@@ -39,7 +43,7 @@ def fgsm(threat: Threat) -> Attack:
 
 
 def fgsm_rs(threat: Threat, reach: float = 1.25, restarts: int = 1) -> Attack:
-    return repeated(PGD(threat, stepper=Steepest(reach * threat.eps), steps=1), restarts)
+    return with_restarts(PGD(threat, stepper=Steepest(reach * threat.eps), steps=1), restarts)
 
 
 def pgd(
@@ -54,18 +58,18 @@ def pgd(
         raise UserError(f"from the clean image all {restarts} restarts of pgd would be the same; leave restarts out")
     length = usual_length(threat, max(steps, 1)) if step is None else step
     search = PGD(threat, stepper=Steepest(length), steps=steps, random_start=random_start, start_noise=noise or None)
-    return repeated(search, restarts)
+    return with_restarts(search, restarts)
 
 
 def cw(
     threat: Threat, steps: int = 100, step: float | None = None, restarts: int = 1, kappa: float | None = None
 ) -> Attack:
-    loss = margin if kappa is None else partial(losses.floored_margin, kappa=kappa)
-    return _climbing(OnLogits(loss), threat, steps, step, restarts)
+    loss = losses.margin if kappa is None else partial(losses.floored_margin, kappa=kappa)
+    return _pgd_on(OnLogits(loss), threat, steps, step, restarts)
 
 
 def dlr(threat: Threat, steps: int = 100, step: float | None = None, restarts: int = 1) -> Attack:
-    return _climbing(OnLogits(losses.dlr), threat, steps, step, restarts)
+    return _pgd_on(OnLogits(losses.dlr), threat, steps, step, restarts)
 
 
 def gama(
@@ -78,16 +82,16 @@ def gama(
     restarts: int = 1,
 ) -> Attack:
     goal = Gama(weight, until, guide)
-    return repeated(PGD(threat, goal, Dropping(reach), steps, surface_start=True), restarts)
+    return with_restarts(PGD(threat, goal, Dropping(reach), steps, surface_start=True), restarts)
 
 
 def mifpe(
     threat: Threat, steps: int = 100, gap: float = 10.0, reach: float = 2.0, keeping: float = 0.75, restarts: int = 1
 ) -> Attack:
     if gap > 80:
-        raise UserError(f"gap={gap:g} leaves mifpe no slope in single precision; give at most 80, the usual one is 10")
+        raise UserError(f"gap={gap:g} makes gradients vanish in single precision; give at most 80, the default is 10")
     goal = OnLogits(partial(losses.rescaled_cross_entropy, gap=gap))
-    return repeated(PGD(threat, goal, Fading(reach, keeping), steps, surface_start=True), restarts)
+    return with_restarts(PGD(threat, goal, Fading(reach, keeping), steps, surface_start=True), restarts)
 
 
 def mi_fgsm(
@@ -98,24 +102,42 @@ def mi_fgsm(
 
 
 def kl(threat: Threat, steps: int = 10, step: float | None = None, noise: float = 0.001, restarts: int = 1) -> Attack:
-    # At the clean image itself the divergence has no slope; without noise the start is anywhere in the ball.
-    return _climbing(FromClean(), threat, steps, step, restarts, noise or None)
+    # The divergence has no gradient at the clean image; with noise 0 the start is a random point of the ball.
+    return _pgd_on(FromClean(), threat, steps, step, restarts, noise or None)
 
 
-def _climbing(
+def _pgd_on(
     goal: Goal, threat: Threat, steps: int, step: float | None, restarts: int, start_noise: float | None = None
 ) -> Attack:
     length = usual_length(threat, max(steps, 1)) if step is None else step
-    return repeated(PGD(threat, goal, Steepest(length), steps, start_noise=start_noise), restarts)
+    return with_restarts(PGD(threat, goal, Steepest(length), steps, start_noise=start_noise), restarts)
+
+
+def eot(attack: Attack, times: int = 20) -> Attack:
+    return Averaged(attack, times)
+
+
+def targeted(attack: Attack, target: str = "least") -> Attack:
+    return Targeted(attack, target)
+
+
+def _settings(build: Callable[..., Attack]) -> dict[str, object]:
+    """Names and defaults of the settings in brackets: all parameters but the first and the keyword-only ones."""
+    parameters = list(inspect.signature(build).parameters.values())[1:]
+    return {p.name: p.default for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY}
+
+
+def _describe(about: str, names: list[str]) -> str:
+    return f"{about} [{', '.join(names)}]" if names else about
 
 
 @dataclass(frozen=True)
-class Preset:
+class AttackEntry:
     """A builder from a threat and settings, with the line that `vitadel list attacks` shows.
 
-    `exact`: on a linear model it reaches the boundary whenever the budget does, which `vitadel selftest` checks.
-    `needs_vit`: it looks inside and refuses a model whose attention or patches it does not know. `adaptive`: most
-    samples cost less than the most that `passes` tells.
+    `exact`: on a linear model it finds the boundary whenever the budget reaches it, which `vitadel selftest` checks.
+    `needs_vit`: it refuses models whose attention or patches are not known. `adaptive`: most samples cost less than
+    the maximum that `passes` gives.
     """
 
     build: Callable[..., Attack]
@@ -126,62 +148,81 @@ class Preset:
 
     @property
     def settings(self) -> dict[str, object]:
-        """Names and defaults of what may stand in brackets."""
-        parameters = list(inspect.signature(self.build).parameters.values())[1:]
-        return {p.name: p.default for p in parameters}
+        return _settings(self.build)
 
     def describe(self) -> str:
-        """The line for a list, with the settings that may stand in brackets."""
-        names = ", ".join(name for name in self.settings if name != "steps")
-        return f"{self.about}{f' [{names}]' if names else ''}"
+        """One line for a list, with the names of the settings."""
+        return _describe(self.about, [name for name in self.settings if name != "steps"])
 
 
-CATALOGUE: dict[str, Preset] = {
-    "fgsm": Preset(fgsm, "one step of size eps along the gradient (Goodfellow et al. 2015)"),
-    "fgsm-rs": Preset(fgsm_rs, "one longer step from a random start (Wong et al. 2020)", exact=False),
-    "pgd": Preset(pgd, "projected gradient ascent on the cross-entropy, K steps (Madry et al. 2018)"),
-    "cw": Preset(cw, "PGD on the logit margin, without a floor (Carlini & Wagner 2017)"),
-    "dlr": Preset(dlr, "PGD on the difference of logits ratio (Croce & Hein 2020)"),
-    "gama": Preset(gama, "PGD on the probability margin and a pull from the clean one (Sriramanan et al. 2020)"),
-    "mifpe": Preset(mifpe, "PGD on the cross-entropy of rescaled logits (Yu & Xu 2023)"),
-    "kl": Preset(kl, "PGD away from the clean probabilities, as inside TRADES (Zhang et al. 2019)", exact=False),
-    "mi-fgsm": Preset(mi_fgsm, "ascent along gathered gradients, for transfer (Dong et al. 2018)"),
-    "apgd-ce": Preset(apgd_ce, "PGD that chooses its step sizes, on the cross-entropy (Croce & Hein 2020)"),
-    "apgd-dlr": Preset(apgd_dlr, "the same on the difference of logits ratio"),
-    "apgd-t": Preset(apgd_t, "the same towards one likely wrong class after the other"),
-    "fab": Preset(fab, "along the decision boundary to its nearest point (Croce & Hein 2020)"),
-    "fab-t": Preset(fab_t, "the same for one likely wrong class after the other, cheaper for many classes"),
-    "square": Preset(square, "random search without gradients (Andriushchenko et al. 2020)", exact=False),
-    "noise": Preset(noise, "random noise, no attack at all: what an attack must beat", exact=False),
-    "diverse": Preset(diverse, "for transfer: momentum over shrunk and shifted images (Xie et al. 2019)", exact=False),
-    "features": Preset(
-        features, "features away from the clean ones, without labels (Pulfer et al. 2024)", exact=False, needs_vit=True
+@dataclass(frozen=True)
+class PrefixEntry:
+    """A wrapper from an attack and settings; `value` names the setting that stands after the colon."""
+
+    wrap: Callable[..., Attack]
+    about: str
+    value: str | None = None
+    needs_vit: bool = False
+
+    @property
+    def settings(self) -> dict[str, object]:
+        return _settings(self.wrap)
+
+    def describe(self) -> str:
+        """One line for a list, with the names of the settings."""
+        return _describe(f"around an attack: {self.about}", [name for name in self.settings if name != self.value])
+
+    def title(self, name: str) -> str:
+        """How the prefix is written, e.g. 'eot:TIMES+'."""
+        return f"{name}:{self.value.upper()}+" if self.value else f"{name}+"
+
+
+_inexact = partial(AttackEntry, exact=False)
+_on_vits = partial(AttackEntry, exact=False, needs_vit=True)
+
+ATTACKS: dict[str, AttackEntry] = {
+    "fgsm": AttackEntry(fgsm, "FGSM: one gradient step of length eps (Goodfellow et al. 2015)"),
+    "fgsm-rs": _inexact(fgsm_rs, "FGSM-RS: one gradient step from a random start (Wong et al. 2020)"),
+    "pgd": AttackEntry(pgd, "PGD on the cross-entropy, K steps (Madry et al. 2018)"),
+    "cw": AttackEntry(cw, "PGD on the logit margin of Carlini & Wagner (2017)"),
+    "dlr": AttackEntry(dlr, "PGD on the difference of logits ratio (Croce & Hein 2020)"),
+    "gama": AttackEntry(gama, "GAMA-PGD: guided adversarial margin attack (Sriramanan et al. 2020)"),
+    "mifpe": AttackEntry(mifpe, "MIFPE: PGD on the cross-entropy of rescaled logits (Yu & Xu 2023)"),
+    "kl": _inexact(kl, "PGD on the KL divergence from the clean output, as in TRADES (Zhang et al. 2019)"),
+    "mi-fgsm": AttackEntry(mi_fgsm, "MI-FGSM: momentum iterative FGSM (Dong et al. 2018)"),
+    "apgd-ce": AttackEntry(apgd_ce, "APGD-CE: Auto-PGD on the cross-entropy (Croce & Hein 2020)"),
+    "apgd-dlr": AttackEntry(apgd_dlr, "APGD-DLR: Auto-PGD on the difference of logits ratio (Croce & Hein 2020)"),
+    "apgd-t": AttackEntry(apgd_t, "APGD-T: Auto-PGD towards the most likely wrong classes (Croce & Hein 2020)"),
+    "fab": AttackEntry(fab, "FAB: smallest perturbation across the decision boundary (Croce & Hein 2020)"),
+    "fab-t": AttackEntry(fab_t, "FAB-T: FAB towards one wrong class at a time, cheaper for many classes"),
+    "square": _inexact(square, "Square: random search without gradients (Andriushchenko et al. 2020)"),
+    "noise": _inexact(noise, "random noise of the size of the budget: a baseline, not an attack"),
+    "diverse": _inexact(diverse, "DI-MI-FGSM: MI-FGSM on resized and shifted inputs, for transfer (Xie et al. 2019)"),
+    "features": _on_vits(features, "PGD away from the clean features, without labels (Pulfer et al. 2024)"),
+    "pna-patchout": _on_vits(pna_patchout, "PNA and PatchOut, for transfer between ViTs (Wei et al. 2022)"),
+    "self-ensemble": _on_vits(
+        self_ensemble, "Self-Ensemble: sum of all blocks' losses, for transfer (Naseer et al. 2022)"
     ),
-    "pna-patchout": Preset(
-        pna_patchout,
-        "for transfer: gradients past attention, random patches (Wei et al. 2022)",
-        exact=False,
-        needs_vit=True,
+    "patch-fool": _on_vits(patch_fool, "Patch-Fool: repaint the most attended patches (Fu et al. 2022)"),
+    "patches-random": _on_vits(RandomPatches, "noise in random patches, worst of several masks (AFAT, CVPR 2023)"),
+    "patches-learned": _on_vits(LearnedPatches, "noise in patches chosen by a trained selector (AFAT, CVPR 2023)"),
+    "autoattack": AttackEntry(autoattack, "AutoAttack: apgd-ce, apgd-t, fab-t and square in turn (Croce & Hein 2020)"),
+    "autoattack-plus": AttackEntry(autoattack_plus, "AutoAttack 'plus': six attacks, five restarts if untargeted"),
+    "autoattack-fast": AttackEntry(
+        AutoAttackFast, "AutoAttack's worst case with a seventh of its passes or less, with sentinels", adaptive=True
     ),
-    "self-ensemble": Preset(
-        self_ensemble,
-        "for transfer: the summed loss of every block's logits (Naseer et al. 2022)",
-        exact=False,
-        needs_vit=True,
+    "autoattack-rand": AttackEntry(autoattack_rand, "AutoAttack 'rand', for models with random outputs: APGD with EOT"),
+}
+
+PREFIXES: dict[str, PrefixEntry] = {
+    "aas": PrefixEntry(aas, "adaptive attention scaling (Jain & Dutta 2024)", needs_vit=True),
+    "aas-bpda": PrefixEntry(
+        partial(aas, backward_only=True), "adaptive attention scaling of gradients only", needs_vit=True
     ),
-    "patch-fool": Preset(
-        patch_fool, "repaint the patches attended to most (Fu et al. 2022)", exact=False, needs_vit=True
+    "aas-paper": PrefixEntry(
+        aas_paper, "adaptive attention scaling exactly as in the paper, for comparison", needs_vit=True
     ),
-    "patches-random": Preset(
-        patches_random, "noise in random patches, worst of several masks (AFAT)", exact=False, needs_vit=True
-    ),
-    "patches-learned": Preset(
-        patches_learned, "noise in patches chosen by a trained selector (AFAT)", exact=False, needs_vit=True
-    ),
-    "autoattack": Preset(autoattack, "apgd-ce, apgd-t, fab-t and square, one after the other (Croce & Hein 2020)"),
-    "autoattack-plus": Preset(autoattack_plus, "six attacks, five restarts of the untargeted ones"),
-    "autoattack-fast": Preset(
-        autoattack_fast, "AutoAttack's worst case at a seventh of its passes or less, with sentinels", adaptive=True
-    ),
-    "autoattack-rand": Preset(autoattack_rand, "for models that answer at random: apgd over the mean of 20 passes"),
+    "scale": PrefixEntry(scale, "attention scores multiplied by one factor", "factor", needs_vit=True),
+    "eot": PrefixEntry(eot, "expectation over transformation, mean of several passes (Athalye et al. 2018)", "times"),
+    "targeted": PrefixEntry(targeted, "towards a target class: its number, or next, least, random", "target"),
 }

@@ -1,41 +1,50 @@
-"""What attacks tell about single samples, put together where they ran on parts of a batch."""
+"""Sample info: what an attack reports about single samples besides the images, e.g. in which stage one was fooled."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from vitadel.runtime.rng import SampleRNG
-from vitadel.types import Attack, explained
+from vitadel.types import Attack
 
-__all__ = ["Notes", "join_notes", "proposals"]
+__all__ = ["ReportsSampleInfo", "SampleInfo", "merge_info", "run_attack"]
 
-Notes = dict[str, Tensor]
+SampleInfo = dict[str, Tensor]
 """One value per sample under each name."""
 
 
-def proposals(
-    attack: Attack, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None, noted: bool
-) -> tuple[Tensor, Notes]:
-    """An attack's images, and its notes if they are wanted: some cost passes."""
-    return explained(attack, model, x, y, rng) if noted else (attack(model, x, y, rng), {})
+@runtime_checkable
+class ReportsSampleInfo(Protocol):
+    """An attack that can report more about each sample than the image it proposes."""
+
+    def run_with_info(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    ) -> tuple[Tensor, SampleInfo]:
+        """The images that `__call__` returns, and the sample info, which may cost further passes."""
+        ...
 
 
-def join_notes(notes: Notes, told: Mapping[str, Tensor], place: Tensor, count: int) -> None:
-    """Write what was told about the samples at `place` of a batch of `count` into its notes: the last word counts.
+def run_attack(
+    attack: Attack, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None, with_info: bool = True
+) -> tuple[Tensor, SampleInfo]:
+    """An attack's images and its sample info; empty unless `with_info`, and for attacks that report none."""
+    if with_info and isinstance(attack, ReportsSampleInfo):
+        return attack.run_with_info(model, x, y, rng)
+    return attack(model, x, y, rng), {}
 
-    About samples that nobody has told of, numbers are NaN, whole ones -1, and answers no.
+
+def merge_info(info: SampleInfo, new: Mapping[str, Tensor], place: Tensor, count: int) -> None:
+    """Write `new`, about the samples at `place` of a batch of `count`, into `info`; later values replace earlier ones.
+
+    Samples without a value get NaN, -1 for whole numbers, or False.
     """
-    for name, values in told.items():
-        if name not in notes:
-            notes[name] = values.new_full((count,), _nothing(values.dtype))
-        notes[name][place] = values
-
-
-def _nothing(dtype: torch.dtype) -> float:
-    if dtype.is_floating_point:
-        return math.nan
-    return 0 if dtype == torch.bool else -1
+    for name, values in new.items():
+        if name not in info:
+            missing = math.nan if values.dtype.is_floating_point else -int(values.dtype != torch.bool)
+            info[name] = values.new_full((count,), missing)
+        info[name][place] = values

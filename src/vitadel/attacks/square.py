@@ -1,8 +1,8 @@
-"""Square: random search with localised changes and no gradients (Andriushchenko et al. 2020, arXiv:1912.00049).
+"""Square: random search with square-shaped changes, without gradients (Andriushchenko et al. 2020, arXiv:1912.00049).
 
-It needs nothing but logits, so it also works where gradients are masked. Two things differ from the reference code on
-purpose: position and signs are drawn for each sample on its own (there they are shared by the batch, which makes
-results depend on how the data were cut), and a window may also lie at the last row or column.
+It only needs logits, so it also works where gradients are masked. Two deliberate differences from the reference code:
+positions and signs are drawn per sample (there per batch, so that results depend on the batches), and windows may touch
+the last row and column.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from vitadel.attacks.goals import fooled
 from vitadel.attacks.losses import margin
 from vitadel.attacks.threats import L1, L2, Linf, per_sample
-from vitadel.attacks.wrappers import repeated
+from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
@@ -31,16 +31,16 @@ __all__ = ["Square", "share_of_pixels", "square"]
 
 _TINY = 1e-12
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # after these queries the share is halved
-_BLOCK = 64  # queries whose random numbers are drawn at once: drawing costs more calls than numbers
+_BLOCK = 64  # number of queries whose random numbers are drawn at once
 
 Propose = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(best points so far, clean images, uniform random numbers) -> points to try."""
 
 
 def share_of_pixels(query: int, p_init: float = 0.8, rescale_from: int | None = None) -> float:
-    """The share of an image that query number `query` (from 0) changes: the paper's schedule, made for 10,000 queries.
+    """The share of pixels that query number `query` (from 0) changes: the paper's schedule for 10,000 queries.
 
-    `rescale_from` is a number of queries whose end shall be the schedule's end.
+    `rescale_from` is the number of queries to which the schedule is rescaled.
     """
     place = query if rescale_from is None else int(query / rescale_from * 10_000)
     return float(p_init / 2 ** bisect_left(_HALVINGS, place))
@@ -48,10 +48,10 @@ def share_of_pixels(query: int, p_init: float = 0.8, rescale_from: int | None = 
 
 @dataclass(frozen=True)
 class Square:
-    """Random search on the margin; a change stays if the margin grows, a fooled sample leaves at once.
+    """Random search on the margin: changes that raise the margin are kept, fooled samples stop.
 
-    `queries` counts the start and the proposals; one look at the clean images comes before them. `rescale_schedule`
-    squeezes the schedule of window sizes, made for 10,000 queries, into `queries` (off in AutoAttack).
+    `queries` counts the start and the proposals, but not the pass on the clean images before. `rescale_schedule`
+    rescales the schedule of window sizes from 10,000 queries to `queries` (off in AutoAttack).
     """
 
     threat: Threat
@@ -63,9 +63,9 @@ class Square:
         if self.queries < 1:
             raise UserError(f"Square needs at least 1 query, got {self.queries}")
         if not 0 < self.p_init <= 1:
-            raise UserError(f"p_init is a share of the pixels: it must be in (0, 1], got {self.p_init}")
+            raise UserError(f"p_init is a share of the pixels and must be in (0, 1], got {self.p_init}")
         if not isinstance(self.threat, (Linf, L2, L1)):
-            raise UserError(f"Square knows the balls Linf, L2 and L1, got {type(self.threat).__name__}")
+            raise UserError(f"Square needs the threat Linf, L2 or L1, got {type(self.threat).__name__}")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
@@ -78,17 +78,17 @@ class Square:
             return self._search(model, x, y, SampleRNG.of_pixels(x) if rng is None else rng)
 
     def _search(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG) -> Tensor:
-        strokes = _FlatSquares(self.threat) if isinstance(self.threat, Linf) else _Bumps(self.threat)
+        shapes = _FlatSquares(self.threat) if isinstance(self.threat, Linf) else _Bumps(self.threat)
         found = x.clone()
-        place = (~fooled(model, x, model(x), y)).nonzero().squeeze(1)  # where the standing samples are in the batch
+        place = (~fooled(model, x, model(x), y)).nonzero().squeeze(1)  # of the samples not fooled yet
         x, y, rng = x[place], y[place], rng[place]
         z, best = x, torch.full((len(x),), -torch.inf, dtype=x.dtype, device=x.device)
-        for query, propose in enumerate(self._plan(strokes, x, rng)):
+        for query, propose in enumerate(self._proposals(shapes, x, rng)):
             if len(place) == 0:
                 break
             if query % _BLOCK == 0:
-                lots = rng.stream("block", query // _BLOCK).uniform(_BLOCK, strokes.numbers + x.shape[1])
-            trial = propose(z, x, lots[:, query % _BLOCK])
+                uniform = rng.stream("block", query // _BLOCK).uniform(_BLOCK, shapes.numbers + x.shape[1])
+            trial = propose(z, x, uniform[:, query % _BLOCK])
             logits = model(trial)
             value, wrong = margin(logits, y).to(best.dtype), fooled(model, trial, logits, y)
             z, best = torch.where(per_sample((value > best) | wrong, z).bool(), trial, z), torch.maximum(value, best)
@@ -96,35 +96,35 @@ class Square:
                 found[place[wrong]] = z[wrong]
                 rest = ~wrong
                 place, z, x, y, best = place[rest], z[rest], x[rest], y[rest], best[rest]
-                rng, lots = rng[rest], lots[rest]
+                rng, uniform = rng[rest], uniform[rest]
         found[place] = z
         return found
 
-    def _plan(self, strokes: _FlatSquares | _Bumps, x: Tensor, rng: SampleRNG) -> Iterator[Propose]:
-        """The start, then windows that shrink; what belongs to a window size is made once for all its queries."""
+    def _proposals(self, shapes: _FlatSquares | _Bumps, x: Tensor, rng: SampleRNG) -> Iterator[Propose]:
+        """The start, then shrinking windows; each window size is prepared once for all its queries."""
         height, width = x.shape[-2:]
         rescale_from = self.queries if self.rescale_schedule else None
 
         def side(query: int) -> int:
-            return strokes.side(share_of_pixels(query, self.p_init, rescale_from), height, width)
+            return shapes.side(share_of_pixels(query, self.p_init, rescale_from), height, width)
 
-        yield lambda z, x, lots: strokes.start(x, rng.stream("start"))
+        yield lambda z, x, uniform: shapes.start(x, rng.stream("start"))
         for length, queries in groupby(range(self.queries - 1), key=side):
-            yield from repeat(strokes.windows(length, x), len(list(queries)))
+            yield from repeat(shapes.windows(length, x), len(list(queries)))
 
     def passes(self) -> tuple[int, int]:
         return 0, self.queries + 1
 
 
-def _signs(lots: Tensor, like: Tensor) -> Tensor:
+def _signs(uniform: Tensor, like: Tensor) -> Tensor:
     """One sign per channel."""
-    return torch.where(lots < 0.5, -1.0, 1.0).to(like.dtype)[:, :, None, None]
+    return torch.where(uniform < 0.5, -1.0, 1.0).to(like.dtype)[:, :, None, None]
 
 
 def _positions(corner: Tensor, length: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each row and each column of the image lies in a window of this side; `corner` (samples, 2) is its place.
+    """Coordinates of every row (samples, height) and column (samples, width) of the image relative to a window.
 
-    Shapes (samples, height) and (samples, width); inside the window the values are 0 .. length - 1.
+    `corner` (samples, 2) in [0, 1) is the window's place; inside it coordinates are 0 .. length - 1.
     """
     places = []
     for axis, extent in enumerate(x.shape[-2:]):
@@ -145,7 +145,7 @@ class _FlatSquares:
     """Linf: vertical stripes of +-eps, then squares of +-eps, one sign per channel."""
 
     threat: Threat
-    numbers = 2  # random ones per proposal, besides one for each channel's sign
+    numbers = 2  # random numbers per proposal, besides one sign per channel
 
     def side(self, share: float, height: int, width: int) -> int:
         return min(max(round(math.sqrt(share * height * width)), 1), height, width)
@@ -155,18 +155,18 @@ class _FlatSquares:
         return self.threat.project(x + self.threat.eps * signs, x)
 
     def windows(self, length: int, like: Tensor) -> Propose:
-        def propose(z: Tensor, x: Tensor, lots: Tensor) -> Tensor:
-            inside = _window(*_positions(lots[:, :2], length, x), length)
-            return torch.where(inside, self.threat.project(x + self.threat.eps * _signs(lots[:, 2:], x), x), z)
+        def propose(z: Tensor, x: Tensor, uniform: Tensor) -> Tensor:
+            inside = _window(*_positions(uniform[:, :2], length, x), length)
+            return torch.where(inside, self.threat.project(x + self.threat.eps * _signs(uniform[:, 2:], x), x), z)
 
         return propose
 
 
 @dataclass(frozen=True)
 class _Bumps:
-    """L2, and L1 after Croce & Hein 2021 (arXiv:2103.01208): budget moves from one window into a bump in another.
+    """L2, and L1 as in Croce & Hein 2021 (arXiv:2103.01208): move budget from one window into a bump in another.
 
-    In L1 the bump is given more than the budget allows, and the projection onto ball and box makes it sparse.
+    In L1 the bump exceeds the budget, and the projection onto ball and box makes it sparse.
     """
 
     threat: Threat
@@ -181,7 +181,7 @@ class _Bumps:
         return min(odd, height, width)
 
     def start(self, x: Tensor, rng: SampleRNG) -> Tensor:
-        """A grid of bumps, each in one of two directions and with one sign per channel."""
+        """A grid of bumps, each in one of two orientations and with one sign per channel."""
         samples, channels, height, width = x.shape
         tile = max(min(height, width) // 5, 1)
         down, across = height // tile, width // tile
@@ -196,22 +196,22 @@ class _Bumps:
     def windows(self, length: int, like: Tensor) -> Propose:
         brush = self._brush(length, like)
 
-        def propose(z: Tensor, x: Tensor, lots: Tensor) -> Tensor:
-            return self._spend(x, self._moved(z - x, brush, lots))
+        def propose(z: Tensor, x: Tensor, uniform: Tensor) -> Tensor:
+            return self._spend(x, self._moved(z - x, brush, uniform))
 
         return propose
 
-    def _moved(self, delta: Tensor, brush: Tensor, lots: Tensor) -> Tensor:
-        """What both windows hold, and what the image leaves of the budget, goes into a bump in the first window."""
+    def _moved(self, delta: Tensor, brush: Tensor, uniform: Tensor) -> Tensor:
+        """Move the budget of both windows, and what is unspent, into a bump in the first window."""
         length, channels = brush.shape[-1], delta.shape[1]
-        rows, columns = _positions(lots[:, :2], length, delta)
+        rows, columns = _positions(uniform[:, :2], length, delta)
         first = _window(rows, columns, length)
-        second = _window(*_positions(lots[:, 2:4], length, delta), length)
-        turned = (lots[:, 4] < 0.5).long()
+        second = _window(*_positions(uniform[:, 2:4], length, delta), length)
+        turned = (uniform[:, 4] < 0.5).long()
         row, column = rows.clamp(0, length - 1)[:, :, None], columns.clamp(0, length - 1)[:, None, :]
-        bump = brush[turned[:, None, None], row, column][:, None] * _signs(lots[:, 5:], delta)
-        held = delta * first
-        fresh = (bump + held / (self._length(held, (2, 3)) + _TINY)) * first
+        bump = brush[turned[:, None, None], row, column][:, None] * _signs(uniform[:, 5:], delta)
+        inside = delta * first
+        fresh = (bump + inside / (self._length(inside, (2, 3)) + _TINY)) * first
         spare = (self.threat.eps**self.order - self._length(delta, (1, 2, 3)) ** self.order).clamp(min=0)
         share = spare / channels + self._length(delta * (first | second), (2, 3)) ** self.order
         budget = share.sqrt() if self.order == 2 else share * channels
@@ -219,7 +219,7 @@ class _Bumps:
         return torch.where(first, fresh, delta * ~second)
 
     def _spend(self, x: Tensor, delta: Tensor) -> Tensor:
-        """The perturbation at full budget: L2 by scaling it, L1 by cutting it down."""
+        """The perturbation at full budget: scaled in L2, projected in L1."""
         if self.order == 2:
             delta = delta / (self._length(delta, (1, 2, 3)) + _TINY) * self.threat.eps
         return self.threat.project(x + delta, x)
@@ -229,7 +229,7 @@ class _Bumps:
         return length
 
     def _brush(self, side: int, like: Tensor) -> Tensor:
-        """The bump of length one and its transpose, (2, side, side): two halves of opposite sign."""
+        """The bump of unit length and its transpose, (2, side, side): two halves of opposite sign."""
         steepness = 2 if self.order == 2 else 4
         upper, lower = _hill(side // 2, side, steepness), _hill(side - side // 2, side, steepness)
         whole = torch.cat([upper / self._length(upper, (0, 1)), -lower / self._length(lower, (0, 1))])
@@ -238,7 +238,7 @@ class _Bumps:
 
 
 def _hill(height: int, width: int, steepness: int) -> Tensor:
-    """Rectangles around the centre piled up, the k-th 1 / k**steepness high."""
+    """A sum of concentric rectangles; the k-th has the height 1 / k**steepness."""
     rows = (torch.arange(height) - height // 2).abs()
     columns = (torch.arange(width) - width // 2).abs()
     ring = torch.maximum(rows[:, None], columns[None, :])
@@ -249,4 +249,4 @@ def _hill(height: int, width: int, steepness: int) -> Tensor:
 def square(
     threat: Threat, queries: int = 5000, restarts: int = 1, p_init: float = 0.8, rescale_schedule: bool = False
 ) -> Attack:
-    return repeated(Square(threat, queries, p_init, rescale_schedule), restarts)
+    return with_restarts(Square(threat, queries, p_init, rescale_schedule), restarts)

@@ -1,4 +1,4 @@
-"""How a search moves: from a gradient to the next point, before projection."""
+"""Steppers: how a search moves from a gradient to its next point, before projection."""
 
 from __future__ import annotations
 
@@ -15,38 +15,24 @@ __all__ = ["Dropping", "Fading", "Filling", "Momentum", "Scripted", "Steepest", 
 
 
 def usual_length(threat: Threat, steps: int) -> float:
-    """2.5 * eps / steps, which can cross the ball, and for Linf at least 2/255 or a quarter of eps, whichever is less.
+    """The default step length: 2.5 * eps / steps, for Linf at least the smaller of 2/255 and eps / 4.
 
-    At 8/255 that is the papers' 2/255. A fixed 2/255 cannot reach the far side of a large ball, and in a small one it
-    leaps from corner to corner: both then look like robustness.
+    At 8/255 that is the papers' 2/255. A fixed 2/255 cannot cross a large ball, and in a small one it jumps from corner
+    to corner: both would look like robustness.
     """
     least = min(2 / 255, threat.eps / 4) if isinstance(threat, Linf) else 0.0
     return max(least, 2.5 * threat.eps / steps)
 
 
 @dataclass(frozen=True)
-class _Along:
-    """Steps along the direction of steepest ascent, with a length for each turn."""
+class _SteepestSteps:
+    """Steps along the direction of steepest ascent; the last of `lengths` repeats."""
 
     threat: Threat
     lengths: tuple[float, ...]
 
     def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
-        return z + self.lengths[turn] * self.threat.ascent(grad, z)
-
-    def keep(self, chosen: Tensor) -> Step:
-        return self
-
-
-@dataclass(frozen=True)
-class _Steady:
-    """The same with one length for all turns."""
-
-    threat: Threat
-    length: float
-
-    def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
-        return z + self.length * self.threat.ascent(grad, z)
+        return z + self.lengths[min(turn, len(self.lengths) - 1)] * self.threat.ascent(grad, z)
 
     def keep(self, chosen: Tensor) -> Step:
         return self
@@ -54,35 +40,35 @@ class _Steady:
 
 @dataclass(frozen=True)
 class Steepest:
-    """Steps of one length along the norm's direction of steepest ascent; without `length`, the usual one."""
+    """Steps of one length along the norm's direction of steepest ascent; the default is `usual_length`."""
 
     length: float | None = None
 
     def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
         length = usual_length(threat, steps) if self.length is None else self.length
-        return _Steady(threat, length)
+        return _SteepestSteps(threat, (length,))
 
 
 @dataclass(frozen=True)
 class Scripted:
-    """Steepest steps whose lengths are given one by one, in units of eps."""
+    """Steepest steps with the given lengths, in units of eps."""
 
     lengths: tuple[float, ...]
 
     def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
-        return _Along(threat, tuple(length * threat.eps for length in self.lengths))
+        return _SteepestSteps(threat, tuple(length * threat.eps for length in self.lengths))
 
 
 @dataclass(frozen=True)
 class Dropping:
-    """Steepest steps of `reach` times eps, ten times shorter after each of `drops` (shares of the way), as in GAMA."""
+    """Steepest steps of `reach` times eps, ten times shorter after each share of the steps in `drops`, as in GAMA."""
 
     reach: float = 2.0
     drops: tuple[float, ...] = (0.6, 0.85)
 
     def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
         passed = [sum(turn >= drop * steps for drop in self.drops) for turn in range(steps)]
-        return _Along(threat, tuple(self.reach * threat.eps * 0.1**count for count in passed))
+        return _SteepestSteps(threat, tuple(self.reach * threat.eps * 0.1**count for count in passed))
 
 
 @dataclass(frozen=True)
@@ -103,9 +89,9 @@ class _Filling:
 
 @dataclass(frozen=True)
 class Filling:
-    """The whole L1 budget in one step: pixel after pixel to black or white, the steepest first, until it is spent.
+    """The whole L1 budget in one step: pixels go to black or white, largest gradient first, until it is spent.
 
-    No other point of ball and box raises a linear function more; a single pixel, the ball's corner, takes at most 1.
+    This maximizes a linear function over ball and box; a single pixel, the ball's corner, takes at most 1.
     """
 
     def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
@@ -113,7 +99,7 @@ class Filling:
 
 
 @dataclass
-class _Gathering:
+class _MomentumSteps:
     threat: Threat
     length: float
     decay: float
@@ -130,22 +116,25 @@ class _Gathering:
 
 @dataclass(frozen=True)
 class Momentum:
-    """Ascent along a sum of normalised gradients (MI-FGSM, Dong et al. 2018, arXiv:1710.06081); step eps / steps."""
+    """Ascent along a decaying sum of normalized gradients (MI-FGSM, Dong et al. 2018, arXiv:1710.06081).
+
+    The default length is eps / steps.
+    """
 
     decay: float = 1.0
     length: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decay <= 10:  # beyond, the first gradient outweighs all later ones
-            raise UserError(f"decay is the weight of the gradients before, from 0 to 10, got {self.decay:g}; try 1")
+        if not 0 <= self.decay <= 10:  # with more, the first gradient outweighs all later ones
+            raise UserError(f"decay is the weight of earlier gradients, from 0 to 10, got {self.decay:g}; try 1")
 
     def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
         length = threat.eps / steps if self.length is None else self.length
-        return _Gathering(threat, length, self.decay, x * 0)
+        return _MomentumSteps(threat, length, self.decay, x * 0)
 
 
 @dataclass
-class _Coasting:
+class _FadingSteps:
     threat: Threat
     lengths: tuple[float, ...]
     keeping: float
@@ -166,9 +155,9 @@ class _Coasting:
 
 @dataclass(frozen=True)
 class Fading:
-    """Steps that shrink linearly from `reach` times eps to nothing, each mixed with the one before, as in MIFPE.
+    """Steps that shrink linearly from `reach` times eps to zero, mixed with the last step, as in MIFPE.
 
-    A share `keeping` of the new step and the rest of the last one, which is APGD's momentum.
+    A move is the share `keeping` of the new step plus the rest of the last one, which is APGD's momentum.
     """
 
     reach: float = 2.0
@@ -180,4 +169,4 @@ class Fading:
 
     def start(self, threat: Threat, steps: int, x: Tensor) -> Step:
         lengths = tuple(self.reach * threat.eps * (1 - turn / steps) for turn in range(steps))
-        return _Coasting(threat, lengths, self.keeping, x)
+        return _FadingSteps(threat, lengths, self.keeping, x)

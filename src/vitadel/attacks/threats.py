@@ -1,6 +1,6 @@
-"""Where an attacker may move: norm balls around the clean image, cut with the box [0, 1].
+"""Threats: norm balls around the clean image, intersected with the box [0, 1].
 
-A threat owns its geometry in four small methods, so a new norm is one class and not a new attack.
+A threat defines its geometry in four small methods, so a new norm is one class and not a new attack.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from vitadel.quantities import quantity_text
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 
-__all__ = ["L1", "L2", "NORMS", "Linf", "per_sample", "threat"]
+__all__ = ["L1", "L2", "NORMS", "Linf", "dual_order", "make_threat", "per_sample"]
 
 _TINY = 1e-12
-_HALF = (torch.float16, torch.bfloat16)  # so coarse that rounding alone can leave a ball
-_NEWTON_STEPS = 100  # some ten are used; see `_shift_to_budget`
-_WALL = 1e-5  # nearer to black or white than this counts as there: tightening moves pixels off the wall by less
+_HALF = (torch.float16, torch.bfloat16)  # so coarse that rounding alone can leave the ball
+_NEWTON_STEPS = 100  # about ten are used; see `_shift_to_budget`
+_WALL = 1e-5  # a pixel this close to 0 or 1 counts as 0 or 1: `_tightened` moves pixels by less
 
 
 def per_sample(values: Tensor, like: Tensor) -> Tensor:
-    """One value per sample, shaped to be multiplied with `like`."""
+    """One value per sample, in a shape that broadcasts with `like`."""
     return values.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
 
 def _tightened(z: Tensor, x: Tensor, eps: float, size: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Undo what float rounding put beyond the budget, by shrinking towards `x` (which stays in the box)."""
+    """Shrink perturbations that float rounding put outside the budget towards `x`."""
     length = size(z, x)
     shrink = torch.where(length > eps, eps / length.clamp(min=_TINY) * (1 - 1e-6), torch.ones_like(length))
     return torch.where(per_sample(shrink, z) < 1, x + (z - x) * per_sample(shrink, z), z)
@@ -40,7 +40,7 @@ def _tightened(z: Tensor, x: Tensor, eps: float, size: Callable[[Tensor, Tensor]
 def _rounded_towards(x: Tensor, z: Tensor, reach: Tensor) -> Tensor:
     """`z`, computed in float64, in the type of `x`, no pixel farther from `x` than `reach`.
 
-    Rounding to the nearest would add up over a hundred thousand pixels to more than a budget's tolerance.
+    Errors of rounding to nearest would add up over a hundred thousand pixels to more than the budget's tolerance.
     """
     near = z.to(x.dtype)
     return torch.where((near.double() - x.double()).abs() > reach, torch.nextafter(near, x), near)
@@ -78,7 +78,7 @@ class L2:
     eps: float
 
     def project(self, z: Tensor, x: Tensor) -> Tensor:
-        # Clipping to a box that contains x never increases the distance to x, so the order is ball, then box.
+        # Clipping to a box that contains x never increases the distance to x: first the ball, then the box.
         delta = (z - x).double() if x.dtype in _HALF else z - x
         length = torch.linalg.vector_norm(delta.flatten(1), dim=1).clamp(min=_TINY)
         kept = delta * per_sample((self.eps / length).clamp(max=1), delta)
@@ -105,8 +105,9 @@ class L2:
 class L1:
     """The absolute changes of all pixels add up to at most `eps`; steps move few pixels (Tramer & Boneh 2019).
 
-    `sparsity` is the share of pixels that one step moves (0: one pixel, the steepest ascent). Projection is onto ball
-    and box at once: one after the other loses most of the budget in this norm (Croce & Hein 2021, arXiv:2103.01208).
+    `sparsity` is the share of pixels that one step moves (0: one pixel, the steepest ascent). The projection is onto
+    the intersection of ball and box: one after the other would lose most of the budget (Croce & Hein 2021,
+    arXiv:2103.01208).
     """
 
     eps: float
@@ -132,8 +133,8 @@ class L1:
         useful = grad.masked_fill(stuck, 0).flatten(1)
         count = max(1, round(self.sparsity * useful.shape[1]))
         strongest = useful.abs().topk(count, dim=1).indices
-        # In proportion to the gradient: with equal steps the projection, which takes the same from every pixel, would
-        # never move the budget to the pixel where it counts most.
+        # In proportion to the gradient: the projection takes the same from every pixel, so with equal steps it would
+        # never move the budget to the pixel that matters most.
         step = torch.zeros_like(useful).scatter(1, strongest, useful.gather(1, strongest))
         return (step / step.abs().sum(1, keepdim=True).clamp(min=_TINY)).view_as(grad)
 
@@ -144,8 +145,8 @@ class L1:
 def _shift_to_budget(reach: Tensor, room: Tensor, eps: float) -> Tensor:
     """The smallest shift >= 0 with sum(clip(reach - shift, 0, room)) <= eps, one per row.
 
-    As a function of the shift the sum is piecewise linear and falling, so Newton's method ends at the answer within a
-    few steps, some ten of them even for long rows; where it leaves what is known to bracket the answer, halving helps.
+    The sum is a piecewise linear, decreasing function of the shift, so Newton's method finds the solution in about ten
+    steps even for long rows; where it leaves the bracket of the solution, the bracket is halved.
     """
     low, high = torch.zeros_like(reach[:, 0]), reach.amax(1)
     shift = low
@@ -163,11 +164,18 @@ def _shift_to_budget(reach: Tensor, room: Tensor, eps: float) -> Tensor:
     return shift
 
 
+def dual_order(threat: Threat) -> float:
+    """The order of the dual norm, which measures how steep a linear function is for this ball."""
+    if isinstance(threat, L1):
+        return math.inf
+    return 2.0 if isinstance(threat, L2) else 1.0
+
+
 NORMS: dict[str, Callable[[float], Threat]] = {"linf": Linf, "l2": L2, "l1": L1}
 
 
-def threat(norm: str, eps: float) -> Threat:
-    """The ball of a norm by name, with a budget that makes sense in pixels."""
+def make_threat(norm: str, eps: float) -> Threat:
+    """The threat of a norm by name; refuses budgets that make no sense for pixels in [0, 1]."""
     if norm not in NORMS:
         raise UserError(f"unknown norm {norm!r}{nearest_names(norm, NORMS) or '.'} Known: {', '.join(NORMS)}.")
     if eps < 0:

@@ -1,59 +1,62 @@
-"""Attacks around attacks: each takes an attack and is one."""
+"""Attacks around attacks: restarts, the worst of several, averages over randomness, and target classes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from vitadel.attacks.goals import clearly_fooled
-from vitadel.attacks.sample_info import Notes, join_notes, proposals
-from vitadel.attacks.transfer.surrogate import deployed
+from vitadel.attacks.losses import check_classes, likeliest_wrong
+from vitadel.attacks.sample_info import SampleInfo, merge_info, run_attack
+from vitadel.attacks.surrogate import deployed, seen_through
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 
-__all__ = ["MEMBER", "Restarts", "WorstOf", "repeated"]
+__all__ = ["MEMBER", "Averaged", "Restarts", "Targeted", "WorstOf", "not_fooled", "with_restarts"]
 
 MEMBER = "member"
-"""The stream of draws that a member of an ensemble gets, with its number."""
+"""The random stream of each member of an ensemble, together with its number."""
 
 
-def _standing(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
-    """Which proposals do not fool the model."""
+def not_fooled(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
+    """The places of the images that the deployed model still classifies correctly."""
     with frozen(model), torch.no_grad():
-        return ~clearly_fooled(deployed(model)(z), y)
+        return (~clearly_fooled(deployed(model)(z), y)).nonzero().squeeze(1)
 
 
-def _one_after_the_other(
+def _run_in_turn(
     attacks: Sequence[tuple[Attack, str, int]],
     model: nn.Module,
     x: Tensor,
     y: Tensor,
     rng: SampleRNG | None,
-    noted: bool,
-) -> tuple[Tensor, Notes]:
-    """Each attack, with its own stream of draws, on the samples that the ones before did not fool."""
+    with_info: bool,
+) -> tuple[Tensor, SampleInfo]:
+    """Run each (attack, random stream, number) on the samples that the earlier ones did not fool."""
     rng = SampleRNG.of_pixels(x) if rng is None else rng
-    found, notes = x.detach().clone(), Notes()
+    found, info = x.detach().clone(), SampleInfo()
     place = torch.arange(len(x), device=x.device)
-    for number, (attack, stream, turn) in enumerate(attacks):
-        z, told = proposals(attack, model, x[place], y[place], rng[place].stream(stream, turn), noted)
+    for position, (attack, stream, number) in enumerate(attacks):
+        z, new = run_attack(attack, model, x[place], y[place], rng[place].stream(stream, number), with_info)
         found[place] = z
-        join_notes(notes, told, place, len(x))
-        if number + 1 < len(attacks):  # whether the last one succeeded is for the judge to say
-            place = place[_standing(model, z, y[place])]
+        merge_info(info, new, place, len(x))
+        if position + 1 < len(attacks):  # the judge decides whether the last one succeeded
+            place = place[not_fooled(model, z, y[place])]
         if len(place) == 0:
             break
-    return found, notes
+    return found, info
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """Run an attack again, with new random numbers, on the samples it has not fooled yet."""
+    """Repeat an attack, with new random numbers, on the samples that it has not fooled yet."""
 
     attack: Attack
     times: int
@@ -63,31 +66,33 @@ class Restarts:
             raise UserError(f"restarts must be at least 1, got {self.times}")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        return _one_after_the_other(self._turns, model, x, y, rng, noted=False)[0]
+        return _run_in_turn(self._runs, model, x, y, rng, with_info=False)[0]
 
-    def explain(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> tuple[Tensor, Notes]:
-        """With the notes of the last run that each sample saw."""
-        return _one_after_the_other(self._turns, model, x, y, rng, noted=True)
+    def run_with_info(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    ) -> tuple[Tensor, SampleInfo]:
+        """With the info of each sample's last run."""
+        return _run_in_turn(self._runs, model, x, y, rng, with_info=True)
 
     @property
-    def _turns(self) -> list[tuple[Attack, str, int]]:
-        return [(self.attack, "restart", turn) for turn in range(self.times)]
+    def _runs(self) -> list[tuple[Attack, str, int]]:
+        return [(self.attack, "restart", number) for number in range(self.times)]
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()
         return gradients * self.times, forwards * self.times + self.times - 1
 
 
-def repeated(attack: Attack, restarts: int) -> Attack:
-    """The attack itself where it runs once."""
+def with_restarts(attack: Attack, restarts: int) -> Attack:
+    """The attack inside `Restarts`, or the attack itself if it runs once."""
     return attack if restarts == 1 else Restarts(attack, restarts)
 
 
 @dataclass(frozen=True)
 class WorstOf:
-    """Several attacks, each on the samples that the ones before it left standing: the pointwise worst case.
+    """Several attacks, each on the samples that the earlier ones did not fool: the worst case per sample.
 
-    `names` say what each is called in results; `audit` runs the members as stages of their own, with the same draws.
+    `names` are the members' names in results; `audit` runs the members as separate stages with the same random numbers.
     """
 
     attacks: tuple[Attack, ...]
@@ -108,16 +113,159 @@ class WorstOf:
         return list(zip(names, self.attacks, strict=True))
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        return _one_after_the_other(self._crew, model, x, y, rng, noted=False)[0]
+        return _run_in_turn(self._runs, model, x, y, rng, with_info=False)[0]
 
-    def explain(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> tuple[Tensor, Notes]:
-        """With the notes of the last member that each sample met."""
-        return _one_after_the_other(self._crew, model, x, y, rng, noted=True)
+    def run_with_info(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    ) -> tuple[Tensor, SampleInfo]:
+        """With the info of the last member that ran on each sample."""
+        return _run_in_turn(self._runs, model, x, y, rng, with_info=True)
 
     @property
-    def _crew(self) -> list[tuple[Attack, str, int]]:
+    def _runs(self) -> list[tuple[Attack, str, int]]:
         return [(attack, MEMBER, number) for number, attack in enumerate(self.attacks)]
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = zip(*(attack.passes() for attack in self.attacks), strict=True)
         return sum(gradients), sum(forwards) + len(self.attacks) - 1
+
+
+class _MeanLogits(nn.Module):
+    """The mean logits of several passes; only the activations of one pass are in memory at a time."""
+
+    def __init__(self, model: nn.Module, times: int) -> None:
+        super().__init__()
+        self.model = model
+        self.times = times
+
+    def around(self, model: nn.Module) -> nn.Module:
+        return _MeanLogits(model, self.times)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with set_checkpoint_early_stop(False):
+            passes = [self._run_once(x) for _ in range(self.times)]
+        return torch.stack(passes).mean(0)
+
+    def _run_once(self, x: Tensor) -> Tensor:
+        recompute = torch.is_grad_enabled() and x.requires_grad
+        logits: Tensor = checkpoint(self.model, x, use_reentrant=False) if recompute else self.model(x)
+        return logits
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """Expectation over transformation (Athalye et al. 2018, arXiv:1707.07397), for models with random outputs.
+
+    Losses, gradients and verdicts come from the mean logits of `times` passes. Features and attention maps that the
+    attack reads are those of the last pass.
+    """
+
+    attack: Attack
+    times: int = 20
+
+    def __post_init__(self) -> None:
+        if self.times < 1:
+            raise UserError(f"eot needs at least 1 pass to average, got {self.times}")
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        return self.attack(self._mean(model), x, y, rng)
+
+    def run_with_info(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    ) -> tuple[Tensor, SampleInfo]:
+        return run_attack(self.attack, self._mean(model), x, y, rng)
+
+    def _mean(self, model: nn.Module) -> nn.Module:
+        return seen_through(model, lambda inner: _MeanLogits(inner, self.times))
+
+    def passes(self) -> tuple[int, int]:
+        gradients, forwards = self.attack.passes()
+        # The backward pass recomputes its forward pass instead of keeping the activations of all passes.
+        return gradients * self.times, (forwards + gradients) * self.times
+
+
+class _OneVersusRest(nn.Module):
+    """Two logits: the best of all other classes, and the target's; `fooled` then means that the target is reached."""
+
+    def __init__(self, model: nn.Module, target: int) -> None:
+        super().__init__()
+        self.model = model
+        self.target = target
+
+    def around(self, model: nn.Module) -> nn.Module:
+        return _OneVersusRest(model, self.target)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model(x)
+        rest = logits.index_fill(1, torch.tensor([self.target], device=logits.device), -torch.inf).amax(1)
+        return torch.stack([rest, logits[:, self.target]], dim=1)
+
+
+_RULES: dict[str, Callable[[Tensor, SampleRNG], Tensor]] = {
+    "next": lambda ranked, rng: ranked[:, 0],
+    "least": lambda ranked, rng: ranked[:, -1],
+    "random": lambda ranked, rng: _pick(ranked, rng.stream("target").uniform()),
+}
+
+
+def _pick(ranked: Tensor, uniform: Tensor) -> Tensor:
+    place = (uniform * ranked.shape[1]).long().clamp(max=ranked.shape[1] - 1)
+    return ranked.gather(1, place[:, None]).squeeze(1)
+
+
+@dataclass(frozen=True)
+class Targeted:
+    """Run an attack towards a target class: one number for all samples, or one class per sample by a rule.
+
+    `next` is the most likely wrong class of the clean image, `least` the least likely one, `random` any wrong one. The
+    attack sees a model with two classes, the target and the best of the rest, so every attack can be targeted; samples
+    with the same target run together.
+    """
+
+    attack: Attack
+    target: int | str = "least"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.target, str) and self.target not in _RULES:
+            raise UserError(f"unknown target {self.target!r}; give the number of a class, or {', '.join(_RULES)}")
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        return self._run(model, x, y, rng, with_info=False)[0]
+
+    def run_with_info(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    ) -> tuple[Tensor, SampleInfo]:
+        return self._run(model, x, y, rng, with_info=True)
+
+    def _run(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None, with_info: bool
+    ) -> tuple[Tensor, SampleInfo]:
+        rng = SampleRNG.of_pixels(x) if rng is None else rng
+        targets = self._targets(model, x.detach(), y, rng)
+        found, info = x.detach().clone(), SampleInfo()
+        for target in targets.unique().tolist():
+            (place,) = torch.where(targets == target)
+            view = seen_through(model, partial(_OneVersusRest, target=target))
+            rest = torch.zeros_like(y[place])
+            found[place], new = run_attack(self.attack, view, x[place], rest, rng[place], with_info)
+            merge_info(info, new, place, len(x))
+        return found, info
+
+    def _targets(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG) -> Tensor:
+        with frozen(model), torch.no_grad():
+            logits = deployed(model)(x)
+        check_classes(logits)
+        if isinstance(self.target, str):
+            return _RULES[self.target](likeliest_wrong(logits, y), rng)
+        if not 0 <= self.target < logits.shape[1]:
+            raise UserError(f"target {self.target} is no class: the model has {logits.shape[1]}, numbered from 0")
+        if bool((y == self.target).any()):
+            raise UserError(
+                f"target {self.target} is the label of {int((y == self.target).sum())} of the samples, so there is "
+                f"nothing to reach; leave that class out, or choose a target by rule: {', '.join(_RULES)}"
+            )
+        return torch.full_like(y, self.target)
+
+    def passes(self) -> tuple[int, int]:
+        gradients, forwards = self.attack.passes()
+        return gradients, forwards + 1

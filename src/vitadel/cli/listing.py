@@ -45,10 +45,9 @@ def _near(kind: Kind, search: str, rows: dict[str, str]) -> str:
 
 def _rows(kind: Kind, search: str) -> dict[str, str]:
     if kind is Kind.attacks:
-        from vitadel.attacks.prefixes import PREFIXES
-        from vitadel.attacks.registry import CATALOGUE
+        from vitadel.attacks.registry import ATTACKS, PREFIXES
 
-        attacks = {f"{n}[-K]" if "steps" in p.settings else n: p.describe() for n, p in CATALOGUE.items()}
+        attacks = {f"{n}[-K]" if "steps" in p.settings else n: p.describe() for n, p in ATTACKS.items()}
         return attacks | {prefix.title(name): prefix.describe() for name, prefix in PREFIXES.items()}
     if kind is Kind.data:
         from vitadel.data import known_specs

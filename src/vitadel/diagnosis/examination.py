@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.parse import make
-from vitadel.attacks.threats import threat as make_threat
+from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.engine.judge import judge
 from vitadel.findings import BROKEN, OK, SUSPICIOUS, Verdict

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.adapters.adapted_model import open_model
-from vitadel.attacks.threats import threat as make_threat
+from vitadel.attacks.threats import make_threat
 from vitadel.data.batches import Batch, read_batches
 from vitadel.data.subset import balanced_subset
 from vitadel.data.validation import BadSample

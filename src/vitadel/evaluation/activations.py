@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.parse import make
-from vitadel.attacks.settings import settings_of
-from vitadel.attacks.threats import threat as make_threat
-from vitadel.attacks.variants import training_form
+from vitadel.attacks.settings import settings_of, training_form
+from vitadel.attacks.threats import make_threat
 from vitadel.backbones.anatomy import blocks_of
 from vitadel.data.batches import Batch, read_batches
 from vitadel.data.subset import balanced_subset

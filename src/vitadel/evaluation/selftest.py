@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from vitadel.adapters.adapted_model import open_model
 from vitadel.attacks.parse import make
-from vitadel.attacks.registry import CATALOGUE
-from vitadel.attacks.threats import NORMS, threat
+from vitadel.attacks.registry import ATTACKS
+from vitadel.attacks.threats import NORMS, make_threat
 from vitadel.backbones.anatomy import family_of
 from vitadel.backbones.load import zoo_names
 from vitadel.data.sources.shapes import Shapes
@@ -65,7 +65,7 @@ class Check:
 def selftest() -> Iterator[Check]:
     """All checks, one after the other; each takes seconds at most."""
     for norm in NORMS:
-        for name, preset in CATALOGUE.items():
+        for name, preset in ATTACKS.items():
             if not preset.needs_vit:
                 yield _finds_the_boundary(name, norm)
     yield _draws_belong_to_samples()
@@ -89,19 +89,19 @@ def _toy(norm: str) -> tuple[LinearToy, Tensor, Tensor]:
 def _finds_the_boundary(name: str, norm: str) -> Check:
     toy, x, y = _toy(norm)
     distance = toy.distance(x, norm)
-    answers = ((0.99, False), (1.01, True))[: 2 if CATALOGUE[name].exact else 1]
+    answers = ((0.99, False), (1.01, True))[: 2 if ATTACKS[name].exact else 1]
     wrong = 0
     for row, (image, label) in enumerate(zip(x, y, strict=True)):
         for factor, broken in answers:
             eps = float(distance[row]) * factor
             # Long steps, because a random start may lie on the far side of the ball.
-            title = f"{name}-100(step={eps / 5})" if "step" in CATALOGUE[name].settings else _SHORT.get(name, name)
+            title = f"{name}-100(step={eps / 5})" if "step" in ATTACKS[name].settings else _SHORT.get(name, name)
             z = make(title, eps=eps, norm=norm)(toy, image[None], label[None])
-            held = judge(toy, threat(norm, eps), image[None], z, label[None]).held
+            held = judge(toy, make_threat(norm, eps), image[None], z, label[None]).held
             wrong += bool(held) == broken
     asked = len(answers) * len(x)
     evidence = f"{asked - wrong} of {asked} answers as the closed form says"
-    title = f"{name} finds the boundary, {norm}" if CATALOGUE[name].exact else f"{name} claims nothing false, {norm}"
+    title = f"{name} finds the boundary, {norm}" if ATTACKS[name].exact else f"{name} claims nothing false, {norm}"
     return Check(title, wrong == 0, evidence)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vitadel.attacks.threats import threat as make_threat
+from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError
 from vitadel.heads.linear_probe import RATES
 from vitadel.training.recipes.ranges import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, SEED, Range, check_ranges

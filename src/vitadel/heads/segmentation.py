@@ -147,7 +147,7 @@ class _PixelAim:
     model: nn.Module
     masks: Tensor
 
-    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+    def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         each = F.cross_entropy(self.model(z), self.masks, ignore_index=IGNORED, reduction="none")
         counted = (self.masks != IGNORED).sum((1, 2)).clamp(min=1)
         return each.sum((1, 2)) / counted, torch.zeros(len(z), dtype=torch.bool, device=z.device)

@@ -1,4 +1,4 @@
-"""See the residual stream after each block."""
+"""Read the residual stream after each block."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from vitadel.backbones.anatomy import blocks_of
+from vitadel.backbones.anatomy import backbone_of, blocks_of
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, Record, hooked
 
-__all__ = ["block_features"]
+__all__ = ["block_features", "token_sequence"]
 
 
 @contextmanager
@@ -40,3 +40,12 @@ def block_features(model: nn.Module, indices: Sequence[int] | None = None) -> It
 
     with hooked(model, [Edge(block.name, block.module, keep(place)) for place, block in enumerate(chosen)]):
         yield features
+
+
+def token_sequence(model: nn.Module, features: Tensor) -> Tensor:
+    """A block's output as (batch, tokens, channels), whatever shape the family gives it."""
+    if features.dim() != 4:
+        return features
+    # LeViT's convolutional variant has channels first, Swin has them last.
+    channels_first = getattr(backbone_of(model), "use_conv", False)
+    return features.flatten(2).mT if channels_first else features.flatten(1, 2)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import backbone_of, blocks_of, prefix_tokens_of
 from vitadel.errors import UserError
+from vitadel.instrument.features import token_sequence
 from vitadel.instrument.hooks import Edge, frozen, hooked
 from vitadel.instrument.tokens import OwnTokens, own_tokens
 
@@ -54,7 +55,7 @@ def massive_activations(model: nn.Module, x: Tensor, excluded: Sequence[int] | N
     with frozen(model), torch.no_grad(), own_tokens(model) as own:
 
         def look(place: int, output: Tensor) -> None:
-            stream = _as_sequence(model, output)
+            stream = token_sequence(model, output)
             late = place > 0 and "Class" in type(blocks[place - 1].module).__name__
             roles = _roles(model, own, stream.shape[1], late).to(stream.device)
             out = ((roles == REGISTER) | (roles == EXTRA)).nonzero()[:, 0].tolist() if excluded is None else excluded
@@ -94,13 +95,6 @@ def _roles(model: nn.Module, own: OwnTokens, count: int, late_class: bool) -> Te
     roles = torch.full((count,), EXTRA)
     roles[of_model] = torch.tensor([*[CLASS] * (prefix - last), *[REGISTER] * last, *patches])
     return roles
-
-
-def _as_sequence(model: nn.Module, output: Tensor) -> Tensor:
-    """(batch, tokens, channels): Swin keeps a grid, channels last; LeViT's convolutional variant has them first."""
-    if output.dim() == 4:
-        return output.flatten(2).mT if getattr(backbone_of(model), "use_conv", False) else output.flatten(1, 2)
-    return output
 
 
 def _largest(stream: Tensor, excluded: Sequence[int], layer: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitadel.attacks.parse import make
-from vitadel.attacks.threats import threat
+from vitadel.attacks.threats import make_threat
 from vitadel.backbones.model_checks import check_logits
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.batch_cache import MemoryCache
@@ -88,7 +88,7 @@ class CraftedImage:
 
     def size(self, norm: str) -> float:
         """How long the perturbation is."""
-        return float(threat(norm, 0.0).size(self.z, self.x))
+        return float(make_threat(norm, 0.0).size(self.z, self.x))
 
     def safetensors(self) -> bytes:
         """Both images as floats: 8 bits can undo an attack."""
@@ -158,7 +158,7 @@ def craft(model: nn.Module, x: Tensor, attack: Attack, wish: AttackForm, tell: T
         z = attack(model, x, y, SampleRNG.of_pixels(x, wish.seed))
     seconds = time.perf_counter() - begun
     rules = rules_of(attack)
-    verdict = judge(model, rules(model, x) if rules else threat(wish.norm, wish.eps), x, z, y)
+    verdict = judge(model, rules(model, x) if rules else make_threat(wish.norm, wish.eps), x, z, y)
     picture = in_8_bits(z, x)
     with frozen(model), torch.no_grad():
         picture_fools = int(model(picture.to(x.dtype) / 255).argmax(1)) != before.answer

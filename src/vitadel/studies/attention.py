@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitadel.attacks.parse import make
-from vitadel.attacks.settings import settings_of
-from vitadel.attacks.variants import training_form
+from vitadel.attacks.settings import settings_of, training_form
 from vitadel.data.batches import Batch
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.batch_cache import BatchRecord

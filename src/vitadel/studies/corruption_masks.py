@@ -19,10 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitadel.attacks.patches.corruption_model import CorruptionModel, as_first_layer_sees
-from vitadel.attacks.patches.corruption_model_files import load_corruption_model, save_corruption_model
+from vitadel.attacks.patches.corruption_model import (
+    CorruptionModel,
+    load_corruption_model,
+    normalize_like,
+    save_corruption_model,
+)
 from vitadel.attacks.patches.learned_patches import LearnedPatches
-from vitadel.attacks.patches.random_patches import Patches, patches_in, pixel_mask, strongest, uniform_noise
+from vitadel.attacks.patches.patch_threat import Patches, patches_in, pixel_mask, strongest
+from vitadel.attacks.patches.random_patches import uniform_noise
 from vitadel.attacks.threats import Linf
 from vitadel.data.batches import Batch
 from vitadel.errors import UserError
@@ -163,7 +168,7 @@ def _studied(
     patches = math.prod(grid)
 
     def by_selector(x: Tensor, rng: SampleRNG) -> Tensor:
-        return strongest(-selector(as_first_layer_sees(model, x)), rules.count)
+        return strongest(-selector(normalize_like(model, x)), rules.count)
 
     def at_random(x: Tensor, rng: SampleRNG) -> Tensor:
         return rng.stream("patches").permutation(patches) < rules.count

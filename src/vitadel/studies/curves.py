@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from vitadel.attacks.attention_scaling.aas import AAS, Rescaled
 from vitadel.attacks.goals import FromClean, OnLogits
-from vitadel.attacks.parse import looks_inside, make, read_attack_name
+from vitadel.attacks.parse import make, needs_known_family, read_attack_name
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.registry import CATALOGUE
+from vitadel.attacks.registry import ATTACKS
 from vitadel.attacks.steppers import Momentum, Steepest
-from vitadel.attacks.threats import threat as make_threat
+from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError
 from vitadel.evaluation.chance import binomial_tail
 from vitadel.evaluation.engine.batch_cache import BatchRecord
@@ -86,7 +86,7 @@ class CurvesRequest(StudyRequest):
 
     @property
     def takes_steps(self) -> bool:
-        return "steps" in CATALOGUE[read_attack_name(self.attack).base].settings
+        return "steps" in ATTACKS[read_attack_name(self.attack).base].settings
 
     @property
     def points(self) -> tuple[float, ...]:
@@ -104,7 +104,7 @@ class CurvesRequest(StudyRequest):
     def usual_steps(self) -> int | None:
         """The number of steps in the attack's name, or that it has without one."""
         name = read_attack_name(self.attack)
-        steps = name.settings.get("steps", CATALOGUE[name.base].settings.get("steps"))
+        steps = name.settings.get("steps", ATTACKS[name.base].settings.get("steps"))
         return int(steps) if isinstance(steps, int) else None
 
 
@@ -148,8 +148,8 @@ class _TimedAim:
     turns: Tensor
     steps: int
 
-    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
-        values, fooled = self.aim.look(z, progress)
+    def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        values, fooled = self.aim.evaluate(z, progress)
         self.turns[self.place[fooled]] = round(progress * self.steps)
         return values, fooled
 
@@ -180,9 +180,9 @@ class Clocked:
     attack: PGD
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        return self.explain(model, x, y, rng)[0]
+        return self.run_with_info(model, x, y, rng)[0]
 
-    def explain(
+    def run_with_info(
         self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         turns = torch.full((len(x),), self.attack.steps, device=x.device)
@@ -316,7 +316,7 @@ class _Lab:
 
     def _pieces(self, stage: str, attack: Attack, eps: float, exposed: Tensor) -> list[BatchRecord]:
         threat = make_threat(self.request.norm, eps)
-        legs = attack_stage(self.scene.context, stage, attack, threat, exposed, looks_inside(self.request.attack))
+        legs = attack_stage(self.scene.context, stage, attack, threat, exposed, needs_known_family(self.request.attack))
         return legs[-1].pieces
 
     def _share(self, held: Tensor) -> dict[str, object]:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from vitadel.attacks.parse import make
-from vitadel.attacks.settings import settings_of
-from vitadel.attacks.variants import training_form
+from vitadel.attacks.settings import settings_of, training_form
 from vitadel.data.batches import Batch
 from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.calibration import calibrated

@@ -11,7 +11,7 @@ from typing import Any, TypedDict, cast
 
 import numpy as np
 
-from vitadel.attacks.threats import threat as make_threat
+from vitadel.attacks.threats import make_threat
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.class_subset import choose_among

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitadel.attacks.attention_scaling.aas import AAS, PAPER_STYLE, Rescaled
 from vitadel.attacks.parse import make
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.transfer.surrogate import Changed, Surrogate
+from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.calibration import calibrated, studies
@@ -72,7 +72,7 @@ class ThroughScaled:
         rng = SampleRNG.of_pixels(x) if rng is None else rng
         return self.attack(Surrogate(scaled(model, self.factors), model), x, y, rng.stream("rescaled"))
 
-    def explain(
+    def run_with_info(
         self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """With the paper's way of counting as a note: does the scaled model, itself attacked, still give the label?"""

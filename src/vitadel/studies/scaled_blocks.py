@@ -118,7 +118,7 @@ def _measured(scene: Scene, request: ScaledBlocksRequest) -> dict[str, Any]:
 
 
 def _legs(scene: Scene, stage: str, attack: Attack, exposed: Tensor) -> list[MemberResult]:
-    legs = attack_stage(scene.context, stage, attack, scene.threat, exposed, looks_inside=True)
+    legs = attack_stage(scene.context, stage, attack, scene.threat, exposed, needs_known_family=True)
     return legs[-1:]  # of an ensemble the last member has seen what all before it left
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.attacks.parse import make
 from vitadel.attacks.pgd import PGD
+from vitadel.attacks.settings import training_form
 from vitadel.attacks.threats import Linf
-from vitadel.attacks.variants import training_form
 from vitadel.errors import UserError, nearest_names
 from vitadel.types import Attack
 

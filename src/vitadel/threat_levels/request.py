@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vitadel.attacks.parse import make
-from vitadel.attacks.threats import threat
+from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.calibration import studies
 from vitadel.evaluation.engine.stages import rules_of
@@ -78,7 +78,7 @@ def _check_budgets(budgets: tuple[float, ...]) -> None:
     if not budgets:
         raise UserError("the ladder needs at least one budget, such as 1/255,4/255")
     for eps in budgets:
-        threat("linf", eps)  # says what is wrong with a negative one, and with grey levels
+        make_threat("linf", eps)  # says what is wrong with a negative one, and with grey levels
         if eps in (0, 1):
             raise UserError(
                 f"budgets of the ladder are above 0 and below 1, of pixels in [0, 1]; got {eps:g}, try 1/255,4/255"

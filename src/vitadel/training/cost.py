@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.parse import make
-from vitadel.attacks.variants import training_form
+from vitadel.attacks.settings import training_form
 from vitadel.backbones.attention_hooks import fastest_attention
 from vitadel.evaluation.engine.compilation import gradient_probe, seconds_of
 from vitadel.evaluation.engine.stages import PRECISIONS

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from vitadel.attacks.losses import hard_labels
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.variants import threats_in
-from vitadel.attacks.views import Averaged
-from vitadel.attacks.wrappers import Restarts, WorstOf
+from vitadel.attacks.settings import threats_in
+from vitadel.attacks.wrappers import Averaged, Restarts, WorstOf
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 

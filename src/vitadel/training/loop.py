@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.features import pixels_per_unit
 from vitadel.attacks.parse import make
-from vitadel.attacks.variants import threats_in, training_form
+from vitadel.attacks.settings import threats_in, training_form
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.engine.calibration import CalibrationImages
 from vitadel.instrument.hooks import frozen

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.patches.corruption_model import CorruptionModel, as_first_layer_sees
-from vitadel.attacks.patches.corruption_model_files import save_corruption_model
-from vitadel.attacks.patches.random_patches import count_of_share, patch_side_of, patches_in, strongest
+from vitadel.attacks.patches.corruption_model import CorruptionModel, normalize_like, save_corruption_model
+from vitadel.attacks.patches.patch_threat import count_of_share, patch_side_of, patches_in, strongest
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.data_stream import whole_key
 from vitadel.training.protocols import Losses, Training
@@ -68,7 +67,7 @@ class PatchSelector:
         """One per patch, (batch, patches); the lowest are to be corrupted. Gradients reach the corruption model."""
         if self._model is None:  # called outside a training
             self._model = _fresh(x, self.side_for(model, x), 0)
-        scores: Tensor = self._model(as_first_layer_sees(model, x))
+        scores: Tensor = self._model(normalize_like(model, x))
         return scores
 
     @contextmanager
@@ -131,7 +130,7 @@ class PatchSelector:
             save_corruption_model(self._model, run.folder / "weights" / "corruption-model.safetensors")
 
     def _chosen(self, selector: CorruptionModel, model: nn.Module, x: Tensor) -> Tensor:
-        scores = selector(as_first_layer_sees(model, x))
+        scores = selector(normalize_like(model, x))
         return strongest(-scores, self.count(scores.shape[1]))
 
     def state(self) -> dict[str, Tensor]:

@@ -1,15 +1,13 @@
-"""Adaptive attention scaling: attack through softened attention (Jain & Dutta, CVPR 2024).
+"""Adaptive attention scaling (AAS): attack a model through scaled attention (Jain & Dutta, CVPR 2024).
 
 Saturated softmax attention passes hardly any gradient. The paper scales the scores of every attention by factors that
-move the features as far as possible from the original model's, and attacks the model so changed. It seems to judge
-success on that changed model too, which says nothing about the one in use. Here proposals count on the deployed model
-only, joined with the plain attack, and the paper's way of counting is a note beside them.
+move the features as far as possible from the original model's, and attacks the scaled model. It seems to judge success
+on the scaled model, too, which says nothing about the deployed one. Here only the deployed model counts, and the plain
+attack runs as well; the paper's way of counting is reported as sample info.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -17,75 +15,43 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.features import token_sequence
-from vitadel.attacks.goals import clearly_fooled, gradient
+from vitadel.attacks.attention_scaling.factors import (
+    DISTANCES,
+    Calibration,
+    search_factors,
+    search_factors_as_printed,
+)
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.sample_info import Notes, join_notes, proposals
-from vitadel.attacks.transfer.surrogate import Surrogate, changed, deployed, seen_through
+from vitadel.attacks.sample_info import SampleInfo, merge_info, run_attack
+from vitadel.attacks.surrogate import Surrogate, changed, deployed, seen_through
+from vitadel.attacks.wrappers import not_fooled
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError
-from vitadel.instrument.attention import Factors, scaled_attention
-from vitadel.instrument.features import block_features
+from vitadel.instrument.attention import scaled_attention
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
-__all__ = ["AAS", "DISTANCES", "PAPER_STYLE", "Rescaled", "ascended_factors", "eq3_distance", "lpips_distance"]
+__all__ = ["AAS", "PAPER_STYLE", "Rescaled", "aas", "aas_paper", "scale"]
 
 PAPER_STYLE = "paper_style"
-"""The note of an attack on a changed model: whether that model still gives the label."""
+"""The sample info of an attack on a changed model: whether that model still gives the label."""
 
-_SMALLEST, _LARGEST = 1e-7, 1.0
-_GRID = (0.1, 0.01, 0.001)  # the paper's manual scales that are worth trying beside the ascent's result
+_GRID = (0.1, 0.01, 0.001)  # the paper's fixed factors, which compete with the factors found by the search
 _PROBE_STEPS = 10
-_THROUGH = "rescaled"  # the stream of draws of a search through scaled attention
-
-
-def lpips_distance(features: Sequence[Tensor], reference: Sequence[Tensor]) -> Tensor:
-    """How far features are from a reference, per sample, in the manner of LPIPS (Zhang et al. 2018).
-
-    Every token is normalised over channels and every layer divided by the root of its number of tokens, so that
-    neither layers with large features nor those with many tokens count more.
-    """
-    total: Tensor | float = 0.0
-    for ours, theirs in zip(features, reference, strict=True):
-        ours, theirs = _tokens(ours), _tokens(theirs)
-        difference = nn.functional.normalize(ours, dim=-1) - nn.functional.normalize(theirs, dim=-1)
-        total = total + difference.square().sum((1, 2)) / ours.shape[1]
-    # The root has no slope at zero, which is where an unscaled model stands.
-    return (torch.as_tensor(total) + 1e-24).sqrt()
-
-
-def eq3_distance(features: Sequence[Tensor], reference: Sequence[Tensor]) -> Tensor:
-    """The paper's equation 3, per sample: differences over the product of both lengths, summed over layers."""
-    total: Tensor | float = 0.0
-    for ours, theirs in zip(features, reference, strict=True):
-        ours, theirs = ours.flatten(1), theirs.flatten(1)
-        away = ((ours - theirs).square().sum(1) + 1e-24).sqrt()
-        total = total + away / (ours.norm(dim=1) * theirs.norm(dim=1)).clamp(min=1e-12)
-    return torch.as_tensor(total)
-
-
-def _tokens(features: Tensor) -> Tensor:
-    """(batch, tokens, channels) of any shape with channels last."""
-    return features.flatten(1, -2) if features.ndim > 2 else features[:, None]
-
-
-Calibration = Iterable[tuple[Tensor, Tensor]]
-Distance = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
-DISTANCES: dict[str, Distance] = {"lpips": lpips_distance, "eq3": eq3_distance}
+_STREAM = "rescaled"  # the random stream of a search through scaled attention
 
 
 @dataclass(frozen=True)
 class Rescaled:
-    """An attack on the model with scaled attention, then the plain one on the samples that still stand.
+    """An attack on the model with scaled attention, then the plain attack on the samples that are not fooled.
 
-    `factors`: one number, or one per softmax attention. With `backward_only` the forward pass stays that of the
-    deployed model and only gradients pass through scaled attention. With `literal` the search, too, takes the scaled
-    model for the one to fool, as in the paper. The plain attack draws what it would draw alone, so the two together
-    are never weaker than it. With `paper_style`, `explain` also counts as the paper does.
+    `factors`: one number, or one per softmax attention. With `backward_only` the forward pass is that of the deployed
+    model and only gradients pass through scaled attention. With `literal` the search stops where the scaled model is
+    fooled, as in the paper. The plain attack uses the random numbers that it uses alone, so both together are never
+    weaker. With `paper_style`, `run_with_info` also counts as the paper does.
     """
 
     attack: Attack
@@ -95,84 +61,78 @@ class Rescaled:
     paper_style: bool = False
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        rng = SampleRNG.of_pixels(x) if rng is None else rng
-        z, notes = self._through(model, x, y, rng, noted=False)
-        return self._joined(model, x, y, rng, z, notes, noted=False)
+        return self._run(model, x, y, rng, with_info=False)[0]
 
-    def explain(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> tuple[Tensor, Notes]:
-        """With the notes of the attack: those of its plain run where that one came last."""
-        rng = SampleRNG.of_pixels(x) if rng is None else rng
-        z, notes = self._through(model, x, y, rng, noted=True)
-        style = {PAPER_STYLE: self._scaled_model_holds(model, x, y, rng, z)} if self.paper_style else {}
-        z = self._joined(model, x, y, rng, z, notes, noted=True)
-        return z, {**notes, **style}
+    def run_with_info(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    ) -> tuple[Tensor, SampleInfo]:
+        """With the info of the inner attack: of its plain run for the samples that needed one."""
+        return self._run(model, x, y, rng, with_info=True)
 
-    def _through(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, noted: bool) -> tuple[Tensor, Notes]:
-        """The attack through scaled attention."""
+    def _run(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None, with_info: bool
+    ) -> tuple[Tensor, SampleInfo]:
+        rng = SampleRNG.of_pixels(x) if rng is None else rng
         check_pixels(x)
-        attentions_of(model)  # a model without attention is refused before anything is spent on it
+        attentions_of(model)  # refuses a model without known attention before anything is computed
         view = seen_through(model, lambda inner: changed(inner, self._change))
-        if not self._sees_its_own_verdicts:
+        if not self._gives_own_verdicts:
             view = Surrogate(view, deployed(model))
-        return proposals(self.attack, view, x, y, rng.stream(_THROUGH), noted)
+        z, info = run_attack(self.attack, view, x, y, rng.stream(_STREAM), with_info)
+        style = {}
+        if with_info and self.paper_style:
+            style[PAPER_STYLE] = self._scaled_model_correct(model, x, y, rng, z)
+        rest = not_fooled(model, z, y)
+        if len(rest):
+            z = z.clone()  # an attack may have returned the clean images themselves
+            z[rest], new = run_attack(self.attack, model, x[rest], y[rest], rng[rest], with_info)
+            merge_info(info, new, rest, len(x))
+        return z, {**info, **style}
 
     @property
-    def _sees_its_own_verdicts(self) -> bool:
-        """With scaled gradients only, outputs are the deployed model's and need no second look."""
+    def _gives_own_verdicts(self) -> bool:
+        """With scaled gradients only, the logits are the deployed model's, so no second pass is needed."""
         return self.literal or self.backward_only
 
-    def _scaled_model_holds(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, z: Tensor) -> Tensor:
-        """Whether the scaled model, attacked itself and to the end, gives the label.
+    def _scaled_model_correct(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, z: Tensor) -> Tensor:
+        """Whether the scaled model, attacked by itself to the end, still gives the label.
 
-        `z` does not tell, but where it fools that model, too: samples left when the deployed model fell.
+        `z` decides only where it fools the scaled model, too: a search stops as soon as the deployed model is fooled.
         """
         scaled = changed(deployed(model), partial(scaled_attention, factors=self.factors))
 
-        def right(images: Tensor, labels: Tensor) -> Tensor:
+        def is_correct(images: Tensor, labels: Tensor) -> Tensor:
             with frozen(model), torch.no_grad():
                 logits: Tensor = scaled(images)
             return logits.argmax(1) == labels
 
-        holds = right(z, y)
-        if not self.literal and bool(holds.any()):
-            aimed = self.attack(scaled, x[holds], y[holds], rng[holds].stream(_THROUGH))
-            holds[holds.clone()] = right(aimed, y[holds])
-        return holds
-
-    def _joined(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, z: Tensor, notes: Notes, noted: bool
-    ) -> Tensor:
-        """`z`, with the plain attack's proposals in place of those that do not fool the deployed model."""
-        with frozen(model), torch.no_grad():
-            standing = (~clearly_fooled(deployed(model)(z), y)).nonzero().squeeze(1)
-        if len(standing):
-            z = z.clone()  # an attack may have handed back the clean images themselves
-            z[standing], told = proposals(self.attack, model, x[standing], y[standing], rng[standing], noted)
-            join_notes(notes, told, standing, len(x))
-        return z
+        correct = is_correct(z, y)
+        if not self.literal and bool(correct.any()):
+            attacked = self.attack(scaled, x[correct], y[correct], rng[correct].stream(_STREAM))
+            correct[correct.clone()] = is_correct(attacked, y[correct])
+        return correct
 
     def _change(self, model: nn.Module) -> AbstractContextManager[None]:
         return scaled_attention(model, self.factors, backward_only=self.backward_only)
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()
-        # Every look at the scaled model may need one at the deployed model.
-        looks = 0 if self._sees_its_own_verdicts else gradients + forwards
+        # Every pass of the scaled model may need one of the deployed model.
+        second = 0 if self._gives_own_verdicts else gradients + forwards
         runs, verdicts = 2, 1
         if self.paper_style:
             runs, verdicts = runs + (not self.literal), verdicts + 1 + (not self.literal)
-        return runs * gradients, runs * forwards + looks + verdicts
+        return runs * gradients, runs * forwards + second + verdicts
 
 
 @dataclass(frozen=True)
 class AAS:
-    """Find universal factors on calibration images, then attack through them.
+    """Search universal factors on calibration images, then attack through them.
 
-    The sound reading: ascent of the logarithm of the factors, steps of `pace` decades along the normalised gradient,
-    `ascent_steps` on each batch, from one random start; the reference is always the original model. With `select` the
-    result competes with uniform factors of 0.1, 0.01 and 0.001: the factors are taken whose 10-step PGD hurts the
-    deployed model most. `literal` is algorithm 1 as printed: additive normal noise on every batch, raw gradients of
-    equation 3, and a reference that drifts along.
+    By default: gradient ascent on the logarithms of the factors in steps of `pace` decades, `ascent_steps` on each
+    batch, from one random start, away from the original model's features. With `select` the result competes with
+    uniform factors of 0.1, 0.01 and 0.001, and the factors win whose 10-step PGD raises the deployed model's loss most.
+    `literal` is algorithm 1 as printed in the paper.
     """
 
     attack: Attack
@@ -204,13 +164,13 @@ class AAS:
         )
 
     def prepared(self, model: nn.Module, calibration: Calibration, seed: int = 0) -> Rescaled:
-        """The attack through the factors found; the labels only serve `select`."""
+        """The attack through the factors found; only `select` uses the labels."""
         rng = SampleRNG.of_samples(seed, [0]).stream("aas factors")
         with frozen(model):
             if self.literal:
-                factors = self._literal_ascent(model, calibration, rng)
+                factors = search_factors_as_printed(model, calibration, rng, self.ascent_steps)
             else:
-                factors = ascended_factors(model, calibration, rng, self.ascent_steps, self.pace, self.distance)
+                factors = search_factors(model, calibration, rng, self.ascent_steps, self.pace, self.distance)
             if self.select and not self.literal:
                 factors = self._most_harmful(model, calibration, factors, seed)
         return self._through(factors)
@@ -219,91 +179,35 @@ class AAS:
         return Rescaled(self.attack, factors, self.backward_only, self.literal, self.paper_style)
 
     def passes(self) -> tuple[int, int]:
-        """Of the attack itself; the preparation is shared by all samples."""
+        """The passes of the attack itself; the calibration is shared by all samples."""
         return self._through(()).passes()
-
-    def _literal_ascent(self, model: nn.Module, calibration: Calibration, rng: SampleRNG) -> tuple[float, ...]:
-        factors = torch.ones(len(attentions_of(model)), dtype=torch.float64)
-        for turn, (x, _) in enumerate(calibration):
-            with torch.no_grad():
-                reference = _features(model, x, tuple(factors.tolist()))
-            delta = rng.stream("noise", turn).normal(len(factors))[0].double()
-            for _ in range(self.ascent_steps):
-                here = (factors + delta).clamp(_SMALLEST, _LARGEST)
-                delta = delta + _slope(model, x, reference, here, eq3_distance, as_decades=False)
-            factors = (factors + delta).clamp(_SMALLEST, _LARGEST)
-        return tuple(factors.tolist())
 
     def _most_harmful(
         self, model: nn.Module, calibration: Calibration, found: tuple[float, ...], seed: int
     ) -> tuple[float, ...]:
-        """By the loss of the deployed model after a short PGD through each candidate, on the first batch."""
+        """The candidate with the largest loss of the deployed model after a short PGD, on the first batch."""
         x, y = next(iter(calibration), (None, None))
         if x is None or y is None:
             raise UserError(
-                "aas needs calibration images that can be gone through twice: give a list of (images, labels), not an "
-                "empty one or an iterator"
+                "aas must iterate over its calibration images twice: give a list of (images, labels), not an empty one "
+                "or an iterator"
             )
         candidates = [found, *((factor,) * len(found) for factor in _GRID)]
-        losses = [self._harm(model, x, y, candidate, seed) for candidate in candidates]
+        losses = [self._loss_after_probe(model, x, y, candidate, seed) for candidate in candidates]
         return candidates[losses.index(max(losses))]
 
-    def _harm(self, model: nn.Module, x: Tensor, y: Tensor, factors: tuple[float, ...], seed: int) -> float:
-        probe = PGD(_ball_of(self.attack), steps=_PROBE_STEPS, stop_when_fooled=False)
+    def _loss_after_probe(self, model: nn.Module, x: Tensor, y: Tensor, factors: tuple[float, ...], seed: int) -> float:
+        probe = PGD(_innermost_threat(self.attack), steps=_PROBE_STEPS, stop_when_fooled=False)
         scaled = changed(model, self._through(factors)._change)
         z = probe(scaled, x, y, SampleRNG.of_samples(seed, range(len(x)), x.device))
         with torch.no_grad():
             return float(cross_entropy(model(z), y).double().mean())
 
 
-def ascended_factors(
-    model: nn.Module,
-    calibration: Calibration,
-    rng: SampleRNG,
-    steps: int = 10,
-    pace: float = 0.3,
-    distance: str = "lpips",
-    reference: float | Sequence[float] = 1.0,
-    smallest: float = _SMALLEST,
-) -> tuple[float, ...]:
-    """Factors of a model's attentions that move its features far from what they are with the `reference` factors.
-
-    Ascent of decimal logarithms from one random start, `steps` on each batch, each of `pace` decades along the
-    normalised gradient, between `smallest` and 1. The model should be frozen. Labels are not used.
-    """
-    low, high = math.log10(smallest), math.log10(_LARGEST)
-    decades = (-2 * rng.uniform(len(attentions_of(model)))[0].double()).clamp(low, high)
-    for x, _ in calibration:
-        with torch.no_grad():
-            original = _features(model, x, reference)
-        for _ in range(steps):
-            slope = _slope(model, x, original, decades, DISTANCES[distance], as_decades=True)
-            decades = (decades + pace * slope / slope.abs().max().clamp(min=1e-30)).clamp(low, high)
-    return tuple((10**decades).tolist())
-
-
-def _slope(
-    model: nn.Module, x: Tensor, reference: Sequence[Tensor], at: Tensor, distance: Distance, *, as_decades: bool
-) -> Tensor:
-    """The gradient of the mean distance, with respect to factors or to their decimal logarithms."""
-    with torch.enable_grad():
-        free = at.detach().to(x.device).clone().requires_grad_()
-        factors = 10**free if as_decades else free
-        return gradient(distance(_features(model, x, factors), reference).mean(), free).detach().cpu()
-
-
-def _features(model: nn.Module, x: Tensor, factors: Factors) -> list[Tensor]:
-    """Of every block, (batch, tokens, channels)."""
-    with scaled_attention(model, factors), block_features(model) as features:
-        model(x)
-    return [token_sequence(model, each) for each in features]
-
-
-def _ball_of(attack: Attack) -> Threat:
-    """The threat of the innermost search."""
+def _innermost_threat(attack: Attack) -> Threat:
     inner = getattr(attack, "attack", None) or next(iter(getattr(attack, "attacks", ())), None)
     if inner is not None:
-        return _ball_of(inner)
+        return _innermost_threat(inner)
     threat: Threat = attack.threat  # type: ignore[attr-defined]
     return threat
 
@@ -316,20 +220,10 @@ def aas(
     distance: str = "lpips",
     select: bool = True,
     paper_style: bool = True,
+    *,
+    backward_only: bool = False,
 ) -> Attack:
-    return AAS(attack, False, False, images, steps, pace, distance, select, paper_style)
-
-
-def aas_bpda(
-    attack: Attack,
-    images: int = 1280,
-    steps: int = 10,
-    pace: float = 0.3,
-    distance: str = "lpips",
-    select: bool = True,
-    paper_style: bool = True,
-) -> Attack:
-    return AAS(attack, True, False, images, steps, pace, distance, select, paper_style)
+    return AAS(attack, backward_only, False, images, steps, pace, distance, select, paper_style)
 
 
 def aas_paper(attack: Attack, images: int = 1280, steps: int = 10) -> Attack:

@@ -1,13 +1,13 @@
-"""`autoattack-fast`: AutoAttack's worst case at a fraction of its passes, and signs of when not to believe it.
+"""`autoattack-fast`: AutoAttack's worst case at a fraction of its passes, with evidence of when not to trust it.
 
-What AutoAttack spends most on finds almost nothing on ordinary models: full-length runs towards nine targets, FAB and
-Square. Here short runs that differ in loss, direction and start come first, every fooled sample leaves at once, and
-the rest of the budget goes to samples whose linearised boundary is nearly within reach. FAB and Square remain as
-sentinels on a random tenth. The parts: APGD (Croce & Hein 2020); probability margins in two phases (Ma et al. 2023,
-Xie et al. 2025, arXiv:2411.15210); MALT's targets (Melamed et al. 2024); output-diversified starts (Tashiro et al.
-2020); restarts where they can still help (Liu et al. 2022).
+AutoAttack spends most passes on full-length runs towards nine targets, FAB and Square, which find almost nothing on
+ordinary models. Here short runs with different losses, directions and starts come first, fooled samples stop at once,
+and the remaining passes go to samples whose linearized boundary is nearly within reach. FAB and Square run as sentinels
+on a random tenth of the samples. The parts: APGD (Croce & Hein 2020); probability margins in two phases (Ma et al.
+2023, Xie et al. 2025, arXiv:2411.15210); MALT's targets (Melamed et al. 2024); output-diversified starts (Tashiro et
+al. 2020); restarts where they can still help (Liu et al. 2022).
 
-Whatever is decided about a sample depends on its own numbers only, never on how it compares with the others.
+Every decision about a sample depends on this sample only, not on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.apgd import APGD
-from vitadel.attacks.best_points import Memory, Value, Watched
+from vitadel.attacks.autoattack.best_points import BestPoints, RecordBest, Value
+from vitadel.attacks.autoattack.nearest_targets import nearest_targets
 from vitadel.attacks.fab import FAB
 from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import cross_entropy, lead, margin, probability_margin, targeted_dlr
-from vitadel.attacks.malt import dual_order, nearest_targets
 from vitadel.attacks.pgd import PGD
+from vitadel.attacks.sample_info import SampleInfo
 from vitadel.attacks.square import Square
 from vitadel.attacks.steppers import Scripted
-from vitadel.attacks.transfer.surrogate import changed, seen_through
+from vitadel.attacks.surrogate import changed, seen_through
+from vitadel.attacks.threats import dual_order
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError
@@ -38,7 +40,7 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
-__all__ = ["STAGES", "AutoAttackFast", "autoattack_fast"]
+__all__ = ["STAGES", "AutoAttackFast"]
 
 STAGES = (
     "clean",
@@ -50,69 +52,70 @@ STAGES = (
     "kept alive",
     "sentinel",
 )
-"""What a sample may fall in; the note `fell_in` is a position in this list, or -1 for a sample that stands."""
+"""The stages that may fool a sample; the sample info `fell_in` is a position in this list, or -1 if none did."""
 
-_DIVERSIFYING = 3  # steps of a restart that follow random logits
-_SOFTENED = 2  # the restart whose gradients see attention scores multiplied by _SOFTER, in case they are saturated
-_SOFTER = 0.1
-_REACHES = ((0.3, 1), (0.15, 2), (0.06, 4))  # missing distance, in units of eps, and how many restarts it deserves
-_KEPT_ALIVE = 0.05  # share of the far samples that are given all restarts, to see what the rule above misses
+_DIVERSIFYING = 3  # steps of a restart along random logits
+_SCALED = 2  # the restart whose gradients pass through attention scores multiplied by _FACTOR, if they are saturated
+_FACTOR = 0.1
+_REACHES = ((0.3, 1), (0.15, 2), (0.06, 4))  # (missing distance in units of eps, restarts for samples below it)
+_KEPT_ALIVE = 0.05  # share of the far samples that get all restarts, to measure what the rule above misses
 _SENTINEL = 0.1
 
 
-def _softened(model: nn.Module) -> nn.Module:
+def _with_scaled_gradients(model: nn.Module) -> nn.Module:
     if hasattr(model, "_orig_mod"):
-        return model  # a compiled model does not run its own modules, so nothing inside can be softened
+        return model  # a compiled model does not run its own modules, so its attention cannot be scaled
     try:
         attentions_of(model)
     except UserError:
         return model
-    soften = partial(scaled_attention, factors=_SOFTER, backward_only=True)
-    return seen_through(model, lambda inner: changed(inner, soften))
+    change = partial(scaled_attention, factors=_FACTOR, backward_only=True)
+    return seen_through(model, lambda inner: changed(inner, change))
 
 
 @dataclass(frozen=True)
-class _Bout:
-    """One batch under attack."""
+class _AttackState:
+    """One batch under attack, with the best points so far."""
 
     threat: Threat
     model: nn.Module
     x: Tensor
     y: Tensor
     rng: SampleRNG
-    memory: Memory
+    best: BestPoints
 
-    def climb(self, place: Tensor, steps: int, value: Value, stream: str, turn: int = 0) -> None:
-        """APGD from a random start."""
+    def run_apgd(self, place: Tensor, steps: int, value: Value, stream: str, turn: int = 0) -> None:
+        """APGD from a random start, on the samples at `place`."""
         if len(place):
-            attack = APGD(self.threat, Watched(place, self.memory, value), steps)
+            attack = APGD(self.threat, RecordBest(place, self.best, value), steps)
             attack.search(self.model, self.x[place], self.y[place], self.rng[place].stream(stream, turn))
 
-    def walk(
-        self, place: Tensor, lengths: tuple[float, ...], value: Value, stream: str, turn: int = 0, soften: bool = False
+    def run_pgd(
+        self, place: Tensor, lengths: tuple[float, ...], value: Value, stream: str, turn: int = 0, scaled: bool = False
     ) -> None:
-        """Steepest steps of given lengths from a random start, the last point looked at as well.
+        """PGD with the given step lengths from a random start; the last point is evaluated, too.
 
-        With `soften` gradients pass through softened attention, where the model is of a known family.
+        With `scaled` gradients pass through scaled attention, if the model is of a known family.
         """
         if len(place) == 0:
             return
-        goal = Watched(place, self.memory, value)
+        goal = RecordBest(place, self.best, value)
         attack = PGD(self.threat, goal, Scripted(lengths), len(lengths))
         rng = self.rng[place].stream(stream, turn)
-        model = _softened(self.model) if soften else self.model
+        model = _with_scaled_gradients(self.model) if scaled else self.model
         end = attack(model, self.x[place], self.y[place], rng)
-        rest = ~self.memory.fallen[place]
+        rest = ~self.best.fooled[place]
         if bool(rest.any()):
             with torch.no_grad():
-                goal(self.model, self.x[place], self.y[place]).keep(rest).look(end[rest], 1.0)
+                goal(self.model, self.x[place], self.y[place]).keep(rest).evaluate(end[rest], 1.0)
 
 
 @dataclass(frozen=True)
 class AutoAttackFast:
-    """The stages below with their numbers of steps; `targets` x `target_steps` short runs and `best_targets` x
-    `best_steps` long ones towards classes, up to seven restarts, sentinels of `sentinel_targets` x `sentinel_steps`
-    FAB and `sentinel_queries` Square steps.
+    """The stages of `STAGES` with their numbers of steps.
+
+    `targets` x `target_steps` short runs and `best_targets` x `best_steps` long ones towards wrong classes, up to seven
+    restarts, and sentinels: FAB with `sentinel_targets` x `sentinel_steps` steps, Square with `sentinel_queries`.
     """
 
     threat: Threat
@@ -126,7 +129,7 @@ class AutoAttackFast:
     sentinel_targets: int = 3
     sentinel_steps: int = 30
     sentinel_queries: int = 1000
-    reaches: tuple[tuple[float, int], ...] = field(default=_REACHES)
+    reaches: tuple[tuple[float, int], ...] = field(default=_REACHES, kw_only=True)
 
     def __post_init__(self) -> None:
         small = {name: value for name, value in vars(self).items() if isinstance(value, int) and value < 1}
@@ -135,60 +138,63 @@ class AutoAttackFast:
             raise UserError(f"{name} of autoattack-fast must be at least 1, got {value}")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        return self.explain(model, x, y, rng)[0]
+        return self.run_with_info(model, x, y, rng)[0]
 
-    def explain(
+    def run_with_info(
         self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The proposals, and notes: in which stage each sample fell, the distance `missing` before the restarts and
-        how many of these it got, and whether it was kept alive or met the sentinels."""
+    ) -> tuple[Tensor, SampleInfo]:
+        """With info about each sample.
+
+        The stage that fooled it (`fell_in`), its distance from the boundary before the restarts (`missing`), its number
+        of restarts, and whether it was kept alive or attacked by the sentinels.
+        """
         check_pixels(x)
         x = x.detach()
         rng = SampleRNG.of_pixels(x) if rng is None else rng
         with frozen(model):
             with torch.no_grad():
                 logits = model(x)
-                memory = Memory.of(self.threat, x, logits, y, fooled(model, x, logits, y))
-            bout = _Bout(self.threat, model, x, y, rng, memory)
-            notes = {"fell_in": torch.where(memory.fallen, 0, -1)}
+                best = BestPoints.of(self.threat, x, logits, y, fooled(model, x, logits, y))
+            state = _AttackState(self.threat, model, x, y, rng, best)
+            info = {"fell_in": torch.where(best.fooled, 0, -1)}
             if self.threat.eps > 0:
-                for number, stage in enumerate(self._stages(bout, logits, notes), start=1):
-                    before = memory.fallen.clone()
+                for number, stage in enumerate(self._stages(state, logits, info), start=1):
+                    before = best.fooled.clone()
                     stage()
-                    notes["fell_in"][memory.fallen & ~before] = number
-        return memory.point, notes
+                    info["fell_in"][best.fooled & ~before] = number
+        return best.point, info
 
-    def _stages(self, bout: _Bout, logits: Tensor, notes: dict[str, Tensor]) -> list[Callable[[], None]]:
-        """In the order of `STAGES`, after the clean look."""
-        lots = bout.rng.stream("lots").uniform(2)
-        alive, sentinel = lots[:, 0] < _KEPT_ALIVE, lots[:, 1] < _SENTINEL
-        runs = _Runs(self, bout, logits)
+    def _stages(self, state: _AttackState, logits: Tensor, info: SampleInfo) -> list[Callable[[], None]]:
+        """In the order of `STAGES`, without the clean images."""
+        uniform = state.rng.stream("lots").uniform(2)
+        alive, sentinel = uniform[:, 0] < _KEPT_ALIVE, uniform[:, 1] < _SENTINEL
+        stages = _Stages(self, state, logits)
 
         def restarts() -> None:
-            notes["missing"] = runs.missing()
-            notes["restarts"] = sum(
-                (more * (notes["missing"] < reach) for reach, more in self.reaches),
-                start=torch.zeros_like(notes["fell_in"]),
+            info["missing"] = stages.missing()
+            info["restarts"] = sum(
+                (more * (info["missing"] < reach) for reach, more in self.reaches),
+                start=torch.zeros_like(info["fell_in"]),
             )
-            runs.restarts(notes["restarts"])
+            stages.restarts(info["restarts"])
 
         def kept_alive() -> None:
-            notes["far"] = (notes["restarts"] < self._most_restarts) & ~bout.memory.fallen
-            notes["kept_alive"] = alive & notes["far"]
-            runs.restarts(torch.where(notes["kept_alive"], self._most_restarts, 0), notes["restarts"])
+            info["far"] = (info["restarts"] < self._most_restarts) & ~state.best.fooled
+            info["kept_alive"] = alive & info["far"]
+            stages.restarts(torch.where(info["kept_alive"], self._most_restarts, 0), info["restarts"])
 
         def sentinels() -> None:
-            notes["sentinel"] = sentinel & ~bout.memory.fallen
-            runs.sentinels(notes["sentinel"].nonzero().squeeze(1))
+            info["sentinel"] = sentinel & ~state.best.fooled
+            stages.sentinels(info["sentinel"].nonzero().squeeze(1))
 
-        return [runs.entropy, runs.margins, runs.targets, runs.best_targets, restarts, kept_alive, sentinels]
+        return [stages.entropy, stages.margins, stages.targets, stages.best_targets, restarts, kept_alive, sentinels]
 
     @property
     def _most_restarts(self) -> int:
         return sum(count for _, count in self.reaches)
 
     def passes(self) -> tuple[int, int]:
-        """With ten classes, for a sample that stands everything, gets all restarts and meets the sentinels."""
+        """With ten classes, for a sample that is never fooled, gets all restarts and is attacked by the sentinels."""
         runs = [self.entropy_steps, self.margin_steps, self.margin_steps]
         runs += [self.target_steps] * self.targets + [self.best_steps] * self.best_targets
         runs += [_DIVERSIFYING + self.margin_steps] * self._most_restarts
@@ -197,11 +203,11 @@ class AutoAttackFast:
 
 
 @dataclass
-class _Runs:
-    """The stages at work on one batch: `table` holds each sample's targets, `reached` how near each of them came."""
+class _Stages:
+    """The stages for one batch; `table` holds each sample's targets, `reached` the best lead of each target's logit."""
 
-    plan: AutoAttackFast
-    bout: _Bout
+    attack: AutoAttackFast
+    state: _AttackState
     logits: Tensor
     table: Tensor = field(init=False)
     reached: Tensor = field(init=False)
@@ -210,33 +216,33 @@ class _Runs:
         def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
             return cross_entropy(logits, y)
 
-        self.bout.climb(self.bout.memory.standing(), self.plan.entropy_steps, value, "entropy")
+        self.state.run_apgd(self.state.best.not_fooled(), self.attack.entropy_steps, value, "entropy")
 
     def margins(self) -> None:
         for turn, first in enumerate(("label", "rival")):
-            value, lengths = _two_phases(self.plan.margin_steps, first)
-            self.bout.walk(self.bout.memory.standing(), lengths, value, "margin", turn)
+            value, lengths = _two_phases(self.attack.margin_steps, first)
+            self.state.run_pgd(self.state.best.not_fooled(), lengths, value, "margin", turn)
 
     def targets(self) -> None:
-        """Short runs, the nearest class first."""
-        bout, plan, place = self.bout, self.plan, self.bout.memory.standing()
-        shape = len(self.logits), min(plan.targets, self.logits.shape[1] - 1)
-        self.table = bout.y.new_zeros(shape)
-        self.reached = torch.full(shape, -torch.inf, dtype=torch.float64, device=bout.x.device)
+        """Short runs towards each target, the nearest class first."""
+        state, attack, place = self.state, self.attack, self.state.best.not_fooled()
+        shape = len(self.logits), min(attack.targets, self.logits.shape[1] - 1)
+        self.table = state.y.new_zeros(shape)
+        self.reached = torch.full(shape, -torch.inf, dtype=torch.float64, device=state.x.device)
         if len(place) == 0:
             return
-        clean = (bout.x[place], bout.y[place], self.logits[place])
-        self.table[place] = nearest_targets(bout.model, *clean, bout.threat, plan.candidates, shape[1])
+        clean = (state.x[place], state.y[place], self.logits[place])
+        self.table[place] = nearest_targets(state.model, *clean, state.threat, attack.candidates, shape[1])
         for column in range(shape[1]):
-            bout.climb(bout.memory.standing(), plan.target_steps, self._towards(column), "target", column)
+            state.run_apgd(state.best.not_fooled(), attack.target_steps, self._towards(column), "target", column)
 
     def best_targets(self) -> None:
-        """Long runs towards the classes that came nearest, the second with the ratio as its loss."""
+        """Long runs towards the classes with the best lead so far; the second one on the targeted DLR loss."""
         order = self.reached.argsort(dim=1, descending=True, stable=True)
-        for turn in range(min(self.plan.best_targets, order.shape[1])):
+        for turn in range(min(self.attack.best_targets, order.shape[1])):
             columns = order[:, turn]
             value = self._towards(columns, ratio=turn % 2 == 1 and self.logits.shape[1] > 3)
-            self.bout.climb(self.bout.memory.standing(), self.plan.best_steps, value, "best", turn)
+            self.state.run_apgd(self.state.best.not_fooled(), self.attack.best_steps, value, "best", turn)
 
     def _towards(self, column: int | Tensor, ratio: bool = False) -> Value:
         if isinstance(column, int):
@@ -256,39 +262,39 @@ class _Runs:
         return value
 
     def missing(self) -> Tensor:
-        """What the linear model at a sample's best point says is missing to its boundary, in units of eps.
+        """The distance from each sample's best point to its linearized boundary, in units of eps.
 
-        Infinite where there is nothing to attack any more, or no slope to go by.
+        Infinite for fooled samples, and where the gradient is zero.
         """
-        bout, place = self.bout, self.bout.memory.standing()
-        missing = torch.full((len(bout.x),), torch.inf, dtype=torch.float64, device=bout.x.device)
+        state, place = self.state, self.state.best.not_fooled()
+        missing = torch.full((len(state.x),), torch.inf, dtype=torch.float64, device=state.x.device)
         if len(place) == 0:
             return missing
         with torch.enable_grad():
-            z = bout.memory.point[place].clone().requires_grad_()
-            values = margin(bout.model(z), bout.y[place])
+            z = state.best.point[place].clone().requires_grad_()
+            values = margin(state.model(z), state.y[place])
             slope = gradient(values, z).flatten(1)
-        steepness = torch.linalg.vector_norm(slope, ord=dual_order(bout.threat), dim=1).double()
+        steepness = torch.linalg.vector_norm(slope, ord=dual_order(state.threat), dim=1).double()
         gap = -values.detach().double()
-        missing[place] = torch.where(steepness > 0, gap / (steepness * bout.threat.eps), torch.inf)
+        missing[place] = torch.where(steepness > 0, gap / (steepness * state.threat.eps), torch.inf)
         return missing
 
     def restarts(self, wanted: Tensor, done: Tensor | None = None) -> None:
-        """Restart number k runs for whoever wants more than k and has not had it yet."""
+        """Run restart number k for samples with more than k `wanted` and at most k `done` restarts."""
         done = torch.zeros_like(wanted) if done is None else done
         for turn in range(int(wanted.max()) if len(wanted) else 0):
-            place = ((wanted > turn) & (done <= turn) & ~self.bout.memory.fallen).nonzero().squeeze(1)
+            place = ((wanted > turn) & (done <= turn) & ~self.state.best.fooled).nonzero().squeeze(1)
             value, lengths = self._diversified(turn)
-            self.bout.walk(place, lengths, value, "restart", turn, soften=turn == _SOFTENED)
+            self.state.run_pgd(place, lengths, value, "restart", turn, scaled=turn == _SCALED)
 
     def _diversified(self, turn: int) -> tuple[Value, tuple[float, ...]]:
-        """A few steps along random logits (away from the label, towards the rival, every other time), then margins."""
-        weights = self.bout.rng.stream("weights", turn).uniform(self.logits.shape[1]).to(self.logits.dtype) * 2 - 1
+        """A few steps along random logits, every other time away from the label towards its rival, then on margins."""
+        weights = self.state.rng.stream("weights", turn).uniform(self.logits.shape[1]).to(self.logits.dtype) * 2 - 1
         if turn % 2 == 0:
-            lot = self.bout.rng.stream("label weight", turn).uniform(1).to(weights.dtype)
-            weights = weights.scatter(1, self.bout.y[:, None], lot * 0.6 - 0.5)
-            weights = weights.scatter(1, self.bout.memory.rival[:, None], 0.8)
-        phases, lengths = _two_phases(self.plan.margin_steps, ("label", "rival")[turn % 2])
+            lot = self.state.rng.stream("label weight", turn).uniform(1).to(weights.dtype)
+            weights = weights.scatter(1, self.state.y[:, None], lot * 0.6 - 0.5)
+            weights = weights.scatter(1, self.state.best.rival[:, None], 0.8)
+        phases, lengths = _two_phases(self.attack.margin_steps, ("label", "rival")[turn % 2])
         total = _DIVERSIFYING + len(lengths)
 
         def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
@@ -300,25 +306,25 @@ class _Runs:
         return value, (1.0,) * _DIVERSIFYING + lengths
 
     def sentinels(self, place: Tensor) -> None:
-        """FAB and Square, of which nothing is expected: if they find something, the rest has not been enough."""
-        bout, plan = self.bout, self.plan
+        """FAB and Square, which should find nothing: if they do, the other stages were too weak."""
+        state, settings = self.state, self.attack
         attacks: tuple[Attack, ...] = (
-            FAB(bout.threat, plan.sentinel_steps, plan.sentinel_targets),
-            Square(bout.threat, plan.sentinel_queries),
+            FAB(state.threat, settings.sentinel_steps, settings.sentinel_targets),
+            Square(state.threat, settings.sentinel_queries),
         )
         for turn, attack in enumerate(attacks):
-            place = place[~bout.memory.fallen[place]]
+            place = place[~state.best.fooled[place]]
             if len(place) == 0:
                 return
-            z = attack(bout.model, bout.x[place], bout.y[place], bout.rng[place].stream("sentinel", turn))
+            z = attack(state.model, state.x[place], state.y[place], state.rng[place].stream("sentinel", turn))
             with torch.no_grad():
-                logits = bout.model(z)
-            wrong = fooled(bout.model, z, logits, bout.y[place])
-            bout.memory.note(place, z, logits, bout.y[place], wrong)
+                logits = state.model(z)
+            wrong = fooled(state.model, z, logits, state.y[place])
+            state.best.record(place, z, logits, state.y[place], wrong)
 
 
 def _two_phases(steps: int, first: str) -> tuple[Value, tuple[float, ...]]:
-    """One side of the margin alone for two fifths of the way, then both; each phase's steps fall from 2 eps to none."""
+    """One side of the margin for two fifths of the steps, then both; steps shrink from 2 eps to 0 in each phase."""
     turn = max(1, round(0.4 * steps))
 
     def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
@@ -328,31 +334,3 @@ def _two_phases(steps: int, first: str) -> tuple[Value, tuple[float, ...]]:
         return tuple(1 + math.cos(math.pi * step / count) for step in range(count))
 
     return value, falling(turn) + falling(max(steps - turn, 0))
-
-
-def autoattack_fast(
-    threat: Threat,
-    entropy_steps: int = 20,
-    margin_steps: int = 40,
-    targets: int = 9,
-    target_steps: int = 15,
-    best_targets: int = 2,
-    best_steps: int = 50,
-    candidates: int = 100,
-    sentinel_targets: int = 3,
-    sentinel_steps: int = 30,
-    sentinel_queries: int = 1000,
-) -> Attack:
-    return AutoAttackFast(
-        threat,
-        entropy_steps,
-        margin_steps,
-        targets,
-        target_steps,
-        best_targets,
-        best_steps,
-        candidates,
-        sentinel_targets,
-        sentinel_steps,
-        sentinel_queries,
-    )

@@ -1,7 +1,7 @@
-"""AutoAttack: an ensemble without parameters to tune (Croce & Hein 2020, arXiv:2003.01690; L1: arXiv:2103.01208).
+"""AutoAttack: a parameter-free ensemble (Croce & Hein 2020, arXiv:2003.01690; L1: arXiv:2103.01208).
 
-Each member works on the samples that the ones before left standing. `steps`, `targets` and `queries` are there for
-quick looks; a number that shall be called AutoAttack keeps their defaults.
+Each member attacks the samples that the earlier ones did not fool. `steps`, `targets` and `queries` are for quick
+estimates; results reported as AutoAttack must keep their defaults.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from vitadel.attacks.apgd import apgd_ce, apgd_dlr, apgd_t
 from vitadel.attacks.fab import fab, fab_t
 from vitadel.attacks.square import square
 from vitadel.attacks.threats import L1
-from vitadel.attacks.views import Averaged
-from vitadel.attacks.wrappers import WorstOf
+from vitadel.attacks.wrappers import Averaged, WorstOf
 from vitadel.types import Attack, Threat
 
 __all__ = ["autoattack", "autoattack_plus", "autoattack_rand"]
 
 
 def autoattack(threat: Threat, steps: int = 100, targets: int = 9, queries: int = 5000) -> Attack:
-    """The standard version. In L1, whose starts differ more, APGD runs five times, and APGD-T towards five classes."""
+    """AutoAttack 'standard'. In L1, where starts matter more, APGD runs five times, and APGD-T towards five classes."""
     l1 = isinstance(threat, L1)
     restarts = 5 if l1 else 1
     return WorstOf.named(
@@ -34,7 +33,7 @@ def autoattack(threat: Threat, steps: int = 100, targets: int = 9, queries: int 
 def autoattack_plus(
     threat: Threat, steps: int = 100, targets: int = 9, queries: int = 5000, restarts: int = 5
 ) -> Attack:
-    """Six members, the untargeted ones with restarts."""
+    """AutoAttack 'plus': six members, the untargeted ones with restarts."""
     return WorstOf.named(
         {
             "apgd-ce": apgd_ce(threat, steps, restarts),
@@ -48,7 +47,7 @@ def autoattack_plus(
 
 
 def autoattack_rand(threat: Threat, steps: int = 100, times: int = 20) -> Attack:
-    """For models that answer at random: APGD on the mean of several passes, and nothing that needs exact answers."""
+    """AutoAttack 'rand', for models with random outputs: APGD on the mean of several passes."""
     return WorstOf.named(
         {"apgd-ce": Averaged(apgd_ce(threat, steps), times), "apgd-dlr": Averaged(apgd_dlr(threat, steps), times)}
     )

@@ -1,7 +1,7 @@
-"""Diverse inputs (Xie et al., CVPR 2019, arXiv:1803.06978) with momentum: crafted on one model to fool another.
+"""Diverse inputs with momentum (DI-MI-FGSM, Xie et al., CVPR 2019, arXiv:1803.06978), for transfer to other models.
 
-At every step the model sees the image a little smaller and somewhere else in its frame, and, if told to, beside tokens
-that nobody trained: what fools it under all of that is less about this one model.
+At every step the model sees the image randomly shrunk and shifted and, optionally, with additional random tokens. What
+fools it under these changes depends less on this particular model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vitadel.attacks.goals import clearly_fooled
 from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
-from vitadel.attacks.transfer.surrogate import deployed
+from vitadel.attacks.surrogate import deployed
 from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.tokens import extra_tokens, token_width
@@ -30,12 +30,12 @@ LOSSES: dict[str, Loss] = {"ce": cross_entropy, "margin": margin}
 
 
 def shrunk(z: Tensor, size: Tensor, corner: Tensor) -> Tensor:
-    """Each image at `size` times its width and height on black, its corner at `corner` (x, y) of the room that leaves.
+    """Each image at `size` times its width and height on black; `corner` (x, y) in [0, 1] is its relative position.
 
     Bilinear and differentiable; a size of 1 gives the image itself up to rounding.
     """
     if len(z) == 0:
-        return z  # torch's grid takes no empty batch
+        return z  # torch's grid_sample refuses an empty batch
     scale = 1 / size
     # Output coordinates run from -1 to 1; the small image covers 2 * size of them.
     shift = scale[:, None] * (1 - size[:, None]) * (1 - 2 * corner)
@@ -51,10 +51,10 @@ class _DiverseAim:
     y: Tensor
     goal: DiverseInputs
 
-    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
-        # Keyed by how far the search is, so that the goal needs neither a counter nor the number of steps.
+    def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        # Keyed by progress, so that the goal needs neither a counter nor the number of steps.
         now = self.goal.rng.stream("diverse", round(progress * 2**32))
-        with self._beside_strangers(now):
+        with self._random_tokens(now):
             logits = self.model(self._shown(z, now))
         return self.goal.loss(logits, self.y), self._fooled(z)
 
@@ -65,7 +65,7 @@ class _DiverseAim:
         small = shrunk(z, size.to(z.dtype), now.stream("corner").uniform(2).to(z.dtype))
         return torch.where(full.view(-1, 1, 1, 1), z, small)
 
-    def _beside_strangers(self, now: SampleRNG) -> AbstractContextManager[None]:
+    def _random_tokens(self, now: SampleRNG) -> AbstractContextManager[None]:
         if self.goal.tokens == 0:
             return nullcontext()
         width = token_width(self.model)
@@ -73,7 +73,7 @@ class _DiverseAim:
         return extra_tokens(self.model, tokens)
 
     def _fooled(self, z: Tensor) -> Tensor:
-        """Of the image itself, not of what the loss was shown."""
+        """The verdict on the image itself, not on the input of the loss."""
         if not self.goal.verdicts:
             return torch.zeros(len(z), dtype=torch.bool, device=z.device)
         with torch.no_grad():
@@ -85,11 +85,10 @@ class _DiverseAim:
 
 @dataclass(frozen=True)
 class DiverseInputs:
-    """A loss of the logits of a changed image: with `probability` shrunk to between `smallest` and 1 of its size.
+    """A loss of the logits of a changed image: with `probability`, shrunk to between `smallest` and 1 of its size.
 
-    With `tokens` the model runs beside as many fresh random tokens of size `scale`, other ones for each image and
-    step. The goal holds the draws of one batch. Without `verdicts` nothing counts as fooled, and no pass is spent on
-    asking.
+    `tokens` is the number of additional random tokens of size `scale`, new ones for each image and step. The goal holds
+    the random numbers of one batch. Without `verdicts` no sample counts as fooled, which saves a pass.
     """
 
     rng: SampleRNG
@@ -110,10 +109,10 @@ class DiverseInputs:
 
 @dataclass(frozen=True)
 class Diverse:
-    """Momentum ascent from the clean image on diverse inputs.
+    """MI-FGSM on diverse inputs.
 
-    Made to transfer: it does not stop when the model at hand is fooled and returns the last iterate, unless
-    `stop_when_fooled`. Without `length`, steps of eps / steps.
+    For transfer it does not stop when the model is fooled, unless `stop_when_fooled`, and returns the last iterate. The
+    default `length` is eps / steps.
     """
 
     threat: Threat
@@ -134,9 +133,9 @@ class Diverse:
         for name, value, allowed in (("probability", self.probability, 0.0), ("smallest", self.smallest, 0.1)):
             if not allowed <= value <= 1:
                 raise UserError(f"{name} must be from {allowed:g} to 1, got {value:g}")
-        Momentum(self.decay)  # refuses what would not work
+        Momentum(self.decay)  # checks the decay
         if self.tokens < 0:
-            raise UserError(f"tokens is a number of random tokens beside the image's, 0 or more; got {self.tokens}")
+            raise UserError(f"tokens is the number of additional random tokens, 0 or more; got {self.tokens}")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)

@@ -1,4 +1,4 @@
-"""PNA and PatchOut (Wei et al., AAAI 2022, arXiv:2109.04176): images crafted on one ViT that fool another model."""
+"""PNA and PatchOut (Wei et al., AAAI 2022, arXiv:2109.04176): adversarial images that transfer between ViTs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vitadel.attacks.goals import clearly_fooled
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
-from vitadel.attacks.transfer.surrogate import deployed
+from vitadel.attacks.surrogate import deployed
 from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.attention import constant_attention
@@ -36,18 +36,18 @@ class _PatchAim:
     weight: float
     verdicts: bool
 
-    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+    def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         logits = self.model(self._shown(z, progress))
         length = torch.linalg.vector_norm((z - self.x).flatten(1), dim=1)
         return cross_entropy(logits, self.y) + self.weight * length, self._fooled(z)
 
     def _shown(self, z: Tensor, progress: float) -> Tensor:
-        """`z` in the chosen patches, the clean image elsewhere."""
+        """`z` in random patches, the clean image elsewhere."""
         if self.grid is None:
             return z
         rows, columns = self.grid
         count = max(1, round(self.share * rows * columns))
-        # Keyed by how far the search is, so that the goal needs neither a counter nor the number of steps.
+        # Keyed by progress, so that the goal needs neither a counter nor the number of steps.
         order = self.rng.stream("patchout", round(progress * 2**32)).permutation(rows * columns)
         chosen = torch.zeros_like(order, dtype=torch.bool).scatter(1, order[:, :count], True).view(-1, rows, columns)
         height, width = z.shape[-2:]
@@ -56,7 +56,7 @@ class _PatchAim:
         return torch.where(chosen[:, row][:, :, column].unsqueeze(1), z, self.x)
 
     def _fooled(self, z: Tensor) -> Tensor:
-        """Of the whole image, not of the part that the loss was shown."""
+        """The verdict on the whole image, not on the input of the loss."""
         if not self.verdicts:
             return torch.zeros_like(self.y, dtype=torch.bool)
         with torch.no_grad():
@@ -68,12 +68,11 @@ class _PatchAim:
 
 @dataclass(frozen=True)
 class PatchOut:
-    """Cross-entropy where only a random `share` of the patches is perturbed, anew at each step, plus `weight` times the
-    perturbation's Euclidean length, which keeps the patches that were left out growing.
+    """Cross-entropy with only a random `share` of the patches perturbed in each step, plus `weight` times the
+    perturbation's L2 length, which lets the other patches grow.
 
-    The goal holds the draws of one batch. Patches are chosen per sample and not per batch as in the released code,
-    and the length is per sample and not the batch's. A share of 1 leaves nothing out and works on any model. Without
-    `verdicts` no sample ever counts as fooled, and the pass for asking is saved.
+    The goal holds the random numbers of one batch. Patches and lengths are per sample, not per batch as in the released
+    code. A share of 1 works on any model. Without `verdicts` no sample counts as fooled, which saves a pass.
     """
 
     rng: SampleRNG
@@ -92,12 +91,12 @@ class PatchOut:
 
 @dataclass(frozen=True)
 class PnaPatchOut:
-    """Momentum ascent from the clean image on PatchOut's goal, with gradients that pass attention maps by (PNA).
+    """MI-FGSM on PatchOut's goal with gradients that skip the attention maps (PNA).
 
-    Made to transfer: it does not stop when the model at hand is fooled and returns the last iterate, unless
-    `stop_when_fooled`. `decay` 0 is the plain variant, 1 the one with momentum; without `length`, eps / steps. The
-    model is inside `constant_attention` during the whole search, so that models that run twice for a gradient
-    (checkpointing) do it alike; its outputs, and with them verdicts, are those of the deployed model.
+    For transfer it does not stop when the model is fooled, unless `stop_when_fooled`, and returns the last iterate.
+    `decay` 0 is the plain variant, 1 the one with momentum; the default `length` is eps / steps. The whole search runs
+    inside `constant_attention`, so that gradient checkpointing recomputes the same passes; the model's outputs, and so
+    the verdicts, do not change.
     """
 
     threat: Threat
@@ -111,13 +110,13 @@ class PnaPatchOut:
     stop_when_fooled: bool = False
 
     def __post_init__(self) -> None:
-        Momentum(self.decay)  # refuses what would not work
+        Momentum(self.decay)  # checks the decay
         if not 0 < self.share <= 1:
             raise UserError(
-                f"share is the part of the patches kept at each step, above 0 and at most 1, got {self.share}"
+                f"share is the part of the patches perturbed in each step, above 0 and at most 1, got {self.share}"
             )
         if not self.patchout and self.share != _SHARE:
-            raise UserError(f"share={self.share:g} does nothing without PatchOut; leave it out, or patchout=false")
+            raise UserError(f"share={self.share:g} has no effect without PatchOut; leave share or patchout=false out")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)

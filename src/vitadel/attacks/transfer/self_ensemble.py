@@ -1,4 +1,4 @@
-"""Self-ensemble (Naseer et al., ICLR 2022, arXiv:2106.04169): attack what the model would say after every block."""
+"""Self-Ensemble (Naseer et al., ICLR 2022, arXiv:2106.04169): attack the logits of every block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vitadel.attacks.goals import fooled
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
-from vitadel.attacks.transfer.surrogate import deployed
+from vitadel.attacks.surrogate import deployed
 from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of
 from vitadel.backbones.model_checks import check_pixels
 from vitadel.instrument.features import block_features
@@ -26,55 +26,51 @@ __all__ = ["BlockLogits", "EveryBlock", "SelfEnsemble", "block_logits", "self_en
 
 @dataclass
 class BlockLogits:
-    """Of the last run: logits of every block but the last, (blocks, batch, classes), in running order.
-
-    The last block's are the model's own output.
-    """
+    """Logits of every block but the last, (blocks, batch, classes), from the last run of the model."""
 
     earlier: Tensor | None = None
 
 
 @contextmanager
 def block_logits(model: nn.Module) -> Iterator[BlockLogits]:
-    """What the model's final norm and head make of the output of every block, in the one pass that `model(x)` takes.
+    """Apply the model's final norm and head to the output of every block, in the pass that `model(x)` takes.
 
-    All that follows the blocks runs on the outputs of all of them, stacked along the batch: final norm, pooling by
-    class token, mean or attention, both heads of distilled models, FAN's class attention, whatever wraps the backbone.
-    The model still returns its own logits. A block takes part if its output has the shape of the last one's, because
-    only then norm and head fit: all blocks of ViT, EVA, BEiT and FAN, class-attention blocks of CaiT and XCiT, the last
-    stage of Swin, PiT, LeViT and RVT.
+    Everything after the blocks runs on the outputs of all blocks, stacked along the batch: final norm, pooling, both
+    heads of distilled models, FAN's class attention, wrappers of the backbone. The model still returns its own logits.
+    Only blocks whose output has the shape of the last one's take part, as norm and head fit only these: all blocks of
+    ViT, EVA, BEiT and FAN, class-attention blocks of CaiT and XCiT, the last stage of Swin, PiT, LeViT and RVT.
     """
     backbone, last_block = backbone_of(model), blocks_of(model)[-1]
     norm = getattr(backbone, "norm", None)
     seen = BlockLogits()
     count = 1
 
-    def spread(own: Tensor) -> Tensor:
+    def stack_blocks(own: Tensor) -> Tensor:
         nonlocal count
         earlier = [each for each in features[:-1] if each.shape == features[-1].shape]
         count = 1 + len(earlier)
         return torch.cat([*(_in_place_of(own, each) for each in earlier), own])
 
-    def gather(logits: Tensor) -> Tensor:
+    def split_blocks(logits: Tensor) -> Tensor:
         rows: Tensor = logits.unflatten(0, (count, len(logits) // count))
         seen.earlier = rows[:-1]
         return rows[-1]
 
     site = (
-        Edge("norm", norm, spread, before=True)
+        Edge("norm", norm, stack_blocks, before=True)
         if isinstance(norm, nn.Module) and anatomy_of(model).norm_is_next
-        else Edge(last_block.name, last_block.module, spread)
+        else Edge(last_block.name, last_block.module, stack_blocks)
     )
-    # First of all hooks, so that those who count or look at outputs see one row per image.
-    with block_features(model) as features, hooked(model, [site, Edge("model", model, gather, first=True)]):
+    # Before all other hooks, so that pass counters and other readers of the output see one row per image.
+    with block_features(model) as features, hooked(model, [site, Edge("model", model, split_blocks, first=True)]):
         yield seen
 
 
 def _in_place_of(own: Tensor, block: Tensor) -> Tensor:
-    """A block's output in the shape of what enters the final norm.
+    """A block's output in the shape of the final norm's input.
 
-    As a rule they are alike. PiT norms its class tokens only, which stand first; CaiT's class-attention blocks give
-    the class token only, which the patches join.
+    The two shapes are equal in most families. PiT norms only its class tokens, which come first; CaiT's class-attention
+    blocks return only the class token, to which the patches are added.
     """
     return torch.cat([block[:, : own.shape[1]], own[:, block.shape[1] :]], dim=1)
 
@@ -86,7 +82,7 @@ class _EveryBlockAim:
     loss: Loss
     seen: BlockLogits
 
-    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+    def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         own = self.model(z)
         assert self.seen.earlier is not None
         values = torch.stack([self.loss(logits, self.y) for logits in (*self.seen.earlier, own)]).sum(0)
@@ -98,7 +94,7 @@ class _EveryBlockAim:
 
 @dataclass(frozen=True)
 class EveryBlock:
-    """The sum of a loss over the logits of every block; `seen` comes from a `block_logits` block around the search."""
+    """The sum of a loss over the logits of every block; `seen` is what `block_logits` yields around the search."""
 
     seen: BlockLogits
     loss: Loss = field(default=cross_entropy)
@@ -113,11 +109,10 @@ class EveryBlock:
 
 @dataclass(frozen=True)
 class SelfEnsemble:
-    """Momentum ascent (MI-FGSM) from the clean image on the summed cross-entropy of every block's logits.
+    """MI-FGSM on the summed cross-entropy of every block's logits.
 
-    Made to transfer: it does not stop when the model at hand is fooled and returns the last iterate, unless
-    `stop_when_fooled`. Without `length`, steps of eps / steps. The paper's token refinement, which trains a head per
-    block first, is not part of it.
+    For transfer it does not stop when the model is fooled, unless `stop_when_fooled`, and returns the last iterate. The
+    default `length` is eps / steps. The paper's token refinement, which trains a head per block, is not implemented.
     """
 
     threat: Threat
@@ -127,7 +122,7 @@ class SelfEnsemble:
     stop_when_fooled: bool = False
 
     def __post_init__(self) -> None:
-        Momentum(self.decay)  # refuses what would not work
+        Momentum(self.decay)  # checks the decay
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)

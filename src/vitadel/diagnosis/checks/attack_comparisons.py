@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from vitadel.attacks.parse import make
+from vitadel.attacks.settings import training_form
 from vitadel.attacks.steppers import usual_length
-from vitadel.attacks.transfer.surrogate import Surrogate
-from vitadel.attacks.variants import training_form
+from vitadel.attacks.surrogate import Surrogate
 from vitadel.diagnosis.examination import Examination, attack_cost, probing_threat
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.surrogate_student import train_student

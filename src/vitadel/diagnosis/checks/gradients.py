@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.losses import cross_entropy, margin
-from vitadel.attacks.threats import threat as make_threat
+from vitadel.attacks.threats import make_threat
 from vitadel.diagnosis.examination import Examination, probing_threat
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.evaluation.intervals import wilson

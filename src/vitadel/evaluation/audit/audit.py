@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.parse import looks_inside, make, split_attack_list, targets_in
+from vitadel.attacks.parse import make, needs_known_family, numbered_targets, split_attack_list
 from vitadel.attacks.settings import settings_of
-from vitadel.attacks.threats import threat as make_threat
+from vitadel.attacks.threats import make_threat
 from vitadel.backbones.model_checks import looks_like_probabilities, modules_in_train_mode
 from vitadel.data.batches import read_batches
 from vitadel.data.validation import BadSample
@@ -257,7 +257,7 @@ def _check_sense(target: Target, request: AuditRequest, indices: Tensor) -> None
 
 def check_targets(name: str, labels: Tensor) -> None:
     """A `UserError` if an attack by this name is to reach a class that some of the samples have."""
-    for aimed_class in targets_in(name):
+    for aimed_class in numbered_targets(name):
         of_aimed_class = int((labels == aimed_class).sum())
         if of_aimed_class:
             raise UserError(
@@ -304,7 +304,7 @@ def _run(
             alone = request.independent or own_rules
             exposed = verdicts.index[verdicts.correct if alone else verdicts.standing]
             title = f"{number:02d} {name}"
-            legs = attack_stage(context, title, attack, request.threat, exposed, looks_inside(name))
+            legs = attack_stage(context, title, attack, request.threat, exposed, needs_known_family(name))
             told = {**settings_of(asked), **settings_of(attack)}  # how it was prepared, and what came of it
             told |= {"norm": request.norm, "eps": settings["eps"], "seed": request.seed}
             verdicts.add(name, told, legs, alone=alone, own_rules=own_rules)

@@ -85,7 +85,7 @@ def gradient_probe(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
 
     def take() -> Tensor:
         z = x.clone().requires_grad_()
-        return gradient(aim.look(z, 0.0)[0], z)
+        return gradient(aim.evaluate(z, 0.0)[0], z)
 
     return take
 

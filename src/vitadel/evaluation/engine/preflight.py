@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.parse import targets_in
+from vitadel.attacks.parse import numbered_targets
 from vitadel.attacks.wrappers import WorstOf
 from vitadel.evaluation.engine.calibration import studies
 from vitadel.instrument.hooks import frozen
@@ -34,7 +34,7 @@ def preflight(model: nn.Module, crew: Sequence[tuple[str, Attack]], shape: tuple
             likely = model(x)[0].argsort(descending=True).tolist()
         for name, attack in crew:
             # As the model sees it, so that it is not fooled at once; but no target's class.
-            label = next((each for each in likely if each not in targets_in(name)), likely[0])
+            label = next((each for each in likely if each not in numbered_targets(name)), likely[0])
             for beginning in _beginnings(attack, model, x, torch.tensor([label], device=device)):
                 _stopped_early(model, beginning)
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitadel.attacks.sample_info import run_attack
 from vitadel.attacks.wrappers import MEMBER, WorstOf
 from vitadel.backbones.attention_hooks import fastest_attention
 from vitadel.backbones.model_checks import check_logits
@@ -30,7 +31,7 @@ from vitadel.evaluation.engine.saved_examples import ExampleSaver
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import FOUND_AGAIN, progress
 from vitadel.runtime.rng import SampleRNG
-from vitadel.types import Attack, OwnRules, Source, Threat, explained
+from vitadel.types import Attack, OwnRules, Source, Threat
 
 __all__ = [
     "NOTE",
@@ -160,10 +161,10 @@ class MemberResult:
 
 
 def attack_stage(
-    context: RunContext, stage: str, attack: Attack, threat: Threat, standing: Tensor, looks_inside: bool = False
+    context: RunContext, stage: str, attack: Attack, threat: Threat, standing: Tensor, needs_known_family: bool = False
 ) -> list[MemberResult]:
     """Attack the standing samples; of an ensemble, one member after the other, each on what all batches have left."""
-    if looks_inside:
+    if needs_known_family:
         context = replace(context, compiled=None)
     if not isinstance(attack, WorstOf):
         return [MemberResult("", _one_attack(context, stage, attack, threat, standing, lambda rng: rng))]
@@ -213,7 +214,7 @@ def _one_attack(
         rng = stream(SampleRNG.of_samples(context.seed, batch.indices, context.processes.device))
         model = context.model if context.compiled is None else context.compiled
         with context.arithmetic(), metered(model) as search:
-            z, notes = explained(attack, model, batch.x, batch.y, rng)
+            z, notes = run_attack(attack, model, batch.x, batch.y, rng)
         with context.arithmetic(), metered(context.model) as judging:
             rules = own_rules(context.model, batch.x) if own_rules else threat
             verdict = judge(context.model, rules, batch.x, z, batch.y)

@@ -21,18 +21,15 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.patches.corruption_model import CorruptionModel, as_first_layer_sees
-from vitadel.attacks.patches.corruption_model_files import load_corruption_model, save_corruption_model
-from vitadel.attacks.patches.learned_patches import LearnedPatches
-from vitadel.attacks.patches.random_patches import (
-    check_noise,
-    count_of_share,
-    patch_side_of,
-    patches_in,
-    pixel_mask,
-    strongest,
-    uniform_noise,
+from vitadel.attacks.patches.corruption_model import (
+    CorruptionModel,
+    load_corruption_model,
+    normalize_like,
+    save_corruption_model,
 )
+from vitadel.attacks.patches.learned_patches import LearnedPatches
+from vitadel.attacks.patches.patch_threat import count_of_share, patch_side_of, patches_in, pixel_mask, strongest
+from vitadel.attacks.patches.random_patches import check_noise, uniform_noise
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.anatomy import blocks_of, family_of, main_attentions, main_blocks, prefix_tokens_of
 from vitadel.data.batches import Batch
@@ -243,7 +240,7 @@ def _noise_in(request: StabilityRequest, selector: CorruptionModel | None) -> Co
         if selector is None:
             chosen = rng.permutation(patches) < count
         else:
-            chosen = strongest(-selector(as_first_layer_sees(model, x)), count)
+            chosen = strongest(-selector(normalize_like(model, x)), count)
         fill = uniform_noise(model, x, rng.stream("noise"), request.noise)
         return torch.where(pixel_mask(chosen, x, side), fill, x)
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.branch_attacks import Aimed
+from vitadel.attacks.branch_attacks import BranchAttack
 from vitadel.attacks.parse import make, split_attack_list
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import Linf
@@ -247,7 +247,7 @@ class _Course:
         left = int(judged.joint.standing.sum())
         for branch in self.candidate.branches:
             for name in self.request.aimed:
-                attack = Aimed(make(name, eps=eps), branch)
+                attack = BranchAttack(make(name, eps=eps), branch)
                 self._stage(judged, JOINT, f"{name} aimed at {branch}", attack, eps, target=branch)
         broken = left - int(judged.joint.standing.sum())
         if broken > max(1.0, _MISLED * n):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.patches.corruption_model import alignment, corrupted, keep_mask
-from vitadel.attacks.patches.random_patches import check_noise, normalisation_of, patches_in, uniform_noise
+from vitadel.attacks.patches.patch_threat import patches_in
+from vitadel.attacks.patches.random_patches import check_noise, normalization_of, uniform_noise
 from vitadel.errors import UserError
 from vitadel.training.objectives.terms import accuracy, check_share, check_weight, cross_entropy
 from vitadel.training.paired_features import Pair, pair_of, pair_with_fewer_tokens
@@ -140,7 +141,7 @@ class Afat:
         if self.fill == "drop":
             return pair_with_fewer_tokens(model, x, keep, self.patch_selector.count(keep.shape[1]), self.features)
         if self.fill == "zero":
-            painted = normalisation_of(model)[0].to(x).expand_as(x)
+            painted = normalization_of(model)[0].to(x).expand_as(x)
         else:
             painted = uniform_noise(model, x, self.patch_selector.rng(x).stream("noise"), self.noise)
         return pair_of(model, corrupted(x, keep, painted, side), x, self.features, self.same_paths)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.adapters.tora.tora_vit import Tora
-from vitadel.attacks.attention_scaling.aas import DISTANCES, ascended_factors
+from vitadel.attacks.attention_scaling.factors import DISTANCES, search_factors
 from vitadel.attacks.losses import cross_entropy
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import Classifier
@@ -98,7 +98,7 @@ class AttentionScaling:
             try:
                 # The ascent multiplies what the model has; with ones there, it finds the factors themselves.
                 classifier.set_attention_factors([1.0] * len(held))
-                found = ascended_factors(model, batches, rng, self.steps, self.pace, self.distance, held, self.smallest)
+                found = search_factors(model, batches, rng, self.steps, self.pace, self.distance, held, self.smallest)
                 classifier.set_attention_factors(found)
                 return found, _loss(model, *first) - before
             finally:

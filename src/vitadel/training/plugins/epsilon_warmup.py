@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vitadel.attacks.variants import at_eps
+from vitadel.attacks.settings import at_eps
 from vitadel.errors import UserError
 from vitadel.quantities import quantity_text
 from vitadel.training.protocols import Objective, Training

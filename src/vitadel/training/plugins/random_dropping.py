@@ -141,9 +141,9 @@ class _FewerAim:
     model: nn.Module
     dropping: _Dropping
 
-    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+    def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         with self._dropped(self.dropping.turn(progress)):
-            return self.aim.look(z, progress)
+            return self.aim.evaluate(z, progress)
 
     def _dropped(self, turn: int) -> AbstractContextManager[None]:
         branches = _branches(self.model)
@@ -201,10 +201,10 @@ class _ResetAim:
     x: Tensor
     reset: _Reset
 
-    def look(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+    def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         here = self.reset(z.detach(), self.x, self.reset.dropping.turn(progress))
         # The value at the reset point, and its gradient in all patches: the last term is zero but for its slope.
-        return self.aim.look(here + (z - z.detach()), progress)
+        return self.aim.evaluate(here + (z - z.detach()), progress)
 
     def keep(self, chosen: Tensor) -> Aim:
         return replace(self, aim=self.aim.keep(chosen), x=self.x[chosen])

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vitadel.attacks.threats import threat as make_threat
+from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError
 from vitadel.training.recipes.ranges import (
     AT_LEAST_ONE,

@@ -1,35 +1,26 @@
-"""Which wrong class is nearest? MALT's order of targets (Melamed, Yehudai & Shamir 2024, arXiv:2407.02240).
+"""MALT's order of target classes (Melamed, Yehudai & Shamir 2024, arXiv:2407.02240).
 
-In a ball the size of a perturbation a network is nearly linear, so the class whose boundary is nearest in the linear
-model is the easiest target: the gap of the logits divided by the dual norm of the gap's gradient.
+A network is nearly linear in a ball the size of a perturbation, so the easiest target is the class with the nearest
+linearized boundary: the gap of the logits divided by the dual norm of its gradient.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.goals import gradient
 from vitadel.attacks.losses import likeliest_wrong
-from vitadel.attacks.threats import L1, L2
+from vitadel.attacks.threats import dual_order
 from vitadel.types import Threat
 
-__all__ = ["dual_order", "linear_distances", "nearest_targets"]
-
-
-def dual_order(threat: Threat) -> float:
-    """The order of the norm in which the steepness of a linear function counts for this ball."""
-    if isinstance(threat, L1):
-        return math.inf
-    return 2.0 if isinstance(threat, L2) else 1.0
+__all__ = ["linear_distances", "nearest_targets"]
 
 
 def linear_distances(model: nn.Module, x: Tensor, y: Tensor, classes: Tensor, order: float) -> Tensor:
-    """How far the linearised boundary with each of `classes` (samples, number) is; infinite where nothing slopes.
+    """The distance to the linearized boundary with each of `classes` (samples, number); infinite for a zero gradient.
 
-    One forward pass and one backward pass per class; only norms are kept of the gradients.
+    One forward pass, and one backward pass per class; only the norms of the gradients are kept.
     """
     with torch.enable_grad():
         z = x.detach().clone().requires_grad_()
@@ -47,9 +38,9 @@ def linear_distances(model: nn.Module, x: Tensor, y: Tensor, classes: Tensor, or
 def nearest_targets(
     model: nn.Module, x: Tensor, y: Tensor, logits: Tensor, threat: Threat, candidates: int, wanted: int
 ) -> Tensor:
-    """The `wanted` nearest wrong classes of each sample, nearest first, of the `candidates` likeliest ones.
+    """The `wanted` nearest wrong classes of each sample, nearest first, among the `candidates` most likely ones.
 
-    `logits` are the clean ones. Where all candidates are wanted anyway, their order by logit costs nothing and does.
+    `logits` are the clean ones. If all candidates are wanted, they keep their order by logit, which costs no pass.
     """
     ranked = likeliest_wrong(logits, y)[:, :candidates]
     if ranked.shape[1] <= wanted:

@@ -1,4 +1,4 @@
-"""A model as only the attacker sees it: gradients come from a changed model, verdicts from the deployed one."""
+"""Models as only the attacker sees them: gradients come from a changed model, verdicts from the deployed one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Change = Callable[[nn.Module], AbstractContextManager[object]]
 
 
 class Changed(nn.Module):
-    """A model run inside `change`, and taken for a model of its own: what it calls fooled counts as fooled."""
+    """A model that runs inside `change`, as a model of its own: its own logits decide who is fooled."""
 
     def __init__(self, model: nn.Module, change: Change) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Changed(nn.Module):
 
 @runtime_checkable
 class View(Protocol):
-    """A module that shows another one in its own way, and can show a third one in the same way."""
+    """A module that presents another model in some way, and can present a third one in the same way."""
 
     model: nn.Module
 
@@ -38,14 +38,14 @@ class View(Protocol):
 
 
 def changed(model: nn.Module, change: Change) -> nn.Module:
-    """`model` run inside `change`; of a view, the view of what is changed, since a view may run its model again."""
+    """`model` run inside `change`. Inside a view the viewed model is changed, since a view may run it several times."""
     return model.around(changed(model.model, change)) if isinstance(model, View) else Changed(model, change)
 
 
 class Surrogate(nn.Module):
-    """Attacks climb what `shown` returns, but `goals.fooled` and the judge ask `deployed`.
+    """Attacks follow the gradients of `shown`, but `goals.fooled` and the judge ask `deployed`.
 
-    An image that only fools the model that was shown is no adversarial example.
+    An image that fools only the shown model is not an adversarial example.
     """
 
     def __init__(self, shown: nn.Module, deployed: nn.Module) -> None:
@@ -59,10 +59,10 @@ class Surrogate(nn.Module):
 
 
 def deployed(model: nn.Module) -> nn.Module:
-    """The model that judges: itself, or the one behind a surrogate."""
+    """The model that decides who is fooled: `model` itself, or the one behind a surrogate."""
     return model.deployed if isinstance(model, Surrogate) else model
 
 
 def seen_through(model: nn.Module, view: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """`view(model)`; of a surrogate, a surrogate of the views, so that verdicts still come from the deployed model."""
+    """`view(model)`; for a surrogate a surrogate of both views, so that the deployed model still gives the verdicts."""
     return Surrogate(view(model.shown), view(model.deployed)) if isinstance(model, Surrogate) else view(model)

@@ -1,0 +1,89 @@
+"""The best point of each sample over several searches: a shared memory, and the goal that fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.goals import fooled as is_fooled
+from vitadel.attacks.losses import margin
+from vitadel.attacks.threats import L1
+from vitadel.types import Aim, Threat
+
+__all__ = ["BestPoints", "RecordBest", "Value"]
+
+Value = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""(logits, labels, places in the batch, progress) -> the value to maximize."""
+
+
+@dataclass
+class BestPoints:
+    """For each sample the point with the largest logit margin over all searches, and whether it was fooled."""
+
+    threat: Threat
+    x: Tensor
+    margin: Tensor
+    point: Tensor
+    rival: Tensor
+    fooled: Tensor
+
+    @classmethod
+    def of(cls, threat: Threat, x: Tensor, logits: Tensor, y: Tensor, wrong: Tensor) -> BestPoints:
+        return cls(threat, x, margin(logits, y).double(), x.clone(), _rival(logits, y), wrong.clone())
+
+    def record(self, place: Tensor, z: Tensor, logits: Tensor, y: Tensor, wrong: Tensor) -> None:
+        """Record new points; a fooled sample keeps the first point that fooled the model."""
+        if isinstance(self.threat, L1):  # APGD starts in a larger ball there; points outside the real one do not count
+            inside = self.threat.size(z, self.x[place]) <= self.threat.eps
+            place, z, logits, y, wrong = place[inside], z[inside], logits[inside], y[inside], wrong[inside]
+        new = margin(logits, y).double()
+        better = ((new > self.margin[place]) | wrong) & ~self.fooled[place]
+        where = place[better]
+        self.margin[where], self.point[where] = new[better], z[better]
+        self.rival[where] = _rival(logits[better], y[better])
+        self.fooled[place[wrong]] = True
+
+    def not_fooled(self) -> Tensor:
+        """The places of the samples that are not fooled yet."""
+        return (~self.fooled).nonzero().squeeze(1)
+
+
+def _rival(logits: Tensor, y: Tensor) -> Tensor:
+    return logits.scatter(1, y[:, None], -torch.inf).argmax(1)
+
+
+@dataclass(frozen=True)
+class _RecordingAim:
+    model: nn.Module
+    y: Tensor
+    place: Tensor
+    best: BestPoints
+    value: Value
+
+    def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        logits = self.model(z)
+        wrong = is_fooled(self.model, z, logits, self.y)
+        self.best.record(self.place, z.detach(), logits.detach(), self.y, wrong)
+        return self.value(logits, self.y, self.place, progress), self.best.fooled[self.place]
+
+    def keep(self, chosen: Tensor) -> Aim:
+        return replace(self, y=self.y[chosen], place=self.place[chosen])
+
+
+@dataclass(frozen=True, eq=False)
+class RecordBest:
+    """Maximize `value` and record every evaluated point; `place` are the places of the batch in `best`."""
+
+    place: Tensor
+    best: BestPoints
+    value: Value
+
+    @property
+    def forwards(self) -> int:
+        return 0
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
+        return _RecordingAim(model, y, self.place, self.best, self.value)
