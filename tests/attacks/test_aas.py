@@ -142,7 +142,7 @@ def test_selection_takes_what_hurts_the_deployed_model_most():
     aas = AAS(PGD(BALL), ascent_steps=2)
     ascent = AAS(PGD(BALL), ascent_steps=2, select=False).prepared(model, batches).factors
     for candidate in (ascent, *((factor,) * len(ascent) for factor in (0.1, 0.01, 0.001))):
-        harms[candidate] = aas._harm(model, *batches[0], candidate, 0)
+        harms[candidate] = aas._loss_after_probe(model, *batches[0], candidate, 0)
     assert chosen == max(harms, key=lambda factors: harms[factors])
 
 

@@ -357,7 +357,7 @@ def test_mistakes_are_told():
     for settings in ({"steps": 0}, {"targets": 0}, {"restarts": 0}):
         with pytest.raises(UserError, match="at least 1"):
             FAB(Linf(0.1), **settings)
-    with pytest.raises(UserError, match="Linf, L2 and L1"):
+    with pytest.raises(UserError, match="Linf, L2 or L1"):
         FAB(object())
 
 

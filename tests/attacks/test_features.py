@@ -181,7 +181,7 @@ def test_mistakes_are_told() -> None:
     with pytest.raises(UserError, match="at least one block"):
         AwayFromFeatures(blocks=())
     y = torch.tensor([0, 1])
-    with pytest.raises(UserError, match="the last 3 blocks were asked for; the model has 2"):
+    with pytest.raises(UserError, match="features of 3 blocks were requested, but the model has 2"):
         features(Linf(EPS), blocks=3)(make_vit("vit"), pixels("vit"), y)
     with pytest.raises(UserError, match="class token alone"):
         features(Linf(EPS), axis="channel")(make_vit("cait"), pixels("cait"), y)

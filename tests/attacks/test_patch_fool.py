@@ -341,7 +341,7 @@ def test_restarts_try_other_content():
 
 
 def test_models_without_patches_are_refused():
-    with pytest.raises(UserError, match="no grid is known here"):
+    with pytest.raises(UserError, match="not known here"):
         patch_fool(BALL, steps=2)(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.long))
 
 
@@ -357,7 +357,7 @@ def test_more_patches_than_there_are_is_refused():
         ({"mild": "linff"}, "did you mean linf"),
         ({"patches": 0}, "at least 1 patch"),
         ({"steps": 0}, "1 step"),
-        ({"layer": 2, "select": "random"}, "only select=attention looks at one; got 2 and select=random"),
+        ({"layer": 2, "select": "random"}, "needs select=attention; got 2 and select=random"),
         ({"layer": 2.5}, "got 2.5"),
     ],
 )

@@ -100,7 +100,7 @@ def test_overlapping_patches_are_no_grid():
 
 
 def test_a_model_without_patches_is_refused():
-    with pytest.raises(UserError, match=r"no grid is known here: no anatomy known for .*TinyNet.*side=16"):
+    with pytest.raises(UserError, match=r"not known here: no anatomy known for .*TinyNet.*side=16"):
         RandomPatches(Linf(0.1))(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.long))
 
 

@@ -117,7 +117,7 @@ def test_calibrated_layers_are_prepared_from_the_inside_out():
         ("scale:0.1(factor=2)+pgd-2", r"scale:FACTOR\+"),
         ("aas:3+pgd-2", r"write aas\+"),
         ("pgd-20(restarts=5", "write it like"),
-        ("pgd-20 (restarts=5)", "without blanks"),
+        ("pgd-20 (restarts=5)", "without spaces"),
     ],
 )
 def test_wrong_names_are_told(name, told):

@@ -293,7 +293,7 @@ def test_mistakes_are_told():
         Square(Linf(0.1), queries=0)
     with pytest.raises(UserError, match="share of the pixels"):
         Square(Linf(0.1), p_init=1.5)
-    with pytest.raises(UserError, match="Linf, L2 and L1"):
+    with pytest.raises(UserError, match="Linf, L2 or L1"):
         Square(object())
     with pytest.raises(UserError, match="batch, channels, height, width"):
         Square(Linf(0.1))(nn.Linear(4, 2), torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))

@@ -110,9 +110,9 @@ def test_averaging_holds_one_pass_in_memory():
 
 
 def _mean(model: nn.Module, times: int) -> nn.Module:
-    from vitadel.attacks.wrappers import _Mean
+    from vitadel.attacks.wrappers import _MeanLogits
 
-    return _Mean(model, times)
+    return _MeanLogits(model, times)
 
 
 def test_passes_are_counted_with_the_second_run():

@@ -59,7 +59,7 @@ class FAB:
             if value is not None and value < 1:
                 raise UserError(f"{name} of FAB must be at least 1, got {value}")
         if not 1 <= self.eta <= 10:
-            raise UserError(f"eta of FAB must be from 1 (on the boundary) to 10, got {self.eta:g}; the paper has 1.05")
+            raise UserError(f"eta of FAB must be from 1 to 10, got {self.eta:g}; the paper has 1.05")
         for name, share, usual in (("alpha_max", self.alpha_max, 0.1), ("beta", self.beta, 0.9)):
             if not 0 <= share <= 1:
                 raise UserError(f"{name} of FAB must be from 0 to 1, got {share:g}; the paper has {usual}")
