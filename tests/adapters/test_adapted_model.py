@@ -65,7 +65,7 @@ def test_other_names_open_as_they_always_did(tmp_path):
 
 
 def test_tokens_given_twice_are_refused(run_folder):
-    with pytest.raises(UserError, match="is a training of tokens and has its own"):
+    with pytest.raises(UserError, match="is a run of tokens with its own adapters"):
         open_model(str(run_folder), tokens="other.safetensors")
 
 

@@ -233,7 +233,7 @@ def test_the_record_is_the_classifiers_with_a_note() -> None:
 def test_mistakes_are_told() -> None:
     classifier = classifier_of("vit")
     for count in (0, -1):
-        with pytest.raises(UserError, match=rf"a count of at least 1, got {count}; the paper takes 10"):
+        with pytest.raises(UserError, match=rf"a count of at least 1, got {count}; the paper uses 10"):
             fresh_tokens(24, count)
     with pytest.raises(UserError, match="a count of at least 1, got 0"):
         TokenClassifier(classifier, torch.zeros(0, 24))
@@ -249,7 +249,7 @@ def test_mistakes_are_told() -> None:
         TokenClassifier(wrap(make_vit("swin")), torch.zeros(3, 24))
     with pytest.raises(UserError, match="no anatomy known for"):
         TokenClassifier(wrap(nn.Flatten()), torch.zeros(3, 24))
-    with pytest.raises(UserError, match="go around a Classifier, got VisionTransformer"):
+    with pytest.raises(UserError, match="need a Classifier, got VisionTransformer"):
         TokenClassifier(make_vit("vit"), torch.zeros(3, 24))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="unknown placement"):
         TokenClassifier(classifier, lively_tokens(), placement="middle")

@@ -117,7 +117,7 @@ def test_the_backbones_fingerprint_sees_every_weight_that_tokens_pass() -> None:
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
-    with pytest.raises(UserError, match=r"tokens 24 wide, made for 'vit'; those of 'vit' are 36 wide \(of the same"):
+    with pytest.raises(UserError, match=r"tokens 24 wide, made for 'vit'; those of 'vit' are 36 wide \(same"):
         load_tokens(path, classifier_of(embed_dim=36))
     with pytest.raises(UserError, match=r"made for other weights, those of 'vit'; this is 'vit'"):
         load_tokens(path, classifier_of(seed=1))
@@ -146,7 +146,7 @@ def test_damage_anywhere_is_noticed(tmp_path: Path) -> None:
             load_tokens(path, classifier_of())
     for place in (len(whole) - 1, len(whole) - 3 * 24 * 4):  # single bits of the tokens
         write_secret(path, whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(UserError, match="do not have the fingerprint"):
+        with pytest.raises(UserError, match="do not match its fingerprint"):
             load_tokens(path, classifier_of())
     write_secret(path, whole)
     assert len(load_tokens(path, classifier_of()).tokens) == 3
@@ -156,9 +156,9 @@ def test_damage_anywhere_is_noticed(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"schema": 2}, r"token schema 2, this version reads 1\. Update"),
-        ({"count": 4}, "is not what it holds"),
-        ({"width": 25}, "is not what it holds"),
-        ({"salt": ""}, "is not what it holds"),
+        ({"count": 4}, "do not match its description"),
+        ({"width": 25}, "do not match its description"),
+        ({"salt": ""}, "do not match its description"),
         ({"salt": "no hex"}, "cannot be read as a file of robustness tokens"),
         ({"settings": 5}, "cannot be read as a file of robustness tokens"),
         ({"fingerprint": None}, "cannot be read as a file of robustness tokens"),

@@ -179,7 +179,7 @@ def test_learners_of_each_phase_by_name() -> None:
         trainable_parameters(tora, 1)
     with pytest.raises(UserError, match="got phase 2 and branch 'rob'"):
         trainable_parameters(tora, 2, "rob")
-    with pytest.raises(UserError, match="is no parameter of a Tora"):
+    with pytest.raises(UserError, match="is not a parameter of a Tora"):
         part_of("head.weight")
 
 
@@ -348,8 +348,8 @@ class Reordered(type(make_vit("vit"))):  # type: ignore[misc]
         ("levit", "of family 'levit': its stages resize"),
         ("cait", "of family 'cait': its class token joins"),
         ("beit", "of family 'beit': its position bias"),
-        ("eva02", r"of family 'eva': it rotates queries and keys by place \(RoPE\)"),
-        ("dinov3", r"of family 'eva': it rotates queries and keys by place \(RoPE\)"),
+        ("eva02", r"of family 'eva': it rotates queries and keys by position \(RoPE\)"),
+        ("dinov3", r"of family 'eva': it rotates queries and keys by position \(RoPE\)"),
         ("deit_distilled", "'deit_distilled' is distilled: it has a second class token"),
         ("siglip", r"'siglip' does not classify by a class token \(global_pool 'map'\)"),
     ],
@@ -364,23 +364,23 @@ def test_models_that_it_cannot_be_put_on(name: str, message: str) -> None:
 def test_other_mistakes() -> None:
     with pytest.raises(UserError, match=r"classify by a class token \(global_pool 'avg'\)"):
         Tora(classifier_of(global_pool="avg"))
-    with pytest.raises(UserError, match="goes around a Classifier, got VisionTransformer"):
+    with pytest.raises(UserError, match="needs a Classifier, got VisionTransformer"):
         Tora(make_vit("vit"))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no anatomy known for"):
         Tora(wrap(nn.Flatten()))
-    with pytest.raises(UserError, match=r"leave out what stands around it in 'wrapped' \(Sequential\)"):
+    with pytest.raises(UserError, match=r"skip the modules around it in 'wrapped' \(Sequential\)"):
         Tora(wrap(nn.Sequential(nn.Identity(), make_vit("vit"))))
-    with pytest.raises(UserError, match="is a Reordered, which may run otherwise"):
+    with pytest.raises(UserError, match="is a Reordered, which may run differently"):
         Tora(wrap(Reordered(img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=3, num_classes=5)))
     with pytest.raises(
-        UserError, match=r"reduction 16 of TORA does not divide the backbone's width, 24\. What does: 1, 2, 3"
+        UserError, match=r"reduction 16 of TORA does not divide the backbone's width, 24\. Divisors: 1, 2, 3"
     ):
         Tora(classifier_of())
     with pytest.raises(UserError, match="heads 5 of TORA does not divide"):
         tora_of(heads=5)
     with pytest.raises(UserError, match="number of classes, at least 2, got 1"):
         Tora(classifier_of(), ToraSettings(reduction=8), num_classes=1)
-    with pytest.raises(UserError, match=r"must lie in \[0, 1\], got 1.5"):
+    with pytest.raises(UserError, match=r"must be in \[0, 1\], got 1.5"):
         Tora(classifier_of(), ToraSettings(reduction=8), trade_off=1.5)
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"kind": "tore"}, "unknown kind 'tore' of TORA; did you mean tora"),

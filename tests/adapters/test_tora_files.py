@@ -150,9 +150,9 @@ def test_interpolation_is_a_knob_between_two_fusions(tmp_path: Path) -> None:
     save_fusion(tora, again)
     assert torch.equal(read_fusion(again).weights[name], middle.weights[name])
     for t in (-0.1, 1.1, float("nan")):
-        with pytest.raises(UserError, match=r"between two fusions must lie in \[0, 1\], got"):
+        with pytest.raises(UserError, match=r"between two fusions, must be in \[0, 1\], got"):
             interpolate_fusions(first, second, t)
-    with pytest.raises(UserError, match="trained beside different adapters"):
+    with pytest.raises(UserError, match="trained with different adapters"):
         interpolate_fusions(first, fusion_of(enlivened(tora_of(), seed=5)), 0.5)
 
 
@@ -179,9 +179,9 @@ def test_other_backbones_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"low.* trained on other weights, those of 'vit'; this is 'deit3'"):
         put_fusion(tora_of("deit3"), low)
     for other in (enlivened(tora_of(), seed=7), tora_of(lively=True, heads=2), tora_of(lively=True, softmax="token")):
-        with pytest.raises(UserError, match=r"low.* was trained beside other adapters than this model's"):
+        with pytest.raises(UserError, match=r"low.* was trained with other adapters than this model's"):
             put_fusion(other, low)
-    with pytest.raises(UserError, match="the fusion was trained beside other adapters"):
+    with pytest.raises(UserError, match="the fusion was trained with other adapters"):
         put_fusion(enlivened(tora_of(), seed=7), read_fusion(low))
 
 
@@ -190,7 +190,7 @@ def test_a_fusion_for_other_classes_is_refused_and_changes_nothing(tmp_path: Pat
     save_fusion(tora_of(), tmp_path / "five")
     nine = Tora(classifier_of(), ToraSettings(reduction=8), num_classes=9)
     before = answers(nine)
-    with pytest.raises(UserError, match=r"five.* does not fit this model, '(acc|rob)\.head\.\w+' for one"):
+    with pytest.raises(UserError, match=r"five.* do not fit this model, e\.g\. '(acc|rob)\.head\.\w+'"):
         put_fusion(nine, tmp_path / "five")
     assert torch.equal(answers(nine), before)
 
@@ -198,19 +198,19 @@ def test_a_fusion_for_other_classes_is_refused_and_changes_nothing(tmp_path: Pat
 def test_lambda_outside_the_unit_interval_is_refused(tmp_path: Path) -> None:
     tora = tora_of()
     for trade_off in (-0.1, 1.01, float("nan"), float("inf")):
-        with pytest.raises(UserError, match=r"lambda, the weight of the robust loss, must lie in \[0, 1\], got"):
+        with pytest.raises(UserError, match=r"lambda, the weight of the robust loss, must be in \[0, 1\], got"):
             save_fusion(tora, tmp_path / "fusion", trade_off)
     assert not list(tmp_path.iterdir())
     for trade_off in (0, 1):
         save_fusion(tora, tmp_path / "fusion", trade_off)
         assert read_fusion(tmp_path / "fusion").trade_off == trade_off
     rewritten(tmp_path / "fusion", trade_off=3)
-    with pytest.raises(UserError, match=r"must lie in \[0, 1\], got 3"):
+    with pytest.raises(UserError, match=r"must be in \[0, 1\], got 3"):
         put_fusion(tora, tmp_path / "fusion")
 
 
 def test_kinds_without_fusion_keep_no_fusion(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"kind 'single' has no fusion to keep by itself\. Keep the whole"):
+    with pytest.raises(UserError, match=r"kind 'single' has no fusion to save separately\. Save the whole"):
         save_fusion(tora_of(kind="single"), tmp_path / "fusion", 0.5)
 
 
@@ -222,7 +222,7 @@ def test_damage_anywhere_is_noticed(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot be read as a fusion of TORA"):
             read_fusion(low)
     low.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
-    with pytest.raises(UserError, match="do not have the fingerprint"):
+    with pytest.raises(UserError, match="do not match its fingerprint"):
         read_fusion(low)
     low.write_bytes(whole)
     with pytest.raises(UserError, match="holds a fusion of TORA; give the parts of TORA"):
@@ -241,10 +241,10 @@ def test_damage_anywhere_is_noticed(tmp_path: Path) -> None:
         ({"settings": 5}, "cannot be read as the parts of TORA"),
         ({"settings": {"kind": "unknown"}}, "cannot be read as the parts of TORA"),
         ({"num_classes": "gone"}, "cannot be read as the parts of TORA"),
-        ({"num_classes": 6}, r"does not fit this model, '(acc|rob)\.head"),
-        ({"settings": {"reduction": 12}}, "does not fit this model"),
-        ({"trade_off": "much"}, "its lambda is no number"),
-        ({"fingerprint": "gone"}, "do not have the fingerprint"),
+        ({"num_classes": 6}, r"do not fit this model, e\.g\. '(acc|rob)\.head"),
+        ({"settings": {"reduction": 12}}, "do not fit this model"),
+        ({"trade_off": "much"}, "its lambda is not a number"),
+        ({"fingerprint": "gone"}, "do not match its fingerprint"),
         ({"width": "gone"}, "is for a backbone None wide"),
     ],
 )

@@ -148,7 +148,7 @@ def test_maps_of_variants_are_shares(settings: dict[str, Any]) -> None:
         gates = tora.gates(x)[0]
     if gates.own:
         torch.testing.assert_close(maps[0].flatten(1), gates.acc[:, 0, gates.classes :])
-        with pytest.raises(UserError, match=r"look at themselves only, .* Use row 'mean'"):
+        with pytest.raises(UserError, match=r"class tokens only attend to themselves, .* Use row 'mean'"):
             gate_maps(tora, x, row="class")
     else:
         share = gates.acc.sum(2) / (gates.acc + gates.rob).sum(2)

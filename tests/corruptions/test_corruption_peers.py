@@ -256,7 +256,7 @@ def test_edges_distances_and_histogram_are_opencvs(height, width, sigma):
     ours = spatter.chamfer(edges)[0] / 65536
     np.testing.assert_allclose(ours, np.minimum(distance, 20), atol=1e-4)
     levels = np.uint8(np.minimum(distance, 20))
-    ours = spatter.equalised(torch.from_numpy(levels)[None].to(torch.int32))
+    ours = spatter.equalize(torch.from_numpy(levels)[None].to(torch.int32))
     np.testing.assert_array_equal(ours[0], cv2.equalizeHist(levels))
 
 

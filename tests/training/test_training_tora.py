@@ -117,7 +117,7 @@ def test_without_tora_it_is_told():
         ({"start": "somewhere"}, "TORA has two phases"),
         ({"kind": "single"}, "no fusion and so one phase"),
         ({"kind": "head", "start": "x", "trade_off": 0.5}, "no fusion and so one phase"),
-        ({"start": "x", "trade_off": 1.5}, r"must lie in \[0, 1\]"),
+        ({"start": "x", "trade_off": 1.5}, r"must be in \[0, 1\]"),
         ({"softmax": "adaptor"}, "unknown softmax"),
     ],
 )

@@ -1,1 +1,1 @@
-"""What is put on a frozen model, kept in files of its own, and found again when the model is opened."""
+"""What is added to a frozen classifier: robustness tokens and the adapters of TORA."""

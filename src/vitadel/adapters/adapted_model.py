@@ -1,4 +1,4 @@
-"""A model by its name, with what was added to it: token files, and run folders of a training that added something."""
+"""Open a model with its adapters: robustness tokens of a file, or the tokens or TORA parts of a run folder."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def open_model(
     tokens: str | Path | None = None,
     allow_readable: bool = False,
 ) -> Classifier | TokenClassifier | TokenBank | Tora:
-    """What `load_model` opens, with the robustness tokens of a file, or with what the training added whose run folder
-    `spec` is: tokens, or the parts of TORA. A model of the zoo may be such a one, too.
+    """Open any model of `load_model`, with robustness tokens of a file if given. A `spec` that is a run folder of token
+    or TORA training, or a zoo model with adapters, is opened with its adapters.
 
-    Several token files, with commas between them, are a bank: one set is drawn for each image of each call. A file
-    that others can read is refused unless `allow_readable`.
+    Several token files, separated by commas, form a bank: one set is drawn for each image of each call. A token file
+    that other users can read is refused unless `allow_readable`.
     """
     given = {name: value for name, value in (options or {}).items() if value is not None and value is not False}
     run = _adapted_run(spec)
@@ -46,14 +46,14 @@ def open_model(
         shipped = _shipped_tora(spec, given) if tokens is None else None
         if shipped is not None:
             return shipped
-        classifier = _loaded(spec, given)
+        classifier = _load(spec, given)
         return classifier if tokens is None else _with_tokens(classifier, tokens, allow_readable)
     if tokens is not None:
         raise UserError(
-            f"'{spec}' is a training of {run.use} and has its own; to use those of {tokens}, name a backbone"
+            f"'{spec}' is a run of {run.use} with its own adapters; to use the tokens of {tokens}, name a backbone"
         )
     known = {name: run.model[name] for name in _OPTIONS if run.model.get(name)}
-    classifier = _loaded(run.model["name"], {**known, **given})
+    classifier = _load(run.model["name"], {**known, **given})
     file = Path(spec) / _BEST
     if run.use == "tokens":
         return load_tokens(file, classifier, allow_readable=allow_readable).eval()
@@ -63,13 +63,13 @@ def open_model(
 
 def _with_tokens(classifier: Classifier, tokens: str | Path, allow_readable: bool) -> TokenClassifier | TokenBank:
     files = [part.strip() for part in str(tokens).split(",") if part.strip()]
-    if len(files) < 2 or Path(tokens).exists():  # a name may have a comma
+    if len(files) < 2 or Path(tokens).exists():  # a file name may contain a comma
         return load_tokens(tokens, classifier, allow_readable=allow_readable).eval()
     return load_bank(files, classifier, allow_readable=allow_readable).eval()
 
 
 def _shipped_tora(spec: str, options: Mapping[str, Any]) -> Tora | None:
-    """The TORA of the zoo by that name, on the backbone that its file names; None if there is none."""
+    """The TORA of the zoo with this name, on the backbone that its file names, or None."""
     if spec not in zoo_names():
         return None
     with zoo_file(spec) as path:
@@ -79,7 +79,7 @@ def _shipped_tora(spec: str, options: Mapping[str, Any]) -> Tora | None:
 
 @dataclass(frozen=True)
 class _AdaptedRun:
-    """What the recipe of a training says of its model, and of what was put on it."""
+    """The model and adapter sections of a training's recipe."""
 
     use: str
     model: Mapping[str, Any]
@@ -87,7 +87,7 @@ class _AdaptedRun:
 
 
 def _adapted_run(spec: str) -> _AdaptedRun | None:
-    """None if `spec` is no run folder, or one of a training of the whole model."""
+    """The run of token or TORA training in folder `spec`, or None."""
     try:
         recipe = yaml.safe_load((Path(spec) / "recipe.yaml").read_text("utf-8"))
         run = _AdaptedRun(str(recipe["adapter"]["use"]), dict(recipe["model"]), dict(recipe["adapter"]))
@@ -97,13 +97,13 @@ def _adapted_run(spec: str) -> _AdaptedRun | None:
 
 
 def token_run(spec: str) -> Mapping[str, Any] | None:
-    """What the recipe of a token training says of its model; None if `spec` is no folder of one."""
+    """The model section of the recipe if `spec` is a run folder of token training, else None."""
     run = _adapted_run(spec)
     return run.model if run is not None and run.use == "tokens" else None
 
 
-def _loaded(name: str, options: Mapping[str, Any]) -> Classifier:
-    """A head that stands in for none is the same every time: runs are known by the weights of their models."""
+def _load(name: str, options: Mapping[str, Any]) -> Classifier:
+    """Load a model; a new head is the same every time, as runs are identified by the weights of their models."""
     if not options.get("new_head"):
         return load_model(name, **options)
     with torch.random.fork_rng(devices=[]):
@@ -112,7 +112,7 @@ def _loaded(name: str, options: Mapping[str, Any]) -> Classifier:
 
 
 def options_for_features(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for `open_model` where only features count: a backbone released without a head gets one as stand-in."""
+    """Options for `open_model` if only features are used: a backbone released without a head gets a placeholder."""
     run = _adapted_run(spec)
     name = spec if run is None else str(run.model["name"])
     if not has_no_head(name):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import pickle
 import re
 import sys
@@ -30,11 +32,13 @@ __all__ = [
     "fit_to",
     "load_classifier",
     "load_strict",
+    "metadata_in",
     "read_checkpoint",
     "read_metadata",
     "read_record",
     "read_weights",
     "save_classifier",
+    "tensor_hash",
 ]
 
 _METADATA_KEY = "vitadel"
@@ -98,6 +102,21 @@ def read_metadata(path: str | Path) -> dict[str, str]:
             return dict(file.metadata() or {})
     except (SafetensorError, OSError) as error:
         raise _damaged(path, "safetensors", error) from error
+
+
+def metadata_in(content: bytes) -> dict[str, str]:
+    """The metadata in the bytes of a safetensors file; `ValueError` or `AttributeError` if they are damaged."""
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return dict(header.get("__metadata__", {}))
+
+
+def tensor_hash(weights: Mapping[str, Tensor], more: str = "") -> str:
+    """A short hash of named tensors, and of further text."""
+    digest = hashlib.sha256(more.encode())
+    for name, tensor in sorted(weights.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _is_safetensors(path: Path) -> bool:

@@ -1,8 +1,8 @@
 """The 19 common corruptions and the perturbation sequences of Hendrycks & Dietterich (ICLR 2019, arXiv:1903.12261).
 
-`corrupt` makes what the files of ImageNet-C, Tiny-ImageNet-C and CIFAR-C were made with, before they were saved as
-JPEG; `sequence` what ImageNet-P and CIFAR-P were made with, before they were saved as video. Both draw from the streams
-of their samples: an image is corrupted in the same way in every batch, process and run.
+`corrupt` gives the images of ImageNet-C, Tiny-ImageNet-C and CIFAR-C before these were saved as JPEG; `sequence` the
+frames of ImageNet-P and CIFAR-P before these were saved as video. Every sample has its own random stream: an image is
+corrupted in the same way in every batch, process and run.
 """
 
 from __future__ import annotations

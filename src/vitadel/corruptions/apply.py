@@ -1,4 +1,4 @@
-"""One door to all corruptions: checks what it is given and hands out 8-bit images in pieces that fit the cache."""
+"""Apply a corruption by name: check the images and process them as 8-bit chunks that fit the CPU cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vitadel.corruptions.weather import brightness, fog, frost, snow
 from vitadel.errors import UserError, nearest_names
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["as_bytes", "as_floats", "check_images", "corrupt", "fitting", "minimum_size"]
+__all__ = ["as_bytes", "as_floats", "check_images", "corrupt", "minimum_size", "sample_streams"]
 
 _PIXELS_AT_ONCE = 1 << 16  # one image of 224 pixels, or 64 of 32
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -41,23 +41,23 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "spatter": spatter,
     "saturate": saturate,
 }
-_WITHOUT_CHANCE = {
+_DETERMINISTIC = {
     *("defocus_blur", "gaussian_blur", "zoom_blur"),
     *("brightness", "contrast", "saturate", "pixelate", "jpeg_compression"),
 }
-_WOVEN = "jpeg_compression"  # whose codec takes the colours of a pixel together
+_CHANNELS_LAST = "jpeg_compression"  # its codec takes interleaved colors
 _MINIMUM = {"glass_blur": 4, "elastic_transform": 3, "spatter": 3, "pixelate": 2, "fog": 2}
 
 
 def corrupt(
     x: Tensor, name: str, severity: int, rng: SampleRNG | None = None, constants: Table | int | None = None
 ) -> Tensor:
-    """Corrupted copies of images (n, 3, height, width) with values in [0, 1]; the result holds whole levels k / 255.
+    """Corrupt copies of images (n, 3, height, width) with values in [0, 1]; results are whole levels k / 255.
 
-    The images are taken as 8-bit pictures (rounded to the nearest level), as the benchmark's are, and need not be
-    square. Every sample draws from its own stream, a new one for each corruption and severity: give `draws` made from
-    the indices of the data set, or the images themselves are the key. `constants` is a table or the size of one (224,
-    64, 32); by default the one nearest to the shorter side. The work is done on the CPU.
+    Images are rounded to 8 bits, as in the benchmark, and need not be square. Every sample has its own random stream
+    for each corruption and severity: give `rng` made from the indices of the data set, or the images themselves are the
+    key. `constants` is a table or the size of one (224, 64, 32); by default the one nearest to the shorter side. The
+    work is done on the CPU.
     """
     check_images(x)
     table = _table(constants) if constants is not None else table_for(x.shape[2], x.shape[3])
@@ -65,21 +65,23 @@ def corrupt(
     if min(x.shape[2:]) < minimum_size(name):
         raise UserError(
             f"'{name}' needs images of at least {minimum_size(name)} pixels on both sides, got {x.shape[2]} x "
-            f"{x.shape[3]}: enlarge them or leave this corruption out"
+            f"{x.shape[3]}: enlarge them or remove this corruption"
         )
     rng = _streams(x, rng, name, severity)
     count = max(1, _PIXELS_AT_ONCE // (x.shape[2] * x.shape[3]))
     result = torch.empty(x.shape, dtype=x.dtype)
-    # Also the way to 8 bits and back is piece by piece: what is still in the cache need not be fetched again.
+    # Conversions to 8 bits and back are done per chunk as well, while its data is in the cache.
     for first in range(0, len(x), count):
         part = slice(first, first + count)
-        pixels = _FUNCTIONS[name](as_bytes(x[part], woven=name == _WOVEN), SampleRNG(rng.keys[part]), *row)
+        pixels = _FUNCTIONS[name](
+            as_bytes(x[part], channels_last=name == _CHANNELS_LAST), SampleRNG(rng.keys[part]), *row
+        )
         _write_floats(pixels, result[part])
     return result.to(x.device)
 
 
 def minimum_size(name: str) -> int:
-    """The shortest side that an image may have for this corruption."""
+    """The minimum length of the shorter side for this corruption."""
     if name not in _FUNCTIONS:
         known = ", ".join((*COMMON, *EXTRA))
         raise UserError(f"unknown corruption {name!r}{nearest_names(name, _FUNCTIONS) or '.'} Known: {known}.")
@@ -87,7 +89,7 @@ def minimum_size(name: str) -> int:
 
 
 def check_images(x: Tensor) -> None:
-    """A batch of RGB images in a type that holds all 256 levels; `as_bytes` checks that they are in [0, 1]."""
+    """Check shape and type of a batch of RGB images; `as_bytes` checks that values are in [0, 1]."""
     if x.ndim != 4 or x.shape[1] != 3 or 0 in x.shape[2:]:
         raise UserError(f"corruptions take RGB images of shape (n, 3, height, width), got {tuple(x.shape)}")
     if x.dtype not in (torch.float32, torch.float64):
@@ -96,32 +98,32 @@ def check_images(x: Tensor) -> None:
         )
 
 
-def fitting(x: Tensor, rng: SampleRNG | None) -> SampleRNG:
-    """One stream per image, on the CPU; without `draws` the images are their own keys."""
+def sample_streams(x: Tensor, rng: SampleRNG | None) -> SampleRNG:
+    """One random stream per image, on the CPU; without `rng` the images are their own keys."""
     if rng is None:
         return SampleRNG.of_pixels(x.detach().cpu())
     if len(rng) != len(x):
-        raise UserError(f"draws for {len(rng)} samples cannot corrupt {len(x)} images: give one stream per image")
+        raise UserError(f"rng for {len(rng)} samples was given for {len(x)} images: give one stream per image")
     return SampleRNG(rng.keys.cpu())
 
 
 def _streams(x: Tensor, rng: SampleRNG | None, name: str, severity: int) -> SampleRNG:
-    if name in _WITHOUT_CHANCE and rng is None:
+    if name in _DETERMINISTIC and rng is None:
         return SampleRNG(torch.zeros(len(x), dtype=torch.int64))
-    rng = fitting(x, rng)
-    return rng if name in _WITHOUT_CHANCE else rng.stream(name, severity)
+    rng = sample_streams(x, rng)
+    return rng if name in _DETERMINISTIC else rng.stream(name, severity)
 
 
-def as_bytes(x: Tensor, woven: bool = False) -> Tensor:
-    """The nearest of 256 levels, (n, channels, height, width); `woven`: in memory the colours of a pixel are together.
+def as_bytes(x: Tensor, channels_last: bool = False) -> Tensor:
+    """Round to 256 levels, (n, channels, height, width); `channels_last` is the order in memory.
 
-    By NumPy and one colour after the other: what is checked is still in the inner cache when it is converted, as is
-    scratch memory, and weaving is faster so.
+    With NumPy, one channel after the other: the data and scratch memory stay in the inner cache, and interleaving is
+    faster.
     """
     values = x.detach().cpu().numpy()
     n, channels, height, width = values.shape
-    pixels = np.empty((n, height, width, channels) if woven else values.shape, np.uint8)
-    if woven:
+    pixels = np.empty((n, height, width, channels) if channels_last else values.shape, np.uint8)
+    if channels_last:
         pixels = pixels.transpose(0, 3, 1, 2)
     scratch = np.empty((n, height, width), values.dtype)
     for channel in range(channels) if n else ():
@@ -137,7 +139,7 @@ def as_bytes(x: Tensor, woven: bool = False) -> Tensor:
 
 
 def _write_floats(pixels: Tensor, result: Tensor) -> None:
-    """Levels, woven or not, over 255 into `result`; in float32 whatever its type, as torch divides."""
+    """Write levels / 255 into `result`, divided in float32 for any type of the result, as torch does."""
     levels, values = pixels.numpy(), result.numpy()
     scratch = np.empty((len(levels), *levels.shape[2:]), np.float32)
     for channel in range(levels.shape[1]):

@@ -34,35 +34,35 @@ __all__ = [
 
 
 def gaussian_blur(pixels: Tensor, rng: SampleRNG, sigma: float) -> Tensor:
-    """Each channel on its own, kernel cut at 4 sigmas, edges replicated."""
+    """Blur each channel, with the kernel truncated at 4 sigmas and replicated edges."""
     return bytes_below(smoothed(pixels.float(), sigma), FLOAT32_SLACK)
 
 
 def defocus_blur(pixels: Tensor, rng: SampleRNG, radius: float, alias_sigma: float) -> Tensor:
-    """A disk for an aperture; below radius 1 only its softening remains."""
+    """Blur with a disk as aperture; below radius 1 only its smoothing remains."""
     return correlate(pixels, disk(radius, alias_sigma))
 
 
 def motion_blur(pixels: Tensor, rng: SampleRNG, radius: float, sigma: float) -> Tensor:
-    """ImageMagick's one-sided blur along a ray within 45 degrees of the horizontal: the picture also drifts.
+    """ImageMagick's one-sided blur along a ray within 45 degrees of the horizontal, which also shifts the image.
 
-    Fractions of a level are cut off, as by the package imagecorruptions. Snow and sequences round them, as ImageMagick
-    does itself.
+    Values are truncated to whole levels, as in the package imagecorruptions. Snow and sequences round them, as
+    ImageMagick does.
     """
     return blurred_along(pixels, between(rng, -45, 45), radius, sigma)
 
 
 def zoom_blur(pixels: Tensor, rng: SampleRNG, stop: float, step: float) -> Tensor:
-    """The mean of the image and its enlargements by 1, 1 + step, ...; whether `stop` is one of them floats decide."""
+    """The mean of the image and its enlargements by 1, 1 + step, ... up to `stop`, as `numpy.arange` rounds it."""
     size = (pixels.shape[2], pixels.shape[3])
     image = pixels.float().div_(255)
     wide = image.double()
     total = torch.zeros_like(image)
     zooms = np.arange(1, stop, step).tolist()
-    shapes = [(_shape(size, zoom)) for zoom in zooms]
+    shapes = [_shape(size, zoom) for zoom in zooms]
     layer = image
     for zoom, (before, shape) in zip(zooms, pairwise([None, *shapes]), strict=True):
-        if shape != before:  # on small images several factors round to the same enlargement
+        if shape != before:  # on small images several factors give the same enlargement
             rows, columns = zoom_crop(size, zoom)
             layer = clipped_zoom(wide[:, :, rows, columns], zoom, size).float()
         total.add_(layer)
@@ -70,13 +70,13 @@ def zoom_blur(pixels: Tensor, rng: SampleRNG, stop: float, step: float) -> Tenso
 
 
 def _shape(size: tuple[int, int], zoom: float) -> list[tuple[int, int]]:
-    """(length of the crop, length when enlarged) along both sides: all that an enlargement depends on."""
+    """(length of the crop, enlarged length) of both sides, which determine the enlargement."""
     crops = [math.ceil(length / zoom) for length in size]
     return [(crop, round(crop * zoom)) for crop in crops]
 
 
 def glass_blur(pixels: Tensor, rng: SampleRNG, sigma: float, reach: float, rounds: float) -> Tensor:
-    """Blur, pixels displaced at random, blur. The benchmark meant to swap pixels and copies them; so does this."""
+    """Blur, displace pixels at random, blur. As in the benchmark, pixels are copied where swapping was intended."""
     n, _, height, width = pixels.shape
     soft = bytes_below(smoothed(pixels.float(), sigma), FLOAT32_SLACK).flatten(2)
     for turn in range(int(rounds)):
@@ -89,7 +89,7 @@ def glass_blur(pixels: Tensor, rng: SampleRNG, sigma: float, reach: float, round
 def glass_offsets(rng: SampleRNG, reach: int, height: int, width: int) -> Tensor:
     """(down, right) from -reach to reach - 1 for each pixel that moves, (n, 2, rows, columns).
 
-    The upper bound is missing in the benchmark too: pictures creep to the lower right.
+    The benchmark excludes the upper bound too, which shifts images to the lower right.
     """
     side = [max(length - 2 * reach, 0) for length in (height, width)]
     bits = words(rng, 2, *side).to(torch.int64)
@@ -97,11 +97,11 @@ def glass_offsets(rng: SampleRNG, reach: int, height: int, width: int) -> Tensor
 
 
 def shuffled_positions(offsets: Tensor, reach: int, height: int, width: int) -> Tensor:
-    """From which flat position each pixel's value comes, when pixels copy one after another from the bottom right.
+    """The flat position each pixel's value comes from, when pixels are copied one after another from the bottom right.
 
-    A pixel copies from one that has been visited before it (so: further down, or right in the same row) what that one
-    holds by now, and from any other what it held at the start. Following the first kind of step until it ends gives
-    the origin; all chains are followed at once, in steps that double.
+    A pixel that copies from an already visited one (further down, or right in the same row) gets its new value, from
+    any other the initial value. Chains of the first kind lead to the origin; all of them are followed at once, in steps
+    that double.
     """
     n = len(offsets)
     position = torch.arange(height * width).view(height, width)

@@ -1,4 +1,4 @@
-"""Hue, saturation and value of 8-bit images (n, 3, height, width), in float64: the cut to 8 bits sees all digits."""
+"""Hue, saturation and value of 8-bit images (n, 3, height, width), in float64 so that truncation is exact."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Color", "hue_saturation_value", "of_hue_saturation_value"]
 
 @dataclass(frozen=True)
 class Color:
-    """`place` stands for the hue: where each channel lies between the largest (0) and the smallest (1)."""
+    """`place` encodes the hue: the position of each channel between the largest (0) and the smallest (1)."""
 
     place: Tensor
     saturation: Tensor
@@ -25,18 +25,18 @@ def hue_saturation_value(pixels: Tensor) -> Color:
     image = pixels.double().div_(255)
     value = image.amax(1, keepdim=True)
     span = value - image.amin(1, keepdim=True)
-    saturation = (span / value).nan_to_num_()  # black is grey
-    grey = span == 0
-    # A grey has no hue; with any saturation it counts as red.
-    span.masked_fill_(grey, 1)
+    saturation = (span / value).nan_to_num_()  # black has saturation 0
+    gray = span == 0
+    # Gray has no hue; with any saturation it becomes red.
+    span.masked_fill_(gray, 1)
     middle = _middle(image, value, span)
     place = image.neg_().add_(value).div_(span)
-    place[:, 1:].masked_fill_(grey, 1)
+    place[:, 1:].masked_fill_(gray, 1)
     return Color(torch.where((place > 0) & (place < 1), middle, place), saturation, value)
 
 
 def _middle(image: Tensor, value: Tensor, span: Tensor) -> Tensor:
-    """The place of the channel in the middle, by way of the hue: each step rounds as it does in scikit-image."""
+    """The place of the middle channel, computed from the hue with the rounding of scikit-image."""
     red, green, blue = image.split(1, dim=1)
     hue = (green - blue).div_(span)
     hue = torch.where(green == value, (blue - red).div_(span).add_(2), hue)

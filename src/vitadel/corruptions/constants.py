@@ -1,6 +1,6 @@
 """The severities of Hendrycks & Dietterich (ICLR 2019, arXiv:1903.12261): one table each for 224, 64 and 32 pixels.
 
-Lengths are in pixels of the image as it is, so a table belongs to a size; `table_for` takes the nearest one.
+Lengths are in pixels, so a table belongs to an image size; `table_for` returns the nearest one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMMON = (
     "pixelate",
     "jpeg_compression",
 )
-"""The 15 corruptions that mCE is the mean over, in the order of the benchmark."""
+"""The 15 corruptions that mCE averages, in the order of the benchmark."""
 
 EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 """The 4 validation corruptions: for choosing settings, never part of mCE."""
@@ -41,7 +41,7 @@ Row = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Table:
-    """What every severity of every corruption means, for images of about `size` pixels."""
+    """The parameters of every corruption and severity, for images of about `size` pixels."""
 
     size: int
     rows: Mapping[str, tuple[Row, Row, Row, Row, Row]]
@@ -84,7 +84,7 @@ _AT_224 = Table(
         "fog": ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
         "brightness": _singles(0.1, 0.2, 0.3, 0.4, 0.5),
         "contrast": _singles(0.4, 0.3, 0.2, 0.1, 0.05),
-        "elastic_transform": (  # multiples of 244: the benchmark's own slip, kept
+        "elastic_transform": (  # multiples of 244, a mistake of the benchmark that is kept
             (244 * 2, 244 * 0.7, 244 * 0.1),
             (244 * 2, 244 * 0.08, 244 * 0.2),
             (244 * 0.05, 244 * 0.01, 244 * 0.02),

@@ -27,22 +27,22 @@ _FIXED_POINT = 1 << _FIXED_BITS
 
 
 def contrast(pixels: Tensor, rng: SampleRNG, factor: float) -> Tensor:
-    """Towards the mean of each channel of each image."""
+    """Move pixels towards the mean of each channel of each image."""
     mean = pixels.sum((2, 3), keepdim=True).double().div_(255 * pixels[0, 0].numel())
     return bytes_below(pixels.double().div_(255).sub_(mean).mul_(factor).add_(mean).mul_(255))
 
 
 def saturate(pixels: Tensor, rng: SampleRNG, factor: float, offset: float) -> Tensor:
-    """The S of HSV scaled and shifted."""
+    """Scale and shift the S of HSV."""
     color = hue_saturation_value(pixels)
     saturation = (color.saturation * factor).add_(offset).clamp_(0, 1)
     return of_hue_saturation_value(replace(color, saturation=saturation))
 
 
 def pixelate(pixels: Tensor, rng: SampleRNG, factor: float) -> Tensor:
-    """Made smaller by averaging, then larger by repetition."""
+    """Shrink by averaging, then enlarge by repetition."""
     rows, columns = (_cells(length, max(1, int(length * factor))) for length in pixels.shape[2:])
-    # Whole rows are quick to pick, so columns are made rows and back. Columns first: Pillow rounds after each side.
+    # Picking whole rows is fast, so columns are transposed and back. Columns first: Pillow rounds after each side.
     narrow = _averages(pixels.numpy().swapaxes(2, 3), columns)
     small = _averages(narrow.swapaxes(2, 3), rows)
     wide = np.ascontiguousarray(small.swapaxes(2, 3)).take(columns.shown, 2)
@@ -51,8 +51,8 @@ def pixelate(pixels: Tensor, rng: SampleRNG, factor: float) -> Tensor:
 
 @dataclass(frozen=True)
 class _Cells:
-    """How a line is divided. `members`: the first pixels of all cells, the second ones ...; a cell that has no more
-    points behind the end. `shares`: the weight of a pixel; `shown`: the cell that each pixel of the result shows."""
+    """How a line is divided into cells. `members`: the first pixels of all cells, the second ones, ...; cells with
+    fewer pixels point behind the end. `shares`: the weight of a pixel; `shown`: the cell of each resulting pixel."""
 
     members: tuple[NDArray[np.int64], ...]
     shares: NDArray[np.int32]
@@ -61,7 +61,7 @@ class _Cells:
 
 @lru_cache(maxsize=64)
 def _cells(length: int, kept: int) -> _Cells:
-    """As Pillow divides a line, which it is asked for: floats decide to which cell a pixel in between belongs."""
+    """Divide a line as Pillow does, by asking Pillow: its float arithmetic decides on pixels at cell borders."""
     line = Image.fromarray(np.eye(length, dtype=np.float32)).resize((kept, length), Image.Resampling.BOX)
     inside = np.asarray(line).T > 0
     starts, counts = inside.argmax(1), inside.sum(1)
@@ -72,10 +72,10 @@ def _cells(length: int, kept: int) -> _Cells:
 
 
 def _averages(planes: NDArray[np.uint8], cells: _Cells) -> NDArray[np.uint8]:
-    """The mean of each cell along the rows of planes (n, c, rows, columns), in the whole numbers of Pillow."""
+    """The mean of each cell along the rows of planes (n, c, rows, columns), in Pillow's integer arithmetic."""
     n, channels, length, width = planes.shape
     padded = np.empty((n, channels, length + 1, width), np.int32)
-    padded[:, :, :length] = np.ascontiguousarray(planes)  # to turn bytes first is cheaper
+    padded[:, :, :length] = np.ascontiguousarray(planes)  # transposing bytes is cheaper
     padded[:, :, length] = 0
     total = padded.take(cells.members[0], 2)
     for more in cells.members[1:]:
@@ -87,29 +87,29 @@ def _averages(planes: NDArray[np.uint8], cells: _Cells) -> NDArray[np.uint8]:
 
 
 def jpeg_compression(pixels: Tensor, rng: SampleRNG, quality: float) -> Tensor:
-    """Through a JPEG file with colours at half the resolution."""
-    # torchvision's codec writes and reads the same bytes at half the cost of Pillow's, but is to be removed from it.
+    """Encode and decode as JPEG with colors at half the resolution."""
+    # torchvision's codec gives the same bytes at half the cost of Pillow's, but it will be removed from torchvision.
     through_file = _through_torchvision if hasattr(torch.ops.image, "encode_jpeg") else _through_pillow
-    woven = pixels.permute(0, 2, 3, 1).contiguous().numpy()
-    pictures = [through_file(picture, int(quality)) for picture in woven]
-    together = np.stack(pictures) if len(pictures) > 1 else pictures[0][None]  # a copy less for large images
+    interleaved = pixels.permute(0, 2, 3, 1).contiguous().numpy()
+    images = [through_file(image, int(quality)) for image in interleaved]
+    together = np.stack(images) if len(images) > 1 else images[0][None]  # saves a copy of large images
     return torch.from_numpy(together).permute(0, 3, 1, 2)
 
 
-def _through_torchvision(picture: NDArray[np.uint8], quality: int) -> NDArray[np.uint8]:
-    file = torch.ops.image.encode_jpeg(torch.from_numpy(picture).permute(2, 0, 1), quality)
+def _through_torchvision(image: NDArray[np.uint8], quality: int) -> NDArray[np.uint8]:
+    file = torch.ops.image.encode_jpeg(torch.from_numpy(image).permute(2, 0, 1), quality)
     decoded: Tensor = torch.ops.image.decode_jpeg(file, ImageReadMode.UNCHANGED.value, False)
     return decoded.permute(1, 2, 0).numpy()
 
 
-def _through_pillow(picture: NDArray[np.uint8], quality: int) -> NDArray[np.uint8]:
+def _through_pillow(image: NDArray[np.uint8], quality: int) -> NDArray[np.uint8]:
     file = io.BytesIO()
-    Image.fromarray(picture).save(file, "JPEG", quality=quality)
+    Image.fromarray(image).save(file, "JPEG", quality=quality)
     return np.asarray(Image.open(file, formats=("JPEG",)))
 
 
 def elastic_transform(pixels: Tensor, rng: SampleRNG, alpha: float, sigma: float, jitter: float) -> Tensor:
-    """A random affine map of the whole, then smooth random displacements of the pixels."""
+    """A random affine map of the image, then smooth random displacements of its pixels."""
     height, width = pixels.shape[2:]
     corners = rng.stream("affine").uniform(3, 2).double().mul_(2).sub_(1).mul_(jitter)
     image = affine_points(pixels.float(), corners)
@@ -119,13 +119,13 @@ def elastic_transform(pixels: Tensor, rng: SampleRNG, alpha: float, sigma: float
 
 
 def affine_points(image: Tensor, moves: Tensor) -> Tensor:
-    """The affine map that moves three points around the centre by `moves` (n, 3, (right, down)); edges mirrored."""
+    """The affine map that moves three points around the center by `moves` (n, 3, (right, down)); mirrored edges."""
     height, width = image.shape[2:]
     arm = min(height, width) // 3
     middle = torch.tensor([width // 2, height // 2], dtype=torch.float64)
     before = middle + arm * torch.tensor([[1, 1], [1, -1], [-1, -1]], dtype=torch.float64)
     ones = torch.ones(len(moves), 3, 1, dtype=torch.float64)
-    # Rows (x, y, 1) of the moved points times the map are the points as they were: where a pixel comes from.
+    # Rows (x, y, 1) of the moved points times this matrix are the original points: the origin of each pixel.
     back = torch.linalg.solve(torch.cat((before + moves, ones), 2), before.expand(len(moves), 3, 2))
     x = torch.arange(width, dtype=torch.float64)
     y = torch.arange(height, dtype=torch.float64)[:, None]
@@ -138,10 +138,10 @@ def affine_points(image: Tensor, moves: Tensor) -> Tensor:
 
 
 def displaced(image: Tensor, noise: Tensor, alpha: float, sigma: float) -> Tensor:
-    """Every pixel from `alpha` times the smoothed `noise` (n, (right, down), height, width) away; edges mirrored."""
+    """Displace pixels by `alpha` times the smoothed `noise` (n, (right, down), height, width); mirrored edges."""
     height, width = image.shape[2:]
     down, across = smoother(height, sigma, _TRUNCATE), smoother(width, sigma, _TRUNCATE).T.contiguous()
-    # Image by image: a product of the whole batch may round differently for batches of different sizes.
+    # Image by image: rounding of a batched product may depend on the batch size.
     moves = torch.stack([down @ field.clone() @ across for field in noise.flatten(0, 1)]).view_as(noise).mul_(alpha)
     x = torch.arange(width, dtype=torch.float32)
     y = torch.arange(height, dtype=torch.float32)[:, None]

@@ -1,5 +1,5 @@
-"""The filters that several corruptions are made of. All work element by element or image by image, never on a batch
-as one matrix, so that an image comes out the same, bit for bit, whatever batch it is in."""
+"""Filters shared by several corruptions. They work element by element or image by image, never on a batch as one
+matrix, so that results are the same, bit for bit, in any batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ __all__ = [
     "bytes_below",
     "clipped_zoom",
     "correlate",
-    "cut",
     "disk",
     "mirrored",
     "motion_blurred",
@@ -32,7 +31,7 @@ __all__ = [
 Tap = tuple[int, int, int]  # down, right, weight
 
 FLOAT32_SLACK = 1e-4
-"""What sums of float32 can be off by, on the scale of 0 to 255."""
+"""Maximum error of float32 sums, on the scale of 0 to 255."""
 
 _FIXED_BITS = 22
 _FIXED_POINT = 1 << _FIXED_BITS  # 255 times this still fits 32 bits
@@ -41,17 +40,17 @@ _NEGLIGIBLE = 1e-12  # a tap that changes no pixel of 8 bits
 
 
 def bytes_below(values: Tensor, slack: float = 0.0) -> Tensor:
-    """Values on the scale of 0 to 255, clipped and cut to 8 bits as the benchmark cuts them: downwards. Works in place.
+    """Clip values to 0 to 255 and truncate them to 8 bits, as the benchmark does. Works in place.
 
-    `slack` is for float32 arithmetic: a flat patch of level 7 that comes out as 6.9999 after a blur is still level 7.
+    `slack` compensates for float32 arithmetic: a flat region of level 7 may be 6.9999 after a blur.
     """
     if slack:
         values.add_(slack)
-    return cut(values.clamp_(0, 255))
+    return truncate_to_bytes(values.clamp_(0, 255))
 
 
-def cut(values: Tensor) -> Tensor:
-    """Values within 0 to 255 cut to 8 bits; by NumPy, which does this several times faster than torch."""
+def truncate_to_bytes(values: Tensor) -> Tensor:
+    """Truncate values within 0 to 255 to 8 bits; NumPy does this several times faster than torch."""
     return torch.from_numpy(values.numpy().astype(np.uint8))
 
 
@@ -63,7 +62,7 @@ def _gaussian(sigma: float, radius: int) -> list[float]:
 
 
 def smoothed(planes: Tensor, sigma: float, truncate: float = 4.0) -> Tensor:
-    """Gaussian blur of float planes (n, c, height, width) with replicated edges, kernel cut at `truncate` sigmas."""
+    """Gaussian blur of float planes (n, c, height, width) with replicated edges, truncated at `truncate` sigmas."""
     radius = int(truncate * sigma + 0.5)
     weights = _gaussian(sigma, radius)
     for dim in (2, 3):
@@ -92,9 +91,9 @@ def smoother(length: int, sigma: float, truncate: float) -> Tensor:
 
 @lru_cache(maxsize=32)
 def disk(radius: float, alias_sigma: float) -> NDArray[np.float32]:
-    """A disk of equal weights, softened by a small Gaussian and not normalised again, without its empty margin.
+    """A disk of equal weights, smoothed by a small Gaussian without renormalization, without its empty margin.
 
-    Where the disk touches the edge of its grid the softening mirrors it there, so the sum is not exactly one.
+    Smoothing mirrors the disk where it touches the edge of its grid, so the sum is not exactly one.
     """
     reach, soft = (8, 1) if radius <= 8 else (int(radius), 2)
     line = np.arange(-reach, reach + 1)
@@ -126,7 +125,7 @@ def correlate(pixels: Tensor, kernel: NDArray[np.float32]) -> Tensor:
         response = _response(kernel.tobytes(), *padded.shape[2:])
         values = torch.stack([_by_fourier(image, *response)[:, :height, :width] for image in padded.float()])
         return bytes_below(values, FLOAT32_SLACK)
-    # In float64, because a disk of few equal taps often hits a whole level, and then its last digit decides.
+    # In float64: a disk of few equal taps often gives a whole level, where the last digit matters.
     padded = padded.double()
     values = torch.zeros_like(pixels, dtype=torch.float64)
     for dy, dx in taps:
@@ -148,7 +147,7 @@ def _fourier_length(least: int) -> int:
 
 @lru_cache(maxsize=16)
 def _response(weights: bytes, height: int, width: int) -> tuple[Tensor, list[int]]:
-    """What the transforms of images are multiplied by, for the bytes of a kernel, and to what size they are padded."""
+    """The multiplier of Fourier transforms for the bytes of a kernel, and the padded size."""
     side = math.isqrt(len(weights) // 4)
     kernel = torch.frombuffer(bytearray(weights), dtype=torch.float32).view(side, side)
     size = [_fourier_length(length) for length in (height, width)]
@@ -183,7 +182,7 @@ def motion_taps(radius: float, sigma: float, angle: float, height: int, width: i
     """ImageMagick's motion blur: (down, right, weight) of the pixels that are averaged, on one side of the centre only.
 
     Half a Gaussian along a ray at `angle` degrees, sampled at whole pixels; the weights are integers. It ends where
-    the ray would be longer than the image, as in the `imagecorruptions` package.
+    the ray leaves the image, as in the `imagecorruptions` package.
     """
     count = int(2 * radius + 1)
     raw = [math.exp(-(i**2) / (2 * sigma**2)) for i in range(count)]
@@ -196,23 +195,23 @@ def motion_taps(radius: float, sigma: float, angle: float, height: int, width: i
         if abs(dy) >= height or abs(dx) >= width:
             break
         taps.append((dy, dx, round(weight * whole)))
-    if len(taps) == count:  # flat patches stay as they are
+    if len(taps) == count:  # flat regions must not change
         taps[0] = (0, 0, _FIXED_POINT - sum(weight for _, _, weight in taps[1:]))
     return taps
 
 
 def motion_blurred(image: Tensor, taps: list[Tap], nearest: bool = False) -> Tensor:
-    """8-bit planes (c, height, width) averaged over `taps`, edges replicated; cut to 8 bits or rounded to `nearest`."""
+    """Average 8-bit planes (c, height, width) over `taps`, replicated edges; truncate to 8 bits or round (`nearest`)."""
     return _averaged(image[None], [taps], nearest)[0]
 
 
 def blurred_along(pixels: Tensor, angles: Tensor, radius: float, sigma: float, nearest: bool = False) -> Tensor:
     """Motion blur of images (n, c, height, width), each along its own angle in degrees."""
     height, width = pixels.shape[2:]
-    # In the order of the angles, because images next to each other then share most of their taps.
-    ascending, request = angles.sort()
+    # In the order of the angles: neighbors in the batch then share most of their taps.
+    ascending, order = angles.sort()
     taps = [motion_taps(radius, sigma, angle, height, width) for angle in ascending.tolist()]
-    return _averaged(pixels.index_select(0, request), taps, nearest).index_select(0, request.argsort())
+    return _averaged(pixels.index_select(0, order), taps, nearest).index_select(0, order.argsort())
 
 
 def _averaged(pixels: Tensor, taps: list[list[Tap]], nearest: bool) -> Tensor:
@@ -230,9 +229,9 @@ def _averaged(pixels: Tensor, taps: list[list[Tap]], nearest: bool) -> Tensor:
         for tap, run in groupby(together):
             count = len(list(run))
             if tap is not None:
-                # A view made in one call: on small images slicing would cost more than adding.
+                # One call for the view: on small images slicing would cost more than adding.
                 start = first * stride[0] + (tap[0] - top) * stride[2] + tap[1] - left
                 moved = padded.as_strided((count, *pixels.shape[1:]), stride, start)
                 total.narrow(0, first, count).add_(moved, alpha=tap[2])
             first += count
-    return cut(total.bitwise_right_shift_(_FIXED_BITS))
+    return truncate_to_bytes(total.bitwise_right_shift_(_FIXED_BITS))

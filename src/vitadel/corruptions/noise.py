@@ -30,14 +30,14 @@ def speckle_noise(pixels: Tensor, rng: SampleRNG, sigma: float) -> Tensor:
 
 
 def impulse_noise(pixels: Tensor, rng: SampleRNG, amount: float) -> Tensor:
-    """Salt and pepper, in every channel on its own: a share `amount` of all values, half of them to each end."""
+    """Salt and pepper in each channel: a fraction `amount` of all values, half to each end."""
     bits = words(rng, *pixels.shape[1:])
     tail = round(amount / 2 * 2**32)
     return pixels.masked_fill(bits < tail - 2**31, 0).masked_fill_(bits > 2**31 - 1 - tail, 255)
 
 
 def shot_noise(pixels: Tensor, rng: SampleRNG, photons: float) -> Tensor:
-    """Poisson(x photons) / photons, by inversion: there are only 256 rates, and all of them can be tabulated."""
+    """Poisson(x photons) / photons, by inversion with tables of the 256 possible rates."""
     table = _poisson(photons)
     chance = uniform_field(rng, *pixels.shape[1:]).flatten().clamp_(max=1 - 2.0**-24)
     rate = pixels.flatten().to(torch.int64)
@@ -46,17 +46,17 @@ def shot_noise(pixels: Tensor, rng: SampleRNG, photons: float) -> Tensor:
     for _ in range(_WALKS):
         place[left] += 1
         left = left[table.steps.take(place[left]) <= chance[left]]
-    # Only the far ends of the distributions are still to be searched.
+    # Only the tails of the distributions remain.
     place[left] = torch.searchsorted(table.ordered, rate[left] + chance[left].double(), right=True)
     return table.levels.take(place).view_as(pixels)
 
 
 @dataclass(frozen=True)
 class _Poisson:
-    """Distribution functions of 256 rates, one after the other, and what looking a chance up in them takes.
+    """Concatenated distribution functions of 256 rates, with indices to search them.
 
-    `starts`: where to begin, by rate and first bits of the chance; `ordered`: rate plus chance, ascending; `levels`:
-    the grey level of each count.
+    `starts`: first position, by rate and first bits of the chance; `ordered`: rate plus chance, ascending; `levels`:
+    the gray level of each count.
     """
 
     steps: Tensor
@@ -74,7 +74,7 @@ def _poisson(photons: float) -> _Poisson:
         weights = np.exp(counts * np.log(rates)[:, None] - rates[:, None] - logs)
     weights[0] = counts == 0
     steps = np.minimum(np.cumsum(weights, axis=1), 1).astype(np.float32)
-    steps[:, -1] = 1  # above every chance: the search ends here
+    steps[:, -1] = 1  # above every chance, to end the search
     guides = np.arange(_GUIDES) / _GUIDES
     starts = [np.searchsorted(row, guides, side="right") + rate * len(counts) for rate, row in enumerate(steps)]
     ordered = np.arange(256)[:, None] + steps.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Random fields for whole images from the streams of their samples, at two numbers per 64 random bits."""
+"""Random fields for whole images from per-sample streams, with two numbers per 64 random bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vitadel.runtime.rng import SampleRNG
 __all__ = ["between", "normal_field", "uniform_field", "words"]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIXING = (  # SplitMix64's finaliser, as in `Draws`: shift, then factor
+_MIXING = (  # SplitMix64's finalizer, as in `SampleRNG`: shift, then factor
     (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
     (np.uint64(27), np.uint64(0x94D049BB133111EB)),
     (np.uint64(31), None),
@@ -27,7 +27,7 @@ def words(rng: SampleRNG, *shape: int) -> Tensor:
 
 
 def _bits(rng: SampleRNG, cells: int) -> Tensor:
-    """`draws.bits(cells)`, at half its cost: images need so many that scratch memory and masks for shifts count."""
+    """`rng.bits(cells)` at half its cost, which matters for whole images."""
     counter = np.arange(1, cells + 1, dtype=np.uint64) * _GOLDEN
     bits = rng.keys.numpy().view(np.uint64)[:, None] + counter
     shifted = np.empty_like(bits)
@@ -50,11 +50,11 @@ def between(rng: SampleRNG, low: float, high: float) -> Tensor:
 
 
 def normal_field(rng: SampleRNG, *shape: int) -> Tensor:
-    """Standard normal by Box and Muller (1958): both numbers of a pair are used, unlike in `Draws.normal`."""
+    """Standard normal by Box and Muller (1958): both numbers of a pair are used, unlike in `SampleRNG.normal`."""
     cells = math.prod(shape)
     pairs = (cells + 1) // 2
     bits = words(rng, 2, pairs).to(torch.float32)
-    # Half a step above zero: the logarithm stays finite, and the longest radius is 6.8.
+    # Half a step above zero: the logarithm is finite, and the largest radius is 6.8.
     radius = bits[:, 0].mul_(2.0**-32).add_(0.5 + 2.0**-33).clamp_(min=2.0**-33).log_().mul_(-2).sqrt_()
     angle = bits[:, 1].mul_(2 * math.pi * 2.0**-32)
     cosine = torch.cos(angle)

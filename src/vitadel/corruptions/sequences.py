@@ -1,7 +1,7 @@
 """The perturbation sequences of ImageNet-P and CIFAR-P (Hendrycks & Dietterich, ICLR 2019, arXiv:1903.12261).
 
-A sequence shows one image changing a little from frame to frame. Geometric ones move the whole picture and then crop
-its centre, so that at ImageNet's size nothing black comes into view for small motions; CIFAR's pictures stay whole.
+In a sequence one image changes a little from frame to frame. Geometric sequences move the whole image and then crop its
+center, so that small motions show no black border at ImageNet's size; CIFAR's images are not cropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitadel.corruptions.apply import as_bytes, as_floats, check_images, fitting
+from vitadel.corruptions.apply import as_bytes, as_floats, check_images, sample_streams
 from vitadel.corruptions.filtering import FLOAT32_SLACK, bytes_below, motion_blurred, motion_taps, smoothed
 from vitadel.corruptions.noise import gaussian_noise, shot_noise, speckle_noise
 from vitadel.corruptions.randomness import normal_field
@@ -48,25 +48,25 @@ IMAGENET_SEQUENCES = (
     "tilt",
     "scale",
 )
-"""The 10 that mFR is the mean over, in the order of the benchmark."""
+"""The 10 sequences that mFR averages, in the order of the benchmark."""
 
 CIFAR_SEQUENCES = tuple("spatter" if name == "snow" else name for name in IMAGENET_SEQUENCES)
-"""CIFAR-P counts spatter where ImageNet-P counts snow."""
+"""CIFAR-P has spatter where ImageNet-P has snow."""
 
 VALIDATION_SEQUENCES = ("speckle_noise", "gaussian_blur", "spatter", "shear")
 
 NOISE_SEQUENCES = ("gaussian_noise", "shot_noise", "speckle_noise")
-"""Frames in no order: a clean one, and draws that are to be compared with it rather than with each other."""
+"""Unordered frames: a clean one, and noisy ones to compare with it rather than with each other."""
 
 FRAMES = 31
-SMALL = 48  # up to this many pixels on the shorter side a picture is one of CIFAR's kind
+SMALL = 48  # images with a shorter side up to this are treated as CIFAR's
 
 
 @dataclass(frozen=True)
 class Motion:
     """What differs between ImageNet-P and CIFAR-P."""
 
-    kept: float  # which part of the shorter side the crop keeps
+    kept: float  # fraction of the shorter side that the crop keeps
     noise: tuple[float, float, float]  # one per difficulty
     photons: tuple[float, float, float]
     speckle: tuple[float, float, float]
@@ -78,7 +78,7 @@ class Motion:
     scale: tuple[float, float]  # first, per frame
     sigma: tuple[float, float, float]  # first, per frame, kernel length in sigmas
     wet: tuple[float, float, float, float]  # mean and deviation of the noise, its smoothing, threshold
-    drip: tuple[float, ...]  # how the water runs down, from the pixel below to those above
+    drip: tuple[float, ...]  # weights of water running down, from the pixel below to those above
 
 
 IMAGENET_MOTION = Motion(
@@ -114,8 +114,8 @@ CIFAR_MOTION = Motion(
 
 
 @dataclass(frozen=True)
-class _Scene:
-    """A batch of whole 8-bit pictures, their crops, and how they are to move."""
+class _Batch:
+    """A batch of whole 8-bit images, their crop window, and the parameters of motion."""
 
     whole: Tensor
     window: tuple[slice, slice]
@@ -129,11 +129,12 @@ class _Scene:
 
 
 def sequence(x: Tensor, name: str, rng: SampleRNG | None = None, difficulty: int = 1) -> Tensor:
-    """The frames (frames, n, 3, ...) that the images (n, 3, height, width) go through; values are whole levels k / 255.
+    """The frames (frames, n, 3, ...) of images (n, 3, height, width); values are whole levels k / 255.
 
-    Images with a shorter side above 48 pixels are ImageNet's: give them at 256 pixels, the frames are the central 224
-    (7/8 of the shorter side at other sizes). Smaller ones are CIFAR's and not cropped. `difficulty` 1, 2 or 3 is how
-    strong noise is; other sequences are the same for all, and are made harder by comparing frames that far apart.
+    Images with a shorter side above 48 pixels are treated as ImageNet's: give them at 256 pixels, the frames are the
+    central 224 (7/8 of the shorter side at other sizes). Smaller ones are treated as CIFAR's and not cropped.
+    `difficulty` 1, 2 or 3 sets the strength of noise; other sequences do not depend on it, and are made harder by
+    comparing frames that far apart.
     """
     check_images(x)
     if name not in _SEQUENCES:
@@ -148,81 +149,81 @@ def sequence(x: Tensor, name: str, rng: SampleRNG | None = None, difficulty: int
     lengths = x.shape[2:] if motion.kept == 1 else (side, side)
     starts = [round((have - keep) / 2) for have, keep in zip(x.shape[2:], lengths, strict=True)]
     window = slice(starts[0], starts[0] + lengths[0]), slice(starts[1], starts[1] + lengths[1])
-    stream = fitting(x, rng).stream("sequence " + name, difficulty)
-    frames = _SEQUENCES[name](_Scene(as_bytes(x), window, stream, difficulty, motion))
+    stream = sample_streams(x, rng).stream("sequence " + name, difficulty)
+    frames = _SEQUENCES[name](_Batch(as_bytes(x), window, stream, difficulty, motion))
     return as_floats(torch.stack(list(frames)), x)
 
 
 # --- noise and blur --------------------------------------------------------------------------------------------------
 
 
-def _noisy(scene: _Scene, add: Callable[[Tensor, SampleRNG, float], Tensor], amount: float) -> Iterator[Tensor]:
-    yield scene.crop
+def _noisy(batch: _Batch, add: Callable[[Tensor, SampleRNG, float], Tensor], amount: float) -> Iterator[Tensor]:
+    yield batch.crop
     for frame in range(1, FRAMES):
-        yield add(scene.crop, scene.rng.stream("frame", frame), amount)
+        yield add(batch.crop, batch.rng.stream("frame", frame), amount)
 
 
-def _gaussian_noise(scene: _Scene) -> Iterator[Tensor]:
-    return _noisy(scene, gaussian_noise, scene.motion.noise[scene.difficulty - 1])
+def _gaussian_noise(batch: _Batch) -> Iterator[Tensor]:
+    return _noisy(batch, gaussian_noise, batch.motion.noise[batch.difficulty - 1])
 
 
-def _shot_noise(scene: _Scene) -> Iterator[Tensor]:
-    return _noisy(scene, shot_noise, scene.motion.photons[scene.difficulty - 1])
+def _shot_noise(batch: _Batch) -> Iterator[Tensor]:
+    return _noisy(batch, shot_noise, batch.motion.photons[batch.difficulty - 1])
 
 
-def _speckle_noise(scene: _Scene) -> Iterator[Tensor]:
-    return _noisy(scene, speckle_noise, scene.motion.speckle[scene.difficulty - 1])
+def _speckle_noise(batch: _Batch) -> Iterator[Tensor]:
+    return _noisy(batch, speckle_noise, batch.motion.speckle[batch.difficulty - 1])
 
 
-def _blown(planes: Tensor, radius: float, sigma: float, angle: float) -> Tensor:
+def _motion_blurred(planes: Tensor, radius: float, sigma: float, angle: float) -> Tensor:
     taps = motion_taps(radius, sigma, angle, *planes.shape[2:])
     return motion_blurred(planes.flatten(0, 1), taps, nearest=True).view_as(planes)
 
 
-def _motion_blur(scene: _Scene) -> Iterator[Tensor]:
-    frames, radius, sigma, step = scene.motion.ray
-    return (_blown(scene.crop, radius, sigma, (frame - frames + 1) * step) for frame in range(frames))
+def _motion_blur(batch: _Batch) -> Iterator[Tensor]:
+    frames, radius, sigma, step = batch.motion.ray
+    return (_motion_blurred(batch.crop, radius, sigma, (frame - frames + 1) * step) for frame in range(frames))
 
 
-def _zoom_blur(scene: _Scene) -> Iterator[Tensor]:
-    total = torch.zeros_like(scene.crop, dtype=torch.int32)
+def _zoom_blur(batch: _Batch) -> Iterator[Tensor]:
+    total = torch.zeros_like(batch.crop, dtype=torch.int32)
     for frame in range(FRAMES):
-        total += _warped(scene, _about_centre(scene, np.eye(2) / (1 + 0.004 * frame)))
+        total += _warped(batch, _about_center(batch, np.eye(2) / (1 + 0.004 * frame)))
         yield total.div(frame + 1, rounding_mode="floor").to(torch.uint8)
 
 
-def _gaussian_blur(scene: _Scene) -> Iterator[Tensor]:
-    first, step, truncate = scene.motion.sigma
-    image = scene.crop.float()
+def _gaussian_blur(batch: _Batch) -> Iterator[Tensor]:
+    first, step, truncate = batch.motion.sigma
+    image = batch.crop.float()
     return (bytes_below(smoothed(image, first + step * frame, truncate), FLOAT32_SLACK) for frame in range(FRAMES))
 
 
 # --- weather ---------------------------------------------------------------------------------------------------------
 
 
-def _snow(scene: _Scene) -> Iterator[Tensor]:
-    zoom, radius, sigma = scene.motion.snow
-    image = scene.crop
-    layer = flakes(scene.rng, (image.shape[2], image.shape[3]), 0.05, 0.3, zoom, 0.5)
-    return (snowed(image, _blown(layer, radius, sigma, 4 * frame - 150), 0.85) for frame in range(FRAMES))
+def _snow(batch: _Batch) -> Iterator[Tensor]:
+    zoom, radius, sigma = batch.motion.snow
+    image = batch.crop
+    layer = flakes(batch.rng, (image.shape[2], image.shape[3]), 0.05, 0.3, zoom, 0.5)
+    return (snowed(image, _motion_blurred(layer, radius, sigma, 4 * frame - 150), 0.85) for frame in range(FRAMES))
 
 
-def _brightness(scene: _Scene) -> Iterator[Tensor]:
+def _brightness(batch: _Batch) -> Iterator[Tensor]:
     middle = FRAMES // 2
-    return (brightness(scene.crop, scene.rng, (frame - middle) * scene.motion.brighter) for frame in range(FRAMES))
+    return (brightness(batch.crop, batch.rng, (frame - middle) * batch.motion.brighter) for frame in range(FRAMES))
 
 
-def _spatter(scene: _Scene) -> Iterator[Tensor]:
-    loc, scale, sigma, threshold = scene.motion.wet
-    image = scene.crop
-    layer = liquid(normal_field(scene.rng, 1, *image.shape[2:]).mul_(scale).add_(loc), sigma, threshold)
+def _spatter(batch: _Batch) -> Iterator[Tensor]:
+    loc, scale, sigma, threshold = batch.motion.wet
+    image = batch.crop
+    layer = liquid(normal_field(batch.rng, 1, *image.shape[2:]).mul_(scale).add_(loc), sigma, threshold)
     height = image.shape[2]
-    above = len(scene.motion.drip) - 2
+    above = len(batch.motion.drip) - 2
     for _ in range(FRAMES):
         yield splashed(image, layer, 0.6)
         padded = F.pad(layer, (0, 0, above, 1))
         layer = torch.zeros_like(layer)
-        for row, weight in enumerate(reversed(scene.motion.drip)):
+        for row, weight in enumerate(reversed(batch.motion.drip)):
             layer.add_(padded[:, :, row : row + height], alpha=weight)
 
 
@@ -231,78 +232,78 @@ def _spatter(scene: _Scene) -> Iterator[Tensor]:
 Matrix = NDArray[np.float64]
 
 
-def _about_centre(scene: _Scene, turn: Matrix, shift: int = 0) -> Matrix:
-    """Where pixel (x, y) of a frame comes from, when `turn` acts about the centre of the whole picture."""
-    height, width = scene.whole.shape[2:]
-    centre = np.array([(width - 1) / 2, (height - 1) / 2])
+def _about_center(batch: _Batch, turn: Matrix, shift: int = 0) -> Matrix:
+    """The map from pixel (x, y) of a frame to its origin, when `turn` acts about the center of the whole image."""
+    height, width = batch.whole.shape[2:]
+    center = np.array([(width - 1) / 2, (height - 1) / 2])
     back = np.eye(3)
     back[:2, :2] = turn
-    back[:2, 2] = centre - turn @ (centre + np.array([shift, 0]))
+    back[:2, 2] = center - turn @ (center + np.array([shift, 0]))
     return back
 
 
-def _warped(scene: _Scene, back: Matrix, fading: bool = False) -> Tensor:
-    """The window of the picture whose pixels come from where `back` says, bilinearly; black where nothing is.
+def _warped(batch: _Batch, back: Matrix, fading: bool = False) -> Tensor:
+    """Warp the image by the inverse map `back`, bilinearly and black outside, and crop the window.
 
-    Pictures end at the outer edge of their last pixels and values are cut to 8 bits, as Pillow does it; with `fading`
-    they fade to black beyond the last centres and values are rounded, as OpenCV does it.
+    Images end at the outer edge of their last pixels and values are truncated to 8 bits, as in Pillow; with `fading`
+    they fade to black beyond the last pixel centers and values are rounded, as in OpenCV.
     """
-    height, width = scene.whole.shape[2:]
+    height, width = batch.whole.shape[2:]
     y, x = torch.meshgrid(
-        *(torch.arange(side.start, side.stop, dtype=torch.float64) for side in scene.window), indexing="ij"
+        *(torch.arange(side.start, side.stop, dtype=torch.float64) for side in batch.window), indexing="ij"
     )
     depth = back[2, 0] * x + back[2, 1] * y + back[2, 2]
     from_x = (back[0, 0] * x + back[0, 1] * y + back[0, 2]) / depth
     from_y = (back[1, 0] * x + back[1, 1] * y + back[1, 2]) / depth
     grid = torch.stack((from_x * 2 / (width - 1) - 1, from_y * 2 / (height - 1) - 1), dim=-1)
-    grid = grid.expand(len(scene.whole), *grid.shape)
-    # In float64: positions that are off by a millionth of a pixel can cost a level.
-    image = F.grid_sample(scene.whole.double(), grid, padding_mode="zeros" if fading else "border", align_corners=True)
+    grid = grid.expand(len(batch.whole), *grid.shape)
+    # In float64: an error of a millionth of a pixel can change a level.
+    image = F.grid_sample(batch.whole.double(), grid, padding_mode="zeros" if fading else "border", align_corners=True)
     if fading:
         return image.round_().to(torch.uint8)
     inside = (from_x >= -0.5) & (from_x < width - 0.5) & (from_y >= -0.5) & (from_y < height - 0.5)
     return bytes_below(image.mul_(inside), FLOAT32_SLACK)
 
 
-def _translate(scene: _Scene) -> Iterator[Tensor]:
-    return (_warped(scene, _about_centre(scene, np.eye(2), shift)) for shift in scene.motion.shifts)
+def _translate(batch: _Batch) -> Iterator[Tensor]:
+    return (_warped(batch, _about_center(batch, np.eye(2), shift)) for shift in batch.motion.shifts)
 
 
 def _degrees(step: float = 1.0) -> Iterator[float]:
     return (math.radians(step * (frame - FRAMES // 2)) for frame in range(FRAMES))
 
 
-def _rotate(scene: _Scene) -> Iterator[Tensor]:
+def _rotate(batch: _Batch) -> Iterator[Tensor]:
     for angle in _degrees():
         turn = np.array([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]])
-        yield _warped(scene, _about_centre(scene, turn))
+        yield _warped(batch, _about_center(batch, turn))
 
 
-def _shear(scene: _Scene) -> Iterator[Tensor]:
-    return (_warped(scene, _about_centre(scene, np.array([[1, math.tan(angle)], [0, 1]]))) for angle in _degrees())
+def _shear(batch: _Batch) -> Iterator[Tensor]:
+    return (_warped(batch, _about_center(batch, np.array([[1, math.tan(angle)], [0, 1]]))) for angle in _degrees())
 
 
-def _scale(scene: _Scene) -> Iterator[Tensor]:
-    first, step = scene.motion.scale
-    return (_warped(scene, _about_centre(scene, np.eye(2) / (first + step * frame))) for frame in range(FRAMES))
+def _scale(batch: _Batch) -> Iterator[Tensor]:
+    first, step = batch.motion.scale
+    return (_warped(batch, _about_center(batch, np.eye(2) / (first + step * frame))) for frame in range(FRAMES))
 
 
-def _tilt(scene: _Scene) -> Iterator[Tensor]:
-    """The picture turned in space by the same angle about both axes, seen from as far as its diagonal is long."""
-    height, width = scene.whole.shape[2:]
+def _tilt(batch: _Batch) -> Iterator[Tensor]:
+    """Rotate the image in space by the same angle about both axes, seen from a distance of its diagonal."""
+    height, width = batch.whole.shape[2:]
     focal = math.hypot(height, width)
-    for angle in _degrees(scene.motion.tilt):
+    for angle in _degrees(batch.motion.tilt):
         cos, sin = math.cos(angle), math.sin(angle)
         about_x = np.array([[1, 0, 0], [0, cos, -sin], [0, sin, cos]])
         about_y = np.array([[cos, 0, -sin], [0, 1, 0], [sin, 0, cos]])
-        # The plane of the picture is at depth 1: where its axes and its centre go in space.
+        # The image plane is at depth 1: where its axes and its center go in space.
         placed = about_x @ about_y @ np.array([[1, 0, -width / 2], [0, 1, -height / 2], [0, 0, 1]])
         placed[2, 2] += focal
-        lens = np.array([[focal, 0, width / 2], [0, focal, height / 2], [0, 0, 1]])
-        yield _warped(scene, np.linalg.inv(lens @ placed), fading=True)
+        camera = np.array([[focal, 0, width / 2], [0, focal, height / 2], [0, 0, 1]])
+        yield _warped(batch, np.linalg.inv(camera @ placed), fading=True)
 
 
-_SEQUENCES: dict[str, Callable[[_Scene], Iterator[Tensor]]] = {
+_SEQUENCES: dict[str, Callable[[_Batch], Iterator[Tensor]]] = {
     "gaussian_noise": _gaussian_noise,
     "shot_noise": _shot_noise,
     "motion_blur": _motion_blur,

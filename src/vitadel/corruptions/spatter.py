@@ -1,7 +1,7 @@
 """Spatter: drops of water or mud on the lens, on 8-bit images (n, 3, height, width).
 
-The water needs what a computer-vision library would have: edges (Canny 1986), chamfer distances (Borgefors 1986) and
-an equalised histogram. They are here in whole numbers, for batches, with the conventions of OpenCV.
+Water needs edges (Canny 1986), chamfer distances (Borgefors 1986) and histogram equalization. These are implemented
+here in integers, for batches, with the conventions of OpenCV.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from vitadel.corruptions.filtering import FLOAT32_SLACK, bytes_below, smoothed
 from vitadel.corruptions.randomness import normal_field
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["chamfer", "edges", "equalised", "liquid", "spatter", "splashed"]
+__all__ = ["chamfer", "edges", "equalize", "liquid", "spatter", "splashed"]
 
 _WATER = (175 / 255, 238 / 255, 238 / 255)
 _MUD = (63 / 255, 42 / 255, 20 / 255)
 _FARTHEST = 20
 _UNIT = 1 << 16  # distances are in whole numbers of this
 _EXACT = {1: _UNIT, 2: round(1.4 * _UNIT), 5: round(2.1969 * _UNIT)}  # costs of steps, by the square of their length
-# Costs that fit 16 bits and put all shortest paths up to `_FARTHEST` into the very order that the exact ones do.
+# Costs that fit 16 bits and order all shortest paths up to `_FARTHEST` as the exact ones do.
 _SHORT = {1: 843, 2: 1180, 5: 1851}
 _STEPS = [
     (down, right, _SHORT[down**2 + right**2])
@@ -50,13 +50,14 @@ def spatter(
     strength: float,
     mud: float,
 ) -> Tensor:
-    """Smoothed noise above a threshold is wet; `mud` is 1 or 0, `strength` the opacity of water or the blur of mud."""
+    """Cover the image where smoothed noise exceeds a threshold; `mud` is 1 or 0, `strength` the opacity of water or the
+    blur of mud."""
     layer = liquid(normal_field(rng, 1, *pixels.shape[2:]).mul_(scale).add_(loc), sigma, threshold)
     return _muddy(pixels, layer, strength) if mud else splashed(pixels, layer, strength)
 
 
 def liquid(noise: Tensor, sigma: float, threshold: float) -> Tensor:
-    """Noise (n, 1, height, width) smoothed, zero below the threshold."""
+    """Smooth noise (n, 1, height, width) and set it to zero below the threshold."""
     layer = smoothed(noise, sigma)
     return layer.masked_fill_(layer < threshold, 0)
 
@@ -69,10 +70,10 @@ def _muddy(pixels: Tensor, layer: Tensor, sigma: float) -> Tensor:
 
 
 def splashed(pixels: Tensor, layer: Tensor, strength: float) -> Tensor:
-    """Water, lit from one side: its relief is the distance from the edges of the drops."""
+    """Add water lit from one side; its relief is the distance from the edges of the drops."""
     wet = (layer * 255).to(torch.uint8)[:, 0]
     relief = _sum_of_nine(chamfer(edges(wet, 50, 150)).numpy()) // (9 * _UNIT)
-    lit = np.clip(_embossed(equalised(torch.from_numpy(relief)).numpy()), 0, 255)
+    lit = np.clip(_embossed(equalize(torch.from_numpy(relief)).numpy()), 0, 255)
     soft = (2 * _sum_of_nine(lit) + 9) // 18  # the mean, rounded
     shine = torch.from_numpy(np.multiply(soft, wet.numpy(), dtype=np.int32)).float()
     brightest = shine.amax((1, 2), keepdim=True)
@@ -82,7 +83,7 @@ def splashed(pixels: Tensor, layer: Tensor, strength: float) -> Tensor:
 
 
 def _framed(planes: Whole, inwards: int) -> Whole:
-    """One more row and column on every side: copies of those that lie `inwards` of the edge (0: the edge itself)."""
+    """Pad by one row and column on every side, copied from `inwards` of the edge (0: the edge itself)."""
     n, height, width = planes.shape
     framed = np.empty((n, height + 2, width + 2), planes.dtype)
     framed[:, 1:-1, 1:-1] = planes
@@ -101,7 +102,7 @@ def _sum_of_nine(planes: Whole) -> Whole:
 
 
 def _embossed(planes: Whole) -> Whole:
-    """Under the weights -2 -1 0, -1 1 1, 0 1 2: what lies to the lower right, less what lies to the upper left."""
+    """Correlate with -2 -1 0, -1 1 1, 0 1 2: lower right minus upper left."""
     framed = _framed(planes, 1)
     total = framed[:, 2:, 2:] - framed[:, :-2, :-2]
     total *= 2
@@ -113,12 +114,12 @@ def _embossed(planes: Whole) -> Whole:
     return total
 
 
-def equalised(planes: Tensor) -> Tensor:
-    """Levels 0 ... _FARTHEST spread over 0 ... 255 by how many pixels lie below; a flat plane stays as it is."""
+def equalize(planes: Tensor) -> Tensor:
+    """Equalize the histogram of levels 0 ... _FARTHEST to 0 ... 255; a flat plane does not change."""
     n, levels = len(planes), _FARTHEST + 1
     numbered = planes.flatten(1).numpy() + np.arange(0, n * levels, levels)[:, None]
     counts = np.bincount(numbered.ravel(), minlength=n * levels).reshape(n, levels)
-    first = np.take_along_axis(counts, (counts > 0).argmax(1)[:, None], 1)  # as many as are at the lowest level
+    first = np.take_along_axis(counts, (counts > 0).argmax(1)[:, None], 1)  # the number of pixels at the lowest level
     rest = numbered.shape[1] - first
     scale = np.float32(255) / np.maximum(rest, 1).astype(np.float32)
     spread = np.rint((counts.cumsum(1) - first).astype(np.float32) * scale).clip(0, 255)
@@ -127,9 +128,9 @@ def equalised(planes: Tensor) -> Tensor:
 
 
 def edges(planes: Tensor, low: int, high: int) -> Tensor:
-    """Canny's edges of planes (n, height, width): ridges of the gradient above `high`, or above `low` beside one.
+    """Canny edges of planes (n, height, width): ridges of the gradient above `high`, or above `low` and connected.
 
-    Most pixels have hardly any gradient; all that follows it looks at the others only, by their places in memory.
+    Most pixels have almost no gradient; the later steps only handle the others, by their positions in memory.
     """
     framed = _framed(planes.numpy().astype(np.int16), 0)
     dx, dy, size = np.empty_like(framed), np.empty_like(framed), np.zeros_like(framed)
@@ -149,20 +150,20 @@ def edges(planes: Tensor, low: int, high: int) -> Tensor:
 
 
 def _ridges(sizes: Whole, dx: Whole, dy: Whole, places: Whole, broad: int) -> NDArray[np.bool_]:
-    """Which places have a larger gradient than their two neighbours across the edge."""
+    """Which places have a larger gradient than their two neighbors across the edge."""
     run, rise = np.abs(dx.astype(np.int32)), np.abs(dy.astype(np.int32)) << 15
     flat = run * _TANGENT
     level, steep = rise < flat, rise > flat + (run << 16)
     slanted = np.where((dx ^ dy) < 0, broad - 1, broad + 1)
     across = np.where(level, 1, np.where(steep, broad, slanted))
     here = sizes[places]
-    # Of two equal ones in a row or column the first is the ridge; on a slant neither is.
+    # Of two equal neighbors in a row or column the first is the ridge; on a diagonal neither is.
     ridge: NDArray[np.bool_] = (here > sizes[places - across]) & (here + (level | steep) > sizes[places + across])
     return ridge
 
 
 def _grown(front: Whole, places: Whole, broad: int, count: int) -> NDArray[np.bool_]:
-    """Marks at the `front` and at all `places` that hang together with it."""
+    """Mark the `front` and all `places` connected to it."""
     found, waiting = np.zeros(count, bool), np.zeros(count, bool)
     waiting[places] = True
     beside = np.array([down * broad + right for down, right in _BESIDE])
@@ -175,27 +176,27 @@ def _grown(front: Whole, places: Whole, broad: int, count: int) -> NDArray[np.bo
 
 @cache
 def _exact_distances() -> NDArray[np.int32]:
-    """By the short distance. A shortest path has no other steps than along and askew, or across and askew."""
+    """Exact distances by short distance. A shortest path only has knight steps and one other kind of step."""
     far = _FARTHEST * _SHORT[1]
     table = np.full(far + 1, _FARTHEST * _UNIT, np.int32)
     for other in (1, 2):
-        for askew, steps in product(range(_FARTHEST), repeat=2):
-            short = askew * _SHORT[5] + steps * _SHORT[other]
+        for knight, steps in product(range(_FARTHEST), repeat=2):
+            short = knight * _SHORT[5] + steps * _SHORT[other]
             if short < far:
-                table[short] = askew * _EXACT[5] + steps * _EXACT[other]
+                table[short] = knight * _EXACT[5] + steps * _EXACT[other]
     return table
 
 
 def chamfer(sources: Tensor) -> Tensor:
-    """Distances to the nearest source along steps of a king and a knight, at most `_FARTHEST`, (n, height, width).
+    """Distances to the nearest source by king and knight steps, at most `_FARTHEST`, in `_UNIT`s, (n, height, width).
 
-    In units of `_UNIT`. A shortest path takes its steps in any order, so all steps in one direction can be taken at
-    once: runs of 1, 2, 4 ... steps make every number of them.
+    A shortest path may take its steps in any order, so all steps of one direction are taken together: runs of 1, 2, 4
+    ... steps give every number of them.
     """
     far = _FARTHEST * _SHORT[1]
     n, height, width = sources.shape
-    # Images lie in memory as one line each, and a step is a shift of that line. It runs over the ends of rows, which
-    # are too far apart for a path from one to the next to count.
+    # Each image is one line in memory, and a step is a shift of that line. Shifts cross the ends of rows, which are
+    # padded so that no path from one row to the next counts.
     broad = width + _FARTHEST
     field = np.full((n, height, broad), far, np.uint16)
     np.copyto(field[:, :, :width], 0, where=sources.numpy())

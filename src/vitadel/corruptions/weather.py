@@ -1,4 +1,7 @@
-"""Weather: snow, frost, fog and brightness, on 8-bit images (n, 3, height, width)."""
+"""Weather: snow, frost, fog and brightness, on 8-bit images (n, 3, height, width).
+
+The benchmark's photos of frost come from the files of the package `imagecorruptions-imaug`; its code is not used.
+"""
 
 from __future__ import annotations
 
@@ -35,33 +38,33 @@ def snow(
     sigma: float,
     mix: float,
 ) -> Tensor:
-    """Enlarged noise cut at a threshold makes flakes; they fall along a ray, over a picture that turns pale."""
+    """Add flakes, made of enlarged noise above a threshold and blurred along a ray, to a paler image."""
     layer = flakes(rng, (pixels.shape[2], pixels.shape[3]), loc, scale, zoom, threshold)
     angles = between(rng.stream("angle"), -135, -45)
     return snowed(pixels, blurred_along(layer, angles, radius, sigma, nearest=True), mix)
 
 
 def flakes(rng: SampleRNG, size: tuple[int, int], loc: float, scale: float, zoom: float, threshold: float) -> Tensor:
-    """Flakes before they fall, 8 bits, (n, 1, height, width)."""
+    """Flakes before the motion blur, 8 bits, (n, 1, height, width)."""
     rows, columns = zoom_crop(size, zoom)
-    # Only the part of the noise that is enlarged has to be drawn.
+    # Only the part of the noise that is enlarged is drawn.
     noise = normal_field(rng, 1, rows.stop - rows.start, columns.stop - columns.start).mul_(scale).add_(loc)
     layer = clipped_zoom(noise.double(), zoom, size)
     return bytes_below(torch.where(layer < threshold, 0.0, layer).mul_(255))
 
 
 def snowed(pixels: Tensor, fallen: Tensor, mix: float) -> Tensor:
-    """The picture `mix`ed with a paler one of itself, plus the flakes as they fell and turned upside down."""
+    """Mix the image with a paler version of itself, and add the flakes and the flakes rotated by 180 degrees."""
     image = pixels.float()
     red, green, blue = image.unbind(1)
-    grey = (0.299 * red).add_(green, alpha=0.587).add_(blue, alpha=0.114).mul_(1.5).add_(127.5)[:, None]
-    pale = torch.maximum(image, grey).mul_(1 - mix)
+    gray = (0.299 * red).add_(green, alpha=0.587).add_(blue, alpha=0.114).mul_(1.5).add_(127.5)[:, None]
+    pale = torch.maximum(image, gray).mul_(1 - mix)
     drifts = fallen.float()
     return bytes_below(image.mul_(mix).add_(pale).add_(drifts.add(drifts.flip(2, 3))))
 
 
 def frost(pixels: Tensor, rng: SampleRNG, keep: float, lay: float, scale: float) -> Tensor:
-    """A random piece of one of five photos of frost, added."""
+    """Add a random crop of one of five photos of frost."""
     height, width = pixels.shape[2:]
     choice = rng.integers(len(PHOTOS), 1)[:, 0].tolist()
     place = rng.stream("place").uniform(2).double()
@@ -75,7 +78,7 @@ def frost(pixels: Tensor, rng: SampleRNG, keep: float, lay: float, scale: float)
 
 
 def fog(pixels: Tensor, rng: SampleRNG, weight: float, decay: float) -> Tensor:
-    """Plasma added, then darkened so that the brightest value of the image could not have grown."""
+    """Add plasma noise, then darken so that the brightest value cannot grow."""
     height, width = pixels.shape[2:]
     size = 1 << (max(height, width, 2) - 1).bit_length()
     field = plasma(uniform_field(rng, size * size - 1).mul_(2).sub_(1), size, decay)[:, None, :height, :width]
@@ -87,7 +90,7 @@ def fog(pixels: Tensor, rng: SampleRNG, weight: float, decay: float) -> Tensor:
 def plasma(chances: Tensor, size: int, decay: float) -> Tensor:
     """Diamond-square (Fournier, Fussell & Carpenter 1982) on a torus, scaled to [0, 1]; chances in [-1, 1] per cell.
 
-    The noise of a level is the square of its `_WIBBLE`, which shrinks by `decay`: a slip of the benchmark, kept.
+    The noise of a level is the square of its `_WIBBLE`, which shrinks by `decay`: a mistake of the benchmark, kept.
     """
     field = torch.zeros(len(chances), size, size, dtype=chances.dtype)
     wibble, used, step = _WIBBLE, 0, size
@@ -100,28 +103,28 @@ def plasma(chances: Tensor, size: int, decay: float) -> Tensor:
 
     while step >= 2:
         half = step // 2
-        corners, centres = field[:, ::step, ::step], field[:, half::step, half::step]
+        corners, centers = field[:, ::step, ::step], field[:, half::step, half::step]
         beside = corners + corners.roll(-1, 1)
-        centres.copy_(wobbled(beside + beside.roll(-1, 2)))
-        field[:, ::step, half::step] = wobbled(centres + centres.roll(1, 1) + (corners + corners.roll(-1, 2)))
-        field[:, half::step, ::step] = wobbled(centres + centres.roll(1, 2) + (corners + corners.roll(-1, 1)))
+        centers.copy_(wobbled(beside + beside.roll(-1, 2)))
+        field[:, ::step, half::step] = wobbled(centers + centers.roll(1, 1) + (corners + corners.roll(-1, 2)))
+        field[:, half::step, ::step] = wobbled(centers + centers.roll(1, 2) + (corners + corners.roll(-1, 1)))
         step, wibble = half, wibble / decay
     field.sub_(field.amin((1, 2), keepdim=True))
     return field.div_(field.amax((1, 2), keepdim=True))
 
 
 def brightness(pixels: Tensor, rng: SampleRNG, amount: float) -> Tensor:
-    """The V of HSV raised: the channels grow in proportion, and black turns grey."""
+    """Raise the V of HSV: the channels grow in proportion, and black turns gray."""
     color = hue_saturation_value(pixels)
     return of_hue_saturation_value(replace(color, value=color.value.add(amount).clamp_(0, 1)))
 
 
 PHOTOS = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
-"""There is a sixth, which the benchmark never draws."""
+"""The benchmark never uses the sixth photo."""
 
 
-def _folder() -> Path:
-    found = importlib.util.find_spec("imagecorruptions")  # finds the package without running it: it needs OpenCV
+def _frost_folder() -> Path:
+    found = importlib.util.find_spec("imagecorruptions")  # finds the package without importing it, which needs OpenCV
     folders = [Path(place) / "frost" for place in (found.submodule_search_locations or ())] if found else []
     for folder in folders:
         if all((folder / name).is_file() for name in PHOTOS):
@@ -134,19 +137,19 @@ def _folder() -> Path:
 
 
 @lru_cache(maxsize=len(PHOTOS))
-def _original(name: str) -> Tensor:
-    with Image.open(_folder() / name) as photo:
+def _frost_original(name: str) -> Tensor:
+    with Image.open(_frost_folder() / name) as photo:
         return torch.from_numpy(np.array(photo.convert("RGB"))).permute(2, 0, 1)
 
 
 @lru_cache(maxsize=4 * len(PHOTOS))
 def frost_photo(name: str, scale: float, height: int, width: int) -> Tensor:
-    """A photo as 8 bits (3, ...), at `scale` or larger if it would not be larger than an image of this size."""
-    photo = _original(name)
+    """A photo in 8 bits (3, ...), scaled by `scale`, or more if it must be larger than an image of this size."""
+    photo = _frost_original(name)
     scale = max(scale, (height + 1) / photo.shape[1], (width + 1) / photo.shape[2])
     if scale == 1:
         return photo
-    # Bilinear without smoothing: photos made smaller are jagged in the benchmark.
+    # Bilinear without antialiasing, as in the benchmark.
     size = [round(length * scale) for length in photo.shape[1:]]
     rows, columns = (_places(length, scale) for length in size)
     grid = torch.stack(torch.meshgrid(rows, columns, indexing="ij")[::-1], dim=-1)
@@ -158,5 +161,5 @@ def frost_photo(name: str, scale: float, height: int, width: int) -> Tensor:
 
 
 def _places(length: int, scale: float) -> Tensor:
-    """Where the centres of the pixels of the scaled photo lie in the original."""
+    """The positions of the scaled photo's pixel centers in the original."""
     return (torch.arange(length, dtype=torch.float64) + 0.5) / scale - 0.5

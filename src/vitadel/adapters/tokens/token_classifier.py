@@ -25,28 +25,28 @@ _SALT = 16  # bytes
 
 
 def fresh_tokens(width: int, count: int, scale: float = 0.01, seed: int = 0) -> Tensor:
-    """Where training starts: `scale` times normal numbers, (count, width); a longer set begins with a shorter one.
+    """Initial tokens: `scale` times normal numbers, (count, width); a longer set begins with a shorter one.
 
-    The released code starts at 0.01, the paper's text at 1. The first block norms its input, so the scale hardly
-    matters for what the tokens do; it sets how far an optimiser's step turns them. The seed is part of the secret.
+    The released code starts at 0.01, the paper's text at 1. The first block normalizes its input, so the scale hardly
+    changes the effect of the tokens, but it sets how far an optimizer step turns them. The seed is part of the secret.
     """
     _check_count(count)
     if width < 1:
-        raise UserError(f"tokens need a width of at least 1, got {width}; `token_width(model)` tells a model's.")
+        raise UserError(f"tokens need a width of at least 1, got {width}; use `token_width(model)`.")
     if not math.isfinite(scale) or scale < 0:
-        raise UserError(f"the scale of fresh tokens must be a finite number and not negative, got {scale}; try 0.01.")
+        raise UserError(f"the scale of fresh tokens must be finite and at least 0, got {scale}; try 0.01.")
     return scale * SampleRNG.of_samples(seed, range(count)).stream("robustness tokens").normal(width)
 
 
 class TokenClassifier(nn.Module):
-    """A classifier that runs with `tokens`, (R, width), the only parameters left to train.
+    """A classifier that runs with `tokens`, (R, width), its only trainable parameters.
 
-    The given classifier itself is used: its parameters are frozen and it stays in eval mode, so that dropout does not
-    blur what the tokens learn; gradients still pass through it to images and tokens. With `enabled` off, outputs are
-    those of the classifier, bit for bit.
+    The given classifier itself is used: its parameters are frozen and it stays in eval mode, so that dropout adds no
+    noise to the training of the tokens; gradients still reach images and tokens. With `enabled` off, outputs are those
+    of the classifier, bit for bit.
 
-    The tokens are a secret: neither `repr` nor `state_dict` tells them. Whoever trains takes `tokens` itself, and
-    `token_files` keeps it; loading a state dict strictly into this module says that they are missing.
+    The tokens are a secret: neither `repr` nor `state_dict` contains them. Read them as `tokens` and save them with
+    `token_files`; a strict `load_state_dict` reports them as missing.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class TokenClassifier(nn.Module):
         self.enabled = enabled
         self.salt = secrets.token_bytes(_SALT) if salt is None else salt
         register: Any = self.register_state_dict_post_hook  # untyped in torch
-        register(_leave_out_tokens)
+        register(_drop_tokens)
 
     @property
     def fingerprint(self) -> str:
-        """Names the tokens as they are now, for run folders and reports."""
+        """Identifies the current tokens in run folders and reports."""
         return fingerprint(token_bytes(self.tokens), self.salt)
 
     @property
     def record(self) -> ModelRecord:
-        """The classifier's, with a note on the tokens while they are enabled."""
+        """The classifier's record, with a note on the tokens if they are enabled."""
         record = self.classifier.record
         note = f"{len(self.tokens)} robustness tokens ({self.placement}), fingerprint {self.fingerprint}"
         return replace(record, notes=record.notes | {"tokens": note}) if self.enabled else record
@@ -99,9 +99,9 @@ class TokenClassifier(nn.Module):
 class TokenBank(nn.Module):
     """A classifier with several sets of tokens, one of which is drawn for each image of each call.
 
-    Which one cannot be foretold from any public seed: a key from the operating system (or from `generator`, to repeat
-    a test) turns a number of torch's global generator into the draw. That number is there so that a pass that is run
-    again for its gradient, as gradient checkpointing does, meets the tokens of the first time.
+    The draw cannot be predicted from any public seed: a key from the operating system (or from `generator`, to repeat
+    a test) and a number of torch's global generator determine it. The latter makes gradient checkpointing, which runs
+    a pass twice, use the same tokens in both runs.
     """
 
     sets: Tensor
@@ -118,7 +118,7 @@ class TokenBank(nn.Module):
         super().__init__()
         if len(sets) < 2:
             raise UserError(
-                f"a bank draws from at least 2 sets of tokens, got {len(sets)}; for one, use TokenClassifier."
+                f"a bank draws from at least 2 sets of tokens, got {len(sets)}; for one set, use TokenClassifier."
             )
         for tokens in sets:
             _check_tokens(classifier, tokens)
@@ -136,12 +136,12 @@ class TokenBank(nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """Names all sets together, for run folders and reports."""
+        """Identifies all sets together in run folders and reports."""
         return fingerprint(token_bytes(self.sets), self.salt)
 
     @property
     def record(self) -> ModelRecord:
-        """The classifier's, with a note on the bank."""
+        """The classifier's record, with a note on the bank."""
         record, (sets, count, _) = self.classifier.record, self.sets.shape
         note = f"bank of {sets} sets of {count} robustness tokens ({self.placement}), fingerprint {self.fingerprint}"
         return replace(record, notes=record.notes | {"tokens": note})
@@ -160,31 +160,31 @@ class TokenBank(nn.Module):
 
 
 def token_bytes(tokens: Tensor) -> bytes:
-    """What a fingerprint is taken of: shape and float32 values, wherever and in whatever precision they are kept."""
+    """The input of a fingerprint: shape and float32 values, independent of device and precision."""
     values = tokens.detach().to("cpu", torch.float32).contiguous()
     return repr(tuple(values.shape)).encode() + values.numpy().tobytes()
 
 
-def _inside(classifier: Classifier, tokens: Tensor, placement: str, x: Tensor) -> Tensor:
+def _run_with_tokens(classifier: Classifier, tokens: Tensor, placement: str, x: Tensor) -> Tensor:
     with extra_tokens(classifier, tokens, placement=placement):
         logits: Tensor = classifier(x)
     return logits
 
 
-def _lots(key: bytes, below: int, count: int) -> Tensor:
-    """`count` numbers below `below`, told by the key and by where torch's global generator is."""
+def _draw_sets(key: bytes, below: int, count: int) -> Tensor:
+    """`count` numbers below `below`, determined by the key and the state of torch's global generator."""
     turn = int(torch.randint(2**62, (), device="cpu"))
     seed = hashlib.blake2b(turn.to_bytes(8, "little"), key=key, digest_size=7).digest()
     source = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
     return torch.randint(below, (count,), generator=source, device="cpu")
 
 
-# Never compiled: hooks must be met as they are set, and a draw must not become a constant.
-_run: Callable[[Classifier, Tensor, str, Tensor], Tensor] = torch.compiler.disable(_inside)
-_draw: Callable[[bytes, int, int], Tensor] = torch.compiler.disable(_lots)
+# Never compiled: hooks change at run time, and a draw must not become a constant.
+_run: Callable[[Classifier, Tensor, str, Tensor], Tensor] = torch.compiler.disable(_run_with_tokens)
+_draw: Callable[[bytes, int, int], Tensor] = torch.compiler.disable(_draw_sets)
 
 
-def _leave_out_tokens(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+def _drop_tokens(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
     state.pop(f"{prefix}tokens", None)
 
 
@@ -195,16 +195,16 @@ def _bytes_of(generator: torch.Generator) -> bytes:
 def _check_count(count: int) -> None:
     if count < 1:
         raise UserError(
-            f"robustness tokens need a count of at least 1, got {count}; the paper takes 10. To go without any, use "
-            "the bare classifier, or TokenClassifier with enabled=False."
+            f"robustness tokens need a count of at least 1, got {count}; the paper uses 10. For none, use the "
+            "plain classifier, or TokenClassifier with enabled=False."
         )
 
 
 def _check_tokens(classifier: Classifier, tokens: Tensor) -> None:
     if not isinstance(classifier, Classifier):
         raise UserError(
-            f"robustness tokens go around a Classifier, got {type(classifier).__name__}. Load the model with "
-            "`load_model`, or make it one with `wrap`."
+            f"robustness tokens need a Classifier, got {type(classifier).__name__}. Load the model with `load_model`, "
+            "or convert it with `wrap`."
         )
     width = token_width(classifier)
     if tokens.dim() != 2 or tokens.shape[1] != width:

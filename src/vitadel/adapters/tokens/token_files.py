@@ -1,4 +1,4 @@
-"""Robustness tokens on disk: alone, as safetensors, for their owner's eyes only, and tied to the backbone they fit."""
+"""Robustness tokens on disk: safetensors readable by the owner only, tied to the backbone they were trained for."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier, token_bytes
+from vitadel.backbones.checkpoints import metadata_in, tensor_hash
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 from vitadel.instrument.tokens import token_width
@@ -34,12 +35,12 @@ _METADATA_KEY = "vitadel_tokens"
 _TENSOR = "tokens"
 _SCHEMA = 1
 _SIZED = "pos_embed"  # resampled for other image sizes
-_HEADS = ("head.", "head_dist.")  # tokens are gone before them, and downstream tasks bring their own
+_HEADS = ("head.", "head_dist.")  # tokens are dropped before them, and downstream tasks replace them
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """What a token file holds. `settings` are those the tokens were trained with, as they were given."""
+    """The content of a token file. `settings` are those of the training, as they were given."""
 
     tokens: Tensor = field(repr=False)
     salt: bytes = field(repr=False)
@@ -51,7 +52,7 @@ class TokenFile:
 
 
 def save_tokens(tokened: TokenClassifier, path: str | Path, settings: Mapping[str, Any]) -> None:
-    """Write the tokens, and nothing of the backbone, as a file of mode 0600; `settings` must be plain values."""
+    """Write the tokens, without the backbone, to a file of mode 0600; `settings` must be plain values."""
     tokens = tokened.tokens.detach().to("cpu", torch.float32).contiguous()
     if not bool(tokens.isfinite().all()):
         raise UserError("the tokens hold NaN or infinite values: their training diverged. Nothing was written.")
@@ -70,22 +71,21 @@ def save_tokens(tokened: TokenClassifier, path: str | Path, settings: Mapping[st
         text = json.dumps(about, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"the settings of the tokens cannot be written: {error}. Use plain numbers and texts."
+            f"the settings of the tokens cannot be written: {error}. Use plain numbers and strings."
         ) from error
     write_secret(path, safetensors.torch.save({_TENSOR: tokens}, metadata={_METADATA_KEY: text}))
 
 
 def load_tokens(path: str | Path, classifier: Classifier, *, allow_readable: bool = False) -> TokenClassifier:
-    """The classifier with the tokens of a file, if they were trained for its backbone.
+    """Add the tokens of a file to the classifier; they must have been trained for its backbone.
 
-    The backbone may have another image size, and the classifier another head. `allow_readable` takes a file that
-    others can read, too.
+    Image size and head may differ. `allow_readable` also accepts a file that other users can read.
     """
     file = read_tokens(path, allow_readable=allow_readable)
     width = token_width(classifier)
     if file.tokens.shape[1] != width:
         name = classifier.record.name
-        same = " (of the same name, built otherwise)" if name == file.backbone else ""
+        same = " (same name, other arguments)" if name == file.backbone else ""
         raise UserError(
             f"'{path}' holds tokens {file.tokens.shape[1]} wide, made for '{file.backbone}'; those of '{name}' are "
             f"{width} wide{same}. Load the backbone they were made for."
@@ -100,9 +100,9 @@ def load_tokens(path: str | Path, classifier: Classifier, *, allow_readable: boo
 
 
 def load_bank(paths: Sequence[str | Path], classifier: Classifier, *, allow_readable: bool = False) -> TokenBank:
-    """The classifier with the tokens of several files, one of which is drawn for each image of each call.
+    """Add the tokens of several files to the classifier; one set is drawn for each image of each call.
 
-    The same files in the same order have the same fingerprint every time.
+    The same files in the same order have the same fingerprint.
     """
     sets = [load_tokens(path, classifier, allow_readable=allow_readable) for path in paths]
     for number, each in enumerate(sets):
@@ -122,7 +122,7 @@ def load_bank(paths: Sequence[str | Path], classifier: Classifier, *, allow_read
 
 
 def read_tokens(path: str | Path, *, allow_readable: bool = False) -> TokenFile:
-    """A token file by itself, checked for damage; nothing in it is run."""
+    """Read a token file and check it for damage, without running code."""
     content = read_secret(path, allow_readable)
     about = _about(path, content)
     try:
@@ -140,37 +140,30 @@ def read_tokens(path: str | Path, *, allow_readable: bool = False) -> TokenFile:
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     if not file.salt or tokens.dtype != torch.float32 or tuple(tokens.shape) != shape:
-        raise _damaged(path, "what it says of its tokens is not what it holds")
+        raise _damaged(path, "its tokens do not match its description")
     if fingerprint(token_bytes(tokens), file.salt) != file.fingerprint:
-        raise _damaged(path, "its tokens do not have the fingerprint that it names")
+        raise _damaged(path, "its tokens do not match its fingerprint")
     return file
 
 
 def fingerprint_of(tokens: TokenClassifier | TokenBank | str | Path, *, allow_readable: bool = False) -> str:
-    """How run folders and reports name tokens, in memory or in a file: a salted hash, the same before and after."""
+    """The salted hash that identifies tokens, in memory or in a file, in run folders and reports."""
     if isinstance(tokens, TokenClassifier | TokenBank):
         return tokens.fingerprint
     return read_tokens(tokens, allow_readable=allow_readable).fingerprint
 
 
 def backbone_fingerprint(classifier: Classifier) -> str:
-    """Names the weights that tokens pass by: all but the head's, and but positions, which other sizes resample."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(classifier.backbone.state_dict().items()):
-        if name.startswith(_HEADS) or name.rpartition(".")[2] == _SIZED:
-            continue
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    """A hash of the weights that tokens interact with: all except the head and position embeddings."""
+    weights = classifier.backbone.state_dict().items()
+    return tensor_hash({k: v for k, v in weights if not k.startswith(_HEADS) and k.rpartition(".")[2] != _SIZED})
 
 
 def _about(path: str | Path, content: bytes) -> dict[str, Any]:
-    """The file's own words. Read from the content at hand: a second look at the path might meet another file."""
+    """The file's description. Parsed from the bytes at hand, as the file may change between two reads."""
     try:
-        length = int.from_bytes(content[:8], "little")
-        header = json.loads(content[8 : 8 + length])
-        text = header.get("__metadata__", {}).get(_METADATA_KEY)
-        about = None if text is None else json.loads(text)
+        text = metadata_in(content).get(_METADATA_KEY)
+        about: dict[str, Any] | None = None if text is None else dict(json.loads(text))
         schema = None if about is None else about["schema"]
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise _damaged(path, f"{type(error).__name__} in its header") from error
@@ -180,7 +173,6 @@ def _about(path: str | Path, content: bytes) -> dict[str, Any]:
         )
     if schema != _SCHEMA:
         raise UserError(f"'{path}' has token schema {schema}, this version reads {_SCHEMA}. Update vitadel.")
-    assert isinstance(about, dict)
     return about
 
 

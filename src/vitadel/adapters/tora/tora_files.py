@@ -1,12 +1,11 @@
-"""TORA on disk: only what was trained, as safetensors, tied to the backbone; and a file more for each trade-off.
+"""TORA on disk: the trained parameters as safetensors, tied to the backbone, and one more file per trade-off.
 
-The first file, `save_tora`, holds what phase 1 trained. For each lambda, `save_fusion` adds one with what phase 2 may
-change: the fusion, and the heads. It fits the adapters that it was trained beside, and no others.
+`save_tora` writes what phase 1 trained. For each lambda, `save_fusion` writes what phase 2 may change: the fusion and
+the heads. It only fits the adapters it was trained with.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,7 +20,7 @@ from torch import Tensor
 from vitadel.adapters.tokens.token_files import backbone_fingerprint
 from vitadel.adapters.tora.tora_settings import ToraSettings, check_host, check_trade_off
 from vitadel.adapters.tora.tora_vit import Tora, part_of
-from vitadel.backbones.checkpoints import read_metadata
+from vitadel.backbones.checkpoints import metadata_in, read_metadata, tensor_hash
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 from vitadel.runtime.run_folder import write_atomically
@@ -47,7 +46,7 @@ _WHAT = {_PARTS: "the parts of TORA", _FUSION: "a fusion of TORA"}
 
 @dataclass(frozen=True)
 class Fusion:
-    """A fusion with its heads. `trade_off` is its lambda, None between two trainings; `base` names what it fits."""
+    """A fusion with its heads. `trade_off` is its lambda, None if interpolated; `base` identifies its adapters."""
 
     weights: Mapping[str, Tensor] = field(repr=False)
     trade_off: float | None
@@ -62,22 +61,22 @@ class _File:
 
 
 def save_tora(tora: Tora, path: str | Path, training: Mapping[str, Any] | None = None) -> None:
-    """Write everything that is trained, and nothing of the backbone. `training` must be plain values."""
+    """Write all trained parameters, without the backbone. `training` must be plain values."""
     _write(tora, path, _PARTS, _trained(tora), tora.trade_off, training)
 
 
 def save_fusion(
     tora: Tora, path: str | Path, trade_off: float | None = None, training: Mapping[str, Any] | None = None
 ) -> None:
-    """Write fusion and heads alone, trained for a `trade_off` (the model's own unless given)."""
+    """Write only fusion and heads, trained for a `trade_off` (by default the model's)."""
     lean = tora.trade_off if trade_off is None else check_trade_off(trade_off)
     _write(tora, path, _FUSION, dict(fusion_of(tora).weights), lean, training)
 
 
 def load_tora(path: str | Path, classifier: Classifier, fusion: str | Path | Fusion | None = None) -> Tora:
-    """The classifier with the parts of a file, if they were trained for its backbone, and with a fusion, if given.
+    """Add the adapters of a file to the classifier they were trained for, with another fusion if given.
 
-    The backbone may have another image size, and the classifier another head.
+    Image size and head may differ.
     """
     file = _read(path, _PARTS)
     check_host(classifier)
@@ -97,31 +96,28 @@ def load_tora(path: str | Path, classifier: Classifier, fusion: str | Path | Fus
 
 
 def parts_file(start: str | Path) -> Path:
-    """Where phase 1 keeps its parts: a run folder's best epoch, or the file itself."""
+    """The file of phase 1: a run folder's best epoch, or the file itself."""
     path = Path(start).expanduser()
     return path / "weights" / "best.safetensors" if path.is_dir() else path
 
 
 def backbone_of_parts(path: str | Path) -> str | None:
-    """The MODEL that a parts file of TORA says it was trained on; None if it does not say, or is another kind of file.
-
-    It says so if `save_tora` was given it as `training["model"]`.
-    """
+    """The MODEL that a parts file of TORA names, which `save_tora` got as `training["model"]`; otherwise None."""
     text = read_metadata(path).get(_METADATA_KEY)
     model = None if text is None else json.loads(text).get("training", {}).get("model")
     return None if model is None else str(model)
 
 
 def read_fusion(path: str | Path) -> Fusion:
-    """A fusion by itself, checked for damage; `put_fusion` checks whether it fits."""
+    """Read a fusion and check it for damage; `put_fusion` checks whether it fits."""
     return _as_fusion(path, _read(path, _FUSION))
 
 
 def fusion_of(tora: Tora) -> Fusion:
-    """The one that a model has now, as a copy."""
+    """A copy of the model's current fusion."""
     if not tora.settings.fuses:
         raise UserError(
-            f"kind '{tora.settings.kind}' has no fusion to keep by itself. Keep the whole of it for each lambda, with "
+            f"kind '{tora.settings.kind}' has no fusion to save separately. Save the whole of it for each lambda with "
             "save_tora."
         )
     weights = {name: each for name, each in _trained(tora).items() if _of_fusion(name)}
@@ -129,7 +125,7 @@ def fusion_of(tora: Tora) -> Fusion:
 
 
 def put_fusion(tora: Tora, fusion: str | Path | Fusion) -> None:
-    """Give a model another fusion that was trained beside the same adapters."""
+    """Replace a model's fusion by another one that was trained with the same adapters."""
     if isinstance(fusion, Fusion):
         source, found = "the fusion", fusion
     else:
@@ -140,19 +136,21 @@ def put_fusion(tora: Tora, fusion: str | Path | Fusion) -> None:
     own = fusion_of(tora)
     if found.base != own.base:
         raise UserError(
-            f"{source} was trained beside other adapters than this model's. Load it with the parts of its own "
-            "training's first phase."
+            f"{source} was trained with other adapters than this model's. Load it with the parts of the first phase "
+            "of its own training."
         )
     _fill(tora, found.weights, set(own.weights), source)
     tora.trade_off = found.trade_off
 
 
 def interpolate_fusions(first: Fusion, second: Fusion, t: float) -> Fusion:
-    """The fusion at `t` of the way from one to another of the same training: a knob between them at test time."""
+    """Interpolate between two fusions of the same training at test time: 0 is the first, 1 the second."""
     if not 0 <= t <= 1:
-        raise UserError(f"the place between two fusions must lie in [0, 1], got {t}: 0 is the first, 1 the second.")
+        raise UserError(
+            f"t, the position between two fusions, must be in [0, 1], got {t}: 0 is the first, 1 the second."
+        )
     if first.base != second.base or first.weights.keys() != second.weights.keys():
-        raise UserError("these two fusions were trained beside different adapters, and there is nothing between them.")
+        raise UserError("these two fusions were trained with different adapters and cannot be interpolated.")
     if t in (0, 1):
         return second if t else first
     between = {name: torch.lerp(each, second.weights[name], t) for name, each in first.weights.items()}
@@ -174,19 +172,11 @@ def _of_fusion(name: str) -> bool:
 
 
 def _base(tora: Tora) -> str:
-    """Names what a fusion stands beside: adapters, tokens, settings, and factors of attention if there are any."""
+    """A hash of what a fusion belongs to: adapters, tokens, settings, and attention factors if there are any."""
     fixed = {name: each for name, each in _trained(tora).items() if not _of_fusion(name)}
     factors = tora.classifier.record.attention_factors
     scaled = {} if factors is None else {"attention_factors": factors}
-    return _fingerprint(fixed, json.dumps(asdict(tora.settings) | {"joint": None} | scaled, sort_keys=True))
-
-
-def _fingerprint(weights: Mapping[str, Tensor], more: str = "") -> str:
-    digest = hashlib.sha256(more.encode())
-    for name, tensor in sorted(weights.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return tensor_hash(fixed, json.dumps(asdict(tora.settings) | {"joint": None} | scaled, sort_keys=True))
 
 
 def _write(
@@ -198,7 +188,9 @@ def _write(
     training: Mapping[str, Any] | None,
 ) -> None:
     if not all(bool(each.isfinite().all()) for each in weights.values()):
-        raise UserError("what was trained holds NaN or infinite values: the training diverged. Nothing was written.")
+        raise UserError(
+            "the trained parameters hold NaN or infinite values: the training diverged. Nothing was written."
+        )
     about = {
         "schema": _SCHEMA,
         "content": content,
@@ -210,20 +202,20 @@ def _write(
         "trade_off": trade_off,
         "attention_factors": tora.classifier.record.attention_factors,
         "base": _base(tora),
-        "fingerprint": _fingerprint(weights),
+        "fingerprint": tensor_hash(weights),
         "training": dict(training or {}),
     }
     try:
         text = json.dumps(about, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"the settings of the training cannot be written: {error}. Use plain numbers and texts."
+            f"the settings of the training cannot be written: {error}. Use plain numbers and strings."
         ) from error
     write_atomically(Path(path), safetensors.torch.save(weights, metadata={_METADATA_KEY: text}))
 
 
 def _read(path: str | Path, content: str) -> _File:
-    """A file of ours with the `content` wanted, whole and undamaged; nothing in it is run."""
+    """Read a file with the wanted `content` and check it for damage, without running code."""
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
@@ -236,18 +228,17 @@ def _read(path: str | Path, content: str) -> _File:
     trade_off = about.get("trade_off")
     if trade_off is not None:
         if isinstance(trade_off, bool) or not isinstance(trade_off, int | float):
-            raise _damaged(path, content, "its lambda is no number")
+            raise _damaged(path, content, "its lambda is not a number")
         check_trade_off(trade_off)
-    if _fingerprint(weights) != about.get("fingerprint"):
-        raise _damaged(path, content, "its weights do not have the fingerprint that it names")
+    if tensor_hash(weights) != about.get("fingerprint"):
+        raise _damaged(path, content, "its weights do not match its fingerprint")
     return _File(about, weights)
 
 
 def _about(path: str | Path, raw: bytes, content: str) -> dict[str, Any]:
-    """The file's own words."""
+    """The file's description."""
     try:
-        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-        text = header.get("__metadata__", {}).get(_METADATA_KEY)
+        text = metadata_in(raw).get(_METADATA_KEY)
         about = None if text is None else dict(json.loads(text))
         schema, found = (None, None) if about is None else (about["schema"], about["content"])
     except (ValueError, AttributeError, KeyError, TypeError) as error:
@@ -257,7 +248,7 @@ def _about(path: str | Path, raw: bytes, content: str) -> dict[str, Any]:
     if schema != _SCHEMA:
         raise UserError(f"'{path}' has TORA schema {schema}, this version reads {_SCHEMA}. Update vitadel.")
     if found != content:
-        raise UserError(f"'{path}' holds {_WHAT.get(str(found), 'something else')}; give {_WHAT[content]}.")
+        raise UserError(f"'{path}' holds {_WHAT.get(str(found), 'other content')}; give {_WHAT[content]}.")
     return about
 
 
@@ -288,8 +279,8 @@ def _fill(tora: Tora, weights: Mapping[str, Tensor], wanted: set[str], path: str
     if set(weights) != wanted or any(weights[name].shape != own[name].shape for name in wanted):
         odd = sorted(set(weights) ^ wanted) or [name for name in wanted if weights[name].shape != own[name].shape]
         raise UserError(
-            f"{path}: what it holds does not fit this model, '{odd[0]}' for one. It was made for another number of "
-            "classes or blocks, or is damaged."
+            f"{path}: its parameters do not fit this model, e.g. '{odd[0]}'. It was made for another number of classes "
+            "or blocks, or is damaged."
         )
     with torch.no_grad():
         for name in wanted:

@@ -1,8 +1,8 @@
-"""What stands after each block of a TORA-ViT (Li & Xu, CVPR 2023): bottleneck adapters, and the fusion of two of them.
+"""What follows each block of a TORA-ViT (Li & Xu, CVPR 2023): two bottleneck adapters and their fusion.
 
-Fusion is given the block's output as queries, (batch, queries, width), and for each adapter what entered it and by how
-much it changed that, (batch, keys, width). Key 0 is the branch's own class token. There is one class query for both
-branches, or one for each before the queries of all other tokens.
+The fusion takes the block's output as queries, (batch, queries, width), and the input and change of each adapter,
+(batch, keys, width). Key 0 is the branch's own class token. The first queries are those of the class tokens: one for
+both branches, or one for each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """What entered an adapter, and what the adapter adds to it."""
+    """The input of an adapter, and what the adapter adds to it."""
 
     given: Tensor
     change: Tensor
@@ -54,8 +54,8 @@ class Adapted(NamedTuple):
 
 @dataclass(frozen=True)
 class Gates:
-    """How much of each adapter goes where: (batch, heads, queries, keys), or (batch, heads, queries) where each query
-    looks at its own token only. The first `classes` queries are those of class tokens.
+    """Weights of each adapter, (batch, heads, queries, keys), or (batch, heads, queries) if each query only attends to
+    its own token. The first `classes` queries are those of class tokens.
     """
 
     acc: Tensor
@@ -64,11 +64,11 @@ class Gates:
 
     @property
     def own(self) -> bool:
-        """Whether every query looks at its own token only."""
+        """Whether every query only attends to its own token."""
         return self.acc.dim() == 3
 
     def dense(self) -> Gates:
-        """The same for all pairs of tokens, zero where nothing is looked at."""
+        """The same for all pairs of tokens, with zeros elsewhere."""
         if not self.own:
             return self
         queries = self.acc.shape[2]
@@ -77,7 +77,7 @@ class Gates:
 
 
 class Bottleneck(nn.Module):
-    """What an adapter adds to tokens (after Pfeiffer et al. 2021): up(GELU(down(LN(u)))), at first 0 as `up` is."""
+    """The change an adapter makes (after Pfeiffer et al. 2021): up(GELU(down(LN(u)))), initially 0 as `up` is."""
 
     def __init__(self, width: int, reduction: int, like: Tensor) -> None:
         super().__init__()
@@ -97,10 +97,10 @@ class Bottleneck(nn.Module):
 class GatedFusion(nn.Module):
     """TORA's fusion: attention of the block's features to both adapters' outputs, with a softmax over the adapters.
 
-    Softmax "adapter" is computed as the sigmoid of a difference of scores: the same function with one product of
-    matrices less. Each row of gates is divided by its mass, `row_mass`, so that what comes out is a mean. Every other
-    token than the class tokens is mixed of its own two versions besides, by the gate of the token with itself; without
-    that local gate nothing could be the pretrained model at first, when values are 0.
+    Softmax "adapter" is computed as the sigmoid of a difference of scores, which saves one matrix product. Each row of
+    gates is divided by its sum, `row_mass`, so that the result is a mean. Tokens other than class tokens also mix their
+    own two versions, by the gate of the token with itself; without this local gate the untrained module, whose values
+    are 0, could not equal the pretrained model.
     """
 
     def __init__(self, width: int, heads: int, softmax: str, like: Tensor) -> None:
@@ -121,17 +121,17 @@ class GatedFusion(nn.Module):
         gates, local = self._gates(z, a, r)
         mass = row_mass(self.softmax, a.shape[1])
         from_a, from_r = (
-            self._merged(self._gathered(gate, self._split(self.value(each)))) / mass
+            self._merged(self._weighted(gate, self._split(self.value(each)))) / mass
             for gate, each in ((gates.acc, a), (gates.rob, r))
         )
         first = _first_other(z, a)
-        # Written as r + g (a - r), so that equal versions stay what they are, to the last bit.
+        # Written as r + g (a - r), so that equal versions stay equal, bit for bit.
         mixed = r[:, 1:] + self._merged(local[..., None] * self._split((a - r)[:, 1:]))
         rest = mixed + from_a[:, first:] + from_r[:, first:]
         return Tokens(a[:, :1] + from_a[:, :1], r[:, :1] + from_r[:, first - 1 : first], rest), gates
 
     def _gates(self, z: Tensor, a: Tensor, r: Tensor) -> tuple[Gates, Tensor]:
-        """And the local gate, (batch, heads, other tokens): that of "adapter" for each token with itself."""
+        """The gates, and the local gate of each token with itself (softmax "adapter"), (batch, heads, other tokens)."""
         q, to_a, to_r = self._split(self.query(z)), self._split(self.key(a)), self._split(self.key(r))
         q, first = q / math.sqrt(q.shape[-1]), _first_other(z, a)
         if self.softmax == "adapterfusion":
@@ -150,7 +150,7 @@ class GatedFusion(nn.Module):
         shares = shares.to(z.dtype)
         return Gates(shares[0], shares[1], first), local
 
-    def _gathered(self, gate: Tensor, values: Tensor) -> Tensor:
+    def _weighted(self, gate: Tensor, values: Tensor) -> Tensor:
         return gate @ values if gate.dim() == 4 else gate[..., None] * _own_keys(values, gate.shape[2])
 
     def _split(self, x: Tensor) -> Tensor:
@@ -164,8 +164,8 @@ class GatedFusion(nn.Module):
 class PfeifferFusion(nn.Module):
     """AdapterFusion (Pfeiffer et al., EACL 2021): at each token a softmax over the adapters, of unscaled scores.
 
-    Keys and values are made of what the adapters add; the mix of values is added to what entered them. The value matrix
-    has no bias and starts as the identity, with 1e-6 beside the diagonal; training is to keep it near the identity.
+    Keys and values come from the adapters' changes; the mixed values are added to the adapters' input. The value matrix
+    has no bias and starts as the identity with 1e-6 off the diagonal; a penalty keeps it near the identity.
     """
 
     def __init__(self, width: int, like: Tensor) -> None:
@@ -196,18 +196,18 @@ class PfeifferFusion(nn.Module):
 
 
 def row_mass(softmax: str, keys: int) -> int:
-    """What the gates of both adapters sum to, over all keys, for each query."""
+    """The sum of both adapters' gates over all keys, for each query."""
     return {"adapter": keys, "token": 2, "joint": 1, "adapterfusion": 1}[softmax]
 
 
 def blank_linear(inputs: int, outputs: int, like: Tensor, bias: bool = True) -> nn.Linear:
-    """Without values yet, and without touching torch's global generator."""
+    """A linear layer without values, made without using torch's global generator."""
     linear: nn.Linear = skip_init(nn.Linear, inputs, outputs, bias=bias, device=like.device, dtype=like.dtype)
     return linear
 
 
 def start_linear(linear: nn.Linear, scale: float, seed: int, name: str, *place: int) -> None:
-    """Normal numbers times `scale`, told by seed, name and place, and no bias. On the meta device nothing is drawn."""
+    """Fill the weight with `scale` times normal numbers of seed, name and place (not on meta), the bias with 0."""
     rows, columns = linear.weight.shape
     with torch.no_grad():
         if scale and not linear.weight.is_meta:
@@ -220,18 +220,18 @@ def start_linear(linear: nn.Linear, scale: float, seed: int, name: str, *place: 
 
 
 def _competing(difference: Tensor, classes: int, kind: torch.dtype) -> Gates:
-    """The softmax over two adapters, given by how much the first one's score is larger."""
+    """The softmax over two adapters, from the difference of their scores."""
     share = _precise(difference).sigmoid()
     return Gates(share.to(kind), (1 - share).to(kind), classes)
 
 
 def _precise(scores: Tensor) -> Tensor:
-    """At least float32, whatever autocast made of them."""
+    """At least float32, also under autocast."""
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 def _first_other(z: Tensor, keys: Tensor) -> int:
-    """Where the queries of the class tokens end: 1 if the branches share one, 2 if each has its own."""
+    """The number of class queries: 1 if the branches share one, 2 if each has its own."""
     return z.shape[1] - keys.shape[1] + 1
 
 

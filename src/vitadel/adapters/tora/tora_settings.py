@@ -1,4 +1,4 @@
-"""What can be chosen of TORA (Li & Xu, CVPR 2023) and of the baselines it is compared with."""
+"""Settings of TORA (Li & Xu, CVPR 2023) and of its baselines, and the models it can be added to."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ __all__ = [
     "ToraSettings",
     "check_host",
     "check_trade_off",
-    "described",
+    "describe",
 ]
 
 KINDS = ("tora", "adapterfusion", "single", "head")
-"""The whole; with AdapterFusion in place of gated fusion; one adapter, token and head for both losses; heads only."""
+"""TORA; AdapterFusion instead of gated fusion; one adapter, token and head for both losses; heads only."""
 
 SLOTS = ("shared", "separate")
-"""Whether frozen blocks see one class token, the mean of both, or both of them as two tokens."""
+"""Frozen blocks see one class token, the mean of both branches, or both as two tokens."""
 
 SOFTMAXES = ("adapter", "token", "joint", "adapterfusion")
-"""Over what the scores of both adapters compete: the two adapters, for each pair of tokens; all keys of one adapter;
-all keys of both; the two adapters, for each token with itself only."""
+"""What the softmax of scores runs over: the two adapters, for each pair of tokens; all keys of one adapter; all keys of
+both; the two adapters, for each token with itself only."""
 
 JOINTS = ("logits", "probabilities")
-"""What the joint prediction is the mean of."""
+"""What the joint prediction averages."""
 
 BRANCHES = ("acc", "rob")
 
 
 @dataclass(frozen=True)
 class ToraSettings:
-    """What is put on the backbone. Adapters are `reduction` times narrower than it; `heads` split the fusion's scores.
+    """What is added to the backbone; see `KINDS`, `SLOTS`, `SOFTMAXES` and `JOINTS`.
 
-    `softmax` is one of `SOFTMAXES`. `kind`, `slot` and `joint` are explained where `KINDS`, `SLOTS` and `JOINTS` are.
+    Adapters are `reduction` times narrower than the backbone; `heads` split the fusion's scores.
     """
 
     kind: str = "tora"
@@ -62,11 +62,11 @@ class ToraSettings:
                 raise UserError(f"{name} of TORA must be at least 1, got {getattr(self, name)}.")
         if self.kind != "tora" and (self.softmax, self.heads) != ("adapter", 1):
             raise UserError(
-                f"kind '{self.kind}' has no gated fusion, so that softmax '{self.softmax}' and heads {self.heads} mean "
-                "nothing. Leave both out, or use kind 'tora'."
+                f"kind '{self.kind}' has no gated fusion, so softmax '{self.softmax}' and heads {self.heads} have no "
+                "effect. Remove both, or use kind 'tora'."
             )
         if not self.fuses and self.slot != "shared":
-            raise UserError(f"kind '{self.kind}' has one class token, so that slot '{self.slot}' means nothing.")
+            raise UserError(f"kind '{self.kind}' has one class token, so slot '{self.slot}' has no effect. Remove it.")
 
     @property
     def fuses(self) -> bool:
@@ -82,17 +82,17 @@ class ToraSettings:
 
 
 def check_trade_off(trade_off: float) -> float:
-    """Lambda: the weight of the robust loss, beside 1 - lambda for the clean one."""
+    """Check lambda, the weight of the robust loss; the clean loss has weight 1 - lambda."""
     if not 0 <= trade_off <= 1:  # NaN, too
         raise UserError(
-            f"lambda, the weight of the robust loss, must lie in [0, 1], got {trade_off}: 0 is for accuracy alone, 1 "
-            "for robustness alone, and the paper takes 0.1 to 0.9."
+            f"lambda, the weight of the robust loss, must be in [0, 1], got {trade_off}: 0 trains for accuracy only, 1 "
+            "for robustness only; the paper uses 0.1 to 0.9."
         )
     return float(trade_off)
 
 
-def described(settings: ToraSettings) -> str:
-    """For notes and prints."""
+def describe(settings: ToraSettings) -> str:
+    """A short description, for notes and `repr`."""
     if settings.kind == "tora":
         heads = "1 head" if settings.heads == 1 else f"{settings.heads} heads"
         return f"tora ({settings.slot} slot, {settings.softmax} softmax, {heads})"
@@ -100,15 +100,15 @@ def described(settings: ToraSettings) -> str:
 
 
 _USE = "Use a ViT or DeiT such as deit_tiny_patch16_224."
-_EVA = "it rotates queries and keys by place (RoPE), or has blocks of its own kind"
+_EVA = "it rotates queries and keys by position (RoPE), or has other blocks"
 
 
 def check_host(classifier: Classifier) -> None:
-    """Refuse what has no class token that passes all blocks, or is more than embedding, blocks, norm and head."""
+    """Refuse models other than plain ViTs: absolute positions, one class token that is classified, no more modules."""
     if not isinstance(classifier, Classifier):
         raise UserError(
-            f"TORA goes around a Classifier, got {type(classifier).__name__}. Load the model with `load_model`, or "
-            "make it one with `wrap`."
+            f"TORA needs a Classifier, got {type(classifier).__name__}. Load the model with `load_model`, or convert "
+            "it with `wrap`."
         )
     backbone: Any = backbone_of(classifier)
     family, name = family_of(classifier), classifier.record.name
@@ -117,22 +117,22 @@ def check_host(classifier: Classifier) -> None:
         raise UserError(f"TORA needs a plain ViT; '{name}' is of family '{family}': {reason}. {_USE}")
     if backbone is not classifier.backbone:
         raise UserError(
-            f"TORA runs the ViT itself and would leave out what stands around it in '{name}' "
-            f"({type(classifier.backbone).__name__}). Wrap the ViT alone. {_USE}"
+            f"TORA runs the ViT itself and would skip the modules around it in '{name}' "
+            f"({type(classifier.backbone).__name__}). Wrap only the ViT. {_USE}"
         )
     if hasattr(backbone, "dist_token"):
         raise UserError(
-            f"'{name}' is distilled: it has a second class token with a head of its own, and TORA puts two in place of "
-            f"one. {_USE}"
+            f"'{name}' is distilled: it has a second class token with its own head, but TORA replaces one class token "
+            f"by two. {_USE}"
         )
     if type(backbone).__module__.partition(".")[0] != "timm":
         raise UserError(
-            f"'{name}' is a {type(backbone).__name__}, which may run otherwise than timm's VisionTransformer. {_USE}"
+            f"'{name}' is a {type(backbone).__name__}, which may run differently from timm's VisionTransformer. {_USE}"
         )
     if getattr(backbone, "rope", None) is not None:
-        raise UserError(f"'{name}' rotates queries and keys by place (RoPE). TORA needs absolute positions. {_USE}")
+        raise UserError(f"'{name}' rotates queries and keys by position (RoPE). TORA needs absolute positions. {_USE}")
     if not backbone.has_class_token or backbone.global_pool != "token":
         raise UserError(
-            f"'{name}' does not classify by a class token (global_pool '{backbone.global_pool}'), and TORA works with "
-            f"two of them. Load it with kwargs global_pool='token' if it has one. {_USE}"
+            f"'{name}' does not classify by a class token (global_pool '{backbone.global_pool}'), but TORA needs "
+            f"one. Load it with kwargs global_pool='token' if it has one. {_USE}"
         )

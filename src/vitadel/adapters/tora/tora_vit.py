@@ -1,7 +1,7 @@
 """TORA-ViT (Li & Xu, CVPR 2023): accuracy and robustness adapters with gated fusion on a frozen, pretrained ViT.
 
-Only slides of the paper are public; what they leave open is settled here so that all their counts of parameters and
-operations come out, and so that at first the module is the pretrained model.
+Only slides of the paper are public. What they leave open is chosen so that the numbers of parameters and operations
+match theirs, and so that the untrained module equals the pretrained model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vitadel.adapters.tora.tora_fusion import (
     blank_linear,
     start_linear,
 )
-from vitadel.adapters.tora.tora_settings import BRANCHES, ToraSettings, check_host, check_trade_off, described
+from vitadel.adapters.tora.tora_settings import BRANCHES, ToraSettings, check_host, check_trade_off, describe
 from vitadel.backbones.anatomy import prefix_tokens_of
 from vitadel.backbones.attention_hooks import scaled_scores
 from vitadel.backbones.classifier import Classifier
@@ -43,7 +43,7 @@ _PULL = 0.01  # towards identity, AdapterFusion's own
 
 
 class Branch(nn.Module):
-    """What belongs to one loss: an adapter per block, a class token as it enters the first block, and a head."""
+    """The parts for one loss: an adapter per block, a class token as it enters the first block, and a head."""
 
     token: nn.Parameter | None
 
@@ -66,15 +66,15 @@ class Branch(nn.Module):
 
 
 class Tora(nn.Module):
-    """A classifier with two branches, one for accuracy and one for robustness, whose joint prediction it gives.
+    """A classifier with two branches, one for accuracy and one for robustness; it returns their joint prediction.
 
-    After each frozen block both adapters work on its output; the fusion makes of theirs the input of the next block. In
-    slot "shared" blocks see the mean of both class tokens, and what a block adds to the mean is added to either. In
-    slot "separate" they see both, with a score lower by log 2, so that two equal tokens count as one.
+    After each frozen block both adapters transform its output, and the fusion combines them to the input of the next
+    block. In slot "shared" blocks see the mean of both class tokens, and both get what a block adds to the mean. In
+    slot "separate" they see both, with scores lowered by log 2, so that two equal tokens count as one.
 
-    The given classifier itself is used: its parameters are frozen and it stays in eval mode. At first outputs are those
-    of the classifier, if it has the same number of classes; heads are fresh otherwise, told by `seed`. `trade_off` is
-    the lambda that the fusion was trained for, None if for none.
+    The given classifier itself is used: its parameters are frozen and it stays in eval mode. Untrained, the outputs are
+    those of the classifier if the number of classes is the same; otherwise the heads are initialized from `seed`.
+    `trade_off` is the lambda that the fusion was trained for, or None.
     """
 
     acc: Branch
@@ -108,22 +108,24 @@ class Tora(nn.Module):
 
     @property
     def record(self) -> ModelRecord:
-        """The classifier's, with the number of classes that there are now, and a note."""
+        """The classifier's record, with the number of classes of the heads and a note."""
         record = self.classifier.record
-        lean = "no lambda" if self.trade_off is None else f"lambda {self.trade_off:g}"
+        lambda_text = "no lambda" if self.trade_off is None else f"lambda {self.trade_off:g}"
         return replace(
-            record, num_classes=self.num_classes, notes=record.notes | {"tora": f"{described(self.settings)}, {lean}"}
+            record,
+            num_classes=self.num_classes,
+            notes=record.notes | {"tora": f"{describe(self.settings)}, {lambda_text}"},
         )
 
     def forward(self, x: Tensor) -> Tensor:
         acc, rob = self.branches(x)
         if self.settings.joint == "logits":
             return (acc + rob) / 2
-        # Logarithms of probabilities are logits of the same probabilities.
+        # Log-probabilities are logits of the same probabilities.
         return torch.logaddexp(acc.log_softmax(1), rob.log_softmax(1)) - math.log(2)
 
     def branches(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the accuracy and of the robustness branch, from one pass; those of a single branch twice."""
+        """Logits of the accuracy and the robustness branch in one pass; twice the same for a single branch."""
         acc_token, rob_token = self.class_tokens(x)
         if self.settings.kind == "single":
             logits = _at_least_float32(self.single.head(acc_token))
@@ -131,9 +133,9 @@ class Tora(nn.Module):
         return _at_least_float32(self.acc.head(acc_token)), _at_least_float32(self.rob.head(rob_token))
 
     def class_tokens(self, x: Tensor, gates: list[Gates] | None = None) -> tuple[Tensor, Tensor]:
-        """What enters the two heads, (batch, width); `gates` collects those of every layer.
+        """The inputs of the two heads, (batch, width); `gates` collects the gates of every layer.
 
-        The final norm is given whole sequences, the robust branch's last, for instruments that look there.
+        The final norm takes whole sequences, the robust branch's last, for instruments that hook it.
         """
         plain = self.classifier.attention_factors is None and self.settings.slot == "shared"
         streams = self._streams(x, gates) if plain else _run_instrumented(self, x, gates)
@@ -142,7 +144,7 @@ class Tora(nn.Module):
         return found[0], found[-1]
 
     def gates(self, x: Tensor) -> list[Gates]:
-        """How the fusion of each layer weighs the two adapters on these images."""
+        """How the fusion of each layer weights the two adapters on these images."""
         if not self.settings.fuses:
             raise UserError(
                 f"kind '{self.settings.kind}' has no fusion and no gates. Use kind 'tora' or 'adapterfusion'."
@@ -152,12 +154,12 @@ class Tora(nn.Module):
         return found
 
     def identity_penalty(self, weight: float = _PULL) -> Tensor:
-        """What AdapterFusion adds to its loss: how far value matrices are from the identity. 0 for other kinds."""
+        """AdapterFusion's penalty on the distance of value matrices from the identity; 0 for other kinds."""
         distances = [each.far_from_identity() for each in self.fusion if isinstance(each, PfeifferFusion)]
         return weight * torch.stack(distances).sum() if distances else self.classifier.mean.new_zeros(())
 
     def no_weight_decay(self) -> set[str]:
-        """Asked by timm's optimisers, which leave out biases and norms by themselves."""
+        """For timm's optimizers, which exclude biases and norms themselves."""
         return {f"{name}.token" for name in self.settings.branches}
 
     def train(self, mode: bool = True) -> Tora:
@@ -166,10 +168,10 @@ class Tora(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return f"{described(self.settings)}, trade_off={self.trade_off}"
+        return f"{describe(self.settings)}, trade_off={self.trade_off}"
 
     def _streams(self, x: Tensor, gates: list[Gates] | None) -> list[Tensor]:
-        """The tokens after the last block and its fusion, class token first: for each class token, once."""
+        """The tokens after the last block and its fusion, class token first, for each class token."""
         embedded = self._embedded(x)
         if self.settings.fuses:
             return self._fused(embedded, gates)
@@ -186,7 +188,7 @@ class Tora(nn.Module):
         step, place = (
             (_shared_step, 0) if self.settings.slot == "shared" else (_separate_step, backbone.num_prefix_tokens)
         )
-        # In slot "separate" the robust branch's token is among the embedded ones already, behind the prefix.
+        # In slot "separate" the embedded tokens already contain the robust branch's token, after the prefix.
         rest = torch.cat([embedded[:, 1:place], embedded[:, place + 1 :]], 1)
         tokens = Tokens(_for_each(self.acc.token, embedded), _for_each(self.rob.token, embedded), rest)
         for layer, block in enumerate(backbone.blocks):
@@ -198,7 +200,7 @@ class Tora(nn.Module):
         return [torch.cat([token, tokens.rest], 1) for token in (tokens.acc, tokens.rob)]
 
     def _embedded(self, x: Tensor) -> Tensor:
-        """As the classifier and its backbone do before the first block."""
+        """The classifier's steps before the first block."""
         classifier, backbone = self.classifier, cast(Any, self.classifier.backbone)
         if x.ndim == 4:
             check_image_size(backbone, (x.shape[2], x.shape[3]), classifier.record.name)
@@ -209,7 +211,7 @@ class Tora(nn.Module):
 
 
 class BranchClassifier(nn.Module):
-    """The logits of one branch only, for attacks on it and for its own accuracy."""
+    """A model that returns the logits of one branch, for attacks on it and for its accuracy."""
 
     def __init__(self, tora: Tora, branch: str) -> None:
         super().__init__()
@@ -230,19 +232,19 @@ class BranchClassifier(nn.Module):
 
 
 def part_of(name: str) -> str:
-    """Whose a parameter of a `Tora` is: 'acc', 'rob', 'single' (of either loss), 'fusion', or 'backbone' (frozen)."""
+    """The part a parameter belongs to: 'acc', 'rob', 'single' (of either loss), 'fusion', or 'backbone' (frozen)."""
     first = name.partition(".")[0]
     if first not in _PARTS:
-        raise UserError(f"'{name}' is no parameter of a Tora; those begin with {', '.join(_PARTS)}.")
+        raise UserError(f"'{name}' is not a parameter of a Tora; those begin with {', '.join(_PARTS)}.")
     return _PARTS[first]
 
 
 def trainable_parameters(
     tora: Tora, phase: int, branch: str | None = None, *, heads: bool = False
 ) -> dict[str, nn.Parameter]:
-    """The parameters that learn, by name: in phase 1 from one branch's loss, in phase 2 from the weighted sum of both.
+    """Trainable parameters by name: in phase 1 for one branch's loss, in phase 2 for the weighted sum of both.
 
-    Phase 2 trains the fusion alone, with `heads` those, too. What has no fusion learns with all it has in phase 2.
+    Phase 2 trains the fusion, and the heads if `heads`. Kinds without fusion train all parameters in phase 2.
     """
     if phase not in (1, 2) or (branch in BRANCHES) != (phase == 1):
         raise UserError(
@@ -262,7 +264,7 @@ def trainable_parameters(
 
 
 def _shared_step(block: nn.Module, tokens: Tokens, _where: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The block's output, and what either adapter is given."""
+    """The block's output, and the inputs of both adapters."""
     shared = (tokens.acc + tokens.rob) / 2
     z = block(torch.cat([shared, tokens.rest], 1))
     update, rest = z[:, :1] - shared, z[:, 1:]
@@ -285,12 +287,12 @@ def _instrumented(tora: Tora, x: Tensor, gates: list[Gates] | None) -> list[Tens
         if factors is not None:
             stack.enter_context(scaled_scores(backbone, factors))
         if tora.settings.slot == "separate":
-            # As an extra token, so that instruments can tell it from patches.
+            # As an extra token, so that instruments do not take it for a patch.
             stack.enter_context(extra_tokens(backbone, cast(Tensor, tora.rob.token)))
         return tora._streams(x, gates)
 
 
-# Never compiled: hooks must be met as they are set.
+# Never compiled: hooks change at run time.
 _run_instrumented: Callable[[Tora, Tensor, list[Gates] | None], list[Tensor]] = torch.compiler.disable(_instrumented)
 
 
@@ -302,7 +304,7 @@ def _fusion(backbone: Any, settings: ToraSettings) -> GatedFusion | PfeifferFusi
 
 
 def _class_token(backbone: Any) -> Tensor:
-    """The pretrained one as it enters the first block, (1, 1, width): with its position, if it has one."""
+    """The pretrained class token as it enters the first block, (1, 1, width), with its position embedding if any."""
     with torch.no_grad():
         token: Tensor = backbone.cls_token
         if backbone.pos_embed is not None and not backbone.no_embed_class:
@@ -323,7 +325,7 @@ def _check_width(width: int, settings: ToraSettings) -> None:
         if settings.adapts and width % number:
             fitting = ", ".join(str(each) for each in range(1, width + 1) if width % each == 0)
             raise UserError(
-                f"{name} {number} of TORA does not divide the backbone's width, {width}. What does: {fitting}."
+                f"{name} {number} of TORA does not divide the backbone's width, {width}. Divisors: {fitting}."
             )
 
 
@@ -341,14 +343,14 @@ def _at_least_float32(logits: Tensor) -> Tensor:
 
 
 ROWS = ("mean", "class")
-"""Whose gates are drawn: those of all queries together, or those of the class tokens' queries."""
+"""Whose gates are drawn: the mean over all queries, or over the class tokens' queries."""
 
 
 def gate_maps(tora: Tora, x: Tensor, row: str = "mean") -> Tensor:
-    """The accuracy adapter's share of what each patch gives to the fusion, (layers, batch, rows, columns), in [0, 1].
+    """The accuracy adapter's share of each patch in the fusion, (layers, batch, rows, columns), in [0, 1].
 
-    The robustness adapter's is the rest to 1, by construction and whatever was learnt: that the two maps complement
-    each other is no finding. With softmax "adapter" this is the mean over `row`'s queries of the gates themselves.
+    The robustness adapter's share is 1 minus that by construction, so the two maps always complement each other. With
+    softmax "adapter" this is the mean of the gates over `row`'s queries.
     """
     if row not in ROWS:
         raise UserError(f"unknown row of gates {row!r}{nearest_names(row, ROWS) or '.'} Known: {', '.join(ROWS)}.")
@@ -360,11 +362,13 @@ def gate_maps(tora: Tora, x: Tensor, row: str = "mean") -> Tensor:
 
 
 def _share(gates: Gates, row: str) -> Tensor:
-    """For each key the part of the first adapter, (batch, keys)."""
+    """The share of the first adapter for each key, (batch, keys)."""
     if row == "class" and gates.own:
-        raise UserError("here class tokens look at themselves only, so that their row is no map. Use row 'mean'.")
+        raise UserError(
+            "with this softmax class tokens only attend to themselves, so their row is not a map. Use row 'mean'."
+        )
     dense = gates.dense()
     chosen = slice(0, gates.classes) if row == "class" else slice(None)
     acc, rob = (each[:, :, chosen].double().mean((1, 2)) for each in (dense.acc, dense.rob))
-    share = (acc / (acc + rob)).nan_to_num(0.5)  # a patch that nobody looks at prefers neither adapter
+    share = (acc / (acc + rob)).nan_to_num(0.5)  # a patch without any attention prefers neither adapter
     return share.to(torch.promote_types(gates.acc.dtype, torch.float32))

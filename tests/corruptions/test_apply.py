@@ -10,7 +10,7 @@ import torch
 from corruption_pictures import array, pictures
 
 from vitadel.backbones import load_model
-from vitadel.corruptions import COMMON, EXTRA, SEVERITIES, TABLES, Table, corrupt, frost_photos, minimum_size
+from vitadel.corruptions import COMMON, EXTRA, SEVERITIES, TABLES, Table, corrupt, minimum_size, weather
 from vitadel.corruptions.constants import table_for
 from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import UserError
@@ -168,14 +168,14 @@ def test_what_cannot_be_corrupted_is_told():
         corrupt(x * 255, "fog", 1)
     with pytest.raises(UserError, match="got nan"):
         corrupt(x * float("nan"), "fog", 1)
-    with pytest.raises(UserError, match="draws for 3 samples cannot corrupt 2 images"):
+    with pytest.raises(UserError, match="rng for 3 samples was given for 2 images"):
         corrupt(x, "fog", 1, SampleRNG.of_samples(0, range(3)))
 
 
 def test_without_photos_only_frost_is_missing(monkeypatch):
-    monkeypatch.setattr(frost_photos.importlib.util, "find_spec", lambda name: None)
-    frost_photos._original.cache_clear()
-    frost_photos.frost_photo.cache_clear()
+    monkeypatch.setattr(weather.importlib.util, "find_spec", lambda name: None)
+    weather._frost_original.cache_clear()
+    weather.frost_photo.cache_clear()
     with pytest.raises(UserError, match="pip install imagecorruptions-imaug"):
         corrupt(pictures(1, 32, 32), "frost", 1)
     assert corrupt(pictures(1, 32, 32), "snow", 1).shape == (1, 3, 32, 32)
