@@ -201,7 +201,7 @@ def motion_taps(radius: float, sigma: float, angle: float, height: int, width: i
 
 
 def motion_blurred(image: Tensor, taps: list[Tap], nearest: bool = False) -> Tensor:
-    """Average 8-bit planes (c, height, width) over `taps`, replicated edges; truncate to 8 bits or round (`nearest`)."""
+    """Average 8-bit planes (c, height, width) over `taps`, replicated edges; truncate to bytes or round (`nearest`)."""
     return _averaged(image[None], [taps], nearest)[0]
 
 
