@@ -43,11 +43,12 @@ def write_run(
     independent: bool = False,
     precision: str = "fp32",
     older: bool = False,
+    verb: str = "audit",
 ) -> Path:
-    """`attacks` says for every sample whether it would hold against that attack. With `pending` attacks the run is
+    """`attacks` says for every sample whether it is robust against that attack. With `pending` attacks the run is
     unfinished and, as in an audit, has neither samples.parquet nor environment.json nor examples.npz. An `older` run
-    tells neither the size of its images nor the attack of its examples, which is the first one here."""
-    verdicts = _tally(np.asarray(correct, bool), attacks, len(class_names), first_index, independent)
+    records neither the size of its images nor the attack of its examples, which is the first one here."""
+    verdicts = _judge(np.asarray(correct, bool), attacks, len(class_names), first_index, independent)
     verdicts.bad.extend({"name": name} for name in left_out)
     settings = {
         "model": model,
@@ -59,7 +60,7 @@ def write_run(
         "eps": eps,
         "seed": seed,
     }
-    told = ["audit", model, "--data", data] if argv is None else list(argv)
+    words = [verb, model, "--data", data] if argv is None else list(argv)
     results = {
         "schema": SCHEMA,
         "version": __version__,
@@ -83,7 +84,7 @@ def write_run(
         "findings": list(findings),
     }
     path.mkdir(parents=True)
-    _write_json(path / "command.json", {"verb": "audit", "argv": told, "settings": settings, "version": __version__})
+    _write_json(path / "command.json", {"verb": verb, "argv": words, "settings": settings, "version": __version__})
     _write_json(path / "results.json", results)
     if not pending:
         _write_json(path / "environment.json", _environment())
@@ -95,7 +96,7 @@ def write_run(
     return path
 
 
-def _tally(
+def _judge(
     correct: Array, attacks: Mapping[str, Sequence[bool] | Array], classes: int, first: int, independent: bool
 ) -> Verdicts:
     index = np.arange(first, first + len(correct))

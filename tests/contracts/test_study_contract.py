@@ -15,9 +15,10 @@ from vitadel.errors import Interrupted
 from vitadel.evaluation.engine.batch_cache import FolderCache
 from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.reporting.exports import export
-from vitadel.reporting.page import render, verdict
+from vitadel.reporting.kind import kind_of, study_names
+from vitadel.reporting.page import render
 from vitadel.reporting.read_runs import read_run
-from vitadel.reporting.studies import STUDIES, draw_study, show_study
+from vitadel.reporting.terminal import show_run
 from vitadel.runtime.distributed import Processes
 from vitadel.studies import named
 
@@ -39,7 +40,7 @@ def target() -> Target:
     return open_target("zoo:shapes-standard", "shapes")
 
 
-@pytest.fixture(scope="module", params=sorted(STUDIES))
+@pytest.fixture(scope="module", params=study_names())
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -81,22 +82,22 @@ def test_results_are_whole(name: str, done: Path) -> None:
     assert not (done / "partial").exists()
 
 
-def test_it_is_told(name: str, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, study = read_run(done), STUDIES[name]
-    sentence = study.sentence(run.results["study"])
-    assert sentence == verdict(run)
+def test_it_is_reported(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = read_run(done)
+    sentence = kind_of(run).sentence(run)
     assert len(sentence) > 40
-    picture = draw_study(run)
+    (section,) = kind_of(run).sections(run)
+    picture = section.picture
     assert picture is not None
     assert len(picture.alt) > 40
     page = render([run])
-    assert study.title in page
+    assert section.title in page
     assert "No results" not in page
     written = {path.relative_to(tmp_path).as_posix() for path in export([done], tmp_path)}
     assert {f"figures/{picture.name}.svg", f"figures/{picture.name}.png"} <= written
     tables = [path for path in written if path.startswith("tables/study")]
     assert {Path(path).suffix for path in tables} == {".csv", ".tex", ".md"}
-    show_study(run.results)
+    show_run(done)
     assert sentence[:20] in capsys.readouterr().out
 
 

@@ -18,9 +18,11 @@ from vitadel.evaluation.engine.target import open_target
 from vitadel.evaluation.stability import run as stability
 from vitadel.evaluation.stability.measures import drift, map_similarity, mean_with_interval, over_masks, steps_below_one
 from vitadel.evaluation.stability.run import StabilityRequest, run_stability
-from vitadel.reporting.kinds.stability import draw_stability, show_stability, stability_tables
-from vitadel.reporting.page import render, verdict
+from vitadel.reporting.kind import kind_of
+from vitadel.reporting.kinds.stability import draw_stability, stability_tables
+from vitadel.reporting.page import render
 from vitadel.reporting.read_runs import read_run
+from vitadel.reporting.terminal import show_run
 from vitadel.runtime.distributed import join_processes
 from vits import make_vit
 
@@ -269,9 +271,9 @@ def test_attacks_beside_it_and_the_report(tmp_path, capsys):
     page = render([run])
     assert "Stability under noisy patches" in page
     assert "worst of 3" in page
-    assert verdict(run).startswith("Of 12 images")
-    show_stability(outcome.results)
+    assert kind_of(run).sentence(run).startswith("Of 12 images")
+    show_run(run.path)
     assert "worst of 3" in capsys.readouterr().out
     tables = stability_tables(outcome.results["stability"])
-    assert "for random patches, 2 masks (others are chosen once)" in tables[1]["caption"]
-    assert [row[0] for row in tables[0]["rows"]] == ["random", "learned"]
+    assert "for random patches, 2 masks (others are chosen once)" in tables[1].caption
+    assert [row[0] for row in tables[0].rows] == ["random", "learned"]

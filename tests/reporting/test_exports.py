@@ -16,9 +16,9 @@ from PIL import Image
 
 from run_folders import write_run
 from vitadel.errors import UserError
-from vitadel.reporting.exports import export
+from vitadel.reporting.exports import export, tables_of
 from vitadel.reporting.read_runs import read_run
-from vitadel.reporting.tables import Column, Table, as_csv, as_latex, as_markdown, tables_of
+from vitadel.reporting.tables import Column, Table, as_csv, as_latex, as_markdown
 
 ALL, HALF = [True] * 40, [True, False] * 20
 HOSTILE = r"""<b>&%$#_{}~^\|*`"x" =1"""
@@ -82,8 +82,8 @@ def test_figures_are_pictures(tmp_path: Path) -> None:
 
 
 TABLE = Table(
-    "t", "Shares, 95 %", (Column("name"), Column("x_1", 1), Column("p", 4)),
-    (("plain", 12.345, 0.00012), (HOSTILE, None, 1.0), ("=cmd|' /C calc'!A0", 3, None), ("[2ex]", -0.04, None)),
+    "Shares, 95 %", (Column("name"), Column("x_1", 1), Column("p", 4)),
+    (("plain", 12.345, 0.00012), (HOSTILE, None, 1.0), ("=cmd|' /C calc'!A0", 3, None), ("[2ex]", -0.04, None)), "t",
 )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def test_csv_never_holds_a_formula() -> None:
     ],
 )
 def test_text_that_is_a_number_is_left_alone(text: str, written: str) -> None:
-    table = Table("t", "", (Column("x"),), ((text,),))
+    table = Table("", (Column("x"),), ((text,),))
     assert list(csv.reader(as_csv(table).splitlines(keepends=True)))[1] == [written]
 
 

@@ -20,7 +20,8 @@ from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
 from vitadel.findings import can_diagnose
 from vitadel.reporting.exports import export
-from vitadel.reporting.page import trust, verdict, write_report
+from vitadel.reporting.kind import Trust, kind_of
+from vitadel.reporting.page import write_report
 from vitadel.reporting.read_runs import Run, read_run
 
 ALL, NONE, HALF = [True] * 40, [False] * 40, [True, False] * 20
@@ -50,6 +51,14 @@ def made(path: Path, **settings: Any) -> Path:
     return write_run(path, **{"correct": ALL, "attacks": {"fgsm": HALF}, **settings})
 
 
+def verdict(run: Run) -> str:
+    return kind_of(run).sentence(run)
+
+
+def trust(run: Run) -> Trust | None:
+    return kind_of(run).trust(run)
+
+
 def page_of(tmp_path: Path, *runs: Path) -> str:
     write_report(runs, tmp_path / "page.html")
     return (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -61,18 +70,18 @@ def test_importing_the_page_does_not_load_torch_or_pyplot() -> None:
     assert answer.stdout.strip() == "[]"
 
 
-def test_verdict_tells_everything_a_number_depends_on(tmp_path: Path) -> None:
+def test_the_sentence_of_an_audit_names_everything_a_number_depends_on(tmp_path: Path) -> None:
     correct = [True] * 39 + [False]
     run = read_run(made(tmp_path / "a", correct=correct, attacks={"fgsm": HALF, "pgd-20": NONE}, seed=7))
     assert verdict(run) == (
         "97.5 % of 40 images are classified correctly (95 % interval 87.1 to 99.6 %); under fgsm and pgd-20 with "
-        "Linf 8/255, seed 7, none of them survives (95 % interval 0.0 to 8.8 %)."
+        "Linf 8/255, seed 7, none of them is robust (95 % interval 0.0 to 8.8 %)."
     )
     some = read_run(made(tmp_path / "b", norm="l2", eps="0.5"))
     assert verdict(some).endswith("under fgsm with L2 0.5, seed 0, 50.0 % still are (95 % interval 35.2 to 64.8 %).")
 
 
-def test_verdict_claims_nothing_without_attacks_or_results(tmp_path: Path) -> None:
+def test_the_sentence_of_an_audit_claims_nothing_without_attacks_or_results(tmp_path: Path) -> None:
     assert "no attack was run" in verdict(read_run(made(tmp_path / "a", attacks={})))
     begun = made(tmp_path / "b", attacks={}, pending=["fgsm"])
     assert verdict(read_run(begun)).startswith("So far: 100.0 %")
@@ -165,7 +174,7 @@ def test_a_run_that_has_only_begun_still_gives_a_page(tmp_path: Path) -> None:
     path = made(tmp_path / "a", attacks={}, pending=["fgsm"])
     (path / "results.json").unlink()
     text = Outline(page_of(tmp_path, path, made(tmp_path / "b"))).text
-    assert "nothing that could be shown was finished yet" in text
+    assert "This run is not finished: it has no results yet." in text
     assert "There are no results yet." in text
     assert "not measured" in text
 
@@ -204,7 +213,7 @@ def test_another_selection_of_the_same_data_is_marked(tmp_path: Path) -> None:
 
 def test_different_attacks_weaken_a_paired_comparison(tmp_path: Path) -> None:
     text = Outline(page_of(tmp_path, made(tmp_path / "a"), made(tmp_path / "b", attacks={"pgd-20": HALF}))).text
-    assert "The two faced different attacks" in text
+    assert "Worst cases not compared: the attacks differ" in text
 
 
 def test_findings_and_missing_data_are_shown(tmp_path: Path) -> None:
@@ -262,7 +271,7 @@ def test_mistakes_are_told_and_nothing_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="at least one run folder"):
         write_report([], tmp_path / "page.html")
     before = (run / "results.json").read_bytes()
-    with pytest.raises(UserError, match="named like one"):
+    with pytest.raises(UserError, match=r"must end in \.html"):
         write_report([run], run / "results.json")
     assert (run / "results.json").read_bytes() == before
     with pytest.raises(UserError, match="is not a run folder"):
@@ -301,12 +310,12 @@ def test_what_is_no_part_of_the_worst_case_is_not_said_to_be_withstood(tmp_path:
     both = with_own_rules(made(tmp_path / "a", attacks={"fgsm": ALL, "patch-fool": HALF}), "patch-fool")
     told = verdict(read_run(both))
     assert "under fgsm with Linf 8/255, seed 0, 100.0 % still are" in told
-    assert told.endswith("By rules of their own, so each alone: patch-fool 50.0 % (35.2 to 64.8 %).")
+    assert told.endswith("Different threat model, not part of the worst case: patch-fool 50.0 % (35.2 to 64.8 %).")
     text = Outline(page_of(tmp_path, both)).text
-    assert "holds against every attack within the budget" in text
-    assert "By rules of their own, and no part of it: patch-fool." in text
+    assert "classified correctly after every attack within the budget" in text
+    assert "Different threat model, not part of the worst case: patch-fool." in text
     only = verdict(read_run(with_own_rules(made(tmp_path / "b", attacks={"patch-fool": HALF}), "patch-fool")))
-    assert "no attack within the budget was run, so nothing is known about how they fare under one." in only
+    assert "no attack within the budget was run, so robustness is not known." in only
     assert only.endswith("patch-fool 50.0 % (35.2 to 64.8 %).")
 
 
@@ -327,47 +336,47 @@ def test_trust_is_told_before_the_numbers(tmp_path: Path) -> None:
     looked = {"check": "the doctor's glance", "verdict": "ok", "evidence": "", "advice": ""}
     calm = trust(read_run(made(tmp_path / "a", model="my model", data="folder:my photos", findings=[looked])))
     assert calm is not None
-    assert calm["verdict"] == "ok"
-    assert calm["command"] == "vitadel diagnose 'my model' --data 'folder:my photos' --norm linf --eps 8/255"
+    assert calm.verdict == "ok"
+    assert calm.command == "vitadel diagnose 'my model' --data 'folder:my photos' --norm linf --eps 8/255"
     words = ["audit", "my model", "--attacks", "fgsm", "--weights", "my weights.pt", "--std=0.5", "--resume"]
     again = trust(read_run(made(tmp_path / "d", model="my model", norm="l2", eps="0.5", argv=words)))
     assert again is not None
-    opened = "--weights 'my weights.pt' --std=0.5"
-    assert again["command"] == f"vitadel diagnose 'my model' --data shapes {opened} --norm l2 --eps 0.5"
+    opened = "--weights 'my weights.pt' --std 0.5,0.5,0.5"
+    assert again.command == f"vitadel diagnose 'my model' --data shapes {opened} --norm l2 --eps 0.5"
     fine = {"check": "steps", "verdict": "ok", "evidence": "", "advice": ""}
     odd = {"check": "logits", "verdict": "suspicious", "evidence": "", "advice": ""}
     bad = {"check": "gradients", "verdict": "broken", "evidence": "", "advice": ""}
     worst = trust(read_run(made(tmp_path / "b", findings=[fine, odd, bad])))
     assert worst is not None
-    assert (worst["verdict"], worst["sign"]) == ("broken", "✗")
-    assert worst["sentence"] == "Do not rely on these numbers yet. Broken: gradients; see the findings."
+    assert (worst.verdict, worst.sign) == ("broken", "✗")
+    assert worst.sentence == "Do not rely on these numbers yet. Broken: gradients; see the findings."
     assert trust(read_run(made(tmp_path / "c", pending=["pgd-20"]))) is None
-    failed = read_run(made(tmp_path / "e", findings=[fine]))
+    failed = read_run(made(tmp_path / "e", findings=[fine], verb="diagnose"))
     failed.results["diagnosis"] = {"verdict": "suspicious", "sentence": "It cannot be told.", "next": None}
     told = trust(failed)
     assert told is not None
-    assert (told["verdict"], told["sign"]) == ("suspicious", "!")
+    assert (told.verdict, told.sign) == ("suspicious", "!")
     page = Outline(page_of(tmp_path, tmp_path / "b")).text
     assert page.index("Do not rely") < page.index("Accuracy, clean and under attack")
 
 
 @pytest.mark.parametrize("checks", [(), ("autoattack-fast: its own evidence",)])
-def test_nothing_is_said_to_be_fine_that_nobody_looked_at(tmp_path: Path, checks: tuple[str, ...]) -> None:
+def test_a_model_that_was_not_checked_is_not_called_fine(tmp_path: Path, checks: tuple[str, ...]) -> None:
     fine = [{"check": name, "verdict": "ok", "evidence": "", "advice": ""} for name in checks]
     path = made(tmp_path / "a", findings=fine)
     told = trust(read_run(path))
     assert told is not None
-    assert (told["verdict"], told["sign"]) == ("unexamined", "?")
-    assert told["sentence"].startswith("Not examined: the doctor did not look at this model")
-    assert told["command"] == "vitadel diagnose zoo:shapes-robust --data shapes --norm linf --eps 8/255"
-    assert "Nothing suspicious" not in page_of(tmp_path, path)
+    assert (told.verdict, told.sign) == ("unexamined", "?")
+    assert told.sentence.startswith("Not examined: this model was not checked")
+    assert told.command == "vitadel diagnose zoo:shapes-robust --data shapes --norm linf --eps 8/255"
+    assert "nothing suspicious" not in page_of(tmp_path, path)
 
 
 @pytest.mark.parametrize(("norm", "eps"), [("linf", 0.0), ("linf", 0.4), ("linf", 0.5), ("l2", 0.0), ("l2", 0.5)])
-def test_no_command_is_given_that_the_doctor_would_refuse(tmp_path: Path, norm: str, eps: float) -> None:
+def test_no_command_is_given_that_diagnose_would_refuse(tmp_path: Path, norm: str, eps: float) -> None:
     told = trust(read_run(made(tmp_path / "a", norm=norm, eps=f"{eps:g}")))
     assert told is not None
-    assert bool(told["command"]) == can_diagnose(norm, eps)
+    assert bool(told.command) == can_diagnose(norm, eps)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +384,11 @@ def test_no_command_is_given_that_the_doctor_would_refuse(tmp_path: Path, norm: 
     [
         (("fgsm", "pgd-3"), "fgsm", "Linf 2/255"),
         (("pgd-3", "fgsm"), "fgsm", "Linf 2/255"),
-        (("pgd-20", "patches-random(share=0.3,masks=2)"), "patches-random(share=0.3,masks=2)", "by its own rules"),
+        (
+            ("pgd-20", "patches-random(share=0.3,masks=2)"),
+            "patches-random(share=0.3,masks=2)",
+            "different threat model",
+        ),
     ],
 )
 def test_examples_bear_the_name_of_the_attack_that_made_them(
@@ -397,7 +410,7 @@ def test_examples_without_a_name_or_by_own_rules_claim_nothing_else(tmp_path: Pa
     with np.load(path / "examples.npz") as file:
         arrays = dict(file)
     np.savez(path / "examples.npz", **{**arrays, "own_rules": np.asarray(True)})
-    assert "what fgsm (by its own rules) alone makes of them" in Outline(page_of(tmp_path, path)).text
+    assert "what fgsm (different threat model) alone makes of them" in Outline(page_of(tmp_path, path)).text
 
 
 def test_another_size_or_precision_is_marked(tmp_path: Path) -> None:
@@ -410,7 +423,7 @@ def test_another_size_or_precision_is_marked(tmp_path: Path) -> None:
     assert "16 x 16 ≠" in text
     assert "fp16 ≠" in text
     assert "8 x 8 ≠" not in text
-    assert "deit: Worst cases not compared: images of another size are another threat (8 x 8, 16 x 16)." in text
+    assert "deit: Worst cases not compared: images of a different size are a different threat (8 x 8, 16 x 16)." in text
 
 
 def test_the_order_of_attacks_is_no_difference_anywhere_on_the_page(tmp_path: Path) -> None:
@@ -427,8 +440,8 @@ def test_an_unfinished_run_beside_another_is_told_in_the_pairs(tmp_path: Path) -
     assert "zoo:shapes-robust and deit: Not compared: one of them has no verdicts of single images yet." in text
 
 
-def test_a_visit_to_the_doctor_speaks_for_itself(tmp_path: Path) -> None:
-    path = made(tmp_path / "a", attacks={})
+def test_a_diagnosis_states_its_conclusion_cost_and_gaps(tmp_path: Path) -> None:
+    path = made(tmp_path / "a", attacks={}, verb="diagnose")
     told = {
         "sentence": "Trust it: <nothing> raised.",
         "next": "vitadel audit x",
@@ -449,7 +462,8 @@ def test_a_visit_to_the_doctor_speaks_for_itself(tmp_path: Path) -> None:
     [
         {"study": {"name": "curves"}},
         {"study": {"name": "saturation", "conditions": []}},
-        {"activations": {"conditions": [{"name": "clean"}]}},
+        {"verb": "inspect", "activations": {"conditions": [{"name": "clean"}]}},
+        {"verb": "diagnose", "diagnosis": {"sentence": "fine", "next": None, "cost": {"images": 3}}},
         {"suite": "ladder", "ladder": {"levels": ["T0"], "rows": [{}], "budgets": [{"eps_text": "8/255"}]}},
         {"suite": "stability", "stability": {"blocks": 3}},
         {"suite": "corruptions", "corruptions": {"severities": None, "rows": 3, "errors": []}},
@@ -459,7 +473,7 @@ def test_a_visit_to_the_doctor_speaks_for_itself(tmp_path: Path) -> None:
 def test_a_suite_that_lacks_what_it_should_show_is_damage_and_nothing_is_written(
     tmp_path: Path, part: dict[str, Any]
 ) -> None:
-    path, fine = made(tmp_path / "a"), made(tmp_path / "b")
+    path, fine = made(tmp_path / "a", verb=part.get("verb", "audit")), made(tmp_path / "b")
     rewrite(path, **part)
     for write in (lambda: page_of(tmp_path, fine, path), lambda: export([fine, path], tmp_path / "files")):
         with pytest.raises(UserError, match="should have written is not as expected") as told:
@@ -471,10 +485,10 @@ def test_a_suite_that_lacks_what_it_should_show_is_damage_and_nothing_is_written
 
 
 def test_a_fault_of_ours_is_not_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(run: Run) -> str:
+    def faulty(run: Run) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr("vitadel.reporting.page.verdict", faulty)
+    monkeypatch.setattr("vitadel.reporting.page._provenance", faulty)
     with pytest.raises(KeyError, match="ours"):
         page_of(tmp_path, made(tmp_path / "a"))
 
@@ -500,7 +514,7 @@ def test_what_a_run_may_be_compared_with_is_said(tmp_path: Path) -> None:
     rewrite(path, protocol=PROTOCOL)
     text = Outline(page_of(tmp_path, path)).text
     assert "By the protocol robustbench-cifar10: comparable with RobustBench, CIFAR-10, Linf 8/255." in text
-    assert "Clear this up before comparing: same answer twice." in text
+    assert "Resolve these findings before comparing: same answer twice." in text
     off = {"name": None, "comparable_with": None, "differences": {"eps": "4/255 instead of <8/255>"}}
     rewrite(path, protocol=PROTOCOL | off)
     text = Outline(page_of(tmp_path, path)).text

@@ -119,9 +119,9 @@ def test_what_may_not_be_compared_is_said(tmp_path: Path) -> None:
     for name, attacks in (("f", {"pgd-20": EIGHT}), ("g", {"fgsm": EIGHT, "pgd-20": EIGHT})):
         (pair,) = pairings([base, made(name, attacks=attacks)])
         assert [row.what for row in pair.rows] == ["clean"]
-        assert "different attacks" in pair.remark
+        assert "the attacks differ" in pair.remark
     for name, more, told in (
-        ("i", {"size": 32}, "images of another size are another threat (8 x 8, 32 x 32)"),
+        ("i", {"size": 32}, "images of a different size are a different threat (8 x 8, 32 x 32)"),
         ("j", {"precision": "fp16"}, "attacks and verdicts were computed in different precisions (fp32, fp16)"),
     ):
         (pair,) = pairings([base, made(name, **more)])
@@ -158,7 +158,7 @@ def test_worst_cases_over_several_budgets_are_not_compared(
         runs.append(run)
     (pair,) = pairings(runs)
     assert [row.what for row in pair.rows] == ["clean"]
-    assert pair.remark.startswith("Worst cases not compared: not all attacks had one budget")
+    assert pair.remark.startswith("Worst cases not compared: not all attacks had the same budget")
 
 
 def test_p_values_are_adjusted_over_all_pairs(tmp_path: Path) -> None:

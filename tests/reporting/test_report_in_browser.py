@@ -155,8 +155,8 @@ def test_tables_sort_by_number_and_by_name(visit: Visit) -> None:
     table.locator("thead button", has_text="Run").press("Enter")  # the keyboard will do
     assert [text[:3] for text in names.all_inner_texts()] == ["<im", "cle", "fir", "sec"]
     attacks = visit.page.locator("section.attacks table").first
-    attacks.locator("thead button", has_text="Held").click()
-    attacks.locator("thead button", has_text="Held").click()
+    attacks.locator("thead button", has_text="Robust").click()
+    attacks.locator("thead button", has_text="Robust").click()
     bodies = attacks.locator("tbody")
     assert [text.split()[0] for text in bodies.all_inner_texts()] == ["pgd-20", "fgsm"]
     assert "Settings of pgd-20" in bodies.first.inner_text()  # what belongs together stays together

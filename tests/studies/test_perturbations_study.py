@@ -13,7 +13,7 @@ from toys import images
 from vitadel.backbones.load import zoo_names
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import open_target
-from vitadel.reporting.kinds.study_perturbations import PERTURBATIONS, against_chance
+from vitadel.reporting.kinds.study_perturbations import KIND, against_chance
 from vitadel.reporting.read_runs import read_run
 from vitadel.runtime.distributed import join_processes
 from vitadel.runtime.rng import SampleRNG
@@ -77,8 +77,7 @@ def test_the_picture_is_the_opposite_pattern(run):
 
 
 def test_it_is_said_that_this_is_less_than_chance(run):
-    told = run.results["study"]
-    assert "less often than by chance" in PERTURBATIONS.sentence(told)
+    assert "less often than by chance" in KIND.sentence(run)
     assert against_chance({"accuracy": 0.5}, {"ci95": [0.4, 0.6]}) == "no more than chance"
     assert against_chance({"accuracy": 0.7}, {"ci95": [0.4, 0.6]}) == "more often than by chance"
 

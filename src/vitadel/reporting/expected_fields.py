@@ -1,28 +1,39 @@
-"""What a run's JSON files must look like to be shown; one that does not is damaged, and its reader is told where."""
+"""The fields that reports read from a run's JSON files, and a check that names the first one that does not fit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["COMMAND", "ENVIRONMENT", "SETTINGS", "fault_in", "has_own_part", "lacking", "misfit"]
+__all__ = [
+    "COMMAND",
+    "ENVIRONMENT",
+    "OBJECT",
+    "SETTINGS",
+    "TEXT",
+    "TEXT_OR_NULL",
+    "Fields",
+    "fault_in",
+    "lacking",
+    "misfit",
+]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What a value may be, and how to say so."""
+class FieldType:
+    """A test of values, and what to call those that pass it."""
 
-    told: str
+    name: str
     fits: Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of an object: those it must have, and those that are looked at only where they are."""
+    """The fields of an object: those it must have, and those that are checked where they are present."""
 
-    needed: Mapping[str, Kind]
-    optional: Mapping[str, Kind]
+    needed: Mapping[str, FieldType]
+    optional: Mapping[str, FieldType] = field(default_factory=dict)
 
 
 def _is_number(value: object) -> bool:
@@ -37,91 +48,93 @@ def _two(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and len(value) == 2 and all(map(fits, value))
 
 
-_TEXT = Kind("text", lambda value: isinstance(value, str))
-_TEXT_OR_NULL = Kind("text or null", lambda value: value is None or isinstance(value, str))
-_TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
-_COUNT = Kind("a whole number", _is_count)
-_NUMBER = Kind("a number", _is_number)
-_INTERVAL = Kind("two numbers", _two(_is_number))
-_SIZE = Kind("two whole numbers", _two(_is_count))
-_OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-_OBJECT_OR_NULL = Kind("an object or null", lambda value: value is None or isinstance(value, dict))
-_LIST = Kind("a list", lambda value: isinstance(value, list))
-_LIST_OR_NULL = Kind("a list", lambda value: value is None or isinstance(value, list))
-_ANYTHING = Kind("anything", lambda value: True)
+def _or_null(kind: FieldType) -> FieldType:
+    return FieldType(f"{kind.name} or null", lambda value: value is None or kind.fits(value))
 
-_HELD = {"held": _COUNT, "n": _COUNT, "robust_accuracy": _NUMBER, "ci95": _INTERVAL}
-_COSTS = dict.fromkeys(("gradient_calls", "forward_calls", "seconds", "void"), _NUMBER)
-_OF_SUITES = ("activations", "ladder", "trade_off", "stability", "corruptions", "perturbations", "study", "training")
 
-COMMAND = Fields({"verb": _TEXT, "settings": _OBJECT}, {"argv": _LIST_OR_NULL})
+TEXT = FieldType("text", lambda value: isinstance(value, str))
+TEXT_OR_NULL = _or_null(TEXT)
+_NUMBER = FieldType("a number", _is_number)
+OBJECT = FieldType("an object", lambda value: isinstance(value, dict))
+_TEXTS = FieldType("a list of texts", lambda value: isinstance(value, list) and all(map(TEXT.fits, value)))
+_COUNT = FieldType("a whole number", _is_count)
+_INTERVAL = FieldType("two numbers", _two(_is_number))
+_SIZE = FieldType("two whole numbers", _two(_is_count))
+_LIST = FieldType("a list", lambda value: isinstance(value, list))
+_ANYTHING = FieldType("anything", lambda value: True)
+
+COMMAND = Fields({"verb": TEXT, "settings": OBJECT}, {"argv": _or_null(_LIST)})
 SETTINGS = Fields({}, {"attacks": _TEXTS})
-ENVIRONMENT = Fields({}, {"packages": _OBJECT})
+ENVIRONMENT = Fields({}, {"packages": OBJECT})
 _WHOLE = Fields(
     {},
     {
-        **dict.fromkeys(("model", "data", "threat"), _OBJECT),
-        **dict.fromkeys(("clean", "worst_case", "protocol", "diagnosis", *_OF_SUITES), _OBJECT_OR_NULL),
-        **dict.fromkeys(("attacks", "findings"), _LIST_OR_NULL),
-        **dict.fromkeys(("suite", "precision"), _TEXT_OR_NULL),
+        **dict.fromkeys(("model", "data", "threat"), OBJECT),
+        **dict.fromkeys(("clean", "worst_case", "protocol", "study"), _or_null(OBJECT)),
+        **dict.fromkeys(("attacks", "findings"), _or_null(_LIST)),
+        **dict.fromkeys(("suite", "precision"), TEXT_OR_NULL),
     },
 )
+_ROBUST = {"held": _COUNT, "n": _COUNT, "robust_accuracy": _NUMBER, "ci95": _INTERVAL}
 _PARTS: Mapping[str, Fields] = {
-    "model": Fields({}, {"spec": _TEXT_OR_NULL, "parameters": _COUNT, "family": _TEXT_OR_NULL}),
+    "model": Fields({}, {"spec": TEXT_OR_NULL, "parameters": _COUNT, "family": TEXT_OR_NULL}),
     "data": Fields(
         {},
         {
-            "spec": _TEXT_OR_NULL,
+            "spec": TEXT_OR_NULL,
             "n": _COUNT,
             "class_names": _LIST,
             "left_out": _COUNT,
             "left_out_names": _TEXTS,
             "not_opened": _TEXTS,
             "pixels": _SIZE,
-            "preprocessing": _TEXT,
+            "preprocessing": TEXT,
         },
     ),
-    "threat": Fields({}, {"norm": _TEXT_OR_NULL, "eps": _NUMBER, "eps_text": _TEXT_OR_NULL}),
-    "clean": Fields({"correct": _COUNT, "n": _COUNT, "accuracy": _NUMBER, "ci95": _INTERVAL}, {}),
-    "worst_case": Fields(_HELD, {}),
+    "threat": Fields({}, {"norm": TEXT_OR_NULL, "eps": _NUMBER, "eps_text": TEXT_OR_NULL}),
+    "clean": Fields({"correct": _COUNT, "n": _COUNT, "accuracy": _NUMBER, "ci95": _INTERVAL}),
+    "worst_case": Fields(_ROBUST),
     "protocol": Fields(
-        {"name": _TEXT_OR_NULL, "nearest": _TEXT_OR_NULL, "differences": _OBJECT, "remark": _TEXT_OR_NULL},
-        {"comparable_with": _TEXT_OR_NULL, "nearest_is": _TEXT_OR_NULL},
-    ),
-    "diagnosis": Fields(
-        {"sentence": _TEXT, "next": _TEXT_OR_NULL}, {"not_examined": _OBJECT, "cost": _OBJECT, "verdict": _TEXT}
+        {"name": TEXT_OR_NULL, "nearest": TEXT_OR_NULL, "differences": OBJECT, "remark": TEXT_OR_NULL},
+        {"comparable_with": TEXT_OR_NULL, "nearest_is": TEXT_OR_NULL},
     ),
 }
-_COST = Fields(
-    {"images": _COUNT, "gradients": _NUMBER, "forwards": _NUMBER}, {"seconds": _NUMBER, "seconds_at_most": _NUMBER}
-)
-_FINDING = Fields({"check": _TEXT, "verdict": _TEXT, "evidence": _ANYTHING, "advice": _TEXT_OR_NULL}, {"title": _TEXT})
+_FINDING = Fields({"check": TEXT, "verdict": TEXT, "evidence": _ANYTHING, "advice": TEXT_OR_NULL}, {"title": TEXT})
 _ATTACK = Fields(
-    {"name": _TEXT, **_HELD, "counts": _TEXT, "attacked": _COUNT, **_COSTS},
-    {"settings": _OBJECT, "members": _LIST, "paper_style": _OBJECT_OR_NULL},
+    {
+        "name": TEXT,
+        **_ROBUST,
+        "counts": TEXT,
+        "attacked": _COUNT,
+        **dict.fromkeys(("gradient_calls", "forward_calls", "seconds", "void"), _NUMBER),
+    },
+    {"settings": OBJECT, "members": _LIST, "paper_style": _or_null(OBJECT)},
 )
-_ATTACK_OF_A_SUITE = Fields({"name": _TEXT}, {})
-_MEMBER = Fields({"name": _TEXT, "attacked": _COUNT, "broken": _COUNT}, {})
-_PAPER_STYLE = Fields({"robust_accuracy": _NUMBER, "ci95": _INTERVAL, "remark": _TEXT}, {})
+_MEMBER = Fields({"name": TEXT, "attacked": _COUNT, "broken": _COUNT})
+_PAPER_STYLE = Fields({"robust_accuracy": _NUMBER, "ci95": _INTERVAL, "remark": TEXT})
 
 
 def fault_in(results: Mapping[str, Any]) -> str:
-    """The first thing that keeps results from being shown, in words; nothing if all that is there can be."""
+    """The first field, of those that every kind of run may have, that cannot be shown; '' if all can."""
     return misfit("", results, _WHOLE) or next(filter(None, _faults_in_parts(results)), "")
 
 
-def has_own_part(results: Mapping[str, Any]) -> bool:
-    """Whether a suite, a study or a training wrote something that is not looked into here."""
-    return any(results.get(name) for name in _OF_SUITES)
-
-
 def _faults_in_parts(results: Mapping[str, Any]) -> Iterator[str]:
-    parts = [(name, results.get(name), expected) for name, expected in _PARTS.items()]
-    parts.append(("cost", (results.get("diagnosis") or {}).get("cost"), _COST))
-    yield from (misfit(name, value, expected) for name, value, expected in parts if value is not None)
-    yield _about_protocol(results.get("protocol") or {})
+    present = {name: results[name] for name in _PARTS if results.get(name) is not None}
+    yield from (misfit(name, value, _PARTS[name]) for name, value in present.items())
+    protocol = results.get("protocol") or {}
+    # A protocol that is named also says what the run may be compared with.
+    wanted = [name for key, name in (("name", "comparable_with"), ("nearest", "nearest_is")) if protocol.get(key)]
+    yield lacking(wanted, [name for name in wanted if protocol.get(name)])
     yield from (misfit("findings", entry, _FINDING) for entry in results.get("findings") or [])
-    yield from (_about_attack(entry, results.get("suite")) for entry in results.get("attacks") or [])
+    for entry in results.get("attacks") or []:
+        if results.get("suite") is not None:  # suites have sections of their own for their attacks
+            yield misfit("attacks", entry, Fields({"name": TEXT}))
+            continue
+        yield misfit("attacks", entry, _ATTACK)
+        yield from (misfit("members", member, _MEMBER) for member in entry.get("members", []))
+        if entry.get("paper_style") is not None:
+            yield misfit("paper_style", entry["paper_style"], _PAPER_STYLE)
 
 
 def lacking(wanted: Sequence[str], present: Sequence[str]) -> str:
@@ -131,7 +144,7 @@ def lacking(wanted: Sequence[str], present: Sequence[str]) -> str:
 
 
 def misfit(name: str, value: Any, expected: Fields) -> str:
-    """What is missing from an object called `name`, or of another kind than it should be."""
+    """What is missing from the object called `name`, or has the wrong type; '' if nothing."""
     fields = value if isinstance(value, Mapping) else {}
     missing = lacking(list(expected.needed), list(fields))
     if missing:
@@ -140,24 +153,5 @@ def misfit(name: str, value: Any, expected: Fields) -> str:
         if key in fields and not kind.fits(fields[key]):
             where = f"'{key}' in '{name}'" if name else f"'{key}'"
             given = "null" if fields[key] is None else type(fields[key]).__name__
-            return f"{where} should be {kind.told}, got {given}"
+            return f"{where} should be {kind.name}, got {given}"
     return ""
-
-
-def _about_protocol(told: Mapping[str, Any]) -> str:
-    """Whom a run may be compared with is told only where there is a name for it."""
-    wanted = [field for key, field in (("name", "comparable_with"), ("nearest", "nearest_is")) if told.get(key)]
-    return lacking(wanted, [key for key in wanted if told.get(key)])
-
-
-def _about_attack(entry: Any, suite: str | None) -> str:
-    """Suites with entries of their own are told in sections of their own, and need only the name here."""
-    if suite is not None:
-        return misfit("attacks", entry, _ATTACK_OF_A_SUITE)
-    fault = misfit("attacks", entry, _ATTACK)
-    if fault:
-        return fault
-    style = entry.get("paper_style")
-    inner = [misfit("members", member, _MEMBER) for member in entry.get("members", [])]
-    inner += [] if style is None else [misfit("paper_style", style, _PAPER_STYLE)]
-    return next(filter(None, inner), "")

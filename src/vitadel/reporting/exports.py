@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from vitadel.errors import UserError
+from vitadel.reporting.comparison import overview
 from vitadel.reporting.figures import Picture
-from vitadel.reporting.read_runs import Run, read_all, shown_from
-from vitadel.reporting.sections import OF_A_RUN, OVERVIEW
-from vitadel.reporting.tables import FORMATS, tables_of
+from vitadel.reporting.kind import Section, kind_of, name_damage
+from vitadel.reporting.pairs import Pairing, pairings
+from vitadel.reporting.read_runs import Run, aspects, class_scores, read_all, run_labels
+from vitadel.reporting.tables import FORMATS, Cell, Column, Table, share_cells, share_columns
+from vitadel.reporting.text import plain
 from vitadel.runtime.run_folder import write_atomically
 
-__all__ = ["export", "pictures_of"]
-
-
-def pictures_of(runs: Sequence[Run]) -> Iterator[tuple[str, Picture]]:
-    """Every figure of the page, by a name that no other has."""
-    shared = [section for make in OVERVIEW if (section := make(runs))]
-    alone = [(place, section) for place, run in enumerate(runs, 1) for make in OF_A_RUN if (section := make(run))]
-    for place, section in [*((0, section) for section in shared), *alone]:
-        picture = section.content.get("picture")
-        if picture is not None:
-            yield f"{picture.name}-{place}" if place and len(runs) > 1 else picture.name, picture
+__all__ = ["export", "tables_of"]
 
 
 def export(paths: Sequence[Path], out: Path) -> list[Path]:
@@ -30,8 +24,10 @@ def export(paths: Sequence[Path], out: Path) -> list[Path]:
     if out.is_file():
         raise UserError(f"{out} is a file; --export takes a folder, for tables/ and figures/ below it")
     runs = read_all(paths)
-    with shown_from(*runs):
-        tables, pictures = tables_of(runs), list(pictures_of(runs))
+    tables = tables_of(runs)
+    pictures = {picture.name: picture for section in overview(runs, pairings(runs)) if (picture := section.picture)}
+    for place, run in enumerate(runs, start=1):
+        pictures |= _pictures(run, f"-{place}" if len(runs) > 1 else "")
     written: list[Path] = []
 
     def write(path: Path, content: bytes) -> None:
@@ -41,7 +37,107 @@ def export(paths: Sequence[Path], out: Path) -> list[Path]:
     for table in tables:
         for ending, convert in FORMATS.items():
             write(out / "tables" / f"{table.name}.{ending}", convert(table).encode("utf-8", errors="replace"))
-    for name, picture in pictures:
+    for name, picture in pictures.items():
         write(out / "figures" / f"{name}.svg", picture.svg_file())
         write(out / "figures" / f"{name}.png", picture.png())
     return written
+
+
+def _pictures(run: Run, number: str) -> dict[str, Picture]:
+    with name_damage(run):
+        return {f"{picture.name}{number}": picture for each in kind_of(run).sections(run) if (picture := each.picture)}
+
+
+def tables_of(runs: Sequence[Run]) -> list[Table]:
+    """All tables that have a row."""
+    labels = run_labels(runs)
+    found = [_runs(runs, labels), _attacks(runs, labels), _pairs(pairings(runs)), _findings(runs, labels)]
+    for place, (run, label) in enumerate(zip(runs, labels, strict=True), start=1):
+        number = f"-{place}" if len(runs) > 1 else ""
+        found.append(_classes(run, label, number))
+        with name_damage(run):
+            sections: Sequence[Section] = kind_of(run).sections(run)
+            own = [table for section in sections for table in section.files(number)]
+        found += [replace(table, caption=f"{label}: {table.caption}") for table in own]
+    return [table for table in found if table.rows]
+
+
+_RUN = Column("run")
+
+
+def _runs(runs: Sequence[Run], labels: Sequence[str]) -> Table:
+    shown = ("data", "size", "precision", "norm", "eps", "attacks")
+    texts = [Column(name) for name in (*shown, "seed", "finished", "protocol")]
+    columns = (_RUN, Column("n", 0), *share_columns("clean"), *share_columns("worst case"), *texts)
+    rows = []
+    for run, label in zip(runs, labels, strict=True):
+        known, results = aspects(run), run.results
+        rows.append(
+            (
+                label,
+                results.get("data", {}).get("n"),
+                *share_cells(results.get("clean"), "accuracy"),
+                *share_cells(results.get("worst_case"), "robust_accuracy"),
+                *(known[name] for name in shown),
+                str(results.get("seed", "")),
+                "yes" if run.complete else "no",
+                (results.get("protocol") or {}).get("name") or "none",
+            )
+        )
+    return Table("Accuracy, clean and in the worst case, with 95 % intervals (Wilson).", columns, tuple(rows), "runs")
+
+
+def _attacks(runs: Sequence[Run], labels: Sequence[str]) -> Table:
+    counts = ("held", "n", "attacked", "gradient_calls", "forward_calls")
+    columns = [_RUN, Column("attack"), *share_columns("accuracy")]
+    columns += [*(Column(name.replace("_", " "), 0) for name in counts), Column("seconds", 1), Column("counts")]
+    rows = [
+        (
+            *(label, entry["name"], *share_cells(entry, "robust_accuracy")),
+            *(entry[name] for name in (*counts, "seconds", "counts")),
+        )
+        for run, label in zip(runs, labels, strict=True)
+        if kind_of(run).one_budget
+        for entry in run.attacks
+    ]
+    return Table("Accuracy under each attack, and what it cost.", tuple(columns), tuple(rows), "attacks")
+
+
+def _pairs(pairs: Sequence[Pairing]) -> Table:
+    columns = (
+        *(Column("A"), Column("B"), Column("images"), Column("A - B, points", 1), Column("from", 1), Column("to", 1)),
+        *(Column("p (McNemar)", 4), Column("p (Holm)", 4)),
+        *(Column(name, 0) for name in ("both right", "only A", "only B", "neither")),
+    )
+    rows: list[tuple[Cell, ...]] = []
+    for pair in pairs:
+        for row, p_of_all in zip(pair.rows, pair.adjusted, strict=True):
+            points = [100 * value for value in (row.difference, *row.ci95)]
+            counts = (row.both, row.only_first, row.only_second, row.neither)
+            rows.append((pair.first, pair.second, row.what, *points, row.p_value, p_of_all, *counts))
+    return Table("Runs on the same images, one by one.", columns, tuple(rows), "pairs")
+
+
+def _findings(runs: Sequence[Run], labels: Sequence[str]) -> Table:
+    names = ("check", "title", "verdict", "evidence", "advice")
+    rows = [
+        (label, *(plain(entry.get(name, "")) for name in names))
+        for run, label in zip(runs, labels, strict=True)
+        for entry in run.results.get("findings") or []
+    ]
+    return Table("What the checks found.", (_RUN, *map(Column, names)), tuple(rows), "findings")
+
+
+def _classes(run: Run, label: str, number: str) -> Table:
+    scores = class_scores(run) if kind_of(run).one_budget else []
+    attacks = [name for name, _ in scores[0].attacked] if scores else []
+    rows = []
+    for score in scores:
+        counts = (score.correct, *(count for _, count in score.attacked), score.held)
+        rows.append((score.name, score.n, *(None if count is None else 100 * count / score.n for count in counts)))
+    columns = (
+        Column("class"),
+        Column("n", 0),
+        *(Column(f"{name}, %", 1) for name in ("clean", *attacks, "worst case")),
+    )
+    return Table(f"Accuracy of {label} by class.", columns, tuple(rows), f"classes{number}")

@@ -1,7 +1,7 @@
-"""Two runs on the same images, one by one: who is right where, how large the difference is, and whether it is luck.
+"""Two runs compared on the same images: which images only one gets right, the difference, and its significance.
 
-Pairing is what makes small differences visible: images that both get right, or neither, say nothing about which of two
-models is better, and unpaired intervals are as wide as if they did.
+Pairing makes small differences visible: images that both models get right, or neither, say nothing about which is
+better, but widen unpaired intervals.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from math import comb
 
 import numpy as np
 
+from vitadel.reporting.kind import kind_of
 from vitadel.reporting.read_runs import Array, Run, aspects, differing_aspects, faced, run_labels, threat_text
 
 __all__ = [
@@ -21,7 +22,6 @@ __all__ = [
     "difference_interval",
     "holm",
     "mcnemar",
-    "p_text",
     "pair_rows",
     "pairings",
     "why_not_paired",
@@ -32,7 +32,7 @@ _ROUNDS = 5_000
 
 @dataclass(frozen=True)
 class PairRow:
-    """Who holds which samples; first minus second with its 95 % interval; how likely so uneven a split is by chance."""
+    """Samples that both, one or neither run gets right; first minus second with its 95 % interval; p-value."""
 
     what: str
     both: int
@@ -46,7 +46,7 @@ class PairRow:
 
 @dataclass(frozen=True)
 class Pairing:
-    """Two runs by their names, and the rows that may be compared; `remark` says what may not, and why."""
+    """Two runs by their labels, and the rows that may be compared; `remark` says what may not, and why."""
 
     first: str
     second: str
@@ -56,7 +56,7 @@ class Pairing:
 
 
 def pairings(runs: Sequence[Run]) -> list[Pairing]:
-    """Every two of the runs that have verdicts, or will have, with what may be compared between them."""
+    """Every two runs that have verdicts of single images, or will have, with what may be compared between them."""
     labelled = zip(runs, run_labels(runs), strict=True)
     able = [(run, label) for run, label in labelled if _clean_known(run) or _verdicts_to_come(run)]
     drafts = [
@@ -76,19 +76,19 @@ def _verdicts_to_come(run: Run) -> bool:
 
 
 def why_not_paired(first: Run, second: Run) -> str:
-    """Nothing if the two saw the same images."""
+    """The reason why two runs cannot be compared image by image; '' if they can."""
     if not (_clean_known(first) and _clean_known(second)):
         return "one of them has no verdicts of single images yet"
     one, other = aspects(first)["data"], aspects(second)["data"]
     if one != other:
         return f"they saw different data ({one}, {other})"
-    # Pixels are in no run folder: what bears one name, place and label is taken for one image.
+    # Run folders hold no pixels: the same data, index and label are taken for the same image.
     same = (np.array_equal(first.column(name), second.column(name)) for name in ("index", "label"))
     return "" if all(same) else "they saw different images of the same data"
 
 
-_ANOTHER_TEST = {
-    "size": "images of another size are another threat",
+_DIFFERENT_TEST = {
+    "size": "images of a different size are a different threat",
     "precision": "attacks and verdicts were computed in different precisions",
 }
 
@@ -102,19 +102,19 @@ def _remark(first: Run, second: Run) -> str:
     if threat_text(first) != threat_text(second):
         return f"Worst cases not compared: the threats differ ({threat_text(first)}, {threat_text(second)})."
     differing = differing_aspects([first, second])
-    for aspect, told in _ANOTHER_TEST.items():
+    for aspect, reason in _DIFFERENT_TEST.items():
         if aspect in differing:
             one, other = aspects(first)[aspect], aspects(second)[aspect]
-            return f"Worst cases not compared: {told} ({one}, {other})."
-    if not (first.one_budget and second.one_budget):
-        return "Worst cases not compared: not all attacks had one budget; see the sections of the runs themselves."
+            return f"Worst cases not compared: {reason} ({one}, {other})."
+    if not all(kind_of(run).one_budget for run in (first, second)):
+        return "Worst cases not compared: not all attacks had the same budget; see the sections of the runs."
     if faced(first) != faced(second):
-        return "The two faced different attacks, so their worst cases are not the same test, and are not compared."
+        return "Worst cases not compared: the attacks differ, so they are not the same test."
     return ""
 
 
 def pair_rows(first: Run, second: Run) -> list[PairRow]:
-    """Clean and, under one budget and the same attacks, worst case, sample by sample; nothing on different images."""
+    """Clean and, where the attacks are the same, worst case, image by image; nothing on different images."""
     if why_not_paired(first, second):
         return []
     rows = [_pair_row("clean", first.column("clean_correct"), second.column("clean_correct"))]
@@ -136,8 +136,8 @@ def _pair_row(what: str, one: Array, other: Array) -> PairRow:
 def difference_interval(only_first: int, only_second: int, n: int) -> tuple[float, float]:
     """95 % interval of the difference of two paired shares, by a seeded bootstrap over images.
 
-    Resampling images is drawing the numbers of the kinds of pairs. One image that only the first gets right and one
-    that only the second does are added before: else two models that never differed would be called equal for sure.
+    Resampling images draws the counts of pairs from a multinomial. One image that only the first gets right and one
+    that only the second gets right are added: otherwise two models that never differ would have an interval of width 0.
     """
     if n == 0:
         return -1.0, 1.0
@@ -149,7 +149,7 @@ def difference_interval(only_first: int, only_second: int, n: int) -> tuple[floa
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values that hold for all comparisons together (Holm 1979)."""
+    """P-values corrected for multiple comparisons (Holm 1979)."""
     adjusted = [0.0] * len(p_values)
     least = 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=lambda place: p_values[place])):
@@ -158,12 +158,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def p_text(value: float) -> str:
-    return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
-
-
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Two-sided exact test of McNemar (1947): are discordant samples split like fair coin tosses?"""
+    """Two-sided exact test of McNemar (1947): p-value of the split of discordant samples."""
     tosses, fewer = only_first + only_second, min(only_first, only_second)
     term = comb(tosses, fewer)
     tail = term

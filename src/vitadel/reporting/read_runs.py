@@ -1,12 +1,11 @@
-"""Read run folders, and work out what can be said about them without a model: classes, comparability."""
+"""Read run folders, and derive what follows from them without a model: labels, scores of classes, differences."""
 
 from __future__ import annotations
 
 import json
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,32 +15,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vitadel.errors import UserError
-from vitadel.reporting.expected_fields import (
-    COMMAND,
-    ENVIRONMENT,
-    SETTINGS,
-    fault_in,
-    has_own_part,
-    lacking,
-    misfit,
-)
+from vitadel.reporting.expected_fields import COMMAND, ENVIRONMENT, SETTINGS, fault_in, lacking, misfit
 
 __all__ = [
+    "Array",
     "ClassScore",
     "Run",
     "aspects",
     "class_scores",
-    "comparability",
+    "damaged",
     "differing_aspects",
     "faced",
-    "interval_text",
-    "listed",
-    "percent",
-    "plain",
     "read_all",
+    "read_arrays",
     "read_run",
     "run_labels",
-    "shown_from",
     "threat_text",
 ]
 
@@ -59,7 +47,7 @@ _ABOUT_EXAMPLES = ("attack", "own_rules")  # single values; older runs have none
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder as it was found; what an unfinished run has not written yet is empty or None."""
+    """The content of a run folder; what an unfinished run has not written yet is empty or None."""
 
     path: Path
     command: dict[str, Any]
@@ -83,17 +71,12 @@ class Run:
 
     @property
     def attacks(self) -> list[dict[str, Any]]:
-        """What results.json says about each finished attack, in their order."""
+        """The entries of results.json about finished attacks, in their order."""
         return list(self.results.get("attacks") or [])
 
     @property
-    def one_budget(self) -> bool:
-        """Whether all attacks had one budget; suites with several are told in sections of their own."""
-        return self.results.get("suite") not in ("ladder", "trade-off")
-
-    @property
     def pending(self) -> list[str]:
-        """Names of the attacks that were asked for and are not done."""
+        """Names of the requested attacks that are not finished."""
         done = {entry["name"] for entry in self.attacks}
         return [name for name in self.command["settings"].get("attacks", []) if name not in done]
 
@@ -106,7 +89,7 @@ class Run:
         return np.asarray(self.samples.column(name).to_numpy())
 
     def held(self) -> Array | None:
-        """Which samples hold against every attack by the run's rules; None if no attack is on record."""
+        """Which samples are robust against every attack within the threat model; None if there was no attack."""
         if self.samples is None:
             return None
         outside = {f"held:{entry['name']}" for entry in self.attacks if entry.get("own_rules")}
@@ -117,7 +100,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read the folder that a run left behind, finished or not."""
+    """Read a run folder, whether the run is finished or not."""
     _check_is_run(path)
     command = _read_json(path / "command.json")
     if not {"verb", "settings"} <= command.keys():
@@ -125,19 +108,27 @@ def read_run(path: Path) -> Run:
     _check(path / "command.json", misfit("", command, COMMAND) or misfit("settings", command["settings"], SETTINGS))
     environment = _read_json(path / "environment.json", required=False)
     _check(path / "environment.json", misfit("", environment, ENVIRONMENT))
-    return Run(
+    results = _read_json(path / "results.json", required=False)
+    _check(path / "results.json", fault_in(results))
+    run = Run(
         path=path,
         command=command,
-        results=_read_results(path / "results.json"),
+        results=results,
         environment=environment,
         samples=_read_samples(path / "samples.parquet"),
         examples=_read_examples(path / "examples.npz"),
         metrics=_read_metrics(path / "metrics.jsonl"),
     )
+    from vitadel.reporting.kind import kind_of  # here, because kinds are made of runs
+
+    for name, expected in kind_of(run).fields.items():
+        if results.get(name) is not None:
+            _check(path / "results.json", misfit(name, results[name], expected))
+    return run
 
 
 def read_all(paths: Sequence[Path]) -> list[Run]:
-    """Each of the folders; one that is named twice is still one run."""
+    """Read the folders; one that is named twice is read once."""
     if not paths:
         raise UserError("a report needs at least one run folder; `vitadel audit` prints the folder it wrote")
     once: dict[Path, Path] = {}
@@ -161,21 +152,8 @@ def _check_is_run(path: Path) -> None:
     )
 
 
-def _damaged(path: Path | str, why: object) -> UserError:
+def damaged(path: Path | str, why: object) -> UserError:
     return UserError(f"{path} cannot be read: {why}. Run the command again, or leave this run out of the report.")
-
-
-@contextmanager
-def shown_from(*runs: Run) -> Iterator[None]:
-    """What only a suite's own sections look at is not checked on reading: what they stumble over is damage, too."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration) as error:
-        odd = [run.path / "results.json" for run in runs if has_own_part(run.results)]
-        if not odd:
-            raise
-        what = f"what the suite or study should have written is not as expected, {type(error).__name__} {error}"
-        raise _damaged(" or ".join(map(str, odd)), what) from error
 
 
 def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
@@ -184,17 +162,10 @@ def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
     if not isinstance(value, dict):
-        raise _damaged(path, f"it should hold a JSON object, got {type(value).__name__}")
+        raise damaged(path, f"it should hold a JSON object, got {type(value).__name__}")
     return value
-
-
-def _read_results(path: Path) -> dict[str, Any]:
-    """Results in which whatever every kind of run may have can be shown; what a suite adds is for its section."""
-    results = _read_json(path, required=False)
-    _check(path, fault_in(results))
-    return results
 
 
 def _read_samples(path: Path) -> Table | None:
@@ -203,36 +174,42 @@ def _read_samples(path: Path) -> Table | None:
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
     _check(path, lacking(list(_SAMPLE_COLUMNS), table.column_names))
     for field in table.schema:
         fits = _SAMPLE_COLUMNS.get(field.name) or (pa.types.is_boolean if field.name.startswith("held:") else None)
         # A benchmark in files may have no clean images at all.
         empty = (0, len(table)) if field.name.startswith("clean_") else (0,)
         if fits is not None and (not fits(field.type) or table.column(field.name).null_count not in empty):
-            raise _damaged(path, f"column '{field.name}' holds {field.type}, not all of it verdicts or labels")
+            raise damaged(path, f"column '{field.name}' holds {field.type}, not all of it verdicts or labels")
     return table
+
+
+def read_arrays(path: Path) -> dict[str, Array]:
+    """All arrays of an npz file; nothing in it is unpickled."""
+    try:
+        # Through the opened file, because numpy does not close one that turns out to be damaged.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise damaged(path, error) from error
 
 
 def _read_examples(path: Path) -> dict[str, Array] | None:
     if not path.exists():
         return None
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise _damaged(path, error) from error
+    arrays = read_arrays(path)
     _check(path, lacking(_EXAMPLE_ARRAYS, list(arrays)))
     shape = arrays["x"].shape
     if len(shape) != 4 or shape[1] != 3 or 0 in shape[2:] or shape != arrays["z"].shape:
-        raise _damaged(path, f"x and z should be images (n, 3, h, w), got {arrays['x'].shape} and {arrays['z'].shape}")
+        raise damaged(path, f"x and z should be images (n, 3, h, w), got {arrays['x'].shape} and {arrays['z'].shape}")
     for name in ("label", "prediction"):
         if arrays[name].shape != arrays["x"].shape[:1] or not np.issubdtype(arrays[name].dtype, np.integer):
             wanted, given = len(arrays["x"]), f"{arrays[name].shape} of {arrays[name].dtype}"
-            raise _damaged(path, f"{name} should be {wanted} whole numbers, got {given}")
+            raise damaged(path, f"{name} should be {wanted} whole numbers, got {given}")
     for name in _ABOUT_EXAMPLES:
         if name in arrays and arrays[name].ndim:
-            raise _damaged(path, f"{name} should be a single value, got {len(arrays[name])}")
+            raise damaged(path, f"{name} should be a single value, got {len(arrays[name])}")
     return arrays
 
 
@@ -240,67 +217,18 @@ def _read_metrics(path: Path) -> tuple[dict[str, float], ...]:
     if not path.exists():
         return ()
     try:
-        # A training that was killed may have left a line that is not whole.
+        # A training that was killed may have left an incomplete last line.
         rows = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         if any("step" not in row for row in rows):
             raise ValueError("a row has no step")
         return tuple({str(name): float(value) for name, value in row.items()} for row in rows)
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
 
 
 def _check(path: Path, fault: str) -> None:
     if fault:
-        raise _damaged(path, fault)
-
-
-def percent(value: float) -> str:
-    """'97.8 %'; a share that is neither none nor all is never rounded to 0.0 or 100.0."""
-    digits = 1
-    while 0 < value < 1 and digits < 6 and round(100 * value, digits) in (0, 100):
-        digits += 1
-    return f"{100 * value:.{digits}f} %"
-
-
-def interval_text(interval: Sequence[float]) -> str:
-    low, high = (percent(end).removesuffix(" %") for end in interval)
-    return f"{low} to {high} %"
-
-
-def plain(value: object) -> str:
-    """Evidence and settings as a person would write them."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {plain(entry)}" for key, entry in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(plain, value))
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def listed(names: Sequence[str]) -> str:
-    """'a', 'a and b', 'a, b and c'."""
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
-
-
-def comparability(told: Mapping[str, Any]) -> str:
-    """What the field `protocol` of the results comes to, in one sentence."""
-    if told["name"]:
-        sentence = f"By the protocol {told['name']}: comparable with {told['comparable_with']}."
-    elif told["nearest"]:
-        differing = ", ".join(told["differences"])
-        sentence = f"Not comparable with {told['nearest_is']}: "
-        sentence += f"differs from the protocol {told['nearest']} in {differing}."
-    else:
-        return (
-            "No protocol is known for these data, so this is not comparable with RobustBench or another leaderboard: "
-            "compare only runs on the same images under the same attacks."
-        )
-    # The leaderboard that most readers have in mind, where another protocol is nearer.
-    return sentence if "RobustBench" in sentence else f"{sentence} {_NOT_ROBUSTBENCH}"
-
-
-_NOT_ROBUSTBENCH = "Not comparable with RobustBench: only a run of one of its protocols is."
+        raise damaged(path, fault)
 
 
 def threat_text(run: Run) -> str:
@@ -319,7 +247,7 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def aspects(run: Run) -> dict[str, str]:
-    """What must agree between runs before their numbers may be compared, as text; '' where not known."""
+    """What must agree between runs before their numbers may be compared, as text; '' where it is not known."""
     settings, data, threat = run.command["settings"], run.results.get("data", {}), run.results.get("threat", {})
     norm = str(threat.get("norm") or settings.get("norm") or "")
     return {
@@ -335,15 +263,15 @@ def aspects(run: Run) -> dict[str, str]:
 
 
 def _attacked_size(run: Run) -> tuple[int, ...]:
-    """Height and width of the images that the model was attacked at; older results leave it to the examples."""
-    told = run.results.get("data", {}).get("pixels")
-    if told is not None:
-        return tuple(told)
+    """Height and width of the attacked images; older results have it only in the examples."""
+    pixels = run.results.get("data", {}).get("pixels")
+    if pixels is not None:
+        return tuple(pixels)
     return () if run.examples is None else run.examples["x"].shape[2:]
 
 
 def faced(run: Run) -> frozenset[str]:
-    """The attacks that the worst case counts, whatever their order."""
+    """The attacks that the worst case counts, in any order."""
     return frozenset(entry["name"] for entry in run.attacks if not entry.get("own_rules"))
 
 
@@ -351,18 +279,18 @@ def differing_aspects(runs: Sequence[Run]) -> list[str]:
     """The aspects in which the runs do not all agree."""
     known = [{**aspects(run), "attacks": faced(run)} for run in runs]
     names = [name for name in known[0] if _several(name, [entry[name] for entry in known])] if known else []
-    # Another data set or number of images is another selection anyhow; saying so again would only blur it.
+    # A different data set or number of images implies a different selection.
     return [name for name in names if name != "selection" or not {"data", "n"} & set(names)]
 
 
 def _several(name: str, values: Sequence[object]) -> bool:
-    """Whether they differ; a size or a precision that an older run does not tell is not another one."""
+    """Whether they differ; a size or precision that an older run did not record counts as equal."""
     return len({value for value in values if value or name not in ("size", "precision")}) > 1
 
 
 @dataclass(frozen=True)
 class ClassScore:
-    """How one class fares: of `n` samples so many are correct when clean, hold after an attack, and after all."""
+    """Counts of one class: of `n` samples, how many are correct when clean, after each attack, and after all."""
 
     name: str
     n: int
@@ -372,7 +300,7 @@ class ClassScore:
 
 
 def class_scores(run: Run) -> list[ClassScore]:
-    """Every class that occurs, in the order of the labels; none where clean images were not judged."""
+    """Every class that occurs, in the order of labels; none where clean images were not classified."""
     if run.samples is None or run.results.get("clean") is None:
         return []
     label, correct, held = run.column("label"), run.column("clean_correct"), run.held()

@@ -1,4 +1,4 @@
-"""Massive activations as a figure, a table and a sentence."""
+"""Massive activations: the largest activations of every layer, and where they are."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-from vitadel.reporting.figures import COLOURS, Picture, blank, our_style
-from vitadel.reporting.kinds.training import plain_axes
-from vitadel.reporting.read_runs import Run, percent
+from vitadel.reporting.figures import COLORS, Picture, add_legend, figure_style, new_figure, style_axes
+from vitadel.reporting.kind import Kind, Section
+from vitadel.reporting.read_runs import Run
+from vitadel.reporting.tables import Column, Table
+from vitadel.reporting.text import percent
 
-__all__ = ["activations_sentence", "draw_activations", "place_text", "size_text", "where_rows"]
+__all__ = ["KIND", "activations_sentence", "activations_tables", "draw_activations"]
 
-_COLOUR = {"clean": "clean", "attacked": "worst", "adaptive": "attack"}
+_COLOR = {"clean": "clean", "attacked": "worst", "adaptive": "attack"}
 
 
-def draw_activations(run: Run) -> Picture | None:
-    """Median and quartiles per layer, one curve per condition; None for a run that did not look at them."""
-    told = run.results.get("activations")
-    if not told:
-        return None
-    places = range(len(told["layers"]))
-    with our_style():
-        figure = blank(300)
+def draw_activations(run: Run) -> Picture:
+    """Median and quartiles per layer, one curve per condition."""
+    found = run.results["activations"]
+    places = range(len(found["layers"]))
+    with figure_style():
+        figure = new_figure(300)
         axes = figure.add_axes((0.09, 0.15, 0.88, 0.8))
-        for entry in reversed(told["conditions"]):  # clean ones on top, where curves coincide
-            color = COLOURS[_COLOUR[entry["images"]]]
+        for entry in reversed(found["conditions"]):  # clean ones on top, where curves coincide
+            color = COLORS[_COLOR[entry["images"]]]
             style = "--" if entry["tokens"] else "-"
             axes.fill_between(places, entry["lower"], entry["upper"], color=color, alpha=0.15, linewidth=0)
             axes.plot(places, entry["median"], color=color, linestyle=style, linewidth=1.5, label=entry["name"])
@@ -35,48 +35,74 @@ def draw_activations(run: Run) -> Picture | None:
         low, high = axes.get_ylim()
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}") if high < 20 * low else NullFormatter())
-        axes.legend(frameon=False, fontsize=9, labelcolor=COLOURS["muted"], reverse=True)
-        plain_axes(axes)
-        axes.tick_params(which="minor", labelcolor=COLOURS["muted"], color=COLOURS["grid"], labelsize=9)
-    return Picture("activations", figure, f"Largest activation of each layer. {activations_sentence(told)}")
+        add_legend(axes, reverse=True)
+        style_axes(axes)
+        axes.tick_params(which="minor", labelcolor=COLORS["muted"], color=COLORS["grid"], labelsize=9)
+    return Picture("activations", figure, f"Largest activation of each layer. {activations_sentence(run)}")
 
 
-def activations_sentence(told: Mapping[str, Any]) -> str:
-    """The layer with the largest clean median, in words, under every condition."""
-    clean = told["conditions"][0]["median"]
+def activations_sentence(run: Run) -> str:
+    """The layer with the largest clean median, and the medians there under every condition."""
+    found = run.results["activations"]
+    clean = found["conditions"][0]["median"]
     peak = max(range(len(clean)), key=clean.__getitem__)
-    sizes = ", ".join(f"{entry['name']} {size_text(entry['median'][peak])}" for entry in told["conditions"])
-    warning = f" Beware: {told['warning']}." if told["warning"] else ""
+    sizes = ", ".join(f"{entry['name']} {_size(entry['median'][peak])}" for entry in found["conditions"])
+    warning = f" Beware: {found['warning']}." if found["warning"] else ""
     return (
-        f"Over {told['n']:,} images the largest activations are in {told['layers'][peak]}; medians there: {sizes} "
-        f"(attack {told['attack']['name']}; registers and robustness tokens do not count).{warning}"
+        f"Over {found['n']:,} images the largest activations are in {found['layers'][peak]}; medians there: {sizes} "
+        f"(attack {found['attack']['name']}; registers and robustness tokens do not count).{warning}"
     )
 
 
-def where_rows(told: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row per layer, for tables: sizes and places under every condition."""
+def activations_tables(found: Mapping[str, Any]) -> list[Table]:
+    """Sizes and places of the maxima, one row per layer and one column per condition."""
+    columns = (Column("layer"), *(Column(entry["name"]) for entry in found["conditions"]))
+    sizes = tuple(
+        (
+            layer,
+            *(
+                f"{_size(entry['median'][number])} ({_size(entry['lower'][number])} to {_size(entry['upper'][number])})"
+                for entry in found["conditions"]
+            ),
+        )
+        for number, layer in enumerate(found["layers"])
+    )
+    places = tuple(
+        (layer, *(_place(entry["places"][number]) for entry in found["conditions"]))
+        for number, layer in enumerate(found["layers"])
+    )
+    attack = found["attack"]
+    eps = f", eps {attack['settings']['effective_eps']}" if attack["settings"].get("effective_eps") else ""
     return [
-        {
-            "layer": layer,
-            "cells": [
-                {
-                    "size": f"{size_text(entry['median'][number])} "
-                    f"({size_text(entry['lower'][number])} to {size_text(entry['upper'][number])})",
-                    "place": place_text(entry["places"][number]),
-                }
-                for entry in told["conditions"]
-            ],
-        }
-        for number, layer in enumerate(told["layers"])
+        Table(f"Largest |activation|: median (quartiles). Attack {attack['name']}{eps}.", columns, sizes),
+        Table("Where most maxima are (share of images).", columns, places),
     ]
 
 
-def place_text(place: Mapping[str, Any]) -> str:
+def _place(place: Mapping[str, Any]) -> str:
     """The commonest kind of token, its share of images, and in how many channel, or token and channel, agree."""
     channel = f"channel {place['channel']} {percent(place['channel_share'])}"
     same = f"same token and channel {percent(place['same_place_share'])}"
     return f"{place['kind']} {percent(place['kind_share'])}, {channel}, {same}"
 
 
-def size_text(value: float) -> str:
+def _size(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _sections(run: Run) -> list[Section]:
+    found = run.results["activations"]
+    return [
+        Section(
+            "Massive activations",
+            lambda: draw_activations(run),
+            "Lines are medians over images, bands reach from the lower to the upper quartile. Attacks are crafted on "
+            "the model without tokens, as in the paper, unless they go through the tokens. Registers and robustness "
+            "tokens do not count.",
+            activations_tables(found),
+            warning=found["warning"],
+        )
+    ]
+
+
+KIND = Kind(activations_sentence, _sections)

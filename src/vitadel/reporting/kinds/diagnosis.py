@@ -1,4 +1,4 @@
-"""A visit to the doctor on a terminal: the plan before, the findings and the one sentence after."""
+"""Diagnoses: checks for gradient masking, their evidence, and whether to trust the model's numbers."""
 
 from __future__ import annotations
 
@@ -10,51 +10,77 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitadel.findings import title_of
+from vitadel.reporting.expected_fields import OBJECT, TEXT, TEXT_OR_NULL, Fields
+from vitadel.reporting.kind import Kind, Section, Trust, doubts
+from vitadel.reporting.read_runs import Run
+from vitadel.reporting.terminal import VERDICT_COLORS, evidence_text
+from vitadel.reporting.text import percent
 
-__all__ = ["COLOURS", "evidence_text", "show_diagnosis", "tell_cost"]
-
-COLOURS = {"ok": "green", "suspicious": "yellow", "broken": "red"}
+__all__ = ["KIND", "show_cost", "show_diagnosis"]
 
 
-def tell_cost(cost: Mapping[str, Any]) -> None:
-    """What a visit takes at most; on standard error, where it does not mix with results."""
+def _sentence(run: Run) -> str:
+    clean = run.results["clean"]
+    return f"{percent(clean['accuracy'])} of {clean['n']:,} images are classified correctly; these were examined."
+
+
+def _trust(run: Run) -> Trust:
+    """The diagnosis's own conclusion; its verdict also counts checks that failed to run."""
+    found, doubt = run.results["diagnosis"], doubts(run)
+    verdict = doubt.verdict if doubt else found.get("verdict", "ok")
+    return Trust(verdict, found["sentence"], found["next"] or "")
+
+
+def _sections(run: Run) -> list[Section]:
+    found = run.results["diagnosis"]
+    remarks = [f"Not examined: {name}, {reason}." for name, reason in found.get("not_examined", {}).items()]
+    if cost := found.get("cost"):
+        took = f"; it took {cost['seconds']:,.1f} s" if "seconds" in cost else ""
+        most = f"at most {cost['gradients']:,.0f} gradients and {cost['forwards']:,.0f} forwards each"
+        remarks.insert(0, f"Cost: {cost['images']:,} images, {most}{took}.")
+    return [Section("Extent of the diagnosis", remarks=remarks)] if remarks else []
+
+
+def show_cost(cost: Mapping[str, Any]) -> None:
+    """The most a diagnosis can take; on standard error, where it does not mix with results."""
     Console(stderr=True).print(
         f"[dim]{cost['images']} images, at most {cost['gradients']:.0f} gradients and {cost['forwards']:.0f} forwards "
-        f"each: {cost['seconds_at_most']:.0f} s on this machine; images that fall early cost less.[/]"
+        f"each: {cost['seconds_at_most']:.0f} s on this machine; images that are misclassified early cost less.[/]"
     )
 
 
-def evidence_text(evidence: str | Mapping[str, Any]) -> str:
-    """An audit's findings say it in words, the doctor's in numbers."""
-    if isinstance(evidence, str):
-        return evidence
-    return ", ".join(f"{key} {_short(value)}" for key, value in evidence.items())
-
-
-def _short(value: object) -> str:
-    if isinstance(value, list):
-        return "/".join(map(_short, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def show_diagnosis(results: Mapping[str, Any]) -> None:
-    """All checks with their numbers, then the advice of those that were raised, then the sentence."""
-    console, told, threat = Console(), results["diagnosis"], results["threat"]
+def show_diagnosis(run: Run) -> None:
+    """All checks with their numbers, then the advice of those that were raised, then the conclusion."""
+    console, results = Console(), run.results
+    found, threat = results["diagnosis"], results["threat"]
     table = Table(
         *("check", "verdict", "evidence"),
         title=f"{escape(results['model']['spec'])} on {escape(results['data']['spec'])}, n = {results['data']['n']}; "
-        f"{threat['norm']}, eps {threat['eps_text']}; {told['level']}",
+        f"{threat['norm']}, eps {threat['eps_text']}; {found['level']}",
         title_justify="left",
     )
     for finding in results["findings"]:
         verdict = finding["verdict"]
-        coloured = f"[{COLOURS.get(verdict, 'yellow')}]{escape(verdict)}[/]"
-        table.add_row(escape(title_of(finding)), coloured, escape(evidence_text(finding["evidence"])))
-    for name, reason in told["not_examined"].items():
+        colored = f"[{VERDICT_COLORS.get(verdict, 'yellow')}]{escape(verdict)}[/]"
+        table.add_row(escape(title_of(finding)), colored, escape(evidence_text(finding["evidence"])))
+    for name, reason in found["not_examined"].items():
         table.add_row(escape(name), "[dim]left out[/]", f"[dim]{escape(reason)}[/]")
     console.print(table)
     for finding in results["findings"]:
         if finding["advice"]:
             console.print(f"[yellow]{escape(title_of(finding))}:[/] {escape(finding['advice'])}")
-    console.print(f"[bold]{escape(told['sentence'])}[/]")
-    console.print(f"Next: {escape(told['next'])}")
+    console.print(f"[bold]{escape(found['sentence'])}[/]")
+    console.print(f"Next: {escape(found['next'])}")
+
+
+KIND = Kind(
+    _sentence,
+    _sections,
+    trust=_trust,
+    show=show_diagnosis,
+    fields={
+        "diagnosis": Fields(
+            {"sentence": TEXT, "next": TEXT_OR_NULL}, {"not_examined": OBJECT, "cost": OBJECT, "verdict": TEXT}
+        )
+    },
+)

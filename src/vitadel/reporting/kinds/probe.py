@@ -1,85 +1,98 @@
-"""What a person sees of heads on frozen features: which was chosen, and how it did."""
+"""Heads on frozen features: which was chosen, and how it did; the audit of a linear probe."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from vitadel.reporting.terminal import show_results
+from vitadel.reporting.kind import Kind, Section
+from vitadel.reporting.kinds.audit import audit_sections, audit_sentence, show_audit
+from vitadel.reporting.read_runs import Run
+from vitadel.reporting.tables import Cell, Column, Table, share_cells, share_columns
+from vitadel.reporting.terminal import show_section
+from vitadel.reporting.text import percent
 
-__all__ = ["show_heads", "tell_plan"]
+__all__ = ["KIND", "show_heads", "show_probe_plan"]
 
-_BEST = 5  # heads that are shown beside each other
+_BEST = 5  # heads that are shown
 
 
-def tell_plan(text: str) -> None:
-    """What is to come, on standard error."""
+def show_probe_plan(text: str) -> None:
+    """What is to be done, on standard error."""
     Console(stderr=True).print(f"[dim]to do: {escape(text)}[/]", soft_wrap=True)
 
 
-def show_heads(results: Mapping[str, Any]) -> None:
-    """The tables of a linear probe or of a segmentation head."""
-    if "segmentation" in results:
-        _show_segmentation(results)
-    else:
-        _show_probe(results)
+def _sentence(run: Run) -> str:
+    segmentation = run.results.get("segmentation")
+    if not segmentation:
+        return audit_sentence(run)
+    clean, (height, width) = segmentation["clean"], segmentation["size"]
+    parts = [f"{entry['name']} {percent(entry['mean_iou'])}" for entry in segmentation["attacks"]]
+    under = f"; under attack: {', '.join(parts)}" if parts else ""
+    return f"mIoU {percent(clean['mean_iou'])} on {clean['images']:,} images of {height} x {width} pixels{under}."
 
 
-def _show_probe(results: Mapping[str, Any]) -> None:
-    console, probe = Console(), results["probe"]
-    best = sorted(probe["heads"], key=lambda head: (-head["correct"], _loss(head)))
-    table = Table(title=f"{escape(probe['recipe'])}: {len(best)} heads, {_told(probe)}", title_justify="left")
-    for heading in ("class tokens", "mean patch", "rate", "held-out accuracy", "loss"):
-        table.add_column(heading, justify="right")
-    for head in best[:_BEST]:
-        loss = "diverged" if head["loss"] is None else f"{head['loss']:.3f}"
-        accuracy = f"{100 * head['correct'] / head['n']:.1f} %"
-        table.add_row(str(head["blocks"]), "yes" if head["average"] else "no", f"{head['rate']:g}", accuracy, loss)
-    console.print(table)
-    if len(best) > _BEST:
-        console.print(f"[dim]The best {_BEST}; the first was chosen, so its held-out accuracy is a little rosy.[/]")
-    missing = results["data"]["classes"] - probe["classes_trained"]
+def _sections(run: Run) -> list[Section]:
+    if segmentation := run.results.get("segmentation"):
+        return [_segmentation(run.results, segmentation)]
+    probe = run.results["probe"]
+    heads = sorted(probe["heads"], key=lambda head: (-head["correct"], _loss(head)))
+    columns = (
+        *(Column("class tokens", 0), Column("mean patch"), Column("learning rate")),
+        *(Column("held-out accuracy, %", 1), Column("loss", 3)),
+    )
+    rows = tuple(
+        (
+            head["blocks"],
+            "yes" if head["average"] else "no",
+            f"{head['rate']:g}",
+            100 * head["correct"] / head["n"],
+            "diverged" if head["loss"] is None else head["loss"],
+        )
+        for head in heads[:_BEST]
+    )
+    remarks = []
+    if len(heads) > _BEST:
+        remarks.append(
+            f"The best {_BEST} heads; the first was chosen by its held-out accuracy, which is thus optimistic."
+        )
+    missing = run.results["data"]["classes"] - probe["classes_trained"]
     if missing:
-        console.print(f"[yellow]{missing} classes have no image to train on, and cannot be learnt.[/]")
-    show_results(dict(results))
+        remarks.append(f"{missing} classes have no training image and cannot be learned.")
+    table = Table(f"{probe['recipe']}: {len(heads)} heads, {_extent(probe)}.", columns, rows)
+    return [Section("Linear probe", tables=[table], remarks=remarks), *audit_sections(run)]
 
 
 def _loss(head: Mapping[str, Any]) -> float:
     return float("inf") if head["loss"] is None else float(head["loss"])
 
 
-def _show_segmentation(results: Mapping[str, Any]) -> None:
-    console, told = Console(), results["segmentation"]
-    threat, (height, width) = results["threat"], told["size"]
-    budget = f", {threat['norm']}, eps {threat['eps_text']}" if told["attacks"] else ""
-    table = Table(
-        title=f"{escape(results['model']['spec'])} on {escape(results['data']['spec'])}: {height} x {width} px, "
-        f"n = {told['clean']['images']}{budget}, seed {results['seed']}",
-        title_justify="left",
-    )
-    table.add_column("")
-    for heading in ("mIoU", "per image (legacy)", "pixels"):
-        table.add_column(heading, justify="right")
-    table.add_row("clean", *_scores(told["clean"]))
-    for entry in told["attacks"]:
+def _segmentation(results: Mapping[str, Any], segmentation: Mapping[str, Any]) -> Section:
+    threat = results["threat"]
+    budget = f"; {threat['norm']}, eps {threat['eps_text']}" if segmentation["attacks"] else ""
+    rows = [("clean", *_scores(segmentation["clean"]))]
+    for entry in segmentation["attacks"]:
         made_on = "" if entry["made_on"] == entry["judged_on"] else f" on the {entry['made_on']}"
-        table.add_row(escape(f"{entry['name']}{made_on}"), *_scores(entry))
-    console.print(f"{escape(told['recipe'])}: rate {told['chosen']['rate']:g}, {_told(told)}")
-    console.print(table)
-    console.print(
-        "[dim]mIoU of the whole set; 95 % intervals bootstrapped over images. The mean of each image's own mIoU is "
-        "what some papers report under attack, and not comparable. Pixels: the share that got their class.[/]"
+        rows.append((f"{entry['name']}{made_on}", *_scores(entry)))
+    columns = (
+        *(Column("images"), *share_columns("mIoU"), *share_columns("per image (legacy)")),
+        Column("pixels, %", 1),
     )
-    void = sum(entry["void"] for entry in told["attacks"])
-    if void:
-        console.print(f"[yellow]{void} proposals broke box or budget; the clean image counts in their place.[/]")
+    chosen = f"learning rate {segmentation['chosen']['rate']:g}, {_extent(segmentation)}"
+    remarks = [
+        "mIoU of the whole set; 95 % intervals bootstrapped over images. The mean of each image's own mIoU is what "
+        "some papers report under attack, and is not comparable. Pixels: the share that got their class."
+    ]
+    if void := sum(entry["void"] for entry in segmentation["attacks"]):
+        remarks.append(f"{void} proposals broke box or budget; the clean image counts in their place.")
+    table = Table(f"{segmentation['recipe']}: {chosen}{budget}.", columns, tuple(rows))
+    return Section("Segmentation", tables=[table], remarks=remarks, file="segmentation")
 
 
-def _told(section: Mapping[str, Any]) -> str:
+def _extent(section: Mapping[str, Any]) -> str:
     tokens = f", tokens {section['tokens']}" if section["tokens"] else ""
     return (
         f"{section['steps']} steps of {section['batch_size']}, trained on {section['trained_on']} images, chosen on "
@@ -87,9 +100,20 @@ def _told(section: Mapping[str, Any]) -> str:
     )
 
 
-def _scores(entry: Mapping[str, Any]) -> Sequence[str]:
-    def mean(name: str) -> str:
-        low, high = entry[f"{name}_ci95"]
-        return f"{100 * entry[name]:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+def _scores(entry: Mapping[str, Any]) -> tuple[Cell, ...]:
+    means = [share_cells({name: entry[name], "ci95": entry[f"{name}_ci95"]}, name) for name in _MEANS]
+    return (*(cell for mean in means for cell in mean), 100 * entry["pixel_accuracy"])
 
-    return mean("mean_iou"), mean("mean_iou_per_image"), f"{100 * entry['pixel_accuracy']:.1f} %"
+
+_MEANS = ("mean_iou", "mean_iou_per_image")
+
+
+def show_heads(run: Run) -> None:
+    """The tables of the heads, and the audit of a linear probe."""
+    for section in _sections(run):
+        show_section(section)
+    if "segmentation" not in run.results:
+        show_audit(run)
+
+
+KIND = Kind(_sentence, _sections, show=show_heads)

@@ -1,15 +1,25 @@
-"""Where one query looks, clean and under attack, for people."""
+"""Study `attention`: where one query attends, clean and under attack."""
 
 from __future__ import annotations
 
-from vitadel.reporting.cells import Cell, Column, Table
-from vitadel.reporting.figures import COLOURS, Picture, blank, our_style
-from vitadel.reporting.image_grid import Strip, as_images, draw_strips, height_of
-from vitadel.reporting.kinds.training import plain_axes
-from vitadel.reporting.read_runs import Run, percent
-from vitadel.reporting.study import Study, Told, arrays_of
+from vitadel.reporting.figures import (
+    COLORS,
+    Picture,
+    Strip,
+    add_legend,
+    as_images,
+    draw_strips,
+    figure_style,
+    height_of,
+    new_figure,
+    style_axes,
+)
+from vitadel.reporting.kind import Results, read_study_arrays, study
+from vitadel.reporting.read_runs import Run
+from vitadel.reporting.tables import Cell, Column, Table
+from vitadel.reporting.text import percent
 
-__all__ = ["ATTENTION"]
+__all__ = ["KIND"]
 
 _PANEL = 190  # points
 _MOST_HEADS = 6  # that are drawn, each in two rows
@@ -17,7 +27,7 @@ _KINDS = {"attacked": ("worst", "attacked"), "random": ("clean", "changed at ran
 
 
 def _draw(run: Run) -> Picture | None:
-    told, arrays = run.results["study"], arrays_of(run)
+    found, arrays = run.results["study"], read_study_arrays(run)
     if not arrays:
         return None
     strips = [Strip("image", as_images(arrays["x"])), Strip("attacked", as_images(arrays["z"]))]
@@ -32,69 +42,69 @@ def _draw(run: Run) -> Picture | None:
             Strip(f"{which}, attacked", list(under), notes, largest),
         ]
     height = height_of(strips) + 16 + _PANEL
-    with our_style():
-        figure = blank(height)
+    with figure_style():
+        figure = new_figure(height)
         draw_strips(figure, strips)
         axes = figure.add_axes((0.08, 40 / height, 0.89, (_PANEL - 50) / height))
         for name, (color, label) in _KINDS.items():
-            entry = told["cosine"][name]
-            axes.stairs(entry["counts"], entry["edges"], color=COLOURS[color], label=label)
-        if told["other_images"] is not None:
+            entry = found["cosine"][name]
+            axes.stairs(entry["counts"], entry["edges"], color=COLORS[color], label=label)
+        if found["other_images"] is not None:
             words = "mean of unrelated images"
-            axes.axvline(told["other_images"], color=COLOURS["muted"], linestyle=":", linewidth=1, label=words)
+            axes.axvline(found["other_images"], color=COLORS["muted"], linestyle=":", linewidth=1, label=words)
         axes.set(xlabel="cosine with the clean image's attention", ylabel="images")
-        axes.legend(frameon=False, fontsize=8, labelcolor=COLOURS["muted"])
-        plain_axes(axes)
-    return Picture("study-attention", figure, f"Maps of attention. {_sentence(told)}")
+        add_legend(axes, fontsize=8)
+        style_axes(axes)
+    return Picture("study-attention", figure, f"Maps of attention. {_sentence(found)}")
 
 
-def _query(told: Told) -> str:
-    names = {"centre": "the patch in the centre", "class": "the class token"}
-    return names.get(told["query"], f"the patch at {told['query']}")
+def _query(found: Results) -> str:
+    names = {"centre": "the patch in the center", "class": "the class token"}
+    return names.get(found["query"], f"the patch at {found['query']}")
 
 
-def _sentence(told: Told) -> str:
-    under, random = told["cosine"]["attacked"], told["cosine"]["random"]
-    others = told["other_images"]
+def _sentence(found: Results) -> str:
+    under, random = found["cosine"]["attacked"], found["cosine"]["random"]
+    others = found["other_images"]
     scale = "" if others is None else f", and unrelated images have {others:.3f}"
     return (
-        f"Attention of {_query(told)} in {told['attention']} keeps a cosine of {under['mean']:.3f} "
-        f"({under['ci95'][0]:.3f} to {under['ci95'][1]:.3f}) over {told['n']:,} images under {told['attack']['name']}, "
-        f"which fools {percent(told['fooled']['success'])}; random changes of the same size keep "
-        f"{random['mean']:.3f}{scale}."
+        f"Attention of {_query(found)} in {found['attention']} keeps a cosine of {under['mean']:.3f} "
+        f"({under['ci95'][0]:.3f} to {under['ci95'][1]:.3f}) over {found['n']:,} images under "
+        f"{found['attack']['name']}, which fools {percent(found['fooled']['success'])}; random changes of the same "
+        f"size keep {random['mean']:.3f}{scale}."
     )
 
 
-def _tables(told: Told) -> list[Table]:
-    quantiles = list(told["cosine"]["attacked"]["quantiles"])
-    entries = [(label, told["cosine"][name]) for name, (_, label) in _KINDS.items()]
-    entries += [(f"attacked, head {head}", each) for head, each in enumerate(told["each_head"] or ())]
+def _tables(found: Results) -> list[Table]:
+    quantiles = list(found["cosine"]["attacked"]["quantiles"])
+    entries = [(label, found["cosine"][name]) for name, (_, label) in _KINDS.items()]
+    entries += [(f"attacked, head {head}", each) for head, each in enumerate(found["each_head"] or ())]
     rows: list[tuple[Cell, ...]] = [
         (name, each["n"], each["mean"], *each["ci95"], *(each["quantiles"][part] for part in quantiles))
         for name, each in entries
     ]
     rows += [
         (f"attacked and {name}", each["n"], each["mean"], *each["ci95"], *(None for _ in quantiles))
-        for name, each in told["by_outcome"].items()
+        for name, each in found["by_outcome"].items()
         if each is not None
     ]
     headings = ("cosine", "from", "to", *(f"{100 * float(part):g} % quantile" for part in quantiles))
     columns = (Column("images"), Column("n", 0), *(Column(name, 3) for name in headings))
     caption = "Cosine with the clean image's attention, a mean over heads unless one is named."
-    return [Table("", caption, columns, tuple(rows))]
+    return [Table(caption, columns, tuple(rows))]
 
 
-def _remarks(told: Told) -> list[str]:
-    rows, columns = told["grid"]
+def _remarks(found: Results) -> list[str]:
+    rows, columns = found["grid"]
     return [
-        f"The row of {_query(told)} over all tokens, of which {rows} x {columns} are patches; {told['heads']} heads. "
-        "Rows of unrelated images are alike, too: only what lies between their cosine and 1 tells anything."
+        f"The row of {_query(found)} over all tokens, of which {rows} x {columns} are patches; {found['heads']} heads. "
+        "Rows of unrelated images are similar, too: only differences between their cosine and 1 are informative."
     ]
 
 
-ATTENTION = Study(
+KIND = study(
     title="Attention under attack",
-    caption="Above, where the query looks, in brightness, with the cosine below. Pairs of maps have one scale. Below, "
+    caption="Above, the query's attention as brightness, with the cosine below. Pairs of maps have one scale. Below, "
     "cosines over all images.",
     sentence=_sentence,
     draw=_draw,

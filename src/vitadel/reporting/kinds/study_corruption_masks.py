@@ -1,28 +1,28 @@
-"""Which patches a corruption model chooses, for people."""
+"""Study `corruption-masks`: which patches a patch selector chooses."""
 
 from __future__ import annotations
 
-from vitadel.reporting.cells import Cell, Column, Table, share_cells, share_columns
-from vitadel.reporting.figures import Picture, blank, our_style
-from vitadel.reporting.image_grid import Strip, as_images, draw_strips, height_of
-from vitadel.reporting.read_runs import Run, interval_text, percent
-from vitadel.reporting.study import Study, Told, arrays_of
+from vitadel.reporting.figures import Picture, Strip, as_images, draw_strips, figure_style, height_of, new_figure
+from vitadel.reporting.kind import Results, read_study_arrays, study
+from vitadel.reporting.read_runs import Run
+from vitadel.reporting.tables import Cell, Column, Table, share_cells, share_columns
+from vitadel.reporting.text import interval_text, percent
 
-__all__ = ["CORRUPTION_MASKS"]
+__all__ = ["KIND"]
 
-_WHO = {
-    "learned": "chosen by the corruption model",
+_SELECTIONS = {
+    "learned": "chosen by the patch selector",
     "usual": "its commonest positions, in every image",
     "random": "at random",
 }
 
 
 def _draw(run: Run) -> Picture | None:
-    told, arrays = run.results["study"], arrays_of(run)
+    found, arrays = run.results["study"], read_study_arrays(run)
     if not arrays:
         return None
-    masks = arrays["chosen"].reshape(-1, *told["grid"]).astype(float)
-    heat = [arrays[f"heat {who}"] for who in ("learned", "random")]
+    masks = arrays["chosen"].reshape(-1, *found["grid"]).astype(float)
+    heat = [arrays[f"heat {how}"] for how in ("learned", "random")]
     largest = float(max(each.max() for each in heat))
     strips = [
         Strip("image", as_images(arrays["x"])),
@@ -30,43 +30,42 @@ def _draw(run: Run) -> Picture | None:
         Strip("with noise", as_images(arrays["z"])),
         Strip("how often chosen", heat, ("learned", "random"), largest),
     ]
-    with our_style():
-        figure = blank(height_of(strips) + 12)
+    with figure_style():
+        figure = new_figure(height_of(strips) + 12)
         draw_strips(figure, strips)
-    return Picture("study-corruption-masks", figure, f"Chosen patches. {_sentence(told)}")
+    return Picture("study-corruption-masks", figure, f"Chosen patches. {_sentence(found)}")
 
 
-def _sentence(told: Told) -> str:
-    accuracy, harm, masks = told["accuracy"], told["harm"]["learned"], told["masks"]["learned"]
+def _sentence(found: Results) -> str:
+    accuracy, harm, masks = found["accuracy"], found["harm"]["learned"], found["masks"]["learned"]
     low, high = harm["ci95"]
     sure = "not clearly different" if low <= 0 <= high else f"so its choice {'harms more' if low > 0 else 'harms less'}"
     return (
-        f"With noise in {told['corrupted']} of {told['patches']} patches {percent(accuracy['learned']['mean'])} of "
-        f"{told['n']:,} images are right if the corruption model chooses them, and "
-        f"{percent(accuracy['random']['mean'])} if chance does ({sure}); it chooses as if among "
-        f"{masks['positions']:.1f} of {told['patches']} positions."
+        f"With noise in {found['corrupted']} of {found['patches']} patches {percent(accuracy['learned']['mean'])} of "
+        f"{found['n']:,} images are correct if the patch selector chooses them, and "
+        f"{percent(accuracy['random']['mean'])} at random ({sure}); it chooses as if among "
+        f"{masks['positions']:.1f} of {found['patches']} positions."
     )
 
 
-def _tables(told: Told) -> list[Table]:
+def _tables(found: Results) -> list[Table]:
     rows: list[tuple[Cell, ...]] = []
-    for who, name in _WHO.items():
-        seen = told["accuracy"][who]
+    for how, name in _SELECTIONS.items():
+        seen = found["accuracy"][how]
         cells = (*share_cells(seen, "mean"), *share_cells(seen["worst"], "accuracy"))
-        rows.append((name, *cells, *share_cells(told["harm"].get(who), "difference")))
-    headings = ("accuracy", f"worst of {told['fills']}", "lost beyond random")
+        rows.append((name, *cells, *share_cells(found["harm"].get(how), "difference")))
+    headings = ("accuracy", f"worst of {found['fills']}", "lost beyond random")
     columns = (Column("patches"), *(column for name in headings for column in share_columns(name)))
-    first = Table("", f"Accuracy with noise in {told['corrupted']} of {told['patches']} patches.", columns, tuple(rows))
+    first = Table(f"Accuracy with noise in {found['corrupted']} of {found['patches']} patches.", columns, tuple(rows))
     spread: list[tuple[Cell, ...]] = []
-    for who in ("learned", "random"):
-        seen = told["masks"][who]
+    for how in ("learned", "random"):
+        seen = found["masks"][how]
         common = None if seen["overlap"] is None else 100 * seen["overlap"]
-        spread.append((_WHO[who], seen["bits"], seen["most_bits"], seen["positions"], common))
+        spread.append((_SELECTIONS[how], seen["bits"], seen["most_bits"], seen["positions"], common))
     names = (("entropy, bits", 3), ("uniform, bits", 3), ("as many positions", 1), ("common to two images, %", 1))
     return [
         first,
         Table(
-            "",
             "How evenly positions are chosen.",
             (Column("patches"), *(Column(*each) for each in names)),
             tuple(spread),
@@ -74,22 +73,22 @@ def _tables(told: Told) -> list[Table]:
     ]
 
 
-def _remarks(told: Told) -> list[str]:
-    usual, trained = told["harm"]["usual"], told["trained_here"]
+def _remarks(found: Results) -> list[str]:
+    usual, trained = found["harm"]["usual"], found["trained_here"]
     whose = "trained here against this very model, on other images" if trained else "taken from a file"
     return [
-        f"The corruption model was {whose}. Its commonest positions, painted over in every image, cost "
-        f"{percent(usual['difference'])} ({interval_text(usual['ci95'])}) beyond random patches: what it takes more "
-        "than that comes from looking at the image.",
-        f"Two random masks have {percent(told['overlap_by_chance'])} of their patches in common on average, and so few "
-        "images leave even random choices short of the uniform entropy: compare with the row below.",
+        f"The patch selector was {whose}. Its commonest positions, used in every image, cost "
+        f"{percent(usual['difference'])} ({interval_text(usual['ci95'])}) beyond random patches: any further "
+        "loss comes from looking at the image.",
+        f"Two random masks have {percent(found['overlap_by_chance'])} of their patches in common on average. With so "
+        "few images even random choices stay below the uniform entropy: compare with the row of random patches.",
     ]
 
 
-CORRUPTION_MASKS = Study(
-    title="Masks of the corruption model",
+KIND = study(
+    title="Masks of the patch selector",
     caption="Above, images, the patches chosen, and the noise in them. Below, the share of images in which each "
-    "position is chosen, by the corruption model and in as many random masks.",
+    "position is chosen, by the patch selector and in as many random masks.",
     sentence=_sentence,
     draw=_draw,
     tables=_tables,

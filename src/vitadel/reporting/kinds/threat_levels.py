@@ -1,4 +1,4 @@
-"""The threat ladder for people: a table of accuracy by attacker and budget, and the same as a figure."""
+"""Threat levels: accuracy against attackers who know more and more about secret tokens, at several budgets."""
 
 from __future__ import annotations
 
@@ -10,202 +10,224 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Table as Shown
 
-from vitadel.reporting.figures import COLOURS, Picture, blank, our_style
-from vitadel.reporting.kinds.training import plain_axes
-from vitadel.reporting.read_runs import Run, percent
+from vitadel.reporting.figures import COLORS, Picture, add_legend, figure_style, interval_reach, new_figure, style_axes
+from vitadel.reporting.kind import Kind, Section
+from vitadel.reporting.read_runs import Run
+from vitadel.reporting.tables import Column, Table, share_cells, share_columns
+from vitadel.reporting.terminal import show_findings
+from vitadel.reporting.text import percent
 
-__all__ = [
-    "compare_ladders",
-    "control_rows",
-    "draw_ladder",
-    "ladder_remarks",
-    "ladder_rows",
-    "ladder_sentence",
-    "show_ladder",
-]
+__all__ = ["KIND", "compare_threat_levels", "draw_threat_levels", "show_threat_levels"]
 
-_BANK = "T8"  # another victim than that of the other levels, so no line leads to it
+_BANK = "T8"  # attacks another model than the other levels, so no line leads to it
+_LINE_COLORS = ("clean", "attack", "worst", "ink")
+Levels = Mapping[str, Any]
+"""The field `ladder` of the results."""
 
 
-def show_ladder(results: Mapping[str, Any]) -> None:
-    """The table in the terminal: a part per attacker, a row per attack, a column per budget; then controls and what
-    else was seen."""
-    console, ladder = Console(), results["ladder"]
+def _sections(run: Run) -> list[Section]:
+    levels: Levels = run.results["ladder"]
+    return [
+        Section(
+            "Threat levels",
+            lambda: draw_threat_levels(run),
+            "Each level counts the images that are classified correctly after all of its attacks, on the same images "
+            "and model; a randomized bank (T8) counts an image only if every one of its token sets is right.",
+            [level_table(levels), *([control_table(levels)] if levels["controls"] else [])],
+            level_remarks(levels),
+            file="threat-ladder",
+            exported=[_exported_table(levels)],
+        )
+    ]
+
+
+def _exported_table(levels: Levels) -> Table:
+    columns = (*map(Column, ("attacker", "knows", "attack", "eps")), *share_columns("accuracy"))
+    rows = tuple(
+        (
+            f"{entry['level']} {entry['title']}",
+            *(entry[name] for name in ("knows", "attack", "eps_text")),
+            *share_cells(entry, "robust_accuracy"),
+        )
+        for entry in levels["rows"]
+    )
+    return Table("Accuracy by what the attacker knows.", columns, rows)
+
+
+def level_table(levels: Levels) -> Table:
+    """One row per attack, one column per budget; budgets in other units than pixels stand beside the attack."""
+    budgets = [entry["eps"] for entry in levels["budgets"]]
+    rows: dict[tuple[str, str], list[str]] = {}
+    for entry in levels["rows"]:
+        attacker = f"{entry['level']} {entry['title']}"
+        row = rows.setdefault(
+            (entry["level"], entry["attack"]), [attacker, entry["knows"], entry["attack"], *[""] * len(budgets)]
+        )
+        if entry["in_pixels"]:
+            row[3 + budgets.index(entry["eps"])] = _accuracy(entry, "robust_accuracy")
+        else:
+            row[2] = f"{entry['attack']} ({entry['eps_text']}): {_accuracy(entry, 'robust_accuracy')}"
+    columns = (
+        *map(Column, ("attacker", "knows", "attack")),
+        *(Column(each["eps_text"], 1) for each in levels["budgets"]),
+    )
+    return Table("Accuracy in % with its 95 % interval.", columns, tuple(map(tuple, rows.values())))
+
+
+def control_table(levels: Levels) -> Table:
+    """One row per control: its accuracy on clean images, and under each attack of T2."""
+    clean: dict[str, str] = {}
+    attacks: dict[str, dict[str, str]] = {}
+    for entry in levels["controls"]:
+        units = "" if entry["in_pixels"] else " normalized"
+        clean[entry["control"]] = _accuracy(entry["clean"], "accuracy")
+        column = attacks.setdefault(f"{entry['attack']}, {entry['eps_text']}{units}", {})
+        column[entry["control"]] = _accuracy(entry, "robust_accuracy")
+    columns = (Column("instead of the tokens"), *(Column(name, 1) for name in ("clean", *attacks)))
+    rows = tuple(
+        (name, accuracy, *(column.get(name, "") for column in attacks.values())) for name, accuracy in clean.items()
+    )
+    return Table("Controls: other changes under the attacks that know none of them (T2).", columns, rows)
+
+
+def show_threat_levels(run: Run) -> None:
+    """A part per attacker, a row per attack, a column per budget; then controls, remarks and findings."""
+    console, results, levels = Console(), run.results, run.results["ladder"]
     title = (
-        f"{escape(results['model']['spec'])} on {escape(results['data']['spec'])}: {ladder['tokens']} secret tokens "
-        f"({ladder['fingerprint']}), n = {results['data']['n']}, seed {results['seed']}, Linf; accuracy in % with its "
+        f"{escape(results['model']['spec'])} on {escape(results['data']['spec'])}: {levels['tokens']} secret tokens "
+        f"({levels['fingerprint']}), n = {results['data']['n']}, seed {results['seed']}, Linf; accuracy in % with its "
         "95 % interval"
     )
-    table = _table("attacker and attack", ladder, title)
+    table = _narrow_table("attacker and attack", levels, title)
     clean = _accuracy(results["clean"], "accuracy")
-    table.add_row("clean", *[clean] * len(ladder["budgets"]))
-    for attacker, rows in itertools.groupby(ladder_rows(ladder), key=lambda row: row["attacker"]):
+    table.add_row("clean", *[clean] * len(levels["budgets"]))
+    for attacker, rows in itertools.groupby(level_table(levels).rows, key=lambda row: row[0]):
         table.add_section()
-        table.add_row(f"[bold]{escape(attacker)}[/]")
-        for row in rows:
-            table.add_row(escape(row["attack"]), *map(escape, row["cells"]))
-    if ladder["worst_case"]:
+        table.add_row(f"[bold]{escape(str(attacker))}[/]")
+        for _, _, attack, *cells in rows:
+            table.add_row(escape(str(attack)), *(escape(str(cell)) for cell in cells))
+    if levels["worst_case"]:
         table.add_section()
-        worst = [_accuracy(entry, "robust_accuracy") for entry in ladder["worst_case"]]
+        worst = [_accuracy(entry, "robust_accuracy") for entry in levels["worst_case"]]
         table.add_row("[bold]worst case per image[/]", *worst)
     console.print(table)
-    if ladder["controls"]:
-        console.print(_control_table(ladder))
-    for remark in ladder_remarks(ladder):
+    if levels["controls"]:
+        console.print(_shown_controls(levels))
+    for remark in level_remarks(levels):
         console.print(f"[dim]{escape(remark)}[/]")
+    show_findings(results.get("findings") or [])
 
 
-def _control_table(ladder: Mapping[str, Any]) -> Table:
-    """As narrow as the ladder's own: a part for clean images and for each attack, a row per control."""
-    table = _table("instead of the tokens", ladder, "Controls, under attacks that know none of them (T2)")
-    budgets = [budget["eps"] for budget in ladder["budgets"]]
-    clean = {entry["control"]: _accuracy(entry["clean"], "accuracy") for entry in ladder["controls"]}
+def _shown_controls(levels: Levels) -> Shown:
+    """As narrow as the table of levels: a part for clean images and for each attack, a row per control."""
+    table = _narrow_table("instead of the tokens", levels, "Controls, under attacks that know none of them (T2)")
+    budgets = [budget["eps"] for budget in levels["budgets"]]
+    clean = {entry["control"]: _accuracy(entry["clean"], "accuracy") for entry in levels["controls"]}
     table.add_row("[bold]clean[/]")
     for name, accuracy in clean.items():
         table.add_row(escape(name), *[accuracy] * len(budgets))
-    for attack in dict.fromkeys(entry["attack"] for entry in ladder["controls"]):
-        entries = [entry for entry in ladder["controls"] if entry["attack"] == attack]
-        units = "" if entries[0]["in_pixels"] else f", {entries[0]['eps_text']} normalised"
+    for attack in dict.fromkeys(entry["attack"] for entry in levels["controls"]):
+        entries = [entry for entry in levels["controls"] if entry["attack"] == attack]
+        units = "" if entries[0]["in_pixels"] else f", {entries[0]['eps_text']} normalized"
         table.add_section()
         table.add_row(f"[bold]{escape(attack + units)}[/]")
         for name in clean:
-            told = {each["eps"]: _accuracy(each, "robust_accuracy") for each in entries if each["control"] == name}
+            found = {each["eps"]: _accuracy(each, "robust_accuracy") for each in entries if each["control"] == name}
             if units:  # of a budget that has no column
-                table.add_row(escape(f"{name}: {', '.join(told.values())}"))
+                table.add_row(escape(f"{name}: {', '.join(found.values())}"))
             else:
-                table.add_row(escape(name), *(told.get(eps, "") for eps in budgets))
+                table.add_row(escape(name), *(found.get(eps, "") for eps in budgets))
     return table
 
 
-def _table(heading: str, ladder: Mapping[str, Any], title: str) -> Table:
-    """A column of words, and one per budget, narrow enough for the four of the ladder in a terminal of 80 columns:
-    numbers are never cut short, words are broken where there is no room for them."""
-    table = Table(title=title, title_justify="left")
+def _narrow_table(heading: str, levels: Levels, title: str) -> Shown:
+    """A column of words and one per budget. Four budgets fit into 80 columns: numbers are never cut, words wrap."""
+    table = Shown(title=title, title_justify="left")
     table.add_column(heading, overflow="fold")
-    for budget in ladder["budgets"]:
+    for budget in levels["budgets"]:
         table.add_column(budget["eps_text"], justify="right", min_width=len("(10.0\u2013100.0)"))
     return table
 
 
-def ladder_remarks(ladder: Mapping[str, Any]) -> list[str]:
-    """What the tables have no room for: cosines, single draws of a bank, the fit of tokens, what is left out."""
+def level_remarks(levels: Levels) -> list[str]:
+    """What the tables have no room for: cosines, single draws of a bank, the fit of tokens, levels left out."""
     remarks = []
-    for entry in ladder["rows"]:
-        cosines = entry["cosines"]
-        if cosines and entry["level"] != "T0":
-            told = "; ".join(
-                f"{_cosines(cosines, key)} {what}"
-                for key, what in (
-                    ("to bare", "to the bare backbone"),
-                    ("to own", "to its own"),
-                    ("no tokens", "without tokens"),
-                )
-            )
+    for entry in levels["rows"]:
+        if entry["cosines"] and entry["level"] != "T0":
+            cosines = "; ".join(f"{_cosines(entry['cosines'], key)} {what}" for key, what in _COSINES.items())
             remarks.append(
-                f"Feature cosines under {entry['level']} {entry['attack']}, eps {entry['eps_text']}: {told}."
+                f"Feature cosines under {entry['level']} {entry['attack']}, eps {entry['eps_text']}: {cosines}."
             )
         if "expected_accuracy" in entry:
             remarks.append(
                 f"{entry['level']} at {entry['eps_text']}: one random draw of the bank is right for "
-                f"{percent(entry['expected_accuracy'])} ({percent(ladder['bank_clean_accuracy'])} when clean)."
+                f"{percent(entry['expected_accuracy'])} ({percent(levels['bank_clean_accuracy'])} when clean)."
             )
-    for entry in ladder["extraction"]:
+    for entry in levels["extraction"]:
         remarks.append(
-            f"Tokens fitted to the {entry['from']} of {entry['queries']} images: features alike to "
-            f"{entry['cosine']:.4f} (cosine on other images; {entry['cosine_before']:.4f} before the fit)."
+            f"Tokens fitted to the {entry['from']} of {entry['queries']} images: feature cosine "
+            f"{entry['cosine']:.4f} on other images ({entry['cosine_before']:.4f} before the fit)."
         )
-    if ladder["left_out"]:
-        remarks.append(f"Not climbed: {'; '.join(ladder['left_out'])}.")
+    if levels["left_out"]:
+        remarks.append(f"Levels not run: {'; '.join(levels['left_out'])}.")
     return remarks
 
 
+_COSINES = {"to bare": "to the bare backbone", "to own": "to its own", "no tokens": "without tokens"}
+
+
 def _cosines(cosines: Mapping[str, float], key: str) -> str:
-    """Per token and per channel, and of pooled features where the defence compares those."""
+    """Per token and per channel, and of pooled features where the defense compares those."""
     kinds = {"token": "per token", "channel": "per channel", "pooled": "pooled"}
-    there = {called: cosines.get(f"{key}, {kind}") for kind, called in kinds.items()}
-    return ", ".join(f"{value:.2f} {called}" for called, value in there.items() if value is not None)
+    found = {name: cosines.get(f"{key}, {kind}") for kind, name in kinds.items()}
+    return ", ".join(f"{value:.2f} {name}" for name, value in found.items() if value is not None)
 
 
-def ladder_rows(ladder: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row per attack: who, what, and the accuracy at each budget; other units than pixels in their own words."""
-    budgets = [entry["eps"] for entry in ladder["budgets"]]
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for entry in ladder["rows"]:
-        row = rows.setdefault(
-            (entry["level"], entry["attack"]),
-            {
-                "attacker": f"{entry['level']} {entry['title']}",
-                "knows": entry["knows"],
-                "attack": entry["attack"],
-                "cells": [""] * len(budgets),
-            },
-        )
-        if entry["in_pixels"]:
-            row["cells"][budgets.index(entry["eps"])] = _accuracy(entry, "robust_accuracy")
-        else:
-            row["attack"] = f"{entry['attack']} ({entry['eps_text']}): {_accuracy(entry, 'robust_accuracy')}"
-    return list(rows.values())
-
-
-def control_rows(ladder: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row per control: its accuracy on clean images, and under each attack of T2."""
-    rows: dict[str, dict[str, Any]] = {}
-    for entry in ladder["controls"]:
-        clean = _accuracy(entry["clean"], "accuracy")
-        row = rows.setdefault(entry["control"], {"control": entry["control"], "clean": clean, "attacks": {}})
-        units = "" if entry["in_pixels"] else " normalised"
-        row["attacks"][f"{entry['attack']}, {entry['eps_text']}{units}"] = _accuracy(entry, "robust_accuracy")
-    return list(rows.values())
-
-
-def draw_ladder(run: Run) -> Picture | None:
-    """Accuracy against the attacker's knowledge, one line per budget, with 95 % intervals; None for other runs."""
-    ladder = run.results.get("ladder")
-    if not isinstance(ladder, Mapping) or not ladder.get("levels"):
-        return None
+def draw_threat_levels(run: Run) -> Picture:
+    """Accuracy by the attacker's knowledge, one line per budget, with 95 % intervals."""
+    levels = run.results["ladder"]
     lines = [
-        _Line(f"eps {budget['eps_text']}", color, _at(ladder, budget["eps"]))
-        for budget, color in zip(ladder["budgets"], itertools.cycle(_LINE_COLOURS))
+        _Line(f"eps {budget['eps_text']}", color, _at(levels, budget["eps"]))
+        for budget, color in zip(levels["budgets"], itertools.cycle(_LINE_COLORS))
     ]
-    figure = _drawn(lines, clean=run.results["clean"]["accuracy"])
-    return Picture("ladder", figure, f"Accuracy by the attacker's knowledge. {ladder_sentence(run.results)}")
+    figure = _draw(lines, clean=run.results["clean"]["accuracy"])
+    return Picture("ladder", figure, f"Accuracy by the attacker's knowledge. {level_sentence(run)}")
 
 
-def compare_ladders(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any] | None:
-    """Several climbs beside each other, such as tokens trained as in the paper and through themselves: a figure and a
-    table with a row per level and budget, and a column per climb. None if there are fewer than two."""
-    climbs = {
-        label: run.results
-        for run, label in zip(runs, labels, strict=True)
-        if (run.results.get("ladder") or {}).get("levels")
-    }
-    if len(climbs) < 2:
+def compare_threat_levels(runs: Mapping[str, Run]) -> Section | None:
+    """Several runs, such as tokens trained as in the paper and through themselves, by level and budget."""
+    found = {label: run.results for label, run in runs.items() if run.results["ladder"].get("levels")}
+    if len(found) < 2:
         return None
-    budgets = {entry["eps"]: entry["eps_text"] for told in climbs.values() for entry in told["ladder"]["budgets"]}
+    budgets = {entry["eps"]: entry["eps_text"] for each in found.values() for entry in each["ladder"]["budgets"]}
     lines = [
-        _Line(f"{label}, eps {budgets[eps]}", color, _at(told["ladder"], eps), style)
-        for (label, told), color in zip(climbs.items(), itertools.cycle(_LINE_COLOURS))
+        _Line(f"{label}, eps {budgets[eps]}", color, _at(each["ladder"], eps), style)
+        for (label, each), color in zip(found.items(), itertools.cycle(_LINE_COLORS))
         for eps, style in zip(sorted(budgets), itertools.cycle(("-", "--", "-.", ":")))
     ]
-    picture = Picture("ladders", _drawn(lines), "Accuracy by the attacker's knowledge, climb beside climb.")
-    table = {
-        "caption": "Accuracy in % with its 95 % interval. A level counts what all of its attacks leave standing.",
-        "headings": ["attacker", "eps", *climbs],
-        "rows": _compared(list(climbs.values()), budgets),
-    }
-    return {"picture": picture, "caption": "Bars are 95 % intervals.", "tables": [table], "remarks": []}
+    table = Table(
+        "Accuracy in % with its 95 % interval. A level counts the images that are correct after all of its attacks.",
+        (Column("attacker"), Column("eps"), *(Column(label, 1) for label in found)),
+        tuple(map(tuple, _compared_rows(list(found.values()), budgets))),
+    )
+    return Section(
+        "Threat levels side by side",
+        lambda: Picture("ladders", _draw(lines), "Accuracy by the attacker's knowledge, run beside run."),
+        "Bars are 95 % intervals.",
+        [table],
+    )
 
 
-def _compared(climbs: Sequence[Mapping[str, Any]], budgets: Mapping[float, str]) -> list[list[str]]:
+def _compared_rows(found: Sequence[Mapping[str, Any]], budgets: Mapping[float, str]) -> list[list[str]]:
     def cell(entry: Mapping[str, Any] | None) -> str:
         return "" if entry is None else _accuracy(entry, "robust_accuracy")
 
-    levels = [{eps: _at(told["ladder"], eps) for eps in budgets} for told in climbs]
-    worst = [{entry["eps"]: entry for entry in told["ladder"]["worst_case"]} for told in climbs]
-    titles = {entry["level"]: entry["title"] for told in climbs for entry in told["ladder"]["levels"]}
-    rows = [["clean", "", *(_accuracy(told["clean"], "accuracy") for told in climbs)]]
+    levels = [{eps: _at(each["ladder"], eps) for eps in budgets} for each in found]
+    worst = [{entry["eps"]: entry for entry in each["ladder"]["worst_case"]} for each in found]
+    titles = {entry["level"]: entry["title"] for each in found for entry in each["ladder"]["levels"]}
+    rows = [["clean", "", *(_accuracy(each["clean"], "accuracy") for each in found)]]
     rows += [
         [f"{code} {titles[code]}", budgets[eps], *(cell(each[eps].get(code)) for each in levels)]
         for code in sorted(titles)
@@ -215,14 +237,14 @@ def _compared(climbs: Sequence[Mapping[str, Any]], budgets: Mapping[float, str])
     return rows + [["worst case", budgets[eps], *(cell(each.get(eps)) for each in worst)] for eps in sorted(budgets)]
 
 
-def _at(ladder: Mapping[str, Any], eps: float) -> dict[str, Mapping[str, Any]]:
-    """What each level left standing at one budget."""
-    return {entry["level"]: entry for entry in ladder["levels"] if entry["eps"] == eps}
+def _at(levels: Levels, eps: float) -> dict[str, Mapping[str, Any]]:
+    """The entry of each level at one budget."""
+    return {entry["level"]: entry for entry in levels["levels"] if entry["eps"] == eps}
 
 
 @dataclass(frozen=True)
 class _Line:
-    """One curve of a figure: what each level left standing."""
+    """One curve of a figure: the entries of levels by their codes."""
 
     label: str
     color: str
@@ -230,30 +252,24 @@ class _Line:
     style: str = "-"
 
 
-_LINE_COLOURS = ("clean", "attack", "worst", "ink")
-
-
-def _drawn(lines: Sequence[_Line], clean: float | None = None) -> Figure:
+def _draw(lines: Sequence[_Line], clean: float | None = None) -> Figure:
     titles = {code: entry["title"] for line in lines for code, entry in line.levels.items()}
     codes = sorted(titles)
-    with our_style():
-        figure: Figure = blank(300)
+    with figure_style():
+        figure: Figure = new_figure(300)
         axes = figure.add_axes((0.08, 0.26, 0.9, 0.7))
         if clean is not None:
-            axes.axhline(100 * clean, color=COLOURS["muted"], linewidth=1, linestyle=":", label="clean")
+            axes.axhline(100 * clean, color=COLORS["muted"], linewidth=1, linestyle=":", label="clean")
         for line in lines:
-            there = [code for code in codes if code in line.levels]
-            parts = ([code for code in there if code != _BANK], line.style), ([_BANK] * (_BANK in there), "")
+            present = [code for code in codes if code in line.levels]
+            parts = ([code for code in present if code != _BANK], line.style), ([_BANK] * (_BANK in present), "")
             for part, style in parts:
-                middle = [100 * line.levels[code]["robust_accuracy"] for code in part]
-                ends = [[100 * end for end in line.levels[code]["ci95"]] for code in part]
-                reach = [[value - low for value, (low, _) in zip(middle, ends, strict=True)]]
-                reach += [[high - value for value, (_, high) in zip(middle, ends, strict=True)]]
+                entries = [line.levels[code] for code in part]
                 axes.errorbar(
                     [codes.index(code) for code in part],
-                    middle,
-                    yerr=reach,
-                    color=COLOURS[line.color],
+                    [100 * entry["robust_accuracy"] for entry in entries],
+                    yerr=interval_reach(entries, "robust_accuracy"),
+                    color=COLORS[line.color],
                     label=line.label if style else None,
                     linestyle=style,
                     linewidth=1.5,
@@ -264,30 +280,33 @@ def _drawn(lines: Sequence[_Line], clean: float | None = None) -> Figure:
                 )
         axes.set(ylim=(-2, 102), ylabel="accuracy, %", xlabel="what the attacker knows")
         axes.set_xticks(range(len(codes)), [f"{code}\n{titles[code].replace(' ', chr(10))}" for code in codes])
-        axes.legend(frameon=False, fontsize=9, labelcolor=COLOURS["muted"])
-        plain_axes(axes)
+        add_legend(axes)
+        style_axes(axes)
     return figure
 
 
-def ladder_sentence(results: Mapping[str, Any]) -> str:
-    """What the secret is worth, in words: the paper's setting beside the worst case, at every budget."""
-    ladder, n = results["ladder"], results["data"]["n"]
-    told = []
-    worst = {entry["eps"]: entry for entry in ladder["worst_case"]}
-    for budget in ladder["budgets"]:
-        by_level = {entry["level"]: entry for entry in ladder["levels"] if entry["eps"] == budget["eps"]}
-        parts = [
+def level_sentence(run: Run) -> str:
+    """Accuracy at every budget if the tokens are unknown, if they are known, and in the worst case."""
+    results, levels = run.results, run.results["ladder"]
+    worst = {entry["eps"]: entry for entry in levels["worst_case"]}
+    parts = []
+    for budget in levels["budgets"]:
+        by_level = _at(levels, budget["eps"])
+        shares = [
             f"{percent(by_level[code]['robust_accuracy'])} {what}"
             for code, what in (("T2", "if the tokens stay unknown (T2)"), ("T6", "if they are known (T6)"))
             if code in by_level
         ]
         if budget["eps"] in worst:
-            parts.append(f"{percent(worst[budget['eps']]['robust_accuracy'])} in the worst case")
-        told.append(f"at {budget['eps_text']} {', '.join(parts)}")
+            shares.append(f"{percent(worst[budget['eps']]['robust_accuracy'])} in the worst case")
+        parts.append(f"at {budget['eps_text']} {', '.join(shares)}")
     clean = percent(results["clean"]["accuracy"])
-    return f"Of {n:,} images {clean} are classified correctly when clean; {'; '.join(told)}."
+    return f"Of {results['data']['n']:,} images {clean} are classified correctly when clean; {'; '.join(parts)}."
 
 
 def _accuracy(entry: Mapping[str, Any], name: str) -> str:
     low, high = entry["ci95"]
     return f"{100 * entry[name]:.1f} ({100 * low:.1f}\u2013{100 * high:.1f})"
+
+
+KIND = Kind(level_sentence, _sections, compare_threat_levels, show=show_threat_levels, one_budget=False)

@@ -1,149 +1,191 @@
-"""How a training went, as curves: the loss, and accuracy on held-out images."""
+"""Trainings: loss and accuracy on held-out images as curves, and the audit of the best epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from vitadel.reporting.figures import COLOURS, Picture, blank, our_style
-from vitadel.reporting.read_runs import Run, percent, run_labels
+from rich.console import Console
+from rich.markup import escape
 
-__all__ = ["draw_training", "draw_trainings", "plain_axes", "training_rows"]
+from vitadel.reporting.figures import COLORS, Picture, add_legend, figure_style, new_figure, style_axes
+from vitadel.reporting.kind import Kind, Section
+from vitadel.reporting.kinds.audit import audit_sections, audit_sentence, show_audit
+from vitadel.reporting.read_runs import Run
+from vitadel.reporting.tables import Column, Table
+from vitadel.reporting.terminal import show_effective_eps
+from vitadel.reporting.text import percent
+
+__all__ = ["KIND", "compare_trainings", "draw_training", "show_training"]
 
 _ACCURACIES = {"validation_clean": ("clean", "clean"), "validation_robust": ("worst", "under attack")}
-_STYLES = {"validation_clean": "--", "validation_robust": "-"}  # where colours tell trainings apart
+_STYLES = {"validation_clean": "--", "validation_robust": "-"}  # where colors distinguish trainings
 _COSINES = {
     "validation_cosine_clean": ("clean", "clean"),
     "validation_cosine_robust": ("worst", "under attack"),
 }
-_MOST_CURVES = 6  # side by side; more would hide each other
-_LAST = 20  # steps, whose mean loss is told, as in the paper's figure 4 of Robustness Tokens
+_MOST_CURVES = 6  # in one figure; more would hide each other
+_LAST = 20  # steps, whose mean loss is shown, as in figure 4 of the Robustness Tokens paper
 
 
-def draw_training(run: Run) -> Picture | None:
-    """None for a run that is no training, or has not finished a step."""
+def draw_training(run: Run) -> Picture:
+    """The loss of every step and its mean over epochs; below, scores of held-out images."""
     steps = [row for row in run.metrics if "loss" in row]
     epochs = [row for row in run.metrics if "epoch" in row]
-    if not steps:
-        return None
-    with our_style():
-        figure = blank(300)
+    cosines = _measures_cosines(run)
+    with figure_style():
+        figure = new_figure(300)
         loss = figure.add_axes((0.08, 0.57, 0.88, 0.38))
-        accuracy = figure.add_axes((0.08, 0.12, 0.88, 0.35), sharex=loss)
-        xs = [row["step"] for row in steps]
-        loss.plot(xs, [row["loss"] for row in steps], color=COLOURS["grid"], linewidth=0.8)
+        scores = figure.add_axes((0.08, 0.12, 0.88, 0.35), sharex=loss)
+        loss.plot([row["step"] for row in steps], _losses(run), color=COLORS["grid"], linewidth=0.8)
         bounds = [0.0, *(row["step"] for row in epochs)]
         means = [_mean([row["loss"] for row in steps if low < row["step"] <= high]) for low, high in pairwise(bounds)]
-        loss.plot(bounds[1:], means, color=COLOURS["ink"], linewidth=1.5, marker="o", markersize=3)
+        loss.plot(bounds[1:], means, color=COLORS["ink"], linewidth=1.5, marker="o", markersize=3)
         loss.set_ylabel("loss")
         loss.tick_params(labelbottom=False)
-        cosines = _measures_cosines(run)
         for name, (color, label) in (_COSINES if cosines else _ACCURACIES).items():
             seen = [(row["step"], row[name] if cosines else 100 * row[name]) for row in epochs if name in row]
             if seen:
-                accuracy.plot(*zip(*seen, strict=True), color=COLOURS[color], marker="o", markersize=3, label=label)
-        if cosines:
-            accuracy.set(ylim=(None, 1), ylabel="held out, cosine", xlabel="step")
-        else:
-            accuracy.set(ylim=(0, 100), ylabel="held out, %", xlabel="step")
-        if accuracy.lines:
-            accuracy.legend(frameon=False, fontsize=9, labelcolor=COLOURS["muted"])
-        for axes in (loss, accuracy):
-            plain_axes(axes)
-    told = [f"{label} {number}" for label, number in _after_the_last_epoch(run)]
-    what = "cosines on" if _measures_cosines(run) else "on"
-    after = f" After the last epoch, {what} held-out images: {', '.join(told)}." if told else ""
+                scores.plot(*zip(*seen, strict=True), color=COLORS[color], marker="o", markersize=3, label=label)
+        limits: dict[str, Any] = {"ylim": (None, 1), "ylabel": "held out, cosine"}
+        scores.set(xlabel="step", **(limits if cosines else {"ylim": (0, 100), "ylabel": "held out, %"}))
+        if scores.lines:
+            add_legend(scores)
+        for axes in (loss, scores):
+            style_axes(axes)
+    held_out = _last_scores(run)
+    what = "cosines on" if cosines else "on"
+    after = f" After the last epoch, {what} held-out images: {held_out}." if held_out else ""
     spoken = f"Curves of a training of {len(steps)} steps: the loss goes from {steps[0]['loss']:.3f} to "
     return Picture("training", figure, f"{spoken}{steps[-1]['loss']:.3f}.{after}")
 
 
-def training_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Trainings side by side: what was changed by the recipe's row, the loss at first and at last, held-out scores."""
-    found = []
-    for run, label, recipe in zip(runs, run_labels(runs), _recipes(runs), strict=True):
-        losses = [row["loss"] for row in run.metrics if "loss" in row]
-        if not losses:
-            continue
-        scores = ", ".join(f"{name} {number}" for name, number in _after_the_last_epoch(run))
-        found.append(
-            {
-                "label": label,
-                "recipe": recipe or label,
-                "steps": str(len(losses)),
-                "first": f"{losses[0]:.3f}",
-                "last": f"{_mean(losses[-_LAST:]):.3f}",
-                "measure": "cosine" if _measures_cosines(run) else "accuracy",
-                "scores": scores or "not measured",
-            }
-        )
-    return found
-
-
-def draw_trainings(runs: Sequence[Run]) -> Picture | None:
-    """Several trainings in one figure: the losses, each step the mean of the last few, and below them accuracy on
-    held-out images, where all of them have it. None if there are too many."""
-    trained = [(run, row["recipe"]) for run, row in zip(_trainings(runs), training_rows(runs), strict=True)]
-    if not 2 <= len(trained) <= _MOST_CURVES:
+def compare_trainings(runs: Mapping[str, Run]) -> Section | None:
+    """Several trainings, such as the rows of one recipe: their losses and scores of held-out images."""
+    trained = {label: run for label, run in runs.items() if _losses(run)}
+    if len(trained) < 2:
         return None
-    judged = all(any(name in row for row in run.metrics for name in _ACCURACIES) for run, _ in trained)
-    with our_style():
-        figure = blank(420 if judged else 240)
+    names = dict(zip(_recipes(trained), trained.values(), strict=True))
+    rows = tuple(
+        (
+            name,
+            len(_losses(run)),
+            _losses(run)[0],
+            _mean(_losses(run)[-_LAST:]),
+            f"{'cosine' if _measures_cosines(run) else 'accuracy'}: {_last_scores(run) or 'not measured'}",
+        )
+        for name, run in names.items()
+    )
+    columns = (
+        *(Column("training"), Column("steps", 0), Column("loss, first step", 3)),
+        *(Column(f"loss, mean of last {_LAST}", 3), Column("held-out images, after the last epoch")),
+    )
+    return Section(
+        "Trainings side by side",
+        lambda: _draw_trainings(names) if len(names) <= _MOST_CURVES else None,
+        tables=[Table("Losses and scores of held-out images.", columns, rows)],
+        remarks=["Losses of different objectives cannot be compared, nor can those under different attacks."],
+    )
+
+
+def _draw_trainings(runs: Mapping[str, Run]) -> Picture:
+    """The losses, smoothed over the last steps, and below them accuracy on held-out images, where all runs have it."""
+    judged = all(any(name in row for row in run.metrics for name in _ACCURACIES) for run in runs.values())
+    with figure_style():
+        figure = new_figure(420 if judged else 240)
         axes = figure.add_axes((0.08, 0.54, 0.88, 0.43) if judged else (0.08, 0.17, 0.88, 0.77))
         below: Any = figure.add_axes((0.08, 0.10, 0.88, 0.38), sharex=axes) if judged else None
-        for (run, recipe), color in zip(trained, ("clean", "attack", "worst", "ink", "muted", "grid"), strict=False):
-            losses = [row["loss"] for row in run.metrics if "loss" in row]
+        colors = ("clean", "attack", "worst", "ink", "muted", "grid")
+        for (recipe, run), color in zip(runs.items(), colors, strict=False):
+            losses = _losses(run)
             smooth = [_mean(losses[max(0, end - _LAST) : end]) for end in range(1, len(losses) + 1)]
-            axes.plot(range(1, len(losses) + 1), smooth, color=COLOURS[color], linewidth=1.5, label=recipe)
-            for name, style in _STYLES.items() if below is not None else ():
+            axes.plot(range(1, len(losses) + 1), smooth, color=COLORS[color], linewidth=1.5, label=recipe)
+            for name, style in _STYLES.items() if judged else ():
                 seen = [(row["step"], 100 * row[name]) for row in run.metrics if name in row]
                 if seen:
-                    below.plot(*zip(*seen, strict=True), style, color=COLOURS[color], marker="o", markersize=3)
+                    below.plot(*zip(*seen, strict=True), style, color=COLORS[color], marker="o", markersize=3)
         axes.set(xlabel="" if judged else "step", ylabel=f"loss, mean of {_LAST} steps")
-        axes.legend(frameon=False, fontsize=9, labelcolor=COLOURS["muted"])
-        plain_axes(axes)
-        if below is not None:
+        add_legend(axes)
+        style_axes(axes)
+        if judged:
             axes.tick_params(labelbottom=False)
             for name, style in _STYLES.items():
-                below.plot([], [], style, color=COLOURS["muted"], label=_ACCURACIES[name][1])
-            below.legend(frameon=False, fontsize=9, labelcolor=COLOURS["muted"])
+                below.plot([], [], style, color=COLORS["muted"], label=_ACCURACIES[name][1])
+            add_legend(below)
             below.set(ylim=(0, 100), xlabel="step", ylabel="held out, %")
-            plain_axes(below)
-    told = "; ".join(f"{row['recipe']}: {row['first']} to {row['last']}" for row in training_rows(runs))
-    return Picture("trainings", figure, f"Losses of {len(trained)} trainings, first step to last: {told}.")
+            style_axes(below)
+    spoken = "; ".join(
+        f"{name}: {_losses(run)[0]:.3f} to {_mean(_losses(run)[-_LAST:]):.3f}" for name, run in runs.items()
+    )
+    return Picture("trainings", figure, f"Losses of {len(runs)} trainings, first step to last: {spoken}.")
 
 
-def _recipes(runs: Sequence[Run]) -> list[str]:
-    """By which recipe each was trained, with its folder where one made several; '' where that is not known."""
-    names = [str((run.results.get("training") or {}).get("recipe") or "") for run in runs]
-    several = {name for name in names if name and names.count(name) > 1}
-    return [f"{name} ({run.folder})" if name in several else name for name, run in zip(names, runs, strict=True)]
+def _recipes(runs: Mapping[str, Run]) -> list[str]:
+    """The recipe of each, with its folder where several runs have the same; the label where it is not known."""
+    names = {label: str((run.results.get("training") or {}).get("recipe") or "") for label, run in runs.items()}
+    several = {name for name in names.values() if list(names.values()).count(name) > 1}
+    return [
+        f"{name} ({runs[label].folder})" if name and name in several else name or label for label, name in names.items()
+    ]
 
 
-def _trainings(runs: Sequence[Run]) -> list[Run]:
-    return [run for run in runs if any("loss" in row for row in run.metrics)]
+def _losses(run: Run) -> list[float]:
+    return [row["loss"] for row in run.metrics if "loss" in row]
 
 
 def _measures_cosines(run: Run) -> bool:
     return any(name in row for row in run.metrics for name in _COSINES)
 
 
-def _after_the_last_epoch(run: Run) -> list[tuple[str, str]]:
+def _last_scores(run: Run) -> str:
+    """Scores of held-out images after the last epoch that has them."""
     curves = _COSINES if _measures_cosines(run) else _ACCURACIES
     last = next((row for row in reversed(run.metrics) if next(iter(curves)) in row), {})
-    tell = "{:.3f}".format if curves is _COSINES else percent
-    return [(label, tell(last[name])) for name, (_, label) in curves.items() if name in last]
+    write = "{:.3f}".format if curves is _COSINES else percent
+    return ", ".join(f"{label} {write(last[name])}" for name, (_, label) in curves.items() if name in last)
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-def plain_axes(axes: Any) -> None:
-    """Two thin lines and quiet numbers: the curves are what is looked at."""
-    axes.tick_params(labelcolor=COLOURS["muted"], color=COLOURS["grid"], labelsize=9)
-    axes.xaxis.label.set_color(COLOURS["muted"])
-    axes.yaxis.label.set_color(COLOURS["muted"])
-    for side, spine in axes.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(COLOURS["grid"])
+def _sections(run: Run) -> list[Section]:
+    training = run.results.get("training") or {}
+    if (training.get("held_out") or {}).get("measure") == "cosine":
+        scores = (
+            "the cosine of features with the token-free clean ones, on held-out training images, clean and as the mean "
+            "with attacked ones"
+        )
+    else:
+        scores = "accuracy on held-out training images, clean and attacked at full eps"
+    caption = f"Above, the loss of every step and its mean over the epoch. Below, {scores}: the epoch with the best "
+    caption += "score is kept and audited."
+    if training.get("stopped"):
+        caption += f" Stopped early: {training['stopped']}."
+    own = [Section("Training", lambda: draw_training(run), caption)] if _losses(run) else []
+    return [*audit_sections(run), *own]
+
+
+def show_training(run: Run) -> None:
+    """Where a training ended, and the audit of its best epoch."""
+    console, training = Console(), run.results["training"]
+    if training["stopped"]:
+        console.print(f"[yellow]stopped early:[/] {escape(training['stopped'])}")
+    held_out = training["held_out"]
+    if held_out is not None:
+        write = percent if held_out["measure"] == "accuracy" else "{:.3f}".format
+        robust = "" if held_out["robust"] is None else f", robust {write(held_out['robust'])}"
+        console.print(
+            f"{escape(training['recipe'])}: {training['steps']} steps of {training['images_per_step']} images; "
+            f"best was epoch {training['best_epoch'] + 1} of {training['epochs']} "
+            f"({held_out['measure']} of held-out images, n = {held_out['n']}: clean {write(held_out['clean'])}{robust})"
+        )
+    show_effective_eps("attack in training", training.get("attack") or {}, console)
+    if "clean" in run.results:
+        show_audit(run)
+    else:
+        console.print("[dim]The recipe names no test data, so nothing was audited.[/]")
+
+
+KIND = Kind(audit_sentence, _sections, compare_trainings, show=show_training, partial=True)

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from run_folders import write_run
-from vitadel.reporting.kinds.activations import activations_sentence, draw_activations, size_text, where_rows
-from vitadel.reporting.page import render, verdict
-from vitadel.reporting.read_runs import read_run
-from vitadel.reporting.terminal import show_training
+from vitadel.reporting.kinds.activations import activations_sentence, activations_tables, draw_activations
+from vitadel.reporting.kinds.training import show_training
+from vitadel.reporting.page import render
+from vitadel.reporting.read_runs import Run, read_run
 
 PLACE = {
     "kind": "patch", "kind_share": 0.75, "channel": 7, "channel_share": 0.5,
@@ -23,7 +23,7 @@ def condition(name: str, images: str, tokens: bool, median: list[float]) -> dict
     return {"name": name, "images": images, "tokens": tokens, "median": median, **spread, "places": [PLACE, PLACE]}
 
 
-TOLD = {
+FOUND = {
     "n": 4,
     "attack": {"name": "features-30", "settings": {}},
     "layers": ["input of blocks.0", "blocks.0"],
@@ -36,10 +36,13 @@ TOLD = {
 }
 
 
+def inspected(path, found):
+    run = read_run(write_run(path, correct=[True], attacks={}, verb="inspect"))
+    return replace(run, results={"complete": True, "data": {"spec": "shapes", "n": 4}, "activations": found})
+
+
 def test_curves_words_and_table(tmp_path):
-    run = read_run(write_run(tmp_path / "run", correct=[True], attacks={}))
-    assert draw_activations(run) is None
-    run = replace(run, results={"complete": True, "data": {"spec": "shapes", "n": 4}, "activations": TOLD})
+    run = inspected(tmp_path / "run", FOUND)
     picture = draw_activations(run)
     (axes,) = picture.figure.axes
     curves = {line.get_label(): (line.get_ydata().tolist(), line.get_linestyle()) for line in axes.lines}
@@ -50,16 +53,21 @@ def test_curves_words_and_table(tmp_path):
     }
     assert axes.get_yscale() == "log"
     assert "in blocks.0; medians there: clean 1,234, attacked 50, attacked through the tokens 60" in picture.alt
-    assert "Beware: n = 4 is too few." in verdict(run)
-    page = render([run])
+    assert "Beware: n = 4 is too few." in activations_sentence(run)
+    page = render([run]).replace("\u00a0", " ")
     assert "1,234 (617 to 2,468)" in page
     assert "patch 75.0 %, channel 7 50.0 %, same token and channel 25.0 %" in page
 
 
-def test_enough_images_need_no_warning():
-    assert "Beware" not in activations_sentence({**TOLD, "warning": None})
-    assert [row["layer"] for row in where_rows(TOLD)] == TOLD["layers"]
-    assert [size_text(value) for value in (0.01234, 12.34, 1234.5)] == ["0.0123", "12.3", "1,234"]
+def test_enough_images_need_no_warning(tmp_path):
+    assert "Beware" not in activations_sentence(inspected(tmp_path / "run", {**FOUND, "warning": None}))
+
+
+def test_tables_have_a_row_per_layer_with_three_digits():
+    small = {**FOUND, "conditions": [condition("clean", "clean", False, [0.01234, 1234.5])]}
+    sizes, places = activations_tables(small)
+    assert [row[0] for row in sizes.rows] == [row[0] for row in places.rows] == FOUND["layers"]
+    assert [row[1] for row in sizes.rows] == ["0.0123 (0.00617 to 0.0247)", "1,234 (617 to 2,469)"]
 
 
 COSINES = [
@@ -70,7 +78,7 @@ COSINES = [
 
 
 def trained(path, losses=(1.0, 0.5), recipe="tokens/count:r1"):
-    folder = write_run(path, correct=[True], attacks={})
+    folder = write_run(path, correct=[True], attacks={}, verb="harden")
     rows = [{**row, **({"loss": losses[place]} if "loss" in row else {})} for place, row in enumerate(COSINES)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = read_run(folder)
@@ -78,7 +86,7 @@ def trained(path, losses=(1.0, 0.5), recipe="tokens/count:r1"):
     return replace(run, results={**run.results, "training": training})
 
 
-def test_cosines_of_trainings_are_told_as_cosines(tmp_path):
+def test_cosines_of_trainings_are_called_cosines(tmp_path):
     page = render([trained(tmp_path / "one")])
     assert "cosines on held-out images: clean 0.900, under attack 0.800" in page
     assert "the cosine of features with the token-free clean ones" in page
@@ -98,12 +106,12 @@ def test_trainings_side_by_side(tmp_path):
     assert "r7" in render(many)
 
 
-def test_the_terminal_tells_budgets_that_are_not_pixels(capsys):
+def test_the_terminal_shows_budgets_that_are_not_pixels(capsys, tmp_path):
     training = {
         "stopped": None, "held_out": None, "recipe": "tokens/paper:dinov2-b", "steps": 1,
         "attack": {"effective_eps": "8/255 in normalised units = 1.83, 1.79, 1.80 /255 in pixels"},
     }  # fmt: skip
-    show_training({"training": training})
+    show_training(Run(tmp_path, {}, {"training": training}, {}, None, None))
     assert "attack in training: eps 8/255 in normalised units = 1.83, 1.79" in capsys.readouterr().out
-    show_training({"training": {**training, "attack": None}})
+    show_training(Run(tmp_path, {}, {"training": {**training, "attack": None}}, {}, None, None))
     assert "normalised" not in capsys.readouterr().out

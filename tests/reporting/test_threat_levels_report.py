@@ -1,17 +1,17 @@
-"""The threat ladder for people: every number of results.json at its place, in table, words and figure."""
+"""Threat levels in the report: every number of results.json at its place, in table, words and figure."""
 
 from __future__ import annotations
 
 import pytest
 
 from vitadel.reporting.kinds.threat_levels import (
-    compare_ladders,
-    control_rows,
-    draw_ladder,
-    ladder_remarks,
-    ladder_rows,
-    ladder_sentence,
-    show_ladder,
+    compare_threat_levels,
+    control_table,
+    draw_threat_levels,
+    level_remarks,
+    level_sentence,
+    level_table,
+    show_threat_levels,
 )
 from vitadel.reporting.read_runs import Run
 
@@ -30,7 +30,7 @@ def row(level, attack, eps, value, *, in_pixels=True, text=None, cosines=None, *
     return {**shown, "cosines": cosines or {}, **share(value), **more}
 
 
-def told(**changes):
+def measured(**changes):
     rows = [
         row("T2", "pgd-3", SMALL, 0.6),
         row("T2", "pgd-3", LARGE, 0.3),
@@ -46,22 +46,22 @@ def told(**changes):
 
 
 def test_every_attack_has_a_row_and_every_budget_a_cell():
-    rows = ladder_rows(told()["ladder"])
-    assert [(each["attacker"], each["cells"]) for each in rows] == [
+    rows = level_table(measured()["ladder"]).rows
+    assert [(attacker, list(cells)) for attacker, _, _, *cells in rows] == [
         ("T2 title of T2", ["60.0 (50.0–70.0)", "30.0 (20.0–40.0)"]),
         ("T2 title of T2", ["", ""]),
         ("T6 title of T6", ["20.0 (10.0–30.0)", "10.0 (0.0–20.0)"]),
         ("T8 title of T8", ["", "15.0 (5.0–25.0)"]),
     ]
     # Another unit than pixels is no column: the row says the budget and the number itself.
-    assert rows[1]["attack"] == "released (8/255 in normalised units = 1.8 /255 in pixels): 50.0 (40.0–60.0)"
+    assert rows[1][2] == "released (8/255 in normalised units = 1.8 /255 in pixels): 50.0 (40.0–60.0)"
 
 
 @pytest.mark.parametrize("kinds", [("token", "channel"), ("token", "channel", "pooled")])
-def test_cosines_are_told_of_all_features_that_were_compared(kinds):
+def test_cosines_are_given_for_all_compared_features(kinds):
     shifts = {"to bare": 0.0, "to own": 0.4, "no tokens": -0.5}
     cosines = {f"{what}, {kind}": KINDS[kind] + shift for what, shift in shifts.items() for kind in kinds}
-    (remark,) = ladder_remarks(told(rows=[row("T2", "features-3", SMALL, 0.5, cosines=cosines)])["ladder"])
+    (remark,) = level_remarks(measured(rows=[row("T2", "features-3", SMALL, 0.5, cosines=cosines)])["ladder"])
     pooled = "pooled" in kinds
     assert remark == (
         "Feature cosines under T2 features-3, eps 1/255: "
@@ -71,14 +71,13 @@ def test_cosines_are_told_of_all_features_that_were_compared(kinds):
     )
 
 
-def test_banks_fits_and_what_is_missing_are_told():
+def test_banks_fits_and_missing_levels_are_remarks():
     fit = {"from": "scores", "queries": 128, "cosine": 0.99312, "cosine_before": 0.9}
-    remarks = ladder_remarks(told(extraction=[fit], left_out=["T1", "trained controls (--recipe)"])["ladder"])
+    remarks = level_remarks(measured(extraction=[fit], left_out=["T1", "trained controls (--recipe)"])["ladder"])
     assert remarks == [
         "T8 at 4/255: one random draw of the bank is right for 25.0 % (75.0 % when clean).",
-        "Tokens fitted to the scores of 128 images: features alike to 0.9931 (cosine on other images; 0.9000 before "
-        "the fit).",
-        "Not climbed: T1; trained controls (--recipe).",
+        "Tokens fitted to the scores of 128 images: feature cosine 0.9931 on other images (0.9000 before the fit).",
+        "Levels not run: T1; trained controls (--recipe).",
     ]
 
 
@@ -86,16 +85,14 @@ def test_controls_stand_under_the_attack_and_its_budget():
     entry = {"control": "zero tokens", "attack": "T2 pgd-3", **BUDGETS[0], "in_pixels": True}
     entry |= {"clean": share(0.8, "accuracy"), **share(0.4)}
     other = {**entry, "attack": "T2 released", "in_pixels": False, "eps_text": "8/255", **share(0.3)}
-    (found,) = control_rows(told(controls=[entry, other])["ladder"])
-    assert found == {
-        "control": "zero tokens",
-        "clean": "80.0 (70.0–90.0)",
-        "attacks": {"T2 pgd-3, 1/255": "40.0 (30.0–50.0)", "T2 released, 8/255 normalised": "30.0 (20.0–40.0)"},
-    }
+    table = control_table(measured(controls=[entry, other])["ladder"])
+    headings = [column.heading for column in table.columns]
+    assert headings == ["instead of the tokens", "clean", "T2 pgd-3, 1/255", "T2 released, 8/255 normalized"]
+    assert table.rows == (("zero tokens", "80.0 (70.0–90.0)", "40.0 (30.0–50.0)", "30.0 (20.0–40.0)"),)
 
 
-def test_the_terminal_shows_every_control_in_full_at_eighty_columns(monkeypatch, capsys):
-    """With four budgets, the ladder's own: nothing is cut short."""
+def test_the_terminal_shows_every_control_in_full_at_eighty_columns(monkeypatch, capsys, tmp_path):
+    """With the four budgets of the suite, nothing is cut short."""
     budgets = [{"eps": level / 255, "eps_text": f"{level}/255"} for level in (1, 2, 4, 8)]
     entries = [
         {"control": name, "attack": attack, **budget, "in_pixels": True, "clean": share(0.9, "accuracy")}
@@ -106,12 +103,12 @@ def test_the_terminal_shows_every_control_in_full_at_eighty_columns(monkeypatch,
     ]
     released = {**entries[0], "attack": "T2 released", "in_pixels": False, "eps": 8 / 255, "eps_text": "8/255"}
     rows = [{**row("T4", "pgd-30, bare and 2 sets", SMALL, 0.987), **budget} for budget in budgets]
-    shown = told(budgets=budgets, rows=rows, worst_case=[], controls=[*entries, {**released, **share(0.123)}])
+    shown = measured(budgets=budgets, rows=rows, worst_case=[], controls=[*entries, {**released, **share(0.123)}])
     shown |= {"model": {"spec": "m"}, "seed": 0}
     shown["data"]["spec"] = "d"
     shown["ladder"] |= {"tokens": 10, "fingerprint": "f"}
     monkeypatch.setenv("COLUMNS", "80")
-    show_ladder(shown)
+    show_threat_levels(run_of(tmp_path, shown))
     said = capsys.readouterr().out
     assert "…" not in said
     assert max(map(len, said.splitlines())) <= 80
@@ -124,8 +121,8 @@ def test_the_terminal_shows_every_control_in_full_at_eighty_columns(monkeypatch,
     assert "(2.3–22.3)" in words
 
 
-def test_the_sentence_puts_the_papers_setting_beside_full_knowledge():
-    assert ladder_sentence(told()) == (
+def test_the_sentence_puts_the_papers_setting_beside_full_knowledge(tmp_path):
+    assert level_sentence(run_of(tmp_path, measured())) == (
         "Of 10 images 90.0 % are classified correctly when clean; at 1/255 60.0 % if the tokens stay unknown (T2), "
         "20.0 % if they are known (T6), 20.0 % in the worst case; at 4/255 30.0 % if the tokens stay unknown (T2), "
         "10.0 % if they are known (T6), 10.0 % in the worst case."
@@ -133,7 +130,7 @@ def test_the_sentence_puts_the_papers_setting_beside_full_knowledge():
 
 
 def test_the_figure_is_accuracy_against_knowledge(tmp_path):
-    picture = draw_ladder(Run(tmp_path, {}, told(), {}, None, None))
+    picture = draw_threat_levels(run_of(tmp_path, measured()))
     assert picture is not None
     (axes,) = picture.figure.axes
     curves = [line for bar in axes.containers for line in [bar.lines[0]] if len(line.get_xdata())]
@@ -146,24 +143,20 @@ def test_the_figure_is_accuracy_against_knowledge(tmp_path):
     assert {text.get_text() for text in axes.get_legend().get_texts()} == {"clean", "eps 1/255", "eps 4/255"}
 
 
-def test_other_runs_have_no_such_figure(tmp_path):
-    assert draw_ladder(Run(tmp_path, {}, {"clean": share(0.9, "accuracy")}, {}, None, None)) is None
-
-
-def climbed(folder, results):
+def run_of(folder, results):
     return Run(folder, {}, results, {}, None, None)
 
 
-def test_two_climbs_stand_beside_each_other_level_by_level(tmp_path):
+def test_two_runs_stand_beside_each_other_level_by_level(tmp_path):
     """The second has no bank, and one budget less."""
     rows = [row("T2", "pgd-3", SMALL, 0.55), row("T6", "pgd-3", SMALL, 0.4)]
-    other = told(budgets=BUDGETS[:1], rows=rows, levels=rows, worst_case=[{**BUDGETS[0], **share(0.35)}])
-    runs = [climbed(tmp_path / "as-published", told()), climbed(tmp_path / "through", other)]
-    found = compare_ladders(runs, ["as published", "through"])
+    other = measured(budgets=BUDGETS[:1], rows=rows, levels=rows, worst_case=[{**BUDGETS[0], **share(0.35)}])
+    runs = {"as published": run_of(tmp_path / "as-published", measured()), "through": run_of(tmp_path / "b", other)}
+    found = compare_threat_levels(runs)
     assert found is not None
-    (table,) = found["tables"]
-    assert table["headings"] == ["attacker", "eps", "as published", "through"]
-    assert table["rows"] == [
+    (table,) = found.tables
+    assert [column.heading for column in table.columns] == ["attacker", "eps", "as published", "through"]
+    assert [list(row) for row in table.rows] == [
         ["clean", "", "90.0 (80.0–100.0)", "90.0 (80.0–100.0)"],
         ["T2 title of T2", "1/255", "60.0 (50.0–70.0)", "55.0 (45.0–65.0)"],
         ["T2 title of T2", "4/255", "30.0 (20.0–40.0)", ""],
@@ -173,11 +166,11 @@ def test_two_climbs_stand_beside_each_other_level_by_level(tmp_path):
         ["worst case", "1/255", "20.0 (10.0–30.0)", "35.0 (25.0–45.0)"],
         ["worst case", "4/255", "10.0 (0.0–20.0)", ""],
     ]
-    (axes,) = found["picture"].figure.axes
+    (axes,) = found.picture.figure.axes
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend == [f"{label}, eps {text}" for label in ("as published", "through") for text in ("1/255", "4/255")]
 
 
-def test_one_climb_is_compared_with_nothing(tmp_path):
-    plain = climbed(tmp_path / "audit", {"clean": share(0.9, "accuracy")})
-    assert compare_ladders([climbed(tmp_path / "ladder", told()), plain], ["ladder", "audit"]) is None
+def test_a_run_without_levels_is_compared_with_nothing(tmp_path):
+    empty = run_of(tmp_path / "empty", measured(levels=[]))
+    assert compare_threat_levels({"a": run_of(tmp_path / "a", measured()), "b": empty}) is None

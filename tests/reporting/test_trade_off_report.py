@@ -10,16 +10,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from vitadel.evaluation.intervals import share
-from vitadel.reporting.kinds.adapter_maps import MAPS_REMARK, check_table, draw_maps
+from vitadel.reporting.kind import kind_of
 from vitadel.reporting.kinds.trade_off import (
+    draw_maps,
     draw_trade_off,
-    show_trade_off,
+    map_table,
     trade_off_remarks,
-    trade_off_sentence,
     trade_off_tables,
 )
 from vitadel.reporting.page import render, write_report
 from vitadel.reporting.read_runs import read_run
+from vitadel.reporting.tables import fold_intervals, row_texts
+from vitadel.reporting.terminal import show_run
 
 N = 40
 AREAS = {name: {"mean": 0.5, "ci95": [0.4, 0.6]} for name in ("map", "attention", "random")}
@@ -99,24 +101,25 @@ def test_remarks_say_what_lies_above_what(folder):
         "clean 95.0 % to 90.0 % (p = 0.5)."
     )
     told = " ".join(remarks)
-    assert "low lies above one, by less than these images can show: worst case 22.5 % to 25.0 % (p = 1)" in told
+    assert "low lies above one, not significantly: worst case 22.5 % to 25.0 % (p = 1)" in told
     assert "high lies above one: worst case 22.5 % to 60.0 % (p = 6.1e-05), clean 90.0 % to 90.0 % (p = 1)" in told
     assert "no point of TORA lies above bare or below it" in told
-    assert "high lies below strong, by less than these images can show: worst case 65.0 % to 60.0 %" in told
+    assert "high lies below strong, not significantly: worst case 65.0 % to 60.0 %" in told
     assert "middle lies" not in told  # what was not trained is no answer about the training
     assert "not corrected for the number of comparisons" in remarks[-1]
 
 
 def test_tables_and_sentence(folder, capsys):
     run = read_run(folder)
-    deployed, rvt = trade_off_tables(run.results["trade_off"])
-    assert deployed["headings"] == ["model", "what", "clean", "worst case, 4/255"]
-    assert deployed["rows"][1][:2] == ["high", "TORA, lambda 0.9"]
-    assert deployed["rows"][1][3].startswith("60.0 % (")
-    assert deployed["rows"][2][1] == "between two fusions"
-    assert rvt["rows"][0][:2] == ["low", "joint"]
-    assert "high: clean 90.0 %, 60.0 % at 4/255" in trade_off_sentence(run.results)
-    show_trade_off(run)
+    deployed, rvt = map(fold_intervals, trade_off_tables(run.results["trade_off"]))
+    headings = [column.heading for column in deployed.columns]
+    assert headings == ["model", "what", "clean, %", "worst case, 4/255, %"]
+    assert deployed.rows[1][:2] == ("high", "TORA, lambda 0.9")
+    assert str(deployed.rows[1][3]).startswith("60.0 (")
+    assert deployed.rows[2][1] == "between two fusions"
+    assert rvt.rows[0][:2] == ("low", "joint")
+    assert "high: clean 90.0 %, 60.0 % at 4/255" in kind_of(run).sentence(run)
+    show_run(folder)
     assert "lies above" in capsys.readouterr().out.replace("\n", " ")
 
 
@@ -142,15 +145,21 @@ def test_maps_are_coloured_around_one_half(folder):
     middle = maps[0].cmap(maps[0].norm(0.5))
     assert min(middle[:3]) > 0.95  # white
     assert "0.200 away from one half" in picture.alt
-    table = check_table(read_run(folder).results["trade_off"]["maps"])
-    assert table["rows"][0][:3] == ["low", "deletion", "0.500 (0.400 to 0.600)"]
-    assert table["rows"][0][5] == "-0.100 (-0.200 to 0.000)"
+    table = fold_intervals(map_table(read_run(folder).results["trade_off"]["maps"]))
+    row = row_texts(table.rows[0], table)
+    assert row[:3] == ["low", "deletion", "0.500 (0.400 to 0.600)"]
+    assert row[5] == "-0.100 (-0.200 to 0.000)"
 
 
 def test_the_page_has_both_and_the_folder_their_pictures(folder):
     write_report([folder], folder / "report.html")
     page = (folder / "report.html").read_text()
-    for words in ("Trade-off of accuracy and robustness", "Maps of the adapters", MAPS_REMARK[18:60], "lies above one"):
+    for words in (
+        "Trade-off of accuracy and robustness",
+        "Maps of the adapters",
+        "maps sum to one at every patch",
+        "lies above one",
+    ):
         assert words in page
     assert "There are no results yet" not in page
     for name in ("trade-off", "adapter-maps"):
@@ -163,7 +172,5 @@ def test_other_and_unfinished_runs_have_nothing_of_it(folder):
     (folder / "results.json").write_text(json.dumps({**results, "complete": False}))
     (folder / "maps.npz").write_bytes(b"broken")
     run = read_run(folder)
-    assert draw_trade_off(run) is None
     assert draw_maps(run) is None
-    assert trade_off_remarks(run) == []
     assert "Trade-off of accuracy" not in render([run])

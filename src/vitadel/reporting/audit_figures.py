@@ -1,0 +1,306 @@
+"""Figures of an audit: bars of accuracies, bars of classes, and example images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from vitadel.evaluation.intervals import wilson
+from vitadel.reporting.figures import COLORS, WIDTH, Picture, figure_style, new_figure
+from vitadel.reporting.read_runs import ClassScore, Run, aspects, class_scores, run_labels, threat_text
+from vitadel.reporting.text import interval_text, percent, shorten
+
+__all__ = ["draw_accuracies", "draw_classes", "draw_examples", "extreme_classes", "shows_attention"]
+
+_ROW = 20  # points, as are all lengths below
+_MOST_CLASSES = 20
+_MOST_RUNS_WITH_ATTACKS = 6  # beyond, the figure would be too crowded
+_SMALL_IMAGE = 96  # up to this many pixels, eight examples fit beside each other
+
+
+def _percent_axes(figure: Any, left: float, right: float, top: float, bottom: float) -> Any:
+    """Axes from 0 to 100 % across; down, one unit is one point."""
+    height = figure.get_figheight() * 72
+    inner = height - top - bottom
+    box = (left / WIDTH, bottom / height, (WIDTH - left - right) / WIDTH, inner / height)
+    axes = figure.add_axes(box, xlim=(0, 1), ylim=(inner, 0))
+    axes.set_yticks([])
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100 %"])
+    axes.tick_params(axis="x", length=0, labelcolor=COLORS["muted"], labelsize=9)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return axes
+
+
+def _rule(axes: Any, top: float, bottom: float) -> None:
+    """Lines to read the bars by, without crossing the words above them."""
+    axes.vlines([0, 0.25, 0.5, 0.75, 1], top, bottom, color=COLORS["grid"], linewidth=0.8, zorder=0, clip_on=False)
+
+
+def _write(axes: Any, x: float, y: float, text: str, *, color: str = "ink", side: str = "left", **more: Any) -> None:
+    """Text beside the axes: x in points from their left edge (or, negative side 'right', ending there)."""
+    axes.annotate(
+        text,
+        xy=(0, y),
+        xycoords=("axes fraction", "data"),
+        xytext=(x, 0),
+        textcoords="offset points",
+        ha=side,
+        va="center_baseline",
+        color=COLORS[color],
+        annotation_clip=False,
+        parse_math=False,  # a dollar sign in a class name is a dollar sign
+        **more,
+    )
+
+
+def _bar(axes: Any, y: float, value: float, height: float, color: str) -> None:
+    axes.barh(y, value, height=height, color=COLORS[color], linewidth=0)
+
+
+def _whisker(axes: Any, y: float, interval: Sequence[float], size: float = 3.5) -> None:
+    """An interval with its two ends, in one stroke."""
+    low, high = interval
+    across, down = [low, low, low, high, high, high], [y - size, y + size, y, y, y - size, y + size]
+    axes.plot(across, down, color=COLORS["ink"], linewidth=1.1, clip_on=False, solid_capstyle="butt")
+
+
+@dataclass(frozen=True)
+class _Bar:
+    label: str
+    value: float
+    interval: Sequence[float]
+    color: str
+
+
+@dataclass(frozen=True)
+class _Group:
+    title: str
+    conditions: str
+    bars: list[_Bar] = field(default_factory=list)
+
+
+def _group(run: Run, label: str, with_attacks: bool) -> _Group:
+    clean, worst = run.results.get("clean"), run.results.get("worst_case")
+    known = aspects(run)
+    facts = [known["data"], threat_text(run) if run.attacks else "", f"n = {known['n']}" if known["n"] else ""]
+    facts += [f"seed {run.results['seed']}"] if "seed" in run.results else []
+    bars = [_Bar("clean", clean["accuracy"], clean["ci95"], "clean")] if clean else []
+    if with_attacks:
+        bars += [_Bar(e["name"], e["robust_accuracy"], e["ci95"], "attack") for e in run.attacks]
+    if worst:
+        bars.append(_Bar("worst case", worst["robust_accuracy"], worst["ci95"], "worst"))
+    if not run.complete:
+        facts.append("not finished")
+    return _Group(label, ", ".join(filter(None, facts)), bars)
+
+
+def draw_accuracies(runs: Sequence[Run]) -> Picture | None:
+    """None if no run has a number yet."""
+    with_attacks = len(runs) <= _MOST_RUNS_WITH_ATTACKS
+    drafts = [_group(run, label, with_attacks) for run, label in zip(runs, run_labels(runs), strict=True)]
+    groups = [draft for draft in drafts if draft.bars]
+    if not groups:
+        return None
+    bars = [bar for group in groups for bar in group.bars]
+    left = min(max(70, 6.2 * max(len(shorten(bar.label, 34)) for bar in bars) + 12), 230)
+    head, gap = 40, 16
+    inner = sum(head + _ROW * len(group.bars) for group in groups) + gap * (len(groups) - 1) + 6
+    with figure_style():
+        figure = new_figure(inner + 34)
+        axes = _percent_axes(figure, left, right=150, top=4, bottom=30)
+        y: float = 0
+        for group in groups:
+            _write(axes, -left + 4, y + 10, shorten(group.title, 76), fontweight="bold", fontsize=11)
+            _write(axes, -left + 4, y + 25, shorten(group.conditions, 110), color="muted", fontsize=9)
+            y += head
+            _rule(axes, y - 2, y + _ROW * len(group.bars) + 2)
+            for bar in group.bars:
+                _draw_bar(axes, y + _ROW / 2, bar)
+                y += _ROW
+            y += gap
+        axes.set_xlabel("accuracy with 95 % interval", color=COLORS["muted"], fontsize=9, labelpad=3)
+    spoken = "; ".join(
+        f"{group.title} ({group.conditions}): "
+        + ", ".join(f"{bar.label} {percent(bar.value)} (interval {interval_text(bar.interval)})" for bar in group.bars)
+        for group in groups
+    )
+    return Picture("accuracy", figure, f"Bar chart of accuracies with 95 % intervals. {spoken}.")
+
+
+def _draw_bar(axes: Any, y: float, bar: _Bar) -> None:
+    strong = {"fontweight": "bold"} if bar.color == "worst" else {}
+    _write(axes, -8, y, shorten(bar.label, 34), side="right", **strong)
+    _bar(axes, y, bar.value, 12, bar.color)
+    _whisker(axes, y, bar.interval)
+    across = axes.get_position().width * WIDTH
+    _write(axes, across + 58, y, percent(bar.value), side="right", **strong)
+    _write(axes, across + 66, y, interval_text(bar.interval), color="muted", fontsize=9)
+
+
+def extreme_classes(scores: Sequence[ClassScore]) -> tuple[list[ClassScore], list[ClassScore]]:
+    """All classes, best first, and nothing; of more than twenty the ten best and the ten worst."""
+
+    def rank(score: ClassScore) -> tuple[float, float]:
+        held = score.correct if score.held is None else score.held
+        return (-held / score.n, -score.correct / score.n)
+
+    ordered = sorted(scores, key=rank)
+    half = _MOST_CLASSES // 2
+    return (ordered, []) if len(ordered) <= _MOST_CLASSES else (ordered[:half], ordered[-half:])
+
+
+def draw_classes(run: Run) -> Picture | None:
+    """Clean and worst-case accuracy per class; None without samples."""
+    scores = class_scores(run)
+    if not scores:
+        return None
+    best, rest = extreme_classes(scores)
+    shown = [*best, *rest]
+    attacked = shown[0].held is not None
+    left = min(max(70, 6.2 * max(len(shorten(score.name, 30)) for score in shown) + 48), 230)
+    inner = 26 + _ROW * (len(shown) + bool(rest)) + 4
+    with figure_style():
+        figure = new_figure(inner + 34)
+        axes = _percent_axes(figure, left, right=120, top=4, bottom=30)
+        _legend(axes, [("clean", "clean"), ("worst", "worst case, with 95 % interval")] if attacked else [])
+        y: float = 26
+        _rule(axes, y - 2, inner)
+        for score in best:
+            _draw_class(axes, y + _ROW / 2, score)
+            y += _ROW
+        if rest:
+            between = len(scores) - len(shown)
+            _write(axes, -left + 4, y + _ROW / 2, f"… {between} classes in between …", color="muted", fontsize=9)
+            y += _ROW
+        for score in rest:
+            _draw_class(axes, y + _ROW / 2, score)
+            y += _ROW
+        axes.set_xlabel("accuracy", color=COLORS["muted"], fontsize=9, labelpad=3)
+    spoken = "; ".join(f"{score.name}: {_class_text(score)} of {score.n}" for score in shown)
+    return Picture("classes", figure, f"Bar chart of accuracy per class, clean and worst case. {spoken}.")
+
+
+def _legend(axes: Any, entries: Sequence[tuple[str, str]]) -> None:
+    x = 0.0
+    for color, text in entries:
+        _write(axes, x, 10, "■", color=color, fontsize=11)
+        _write(axes, x + 14, 10, text, color="muted", fontsize=9)
+        x += 34 + 5.4 * len(text)
+
+
+def _class_text(score: ClassScore) -> str:
+    clean = percent(score.correct / score.n)
+    return clean if score.held is None else f"{clean}, worst case {percent(score.held / score.n)}"
+
+
+def _draw_class(axes: Any, y: float, score: ClassScore) -> None:
+    _write(axes, -42, y, shorten(score.name, 30), side="right")
+    _write(axes, -8, y, f"{score.n:,}", color="muted", side="right", fontsize=8)
+    _bar(axes, y - 3.5, score.correct / score.n, 6, "clean")
+    if score.held is not None:
+        _bar(axes, y + 3.5, score.held / score.n, 6, "worst")
+        _whisker(axes, y + 3.5, wilson(score.held, score.n), size=2.5)
+    across = axes.get_position().width * WIDTH
+    _write(axes, across + 54, y, percent(score.correct / score.n), side="right", fontsize=9)
+    if score.held is not None:
+        _write(axes, across + 58, y, "→", color="muted", fontsize=9)
+        _write(axes, across + 108, y, percent(score.held / score.n), side="right", fontsize=9)
+
+
+def draw_examples(run: Run) -> Picture | None:
+    """Clean images, what an attack added, what came out, and where the model looked; None without examples."""
+    if run.examples is None or len(run.examples["x"]) == 0:
+        return None
+    columns = 8 if max(run.examples["x"].shape[2:]) <= _SMALL_IMAGE else 4
+    shown = {name: array[:columns] for name, array in run.examples.items() if array.ndim}
+    x, z = (np.nan_to_num(shown[name].astype(np.float64)).transpose(0, 2, 3, 1) for name in ("x", "z"))
+    factor = _gray_factor(z - x)
+    rows = {"clean": x, f"perturbation\n× {factor:g}\naround gray": 0.5 + factor * (z - x), "perturbed": z}
+    answers = zip(shown["label"].tolist(), shown["prediction"].tolist(), strict=True)
+    captions = [(run.class_name(label), run.class_name(answer), label == answer) for label, answer in answers]
+    outcomes = [f"{label} {'stays' if held else 'becomes'} {seen}" for label, seen, held in captions]
+    alt = f"Example images: clean, perturbation enlarged {factor:g} times around gray, perturbed"
+    maps = _attention(shown)
+    if maps is not None:
+        before, after = maps
+        largest = np.maximum(before, after).max((1, 2), keepdims=True)  # one scale for both, so that they compare
+        rows["attention,\nclean"] = _overlaid(x, before / largest)
+        rows["attention,\nperturbed"] = _overlaid(z, after / largest)
+        moved = np.abs(after - before).sum((1, 2)) / 2
+        outcomes = [
+            f"{text}, {percent(float(share))} of its attention moves"
+            for text, share in zip(outcomes, moved, strict=True)
+        ]
+        alt += ", and the last layer's attention over the patches of the clean and of the perturbed image"
+    with figure_style():
+        figure = _grid(rows, captions, columns)
+    return Picture("examples", figure, f"{alt}. {'; '.join(outcomes)}.")
+
+
+def shows_attention(run: Run) -> bool:
+    """Whether its examples have maps that can be drawn."""
+    return run.examples is not None and _attention(run.examples) is not None
+
+
+def _attention(shown: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """Maps (n, rows, columns) of clean and perturbed images that sum to 1; older runs and other models have none."""
+    if not {"attention_x", "attention_z"} <= shown.keys():
+        return None
+    maps = [np.nan_to_num(shown[name].astype(np.float64)) for name in ("attention_x", "attention_z")]
+    fitting = all(each.ndim == 3 and each.shape == maps[0].shape and each.size for each in maps)
+    if not fitting or len(maps[0]) != len(shown["x"]) or min(each.min() for each in maps) < 0:
+        return None
+    before, after = (each / np.maximum(each.sum((1, 2), keepdims=True), 1e-30) for each in maps)
+    return before, after
+
+
+def _overlaid(images: Any, shares: Any) -> Any:
+    """The images in gray under the colors of their maps: the brighter, the more attention."""
+    tall, wide = images.shape[1:3]
+    rows, columns = (np.arange(size) * kept // size for size, kept in zip((tall, wide), shares.shape[1:], strict=True))
+    colors = matplotlib.colormaps["inferno"](shares[:, rows][:, :, columns])[..., :3]
+    return 0.4 * np.clip(images, 0, 1).mean(3, keepdims=True) + 0.6 * colors
+
+
+def _gray_factor(difference: Any) -> float:
+    """Three digits, rounded down, so that the largest difference just reaches black or white."""
+    largest = float(np.abs(difference).max(initial=0.0))
+    if largest == 0:
+        return 1.0
+    factor = 0.5 / largest
+    unit = 10.0 ** (math.floor(math.log10(factor)) - 2)
+    return float(f"{math.floor(factor / unit + 1e-9) * unit:.6g}")
+
+
+def _grid(rows: Mapping[str, Any], captions: Sequence[tuple[str, str, bool]], columns: int) -> Any:
+    left, gap, head, foot = 78, 6, 20, 36
+    side = (WIDTH - left) / columns - gap
+    tall, wide = next(iter(rows.values())).shape[1:3]
+    cell = side * tall / wide
+    height = head + len(rows) * (cell + gap) + foot
+    figure = new_figure(height)
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0), autoscale_on=False)
+    axes.set_axis_off()
+    style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 9, "parse_math": False}
+    for row, (name, images) in enumerate(rows.items()):
+        top = head + row * (cell + gap)
+        axes.text(4, top + cell / 2, name, color=COLORS["muted"], ha="left", va="center", fontsize=9)
+        for column, image in enumerate(np.clip(images, 0, 1)):
+            start = left + column * (side + gap)
+            box = (start, start + side, top + cell, top)
+            axes.imshow(image, interpolation="none", aspect="auto", extent=box, clip_on=False)
+    letters = int(side / 6.2)
+    for column, (label, seen, held) in enumerate(captions):
+        middle = left + column * (side + gap) + side / 2
+        seen_style = {**style, "color": COLORS["ink" if held else "worst"], "fontweight": "bold"}
+        mark = "✓ robust" if held else "✗ fooled"
+        axes.text(middle, head / 2, shorten(label, letters), color=COLORS["ink"], **style)
+        axes.text(middle, height - foot + 8, shorten(seen, letters), **seen_style)
+        axes.text(middle, height - foot + 24, mark, color=COLORS["muted"], **style)
+    return figure

@@ -1,0 +1,254 @@
+"""Audits, and runs of `attack`: accuracy on clean images, under each attack, and in the worst case."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vitadel.evaluation.intervals import wilson
+from vitadel.findings import PRECHECK, can_diagnose, title_of
+from vitadel.reporting.audit_figures import draw_classes, draw_examples, shows_attention
+from vitadel.reporting.kind import Kind, Section, Trust, doubts
+from vitadel.reporting.read_runs import Run, aspects, class_scores, threat_text
+from vitadel.reporting.terminal import show_effective_eps, show_findings
+from vitadel.reporting.text import interval_text, listed, percent, share_text
+from vitadel.runtime.opening import next_command, recorded_opening
+
+__all__ = ["KIND", "audit_sections", "audit_sentence", "show_audit"]
+
+
+def audit_sentence(run: Run) -> str:
+    """Clean accuracy and the worst case with everything that they depend on."""
+    clean, worst = run.results.get("clean"), run.results.get("worst_case")
+    if not clean:
+        return "There are no results yet."
+    sentence = "" if run.complete else "So far: "
+    sentence += f"{percent(clean['accuracy'])} of {clean['n']:,} images are classified correctly "
+    sentence += f"(95 % interval {interval_text(clean['ci95'])}); "
+    within = [entry for entry in run.attacks if not entry.get("own_rules")]
+    if not worst or not within:
+        what = "was run" if run.complete else "is finished"
+        kind = "attack" if within == run.attacks else "attack within the budget"
+        return f"{sentence}no {kind} {what}, so robustness is not known.{_other_threats(run)}"
+    names = listed([entry["name"] for entry in within])
+    share = "none of them is robust" if worst["held"] == 0 else f"{percent(worst['robust_accuracy'])} still are"
+    return (
+        f"{sentence}under {names} with {threat_text(run)}, seed {run.results.get('seed')}, "
+        f"{share} (95 % interval {interval_text(worst['ci95'])}).{_other_threats(run)}"
+    )
+
+
+def _other_threats(run: Run) -> str:
+    """Attacks with a different kind of budget, which the worst case does not count."""
+    others = [
+        f"{entry['name']} {share_text(entry, 'robust_accuracy')}" for entry in run.attacks if entry.get("own_rules")
+    ]
+    return f" Different threat model, not part of the worst case: {listed(others)}." if others else ""
+
+
+def trust_audit(run: Run) -> Trust | None:
+    """Whether to rely on the numbers, and the diagnosis to run next; None for unfinished runs."""
+    found = doubts(run)
+    if found is not None or not run.complete or not run.attacks or run.command["verb"] != "audit":
+        return found
+    threat, known = run.results.get("threat", {}), aspects(run)
+    norm = str(threat.get("norm") or run.command["settings"].get("norm") or "")
+    command = ""
+    if norm and known["eps"] and can_diagnose(norm, threat.get("eps", 0)):
+        opening = recorded_opening(run.command)
+        command = next_command(opening, "diagnose", run.model, known["data"], norm, known["eps"])
+    if any(each["check"] in _PRECHECK for each in run.results.get("findings") or []):
+        sentence = "The audit's short check found nothing suspicious. Run a full diagnosis before you publish."
+        return Trust("ok", sentence, command)
+    sentence = "Not examined: this model was not checked for gradient masking, so these numbers may be too high."
+    return Trust("unexamined", sentence, command)
+
+
+_PRECHECK = (PRECHECK.identifier, "the doctor's glance")  # the latter in earlier versions
+
+
+def audit_sections(run: Run) -> list[Section]:
+    return [section for make in (_attacks, _classes, _examples, _protocol) if (section := make(run)) is not None]
+
+
+def _attacks(run: Run) -> Section | None:
+    """What each attack did, and what it cost per image that it attacked."""
+    if not run.attacks:
+        return None
+    rows = [
+        {
+            "members": [],
+            "paper_style": None,
+            **entry,
+            "gradients": entry["gradient_calls"] / max(entry["attacked"], 1),
+            "forwards": entry["forward_calls"] / max(entry["attacked"], 1),
+            "details": entry.get("settings", {})
+            | ({"judged on": entry["judged_on"]} if entry.get("judged_on") else {}),
+        }
+        for entry in run.attacks
+    ]
+    total = {name: sum(entry[name] for entry in run.attacks) for name in ("gradient_calls", "forward_calls", "seconds")}
+    device = run.environment.get("device_name") or run.environment.get("device") or ""
+    content = {"rows": rows, "threat": threat_text(run), "total": total, "device": str(device)}
+    return Section("Attacks", block="attacks", content=content)
+
+
+def _classes(run: Run) -> Section | None:
+    scores = sorted(class_scores(run), key=lambda score: score.name)
+    if not scores:
+        return None
+    # Of a single attack the column would repeat the worst case.
+    attacks = [name for name, _ in scores[0].attacked] if len(scores[0].attacked) > 1 else []
+    rows = [
+        {
+            "name": score.name,
+            "n": score.n,
+            "shares": [
+                count / score.n for count in (score.correct, *(count for _, count in score.attacked if attacks))
+            ],
+            "worst": None
+            if score.held is None
+            else {"share": score.held / score.n, "ci95": wilson(score.held, score.n)},
+        }
+        for score in scores
+    ]
+    return Section(
+        "Classes",
+        lambda: draw_classes(run),
+        "The number beside a class is that of its images. Few images make a class's share uncertain: see the interval.",
+        block="classes",
+        content={"rows": rows, "attacks": attacks},
+    )
+
+
+def _examples(run: Run) -> Section | None:
+    examples = run.examples
+    if examples is None or len(examples["x"]) == 0:
+        return None
+    attack = "one of the attacks"  # older runs did not record which
+    if "attack" in examples:
+        own_rules = bool(examples.get("own_rules", False))
+        attack = f"{examples['attack']} ({'different threat model' if own_rules else threat_text(run)})"
+    caption = f"The first correctly classified images, and what {attack} alone makes of them. "
+    caption += "Above each column the true class, below it the model's answer to the perturbed image."
+    if shows_attention(run):
+        caption += " The last two rows: the last layer's attention over the patches, both on one scale."
+    return Section("Examples", lambda: draw_examples(run), caption)
+
+
+def _protocol(run: Run) -> Section | None:
+    """What the numbers may be compared with, and if not with a leaderboard, why not."""
+    protocol = run.results.get("protocol")
+    if not protocol:
+        return None
+    remarks = [protocol["remark"]] if protocol["remark"] else []
+    raised = [title_of(each) for each in run.results.get("findings") or [] if each["verdict"] != "ok"]
+    if protocol["name"] and raised:
+        remarks.append(f"Resolve these findings before comparing: {', '.join(raised)}.")
+    content = {"sentence": _comparability(protocol), "differences": protocol["differences"], "remarks": remarks}
+    return Section("Protocol", block="protocol", content=content)
+
+
+def _comparability(protocol: Mapping[str, Any]) -> str:
+    """What the field `protocol` of the results comes to, in one sentence."""
+    if protocol["name"]:
+        sentence = f"By the protocol {protocol['name']}: comparable with {protocol['comparable_with']}."
+    elif protocol["nearest"]:
+        differing = ", ".join(protocol["differences"])
+        sentence = f"Not comparable with {protocol['nearest_is']}: "
+        sentence += f"differs from the protocol {protocol['nearest']} in {differing}."
+    else:
+        return (
+            "No protocol is known for these data, so this is not comparable with RobustBench or another leaderboard: "
+            "compare only runs on the same images under the same attacks."
+        )
+    # The leaderboard that most readers have in mind, where another protocol is nearer.
+    return sentence if "RobustBench" in sentence else f"{sentence} {_NOT_ROBUSTBENCH}"
+
+
+_NOT_ROBUSTBENCH = "Not comparable with RobustBench: only a run of one of its protocols is."
+_BAR = 12
+
+
+def _bar(value: float, console: Console) -> str:
+    filled = round(_BAR * value)
+    full, empty = "█·" if console.encoding.lower().startswith("utf") else "#."
+    color = "green" if value >= 0.5 else "yellow" if value >= 0.2 else "red"
+    return f"[{color}]{full * filled}[/][dim]{empty * (_BAR - filled)}[/]"
+
+
+def _cost_texts(entry: Mapping[str, Any]) -> tuple[str, str]:
+    seen = max(entry["attacked"], 1)
+    return f"{entry['gradient_calls'] / seen:.1f}", f"{entry['forward_calls'] / seen:.1f}"
+
+
+def _accuracy_table(results: Mapping[str, Any], console: Console) -> Table:
+    threat, data, model = results["threat"], results["data"], results["model"]
+    table = Table(
+        title=f"{escape(model['spec'])} on {escape(data['spec'])}: {threat['norm']}, eps {threat['eps_text']}, "
+        f"n = {data['n']}, seed {results['seed']}",
+        title_justify="left",
+    )
+    for heading in ("", "accuracy", "95 % interval", "", "grads", "fwds"):
+        table.add_column(heading, justify="left" if heading in ("", "95 % interval") else "right")
+
+    def add(name: str, value: float, interval: Sequence[float], cost: tuple[str, str] = ("", "")) -> None:
+        low, high = interval
+        bounds = f"{100 * low:.1f} to {100 * high:.1f}"
+        table.add_row(escape(name), f"{100 * value:.1f} %", bounds, _bar(value, console), *cost)
+
+    clean, worst = results["clean"], results["worst_case"]
+    add("clean", clean["accuracy"], clean["ci95"])
+    for entry in results["attacks"]:
+        add(entry["name"], entry["robust_accuracy"], entry["ci95"], _cost_texts(entry))
+        for member in entry.get("members", ()):
+            broke = f"broke {member['broken']} of {member['attacked']}"
+            table.add_row(f"[dim]  {escape(member['name'])}[/]", "", f"[dim]{broke}[/]", "", *_cost_texts(member))
+    if worst is not None:
+        table.add_section()
+        add("worst case", worst["robust_accuracy"], worst["ci95"])
+    return table
+
+
+def show_audit(run: Run) -> None:
+    """The table of accuracies, what it counts, and what limits it."""
+    console, results = Console(), run.results
+    attacks, data = results["attacks"], results["data"]
+    console.print(_accuracy_table(results, console))
+    notes = []
+    if beside := results.get("clean_among_all"):
+        accuracy = f"{100 * beside['accuracy']:.1f} %"
+        notes.append(f"Clean, among all {beside['classes']} classes: {accuracy}, {beside['remark']}.")
+    if attacks:
+        counts = " or ".join(dict.fromkeys(entry["counts"] for entry in attacks))
+        notes.append(f"Robust accuracy counts {counts}; passes are per attacked sample.")
+    for entry in attacks:
+        if style := entry["paper_style"]:
+            accuracy = f"{100 * style['robust_accuracy']:.1f} %"
+            notes.append(f"{entry['name']}, counted as in its paper: {accuracy}, {style['remark']}.")
+    if results.get("compile"):
+        notes.append(results["compile"])
+    if results.get("protocol"):
+        notes.append(_comparability(results["protocol"]))
+    for note in notes:
+        console.print(f"[dim]{escape(note)}[/]")
+    for entry in attacks:
+        show_effective_eps(entry["name"], entry["settings"], console)
+    if void := sum(entry["void"] for entry in attacks):
+        console.print(f"[yellow]{void} proposals broke box or budget and were not counted as successes.[/]")
+    if data["left_out"]:
+        names = ", ".join(map(escape, data["left_out_names"][:3]))
+        console.print(f"[yellow]{data['left_out']} samples could not be read and were left out: {names}[/]")
+    show_findings(results["findings"])
+    if kept := results.get("kept"):
+        console.print(f"{kept['images']} adversarial images saved in {kept['folder']}/ (safetensors, floats in [0, 1])")
+        if kept["pictures"]:
+            still = kept["images"] - kept["undone_by_8_bits"]
+            console.print(f"and as 8-bit pictures in {kept['pictures']}/: {still} of them still fool the model")
+
+
+KIND = Kind(audit_sentence, audit_sections, trust=trust_audit, show=show_audit, partial=True)

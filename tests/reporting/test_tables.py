@@ -1,0 +1,29 @@
+"""Tables as they are read: an interval stands behind its number."""
+
+from __future__ import annotations
+
+from vitadel.reporting.tables import Column, Table, fold_intervals, row_texts, share_cells, share_columns
+
+SHARE = {"accuracy": 0.5, "ci95": (0.25, 0.7512)}
+
+
+def test_intervals_move_behind_their_numbers_and_empty_columns_go() -> None:
+    columns = (Column("model"), *share_columns("clean"), Column("n", 0), *share_columns("worst"), Column("to"))
+    table = Table("caption", columns, (("a", *share_cells(SHARE, "accuracy"), 8, None, None, None, "b"),), "name")
+    seen = fold_intervals(table)
+    assert [column.heading for column in seen.columns] == ["model", "clean, %", "n", "to"]
+    assert [column.digits for column in seen.columns] == [None, 1, 0, None]
+    assert row_texts(seen.rows[0], seen) == ["a", "50.0 (25.0 to 75.1)", "8", "b"]
+    assert (seen.name, seen.caption) == ("name", "caption")
+
+
+def test_ends_by_bare_names_and_numbers_without_an_interval() -> None:
+    columns = (Column("images"), *(Column(name, 3) for name in ("cosine", "from", "to", "median")))
+    rows = (("a", 0.9, 0.8, 0.95, 0.91), ("b", 0.5, None, None, None))
+    seen = fold_intervals(Table("", columns, rows))
+    assert [row_texts(row, seen) for row in seen.rows] == [["a", "0.900 (0.800 to 0.950)", "0.910"], ["b", "0.500", ""]]
+
+
+def test_a_table_without_intervals_is_itself() -> None:
+    table = Table("", (Column("from"), Column("to")), (("a", "b"),))
+    assert fold_intervals(table) == table
