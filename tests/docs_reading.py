@@ -1,4 +1,4 @@
-"""What the docs tell people to type: commands and Python snippets of README.md and docs/*.md, in their order."""
+"""Commands and Python snippets of README.md and docs/*.md, in their order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INLINE = re.compile(r"(?<!`)`(vitadel [^`]+)`(?!`)")
 
 @dataclass(frozen=True)
 class Command:
-    """A line to type, as it stands on a page, without its prompt and its comment."""
+    """A command as written on a page, without its prompt and comment."""
 
     page: str
     line: int
@@ -29,7 +29,7 @@ class Command:
 
     @property
     def out(self) -> str | None:
-        """The run folder that it asks for."""
+        """The run folder that it names with `--out`."""
         return self.words[self.words.index("--out") + 1] if "--out" in self.words[:-1] else None
 
 
@@ -47,7 +47,7 @@ def pages() -> list[Path]:
 
 
 def commands_in(text: str, page: str) -> list[Command]:
-    """Lines of fenced blocks that begin with a program of ours; what else is there is output, or set-up."""
+    """Lines of fenced blocks that start with one of `_OURS`; other lines are output or set-up."""
     found = []
     for language, first, lines in _blocks(text):
         if language in ("python", "yaml", "json"):
@@ -60,7 +60,7 @@ def commands_in(text: str, page: str) -> list[Command]:
 
 
 def inline_commands_in(text: str, page: str) -> list[Command]:
-    """Code spans in sentences and tables that begin with `vitadel`."""
+    """Code spans in sentences and tables that start with `vitadel`."""
     outside = text.splitlines()
     for _, first, lines in _blocks(text):
         outside[first - 1 : first - 1 + len(lines)] = [""] * len(lines)
@@ -77,7 +77,7 @@ def snippets_in(text: str, page: str) -> list[Snippet]:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, int, list[str]]]:
-    """Language, number of the first line, and lines of every fenced block."""
+    """Language, first line number and lines of every fenced block."""
     language: str | None = None
     first, lines = 0, []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -93,12 +93,12 @@ def _blocks(text: str) -> Iterator[tuple[str, int, list[str]]]:
 
 
 def _joined(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """Lines with those that they go on in, each with the place of its beginning."""
-    whole, begun = "", 0
+    """Lines joined with their continuations, each with the number of its first line."""
+    whole, start = "", 0
     for number, line in enumerate(lines):
-        begun = begun if whole else number
+        start = start if whole else number
         if line.rstrip().endswith("\\"):
             whole += line.rstrip().removesuffix("\\")
             continue
-        yield begun, whole + line
+        yield start, whole + line
         whole = ""

@@ -1,4 +1,4 @@
-"""Runs a command of the docs in the small world: brings files and run folders it expects, then calls the program."""
+"""Run a command of the docs in the small world: provide the files and run folders it expects, then call the program."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from vitadel.training.recipes.documents import compose, shipped_recipes, source
 __all__ = ["World", "WronglyTyped", "parsed", "verb_in"]
 
 ANY_RUN = ("vitadel", "harden", "shapes/standard", "--out", "run")
-"""Makes what stands for a run folder that no command of the docs makes; it is a MODEL, too."""
+"""Makes the stand-in for run folders that no command of the docs makes; it is also a MODEL."""
 ELLIPSIS = {"harden": ("shapes/trades",)}
-"""What `...` stands for where a verb needs something; else it stands for nothing."""
+"""Replacement for `...` where a verb needs an argument; elsewhere it is dropped."""
 _RUNS = ("runs/", "RUN")
 
 
 class WronglyTyped(Exception):
-    """A verb that there is not, or flags that its verb does not take."""
+    """An unknown verb, or flags that its verb does not take."""
 
 
 def verb_in(words: Sequence[str]) -> tuple[str, Any, list[str]]:
-    """The verb's name, what typer made of it, and the words after it; a group of verbs, if none of them is named."""
+    """The verb's name, its typer command, and the words after it; a group if no verb of it is named."""
     command: Any = typer.main.get_command(app)
     rest, name = list(words), "vitadel"
     while hasattr(command, "commands") and rest:
@@ -63,7 +63,7 @@ def verb_in(words: Sequence[str]) -> tuple[str, Any, list[str]]:
 
 
 def parsed(words: Sequence[str]) -> typer.Context:
-    """The context of a verb with its flags read."""
+    """The context of a verb with parsed flags."""
     name, command, rest = verb_in(words)
     try:
         context: typer.Context = command.make_context(name, rest)
@@ -76,7 +76,7 @@ def parsed(words: Sequence[str]) -> typer.Context:
 
 @dataclass
 class World:
-    """Commands run once each; those that make run folders which others read are found among `all_commands`."""
+    """Runs each command once; commands that make run folders for others are found in `all_commands`."""
 
     root: Path
     patch: pytest.MonkeyPatch
@@ -90,7 +90,7 @@ class World:
         self.patch.setattr("vitadel.cli.ui.threading", SimpleNamespace(Event=_Impatient))
 
     def run(self, words: Sequence[str]) -> Result:
-        """As typed; a command is run once, however often it stands in the docs."""
+        """Run a command as written, once, however often it occurs in the docs."""
         return self._run(tuple(words))[0]
 
     def _run(self, words: tuple[str, ...]) -> tuple[Result, Path]:
@@ -102,10 +102,7 @@ class World:
         return self._done[words]
 
     def execute(self, page: str) -> int:
-        """The snippets of a page, one after the other with the same names; some names are there beforehand.
-
-        How many came to their end.
-        """
+        """Run the snippets of a page in order with shared names; return how many finished."""
         finished = 0
         my_module = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32, patch_size=8).eval()
         x = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -134,13 +131,13 @@ class World:
             typed = [*typed, *_sizes(context)]
             self._bring_files(context)
         except (WronglyTyped, UserError):
-            pass  # a fault of the command's: below the program itself meets it, and says so
+            pass  # the program itself reports the error below
         self.patch.setattr(sys, "argv", ["vitadel", *typed])
-        with _swept_up() if typed[:1] == ["ui"] else nullcontext():
+        with _collected() if typed[:1] == ["ui"] else nullcontext():
             return CliRunner().invoke(app, typed)
 
     def _substituted(self, words: Sequence[str]) -> list[str]:
-        """Without the marks of what is optional, and with NAMES' words."""
+        """Remove the marks of optional words and apply NAMES."""
         plain = [word if "=[" in word or not word else word.strip("[]") or "..." for word in words]
         typed = [NAMES.get(word, word) for word in plain if word != "..."]
         if "..." in plain and len(typed) == 1:
@@ -148,7 +145,7 @@ class World:
         return [f"{word[:-3]}parquet:{word[:-4]}.parquet" if word.endswith("=...") else word for word in typed]
 
     def _bring_runs(self, words: Sequence[str]) -> None:
-        """Run folders that the command reads: made by another command of the docs, or by ANY_RUN."""
+        """Provide run folders that the command reads, made by another command of the docs or by ANY_RUN."""
         makers = {command.out: command.words for command in self.all_commands if command.out is not None}
         for before, word in zip(["", *words], words, strict=False):
             path = word.partition("=")[2] or word
@@ -159,11 +156,11 @@ class World:
             assert made.exit_code == 0, f"{name} could not be made: {made.output}"
             if name not in makers:
                 _link(Path(name), folder / ANY_RUN[-1])
-            for made_too in (folder / "runs").glob("*"):  # a run may begin where another ended
+            for made_too in (folder / "runs").glob("*"):  # a run may start from another one
                 _link(Path("runs") / made_too.name, made_too)
 
     def _bring_files(self, context: typer.Context) -> None:
-        """Models, weights, tokens, recipes and lists that are named and not there."""
+        """Provide models, weights, tokens, recipes and lists that are named and missing."""
         given = dict(context.params)
         if str(given.get("recipe", "")).endswith((".yaml", ".yml")):
             Path(given["recipe"]).write_text(source("shapes/trades"))
@@ -190,7 +187,7 @@ class World:
                     _write_tokens(Path(path), given)
 
     def _write_factory(self, module: str) -> None:
-        """The user's module as a page shows it, in the snippet that begins with its file's name."""
+        """Write the user's module as a page shows it, in the snippet that starts with its file name."""
         shown = [snippet.code for snippet in self.all_snippets if snippet.code.startswith(f"# {module}.py\n")]
         assert shown, f"no page shows {module}.py"
         Path(f"{module}.py").write_text(shown[0])
@@ -204,19 +201,19 @@ def _link(here: Path, there: Path) -> None:
 
 
 def _for_one_process(words: Sequence[str]) -> list[str]:
-    """What follows `vitadel`; of torchrun, whose own words are only read, what it would run in each process."""
+    """The words after `vitadel`; for torchrun, whose own flags are only parsed, what each process would run."""
     if words[0] == "torchrun":
-        told = get_args_parser().parse_args(list(words[1:]))
-        assert (told.module, told.training_script) == (True, "vitadel"), "torchrun runs `-m vitadel`"
-        return list(told.training_script_args)
+        parsed_words = get_args_parser().parse_args(list(words[1:]))
+        assert (parsed_words.module, parsed_words.training_script) == (True, "vitadel"), "torchrun runs `-m vitadel`"
+        return list(parsed_words.training_script_args)
     assert words[0] == "vitadel", f"no rule for running {words[0]}"
     return list(words[1:])
 
 
 def _sizes(context: typer.Context) -> list[str]:
-    """Flags that make a command small, where it has them: those of FLAGS, and whole numbers above MOST."""
+    """Flags that make a command small: those of FLAGS, and integers above MOST."""
     if context.info_name == "plan" and context.params["model"] in shipped_recipes():
-        return []  # which says itself how large it is
+        return []  # the recipe sets the sizes
     added = []
     for option in context.command.params:
         if option.param_type_name != "option" or option.name in KEPT_FLAGS:
@@ -239,7 +236,7 @@ def _sizes(context: typer.Context) -> list[str]:
 
 
 def _write_model(folder: Path, data: str) -> None:
-    """What MODEL stands for: a ViT for 1000 classes at 224 px, or for 10 at 32 px, as the data are."""
+    """Write the stand-in for MODEL: a ViT for 1000 classes at 224 px, or for 10 at 32 px, as the data require."""
     classes, size, patch = (1000, 224, 32) if data.startswith("imagenet") else (10, 32, 8)
     shape = {**TINY["vit"], "img_size": size, "patch_size": patch}
     classifier = load_model("vit_tiny_patch16_224", weights="random", num_classes=classes, kwargs=shape)
@@ -259,7 +256,7 @@ def _write_weights(model: str, given: dict[str, Any]) -> None:
 
 
 def _write_tokens(path: Path, given: dict[str, Any]) -> None:
-    """Three tokens for the model that is named, other ones in every file."""
+    """Write three tokens for the named model, different ones in every file."""
     options = {key: given[key] for key in ("weights", "num_classes", "input_size") if given.get(key)}
     classifier = open_model(given["model"], options_for_features(given["model"], options))
     tokens = fresh_tokens(token_width(classifier), 3, seed=zlib.crc32(path.name.encode()))
@@ -267,8 +264,8 @@ def _write_tokens(path: Path, given: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _swept_up() -> Iterator[None]:
-    """Gradio leaves sockets and event loops to the garbage collector, which would complain here or in a later test."""
+def _collected() -> Iterator[None]:
+    """Collect what gradio leaves to the garbage collector, which would warn here or in a later test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         yield
@@ -276,7 +273,7 @@ def _swept_up() -> Iterator[None]:
 
 
 class _Impatient:
-    """An event that is waited for as by somebody who presses Ctrl-C at once."""
+    """An event that is interrupted as by Ctrl-C as soon as it is waited for."""
 
     def wait(self) -> None:
         raise KeyboardInterrupt

@@ -1,7 +1,7 @@
-"""The small world in which the docs' commands are run: what stands for large models, data sets and long searches.
+"""The small world in which the commands of the docs run: stand-ins for large models, data sets and long searches.
 
-The tables say all of it. They change sizes and bring what a command expects to find; verbs, flags, recipes, attacks,
-kinds of data and model names reach the program as they are written, and so do their faults.
+The tables below define it. They change sizes and provide the files a command expects; verbs, flags, recipes, attacks,
+kinds of data and model names reach the program as they are written, and so do their errors.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ NAMES = {
     "BACKBONE": "deit_tiny_patch16_224",
     "cuda:1": "cpu",
 }
-"""Words of a command that stand for another one."""
+"""Words of a command that are replaced."""
 
 IMAGES = 16
-"""In the test split of what stands for CIFAR and ImageNet, and in every protocol; the doctor takes no fewer."""
+"""Images in the test split of CIFAR and ImageNet stand-ins, and in every protocol; a diagnosis needs as many."""
 
 FLAGS = {"limit": 4, "diagnose.limit": IMAGES, "surrogates": 1, "bank": 1, "port": 0, "severities": "1,5"}
-"""What these flags of any verb are set to; port 0 is any that is free. Under a protocol all images are taken."""
+"""Values of these flags for any verb; port 0 is any free port. Under a protocol all images are used."""
 KEPT_FLAGS = {"batch_size", "seed", "input_size", "num_classes", "difficulty", "patch_side"}
-"""Whole numbers that are no sizes. All others, given or by default, are cut to MOST."""
+"""Integer flags that are not sizes. All others, given or default, are limited to MOST."""
 MOST = 2
 
 RECIPES = {
@@ -68,10 +68,10 @@ RECIPES = {
     "audit.limit": 4,
     "audit.batch_size": 4,
 }
-"""The most that a recipe may ask for."""
+"""Upper limits for recipe settings."""
 
 KEPT_SETTINGS = {"side", "patches", "blocks", "layer", "tokens", "factor"}
-"""Settings of attacks, and of what goes around them, that are no sizes. All other whole numbers are cut to MOST."""
+"""Integer settings of attacks and prefixes that are not sizes. All others are limited to MOST."""
 
 TINY: dict[str, dict[str, Any]] = {
     "vit": {"depth": 4, "embed_dim": 48, "num_heads": 3},
@@ -81,16 +81,13 @@ TINY: dict[str, dict[str, Any]] = {
     "fan": {"depth": 1, "embed_dim": 48, "num_heads": 3},
     "rvt": {"depths": (1,), "widths": (48,), "heads": (3,), "scaled_blocks": 1},
 }
-"""How models of timm and of ours are built, by the first word of their name, where a record does not say otherwise.
-
-Weights that would be downloaded are random ones.
-"""
+"""Arguments for models of timm and of ours, by the first word of their name; weights are random, not downloaded."""
 
 TENCH, GOOSE, STINGRAY = "n01440764", "n01855672", "n01498041"
 
 
 def shrink(world: Path, patch: pytest.MonkeyPatch) -> None:
-    """Write the data below `world` and put the tables into force."""
+    """Write the data below `world` and apply the tables."""
     _shrink_models(patch)
     _shrink_attacks(patch)
     _shrink_recipes(patch)
@@ -99,7 +96,7 @@ def shrink(world: Path, patch: pytest.MonkeyPatch) -> None:
         patch.setitem(examination.LEVELS, name, replace(level, images=IMAGES, directions=1, lessons=1))
     small = {name: replace(each, images=IMAGES, image_list=None) for name, each in protocols.PROTOCOLS.items()}
     patch.setattr(protocols, "PROTOCOLS", small)
-    patch.setattr(stability, "StabilityOrder", partial(stability.StabilityRequest, training_steps=MOST))
+    patch.setattr(stability, "StabilityRequest", partial(stability.StabilityRequest, training_steps=MOST))
 
 
 def _shrink_models(patch: pytest.MonkeyPatch) -> None:
@@ -157,12 +154,12 @@ def _shrink_recipes(patch: pytest.MonkeyPatch) -> None:
 
 
 def _shrink_data(world: Path, patch: pytest.MonkeyPatch) -> None:
-    """Every path of `--data` is that of the stand-in of its kind, and every root the one below which CIFAR lies."""
+    """Replace every path of `--data` by the stand-in of its kind, and every root by the folder with CIFAR."""
     written: dict[str, Path] = {}
-    take_apart = vitadel.data.spec.parse_spec
+    parse = vitadel.data.spec.parse_spec
 
     def parse_spec(spec: str, **more: Any) -> Any:
-        request = take_apart(spec, **more)
+        request = parse(spec, **more)
         if request.kind.startswith("cifar"):
             return replace(request, root=_once(written, world, "cifar", _cifar))
         if request.argument and request.kind in vitadel.data.spec.DATA_KINDS:
@@ -188,10 +185,10 @@ def _once(written: dict[str, Path], world: Path, kind: str, write: Callable[[Pat
 
 
 def _picture(number: int, size: int = 32) -> Image.Image:
-    """A colour of its own with some noise."""
-    chance = np.random.default_rng(number)
-    color = chance.integers(20, 236, (1, 1, 3))
-    return Image.fromarray((color + chance.integers(-20, 20, (size, size, 3))).astype(np.uint8))
+    """A single color with some noise."""
+    rng = np.random.default_rng(number)
+    color = rng.integers(20, 236, (1, 1, 3))
+    return Image.fromarray((color + rng.integers(-20, 20, (size, size, 3))).astype(np.uint8))
 
 
 def _write_pictures(folder: Path, classes: tuple[str, ...], each: int) -> Path:
@@ -250,7 +247,7 @@ def _write_npz(place: Path) -> Path:
 
 
 def _write_cifar(place: Path, patch: pytest.MonkeyPatch) -> Path:
-    """CIFAR-10 and CIFAR-10-C in the layout of their files; torchvision is told the checksums of these."""
+    """CIFAR-10 and CIFAR-10-C in the layout of their files; torchvision gets their checksums."""
     folder = place / "cifar-10-batches-py"
     folder.mkdir()
 
@@ -285,11 +282,11 @@ STAND_INS: dict[str, Callable[[Path], Path]] = {
     "imagenet-c": _write_imagenet_c,
     "imagenet-p": _write_imagenet_p,
 }
-"""What is opened for a path, by the kind of data; a kind that is not here is refused."""
+"""What is opened for a path, by kind of data; other kinds are refused."""
 
 
 LISTED = tuple(f"{wnid}/{number:02d}.png" for wnid in (TENCH, GOOSE) for number in range(IMAGES // 2))
-"""What a list of ImageNet's images names: all of the stand-in's."""
+"""Contents of a list of ImageNet images: all of the stand-in's."""
 
 IN_SNIPPETS = {r"\b(limit|knob)=\d+": r"\1=2"}
-"""What is written otherwise in snippets of Python, by patterns."""
+"""Replacements in Python snippets: pattern to text."""

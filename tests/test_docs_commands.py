@@ -1,4 +1,4 @@
-"""Every command and every Python snippet of the docs runs: in a small world, but as it is written."""
+"""Every command and every Python snippet of the docs runs as written, in a small world."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from docs_running import World, parsed, verb_in
 TEXTS = {str(page.relative_to(REPOSITORY)): page.read_text(encoding="utf-8") for page in pages()}
 COMMANDS = [command for name, text in TEXTS.items() for command in commands_in(text, name)]
 INLINE = [command for name, text in TEXTS.items() for command in inline_commands_in(text, name)]
-TYPED = list({command.words: command for command in reversed(COMMANDS)}.values())[::-1]  # each once, where it is first
+TYPED = list({command.words: command for command in reversed(COMMANDS)}.values())[
+    ::-1
+]  # each once, at its first occurrence
 SNIPPETS = [snippet for name, text in TEXTS.items() for snippet in snippets_in(text, name)]
 
 
@@ -39,17 +41,17 @@ def test_snippets_run(world, page):
 
 
 @pytest.mark.parametrize("command", INLINE, ids=title)
-def test_what_sentences_name_can_be_typed(command):
+def test_inline_commands_parse(command):
     words = [word.strip("[]") for word in command.words[1:] if word.strip("[]") != "..."]
     name, verb, rest = verb_in(words)
-    if rest:  # a verb alone may need more than the sentence is about
+    if rest:  # a verb alone may need more arguments than the sentence gives
         assert parsed(words).info_name == name
     else:
         assert verb.name == name
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["audti"], "audti"),
         (["audit", "--atacks", "fgsm"], "--atacks"),
@@ -66,13 +68,13 @@ def test_what_sentences_name_can_be_typed(command):
     ],
     ids=lambda each: " ".join(each) if isinstance(each, list) else "",
 )
-def test_a_misspelt_command_fails(world, words, told):
+def test_a_misspelled_command_fails(world, words, message):
     done = world.run(["vitadel", *words])
     assert done.exit_code != 0
-    assert told in f"{done.exception}\n{done.output}"
+    assert message in f"{done.exception}\n{done.output}"
 
 
-def test_commands_are_read_as_a_person_reads_them():
+def test_commands_are_extracted_from_pages():
     typed = "$ vitadel audit MODEL \\\n    --limit 5   # so many"
     text = f"```\n{typed}\nclean 95.2 %\npip install .\n```\n`vitadel list data`\n"
     (command,) = commands_in(text, "page")
@@ -92,7 +94,7 @@ def test_generated_pages_are_up_to_date(page):
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_links_lead_somewhere(page):
+def test_links_exist(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", TEXTS[page]):
         if "://" not in target:
             assert (REPOSITORY / page).parent.joinpath(target).exists(), f"{page} links to {target}"
