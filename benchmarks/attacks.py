@@ -49,7 +49,7 @@ from vitadel.backbones.load import load_model
 from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import Cost, metered
+from vitadel.evaluation.engine.pass_counter import Cost, count_passes
 from vitadel.quantities import quantity_text, read_quantity
 from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import write_json
@@ -341,7 +341,7 @@ def lay_floor(job: Job, scene: Scene, work: Work) -> Floor:
 
 def take_turn(run: Run, model: Classifier, scene: Scene, work: Work) -> Turn:
     batches = list(zip(scene.x.split(work.batch_size), scene.y.split(work.batch_size), strict=True))
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         start = clock()
         found = [run(x, y) for x, y in batches]

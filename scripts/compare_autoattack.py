@@ -33,7 +33,7 @@ from vitadel.attacks import Linf
 from vitadel.attacks.autoattack.standard import autoattack
 from vitadel.data.batches import read_batches
 from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import Cost, metered
+from vitadel.evaluation.engine.pass_counter import Cost, count_passes
 from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.quantities import quantity_text, read_quantity
 from vitadel.runtime.rng import SampleRNG
@@ -95,7 +95,7 @@ class Side:
 
     def attack(self, run: Run, model: nn.Module, ball: Linf, batch: tuple[Tensor, Tensor, Tensor], seed: int) -> None:
         index, x, y = batch
-        with metered(model) as cost:
+        with count_passes(model) as cost:
             z = run(model, x, y, SampleRNG.of_samples(seed, index))
         verdict = judge(model, ball, x, z, y)
         self.broken += index[~verdict.held].tolist()

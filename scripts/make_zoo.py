@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import vitadel
 from vitadel.adapters.tora.tora_files import save_tora
 from vitadel.adapters.tora.tora_vit import Tora
-from vitadel.evaluation.intervals import wilson
+from vitadel.statistics import wilson
 from vitadel.training.recipes.documents import compose, texts
 
 ALONE = """each attack alone, on all images that are right when clean; the worst case counts an image only if it holds

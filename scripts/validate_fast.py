@@ -25,8 +25,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 import vitadel
-from vitadel.evaluation.intervals import wilson
 from vitadel.runtime.run_folder import write_atomically, write_json
+from vitadel.statistics import wilson
 
 CASES = (
     "zoo:shapes-robust@8/255x500",

@@ -104,7 +104,7 @@ def _judge(
     prediction = np.where(correct, label, (label + 1) % classes)
     verdicts = Verdicts.of_clean([{"index": index, "label": label, "prediction": prediction, "bad": np.asarray("[]")}])
     for name, holds in attacks.items():
-        seen = (verdicts.correct if independent else verdicts.standing).numpy()
+        seen = (verdicts.correct if independent else verdicts.robust).numpy()
         piece = {
             "index": index[seen],
             "held": np.asarray(holds, bool)[seen],

@@ -18,7 +18,7 @@ from vitadel.attacks.wrappers import Restarts
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.instrument import block_features, scaled_attention
 from vitadel.runtime.rng import SampleRNG
 from vits import VITS, make_vit, pixels
@@ -223,9 +223,9 @@ def test_what_fools_the_scaled_model_already_is_not_attacked_again():
     x, y = x[wrong != y], y[wrong != y]
     quiet = PGD(Linf(1e-5), steps=5, random_start=False)
     told, untold = (Rescaled(quiet, 1e-3, paper_style=asked) for asked in (True, False))
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         _, notes = told.run_with_info(model, x, y)
-    with metered(model) as less:
+    with count_passes(model) as less:
         assert untold.run_with_info(model, x, y)[1] == {}
     assert not notes[PAPER_STYLE].any()
     assert (cost.gradients, cost.forwards) == (less.gradients, less.forwards + len(x))
@@ -240,7 +240,7 @@ def test_costs_what_it_says_where_nothing_falls(mode):
     assert len(x) > 2
     for style in (False, True):
         attack = Rescaled(PGD(Linf(1e-6), steps=3), 0.9, **MODES[mode], paper_style=style)
-        with metered(model) as cost:
+        with count_passes(model) as cost:
             attack.run_with_info(model, x, y)
         gradients, forwards = attack.passes()
         assert (cost.gradients, cost.forwards) == (gradients * len(x), forwards * len(x))

@@ -30,7 +30,7 @@ from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.threats import L1, L2, NORMS, Linf, make_threat
 from vitadel.attacks.wrappers import Restarts
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.evaluation.selftest import LinearToy
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim
@@ -335,7 +335,7 @@ def test_costs_what_it_says_and_nothing_twice():
             (OverTargets(APGD(ball, TowardsRank(), steps=20), targets=3), (60, 3 * balls + 1)),
             (APGD(ball, TowardsRank(3), steps=20), (20, forwards + 1)),
         ):
-            with metered(model) as cost:
+            with count_passes(model) as cost:
                 attack(model, x, y)
             assert attack.passes() == expected
             assert (cost.gradients, cost.forwards) == (6 * expected[0], 6 * expected[1])
@@ -346,7 +346,7 @@ def test_costs_what_it_says_and_nothing_twice():
 @pytest.mark.parametrize("build", [apgd_ce, apgd_dlr, apgd_t])
 def test_labels_wrong_from_the_start_cost_one_look(build, norm):
     model, x, y = tiny(6)
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         z = build(make_threat(norm, 1e-4))(model, x, (y + 1) % 3)
     assert (cost.gradients, cost.forwards) == (0, 6)
     assert (model(z).argmax(1) == y).all()
@@ -357,7 +357,7 @@ def test_labels_wrong_from_the_start_cost_one_look(build, norm):
 def test_fooled_samples_cost_nothing_any_more():
     model, x, y = tiny(40)
     attack = APGD(Linf(0.03), steps=50)
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         _, standing = attack.search(model, x, y)
     assert 0 < len(standing) < 40
     assert 50 * len(standing) <= cost.gradients < 50 * len(standing) + 0.5 * 50 * (40 - len(standing))
@@ -404,7 +404,7 @@ def test_targets_are_tried_in_the_order_of_the_clean_logits(classes):
     assert (model(one(model, GREY, ZEROS)).argmax(1) == 0).all()
     assert (model(two(model, GREY, ZEROS)).argmax(1) == 2).all()
     assert (APGD(Linf(0.1), TowardsClass(ZEROS + 2), random_start=False)(model, GREY, ZEROS) > 0.5).all()
-    with metered(model) as cost:  # no more targets than wrong classes
+    with count_passes(model) as cost:  # no more targets than wrong classes
         OverTargets(APGD(Linf(1e-3), steps=5), targets=99)(model, GREY, ZEROS)
     assert cost.gradients == 4 * 5 * (classes - 1)
 

@@ -20,7 +20,7 @@ from vitadel.attacks.transfer.self_ensemble import self_ensemble
 from vitadel.attacks.wrappers import Averaged, Targeted
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.instrument import scaled_attention
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
@@ -167,7 +167,7 @@ def test_costs_exactly_what_it_says_on_every_family(name: str, vit: str) -> None
     model, x = make_vit(vit), pixels(vit)
     y, attack = labelled(model, x), build(name, Linf(1e-6), steps=2)
     gradients, forwards = attack.passes()
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         attack(model, x, y)
     assert (cost.gradients, cost.forwards) == (2 * gradients, 2 * forwards)
 
@@ -178,7 +178,7 @@ def test_fooled_samples_leave_only_if_told_to(name: str) -> None:
     model, x = make_vit("vit"), pixels("vit")
     y = (labelled(model, x) + 1) % 5
     stops = settings_of(build(name))["stop_when_fooled"]
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         build(name)(model, x, y)
     assert cost.gradients == (0 if stops else 8)
 

@@ -16,7 +16,7 @@ from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import WorstOf
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.runtime.rng import SampleRNG
 
 
@@ -69,9 +69,9 @@ def test_finds_what_full_runs_find(ball, seed):
     model, x = TinyNet(6, seed).eval(), images(60, seed)
     y = model(x).argmax(1)
     rng = SampleRNG.of_samples(0, range(60))
-    with metered(model) as cheap:
+    with count_passes(model) as cheap:
         fast = judge(model, ball, x, AutoAttackFast(ball)(model, x, y, rng), y)
-    with metered(model) as dear:
+    with count_passes(model) as dear:
         full = judge(model, ball, x, WorstOf((apgd_ce(ball), apgd_t(ball, targets=5)))(model, x, y, rng), y)
     assert not fast.void.any()
     assert 0 < int(full.held.sum()) < 60

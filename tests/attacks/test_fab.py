@@ -14,7 +14,7 @@ from vitadel.attacks.fab import FAB, fab, fab_t, to_hyperplane
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.evaluation.selftest import LinearToy
 from vitadel.runtime.rng import SampleRNG
 
@@ -247,9 +247,9 @@ def test_succeeds_exactly_above_the_distance_and_else_returns_the_image(ball, ta
 def test_finds_smaller_perturbations_than_it_stops_with():
     model, x = TinyNet(4).eval(), images(20)
     y = model(x).argmax(1)
-    with metered(model) as short:
+    with count_passes(model) as short:
         first = FAB(L2(2.0), steps=30)(model, x, y)
-    with metered(model) as long:
+    with count_passes(model) as long:
         least = FAB(L2(2.0), steps=30, stop_when_fooled=False)(model, x, y)
     fooled = model(first).argmax(1) != y
     assert fooled.sum() > 10
@@ -264,10 +264,10 @@ def test_finds_smaller_perturbations_than_it_stops_with():
 def test_costs_what_the_number_of_classes_says(classes):
     model, x = TinyNet(classes).eval(), images(6)
     y = model(x).argmax(1)
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         assert torch.equal(FAB(Linf(1e-4), steps=7)(model, x, y), x)
     assert (cost.gradients, cost.forwards) == (6 * 7 * (classes - 1), 6 * (7 + 1))
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         FAB(Linf(1e-4), steps=7, targets=2, restarts=3)(model, x, y)
     rounds = 3 * min(2, classes - 1)
     assert (cost.gradients, cost.forwards) == (6 * 7 * rounds, 6 * (7 * rounds + 1))
@@ -277,7 +277,7 @@ def test_announces_the_cost_of_ten_classes():
     model, x = TinyNet(10).eval(), images(3)
     y = model(x).argmax(1)
     for attack in (fab(Linf(1e-4), steps=3), fab_t(Linf(1e-4), steps=3), fab_t(Linf(1e-4), 3, targets=4, restarts=2)):
-        with metered(model) as cost:
+        with count_passes(model) as cost:
             attack(model, x, y)
         assert (cost.gradients, cost.forwards) == tuple(3 * count for count in attack.passes())
 
@@ -303,7 +303,7 @@ def test_wrong_labels_come_back_at_once(ball, targets):
     model, x = TinyNet().eval(), images(5)
     y = (model(x).argmax(1) + 1) % 3
     for stop in (True, False):
-        with metered(model) as cost:
+        with count_passes(model) as cost:
             z = FAB(ball(1.0), targets=targets, restarts=2, stop_when_fooled=stop)(model, x, y)
         assert torch.equal(z, x)
         assert (cost.gradients, cost.forwards) == (0, 5)

@@ -11,7 +11,7 @@ from vitadel.attacks.goals import Gama, OnLogits, clearly_fooled, gradient
 from vitadel.attacks.losses import cross_entropy, dlr, floored_margin, margin, rescaled_cross_entropy, targeted_dlr
 from vitadel.attacks.steppers import Dropping, Fading, Momentum, Steepest
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 
 LOGITS = torch.tensor([[3.0, 1.0, 0.5, -2.0], [0.2, 0.9, 0.1, 0.8], [-1.0, -1.5, 4.0, 2.0]])
 LABELS = torch.tensor([0, 3, 1])
@@ -91,7 +91,7 @@ def test_gama_starts_in_a_corner_and_takes_one_forward_more():
     y = model(x).argmax(1)
     start = Linf(0.1).random(x, _rng(4), surface=True)
     assert torch.allclose((start - x).abs(), torch.full_like(x, 0.1))
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         make("gama-5", eps=1e-6)(model, x, y)
     assert (cost.gradients, cost.forwards) == (20, 4)
 

@@ -14,7 +14,7 @@ from vitadel.attacks.settings import training_form
 from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.threats import L1, L2
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.runtime.rng import SampleRNG
 
 
@@ -62,7 +62,7 @@ def test_kept_samples_keep_their_clean_answers():
 def test_the_clean_answer_is_computed_once():
     model, x, y = toy()
     attack = training_form(kl(Linf(0.03), steps=7))
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         attack(model, x, y)
     assert attack.passes() == (7, 1)
     assert (cost.gradients, cost.forwards) == (7 * 8, 8)

@@ -13,7 +13,7 @@ from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 from vits import make_vit, pixels
@@ -167,7 +167,7 @@ def test_costs_what_it_says_when_nothing_is_fooled(build):
         model.head.bias[0] += 1e4
     attack = build(BALL, model)
     x, _ = batch(model)
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         attack(model, x, torch.zeros(5, dtype=torch.long))
     gradients, forwards = attack.passes()
     assert (cost.gradients, cost.forwards) == (5 * gradients, 5 * forwards)

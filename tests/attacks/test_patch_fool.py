@@ -19,7 +19,7 @@ from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import Averaged
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.instrument import attention_maps, scaled_attention
 from vitadel.runtime.rng import SampleRNG
 from vits import make_vit, pixels
@@ -193,7 +193,7 @@ def test_who_is_fooled_leaves_at_once_with_the_iterate_that_fooled():
     at_start = model(short).argmax(1) != wrong
     assert at_start.any()
     assert torch.equal(short[at_start], long[at_start])
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         patch_fool(BALL, steps=40)(model, x[at_start], wrong[at_start])
     assert cost.forwards == 2 * at_start.sum()  # selection and one look
     assert cost.gradients == 0
@@ -203,7 +203,7 @@ def test_the_papers_variant_goes_on_to_its_last_iterate():
     model = deep()
     x, y = sample(model, 6)
     wrong = (y + 1) % 5
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         patch_fool(BALL, steps=4, paper=True)(model, x, wrong)
     assert (cost.gradients, cost.forwards) == (24, 6)
     assert patch_fool(BALL, paper=True).rate == 0.22
@@ -215,7 +215,7 @@ def test_costs_what_it_says(select):
     model = stubborn(deep(2))
     x = pixels("vit", 5, dtype=torch.float64)
     attack = patch_fool(BALL, steps=4, select=select)
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         attack(model, x, torch.zeros(5, dtype=torch.long))
     gradients, forwards = attack.passes()
     assert (cost.gradients, cost.forwards) == (5 * gradients, 5 * forwards)

@@ -28,7 +28,7 @@ from vitadel.attacks.threats import L2, Linf
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.instrument import scaled_attention
 from vitadel.runtime.rng import SampleRNG
 from vits import VITS, make_vit, pixels
@@ -86,7 +86,7 @@ def test_reading_the_side_is_no_query_and_leaves_no_trace():
     model = make_vit("vit").train()
     deployed = wrap(model)
     wrapped = Surrogate(Changed(deployed, lambda inner: scaled_attention(inner, 0.5)), deployed)
-    with metered(wrapped) as cost:
+    with count_passes(wrapped) as cost:
         assert patch_side_of(wrapped, pixels("vit")) == 8
     assert (cost.gradients, cost.forwards) == (0, 0)
     assert model.training

@@ -13,7 +13,7 @@ from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.steppers import Steepest, usual_length
 from vitadel.attacks.threats import L2
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.evaluation.selftest import LinearToy
 from vitadel.runtime.rng import SampleRNG
 
@@ -77,13 +77,13 @@ def test_fooled_samples_leave_the_search_and_stay_fooled():
     model, x = TinyNet().eval(), images(40)
     y = model(x).argmax(1)
     y[:10] = (y[:10] + 1) % 3  # wrong from the start: known after one look, without a step
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         z = PGD(Linf(0.02), steps=25, random_start=False)(model, x, y)
     assert torch.equal(z[:10], x[:10])
     held = int((margin(model(z), y) <= 0).sum())
     assert 0 < held < 30
     assert cost.gradients < 25 * 30 + 10
-    with metered(model) as full:
+    with count_passes(model) as full:
         last = PGD(Linf(0.02), steps=25, random_start=False, stop_when_fooled=False)(model, x, y)
     assert full.gradients == 25 * 40
     assert full.forwards == 0
@@ -93,7 +93,7 @@ def test_fooled_samples_leave_the_search_and_stay_fooled():
 def test_everything_fooled_ends_the_search_at_once():
     model, x = TinyNet().eval(), images(5)
     y = (model(x).argmax(1) + 1) % 3
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         PGD(Linf(0.02), steps=50, random_start=False)(model, x, y)
     assert (cost.gradients, cost.forwards) == (0, 5)
 
@@ -103,10 +103,10 @@ def test_restarts_only_help_and_only_retry_what_held():
     y = model(x).argmax(1)
     rng = SampleRNG.of_samples(0, range(300))
     once = PGD(Linf(0.05), stepper=Steepest(0.01), steps=1)
-    with metered(model) as one:
+    with count_passes(model) as one:
         first_try = Restarts(once, 1)(model, x, y, rng)
     first = margin(model(first_try), y) > 0
-    with metered(model) as many:
+    with count_passes(model) as many:
         five_tries = Restarts(once, 5)(model, x, y, rng)
     all_five = margin(model(five_tries), y) > 0
     assert (all_five | ~first).all()

@@ -14,7 +14,7 @@ from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.threats import Linf
 from vitadel.attacks.transfer.pna_patchout import PatchOut, PnaPatchOut, pna_patchout
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.instrument import extra_tokens
 from vitadel.instrument.attention import constant_attention
 from vitadel.instrument.patch_grid import patch_grid
@@ -46,7 +46,7 @@ def scene() -> tuple[nn.Module, Tensor, Tensor, SampleRNG]:
 @pytest.mark.parametrize("name", VITS)
 def test_the_grid_is_that_of_the_first_block(name: str) -> None:
     model, x = make_vit(name), pixels(name)
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         assert patch_grid(model, x) == GRIDS.get(name, (4, 4))
     assert cost.forwards == 0  # it breaks off after the embedding
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

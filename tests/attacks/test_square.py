@@ -16,7 +16,7 @@ from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import Restarts
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.evaluation.selftest import LinearToy
 from vitadel.runtime.rng import SampleRNG
 
@@ -209,15 +209,15 @@ def test_costs_one_forward_per_query_and_standing_sample(ball):
     model, x = TinyNet().eval(), images(12)
     y = model(x).argmax(1)
     attack = Square(ball(1e-5), queries=30)
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         attack(model, x, y)
     assert (cost.gradients, cost.forwards) == tuple(12 * count for count in attack.passes()) == (0, 12 * 31)
     y[:5] = (y[:5] + 1) % 3
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         z = attack(model, x, y)
     assert torch.equal(z[:5], x[:5])
     assert cost.forwards == 7 * 31 + 5
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         z = Square(ball(10 * BUDGETS[ball]), queries=200)(model, x, y)
     assert (model(z).argmax(1) != y).all()
     assert cost.forwards < 12 * 100

@@ -13,7 +13,7 @@ from vitadel.attacks.square import Square
 from vitadel.attacks.surrogate import Surrogate, deployed, seen_through
 from vitadel.attacks.wrappers import Averaged, Targeted
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.runtime.rng import SampleRNG
 
 
@@ -119,7 +119,7 @@ def test_passes_are_counted_with_the_second_run():
     model, x = TinyNet().eval(), images(4)
     y = model(x).argmax(1)
     attack = Averaged(PGD(Linf(1e-5), steps=3), 5)
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         attack(model, x, y)
     gradients, forwards = attack.passes()
     assert (cost.gradients, cost.forwards) == (4 * gradients, 4 * forwards)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from toys import images
 from vitadel.attacks import Restarts, WorstOf
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 
 EASY, MIDDLING, HARD = 0.2, 0.5, 0.8
 
@@ -50,7 +50,7 @@ def test_each_attack_sees_only_survivors():
     x, y = batch()
     weak, strong, last = Paint(0.3), Paint(0.6), Paint(0.0)
     model = Bright()
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         z = WorstOf((weak, strong, last))(model, x, y)
     assert (weak.asked, strong.asked, last.asked) == ([[EASY, MIDDLING, HARD]], [[MIDDLING, HARD]], [[HARD]])
     assert torch.equal(z[:2], torch.ones_like(z[:2]))

@@ -183,7 +183,7 @@ def test_a_folder_of_another_run_is_left_as_it_is(vitadel, mine, tmp_path):
     code, _, err = vitadel("harden", mine, "--out", tmp_path / "run", "--device", "cpu")
     assert (code, "already holds a finished run" in err) == (2, True)
     code, _, err = vitadel("harden", mine, "train.seed=5", "--out", tmp_path / "run", "--resume", "--device", "cpu")
-    assert (code, "begun with other settings" in err) == (2, True)
+    assert (code, "started with different settings" in err) == (2, True)
     assert sorted((file, file.stat().st_mtime_ns) for file in (tmp_path / "run").rglob("*")) == before
 
 

@@ -16,7 +16,7 @@ from vitadel.attacks.parse import needs_known_family, read_attack_name
 from vitadel.attacks.registry import ATTACKS, PREFIXES
 from vitadel.attacks.threats import NORMS, make_threat
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.evaluation.engine.stages import rules_of
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Calibrated, Threat
@@ -270,7 +270,7 @@ def test_costs_no_more_than_it_says(name, norm):
         with torch.no_grad():
             model.head.bias[0] += 1e4
     gradients, forwards = attack.passes()
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         attack(model, x, y)
     parsed = read_attack_name(name)
     if ATTACKS[parsed.base].adaptive or any(PREFIXES[prefix].needs_vit for prefix, _ in parsed.prefixes):

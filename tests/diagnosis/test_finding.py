@@ -11,7 +11,7 @@ import torch
 
 from vitadel.diagnosis.finding import Finding, explanation_of
 from vitadel.diagnosis.runner import CHECKS
-from vitadel.evaluation.chance import beaten, binomial_tail, sign_test, surprising
+from vitadel.statistics import binomial_tail, exceeds_share, sign_test, significantly_fewer
 
 
 def test_sign_test_counts_coin_tosses():
@@ -26,13 +26,13 @@ def held(count: int, n: int = 100) -> torch.Tensor:
 
 
 def test_beaten_needs_both_size_and_certainty():
-    assert beaten(held(60), held(40), floor=0.05)
-    assert not beaten(held(40), held(60), floor=0.05)
-    assert not beaten(held(60), held(51), floor=0.05)  # 9 tosses of 9: one in 512 is not rare enough
-    assert not beaten(held(60), held(40), floor=0.2)  # certain, and just as large as allowed
+    assert significantly_fewer(held(60), held(40), floor=0.05)
+    assert not significantly_fewer(held(40), held(60), floor=0.05)
+    assert not significantly_fewer(held(60), held(51), floor=0.05)  # 9 tosses of 9: one in 512 is not rare enough
+    assert not significantly_fewer(held(60), held(40), floor=0.2)  # certain, and just as large as allowed
     one_way = torch.arange(100) < 60
     other_way = torch.arange(100) >= 30  # 30 fall here alone and 40 there alone: noise, not strength
-    assert not beaten(one_way, other_way, floor=0.0)
+    assert not significantly_fewer(one_way, other_way, floor=0.0)
 
 
 def test_binomial_tail():
@@ -45,12 +45,12 @@ def test_binomial_tail():
 
 def test_surprise_is_one_in_a_thousand():
     for n in (16, 48, 256):
-        first = next(count for count in range(n) if surprising(count, n, 0.01))
+        first = next(count for count in range(n) if exceeds_share(count, n, 0.01))
         below = sum(math.comb(n, k) * 0.01**k * 0.99 ** (n - k) for k in range(first))
         assert 1 - below < 1e-3 <= 1 - below + math.comb(n, first - 1) * 0.01 ** (first - 1) * 0.99 ** (n - first + 1)
-    assert not surprising(1, 16, 0.01)
-    assert not surprising(0, 100, 0.0)
-    assert surprising(1, 100, 0.0)
+    assert not exceeds_share(1, 16, 0.01)
+    assert not exceeds_share(0, 100, 0.0)
+    assert exceeds_share(1, 100, 0.0)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.identifier)

@@ -18,7 +18,7 @@ from vitadel.diagnosis.finding import OK
 from vitadel.diagnosis.run import DiagnosisRequest, diagnose
 from vitadel.diagnosis.runner import CHECKS, Check, Diagnosis, cost_of, recommended_command, run_checks, summarize
 from vitadel.errors import Interrupted, UserError
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
 from vitadel.runtime.opening import recorded_opening
@@ -29,7 +29,7 @@ def test_the_cost_is_stated_beforehand():
     right = model(x).argmax(1) == y
     x, y = x[right][:48], y[right][:48]
     e = Examination(model, x, y, eps=1e-5)  # nothing falls within this, so an attack costs the most it can
-    with metered(model) as spent:
+    with count_passes(model) as spent:
         diagnosis = run_checks(e)
     assert [finding for finding in diagnosis.findings if finding.verdict != OK] == []
     stated = cost_of(LEVELS["quick"])

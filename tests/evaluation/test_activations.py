@@ -59,7 +59,7 @@ def seen(results: dict[str, Any], number: int) -> list[list[float]]:
 def test_five_conditions_as_one_pass_over_all_images_gives_them(tmp_path: Path, placement: str) -> None:
     classifier = classifier_of("dinov2_registers")
     target, tokened = subject_of(classifier), tokened_of(classifier, placement)
-    results, _ = inspect_activations(target, tokened, LOOK, CPU, out=tmp_path / "run")
+    results, _, _ = inspect_activations(target, tokened, LOOK, CPU, out=tmp_path / "run")
     indices, x = all_images(target)
     attack = make("features-2(stop_when_fooled=false)", eps=4 / 255)
     rng = SampleRNG.of_samples(0, indices)
@@ -89,7 +89,7 @@ def test_planted_values_are_placed(tmp_path: Path) -> None:
     classifier = classifier_of("vit")
     with torch.no_grad():
         classifier.backbone.get_parameter("pos_embed")[0, 5, 3] = 1000.0
-    results, _ = inspect_activations(subject_of(classifier), tokened_of(classifier), LOOK, CPU, out=tmp_path / "run")
+    results, _, _ = inspect_activations(subject_of(classifier), tokened_of(classifier), LOOK, CPU, out=tmp_path / "run")
     for entry in results["activations"]["conditions"]:
         place = entry["places"][0]
         assert (place["kind"], place["token"], place["channel"]) == ("patch", "patch 4", 3)
@@ -106,7 +106,7 @@ def test_shares_count_images() -> None:
 
 def test_few_images_are_warned_of(tmp_path: Path) -> None:
     target = subject_of(classifier_of("vit"))
-    few, folder = inspect_activations(target, None, LOOK, CPU, out=tmp_path / "few")
+    few, folder, _ = inspect_activations(target, None, LOOK, CPU, out=tmp_path / "few")
     assert "n = 7 is too few" in few["activations"]["warning"]
     assert "n = 1 is no evidence" in few["activations"]["warning"]
     assert len(few["activations"]["conditions"]) == 2
@@ -118,8 +118,8 @@ def test_few_images_are_warned_of(tmp_path: Path) -> None:
 
 def test_an_interrupted_look_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, calls = subject_of(classifier_of("vit")), []
-    whole, _ = inspect_activations(target, None, LOOK, CPU, out=tmp_path / "whole")
-    real = activations.look_at
+    whole, _, _ = inspect_activations(target, None, LOOK, CPU, out=tmp_path / "whole")
+    real = activations.inspect_batch
 
     def tired(*given: Any) -> Any:
         calls.append(len(given[2]))
@@ -127,10 +127,10 @@ def test_an_interrupted_look_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
             raise KeyboardInterrupt
         return real(*given)
 
-    monkeypatch.setattr(activations, "look_at", tired)
+    monkeypatch.setattr(activations, "inspect_batch", tired)
     with pytest.raises(Interrupted):
         inspect_activations(target, None, LOOK, CPU, out=tmp_path / "run")
-    again, _ = inspect_activations(target, None, LOOK, CPU, out=tmp_path / "run", resume=True)
+    again, _, _ = inspect_activations(target, None, LOOK, CPU, out=tmp_path / "run", resume=True)
     assert calls == [3, 3, 3, 1]  # the first batch is not done twice
     assert again == whole
 
@@ -138,7 +138,7 @@ def test_an_interrupted_look_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_no_tokens_and_no_secrets_in_the_folder(tmp_path: Path) -> None:
     classifier = classifier_of("vit")
     tokened = tokened_of(classifier)
-    results, folder = inspect_activations(subject_of(classifier), tokened, LOOK, CPU, out=tmp_path / "run")
+    results, folder, _ = inspect_activations(subject_of(classifier), tokened, LOOK, CPU, out=tmp_path / "run")
     assert results["model"]["tokens"] == tokened.fingerprint
     values = [f"{value:.3f}" for value in tokened.tokens.flatten().tolist()]
     for path in folder.path.rglob("*.json"):
@@ -146,7 +146,7 @@ def test_no_tokens_and_no_secrets_in_the_folder(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="first studies the model"):
+    with pytest.raises(UserError, match="is calibrated on other images first"):
         ActivationsRequest("aas+pgd-3")
     with pytest.raises(UserError, match="unknown attack"):
         ActivationsRequest("featurs-30")

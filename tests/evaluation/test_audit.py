@@ -206,13 +206,13 @@ def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
 
 
 def test_an_image_lost_between_two_stages_is_told_and_not_counted_as_robust(tmp_path, monkeypatch):
-    from vitadel.evaluation.audit import audit as module
+    from vitadel.evaluation.engine import verdicts as module
 
     save_pictures(tmp_path / "photos", 6)
     clean_stage = module.clean_stage
 
-    def then_lose_them_all(context, indices):
-        pieces = clean_stage(context, indices)
+    def then_lose_them_all(context, indices, stage):
+        pieces = clean_stage(context, indices, stage)
         for file in (tmp_path / "photos").rglob("*.png"):
             file.write_bytes(b"gone")
         return pieces
@@ -241,7 +241,7 @@ def test_a_damaged_piece_is_work_not_done(tmp_path):
     cache = FolderCache(RunFolder(tmp_path))
     cache.save("clean", 0, {"index": torch.arange(3).numpy()})
     assert cache.find("clean", 0)["index"].tolist() == [0, 1, 2]
-    path = RunFolder(tmp_path).piece("clean", 0)
+    path = RunFolder(tmp_path).batch_file("clean", 0)
     path.write_bytes(path.read_bytes()[:40])
     assert cache.find("clean", 0) is None
     assert cache.find("clean", 1) is None

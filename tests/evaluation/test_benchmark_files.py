@@ -18,10 +18,9 @@ from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
 from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import UserError
-from vitadel.evaluation.corruptions import results
 from vitadel.evaluation.corruptions.corrupted_copy import CorruptedCopyRequest, write_copy
 from vitadel.evaluation.corruptions.request import CorruptionRequest
-from vitadel.evaluation.corruptions.results import Course, Gathered, Origin
+from vitadel.evaluation.corruptions.results import Origin, PredictionSet, SequenceScores, corruption_results
 from vitadel.evaluation.corruptions.run import corruptions
 from vitadel.evaluation.corruptions.scores import ALEXNET_ERRORS, ALEXNET_FLIPS
 from vitadel.evaluation.engine.target import open_target
@@ -216,12 +215,12 @@ def test_all_fifteen_at_five_severities_make_an_mce(clean):
     wrong = {(name, level): chance.random(n) < 0.15 * level for name in ALEXNET_ERRORS for level in range(1, 6)}
     predictions = {part: np.where(column, 7, label.numpy()) for part, column in wrong.items()}
     verdicts = Verdicts(torch.arange(n), label, torch.where(torch.arange(n) < 3, 7, label), [])
-    course = Course(np.full(n, 0.1), np.zeros(n), 31)
+    scores = SequenceScores(np.full(n, 0.1), np.zeros(n), 31)
     files = Origin("the benchmark's files", False, (224, 224))
-    gathered = Gathered(files, verdicts, True, predictions, dict.fromkeys(ALEXNET_FLIPS, course), {})
+    found = PredictionSet(files, verdicts, True, predictions, dict.fromkeys(ALEXNET_FLIPS, scores), {})
     target = open_target(DarkTenches().eval(), f"imagenet:{clean}/val")
     settings = {"model_fingerprint": "0"}
-    results = results.results(target, CorruptionRequest(), gathered, settings)
+    results = corruption_results(target, CorruptionRequest(), found, settings)
     ce, relative = {}, {}
     for name, alexnet in ALEXNET_ERRORS.items():
         errors = [wrong[name, level].sum() / n for level in range(1, 6)]
@@ -239,15 +238,15 @@ def test_all_fifteen_at_five_severities_make_an_mce(clean):
     mfr = sum(0.1 / value for value in ALEXNET_FLIPS.values()) / 10 * 100
     assert results["perturbations"]["mfr"] == pytest.approx(mfr)
     fewer = {part: column for part, column in predictions.items() if part[0] != "frost"}
-    gathered = Gathered(replace(files, in_memory=True), verdicts, True, fewer, {}, {"frost": "no photos"})
-    told = results.results(target, CorruptionRequest(), gathered, settings)["corruptions"]
+    found = PredictionSet(replace(files, in_memory=True), verdicts, True, fewer, {}, {"frost": "no photos"})
+    told = corruption_results(target, CorruptionRequest(), found, settings)["corruptions"]
     assert told["mce"] is None
     assert told["relative_mce"] is None
     assert told["mce_without_noise"] is None
     assert told["mean_ce"] == pytest.approx((sum(ce.values()) - ce["frost"]) / 14)
     small = replace(files, shape=(64, 64))
-    gathered = Gathered(small, verdicts, True, predictions, dict.fromkeys(ALEXNET_FLIPS, course), {})
-    results = results.results(target, CorruptionRequest(), gathered, settings)
+    found = PredictionSet(small, verdicts, True, predictions, dict.fromkeys(ALEXNET_FLIPS, scores), {})
+    results = corruption_results(target, CorruptionRequest(), found, settings)
     told = results["corruptions"]
     assert [told[name] for name in ("mce", "relative_mce", "mce_without_noise")] == [None] * 3
     assert told["mean_ce"] == pytest.approx(sum(ce.values()) / 15)
@@ -258,17 +257,17 @@ def test_a_sequence_for_validation_takes_nothing_from_the_ten(clean):
     n = 24
     label = torch.zeros(n, dtype=torch.int64)
     share = {name: 0.02 * (1 + place) for place, name in enumerate(ALEXNET_FLIPS)}
-    courses = {name: Course(np.full(n, value), np.zeros(n), 31) for name, value in share.items()}
-    courses |= dict.fromkeys(("spatter", "shear"), Course(np.ones(n), np.full(n, 9.0), 31))
+    sequences = {name: SequenceScores(np.full(n, value), np.zeros(n), 31) for name, value in share.items()}
+    sequences |= dict.fromkeys(("spatter", "shear"), SequenceScores(np.ones(n), np.full(n, 9.0), 31))
     origin = Origin("made on the fly", True, (224, 224))
-    gathered = Gathered(origin, Verdicts(torch.arange(n), label, label, []), True, {}, courses, {})
+    predicted = PredictionSet(origin, Verdicts(torch.arange(n), label, label, []), True, {}, sequences, {})
     target = open_target(DarkTenches().eval(), f"imagenet:{clean}/val")
 
-    def told(request, gathered):
+    def told(request, predicted):
         settings = {"model_fingerprint": "0"}
-        return results.results(target, request, gathered, settings)["perturbations"]
+        return corruption_results(target, request, predicted, settings)["perturbations"]
 
-    found = told(CorruptionRequest(), gathered)
+    found = told(CorruptionRequest(), predicted)
     rates = {name: 100 * value / ALEXNET_FLIPS[name] for name, value in share.items()}
     assert {row["perturbation"]: row["flip_rate"] for row in found["rows"] if "flip_rate" in row} == pytest.approx(
         rates
@@ -279,8 +278,8 @@ def test_a_sequence_for_validation_takes_nothing_from_the_ten(clean):
     assert found["mean_flip_probability_over"] == list(ALEXNET_FLIPS)
     assert [row["perturbation"] for row in found["rows"] if not row["counted"]] == ["spatter", "shear"]
     assert [remark[:40] for remark in found["remarks"]] == ["Made in memory: ImageNet-P's own videos "]
-    assert "mfr" not in told(CorruptionRequest(difficulty=2), gathered)
-    alone = told(CorruptionRequest(), replace(gathered, courses={"shear": courses["shear"]}))
+    assert "mfr" not in told(CorruptionRequest(difficulty=2), predicted)
+    alone = told(CorruptionRequest(), replace(predicted, sequences={"shear": sequences["shear"]}))
     assert (alone["mean_flip_probability"], alone["mfr"]) == (1, None)
 
 

@@ -35,7 +35,7 @@ def test_other_data_can_be_named():
 @pytest.mark.parametrize("spec", ["shapes", "shapes@test", "shapes(agreement=0.9)@test"])
 def test_the_audited_images_are_refused(spec):
     target = open_target("zoo:shapes-robust", "shapes")
-    with pytest.raises(UserError, match="are the audited images"):
+    with pytest.raises(UserError, match="are the evaluated images"):
         calibration_images(target, torch.arange(10), spec, 40, seed=0)
 
 

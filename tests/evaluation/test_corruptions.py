@@ -210,7 +210,7 @@ def test_interrupted_and_resumed_it_comes_to_the_same_without_doing_it_again(tmp
     resumed = run(again, batch_size=8, out=out, resume=True)
     assert resumed["corruptions"] == whole["corruptions"]
     assert again.seen == 40 * (1 + 3 * 5) - 40 - 5 * 16  # two batches of eight were done
-    with pytest.raises(UserError, match="begun with other settings"):
+    with pytest.raises(UserError, match="started with different settings"):
         run(Brightness(), batch_size=8, out=out, resume=True, severities=(1,))
 
 

@@ -1,4 +1,4 @@
-"""What an attack's own course says about its number."""
+"""What an attack's notes say about its number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def leg(name: str, held: list[bool], **notes: list[float]) -> MemberResult:
     return MemberResult(name, [piece | {f"{NOTE}{key}": np.asarray(values) for key, values in notes.items()}])
 
 
-def course(falls: dict[str, int], n: int = 1000, met: int = 60, alive: int = 30, flat: int = 0) -> list[MemberResult]:
+def notes_of(falls: dict[str, int], n: int = 1000, met: int = 60, alive: int = 30, flat: int = 0) -> list[MemberResult]:
     fell = [STAGES.index(stage) for stage, count in falls.items() for _ in range(count)]
     fell += [-1] * (n - len(fell))
     place = np.arange(n)
@@ -26,9 +26,9 @@ def course(falls: dict[str, int], n: int = 1000, met: int = 60, alive: int = 30,
 
 
 def test_an_ordinary_course_is_ok_and_says_what_it_is_not():
-    (finding,) = findings_about("autoattack-fast", course({"cross-entropy": 300, "targets": 20}), 1000)
+    (finding,) = findings_about("autoattack-fast", notes_of({"cross-entropy": 300, "targets": 20}), 1000)
     assert finding["verdict"] == "ok"
-    assert "680 samples stand" in finding["evidence"]
+    assert "680 samples are robust" in finding["evidence"]
     assert "not an AutoAttack number" in finding["advice"]
 
 
@@ -36,22 +36,22 @@ def test_an_ordinary_course_is_ok_and_says_what_it_is_not():
     ("falls", "more", "told"),
     [
         ({"sentinel": 2}, {}, "FAB or Square broke 2 of the 60"),
-        ({"kept alive": 2}, {}, "2 of 30 far samples fell when given all restarts, so about 64 more"),
-        ({}, {"met": 0}, "no standing sample met the sentinels"),
+        ({"kept alive": 2}, {}, "2 of 30 far samples were misclassified when given all restarts, so about 64 more"),
+        ({}, {"met": 0}, "no robust sample was checked by FAB and Square"),
         ({"restarts": 9}, {}, "restarts still broke 9"),
         ({"cross-entropy": 300, "targets": 130}, {}, "130 samples withstood the cross-entropy"),
-        ({}, {"flat": 3}, "3 standing samples have no gradient"),
+        ({}, {"flat": 3}, "3 robust samples have no gradient"),
     ],
 )
 def test_doubts_offer_the_full_ensemble(falls, more, told):
-    (finding,) = findings_about("autoattack-fast", course(falls, **more), 1000)
+    (finding,) = findings_about("autoattack-fast", notes_of(falls, **more), 1000)
     assert finding["verdict"] == "suspicious"
     assert told in finding["evidence"]
     assert "--attacks autoattack" in finding["advice"]
 
 
 def test_few_watched_samples_are_told():
-    (finding,) = findings_about("autoattack-fast", course({}, met=3), 1000)
+    (finding,) = findings_about("autoattack-fast", notes_of({}, met=3), 1000)
     assert "which is few" in finding["evidence"]
 
 

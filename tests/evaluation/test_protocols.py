@@ -19,7 +19,14 @@ from vitadel.data.sources.shapes import SPLITS
 from vitadel.errors import UserError
 from vitadel.evaluation.audit import protocols
 from vitadel.evaluation.audit.audit import AuditRequest, audit
-from vitadel.evaluation.audit.protocols import PROTOCOLS, Protocol, differences, list_digest, settings, standing
+from vitadel.evaluation.audit.protocols import (
+    PROTOCOLS,
+    Protocol,
+    compare_with_protocols,
+    differences,
+    list_digest,
+    settings,
+)
 from vitadel.evaluation.engine.target import Target
 
 
@@ -57,7 +64,7 @@ def request_of(name: str, **changes) -> AuditRequest:
 
 
 def told(request: AuditRequest, target: Target) -> dict:
-    return standing(request, target, torch.arange(len(target.source)))
+    return compare_with_protocols(request, target, torch.arange(len(target.source)))
 
 
 def refusal(request: AuditRequest, target: Target) -> str:
@@ -120,9 +127,9 @@ def test_training_images_and_nameless_data_are_other_data():
 def test_a_part_of_a_larger_set_is_not_a_split_of_its_own():
     training = subject_of("imagenet:somewhere/train", 60_000, side=224)
     with pytest.raises(UserError, match="images: 50,000 of 60,000 instead of a whole split of 50,000") as caught:
-        standing(request_of("rvt"), training, torch.arange(50_000))
+        compare_with_protocols(request_of("rvt"), training, torch.arange(50_000))
     assert str(caught.value).count(" instead of ") == 1
-    unasked = standing(request_of("rvt", protocol=None), training, torch.arange(50_000))
+    unasked = compare_with_protocols(request_of("rvt", protocol=None), training, torch.arange(50_000))
     assert (unasked["name"], unasked["nearest"], [*unasked["differences"]]) == (None, "rvt", ["images"])
 
 

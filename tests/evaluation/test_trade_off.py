@@ -23,11 +23,11 @@ from vitadel.data import open_dataset
 from vitadel.data.batches import read_batches
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.audit.protocols import RVT
-from vitadel.evaluation.engine.class_subset import choose_among
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.class_subset import apply_class_subset
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.evaluation.engine.target import open_target
 from vitadel.evaluation.trade_off import run as trade_off
-from vitadel.evaluation.trade_off.candidates import Candidate, between, check_alike, open_contenders
+from vitadel.evaluation.trade_off.candidates import Candidate, between, check_alike, open_candidates
 from vitadel.evaluation.trade_off.run import TradeOffRequest, run_trade_off
 from vitadel.runtime.distributed import join_processes
 from vitadel.types import Source
@@ -203,7 +203,7 @@ def test_every_output_chooses_between_the_classes_that_count(tmp_path):
 
 
 def test_an_aimed_step_between_some_classes(tmp_path):
-    target = choose_among(open_target(of_imagenet(1), write_imagenet_a(tmp_path / "a")))
+    target = apply_class_subset(open_target(of_imagenet(1), write_imagenet_a(tmp_path / "a")))
     x, y = pixels(target, range(RIGHT))
     whole, eps = Candidate("one", target).tora, 2 / 255
     for branch in ("acc", "rob"):
@@ -220,7 +220,7 @@ def test_an_aimed_attack_costs_what_it_says(crew):
     with torch.no_grad():
         y = model(x).argmax(1)
     attack = BranchAttack(make("pgd-3", eps=1e-6), "acc")
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         attack(model, x, y)
     assert (cost.gradients, cost.forwards) == tuple(6 * each for each in attack.passes()) == (18, 18)
 
@@ -303,13 +303,13 @@ def test_a_knob_needs_two_lambdas(crew):
 
 
 def test_models_by_name_share_data():
-    found = open_contenders(["zoo:shapes-standard", "zoo:shapes-robust"], "shapes")
+    found = open_candidates(["zoo:shapes-standard", "zoo:shapes-robust"], "shapes")
     assert [each.name for each in found] == ["zoo:shapes-standard", "zoo:shapes-robust"]
     assert found[0].target.source is found[1].target.source
     assert found[0].told()["kind"] == "model"
     assert found[0].branches == ()
     with pytest.raises(UserError, match="at least one model"):
-        open_contenders([], "shapes")
+        open_candidates([], "shapes")
 
 
 @pytest.mark.parametrize("eps", [2 / 255, "2/255", [2 / 255], ["2/255"]])

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from vitadel.evaluation.intervals import share
 from vitadel.reporting.kind import kind_of
 from vitadel.reporting.kinds.trade_off import (
     draw_maps,
@@ -22,6 +21,7 @@ from vitadel.reporting.page import render, write_report
 from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.tables import fold_intervals, row_texts
 from vitadel.reporting.terminal import show_run
+from vitadel.statistics import share
 
 N = 40
 AREAS = {name: {"mean": 0.5, "ci95": [0.4, 0.6]} for name in ("map", "attention", "random")}

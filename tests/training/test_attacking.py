@@ -17,7 +17,7 @@ from vitadel.attacks.registry import ATTACKS
 from vitadel.attacks.settings import at_eps, threats_in, training_form
 from vitadel.attacks.steppers import Steepest
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.inner_attack import craft
 from vitadel.types import Calibrated
@@ -203,7 +203,7 @@ def test_attacks_that_look_inside_work_in_both_modes(name):
 @pytest.mark.parametrize("name", ["pgd-3", "scale:0.1+pgd-3", "autoattack"])
 def test_no_budget_costs_nothing(name):
     model, x = make_vit("vit", classes=3), images(3, side=VITS["vit"].size)
-    with metered(model) as cost:
+    with count_passes(model) as cost:
         z = craft(at_eps(make(name), 0.0), model, x, torch.arange(3))
     assert torch.equal(z, x)
     assert (cost.gradients, cost.forwards) == (0, 0)

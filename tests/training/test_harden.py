@@ -61,12 +61,14 @@ def test_no_test_image_is_read_before_the_audit(tmp_path, monkeypatch):
     real = Shapes.read
     monkeypatch.setattr(Shapes, "read", lambda self, rows: (read.append(self.split), real(self, rows))[1])
     monkeypatch.setattr(harden_module, "_audit", lambda *_: {"read before": set(read)})
-    results, _ = run_harden(recipe(train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
+    results, _, _ = run_harden(recipe(train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
     assert results["read before"] == {"train"}
 
 
 def test_without_a_test_set_nothing_is_audited(tmp_path):
-    results, folder = run_harden(recipe(data={"test": None}, train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
+    results, folder, _ = run_harden(
+        recipe(data={"test": None}, train={"epochs": 1}), "small", CPU, out=tmp_path / "run"
+    )
     assert results["complete"]
     assert "clean" not in results
     assert not (folder.path / "audit").exists()
@@ -88,7 +90,7 @@ def test_the_best_epoch_by_robust_accuracy_is_kept_and_among_equals_the_last(tmp
         return next(scores)
 
     monkeypatch.setattr(HeldOut, "score", score)
-    results, folder = run_harden(recipe(train={"epochs": 4}), "small", CPU, out=tmp_path / "run")
+    results, folder, _ = run_harden(recipe(train={"epochs": 4}), "small", CPU, out=tmp_path / "run")
     assert results["training"]["best_epoch"] == 2
     kept = load_file(folder.path / "weights" / "best.safetensors")
     assert all(torch.equal(kept[name], tensor) for name, tensor in at_each[2].items())
@@ -110,7 +112,7 @@ def test_plug_ins_for_which_a_training_is_too_short_are_told(tmp_path, capsys):
         "epsilon_warmup": {"epochs": 2},
     }
     late = {"shape": "steps", "milestones": [1, 2, 5]}
-    run_harden(recipe(plugins=plugins, schedule=late), "small", CPU, out=tmp_path / "run", shown=True)
+    run_harden(recipe(plugins=plugins, schedule=late), "small", CPU, out=tmp_path / "run", show_progress=True)
     told = " ".join(capsys.readouterr().err.split())
     assert "plugins.awp" not in told  # it has one of the two epochs
     for name, first in (("weight_average", 3), ("overfitting_guard", 2), ("attention_scaling", 2)):
@@ -170,7 +172,7 @@ def test_what_is_said_to_people_does_not_decide_whether_a_run_goes_on(tmp_path):
     command["settings"]["about"] = "one thing"  # as earlier versions noted it
     (tmp_path / "run" / "command.json").write_text(json.dumps(command))
     again = build_recipe({**first, "about": "another", "expected": "more"}, "small")
-    results, _ = run_harden(again, "small", CPU, out=tmp_path / "run", resume=True)
+    results, _, _ = run_harden(again, "small", CPU, out=tmp_path / "run", resume=True)
     assert results["complete"]
 
 
@@ -199,7 +201,7 @@ def test_averaged_weights_are_validated_and_saved_in_place_of_the_live_ones(tmp_
     averaged = recipe(train={"epochs": 1}, plugins={"weight_average": {"decay": 0.5}})
     files = []
     for name, built in {"plain": plain, "averaged": averaged}.items():
-        _, folder = run_harden(built, "small", CPU, out=tmp_path / name)
+        _, folder, _ = run_harden(built, "small", CPU, out=tmp_path / name)
         files.append(load_file(folder.path / "weights" / "last.safetensors"))
         state = torch.load(folder.path / "checkpoint.pt", weights_only=True)
         live = state["model"]["backbone.head.weight"]
@@ -323,7 +325,7 @@ def test_an_optimiser_that_this_machine_lacks_leaves_no_folder(tmp_path):
 
 def test_a_second_source_is_mixed_in(tmp_path):
     data = {"extra": "shapes(size=16,texture=0)@val", "extra_share": 0.5}
-    results, _ = run_harden(recipe(data=data, train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
+    results, _, _ = run_harden(recipe(data=data, train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
     assert results["training"]["steps"] == 48 // 8
 
 
@@ -333,7 +335,7 @@ def test_an_easier_source_must_have_the_same_samples():
 
 
 def test_fine_tuning_keeps_the_weights_and_gives_other_classes_a_new_head(tmp_path):
-    _, folder = run_harden(recipe(train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
+    _, folder, _ = run_harden(recipe(train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
     changed = document()
     changed["model"] = {"name": str(folder.path)}
     setup = open_training(build_recipe(changed, "small"), CPU)
@@ -450,7 +452,7 @@ def test_a_guard_may_end_a_training(tmp_path, monkeypatch):
 
     monkeypatch.setattr(guard.OverfittingGuard, "after_epoch", lambda self, run: run.stop("it overfits"))
     built = recipe(plugins={"overfitting_guard": {"action": "stop"}})
-    results, folder = run_harden(built, "small", CPU, out=tmp_path / "run")
+    results, folder, _ = run_harden(built, "small", CPU, out=tmp_path / "run")
     assert results["training"]["stopped"] == "it overfits"
     assert results["training"]["steps"] == 3
     assert (folder.path / "weights" / "last.safetensors").exists()

@@ -73,7 +73,7 @@ def finished(tmp_path_factory):
     """A training with every kind of plug-in that keeps state, run in one go."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     torch.manual_seed(5)
-    results, _ = run_harden(recipe(plugins=EVERYTHING), "small", CPU, out=folder)
+    results, _, _ = run_harden(recipe(plugins=EVERYTHING), "small", CPU, out=folder)
     assert torch.initial_seed() == 5  # the caller's generator is left alone
     return folder, results
 
@@ -183,7 +183,7 @@ def test_another_seed_gives_other_weights(finished, tmp_path):
 def test_a_finished_run_is_only_read(finished):
     folder, results = finished
     before = (folder / "weights" / "best.safetensors").stat().st_mtime_ns
-    again, _ = run_harden(recipe(plugins=EVERYTHING), "small", CPU, out=folder, resume=True)
+    again, _, _ = run_harden(recipe(plugins=EVERYTHING), "small", CPU, out=folder, resume=True)
     assert again == results
     assert (folder / "weights" / "best.safetensors").stat().st_mtime_ns == before
 
@@ -194,7 +194,7 @@ def test_what_decides_nothing_may_change_while_a_run_goes_on(finished, tmp_path,
     other = recipe(plugins=EVERYTHING, data={"workers": 1}, train={"tracker": "tensorboard", "checkpoint_every": 1})
     assert other.document != built.document
     capsys.readouterr()
-    run_harden(other, "small", CPU, out=tmp_path / "run", resume=True, shown=True)
+    run_harden(other, "small", CPU, out=tmp_path / "run", resume=True, show_progress=True)
     losses = [row["loss"] for row in lines(tmp_path / "run") if "loss" in row and row["step"] <= 3]
     assert f"epoch 1/2: loss {sum(losses) / 3:.3f}" in capsys.readouterr().err  # also of steps before the resume
     assert same(weights(tmp_path / "run"), weights(finished[0]))
@@ -226,7 +226,7 @@ def test_another_recipe_cannot_go_on_with_a_run(finished):
 
 def test_the_checkpoint_of_another_recipe_is_refused_and_nothing_is_lost(finished, tmp_path):
     """Brought into the folder of a training that has not saved anything yet."""
-    folder, _ = run_harden(recipe(train={"epochs": 1}), "small", CPU, out=tmp_path / "run")[1].path, None
+    folder, _, _ = run_harden(recipe(train={"epochs": 1}), "small", CPU, out=tmp_path / "run")[1].path, None
     (folder / "results.json").unlink()
     foreign = (finished[0] / "checkpoint.pt").read_bytes()
     (folder / "checkpoint.pt").write_bytes(foreign)
@@ -315,7 +315,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
         run_harden(recipe(), "small", CPU, out=tmp_path / "run")
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 2
     monkeypatch.undo()
-    results, _ = run_harden(recipe(), "small", CPU, out=tmp_path / "run", resume=True)
+    results, _, _ = run_harden(recipe(), "small", CPU, out=tmp_path / "run", resume=True)
     assert results["complete"]
 
 
@@ -367,7 +367,7 @@ def test_a_full_disk_is_told_for_metrics_and_weights_too(tmp_path):
 
 def test_a_plug_in_that_stops_lets_the_epoch_end(tmp_path):
     built = recipe(plugins={"stopping.Stops": {"at_step": 1}})
-    results, folder = run_harden(built, "small", CPU, out=tmp_path / "run")
+    results, folder, _ = run_harden(built, "small", CPU, out=tmp_path / "run")
     assert results["training"]["steps"] == 3
     assert results["training"]["stopped"] == "enough"
     assert (folder.path / "weights" / "best.safetensors").exists()
@@ -400,7 +400,7 @@ def test_ctrl_c_while_the_last_epoch_is_judged_is_heeded(tmp_path, monkeypatch):
         with pytest.raises(Interrupted):
             run_harden(recipe(), "small", CPU, out=tmp_path / "run")
     assert not (tmp_path / "run" / "audit").exists()
-    results, _ = run_harden(recipe(), "small", CPU, out=tmp_path / "run", resume=True)
+    results, _, _ = run_harden(recipe(), "small", CPU, out=tmp_path / "run", resume=True)
     assert (results["complete"], results["training"]["steps"]) == (True, 6)
 
 
@@ -450,7 +450,7 @@ def test_half_precision_trains_and_is_validated_in_full(tmp_path, monkeypatch):
             return real(self, model, *rest)
 
     monkeypatch.setattr(HeldOut, "score", watched)
-    results, _ = run_harden(recipe(train={"amp_dtype": "bf16", "epochs": 1}), "small", CPU, out=tmp_path / "run")
+    results, _, _ = run_harden(recipe(train={"amp_dtype": "bf16", "epochs": 1}), "small", CPU, out=tmp_path / "run")
     assert results["complete"]
     assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path / "run").values())
     assert set(seen) == {torch.float32}
@@ -479,7 +479,7 @@ def test_attention_scaling_goes_with_every_objective(tmp_path):
     for name, objective in OBJECTIVES.items():
         plugins = {"attention_scaling": {"gap": 1, "images": 16, "steps": 1}}
         built = recipe(objective=objective, plugins=plugins, data={"limit": 16, "test": None})
-        _, folder = run_harden(built, "small", CPU, out=tmp_path / name)
+        _, folder, _ = run_harden(built, "small", CPU, out=tmp_path / name)
         factors = vitadel.load_model(str(folder.path / "weights" / "last.safetensors")).record.attention_factors
         assert len(factors) == 2, name
         assert all(0.0099 < factor <= 1 for factor in factors), name
@@ -496,7 +496,7 @@ def test_an_overfitted_epoch_is_rolled_back_and_the_good_one_deployed(tmp_path, 
 
     monkeypatch.setattr(OverfittingGuard, "_left_by", left_by)
     built = recipe(train={"epochs": 4}, plugins={"overfitting_guard": {"action": "rollback"}})
-    results, folder = run_harden(built, "small", CPU, out=tmp_path / "run")
+    results, folder, _ = run_harden(built, "small", CPU, out=tmp_path / "run")
     assert "the weights of the last epoch without alarm are back" in results["training"]["stopped"]
     assert results["training"]["steps"] == 9
     first, good, overfitted = at_each[::2]
@@ -514,7 +514,7 @@ def test_an_epoch_that_was_gone_back_to_is_judged_if_it_was_not_yet(tmp_path, mo
     monkeypatch.setattr(OverfittingGuard, "_left_by", lambda *_: next(left))
     plugins = {"overfitting_guard": {"action": "rollback"}}
     built = recipe(train={"epochs": 4}, validation={"every": 3}, plugins=plugins)
-    results, folder = run_harden(built, "small", CPU, out=tmp_path / "run")
+    results, folder, _ = run_harden(built, "small", CPU, out=tmp_path / "run")
     (row,) = [row for row in lines(folder.path) if "back_to_epoch" in row]
     assert (row["epoch"], row["back_to_epoch"], results["training"]["best_epoch"]) == (1, 0, 0)
     assert row["validation_clean"] == results["training"]["held_out"]["clean"]
@@ -555,7 +555,7 @@ def test_a_batch_norm_backbone_trains_and_says_whose_statistics_it_uses(tmp_path
     base["model"] = xcit
     from vitadel.training.recipes.build import build_recipe
 
-    results, folder = run_harden(build_recipe(base, "small"), "small", CPU, out=tmp_path / "run", shown=True)
+    results, folder, _ = run_harden(build_recipe(base, "small"), "small", CPU, out=tmp_path / "run", show_progress=True)
     assert results["complete"]
     assert "BatchNorm layers gather the statistics of the images of the loss" in capsys.readouterr().err
     moved = weights(folder.path)

@@ -154,7 +154,7 @@ def test_a_resumed_training_ends_with_the_same_tokens(trained, tmp_path, monkeyp
 def test_without_a_seed_nobody_else_can_train_the_same_tokens(tmp_path):
     found = []
     for name in ("one", "two"):
-        _, folder = run_harden(recipe({"seed": None}, train={"epochs": 1}), "tokens", CPU, out=tmp_path / name)
+        _, folder, _ = run_harden(recipe({"seed": None}, train={"epochs": 1}), "tokens", CPU, out=tmp_path / name)
         found.append(read_tokens(folder.path / "weights" / "last.safetensors").tokens)
     assert not torch.allclose(found[0], found[1], atol=1e-3)
 
@@ -242,7 +242,7 @@ def of_file(name, file, test, adapter=None, objective=None, **more):
 
 def test_a_backbone_without_a_head_gets_tokens(tmp_path):
     file = weight_file(tmp_path, DINO, 0)
-    results, folder = run_harden(of_file(DINO, file, None), "tokens", CPU, out=tmp_path / "run")
+    results, folder, _ = run_harden(of_file(DINO, file, None), "tokens", CPU, out=tmp_path / "run")
     assert results["training"]["steps"] == 6
     assert "clean" not in results
     path = folder.path / "weights" / "best.safetensors"

@@ -138,7 +138,7 @@ def recipe(weights, epochs=1, plugins=None, **adapter):
 def pretrained(tmp_path_factory):
     """A tiny ViT that somebody has trained before."""
     given = document(objective={"use": "standard"}, train={"epochs": 1})
-    _, folder = run_harden(
+    _, folder, _ = run_harden(
         build_recipe(given, "pretrained"), "pretrained", CPU, out=tmp_path_factory.mktemp("p") / "run"
     )
     return folder.path / "weights" / "best.safetensors"
@@ -154,7 +154,7 @@ def test_phase_two_changes_the_fusion_only_and_is_opened_again(pretrained, first
     assert results["complete"]
     assert results["clean"]["n"] == 20
     built = recipe(pretrained, start=str(folder.path), trade_off=0.7)
-    second, out = run_harden(built, "tora", CPU, out=tmp_path / "run")
+    second, out, _ = run_harden(built, "tora", CPU, out=tmp_path / "run")
     assert second["training"]["steps"] == 3
     classifier = load_model("vit_tiny_patch16_224", weights=pretrained, **_model_options(built))
     before = dict(load_tora(folder.path / "weights" / "best.safetensors", classifier).named_parameters())
@@ -187,7 +187,7 @@ def test_broken_off_and_resumed_it_ends_with_the_same_bits(pretrained, first_pha
     with pytest.raises(RuntimeError, match="power cut"):
         run_harden(recipe(pretrained), "tora", CPU, out=tmp_path / "run")
     monkeypatch.undo()
-    _, again = run_harden(recipe(pretrained), "tora", CPU, out=tmp_path / "run", resume=True)
+    _, again, _ = run_harden(recipe(pretrained), "tora", CPU, out=tmp_path / "run", resume=True)
     _, folder = first_phase
     one, other = (open_model(str(each.path)).state_dict() for each in (folder, again))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -210,7 +210,7 @@ SCALING = {"attention_scaling": {"gap": 1, "images": 16, "steps": 2}}
 
 def test_attention_scaling_and_awp_go_with_phase_one(pretrained, tmp_path):
     built = recipe(pretrained, epochs=2, plugins={**SCALING, "awp": {"gamma": 0.005}})
-    _, folder = run_harden(built, "tora", CPU, out=tmp_path / "one")
+    _, folder, _ = run_harden(built, "tora", CPU, out=tmp_path / "one")
     state = torch.load(folder.path / "checkpoint.pt", weights_only=True)
     factors = open_model(str(folder.path)).classifier.attention_factors
     last = load_tora(
@@ -220,7 +220,7 @@ def test_attention_scaling_and_awp_go_with_phase_one(pretrained, tmp_path):
     assert last.min() < 1  # found before the second epoch
     assert factors is not None
     assert torch.equal(state["model"]["classifier.attention_factors"], last)
-    second, out = run_harden(
+    second, out, _ = run_harden(
         recipe(pretrained, start=str(folder.path), trade_off=0.5), "tora", CPU, out=tmp_path / "two"
     )
     assert second["complete"]
@@ -235,7 +235,7 @@ def test_a_training_with_attention_scaling_goes_on_with_its_factors(pretrained, 
     from vitadel.training import loop
 
     built = recipe(pretrained, epochs=3, plugins=SCALING)
-    _, whole = run_harden(built, "tora", CPU, out=tmp_path / "whole")
+    _, whole, _ = run_harden(built, "tora", CPU, out=tmp_path / "whole")
     real, taken = loop._Learner.take, 0
 
     def fragile(self, parts):
@@ -249,6 +249,6 @@ def test_a_training_with_attention_scaling_goes_on_with_its_factors(pretrained, 
     with pytest.raises(RuntimeError, match="power cut"):
         run_harden(built, "tora", CPU, out=tmp_path / "cut")
     monkeypatch.undo()
-    _, again = run_harden(built, "tora", CPU, out=tmp_path / "cut", resume=True)
+    _, again, _ = run_harden(built, "tora", CPU, out=tmp_path / "cut", resume=True)
     one, other = ((each.path / "weights" / "last.safetensors").read_bytes() for each in (whole, again))
     assert one == other

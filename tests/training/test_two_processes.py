@@ -51,7 +51,7 @@ def trained_by_two(recipe, folder, *words, ends_well=True, **environment):
 
 
 def trained_here(recipe, folder):
-    _, run = run_harden(build_recipe(recipe, "small"), "small", join_processes("cpu"), out=folder)
+    _, run, _ = run_harden(build_recipe(recipe, "small"), "small", join_processes("cpu"), out=folder)
     return run.path
 
 

@@ -44,11 +44,10 @@ def corrupt(
     )
     processes = join_processes(run.device)
     source = open_dataset(sampling.data, root=sampling.data_root, skip_bad=sampling.skip_bad)
-    results, folder = write_copy(
-        source, sampling.data, request, processes, out=run.out, resume=run.resume, shown=True, argv=sys.argv[1:]
+    outcome = write_copy(
+        source, sampling.data, request, processes, out=run.out, resume=run.resume, show_progress=True, argv=sys.argv[1:]
     )
-    if processes.is_main:
-        run_verb.tell(results, folder.path, run, _show, report=False)
+    run_verb.tell_outcome(outcome, run, _show, report=False)
 
 
 def _show(results: dict[str, Any]) -> None:

@@ -66,9 +66,8 @@ def run_corruptions(
         request,
         processes,
         out=run.out,
-        in_folder=True,
         resume=run.resume,
-        shown=True,
+        show_progress=True,
         argv=sys.argv[1:],
     )
     if outcome.is_main and outcome.folder is not None:

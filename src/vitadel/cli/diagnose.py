@@ -40,14 +40,14 @@ def diagnose(
     processes = join_processes(run.device)
     target = run_verb.open_chosen(model, choice, sampling)
     terminal.tell_notes(target.model.record.notes)
-    results, folder = run_diagnosis(
+    outcome = run_diagnosis(
         target,
         plan,
         processes,
         out=run.out,
         resume=run.resume,
-        shown=True,
+        show_progress=True,
         argv=sys.argv[1:],
         show_cost=diagnosis.tell_cost,
     )
-    run_verb.tell(results, folder.path, run, diagnosis.show_diagnosis)
+    run_verb.tell_outcome(outcome, run, diagnosis.show_diagnosis)

@@ -31,8 +31,14 @@ def harden(
     title = title_of(recipe, row)
     built = build_recipe(compose(recipe, row, overrides or ()), title)
     processes = join_processes(run.device)
-    results, folder = run_harden(
-        built, title, processes, out=run.out, resume=run.resume, shown=True, data_root=data_root, argv=sys.argv[1:]
+    outcome = run_harden(
+        built,
+        title,
+        processes,
+        out=run.out,
+        resume=run.resume,
+        show_progress=True,
+        data_root=data_root,
+        argv=sys.argv[1:],
     )
-    if processes.is_main:
-        run_verb.tell(results, folder.path, run, terminal.show_training, report="clean" in results)
+    run_verb.tell_outcome(outcome, run, terminal.show_training, report="clean" in outcome.results)

@@ -25,7 +25,7 @@ from vitadel.errors import UserError, nearest_names
 if TYPE_CHECKING:
     from torch import nn
 
-    from vitadel.runtime.run_folder import RunFolder
+    from vitadel.evaluation.engine.run import Outcome
 
 _MODEL, _ATTACK, _IMAGES = "zoo:shapes-robust", "features-30", options.Sampling("shapes", limit=100, batch_size=32)
 
@@ -44,8 +44,8 @@ def inspect(
     from vitadel.reporting import terminal
 
     opening = Opening(model, sampling, threat, choice)
-    results, folder = _inspected(opening, given_flags(ctx), attack, run, sys.argv[1:], shown=True)
-    run_verb.tell(results, folder.path, run, terminal.show_activations)
+    outcome = _inspected(opening, given_flags(ctx), attack, run, sys.argv[1:], shown=True)
+    run_verb.tell_outcome(outcome, run, terminal.show_activations)
 
 
 def massive_activations(
@@ -66,7 +66,7 @@ def massive_activations(
 
 def _inspected(
     opening: Opening, given: set[str], attack: str, run: options.Running, argv: Sequence[str], *, shown: bool
-) -> tuple[dict[str, Any], RunFolder]:
+) -> Outcome:
     from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier
     from vitadel.evaluation.activations import ActivationsRequest, inspect_activations
     from vitadel.quantities import read_quantity
@@ -86,4 +86,6 @@ def _inspected(
     tokened = opened if isinstance(opened, TokenClassifier) else None
     if tokened is not None:
         target = replace(target, model=tokened.classifier)
-    return inspect_activations(target, tokened, look, processes, out=run.out, resume=run.resume, shown=shown, argv=argv)
+    return inspect_activations(
+        target, tokened, look, processes, out=run.out, resume=run.resume, show_progress=shown, argv=argv
+    )

@@ -34,16 +34,16 @@ def probe(
 
     title = title_of(recipe, row)
     built = build_probe(with_tokens(compose(recipe, row, overrides or ()), tokens), title)
-    results, folder = run_probe(
+    outcome = run_probe(
         built,
         title,
         join_processes(run.device),
         allow_readable=allow_readable,
         out=run.out,
         resume=run.resume,
-        shown=True,
-        tell=heads.tell_plan,
+        show_progress=True,
+        show_plan=heads.tell_plan,
         data_root=data_root,
         argv=sys.argv[1:],
     )
-    run_verb.tell(results, folder.path, run, heads.show_heads, report="clean" in results)
+    run_verb.tell_outcome(outcome, run, heads.show_heads, report="clean" in outcome.results)

@@ -126,14 +126,14 @@ def open_revisited(opening: Opening, given: set[str], *, for_features: bool = Fa
     )  # a module is taken as it is
     if opening.recorded is None:
         return target
-    from vitadel.evaluation.engine.class_subset import choose_among
+    from vitadel.evaluation.engine.class_subset import apply_class_subset
 
     asked = opening.recorded
     if not given & {*flags_of(Choice)}:
         if "opened_fingerprint" in asked:  # of a climb, which may put a head on what it opened
             then, now = asked["opened_fingerprint"], target.model_fingerprint()
         else:
-            then, now = asked.get("model_fingerprint"), choose_among(target).model_fingerprint()
+            then, now = asked.get("model_fingerprint"), apply_class_subset(target).model_fingerprint()
         _check("model", str(asked["model"]), then, now)
     if not given & {"data", "data_root"}:
         indices, _ = target.selection(asked.get("limit"), int(asked.get("seed", 0)), bool(asked.get("skip_bad")))
@@ -164,7 +164,9 @@ def _conducted(
     processes = join_processes(run.device)
     target = open_revisited(opening, given)
     argv = sys.argv[1:] if shown else ()
-    outcome: Outcome = measure(target, request, processes, out=run.out, resume=run.resume, shown=shown, argv=argv)
+    outcome: Outcome = measure(
+        target, request, processes, out=run.out, resume=run.resume, show_progress=shown, argv=argv
+    )
     return outcome
 
 

@@ -15,9 +15,10 @@ from vitadel.cli.options import Attacking, Choice, Conduct, Running, Sampling
 
 if TYPE_CHECKING:
     from vitadel.evaluation.audit.audit import AuditRequest
+    from vitadel.evaluation.engine.run import Outcome
     from vitadel.evaluation.engine.target import Target
 
-__all__ = ["open_chosen", "request_of", "run_attacks", "tell"]
+__all__ = ["open_chosen", "request_of", "run_attacks", "tell", "tell_outcome"]
 
 
 def open_chosen(model: str, choice: Choice, sampling: Sampling, *, for_features: bool = False) -> Target:
@@ -85,9 +86,8 @@ def run_attacks(
         request,
         processes,
         out=running.out,
-        in_folder=True,
         resume=running.resume,
-        shown=True,
+        show_progress=True,
         argv=[*sys.argv[1:], *unsaid],
         verb=verb,
         examine=(lambda opened: run_precheck(opened, request, processes)) if doctor else (lambda opened: []),
@@ -95,6 +95,14 @@ def run_attacks(
     if not outcome.is_main or outcome.folder is None:
         return None
     return outcome.results, outcome.folder.path
+
+
+def tell_outcome(
+    outcome: Outcome, running: Running, show: Callable[[dict[str, Any]], None], *, report: bool = True
+) -> None:
+    """`tell`, in the main process only."""
+    if outcome.is_main and outcome.folder is not None:
+        tell(outcome.results, outcome.folder.path, running, show, report=report)
 
 
 def tell(

@@ -71,7 +71,9 @@ def measure(
     )
     processes = join_processes(run.device)
     target = run_verb.open_chosen(model, choice, sampling)
-    outcome = run_stability(target, request, processes, out=run.out, resume=run.resume, shown=True, argv=sys.argv[1:])
+    outcome = run_stability(
+        target, request, processes, out=run.out, resume=run.resume, show_progress=True, argv=sys.argv[1:]
+    )
     if not outcome.is_main or outcome.folder is None:
         return
 

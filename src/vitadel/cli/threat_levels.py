@@ -104,9 +104,9 @@ def climb(model: str, choice: Choice, sampling: Sampling, run: Running, flags: L
         other=None if flags.other is None else load_model(flags.other, weights=flags.other_weights),
         out=run.out,
         resume=run.resume,
-        shown=True,
+        show_progress=True,
         argv=sys.argv[1:],
-        tell=lambda text: typer.echo(text, err=True) if processes.is_main else None,
+        show_plan=lambda text: typer.echo(text, err=True) if processes.is_main else None,
     )
     if not outcome.is_main or outcome.folder is None:
         return

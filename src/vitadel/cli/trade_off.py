@@ -29,7 +29,7 @@ def trade_off(
     run: options.Running = options.Running(),
 ) -> None:
     """Which RUN is more accurate, which more robust? All on the same images, every head and the joint output."""
-    from vitadel.evaluation.trade_off.candidates import open_contenders
+    from vitadel.evaluation.trade_off.candidates import open_candidates
     from vitadel.evaluation.trade_off.run import TradeOffRequest, run_trade_off
     from vitadel.reporting import terminal
     from vitadel.reporting.kinds.trade_off import show_trade_off
@@ -38,11 +38,11 @@ def trade_off(
 
     request = TradeOffRequest.read(eps, attacks, aimed, maps=maps, **sampling.for_request())
     processes = join_processes(run.device)
-    candidates = open_contenders(
+    candidates = open_candidates(
         runs, sampling.data, data_root=sampling.data_root, skip_bad=sampling.skip_bad, knob=knob
     )
     outcome = run_trade_off(
-        candidates, request, processes, out=run.out, resume=run.resume, shown=True, argv=sys.argv[1:]
+        candidates, request, processes, out=run.out, resume=run.resume, show_progress=True, argv=sys.argv[1:]
     )
     if not outcome.is_main or outcome.folder is None:
         return

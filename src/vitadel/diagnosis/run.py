@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +21,20 @@ from vitadel.data.subset import balanced_subset
 from vitadel.data.validation import BadSample
 from vitadel.diagnosis.examination import Examination, Images, Level, level_named
 from vitadel.diagnosis.runner import CHECKS, Diagnosis, cost_of, recommended_command, run_checks, summarize
-from vitadel.errors import Interrupted, UserError
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.calibration import BATCH, CalibrationImages, calibration_images
-from vitadel.evaluation.engine.class_subset import choose_among, choosing_like
+from vitadel.evaluation.engine.class_subset import apply_class_subset, subset_like
 from vitadel.evaluation.engine.compilation import gradient_probe, seconds_of
+from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
+from vitadel.evaluation.engine.stages import check_any_readable
 from vitadel.evaluation.engine.target import Target, open_target
-from vitadel.evaluation.engine.verdicts import Verdicts, described, heading
+from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, result_header
 from vitadel.findings import SUSPICIOUS, Finding, can_diagnose
 from vitadel.instrument.hooks import frozen
-from vitadel.quantities import quantity_text, read_quantity
+from vitadel.quantities import read_quantity
 from vitadel.runtime.distributed import Processes, join_processes
-from vitadel.runtime.environment import environment
-from vitadel.runtime.opening import recorded_opening
-from vitadel.runtime.run_folder import RunFolder, open_run, write_json
+from vitadel.runtime.opening import Opening
+from vitadel.runtime.run_folder import write_json
 from vitadel.types import Source
 
 __all__ = ["DiagnosisRequest", "diagnose", "examination_of", "run_diagnosis"]
@@ -47,19 +47,16 @@ _SO_FAR = "findings.json"
 
 
 @dataclass(frozen=True)
-class DiagnosisRequest:
+class DiagnosisRequest(RunRequest):
     """Settings of a diagnosis, beside model and data; without a `limit` the level sets the number of images."""
 
     level: str = "quick"
     eps: float = 8 / 255
     norm: str = "linf"
-    limit: int | None = None
-    batch_size: int = 64
-    seed: int = 0
-    skip_bad: bool = False
     surrogate: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         make_threat(self.norm, self.eps)  # report a wrong level, norm or budget before anything is loaded
         if not can_diagnose(self.norm, self.eps):
             raise UserError(
@@ -68,8 +65,6 @@ class DiagnosisRequest:
             )
         if self.images < FEWEST:
             raise UserError(f"--limit must be at least {FEWEST}: fewer images prove nothing; got {self.images}")
-        if self.batch_size < 1:
-            raise UserError(f"--batch-size must be at least 1, got {self.batch_size}")
 
     @property
     def images(self) -> int:
@@ -105,7 +100,9 @@ def diagnose(
     Modules are returned to their device and modes.
     """
     named = surrogate if isinstance(surrogate, str) else None
-    plan = DiagnosisRequest(level, read_quantity(eps, "eps"), norm, limit, batch_size, seed, surrogate=named)
+    plan = DiagnosisRequest(
+        level, read_quantity(eps, "eps"), norm, named, limit=limit, batch_size=batch_size, seed=seed
+    )
     processes = join_processes(device)
     secrets: dict[str, Any] = {"tokens": tokens, "allow_readable": allow_readable}
     with _restored(model), _restored(surrogate):
@@ -142,7 +139,7 @@ def _restored(module: object) -> Iterator[None]:
 
 def _open_surrogate(surrogate: str | nn.Module | None, model: nn.Module, processes: Processes) -> nn.Module | None:
     opened = open_model(surrogate) if isinstance(surrogate, str) else surrogate
-    return None if opened is None else choosing_like(model, opened.to(processes.device).eval())
+    return None if opened is None else subset_like(model, opened.to(processes.device).eval())
 
 
 def _check_enough(images: int) -> None:
@@ -210,11 +207,10 @@ def examination_of(
     target: Target, plan: DiagnosisRequest, processes: Processes, surrogate: str | nn.Module | None = None
 ) -> tuple[Examination, Batch, Sequence[BadSample]]:
     """Load the images onto the model's device; also returns their batch and the samples left out for their label."""
-    target = choose_among(target)
-    indices, mislabelled = target.selection(plan.images, plan.seed, plan.skip_bad)
+    target = apply_class_subset(target)
+    indices, mislabeled = target.selection(plan.images, plan.seed, plan.skip_bad)
     (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess, skip_bad=plan.skip_bad)
-    if len(batch.y) == 0:
-        raise UserError("no sample could be read, so there is nothing to examine; see the reasons with --skip-bad off")
+    check_any_readable(len(batch.y))
     batch = batch.to(processes.device)
 
     def others(count: int) -> Images:
@@ -226,7 +222,7 @@ def examination_of(
 
     model = cast(nn.Module, target.model.to(processes.device))
     e = _examination(model, batch.x, batch.y, plan, processes, others, surrogate)
-    return e, batch, mislabelled
+    return e, batch, mislabeled
 
 
 def _expected_cost(e: Examination) -> dict[str, Any]:
@@ -249,46 +245,33 @@ def run_diagnosis(
     plan: DiagnosisRequest,
     processes: Processes,
     *,
-    out: Path | None = None,
-    resume: bool = False,
-    shown: bool = False,
-    argv: Sequence[str] = (),
     show_cost: Callable[[Mapping[str, Any]], None] = lambda cost: None,
-) -> tuple[dict[str, Any], RunFolder]:
+    **options: Unpack[RunOptions],
+) -> Outcome:
     """Diagnose a model in a run folder; `show_cost` receives the expected cost before the checks run."""
     if processes.count > 1:
         raise UserError("diagnose runs in one process; start it without torchrun")
-    target = choose_among(target)
-    e, batch, mislabelled = examination_of(target, plan, processes)
+    target = apply_class_subset(target)
+    e, batch, mislabeled = examination_of(target, plan, processes)
     _check_enough(len(e.x))
-    settings = {
-        "model": target.model_spec,
-        "model_fingerprint": target.model_fingerprint(),
-        "data": target.data_spec,
-        "data_fingerprint": target.data_fingerprint(batch.indices),
-        **dataclasses.asdict(plan),
-        "eps": quantity_text(plan.eps),
-    }
-    words = list(argv or sys.argv)
-    run = open_run("diagnose", target.model_spec, settings, out=out, resume=resume, argv=words)
-    if run.complete:
-        return json.loads((run.path / "results.json").read_text()), run
-    write_json(run.path / "environment.json", environment(processes.device, 1))
-    cost = _expected_cost(e)
-    show_cost(cost)
-    start = time.monotonic()
-    try:
+    settings = run_settings(target, plan, batch.indices)
+
+    def work(run: Run) -> dict[str, Any]:
+        cost = _expected_cost(e)
+        show_cost(cost)
+        start = time.monotonic()
         so_far = run.path / _SO_FAR
         done = Diagnosis.from_dict(json.loads(so_far.read_text())) if so_far.is_file() else None
-        diagnosis = run_checks(e, shown=shown, done=done, save=lambda each: write_json(so_far, each.as_dict()))
-    except KeyboardInterrupt:
-        raise Interrupted(run.path) from None
-    cost["seconds"] = round(time.monotonic() - start, 1)
-    results = _results(target, plan, settings, e, batch, mislabelled, diagnosis, cost, words)
-    write_json(run.path / "results.json", results)
-    run.finish()
-    so_far.unlink(missing_ok=True)
-    return results, run
+        diagnosis = run_checks(
+            e, shown=run.show_progress, done=done, save=lambda each: write_json(so_far, each.as_dict())
+        )
+        cost["seconds"] = round(time.monotonic() - start, 1)
+        return _results(target, plan, settings, e, batch, mislabeled, diagnosis, cost, run.opening or Opening())
+
+    outcome = execute("diagnose", target.model_spec, settings, processes, work, target=target, **options)
+    assert outcome.folder is not None
+    (outcome.folder.path / _SO_FAR).unlink(missing_ok=True)
+    return outcome
 
 
 def _results(
@@ -297,17 +280,17 @@ def _results(
     settings: Mapping[str, Any],
     e: Examination,
     batch: Batch,
-    mislabelled: Sequence[BadSample],
+    mislabeled: Sequence[BadSample],
     diagnosis: Diagnosis,
     cost: Mapping[str, Any],
-    argv: Sequence[str],
+    opening: Opening,
 ) -> dict[str, Any]:
-    bad = [dataclasses.asdict(sample) for sample in (*mislabelled, *batch.bad)]
+    bad = [dataclasses.asdict(sample) for sample in (*mislabeled, *batch.bad)]
     written = diagnosis.as_dict()
     verdicts = Verdicts(batch.indices, batch.y.cpu(), e.logits.argmax(1).cpu(), bad)
     return {
-        **heading(plan.seed),
-        **described(target, verdicts, settings["model_fingerprint"]),
+        **result_header(plan.seed),
+        **describe_target(target, verdicts, settings["model_fingerprint"]),
         "threat": {"norm": plan.norm, "eps": plan.eps, "eps_text": settings["eps"]},
         "batch_size": plan.batch_size,
         **verdicts.summary(),
@@ -322,7 +305,7 @@ def _results(
                 target.data_spec,
                 plan.norm,
                 plan.eps,
-                opening=recorded_opening({"verb": "diagnose", "argv": argv}),
+                opening=opening,
             ),
             "not_examined": written["not_examined"],
             "cost": dict(cost),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +19,9 @@ from vitadel.data import open_dataset
 from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
-from vitadel.errors import Interrupted, UserError
+from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
+from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute
 from vitadel.evaluation.engine.target import Target
 from vitadel.heads.frozen_features import feature_width, token_features
 from vitadel.heads.head_files import head_about, load_head, save_head
@@ -33,8 +31,6 @@ from vitadel.heads.recipe_sections import LinearHead, MaskData, ProbeData
 from vitadel.heads.train_segmentation import open_mask_job
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes, join_processes
-from vitadel.runtime.environment import environment
-from vitadel.runtime.run_folder import RunFolder, open_run, write_atomically, write_json
 from vitadel.training.recipes.documents import TEXTS, compose, deciding
 from vitadel.training.recipes.old_keys import translate_settings
 from vitadel.training.recipes.sections import ModelSection
@@ -53,7 +49,7 @@ class Job(Protocol):
         """What it will cost, in images and passes."""
         ...
 
-    def run(self, name: str, folder: RunFolder, processes: Processes, shown: bool) -> dict[str, Any]:
+    def run(self, name: str, run: Run) -> dict[str, Any]:
         """Train what the folder does not hold yet, judge it, and give what results.json is to hold."""
         ...
 
@@ -74,8 +70,9 @@ def probe(
     name = f"{recipe}:{row}" if row else str(recipe)
     built = build_probe(with_tokens(compose(recipe, row, overrides), tokens), name)
     processes = join_processes(device)
-    options = {"allow_readable": allow_readable, "out": out, "resume": resume, "data_root": data_root}
-    return run_probe(built, name, processes, **cast(dict[str, Any], options))[0]
+    return run_probe(
+        built, name, processes, allow_readable=allow_readable, out=out, resume=resume, data_root=data_root
+    ).results
 
 
 def run_probe(
@@ -84,14 +81,11 @@ def run_probe(
     processes: Processes,
     *,
     allow_readable: bool = False,
-    out: str | Path | None = None,
-    resume: bool = False,
-    shown: bool = False,
-    tell: Callable[[str], None] | None = None,
+    show_plan: Callable[[str], None] = lambda text: None,
     data_root: str | Path | None = None,
-    argv: Sequence[str] = (),
-) -> tuple[dict[str, Any], RunFolder]:
-    """Train heads in a run folder and judge the best; a run that is complete is only read. `tell` hears the plan."""
+    **options: Unpack[RunOptions],
+) -> Outcome:
+    """Train heads in a run folder and evaluate the best. `show_plan` gets the expected cost as a sentence."""
     if processes.count > 1:
         raise UserError(f"heads are trained in one process, and {processes.count} were started; leave the launcher out")
     root = recipe.data.root if data_root is None else data_root
@@ -102,24 +96,15 @@ def run_probe(
         "backbone": backbone_fingerprint(_bare(model)),
         "tokens fingerprint": model.fingerprint if isinstance(model, TokenClassifier) else None,
     }
-    path = None if out is None else Path(out)
-    words = list(argv or sys.argv)
-    folder = open_run(
-        "probe", name, settings, out=path, resume=resume, argv=words, telling=TEXTS, translate=translate_settings
+
+    def work(run: Run) -> dict[str, Any]:
+        run.write("recipe.yaml", recipe_text(recipe.document).encode())
+        show_plan(job.plan())
+        return job.run(name, run)
+
+    return execute(
+        "probe", name, settings, processes, work, not_compared=TEXTS, translate=translate_settings, **options
     )
-    if folder.complete:
-        return json.loads((folder.path / "results.json").read_text()), folder
-    write_atomically(folder.path / "recipe.yaml", recipe_text(recipe.document).encode())
-    write_json(folder.path / "environment.json", environment(processes.device, processes.count))
-    if tell is not None:
-        tell(job.plan())
-    try:
-        results = job.run(name, folder, processes, shown)
-    except (KeyboardInterrupt, Interrupted):  # also of the audit inside: this run is what goes on with --resume
-        raise Interrupted(folder.path) from None
-    write_json(folder.path / "results.json", results)
-    folder.finish()
-    return results, folder
 
 
 def _open_job(
@@ -194,17 +179,22 @@ class _LinearJob:
             f"{heads} heads in {train.steps:,} steps of {train.batch_size}; then {n:,} test images{attacked}"
         )
 
-    def run(self, name: str, folder: RunFolder, processes: Processes, shown: bool) -> dict[str, Any]:
-        path = folder.path / HEAD_FILE
-        trained = load_head(path, self.model) if path.exists() else self._train(path, processes, shown)
+    def run(self, name: str, run: Run) -> dict[str, Any]:
+        path = run.path / HEAD_FILE
+        trained = load_head(path, self.model) if path.exists() else self._train(path, run.processes, run.show_progress)
         report = head_about(path)["report"]
         recipe, audit = self.recipe, self.recipe.audit
         target = Target(cast(Classifier, trained), recipe.model.name, self.test, recipe.data.test, self.root)
-        request = AuditRequest(audit.attacks, audit.eps, audit.norm, audit.limit, audit.batch_size, recipe.train.seed)
-        outcome = run_audit(target, request, processes, out=folder.path / "audit", resume=True, shown=shown)
-        for file in ("samples.parquet", "examples.npz"):
-            if (folder.path / "audit" / file).exists():
-                shutil.copyfile(folder.path / "audit" / file, folder.path / file)
+        request = AuditRequest(
+            attacks=audit.attacks,
+            eps=audit.eps,
+            norm=audit.norm,
+            limit=audit.limit,
+            batch_size=audit.batch_size,
+            seed=recipe.train.seed,
+        )
+        outcome = run_audit(target, request, run.processes, **run.inside("audit"))
+        run.copy_from("audit", "samples.parquet", "examples.npz")
         told = {"recipe": name, "tokens": _fingerprint(self.model), **report}
         return {**outcome.results, "probe": told}
 

@@ -24,7 +24,8 @@ from vitadel.data.subset import balanced_subset
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.batch_cache import FolderCache
 from vitadel.evaluation.engine.judge import TOLERANCE
-from vitadel.evaluation.engine.verdicts import heading
+from vitadel.evaluation.engine.run import Run
+from vitadel.evaluation.engine.verdicts import result_header
 from vitadel.heads.frozen_features import feature_width
 from vitadel.heads.probe_recipe import ProbeRecipe, pixel_attack
 from vitadel.heads.recipe_sections import MaskData, PatchHead
@@ -33,7 +34,7 @@ from vitadel.instrument.hooks import frozen
 from vitadel.instrument.patch_grid import patch_grid
 from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
-from vitadel.runtime.progress import FOUND_AGAIN, Meter, progress
+from vitadel.runtime.progress import RESUMED, Meter, progress
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder, write_atomically
 from vitadel.types import Threat
@@ -139,7 +140,8 @@ class _MaskJob:
             f"then {len(self.test_rows):,} test images of {self.cut.size[0]} x {self.cut.size[1]}{attacked}"
         )
 
-    def run(self, name: str, folder: RunFolder, processes: Processes, shown: bool) -> dict[str, Any]:
+    def run(self, name: str, run: Run) -> dict[str, Any]:
+        folder, processes, shown = RunFolder(run.path), run.processes, run.show_progress
         path = folder.path / self.head_file
         if not path.exists():
             self._train(path, processes, shown)
@@ -236,7 +238,7 @@ class _MaskJob:
                     cache.save(stage, number, piece)
                     meter.advance(len(rows))
                 else:
-                    meter.advance(len(rows), FOUND_AGAIN)
+                    meter.advance(len(rows), RESUMED)
                 confusion.take_in(torch.from_numpy(piece["matrix"]), torch.from_numpy(piece["counts"]))
                 void += int(piece["void"])
         scores = _scores(confusion, self.test.classes, seed)
@@ -249,7 +251,7 @@ class _MaskJob:
         classifier = self.model.classifier if isinstance(self.model, TokenClassifier) else self.model
         audit, classes = self.recipe.audit, self.test.classes
         return {
-            **heading(self.recipe.train.seed),
+            **result_header(self.recipe.train.seed),
             "model": {
                 "spec": self.recipe.model.name,
                 "parameters": sum(p.numel() for p in self.model.parameters()),

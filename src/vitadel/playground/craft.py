@@ -16,11 +16,11 @@ from vitadel.attacks.parse import make
 from vitadel.attacks.threats import make_threat
 from vitadel.backbones.model_checks import check_logits
 from vitadel.errors import UserError
+from vitadel.evaluation.audit.examples import in_8_bits
 from vitadel.evaluation.engine.batch_cache import MemoryCache
-from vitadel.evaluation.engine.calibration import BATCH, calibrated, studies
+from vitadel.evaluation.engine.calibration import BATCH, calibrate, needs_calibration
 from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import metered
-from vitadel.evaluation.engine.saved_examples import in_8_bits
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.evaluation.engine.stages import RunContext, rules_of
 from vitadel.instrument.attention_rows import attention_over_patches
 from vitadel.instrument.hooks import frozen
@@ -131,7 +131,7 @@ def ready_attack(opened: Opened, wish: AttackForm, index: int | None = None, tel
             f"{wish.attack} may take {passes:,} passes, and the playground allows {MOST_PASSES:,}. "
             "Take fewer steps here, or run it with `vitadel attack`."
         )
-    if not studies(attack):
+    if not needs_calibration(attack):
         return attack
     if not opened.knows_data:
         at_hand = "what is at hand" if opened.target.given_as_object else opened.target.data_spec
@@ -143,7 +143,7 @@ def ready_attack(opened: Opened, wish: AttackForm, index: int | None = None, tel
     context = RunContext(target.model, target.source, target.preprocess, MemoryCache(), here, BATCH, wish.seed)
     attacked = torch.tensor([] if index is None else [index], dtype=torch.int64)
     with _followed(target.model, None, tell, study_of=wish.attack):
-        return calibrated(attack, context, target, attacked, None)
+        return calibrate(attack, context, target, attacked, None)
 
 
 def craft(model: nn.Module, x: Tensor, attack: Attack, wish: AttackForm, tell: Tell | None = None) -> CraftedImage:
@@ -154,7 +154,7 @@ def craft(model: nn.Module, x: Tensor, attack: Attack, wish: AttackForm, tell: T
     before = look(model, x)
     y = torch.tensor([before.answer], device=x.device)
     begun = time.perf_counter()
-    with metered(model) as cost, _followed(model, sum(attack.passes()), tell):
+    with count_passes(model) as cost, _followed(model, sum(attack.passes()), tell):
         z = attack(model, x, y, SampleRNG.of_pixels(x, wish.seed))
     seconds = time.perf_counter() - begun
     rules = rules_of(attack)

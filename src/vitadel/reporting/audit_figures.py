@@ -10,10 +10,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from vitadel.evaluation.intervals import wilson
 from vitadel.reporting.figures import COLORS, WIDTH, Picture, figure_style, new_figure
 from vitadel.reporting.read_runs import ClassScore, Run, aspects, class_scores, run_labels, threat_text
 from vitadel.reporting.text import interval_text, percent, shorten
+from vitadel.statistics import wilson
 
 __all__ = ["draw_accuracies", "draw_classes", "draw_examples", "extreme_classes", "shows_attention"]
 

@@ -9,25 +9,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import comb
 
 import numpy as np
 
 from vitadel.reporting.kind import kind_of
 from vitadel.reporting.read_runs import Array, Run, aspects, differing_aspects, faced, run_labels, threat_text
+from vitadel.statistics import difference_interval, holm, mcnemar
 
 __all__ = [
     "PairRow",
     "Pairing",
-    "difference_interval",
-    "holm",
-    "mcnemar",
     "pair_rows",
     "pairings",
     "why_not_paired",
 ]
-
-_ROUNDS = 5_000
 
 
 @dataclass(frozen=True)
@@ -131,39 +126,3 @@ def _pair_row(what: str, one: Array, other: Array) -> PairRow:
     difference = (only_first - only_second) / max(len(one), 1)
     p_value = mcnemar(only_first, only_second)
     return PairRow(what, both, only_first, only_second, neither, difference, interval, p_value)
-
-
-def difference_interval(only_first: int, only_second: int, n: int) -> tuple[float, float]:
-    """95 % interval of the difference of two paired shares, by a seeded bootstrap over images.
-
-    Resampling images draws the counts of pairs from a multinomial. One image that only the first gets right and one
-    that only the second gets right are added: otherwise two models that never differ would have an interval of width 0.
-    """
-    if n == 0:
-        return -1.0, 1.0
-    total = n + 2
-    shares = ((only_first + 1) / total, (only_second + 1) / total, (n - only_first - only_second) / total)
-    drawn = np.random.default_rng(0).multinomial(total, shares, size=_ROUNDS)
-    low, high = np.quantile((drawn[:, 0] - drawn[:, 1]) / total, (0.025, 0.975))
-    return float(low), float(high)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected for multiple comparisons (Holm 1979)."""
-    adjusted = [0.0] * len(p_values)
-    least = 0.0
-    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda place: p_values[place])):
-        least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))
-        adjusted[place] = least
-    return adjusted
-
-
-def mcnemar(only_first: int, only_second: int) -> float:
-    """Two-sided exact test of McNemar (1947): p-value of the split of discordant samples."""
-    tosses, fewer = only_first + only_second, min(only_first, only_second)
-    term = comb(tosses, fewer)
-    tail = term
-    for hits in range(fewer, 0, -1):  # C(n, k-1) from C(n, k): exact in integers, and quick for many samples
-        term = term * hits // (tosses - hits + 1)
-        tail += term
-    return min(1.0, 2 * tail / (1 << tosses))

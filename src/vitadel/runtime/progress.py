@@ -1,4 +1,4 @@
-"""How far, and how long still: a bar on a terminal, plain lines elsewhere; always on standard error."""
+"""Progress on standard error: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["FOUND_AGAIN", "Meter", "progress"]
+__all__ = ["RESUMED", "Meter", "progress"]
 
-FOUND_AGAIN = "found again"
-"""The note about what an earlier life of the run had finished; always shown."""
+RESUMED = "found again"
+"""The note about what was finished before a run was resumed; always shown."""
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -43,16 +43,16 @@ class _Lines:
     title: str
     total: int
     done: int = 0
-    begun: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
     last: float = field(default_factory=time.monotonic)
 
     def advance(self, count: int, note: str = "") -> None:
         self.done += count
         now = time.monotonic()
-        if now - self.last < _SECONDS_BETWEEN_LINES and self.done < self.total and note != FOUND_AGAIN:
+        if now - self.last < _SECONDS_BETWEEN_LINES and self.done < self.total and note != RESUMED:
             return
         self.last = now
-        left = (now - self.begun) / max(self.done, 1) * (self.total - self.done)
+        left = (now - self.started) / max(self.done, 1) * (self.total - self.done)
         until = f", {left:.0f} s left" if self.done < self.total else ""
         sys.stderr.write(f"{self.title}: {self.done}/{self.total}{until}{f' ({note})' if note else ''}\n")
         sys.stderr.flush()
@@ -60,7 +60,7 @@ class _Lines:
 
 @contextmanager
 def progress(title: str, total: int, shown: bool = True) -> Iterator[Meter]:
-    """A meter for `total` samples; `shown=False` for all processes but one, and for Python callers."""
+    """A meter for `total` samples; silent in all processes but one, and for Python callers."""
     if not shown or total == 0:
         yield _Silent()
         return

@@ -1,4 +1,4 @@
-"""The run folder: everything a run leaves behind, written atomically, and found again after kill -9."""
+"""Run folders: files are written atomically, and a run that was killed can be resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,25 +18,32 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # not a Unix: nobody is kept from working in a folder twice
+except ImportError:  # not a Unix: folders are not locked
     fcntl = None  # type: ignore[assignment]
 
 from vitadel.errors import UserError
 from vitadel.version import __version__
 
-__all__ = ["RunFolder", "append", "disk_errors_reported", "open_run", "write_atomically", "write_json"]
+__all__ = [
+    "Command",
+    "RunFolder",
+    "Translate",
+    "append",
+    "disk_errors_reported",
+    "open_run",
+    "read_command",
+    "write_atomically",
+    "write_json",
+]
 
 _COMMAND = "command.json"
 _PARTIAL = "partial"
 
-_Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Either the old file or the whole new one is there, whatever happens: temporary file, fsync, rename.
-
-    Until it has its `mode`, only its owner can read it.
-    """
+    """Replace the file as a whole or not at all: temporary file (readable by its owner only), fsync, chmod, rename."""
     with disk_errors_reported(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -53,21 +60,21 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Add to a file; what a kill leaves half written is for the reader to recognise."""
+    """Append text to a file; after a kill its last line may be incomplete."""
     with disk_errors_reported(path), path.open("a") as file:
         file.write(text)
 
 
 @contextmanager
 def disk_errors_reported(path: Path) -> Iterator[None]:
-    """Around what writes `path`: a full disk, or one that cannot be written to, is not our fault."""
+    """Turn disk errors while `path` is written into a `UserError`."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                f"no space left on the disk while writing {path}. What was finished before is kept: free some space "
-                "and go on with the same command and --resume."
+                f"no space left on the disk while writing {path}. Finished work is kept: free some "
+                "space and run the same command with --resume."
             ) from error
         raise UserError(f"cannot write {path}: {error.strerror or error}. Choose another folder with --out.") from error
 
@@ -78,16 +85,18 @@ def write_json(path: Path, value: object) -> None:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run's folder. `partial/` holds finished pieces of an unfinished run and goes away with `finish`."""
+    """The folder of one run. `partial/` holds the finished batches of an unfinished run; `finish` removes it."""
 
     path: Path
 
-    def piece(self, stage: str, number: int) -> Path:
+    def batch_file(self, stage: str, number: int) -> Path:
         return self.path / _PARTIAL / re.sub(r"[^\w.-]+", "_", stage) / f"{number:06d}.npz"
 
     def finish(self) -> None:
         shutil.rmtree(self.path / _PARTIAL, ignore_errors=True)
-        _let_go(self.path)
+        handle = _locks.pop(os.path.realpath(self.path), None)
+        if handle is not None:
+            os.close(handle)
 
     @property
     def complete(self) -> bool:
@@ -97,85 +106,113 @@ class RunFolder:
             return False
 
 
-def _new_folder(verb: str, target: str) -> Path:
-    slug = re.sub(r"[^\w.-]+", "-", target).strip("-.")[-40:] or "model"
-    name = f"{verb}-{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = itertools.chain([name], (f"{name}-{again}" for again in itertools.count(2)))
-    return next(path for path in (Path("runs") / each for each in names) if not path.exists())
+@dataclass(frozen=True)
+class Command:
+    """What command.json records of a run.
+
+    `settings` is everything that decides the result: a resumed run must agree in all of it except the keys in
+    `not_compared`. `translate` gives recorded settings of earlier versions the names of this one. `opening` says how
+    model and data were opened (see `runtime.opening`).
+    """
+
+    verb: str
+    settings: Mapping[str, Any]
+    argv: Sequence[str] = ()
+    opening: Mapping[str, Any] | None = None
+    not_compared: Collection[str] = ()
+    translate: Translate = dict
+
+    def differences(self, recorded: Mapping[str, Any]) -> list[str]:
+        """The settings that differ from the recorded ones, each as a line of text."""
+        old, new = self.translate(recorded), json.loads(json.dumps(self.settings))  # as it will be read back
+        keys = sorted((old.keys() | new.keys()) - set(self.not_compared))
+        return [f"{k}: was {old.get(k)!r}, now {new.get(k)!r}" for k in keys if old.get(k) != new.get(k)]
+
+    def write(self, folder: Path) -> None:
+        how = {} if self.opening is None else {"opening": dict(self.opening)}
+        recorded = {"verb": self.verb, "argv": list(self.argv), "settings": dict(self.settings), **how}
+        write_json(folder / _COMMAND, {**recorded, "version": __version__})
 
 
-def _read_command(path: Path) -> dict[str, Any] | None:
+def read_command(folder: Path) -> dict[str, Any] | None:
+    """The content of command.json; None if the folder holds no run."""
     try:
-        command = json.loads((path / _COMMAND).read_text())
+        command = json.loads((folder / _COMMAND).read_text("utf-8"))
     except (OSError, ValueError):
         return None
     return command if isinstance(command, dict) and "verb" in command and "settings" in command else None
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any], telling: Collection[str]) -> list[str]:
-    keys = sorted((old.keys() | new.keys()) - set(telling))
-    return [f"{k}: was {old.get(k)!r}, now {new.get(k)!r}" for k in keys if old.get(k) != new.get(k)]
+def open_run(command: Command, name: str, *, out: Path | None, resume: bool) -> RunFolder:
+    """Create the run's folder (below runs/, named after `name`, unless `out` is given), or find it again to resume.
 
-
-def _unfinished(verb: str, settings: Mapping[str, Any], telling: Collection[str], translate: _Translate) -> Path | None:
-    """The newest unfinished run of exactly this command below runs/."""
-    candidates = sorted(Path("runs").glob(f"{verb}-*/{_COMMAND}"), key=lambda p: p.stat().st_mtime, reverse=True)
-    for file in candidates:
-        command = _read_command(file.parent)
-        if command is None or command["verb"] != verb:
-            continue
-        if _differences(translate(command["settings"]), settings, telling):
-            continue
-        if not RunFolder(file.parent).complete:
-            return file.parent
-    return None
-
-
-def open_run(
-    verb: str,
-    target: str,
-    settings: Mapping[str, Any],
-    *,
-    out: Path | None,
-    resume: bool,
-    argv: list[str],
-    telling: Collection[str] = (),
-    translate: _Translate = dict,
-) -> RunFolder:
-    """Create the folder of a run, or find it again to go on; never overwrite another run.
-
-    `settings` is everything that decides the result: a resumed run must agree in all of it. Those called `telling` only
-    tell something, here or in runs of earlier versions. `translate` gives recorded settings of earlier versions
-    the names of this one.
+    Another run is never overwritten, and another process that works in the folder is an error.
     """
-    settings = json.loads(json.dumps(settings))  # as it will be read back, so that comparisons are fair
-    path = out
-    if path is None:
-        path = (_unfinished(verb, settings, telling, translate) if resume else None) or _new_folder(verb, target)
+    path = out or (_find_unfinished(command) if resume else None) or _new_folder(command.verb, name)
     if path.is_file():
-        raise UserError(f"{path} is a file; --out takes a folder that is new or holds a run to go on with")
+        raise UserError(f"{path} is a file; --out takes a new folder, or one with a run to resume")
     if path.is_dir():
-        for torn in path.glob(f".{_COMMAND}.*"):  # a life that was killed while it wrote its first file
+        for torn in path.glob(f".{_COMMAND}.*"):  # left by a process that was killed while it wrote its first file
             torn.unlink(missing_ok=True)
     if path.is_dir() and any(path.iterdir()):
-        _check_same_run(path, verb, settings, resume, telling, translate)
-        if not RunFolder(path).complete:
-            _hold(path)
-        return RunFolder(path)
-    command = {"verb": verb, "argv": argv, "settings": settings, "version": __version__}
-    write_json(path / _COMMAND, command)
-    _hold(path)
+        _check_same_run(path, command, resume)
+    else:
+        command.write(path)
+    if not RunFolder(path).complete:
+        _lock(path)
     return RunFolder(path)
 
 
-_held: dict[str, int] = {}
-"""Folders that this process works in. The system lets go of them when the process ends, however it ends."""
+def _new_folder(verb: str, name: str) -> Path:
+    slug = re.sub(r"[^\w.-]+", "-", name).strip("-.")[-40:] or "model"
+    folder = f"{verb}-{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([folder], (f"{folder}-{again}" for again in itertools.count(2)))
+    return next(path for path in (Path("runs") / each for each in names) if not path.exists())
 
 
-def _hold(path: Path) -> None:
-    """Work in the folder alone; a `UserError` if another process does. In this process it may be opened again."""
+def _find_unfinished(command: Command) -> Path | None:
+    """The newest unfinished run of exactly this command below runs/."""
+    files = sorted(Path("runs").glob(f"{command.verb}-*/{_COMMAND}"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for folder in (file.parent for file in files):
+        recorded = read_command(folder)
+        if recorded is None or recorded["verb"] != command.verb or command.differences(recorded["settings"]):
+            continue
+        if not RunFolder(folder).complete:
+            return folder
+    return None
+
+
+def _check_same_run(path: Path, command: Command, resume: bool) -> None:
+    recorded = read_command(path)
+    if recorded is None:
+        raise UserError(f"{path} is not empty and not a run folder; nothing was written. Choose a different --out.")
+    if recorded["verb"] != command.verb:
+        raise UserError(
+            f"{path} holds a run of 'vitadel {recorded['verb']}', not of 'vitadel {command.verb}'; nothing was "
+            "written. Choose a different --out."
+        )
+    if not resume:
+        state = "a finished" if RunFolder(path).complete else "an unfinished"
+        raise UserError(
+            f"{path} already holds {state} run; nothing was written. Add --resume or choose a different --out."
+        )
+    changed = command.differences(recorded["settings"])
+    if changed:
+        raise UserError(
+            f"{path} was started with different settings, so it cannot be resumed; nothing was written.\n  "
+            + "\n  ".join(changed)
+            + "\nUse the old settings, or a different --out for the new ones."
+        )
+
+
+_locks: dict[str, int] = {}
+"""Folders locked by this process. The system unlocks them when the process ends, however it ends."""
+
+
+def _lock(path: Path) -> None:
+    """Lock the folder against other processes; this process may open it again."""
     key = os.path.realpath(path)
-    if fcntl is None or key in _held:
+    if fcntl is None or key in _locks:
         return
     handle = os.open(key, os.O_RDONLY)
     try:
@@ -183,38 +220,10 @@ def _hold(path: Path) -> None:
     except BlockingIOError:
         os.close(handle)
         raise UserError(
-            f"another process is working in {path}; nothing was written. Wait until it ends, or choose another --out."
+            f"another process is working in {path}; nothing was written. Wait until it ends, or choose a different "
+            "--out."
         ) from None
     except OSError:  # a file system without locks
         os.close(handle)
         return
-    _held[key] = handle
-
-
-def _let_go(path: Path) -> None:
-    handle = _held.pop(os.path.realpath(path), None)
-    if handle is not None:
-        os.close(handle)
-
-
-def _check_same_run(
-    path: Path, verb: str, settings: Mapping[str, Any], resume: bool, telling: Collection[str], translate: _Translate
-) -> None:
-    command = _read_command(path)
-    if command is None:
-        raise UserError(f"{path} is not empty and not a run folder; nothing was written. Choose another --out.")
-    if command["verb"] != verb:
-        raise UserError(
-            f"{path} holds a run of 'vitadel {command['verb']}', not of 'vitadel {verb}'; nothing was written. "
-            "Choose another --out."
-        )
-    if not resume:
-        state = "a finished" if RunFolder(path).complete else "an unfinished"
-        raise UserError(f"{path} already holds {state} run; nothing was written. Add --resume or choose another --out.")
-    changed = _differences(translate(command["settings"]), settings, telling)
-    if changed:
-        raise UserError(
-            f"{path} was begun with other settings, so it cannot go on; nothing was written.\n  "
-            + "\n  ".join(changed)
-            + "\nUse the old settings, or another --out for the new ones."
-        )
+    _locks[key] = handle

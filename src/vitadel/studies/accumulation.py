@@ -21,8 +21,8 @@ from vitadel.attacks.goals import gradient
 from vitadel.data.batches import Batch
 from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.class_subset import choose_among
-from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.class_subset import apply_class_subset
+from vitadel.evaluation.engine.run import Outcome, RunOptions
 from vitadel.evaluation.engine.stages import RunContext, run_stage
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.stability.measures import quartiles_of
@@ -31,7 +31,7 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.studies.agreement import agreement, chance, dealt_at_random, top_classes, top_of
 from vitadel.studies.perturbations import kept_pictures
 from vitadel.studies.reference_models import ReferenceModel, at_work, named_alike, seated
-from vitadel.studies.run import Running, Scene, StudyRequest, check_request, conducted
+from vitadel.studies.run import Scene, StudyRequest, run_study
 
 __all__ = ["OBJECTIVES", "STARTS", "AccumulationRequest", "Canvases", "climbed", "study_accumulation"]
 
@@ -57,7 +57,7 @@ class AccumulationRequest(StudyRequest):
     others: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_request(self)
+        super().__post_init__()
         for what, given, known in (("start", self.start, STARTS), ("objective", self.objective, OBJECTIVES)):
             if given not in known:
                 raise UserError(
@@ -132,11 +132,11 @@ def study_accumulation(
     target: Target,
     request: AccumulationRequest,
     processes: Processes,
-    **run: Unpack[Running],
+    **options: Unpack[RunOptions],
 ) -> Outcome:
     """Every model of the jury makes its pictures of the classes, and all of them are asked what they see."""
     jury = seated(target, request.others)
-    targets = _targets(choose_among(target), request)  # the classes that count
+    targets = _targets(apply_class_subset(target), request)  # the classes that count
 
     def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
         canvases = Canvases(scene.target.source.classes, targets, request.starts, scene.context.preprocess.shape)
@@ -161,7 +161,7 @@ def study_accumulation(
         }, arrays
 
     inputs = {"others_fingerprint": named_alike(jury), "classes": list(targets)}
-    return conducted("accumulation", target, request, processes, work, inputs=inputs, **run)
+    return run_study("accumulation", target, request, processes, work, inputs=inputs, **options)
 
 
 def _targets(target: Target, request: AccumulationRequest) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitadel.evaluation.intervals import share
+from vitadel.statistics import share
 
 __all__ = ["TOP", "agreement", "chance", "dealt_at_random", "top_classes", "top_of"]
 

@@ -22,11 +22,10 @@ from vitadel.attacks.settings import settings_of, training_form
 from vitadel.data.batches import Batch
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.calibration import calibrated
-from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.calibration import calibrate
+from vitadel.evaluation.engine.run import Outcome, RunOptions
 from vitadel.evaluation.engine.stages import refuse_lost_images, run_stage
 from vitadel.evaluation.engine.target import Target
-from vitadel.evaluation.intervals import share
 from vitadel.evaluation.stability.measures import histogram, mean_with_interval, steps_below_one
 from vitadel.instrument.attention_rows import (
     CENTER,
@@ -40,8 +39,9 @@ from vitadel.instrument.attention_rows import (
 )
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
+from vitadel.statistics import share
 from vitadel.studies.perturbations import SHOWN, attacked, kept_pictures
-from vitadel.studies.run import Running, Scene, StudyRequest, check_request, conducted
+from vitadel.studies.run import Scene, StudyRequest, run_study
 from vitadel.types import Attack
 
 __all__ = ["HEADS", "AttentionRequest", "cosines", "mean_of_pairs", "study_attention", "unit_sum"]
@@ -64,7 +64,7 @@ class AttentionRequest(StudyRequest):
     calibration: str | None = None
 
     def __post_init__(self) -> None:
-        check_request(self)
+        super().__post_init__()
         check_query(self.query)
         check_block(self.block)
         if self.heads not in HEADS:
@@ -99,7 +99,7 @@ def study_attention(
     target: Target,
     request: AttentionRequest,
     processes: Processes,
-    **run: Unpack[Running],
+    **options: Unpack[RunOptions],
 ) -> Outcome:
     """Compare the query's attention on each image with that on the attacked and on a randomly changed one."""
     device = processes.device
@@ -107,7 +107,7 @@ def study_attention(
     row = find_row(target.model.to(device), like, request.query, request.block)  # told before anything is written
 
     def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
-        attack = calibrated(request.make(), scene.context, scene.target, scene.verdicts.index, request.calibration)
+        attack = calibrate(request.make(), scene.context, scene.target, scene.verdicts.index, request.calibration)
         pieces = _stage(scene, attack, request, row)
         told = _told(scene, request, row, pieces) | {
             "attack": {"name": request.attack, "settings": settings_of(attack)}
@@ -115,7 +115,7 @@ def study_attention(
         kept = ("x", "z", "maps clean", "maps attacked", "shown")
         return told, {name: np.concatenate([piece[name] for piece in pieces]) for name in kept}
 
-    return conducted("attention", target, request, processes, work, **run)
+    return run_study("attention", target, request, processes, work, **options)
 
 
 def _stage(scene: Scene, attack: Attack, request: AttentionRequest, row: AttentionRow) -> list[BatchRecord]:

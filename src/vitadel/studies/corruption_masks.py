@@ -32,16 +32,16 @@ from vitadel.attacks.threats import Linf
 from vitadel.data.batches import Batch
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.calibration import calibrated
-from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.calibration import calibrate
+from vitadel.evaluation.engine.run import Outcome, RunOptions
 from vitadel.evaluation.engine.stages import refuse_lost_images, run_stage
 from vitadel.evaluation.engine.target import Target
-from vitadel.evaluation.intervals import bootstrap_mean
 from vitadel.evaluation.stability.measures import over_masks
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
+from vitadel.statistics import bootstrap_mean
 from vitadel.studies.perturbations import SHOWN, kept_pictures
-from vitadel.studies.run import Running, Scene, StudyRequest, check_request, conducted
+from vitadel.studies.run import Scene, StudyRequest, run_study
 
 __all__ = ["CorruptionMasksRequest", "concentration", "overlap", "study_corruption_masks"]
 
@@ -69,7 +69,7 @@ class CorruptionMasksRequest(StudyRequest):
     calibration: str | None = None
 
     def __post_init__(self) -> None:
-        check_request(self)
+        super().__post_init__()
         self.attack()  # refuses a share, noise or number of steps that cannot be
 
     def attack(self) -> LearnedPatches:
@@ -99,7 +99,7 @@ def study_corruption_masks(
     target: Target,
     request: CorruptionMasksRequest,
     processes: Processes,
-    **run: Unpack[Running],
+    **options: Unpack[RunOptions],
 ) -> Outcome:
     """Ask the corruption model for the patches of each image, and judge the model with noise in them."""
     given = _given(target, request)
@@ -121,14 +121,14 @@ def study_corruption_masks(
 
     content = None if given is None else hashlib.sha256(given.read_bytes()).hexdigest()[:16]
     inputs = {"selector": content}
-    return conducted(
+    return run_study(
         "corruption-masks",
         target,
         request,
         processes,
         work,
         inputs=inputs,
-        **run,
+        **options,
     )
 
 
@@ -152,7 +152,7 @@ def _train(scene: Scene, request: CorruptionMasksRequest, path: Path) -> None:
     processes = scene.context.processes
     if processes.on_main(path.exists):
         return
-    ready = calibrated(request.attack(), scene.context, scene.target, scene.verdicts.index, request.calibration)
+    ready = calibrate(request.attack(), scene.context, scene.target, scene.verdicts.index, request.calibration)
     selector = getattr(ready, "selector", None)
     assert isinstance(selector, CorruptionModel)
     if processes.is_main:

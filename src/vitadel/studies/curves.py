@@ -30,17 +30,16 @@ from vitadel.attacks.registry import ATTACKS
 from vitadel.attacks.steppers import Momentum, Steepest
 from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError
-from vitadel.evaluation.chance import binomial_tail
 from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.calibration import calibrated, studies
-from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.calibration import calibrate, needs_calibration
+from vitadel.evaluation.engine.run import Outcome, RunOptions
 from vitadel.evaluation.engine.stages import NOTE, MemberResult, attack_stage, rules_of
 from vitadel.evaluation.engine.target import Target
-from vitadel.evaluation.intervals import share
 from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
-from vitadel.studies.run import Running, Scene, StudyRequest, check_request, conducted
+from vitadel.statistics import binomial_tail, share
+from vitadel.studies.run import Scene, StudyRequest, run_study
 from vitadel.types import Aim, Attack, Goal
 
 __all__ = ["Again", "Clocked", "CurvesRequest", "beginnings", "rises", "study_curves", "variant"]
@@ -65,7 +64,7 @@ class CurvesRequest(StudyRequest):
     calibration: str | None = None
 
     def __post_init__(self) -> None:
-        check_request(self)
+        super().__post_init__()
         if self.eps <= 0:
             raise UserError(f"--eps must be above 0: steps and restarts are counted at it; got {self.eps:g}")
         for name, points, least in (
@@ -212,14 +211,14 @@ def study_curves(
     target: Target,
     request: CurvesRequest,
     processes: Processes,
-    **run: Unpack[Running],
+    **options: Unpack[RunOptions],
 ) -> Outcome:
     """The three curves in a run folder."""
 
     def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
         return _Lab(scene, request).curves(), {}
 
-    return conducted("curves", target, request, processes, work, **run)
+    return run_study("curves", target, request, processes, work, **options)
 
 
 @dataclass(frozen=True)
@@ -301,7 +300,7 @@ class _Lab:
     def _ready(self, eps: float, steps: int | None) -> Attack:
         name = self.request.attack if steps is None else variant(self.request.attack, steps)
         attack = make(name, eps=eps, norm=self.request.norm)
-        if not studies(attack):
+        if not needs_calibration(attack):
             return attack
         if not isinstance(attack, AAS):
             return self._prepared(attack)
@@ -312,12 +311,12 @@ class _Lab:
 
     def _prepared(self, attack: Attack) -> Attack:
         scene = self.scene
-        return calibrated(attack, scene.context, scene.target, scene.verdicts.index, self.request.calibration)
+        return calibrate(attack, scene.context, scene.target, scene.verdicts.index, self.request.calibration)
 
     def _pieces(self, stage: str, attack: Attack, eps: float, exposed: Tensor) -> list[BatchRecord]:
         threat = make_threat(self.request.norm, eps)
         legs = attack_stage(self.scene.context, stage, attack, threat, exposed, needs_known_family(self.request.attack))
-        return legs[-1].pieces
+        return legs[-1].records
 
     def _share(self, held: Tensor) -> dict[str, object]:
         return share(len(held), len(self.scene.verdicts.index), "held", "robust_accuracy")

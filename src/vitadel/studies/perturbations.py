@@ -19,17 +19,17 @@ from vitadel.attacks.parse import make
 from vitadel.attacks.settings import settings_of, training_form
 from vitadel.data.batches import Batch
 from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.calibration import calibrated
+from vitadel.evaluation.engine.calibration import calibrate
 from vitadel.evaluation.engine.judge import Verdict, judge
-from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.run import Outcome, RunOptions
 from vitadel.evaluation.engine.stages import RunContext, refuse_lost_images, rules_of, run_stage
 from vitadel.evaluation.engine.target import Target
-from vitadel.evaluation.intervals import share
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
+from vitadel.statistics import share
 from vitadel.studies.agreement import agreement, chance, dealt_at_random, top_classes, top_of
 from vitadel.studies.reference_models import ReferenceModel, at_work, named_alike, seated
-from vitadel.studies.run import Running, Scene, StudyRequest, check_request, conducted
+from vitadel.studies.run import Scene, StudyRequest, run_study
 from vitadel.types import Attack, Threat
 
 __all__ = ["SHOWN", "PerturbationsRequest", "attacked", "kept_pictures", "rescaled", "scattered", "study_perturbations"]
@@ -50,7 +50,7 @@ class PerturbationsRequest(StudyRequest):
     calibration: str | None = None
 
     def __post_init__(self) -> None:
-        check_request(self)
+        super().__post_init__()
         self.make()  # a wrong name is told before anything is loaded
 
     def make(self) -> Attack:
@@ -98,13 +98,13 @@ def study_perturbations(
     target: Target,
     order: PerturbationsRequest,
     processes: Processes,
-    **run: Unpack[Running],
+    **options: Unpack[RunOptions],
 ) -> Outcome:
     """Attack every image, and ask the jury what it sees in the change alone."""
     jury = seated(target, order.others)
 
     def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
-        attack = calibrated(order.make(), scene.context, scene.target, scene.verdicts.index, order.calibration)
+        attack = calibrate(order.make(), scene.context, scene.target, scene.verdicts.index, order.calibration)
         with at_work(jury, processes.device):
             pieces = _stage(scene, attack, order, jury)
         told = _told(scene, order, jury, pieces) | {"attack": {"name": order.attack, "settings": settings_of(attack)}}
@@ -114,7 +114,7 @@ def study_perturbations(
         return told, {**arrays, "label": scene.verdicts.label.numpy()[place], "reached": reached[place]}
 
     inputs = {"others_fingerprint": named_alike(jury)}
-    return conducted("perturbations", target, order, processes, work, inputs=inputs, **run)
+    return run_study("perturbations", target, order, processes, work, inputs=inputs, **options)
 
 
 def _first(scene: Scene) -> Tensor:

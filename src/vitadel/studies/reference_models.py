@@ -16,7 +16,7 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import zoo_names
 from vitadel.backbones.model_checks import check_images_fit
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.class_subset import choose_among, choosing_like
+from vitadel.evaluation.engine.class_subset import apply_class_subset, subset_like
 from vitadel.evaluation.engine.target import Target
 from vitadel.instrument.hooks import frozen
 
@@ -47,7 +47,7 @@ def seated(target: Target, others: Sequence[str]) -> list[ReferenceModel]:
 
     An other is a MODEL, or MODEL=WEIGHTS where its name alone does not say which.
     """
-    studied = choose_among(target)
+    studied = apply_class_subset(target)
     jury = [ReferenceModel(studied.model_spec, studied, itself=True)]
     kind = studied.data_spec.partition(":")[0].partition("@")[0]  # classes of other data mean other things
     alike = [name for name in zoo_names() if name.startswith(f"zoo:{kind}-") and name != studied.model_spec]
@@ -67,7 +67,7 @@ def seated(target: Target, others: Sequence[str]) -> list[ReferenceModel]:
 def _fitting(studied: Target, spec: str) -> Target:
     name, _, weights = spec.partition("=")
     opened = open_model(name, {"weights": weights}) if weights else open_model(name)
-    model = choosing_like(studied.model, opened)
+    model = subset_like(studied.model, opened)
     other = replace(studied, model=cast(Classifier, model), model_spec=spec)
     mine = studied.model.record.num_classes or len(studied.source.classes)
     theirs = other.model.record.num_classes

@@ -22,14 +22,14 @@ from vitadel.backbones.anatomy import attentions_of
 from vitadel.data.batches import Batch
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.run import Outcome, RunOptions
 from vitadel.evaluation.engine.stages import refuse_lost_images, run_stage
 from vitadel.evaluation.engine.target import Target
-from vitadel.evaluation.intervals import bootstrap_mean
 from vitadel.instrument.attention import scaled_attention, score_statistics
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
-from vitadel.studies.run import Running, Scene, StudyRequest, check_request, conducted
+from vitadel.statistics import bootstrap_mean
+from vitadel.studies.run import Scene, StudyRequest, run_study
 from vitadel.studies.scale_factors import ThroughScaled, found_factors, plain_search
 from vitadel.types import Attack
 
@@ -57,7 +57,7 @@ class SaturationRequest(StudyRequest):
     calibration: str | None = None
 
     def __post_init__(self) -> None:
-        check_request(self)
+        super().__post_init__()
         if self.images < 1:
             raise UserError(f"--images must be at least 1, got {self.images}")
         self.search()
@@ -106,7 +106,7 @@ def study_saturation(
     target: Target,
     request: SaturationRequest,
     processes: Processes,
-    **run: Unpack[Running],
+    **options: Unpack[RunOptions],
 ) -> Outcome:
     """Histograms in `study.npz`, quantiles and shares in the results."""
     attentions_of(target.model)  # a model of no known family is told before anything is written
@@ -117,7 +117,7 @@ def study_saturation(
         counts = sum(piece["counts"].astype(np.int64) for piece in pieces)
         return _told(scene, request, factors, pieces, counts), {"edges": EDGES, "counts": np.asarray(counts)}
 
-    return conducted("saturation", target, request, processes, work, **run)
+    return run_study("saturation", target, request, processes, work, **options)
 
 
 def _precision(model: nn.Module) -> torch.dtype:

@@ -16,7 +16,7 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.calibration import calibrated, studies
+from vitadel.evaluation.engine.calibration import calibrate, needs_calibration
 from vitadel.evaluation.engine.stages import rules_of
 from vitadel.instrument.attention import scaled_attention
 from vitadel.instrument.hooks import frozen
@@ -32,7 +32,7 @@ _STAGE = "factors"
 def plain_search(name: str, eps: float, norm: str) -> Attack:
     """An attack that can be sent through scaled attention: one that neither studies the model nor has its own rules."""
     attack = make(name, eps=eps, norm=norm)
-    if studies(attack) or rules_of(attack) is not None:
+    if needs_calibration(attack) or rules_of(attack) is not None:
         raise UserError(f"'{name}' cannot be sent through scaled attention here; take a plain one, such as pgd-20")
     return attack
 
@@ -44,7 +44,7 @@ def found_factors(scene: Scene, images: int, calibration: str | None) -> tuple[f
     if kept is not None:
         return tuple(kept["factors"].tolist())
     attack = AAS(PGD(scene.threat), images=images)
-    ready = cast(Rescaled, calibrated(attack, context, scene.target, scene.verdicts.index, calibration))
+    ready = cast(Rescaled, calibrate(attack, context, scene.target, scene.verdicts.index, calibration))
     factors = cast(tuple[float, ...], ready.factors)
     assert len(factors) == len(attentions_of(context.model))
     if context.processes.is_main:

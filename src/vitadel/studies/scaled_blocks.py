@@ -18,13 +18,13 @@ from vitadel.attacks.attention_scaling.aas import PAPER_STYLE
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.run import Outcome
+from vitadel.evaluation.engine.run import Outcome, RunOptions
 from vitadel.evaluation.engine.stages import NOTE, MemberResult, attack_stage, clean_stage
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.engine.verdicts import Verdicts
-from vitadel.evaluation.intervals import share
 from vitadel.runtime.distributed import Processes
-from vitadel.studies.run import Running, Scene, StudyRequest, check_request, conducted
+from vitadel.statistics import share
+from vitadel.studies.run import Scene, StudyRequest, run_study
 from vitadel.studies.scale_factors import ThroughScaled, found_factors, plain_search, scaled
 from vitadel.types import Attack
 
@@ -44,7 +44,7 @@ class ScaledBlocksRequest(StudyRequest):
     calibration: str | None = None
 
     def __post_init__(self) -> None:
-        check_request(self)
+        super().__post_init__()
         for way in self.ways:
             if way not in WAYS:
                 raise UserError(
@@ -78,7 +78,7 @@ def study_scaled_blocks(
     target: Target,
     request: ScaledBlocksRequest,
     processes: Processes,
-    **run: Unpack[Running],
+    **options: Unpack[RunOptions],
 ) -> Outcome:
     """Every set of blocks once, in a run folder."""
     attentions_of(target.model)  # a model of no known family is told before anything is written
@@ -86,7 +86,7 @@ def study_scaled_blocks(
     def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
         return _measured(scene, request), {}
 
-    return conducted("scaled-blocks", target, request, processes, work, **run)
+    return run_study("scaled-blocks", target, request, processes, work, **options)
 
 
 def _measured(scene: Scene, request: ScaledBlocksRequest) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _tried(
     (leg,) = _legs(scene, f"scaled {title}", ThroughScaled(request.search(), factors), verdicts.index[verdicts.correct])
     softened = replace(scene.context, model=scaled(scene.context.model, factors))
     clean = Verdicts.of_clean(clean_stage(softened, verdicts.index, f"clean {title}"))
-    right = sum(int(piece[f"{NOTE}{PAPER_STYLE}"].sum()) for piece in leg.pieces)
+    right = sum(int(piece[f"{NOTE}{PAPER_STYLE}"].sum()) for piece in leg.records)
     return {
         "scaled": sorted(chosen),
         **share(int(torch.isin(plain, leg.held).sum()), n, "held", "robust_accuracy"),

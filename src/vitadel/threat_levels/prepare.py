@@ -163,7 +163,7 @@ def arm(
 ) -> Armed:
     """Train and fit what the chosen levels need; and the controls, if the paper's setting is among them."""
     victim, device, lessons = arms.victim, context.processes.device, supplies.lessons
-    trainer = Trainer(run.path / _SETS, context.processes, context.shown)
+    trainer = Trainer(run.path / _SETS, context.processes, context.show_progress)
     surrogates, bank = supplies.surrogates, supplies.bank
     if "surrogates" in lessons:
         count = _to_train(request.surrogates)
@@ -203,7 +203,7 @@ def _fit(
     def fit(exposed: str) -> Extracted:
         reading = CalibrationImages(source, rows, context.preprocess, processes.device, request.skip_bad)
         pixels = torch.cat([x for x, _ in reading]).split(_BATCH)
-        with progress(f"fit tokens to {exposed}", steps, context.shown) as meter:
+        with progress(f"fit tokens to {exposed}", steps, context.show_progress) as meter:
             return extract_tokens(
                 arms.victim, pixels, exposed, steps=steps, seed=seed, head=arms.head, told=lambda step: meter.advance(1)
             )
@@ -228,7 +228,7 @@ def _fit(
 
 def _refuse_verdicts_about_others(run: RunFolder, exposed: str) -> None:
     """Folders of earlier versions have verdicts of T7 and not the tokens that they are about."""
-    pieces = run.piece("T7", 0).parents[1]
+    pieces = run.batch_file("T7", 0).parents[1]
     if any(pieces.glob(f"T7_*_from_{exposed}_at_*")):
         raise UserError(
             f"{run.path} has verdicts about tokens fitted to {exposed} (T7), but not these tokens: it was begun by an "

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from vitadel.attacks.parse import make
 from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.calibration import studies
+from vitadel.evaluation.engine.calibration import needs_calibration
+from vitadel.evaluation.engine.run import RunRequest
 from vitadel.evaluation.engine.stages import rules_of
 from vitadel.threat_levels.levels import LEVELS, check_levels
 
@@ -17,7 +18,7 @@ BUDGETS = tuple(level / 255 for level in (1, 2, 4, 8))
 
 
 @dataclass(frozen=True)
-class ThreatLevelsRequest:
+class ThreatLevelsRequest(RunRequest):
     """What a ladder is asked to do: everything, beside victim and data, that decides its result.
 
     `surrogates` and `bank` are numbers of token sets to train, or token files that are there already; the victim's own
@@ -37,19 +38,16 @@ class ThreatLevelsRequest:
     recipe: str | None = None
     attacker_data: str | None = None
     extraction: tuple[int, int] = (128, 200)
-    limit: int | None = None
-    batch_size: int = 64
-    seed: int = 0
-    skip_bad: bool = False
     allow_readable: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "levels", check_levels(self.levels))
         object.__setattr__(self, "eps", tuple(sorted(set(self.eps))))
         if not self.levels:
             raise UserError(f"the ladder needs at least one level; there is {', '.join(LEVELS)}")
         _check_budgets(self.eps)
-        for name in ("steps", "queries", "batch_size"):
+        for name in ("steps", "queries"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
         if min(self.extraction) < 1:
@@ -90,5 +88,5 @@ def _check_white_box(name: str, eps: float) -> None:
     attack = make(name, eps=eps)
     if rules_of(attack) is not None:
         raise UserError(f"--white-box {name}: this attack has rules of its own and no budget in pixels to compare by")
-    if studies(attack):
+    if needs_calibration(attack):
         raise UserError(f"--white-box {name}: it must study the model first; run it with a plain `vitadel audit`")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import numpy as np
 import torch
@@ -17,12 +16,12 @@ from vitadel.attacks.features import feature_cosine, final_features
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.batches import Batch, read_batches
-from vitadel.errors import Interrupted, UserError
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.class_subset import choose_among, choosing_like
+from vitadel.evaluation.engine.class_subset import apply_class_subset, subset_like
 from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import metered
-from vitadel.evaluation.engine.run import Outcome, begun, context_for
+from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute, run_settings
 from vitadel.evaluation.engine.stages import RunContext, clean_stage, refuse_lost_images, run_stage
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.engine.verdicts import Verdicts
@@ -30,7 +29,7 @@ from vitadel.instrument.hooks import frozen
 from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
-from vitadel.runtime.run_folder import RunFolder, write_atomically, write_json
+from vitadel.runtime.run_folder import RunFolder
 from vitadel.threat_levels.cost import cost_sentence
 from vitadel.threat_levels.levels import RELEASED_EPS, AttackerAssets, Head, Rung, rungs
 from vitadel.threat_levels.prepare import Armed, arm, gather, planned
@@ -53,55 +52,51 @@ def run_ladder(
     head: Head | None = None,
     own_head: Head | None = None,
     other: Classifier | None = None,
-    out: str | Path | None = None,
-    resume: bool = False,
-    shown: bool = False,
-    argv: Sequence[str] = (),
-    tell: Callable[[str], None] = lambda text: None,
+    show_plan: Callable[[str], None] = lambda text: None,
+    **options: Unpack[RunOptions],
 ) -> Outcome:
-    """Climb in a run folder. `head` is the victim's, if not the one that the backbone came with; `own_head` is the
-    attacker's (T2), `other` the model of T1. `tell` hears the plan."""
+    """Run all levels. `head` is the victim's, if not the one that the backbone came with; `own_head` is the attacker's
+    (T2), `other` the model of T1. `show_plan` gets the expected cost as a sentence."""
     arms = AttackerAssets(_victim(target).to(processes.device), own_head=own_head, other=other)
     opened = target.model_fingerprint()  # as it came: without a head that is put on it here, and with all its classes
     if head is not None:
         arms = dataclasses.replace(arms, head=head)
         target = dataclasses.replace(target, model=cast(Classifier, head(arms.victim)))
-    target = choose_among(target)
+    target = apply_class_subset(target)
     arms = _all_choosing_like(target.model, arms)
     _refuse_idle(request, arms)
-    indices, mislabelled = target.selection(request.limit, request.seed, request.skip_bad)
+    indices, mislabeled = target.selection(request.limit, request.seed, request.skip_bad)
     supplies = gather(target, arms, request, indices, processes)
     if supplies.recipe is not None:
         arms = dataclasses.replace(arms, features=supplies.recipe.features)
-    settings = {**_settings(target, request, arms, indices), **supplies.settings(), "opened_fingerprint": opened}
-    run, done = begun(
-        "audit",
-        target.model_spec,
-        settings,
-        processes,
-        out=out,
-        resume=resume,
-        argv=argv,
-        telling=("opened_fingerprint",),  # which earlier versions did not note
-    )
-    if done is not None:
-        return done
-    context = context_for(target, request, processes, run, shown=shown)
-    try:
+
+    def fingerprint(model: nn.Module | None) -> str | None:
+        """Models and heads by their weights, whatever they are called."""
+        if model is None:
+            return None
+        return dataclasses.replace(target, model=cast(Classifier, model)).model_fingerprint()
+
+    settings = {
+        **run_settings(target, request, indices, suite="ladder", other=fingerprint(arms.other)),
+        "own_head": fingerprint(None if arms.own_head is None else arms.own_head(arms.victim.classifier)),
+        **supplies.settings(),
+        "opened_fingerprint": opened,
+    }
+
+    def work(run: Run) -> dict[str, Any]:
+        context = run.context(target, request)
         with frozen(context.model):
-            verdicts = Verdicts.of_clean(clean_stage(context, indices), mislabelled)
-        _tell_cost(context, request, planned(arms, request), verdicts, tell)
-        climb = _Climb(context, request, run, arm(context, request, arms, supplies, run))
-        table = climb.all(verdicts)
-    except (KeyboardInterrupt, Interrupted):  # also of a training inside: this run is what goes on with --resume
-        raise Interrupted(run.path) from None
-    results = ladder_results(target, table, settings)
-    if processes.is_main:
-        write_atomically(run.path / "samples.parquet", table.samples())
-        write_json(run.path / "results.json", results)
-        run.finish()
-    processes.wait()
-    return Outcome(results, run, processes.is_main)
+            verdicts = Verdicts.from_clean_stage(context, indices, mislabeled)
+        show_plan(_expected_cost(context, request, planned(arms, request), verdicts.index))
+        armed = arm(context, request, arms, supplies, RunFolder(run.path))
+        table = _Climb(context, request, run, armed).all(verdicts)
+        run.write("samples.parquet", table.samples())
+        return ladder_results(target, table, settings)
+
+    # Earlier versions did not record the fingerprint of the model as it was opened.
+    not_compared = ("opened_fingerprint",)
+    name = target.model_spec
+    return execute("audit", name, settings, processes, work, target=target, not_compared=not_compared, **options)
 
 
 def _victim(target: Target) -> TokenClassifier:
@@ -132,56 +127,27 @@ def _all_choosing_like(chosen: nn.Module, arms: AttackerAssets) -> AttackerAsset
     """On a benchmark of some classes, attackers know that only these are answers, and their models choose alike."""
 
     def choosing(head: Head) -> Head:
-        return lambda model: choosing_like(chosen, head(model))
+        return lambda model: subset_like(chosen, head(model))
 
     return dataclasses.replace(
         arms,
         head=choosing(arms.head),
         own_head=None if arms.own_head is None else choosing(arms.own_head),
-        other=None if arms.other is None else choosing_like(chosen, arms.other),
+        other=None if arms.other is None else subset_like(chosen, arms.other),
     )
 
 
-def _settings(target: Target, request: ThreatLevelsRequest, arms: AttackerAssets, indices: Tensor) -> dict[str, Any]:
-    """What a resumed run must agree with; models and heads by their weights, whatever they are called."""
-
-    def named(model: nn.Module | None) -> str | None:
-        if model is None:
-            return None
-        return dataclasses.replace(target, model=cast(Classifier, model)).model_fingerprint()
-
-    return {
-        "model": target.model_spec,
-        "model_fingerprint": target.model_fingerprint(),
-        "data": target.data_spec,
-        "data_fingerprint": target.data_fingerprint(indices),
-        "suite": "ladder",
-        "other": named(arms.other),
-        "own_head": named(None if arms.own_head is None else arms.own_head(arms.victim.classifier)),
-        **dataclasses.asdict(request),
-        "eps": [quantity_text(eps) for eps in request.eps],
-    }
-
-
-def _tell_cost(
-    context: RunContext,
-    request: ThreatLevelsRequest,
-    arms: AttackerAssets,
-    verdicts: Verdicts,
-    tell: Callable[[str], None],
-) -> None:
-    if len(verdicts.index) == 0:
-        raise UserError("no sample could be read, so nothing can be judged; see the reasons with --skip-bad off")
-    (first,) = read_batches(context.source, [verdicts.index[: request.batch_size].tolist()], context.preprocess)
+def _expected_cost(context: RunContext, request: ThreatLevelsRequest, arms: AttackerAssets, indices: Tensor) -> str:
+    (first,) = read_batches(context.source, [indices[: request.batch_size].tolist()], context.preprocess)
     crew = rungs(request.levels, arms, request.steps, request.queries, request.white_box)
-    tell(cost_sentence(crew, request.eps, context.model, first.to(context.processes.device).x, len(verdicts.index)))
+    return cost_sentence(crew, request.eps, context.model, first.to(context.processes.device).x, len(indices))
 
 
 @dataclass(frozen=True, eq=False)
 class _Climb:
     context: RunContext
     request: ThreatLevelsRequest
-    run: RunFolder
+    run: Run
     armed: Armed
 
     def all(self, verdicts: Verdicts) -> LadderTable:
@@ -200,8 +166,7 @@ class _Climb:
                 pieces = self._stage(rung, eps, verdicts.index[exposed])
                 held = table.add(rung, eps, pieces, exposed)
                 standing = standing & held if rung.asks else standing
-                if self.context.processes.is_main:
-                    write_json(self.run.path / "results.json", {"complete": False, "ladder": {"rows": table.rows}})
+                self.run.write_unfinished({"ladder": {"rows": table.rows}})
         return table
 
     def _judges(self, rung: Rung) -> dict[str, nn.Module]:
@@ -216,7 +181,7 @@ class _Climb:
         def work(number: int, batch: Batch) -> BatchRecord:
             refuse_lost_images(batch)
             rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device).stream(rung.title)
-            with metered(rung.source) as cost:
+            with count_passes(rung.source) as cost:
                 z = attack(rung.source, batch.x, batch.y, rng)
             piece = {
                 "index": batch.indices.cpu().numpy(),

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from vitadel.evaluation.intervals import wilson
 from vitadel.findings import SUSPICIOUS, Finding
 from vitadel.quantities import quantity_text
+from vitadel.statistics import wilson
 
 __all__ = ["findings_about_order"]
 

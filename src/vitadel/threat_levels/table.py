@@ -16,9 +16,9 @@ from torch import Tensor
 from vitadel.attacks.settings import settings_of
 from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.target import Target
-from vitadel.evaluation.engine.verdicts import Verdicts, described, heading
-from vitadel.evaluation.intervals import share
+from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, result_header
 from vitadel.quantities import quantity_text
+from vitadel.statistics import share
 from vitadel.threat_levels.extraction import Extracted
 from vitadel.threat_levels.levels import LEVELS, RELEASED_PIXELS, AttackerAssets, Rung
 from vitadel.threat_levels.request import ThreatLevelsRequest
@@ -169,8 +169,8 @@ def ladder_results(target: Target, table: LadderTable, settings: Mapping[str, An
     worst = table.worst(largest)
     attacks = [{**row, "name": attack_name(row), "paper_style": None, "own_rules": False} for row in table.rows]
     return {
-        **heading(request.seed, suite="ladder"),
-        **described(target, verdicts, settings["model_fingerprint"]),
+        **result_header(request.seed, suite="ladder"),
+        **describe_target(target, verdicts, settings["model_fingerprint"]),
         "threat": {"norm": "linf", "eps": largest, "eps_text": quantity_text(largest)},
         "batch_size": request.batch_size,
         "precision": "fp32",

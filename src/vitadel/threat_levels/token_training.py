@@ -138,7 +138,7 @@ class Trainer:
                 self.processes,
                 out=out,
                 resume=True,
-                shown=self.shown,
+                show_progress=self.shown,
                 data_root=lesson.data_root,
                 model=lesson.victim.classifier,
             )

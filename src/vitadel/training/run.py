@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import numpy as np
 import torch
@@ -27,14 +24,15 @@ from vitadel.backbones.model_checks import check_images_fit
 from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
-from vitadel.errors import Interrupted, UserError, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.audit.audit import AuditRequest, check_request, check_targets, run_audit
-from vitadel.evaluation.engine.class_subset import choose_among
+from vitadel.evaluation.engine.class_subset import apply_class_subset
+from vitadel.evaluation.engine.run import Outcome, RunOptions, execute
+from vitadel.evaluation.engine.run import Run as EngineRun
 from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.evaluation.engine.target import Target
 from vitadel.runtime.distributed import Processes, join_processes
-from vitadel.runtime.environment import environment
-from vitadel.runtime.run_folder import RunFolder, open_run, write_atomically, write_json
+from vitadel.runtime.run_folder import RunFolder
 from vitadel.training.augmentation import augment, seed_everything
 from vitadel.training.batch_statistics import whose_statistics
 from vitadel.training.data_stream import DataStream
@@ -87,8 +85,7 @@ def harden(
     """
     built = build_recipe(compose(recipe, row, overrides), title_of(recipe, row))
     name = title_of(recipe, row)
-    results, _ = run_harden(built, name, join_processes(device), out=out, resume=resume, data_root=data_root)
-    return results
+    return run_harden(built, name, join_processes(device), out=out, resume=resume, data_root=data_root).results
 
 
 def title_of(recipe: str | Path, row: str | None) -> str:
@@ -256,38 +253,28 @@ def run_harden(
     name: str,
     processes: Processes,
     *,
-    out: str | Path | None = None,
-    resume: bool = False,
-    shown: bool = False,
     data_root: str | Path | None = None,
-    argv: Sequence[str] = (),
     model: Classifier | None = None,
-) -> tuple[dict[str, Any], RunFolder]:
-    """Train in a run folder, then audit; a run that is complete is only read. A `model` is used as it is."""
+    **options: Unpack[RunOptions],
+) -> Outcome:
+    """Train in a run folder, then audit. A `model` is used as it is."""
     setup = open_training(recipe, processes, data_root, model)
     # Before there is a folder: not every model takes every adapter, nor every machine every optimizer.
     adapted = _adapted(setup, processes)
     make_optimizer(recipe.optimizer, adapted)
+    resume = options.get("resume", False)
     if not resume:
         _check_audit(setup, adapted, data_root, processes.device)
     settings = {**deciding(recipe.document), "--data-root": None if data_root is None else str(data_root)}
-    path, words = None if out is None else Path(out), list(argv or sys.argv)
-    folder = processes.on_main(
-        lambda: open_run(
-            "harden", name, settings, out=path, resume=resume, argv=words, telling=IDLE, translate=translate_settings
-        )
+
+    def work(run: EngineRun) -> dict[str, Any]:
+        run.write("recipe.yaml", recipe_text(recipe.document).encode())
+        trained = _train(setup, adapted, processes, RunFolder(run.path), resume, run.show_progress)
+        return _audit(trained, setup, name, run, data_root)
+
+    return execute(
+        "harden", name, settings, processes, work, not_compared=IDLE, translate=translate_settings, **options
     )
-    if folder.complete:
-        return json.loads((folder.path / "results.json").read_text()), folder
-    if processes.is_main:
-        write_atomically(folder.path / "recipe.yaml", recipe_text(recipe.document).encode())
-        write_json(folder.path / "environment.json", environment(processes.device, processes.count))
-    try:
-        run = _train(setup, adapted, processes, folder, resume, shown)
-        results = _audit(run, setup, name, processes, folder, shown, data_root)
-    except (KeyboardInterrupt, Interrupted):  # also of the audit inside: this run is what goes on with --resume
-        raise Interrupted(folder.path) from None
-    return results, folder
 
 
 def _adapted(setup: TrainingSetup, processes: Processes) -> nn.Module:
@@ -424,45 +411,31 @@ def _check_audit(setup: TrainingSetup, model: nn.Module, data_root: str | Path |
         return
     root = recipe.data.root if data_root is None else data_root
     target = Target(cast(Classifier, model), "the model", setup.test, recipe.data.test, root)
-    target, request = choose_among(target), _request(recipe)
+    target, request = apply_class_subset(target), _request(recipe)
     check_request(target, request, target.selection(request.limit, request.seed, request.skip_bad)[0], device)
 
 
 def _audit(
-    run: Run,
-    setup: TrainingSetup,
-    name: str,
-    processes: Processes,
-    folder: RunFolder,
-    shown: bool,
-    data_root: str | Path | None,
+    trained: Run, setup: TrainingSetup, name: str, run: EngineRun, data_root: str | Path | None
 ) -> dict[str, Any]:
-    """The best epoch's weights on the test set, by the recipe's light suite; its folder lies in the run's."""
-    recipe = run.recipe
-    processes.wait()
+    """Audit the best epoch's weights on the test set by the recipe's attacks, in a folder inside the run's."""
+    recipe = trained.recipe
+    run.processes.wait()
     training = {
         "recipe": name,
-        "epochs": run.epochs,
-        "steps": run.step,
+        "epochs": trained.epochs,
+        "steps": trained.step,
         "images_per_step": recipe.train.batch_size,
-        "stopped": run.stopped or None,
-        "best_epoch": run.best_epoch,
-        "held_out": None if run.best is None else asdict(run.best),
+        "stopped": trained.stopped or None,
+        "best_epoch": trained.best_epoch,
+        "held_out": None if trained.best is None else asdict(trained.best),
         "attack": None if recipe.objective.attack is None else settings_of(recipe.objective.attack),
     }
     results: dict[str, Any] = {"complete": True, "seed": recipe.train.seed}
     if setup.test is not None and recipe.data.test is not None:
         root = recipe.data.root if data_root is None else data_root
-        model = recipe.adapter.deployed(folder.path / "weights" / "best.safetensors", run.model)
-        target = Target(cast(Classifier, model), str(folder.path), setup.test, recipe.data.test, root)
-        outcome = run_audit(target, _request(recipe), processes, out=folder.path / "audit", resume=True, shown=shown)
-        results = dict(outcome.results)
-    results["training"] = training
-    if processes.is_main:
-        for file in ("samples.parquet", "examples.npz"):
-            if (folder.path / "audit" / file).exists():
-                shutil.copyfile(folder.path / "audit" / file, folder.path / file)
-        write_json(folder.path / "results.json", results)
-        folder.finish()
-    processes.wait()
-    return results
+        model = recipe.adapter.deployed(run.path / "weights" / "best.safetensors", trained.model)
+        target = Target(cast(Classifier, model), str(run.path), setup.test, recipe.data.test, root)
+        results = run_audit(target, _request(recipe), run.processes, **run.inside("audit")).results
+        run.copy_from("audit", "samples.parquet", "examples.npz")
+    return {**results, "training": training}

@@ -13,9 +13,9 @@ from vitadel.attacks.surrogate import Surrogate
 from vitadel.diagnosis.examination import Examination, attack_cost, probing_threat
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.surrogate_student import train_student
-from vitadel.evaluation.chance import beaten, surprising
 from vitadel.quantities import quantity_text
 from vitadel.runtime.rng import SampleRNG
+from vitadel.statistics import exceeds_share, significantly_fewer
 from vitadel.types import Attack
 
 __all__ = [
@@ -63,14 +63,14 @@ def single_step(e: Examination) -> Outcome:
         raise NotExamined("in L1 one step changes a single pixel or two, which says nothing about many steps")
     right, many = _correct_after_one_step(e, e.eps), e.robust(e.level.plain)
     evidence = {"clean": e.share(e.correct), "fgsm": e.share(right), e.level.plain: e.share(many)}
-    if beaten(right, e.correct, _LEAKING):
+    if significantly_fewer(right, e.correct, _LEAKING):
         return SUSPICIOUS, evidence
-    if not beaten(right, many, _FAR):
+    if not significantly_fewer(right, many, _FAR):
         return OK, evidence
     # A large undefended model may be far from linear as well; only a surface bent on purpose hides the whole step.
     halfway = _correct_after_one_step(e, e.eps / 2)
     evidence["fgsm, half of eps"] = e.share(halfway)
-    bent = e.share(right) >= e.share(e.correct) - _HARDLY or beaten(right, halfway, _LEAKING)
+    bent = e.share(right) >= e.share(e.correct) - _HARDLY or significantly_fewer(right, halfway, _LEAKING)
     return (SUSPICIOUS if bent else OK), evidence
 
 
@@ -100,7 +100,9 @@ def step_sensitivity(e: Examination) -> Outcome:
     half = usual_length(e.threat, e.level.steps) / 2
     names = (e.level.plain, e.level.longer, f"{e.level.longer}(step={quantity_text(half)})")
     plain, *others = (e.robust(name) for name in names)
-    moved = any(beaten(plain, other, _GAIN) or beaten(other, plain, _GAIN) for other in others)
+    moved = any(
+        significantly_fewer(plain, other, _GAIN) or significantly_fewer(other, plain, _GAIN) for other in others
+    )
     return (SUSPICIOUS if moved else OK), {name: e.share(e.robust(name)) for name in names}
 
 
@@ -121,7 +123,7 @@ def restart_sensitivity(e: Examination) -> Outcome:
     """
     once, again = e.robust(e.level.plain), e.robust(e.level.restarted)
     evidence = {e.level.plain: e.share(once), e.level.restarted: e.share(again)}
-    return (SUSPICIOUS if beaten(once, again, _GAIN) else OK), evidence
+    return (SUSPICIOUS if significantly_fewer(once, again, _GAIN) else OK), evidence
 
 
 @check(
@@ -143,7 +145,7 @@ def unbounded_attack(e: Examination) -> Outcome:
     huge = probing_threat(e.norm, e.x).eps
     robust = e.robust(e.level.plain, eps=huge)
     evidence = {"eps": huge, e.level.plain: e.share(robust), "n": len(robust)}
-    return (BROKEN if surprising(int(robust.sum()), len(robust), 0.01) else OK), evidence
+    return (BROKEN if exceeds_share(int(robust.sum()), len(robust), 0.01) else OK), evidence
 
 
 @check(
@@ -168,7 +170,7 @@ def loss_sensitivity(e: Examination) -> Outcome:
     gap = (top[:, 0] - top[:, 1]).median()
     evidence = {name: e.share(robust) for name, robust in {e.level.plain: plain, **others}.items()}
     evidence["median gap of the two best logits"] = float(gap)
-    return (SUSPICIOUS if beaten(plain, best, _LOSS_GAIN) else OK), evidence
+    return (SUSPICIOUS if significantly_fewer(plain, best, _LOSS_GAIN) else OK), evidence
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +195,7 @@ def _robust_to_white_box(e: Examination) -> Tensor:
 def _weaker_attacker(e: Examination, strong: str, left: Tensor, weak: str, broken: int) -> Outcome:
     """The verdict on how many images a weaker attacker breaks of those that a stronger one left."""
     evidence = {f"{strong} leaves": e.share(left), f"{weak} breaks of these": broken, "n": len(left)}
-    return (SUSPICIOUS if surprising(broken, len(left), _SURPRISE) else OK), evidence
+    return (SUSPICIOUS if exceeds_share(broken, len(left), _SURPRISE) else OK), evidence
 
 
 @check(

@@ -11,8 +11,8 @@ from vitadel.backbones.anatomy import attentions_of
 from vitadel.diagnosis.examination import Examination, Level
 from vitadel.diagnosis.finding import OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.errors import UserError
-from vitadel.evaluation.chance import beaten
 from vitadel.instrument.attention import scaled_attention, score_statistics
+from vitadel.statistics import significantly_fewer
 from vitadel.types import Calibrated
 
 __all__ = ["attention_saturation", "attention_scaling", "softening_factors"]
@@ -127,7 +127,7 @@ def attention_scaling(e: Examination) -> Outcome:
         adaptive: Calibrated = AAS(search, images=_CALIBRATION_IMAGES)
         best = soft & e.robust("adaptive", adaptive.prepared(e.model, images, e.seed))
         evidence["adaptive factors"] = e.share(best)
-    if not beaten(plain, best, _GAIN):
+    if not significantly_fewer(plain, best, _GAIN):
         return OK, evidence
     drawn = 10 ** (-2 * e.rng_of(1).stream("random factors").uniform(len(factors))[0])
     control = Rescaled(search, tuple(float(factor) for factor in drawn))

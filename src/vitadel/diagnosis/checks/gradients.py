@@ -9,7 +9,7 @@ from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.threats import make_threat
 from vitadel.diagnosis.examination import Examination, probing_threat
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
-from vitadel.evaluation.intervals import wilson
+from vitadel.statistics import wilson
 from vitadel.types import Loss
 
 __all__ = [

@@ -13,9 +13,9 @@ from vitadel.backbones.model_checks import looks_like_probabilities, modules_in_
 from vitadel.diagnosis.examination import Examination, relative_change
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.errors import UserError
-from vitadel.evaluation.chance import beaten, binomial_tail
 from vitadel.findings import PROBABILITY_OUTPUTS, TRAIN_MODE
 from vitadel.instrument.hooks import Edge, hooked
+from vitadel.statistics import binomial_tail, significantly_fewer
 
 __all__ = ["clean_accuracy", "finite_outputs", "normalization", "pixel_range", "probability_outputs", "train_mode"]
 
@@ -110,7 +110,7 @@ def normalization(e: Examination) -> Outcome:
     if ranges:
         evidence["range of what is normalised"] = [list(each) for each in ranges]
     no_pixels = any(low < -_SLACK or high > 1 + _SLACK or high <= 1.01 / 255 for low, high in ranges)
-    return (BROKEN if no_pixels or beaten(right[best], e.correct, 0.03) else OK), evidence
+    return (BROKEN if no_pixels or significantly_fewer(right[best], e.correct, 0.03) else OK), evidence
 
 
 def _ranges_before_normalization(e: Examination) -> list[tuple[float, float]]:

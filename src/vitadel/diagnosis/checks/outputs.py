@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from vitadel.attacks.parse import make
 from vitadel.diagnosis.examination import Examination, attack_cost, relative_change
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
-from vitadel.evaluation.chance import beaten
 from vitadel.findings import RANDOM_OUTPUTS
+from vitadel.statistics import significantly_fewer
 
 __all__ = [
     "batch_dependence",
@@ -171,4 +171,4 @@ def eot(e: Examination) -> Outcome:
         raise NotExamined("the model's outputs are not random, so there is nothing to average")
     plain, averaged = e.robust(e.level.plain), e.robust(e.level.eot)
     evidence = {e.level.plain: e.share(plain), e.level.eot: e.share(averaged)}
-    return (SUSPICIOUS if beaten(plain, averaged, _FLOOR) else OK), evidence
+    return (SUSPICIOUS if significantly_fewer(plain, averaged, _FLOOR) else OK), evidence

@@ -1,7 +1,7 @@
-"""Named protocols: what a run must agree in before its number may stand beside those of a leaderboard or a paper.
+"""Evaluation protocols: what a run must agree in to be comparable with a leaderboard or a paper.
 
-A protocol fixes budget, attacks, images and the size at which the budget counts. A run that asks for its name and
-differs in anything is refused, with all differences at once; a run that does not ask is told how far off it is.
+A protocol fixes budget, attacks, images and the size at which the budget counts. A run that names a protocol and
+differs in anything is refused, with all differences at once; for other runs the differences are recorded.
 """
 
 from __future__ import annotations
@@ -22,16 +22,25 @@ if TYPE_CHECKING:
     from vitadel.evaluation.engine.target import Target
     from vitadel.types import Attack
 
-__all__ = ["PROTOCOLS", "RVT", "Protocol", "differences", "list_digest", "protocol_named", "settings", "standing"]
+__all__ = [
+    "PROTOCOLS",
+    "RVT",
+    "Protocol",
+    "compare_with_protocols",
+    "differences",
+    "list_digest",
+    "protocol_named",
+    "settings",
+]
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is the same in all runs that bear the name.
+    """What is the same in all runs of the protocol.
 
     `data` are the kinds of `--data` it is for, on their split for testing. `pixels` is the side of the images that are
-    attacked: an image enlarged first is another threat; None leaves it to the model. `crop_pct` and `interpolation` say
-    how images come to that size; None leaves it to the model, as leaderboards with models of many sizes do.
+    attacked: enlarging an image changes the threat; None leaves it to the model. `crop_pct` and `interpolation` say how
+    images come to that size; None leaves it to the model, as leaderboards with models of many sizes do.
     `image_list` is the `list_digest` of the images, where they are not the whole split. With `independent` every attack
     is counted alone.
     """
@@ -70,9 +79,9 @@ class Protocol:
 
 
 _ROBUSTBENCH = "Croce et al. 2021, arXiv:2010.09670"
-_RANDOMISED = (
-    "RobustBench lists no model that answers at random, has zero gradients or optimises while it answers: look at the "
-    "findings first."
+_RANDOMIZED = (
+    "RobustBench lists no model that is randomized, has zero gradients or optimizes at inference: look at the findings "
+    "first."
 )
 _PAPERS_ATTACKS = ("fgsm", "pgd-20", "pgd-100", "cw-100", "dlr-100", "gama-100")
 
@@ -86,7 +95,7 @@ def _robustbench(name: str, board: str, data: str, images: int, eps: str, **more
         images=images,
         eps=eps,
         attacks=("autoattack",),
-        remark=_RANDOMISED,
+        remark=_RANDOMIZED,
         **more,
     )
 
@@ -122,7 +131,7 @@ RVT = Protocol(
     needs="imagenet:DIR, the whole validation split",
     remark="Five small steps at 1/255 say little about robustness: models that pass may fail stronger attacks.",
 )
-"""Also what AFAT and TORA-ViT were judged by, so that suites of theirs take budget and attacks from here."""
+"""AFAT and TORA-ViT were evaluated by it, too: stability and trade-off take budget and attacks from here."""
 
 _LISTED = "imagenet:DIR(list=FILE), where FILE is RobustBench's imagenet_test_image_ids.txt"
 
@@ -170,32 +179,32 @@ def settings(name: str) -> dict[str, Any]:
     }
 
 
-def standing(request: AuditRequest, target: Target, indices: Tensor) -> dict[str, Any]:
-    """The field `protocol` of the results. A `UserError` if the order bears a protocol's name and differs from it.
+def compare_with_protocols(request: AuditRequest, target: Target, indices: Tensor) -> dict[str, Any]:
+    """The field `protocol` of the results. A `UserError` if the request names a protocol and differs from it.
 
-    An order that bears none is held against the protocol for its data that it comes closest to.
+    A request that names none is compared with the nearest protocol for its data.
     """
     if request.protocol is not None:
         protocol = protocol_named(request.protocol)
         found = differences(protocol, request, target, indices)
         if found:
             raise UserError(
-                f"this is no run of the protocol {protocol.name}, which differs in:\n  "
+                f"this run does not follow the protocol {protocol.name}. It differs in:\n  "
                 + "\n  ".join(f"{what}: {how}" for what, how in found.items())
-                + f"\nPut this right, or leave out --protocol: the number then is not comparable with "
+                + f"\nChange these settings, or leave out --protocol: the number is then not comparable with "
                 f"{protocol.comparable_with}."
             )
-        return _told(protocol, {})
+        return _comparison(protocol, {})
     kind = _kind(target)[0]
     candidates = [protocol for protocol in PROTOCOLS.values() if kind in protocol.data]
     compared = [(differences(each, request, target, indices), each) for each in candidates]
     if not compared:
         return {"name": None, "comparable_with": None, "nearest": None, "differences": {}, "remark": ""}
     found, nearest = min(compared, key=lambda pair: len(pair[0]))
-    return _told(nearest, found)
+    return _comparison(nearest, found)
 
 
-def _told(protocol: Protocol, found: Mapping[str, str]) -> dict[str, Any]:
+def _comparison(protocol: Protocol, found: Mapping[str, str]) -> dict[str, Any]:
     return {
         "name": None if found else protocol.name,
         "comparable_with": None if found else protocol.comparable_with,
@@ -207,20 +216,20 @@ def _told(protocol: Protocol, found: Mapping[str, str]) -> dict[str, Any]:
 
 
 def differences(protocol: Protocol, request: AuditRequest, target: Target, indices: Tensor) -> dict[str, str]:
-    """In what a run differs from a protocol, and how; nothing if it may bear its name."""
+    """In what a run differs from a protocol, and how; empty if it follows it."""
     found: dict[str, str] = {}
 
-    def hold(what: str, given: object, wanted: object) -> None:
+    def require(what: str, given: object, wanted: object) -> None:
         if given != wanted:
             found[what] = f"{given} instead of {wanted}"
 
     kind, split = _kind(target)
     if kind not in protocol.data or split == "train":
         found["data"] = f"{target.data_spec} instead of {protocol.needs or ' or '.join(protocol.data)}"
-    hold("norm", request.norm, protocol.norm)
-    hold("eps", quantity_text(request.eps), protocol.eps)
+    require("norm", request.norm, protocol.norm)
+    require("eps", quantity_text(request.eps), protocol.eps)
     found |= _about_attacks(protocol, request)
-    hold("images", f"{len(indices):,}", f"{protocol.images:,}")
+    require("images", f"{len(indices):,}", f"{protocol.images:,}")
     if not protocol.image_list and "images" not in found and len(target.source) != protocol.images:
         found["images"] = f"{len(indices):,} of {len(target.source):,} instead of a whole split of {protocol.images:,}"
     if protocol.image_list and "images" not in found:
@@ -229,26 +238,26 @@ def differences(protocol: Protocol, request: AuditRequest, target: Target, indic
             found["images"] = f"other {len(names):,} images than those of {protocol.needs}"
     if protocol.pixels is not None:
         height, width = target.preprocess.shape
-        hold("size of attacked images", f"{height} x {width}", f"{protocol.pixels} x {protocol.pixels}")
+        require("size of attacked images", f"{height} x {width}", f"{protocol.pixels} x {protocol.pixels}")
     if protocol.crop_pct is not None and protocol.interpolation is not None:
         own = target.preprocess
         wanted = replace(own, crop_pct=protocol.crop_pct, interpolation=protocol.interpolation, crop_mode="center")
-        hold("preprocessing", own.about, wanted.about)
-    hold("precision", request.precision, "fp32")
-    hold("precision of weights", _weights(target), "float32")
+        require("preprocessing", own.about, wanted.about)
+    require("precision", request.precision, "fp32")
+    require("precision of weights", _weights(target), "float32")
     if request.skip_bad:
-        found["unreadable images"] = "left out (--skip-bad) instead of told as a fault"
+        found["unreadable images"] = "left out (--skip-bad) instead of an error"
     return found
 
 
 def list_digest(names: Iterable[str]) -> str:
-    """Names a set of images whatever their order and file format: 'n01440764/ILSVRC2012_val_00000293'."""
+    """Identifies a set of images whatever their order and file format: 'n01440764/ILSVRC2012_val_00000293'."""
     bare = sorted({str(PurePosixPath(name).with_suffix("")) for name in names})
     return hashlib.sha256("\n".join(bare).encode()).hexdigest()
 
 
 def _kind(target: Target) -> tuple[str, str | None]:
-    """What the data are called, and the split that was asked for; data given as an object have no name to go by."""
+    """The kind of the data and the split; data given as an object have no kind."""
     from vitadel.data.spec import parse_spec
 
     if target.given_as_object:
@@ -258,19 +267,19 @@ def _kind(target: Target) -> tuple[str, str | None]:
 
 
 def _weights(target: Target) -> str:
-    """The types of the model's parameters: in half precision they compute in it, whatever the run asks for."""
+    """The types of the model's parameters: half-precision weights compute in it, whatever the run asks for."""
     types = {str(each.dtype) for each in target.model.parameters() if each.is_floating_point()}
     return ", ".join(sorted(name.removeprefix("torch.") for name in types)) or "float32"
 
 
 def _about_attacks(protocol: Protocol, request: AuditRequest) -> dict[str, str]:
-    """Other attacks; or the same, counted in another way or prepared on other images."""
-    from vitadel.evaluation.engine.calibration import studies
+    """Different attacks; or the same, counted differently or calibrated on different images."""
+    from vitadel.evaluation.engine.calibration import needs_calibration
 
     wanted = _built(protocol.attacks, protocol)
     try:
-        same = _meaning(_built(request.attacks, protocol)) == _meaning(wanted)
-    except UserError:  # an attack that the protocol's norm or budget rules out is none of its attacks
+        same = _effect(_built(request.attacks, protocol)) == _effect(wanted)
+    except UserError:  # the protocol's norm or budget rules out an attack
         same = False
     if not same:
         return {"attacks": f"{', '.join(request.attacks)} instead of {', '.join(protocol.attacks)}"}
@@ -281,7 +290,7 @@ def _about_attacks(protocol: Protocol, request: AuditRequest) -> dict[str, str]:
             if protocol.independent
             else "each attack alone instead of one after the other"
         )
-    if request.calibration is not None and any(map(studies, wanted)):
+    if request.calibration is not None and any(map(needs_calibration, wanted)):
         found["calibration"] = f"{request.calibration} instead of the training split (no --calibration)"
     return found
 
@@ -292,7 +301,7 @@ def _built(names: Iterable[str], protocol: Protocol) -> list[Attack]:
     return [make(name, eps=protocol.eps, norm=protocol.norm) for name in names]
 
 
-def _meaning(attacks: Iterable[Attack]) -> list[object]:
+def _effect(attacks: Iterable[Attack]) -> list[object]:
     """What attacks do, however they are written: 'autoattack' is 'autoattack-100'."""
     from vitadel.attacks.settings import settings_of
 

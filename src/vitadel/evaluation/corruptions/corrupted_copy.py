@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, Unpack
 
 import numpy as np
 import torch
@@ -25,14 +23,16 @@ from vitadel.data.batches import Batch
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.sources.folders import ImageFiles
 from vitadel.data.validation import skipped
-from vitadel.errors import Interrupted, UserError, nearest_names
+from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.corruptions.request import check_corruptions, check_severities
 from vitadel.evaluation.corruptions.sizes import benchmark_preprocess, in_bytes
-from vitadel.evaluation.engine.verdicts import heading
+from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute
+from vitadel.evaluation.engine.target import sample_fingerprint
+from vitadel.evaluation.engine.verdicts import result_header
 from vitadel.runtime.distributed import Processes
-from vitadel.runtime.progress import FOUND_AGAIN, progress
+from vitadel.runtime.progress import RESUMED, progress
 from vitadel.runtime.rng import SampleRNG
-from vitadel.runtime.run_folder import RunFolder, disk_errors_reported, open_run, write_atomically, write_json
+from vitadel.runtime.run_folder import disk_errors_reported, write_atomically
 from vitadel.types import Source
 
 __all__ = ["FORMATS", "CorruptedCopyRequest", "usable_corruptions", "versions", "write_copy"]
@@ -44,33 +44,28 @@ _NAMED = 20  # of the images that are left out
 
 
 @dataclass(frozen=True)
-class CorruptedCopyRequest:
+class CorruptedCopyRequest(RunRequest):
     """What to write. `format` png keeps every pixel, jpeg is what ImageNet-C's files went through, npy is CIFAR-C's.
 
-    `size` None takes images of up to 96 pixels as they are, and larger ones as ImageNet-C does: resized to 256 and
-    cropped to 224.
+    `size` None keeps images of up to 96 pixels as they are; larger ones are resized to 256 and cropped to 224, as for
+    ImageNet-C.
     """
 
     corruptions: tuple[str, ...] | None = None
     severities: tuple[int, ...] = SEVERITIES
     format: str = "png"
     size: int | None = None
-    limit: int | None = None
-    batch_size: int = 64
-    seed: int = 0
-    skip_bad: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_corruptions(self.corruptions or ())
         check_severities(self.severities)
         if self.corruptions == ():
-            raise UserError("no corruption is asked for, so there is nothing to write; give some with --corruptions")
+            raise UserError("no corruption is requested, so there is nothing to write; give some with --corruptions")
         if self.format not in FORMATS:
             raise UserError(
                 f"unknown format {self.format!r}{nearest_names(self.format, FORMATS)}; allowed: {', '.join(FORMATS)}"
             )
-        if self.batch_size < 1:
-            raise UserError(f"--batch-size must be at least 1, got {self.batch_size}")
         if self.format == "npy" and (self.severities != SEVERITIES or self.skip_bad):
             raise UserError(
                 "the arrays of CIFAR-C hold every image at all five severities: drop --severities, --skip-bad"
@@ -78,69 +73,60 @@ class CorruptedCopyRequest:
 
 
 def versions(batch: Batch, name: str, severities: Sequence[int], seed: int) -> Iterator[tuple[int, Tensor]]:
-    """A batch at each severity of a corruption, from the streams of its samples: the same in every run."""
+    """A batch at each severity of a corruption, from the random streams of its samples."""
     rng = SampleRNG.of_samples(seed, batch.indices, batch.x.device)
     for level in severities:
         yield level, corrupt(batch.x, name, level, rng)
 
 
 def usable_corruptions(asked: Sequence[str] | None, size: tuple[int, int]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The asked-for ones; by default those of the 15 common ones that can be had here, and why not the others."""
+    """The requested corruptions; by default those of the 15 common ones that are available, and why others are not."""
     probe, reasons = Batch(torch.zeros(1, dtype=torch.int64), torch.full((1, 3, *size), 0.5), torch.zeros(1)), {}
     for name in COMMON if asked is None else asked:
         try:
             next(versions(probe, name, SEVERITIES, 0))
-        except UserError as mistake:
+        except UserError as error:
             if asked is not None:
                 raise
-            reasons[name] = str(mistake)
+            reasons[name] = str(error)
     return tuple(name for name in (COMMON if asked is None else asked) if name not in reasons), reasons
 
 
 def write_copy(
-    source: Source,
-    spec: str,
-    request: CorruptedCopyRequest,
-    processes: Processes,
-    *,
-    out: Path | None = None,
-    resume: bool = False,
-    shown: bool = False,
-    argv: Sequence[str] = (),
-) -> tuple[dict[str, Any], RunFolder]:
-    """Write the copy into a run folder; what a killed run has finished is found again with `resume`."""
+    source: Source, spec: str, request: CorruptedCopyRequest, processes: Processes, **options: Unpack[RunOptions]
+) -> Outcome:
+    """Write the copy into a run folder; files that are already there are not written again."""
     labels = source.labels()
-    mislabelled = check_labels(source, len(source.classes), skip_bad=request.skip_bad)
-    bad = {sample.index for sample in mislabelled}
+    mislabeled = check_labels(source, len(source.classes), skip_bad=request.skip_bad)
+    bad = {sample.index for sample in mislabeled}
     rows = torch.tensor([row for row in range(len(labels)) if row not in bad], dtype=torch.int64)
     indices = balanced_subset(labels[rows], request.limit, request.seed, rows)
     _refuse_shared_files(source, indices, request.format)
     preprocess = benchmark_preprocess(source, request.size)
     names, reasons = usable_corruptions(request.corruptions, preprocess.shape)
-    chosen = hashlib.sha256(torch.stack([indices, labels[indices]]).numpy().tobytes()).hexdigest()[:16]
-    settings = {"data": spec, "data_fingerprint": chosen, **dataclasses.asdict(request), "corruptions": names}
-    run = processes.on_main(
-        lambda: open_run("corrupt", spec, settings, out=out, resume=resume, argv=list(argv or sys.argv))
-    )
-    copy = _Copy(source, request, indices, preprocess, run.path, processes, shown)
-    try:
+    settings = {
+        "data": spec,
+        "data_fingerprint": sample_fingerprint(indices, labels),
+        **dataclasses.asdict(request),
+        "corruptions": names,
+    }
+
+    def work(run: Run) -> dict[str, Any]:
+        copy = _Copy(source, request, indices, preprocess, run.path, processes, run.show_progress)
         for number, name in enumerate(names):
             if request.format != "npy":
                 copy.pictures(name)
             elif number % processes.count == processes.rank:  # a file has one writer
                 copy.arrays(name)
         processes.wait()
-    except KeyboardInterrupt:
-        raise Interrupted(run.path) from None
-    unread = copy.unwritten(names)
-    told = {"corruptions": list(names), "size": list(preprocess.shape), "left_out": reasons}
-    lost = [*(sample.name for sample in mislabelled), *map(source.name, unread)]
-    results = _results(spec, source, request, len(indices) - len(unread), lost, told)
-    if processes.is_main:
+        unread = copy.unwritten(names)
         if request.format == "npy":
-            write_atomically(run.path / "labels.npy", _npy(labels[indices].repeat(len(SEVERITIES)).numpy()))
-        write_json(run.path / "results.json", results)
-    return results, run
+            run.write("labels.npy", _npy(labels[indices].repeat(len(SEVERITIES)).numpy()))
+        about = {"corruptions": list(names), "size": list(preprocess.shape), "left_out": reasons}
+        lost = [*(sample.name for sample in mislabeled), *map(source.name, unread)]
+        return _results(spec, source, request, len(indices) - len(unread), lost, about)
+
+    return execute("corrupt", spec, settings, processes, work, **options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +137,7 @@ class _Copy:
     preprocess: Preprocess
     folder: Path
     processes: Processes
-    shown: bool
+    show_progress: bool
 
     def _chunks(self) -> list[list[int]]:
         return [part.tolist() for part in self.indices.split(self.request.batch_size)]
@@ -165,9 +151,9 @@ class _Copy:
         todo = [
             chunk for chunk in mine if not all(self._path(name, level, i).exists() for level, i in self._each(chunk))
         ]
-        with progress(name, sum(map(len, mine)), self.shown and self.processes.is_main) as meter:
+        with progress(name, sum(map(len, mine)), self.show_progress and self.processes.is_main) as meter:
             if len(todo) < len(mine):
-                meter.advance(sum(map(len, mine)) - sum(map(len, todo)), FOUND_AGAIN)
+                meter.advance(sum(map(len, mine)) - sum(map(len, todo)), RESUMED)
             for chunk, batch in zip(todo, self._batches(todo), strict=True):
                 for level, z in versions(batch, name, self.request.severities, self.request.seed):
                     for index, pixels in zip(batch.indices.tolist(), in_bytes(z), strict=True):
@@ -178,7 +164,7 @@ class _Copy:
         return ((level, index) for level in self.request.severities for index in chunk)
 
     def _path(self, name: str, level: int, index: int) -> Path:
-        """corruption/severity/class/picture; a file keeps its own name, so that benchmarks' readers find its class."""
+        """corruption/severity/class/picture; a file keeps its name, so that readers of benchmarks find its class."""
         if isinstance(self.source, ImageFiles):
             place = _own_name(self.source, index, self.request.format)
         else:
@@ -187,7 +173,7 @@ class _Copy:
         return self.folder / name / str(level) / place
 
     def unwritten(self, names: Sequence[str]) -> list[int]:
-        """Images that could not be read, by whichever process, now or before the run was resumed."""
+        """Images that could not be read by any process, now or before the run was resumed."""
         if not self.request.skip_bad:
             return []
         lost = [
@@ -196,7 +182,7 @@ class _Copy:
             if not all(self._path(name, level, i).exists() for name in names for level, i in self._each([index]))
         ]
         if len(lost) == len(self.indices):
-            raise UserError("none of the chosen images can be read, so the copy is empty; check the files of the data")
+            raise UserError("no sample could be read, so the copy is empty; check the files of the data")
         return lost
 
     def arrays(self, name: str) -> None:
@@ -207,7 +193,11 @@ class _Copy:
         part, count = path.with_suffix(".part"), len(self.indices)
         shape = (len(SEVERITIES) * count, *self.preprocess.shape, 3)
         try:
-            with disk_errors_reported(path), part.open("wb") as file, progress(name, count, self.shown) as meter:
+            with (
+                disk_errors_reported(path),
+                part.open("wb") as file,
+                progress(name, count, self.show_progress) as meter,
+            ):
                 start = _header(file, shape)
                 row_bytes, done = int(np.prod(shape[1:])), 0
                 for batch in self._batches(self._chunks()):
@@ -220,7 +210,7 @@ class _Copy:
                 os.fsync(file.fileno())
                 part.replace(path)
         except BaseException:
-            part.unlink(missing_ok=True)  # on a full disk it would be in the way of everything else
+            part.unlink(missing_ok=True)  # on a full disk it would block everything else
             raise
 
 
@@ -229,7 +219,7 @@ def _own_name(source: ImageFiles, index: int, kind: str) -> PurePosixPath:
 
 
 def _refuse_shared_files(source: Source, indices: Tensor, kind: str) -> None:
-    """Pictures that differ by their endings alone would be written over each other."""
+    """Refuse pictures whose names differ only in their suffix: they would overwrite each other."""
     if kind == "npy" or not isinstance(source, ImageFiles):
         return
     taken: dict[PurePosixPath, str] = {}
@@ -241,10 +231,10 @@ def _refuse_shared_files(source: Source, indices: Tensor, kind: str) -> None:
 
 
 def _results(
-    spec: str, source: Source, request: CorruptedCopyRequest, n: int, lost: Sequence[str], told: dict[str, Any]
+    spec: str, source: Source, request: CorruptedCopyRequest, n: int, lost: Sequence[str], about: dict[str, Any]
 ) -> dict[str, Any]:
     return {
-        **heading(request.seed),
+        **result_header(request.seed),
         "data": {
             "spec": spec,
             "n": n,
@@ -254,7 +244,7 @@ def _results(
             "not_opened": list(skipped(source)),
         },
         "copy": {
-            **told,
+            **about,
             "severities": list(request.severities),
             "format": f"jpeg, quality {_QUALITY}" if request.format == "jpeg" else request.format,
         },
@@ -276,9 +266,9 @@ def _encoded(pixels: np.ndarray, kind: str) -> bytes:
 
 
 def _header(file: IO[bytes], shape: tuple[int, ...]) -> int:
-    """Begin a .npy file of bytes; returns where its rows start."""
-    described = {"descr": "|u1", "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, described)
+    """Write the header of a .npy file of bytes; returns the offset of its rows."""
+    layout = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, layout)
     return file.tell()
 
 

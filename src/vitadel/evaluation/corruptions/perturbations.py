@@ -103,9 +103,9 @@ def _course(top: Tensor, name: str, difficulty: int) -> BatchRecord:
 def _flipped() -> Callable[[BatchRecord], str]:
     total, seen = 0.0, 0
 
-    def verdicts(piece: BatchRecord) -> str:
+    def verdicts(record: BatchRecord) -> str:
         nonlocal total, seen
-        total, seen = total + float(piece["flips"].sum()), seen + len(piece["flips"])
+        total, seen = total + float(record["flips"].sum()), seen + len(record["flips"])
         return f"{100 * total / max(seen, 1):.1f} % flips"
 
     return verdicts

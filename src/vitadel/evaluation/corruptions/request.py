@@ -1,4 +1,4 @@
-"""What a corruption benchmark is asked to do."""
+"""The request of a corruption benchmark, and checks of names and severities."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from vitadel.corruptions.constants import COMMON, EXTRA, SEVERITIES
 from vitadel.corruptions.sequences import CIFAR_SEQUENCES, IMAGENET_SEQUENCES, VALIDATION_SEQUENCES
 from vitadel.errors import UserError, nearest_names
+from vitadel.evaluation.engine.run import RunRequest
 from vitadel.evaluation.engine.stages import PRECISIONS
 
 __all__ = ["CorruptionRequest", "check_corruptions", "check_severities"]
 
 
 @dataclass(frozen=True)
-class CorruptionRequest:
-    """What a corruption benchmark is asked to do: everything, beside model and data, that decides its result.
+class CorruptionRequest(RunRequest):
+    """What a corruption benchmark is asked to do.
 
-    `corruptions` None means the 15 that mCE is the mean over, or those of them that can be had; () means none.
+    `corruptions` None means the 15 that mCE is the mean over, or those of them that are available; () means none.
     `perturbations` likewise are sequences: None for the ten that mFR is the mean over, () for none. `clean_data` is the
     clean version of a benchmark that is read from files, for the clean accuracy and the relative mCE.
     """
@@ -26,23 +27,18 @@ class CorruptionRequest:
     perturbations: tuple[str, ...] | None = ()
     difficulty: int = 1
     clean_data: str | None = None
-    limit: int | None = None
-    batch_size: int = 64
-    seed: int = 0
     precision: str = "fp32"
-    skip_bad: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_corruptions(self.corruptions or ())
         check_severities(self.severities)
         sequences = tuple(dict.fromkeys((*IMAGENET_SEQUENCES, *CIFAR_SEQUENCES, *VALIDATION_SEQUENCES)))
         _check_names(self.perturbations or (), sequences, "perturbation")
         if self.corruptions == () and self.perturbations == ():
-            raise UserError("no corruption and no perturbation is asked for; give some with --corruptions")
+            raise UserError("no corruption and no perturbation is requested; give some with --corruptions")
         if self.difficulty not in (1, 2, 3):
-            raise UserError(f"--difficulty is 1, 2 or 3, got {self.difficulty}")
-        if self.batch_size < 1:
-            raise UserError(f"--batch-size must be at least 1, got {self.batch_size}")
+            raise UserError(f"--difficulty must be 1, 2 or 3, got {self.difficulty}")
         if self.precision not in PRECISIONS:
             raise UserError(f"unknown precision {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
 
@@ -65,4 +61,4 @@ def _check_names(names: tuple[str, ...], known: tuple[str, ...], what: str) -> N
         if name not in known:
             raise UserError(f"unknown {what} {name!r}{nearest_names(name, known) or '.'} Known: {', '.join(known)}.")
         if names.count(name) > 1:
-            raise UserError(f"{what} {name!r} is listed twice; each may stand once")
+            raise UserError(f"{what} {name!r} is listed twice")

@@ -1,15 +1,13 @@
-"""From predictions on corrupted images to what others read: `results.json` and `samples.parquet`."""
+"""Result fields and sample table of a corruption benchmark."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from vitadel.corruptions.constants import COMMON, SEVERITIES
@@ -29,11 +27,11 @@ from vitadel.evaluation.corruptions.scores import (
 from vitadel.evaluation.corruptions.sizes import IMAGENET_SHAPE
 from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.target import Target
-from vitadel.evaluation.engine.verdicts import Verdicts, described, heading
-from vitadel.evaluation.intervals import bootstrap_mean, share
+from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, parquet_bytes, result_header
+from vitadel.statistics import bootstrap_mean, share
 from vitadel.types import Source
 
-__all__ = ["Course", "Gathered", "Origin", "Predictions", "corruption_results", "corruption_samples"]
+__all__ = ["Origin", "PredictionSet", "Predictions", "SequenceScores", "corruption_results", "corruption_samples"]
 
 Predictions = dict[tuple[str, int], NDArray[np.int64]]
 """(corruption, severity) -> a class for each image."""
@@ -51,7 +49,7 @@ _NO_CLEAN = "Clean images are not part of the benchmark's files: no relative mCE
 
 
 @dataclass(frozen=True, eq=False)
-class Course:
+class SequenceScores:
     """Predictions along the sequences of one perturbation: per image, a share of flips and a mean top-5 distance."""
 
     flips: NDArray[np.float64]
@@ -59,40 +57,40 @@ class Course:
     frames: int
 
     @classmethod
-    def of(cls, pieces: Sequence[BatchRecord]) -> Course:
-        flips, distance = (np.concatenate([piece[name] for piece in pieces]) for name in ("flips", "distance"))
-        return cls(flips, distance, int(pieces[0]["frames"]))
+    def of(cls, records: Sequence[BatchRecord]) -> SequenceScores:
+        flips, distance = (np.concatenate([record[name] for record in records]) for name in ("flips", "distance"))
+        return cls(flips, distance, int(records[0]["frames"]))
 
 
 @dataclass(frozen=True)
 class Origin:
     """Where corrupted images come from, and the (height, width) that they were corrupted at."""
 
-    told: str
+    made: str  # as the results say it
     in_memory: bool
     shape: tuple[int, int]
 
     @property
     def as_benchmark(self) -> bool:
-        """Of the size that AlexNet's numbers are for: at another the same severity is stronger or weaker."""
+        """Whether images have the size of AlexNet's numbers: at other sizes the same severity is stronger or weaker."""
         return self.shape == IMAGENET_SHAPE
 
     def remarks(self, in_memory: str) -> list[str]:
-        """What keeps numbers on ImageNet's classes from being compared with published ones."""
+        """Why numbers on ImageNet's classes are not comparable with published ones."""
         (height, width), (usual, _) = self.shape, IMAGENET_SHAPE
         size = f"Corrupted at {height} x {width} pixels, and the benchmark at {usual} x {usual}: no mCE and no mFR."
         return [*([in_memory] if self.in_memory else []), *([] if self.as_benchmark else [size])]
 
 
 @dataclass(frozen=True, eq=False)
-class Gathered:
-    """All predictions, in the order of `tally`; its own predictions are those on clean images, if these are known."""
+class PredictionSet:
+    """All predictions, in the order of `verdicts`, whose own predictions are those on clean images, if known."""
 
     origin: Origin
     verdicts: Verdicts
     clean_known: bool
     predictions: Predictions
-    courses: Mapping[str, Course]
+    sequences: Mapping[str, SequenceScores]
     left_out: Mapping[str, str]
 
     def wrong(self, corruption: str, severity: int) -> NDArray[np.bool_]:
@@ -100,18 +98,16 @@ class Gathered:
 
 
 def corruption_results(
-    target: Target, request: CorruptionRequest, gathered: Gathered, settings: Mapping[str, Any]
+    target: Target, request: CorruptionRequest, found: PredictionSet, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The fields that every audit has, and `corruptions` and `perturbations`, each where run."""
-    verdicts, imagenet = gathered.verdicts, _is_imagenet(target.source)
+    verdicts, imagenet = found.verdicts, _is_imagenet(target.source)
     if len(verdicts.index) == 0:
-        raise UserError("no image could be read in all its versions, so there is nothing to count")
-    clean = (
-        share(int(verdicts.correct.sum()), len(verdicts.index), "correct", "accuracy") if gathered.clean_known else None
-    )
+        raise UserError("no sample could be read in all its versions, so there is nothing to evaluate")
+    clean = verdicts.summary()["clean"] if found.clean_known else None
     results = {
-        **heading(request.seed, suite="corruptions"),
-        **described(target, verdicts, settings["model_fingerprint"]),
+        **result_header(request.seed, suite="corruptions"),
+        **describe_target(target, verdicts, settings["model_fingerprint"]),
         "batch_size": request.batch_size,
         "precision": request.precision,
         "clean": clean,
@@ -119,28 +115,26 @@ def corruption_results(
         "worst_case": None,
         "findings": [],
     }
-    if gathered.predictions:
-        results["corruptions"] = _corruptions(gathered, request, imagenet)
-    if gathered.courses:
-        results["perturbations"] = _perturbations(gathered, request, imagenet)
+    if found.predictions:
+        results["corruptions"] = _corruptions(found, request, imagenet)
+    if found.sequences:
+        results["perturbations"] = _perturbations(found, request, imagenet)
     return results
 
 
-def corruption_samples(gathered: Gathered) -> bytes:
+def corruption_samples(found: PredictionSet) -> bytes:
     """`samples.parquet`: per image its prediction at each corruption and severity, and its flips per perturbation."""
-    verdicts, known = gathered.verdicts, gathered.clean_known
+    verdicts, known = found.verdicts, found.clean_known
     empty = pa.nulls(len(verdicts.index))
     columns: dict[str, Any] = {
-        "index": verdicts.index.numpy(),
-        "label": verdicts.label.numpy(),
-        "clean_prediction": verdicts.prediction.numpy() if known else empty.cast(pa.int64()),
-        "clean_correct": verdicts.correct.numpy() if known else empty.cast(pa.bool_()),
+        "index": verdicts.index,
+        "label": verdicts.label,
+        "clean_prediction": verdicts.prediction if known else empty.cast(pa.int64()),
+        "clean_correct": verdicts.correct if known else empty.cast(pa.bool_()),
     }
-    columns |= {f"prediction:{name}/{level}": column for (name, level), column in gathered.predictions.items()}
-    columns |= {f"flips:{name}": course.flips for name, course in gathered.courses.items()}
-    buffer = io.BytesIO()
-    pq.write_table(pa.table(columns), buffer, compression="zstd")
-    return buffer.getvalue()
+    columns |= {f"prediction:{name}/{level}": column for (name, level), column in found.predictions.items()}
+    columns |= {f"flips:{name}": scores.flips for name, scores in found.sequences.items()}
+    return parquet_bytes(columns)
 
 
 def _is_imagenet(source: Source) -> bool:
@@ -153,11 +147,11 @@ def _is_imagenet(source: Source) -> bool:
     return named_like_imagenet(source.classes)
 
 
-def _corruptions(gathered: Gathered, request: CorruptionRequest, imagenet: bool) -> dict[str, Any]:
-    names = list(dict.fromkeys(name for name, _ in gathered.predictions))
+def _corruptions(found: PredictionSet, request: CorruptionRequest, imagenet: bool) -> dict[str, Any]:
+    names = list(dict.fromkeys(name for name, _ in found.predictions))
     counted = [name for name in names if name in COMMON] or names
-    n = len(gathered.verdicts.index)
-    wrong = {name: {level: gathered.wrong(name, level) for level in request.severities} for name in names}
+    n = len(found.verdicts.index)
+    wrong = {name: {level: found.wrong(name, level) for level in request.severities} for name in names}
     cells = [
         {
             "corruption": name,
@@ -171,21 +165,21 @@ def _corruptions(gathered: Gathered, request: CorruptionRequest, imagenet: bool)
     rows = [_row(name, {level: float(column.mean()) for level, column in by.items()}) for name, by in wrong.items()]
     # Per image: the share of versions that it is wrong in. Means over images of such sums are all the scores below.
     own = {name: np.mean(list(by.values()), axis=0) for name, by in wrong.items()}
-    told = {
-        "made": gathered.origin.told,
-        "corrupted_at": list(gathered.origin.shape),
+    summary = {
+        "made": found.origin.made,
+        "corrupted_at": list(found.origin.shape),
         "severities": list(request.severities),
         "n": n,
         "cells": cells,
         "rows": rows,
         "mean_error_over": counted,
         **_interval("mean_error", np.mean([own[name] for name in counted], axis=0), request.seed),
-        "left_out": dict(gathered.left_out),
-        "remarks": _remarks(gathered, imagenet),
+        "left_out": dict(found.left_out),
+        "remarks": _remarks(found, imagenet),
     }
     if imagenet:
-        told |= _against_alexnet(gathered, request, {name: wrong[name] for name in names if name in COMMON}, rows)
-    return told
+        summary |= _against_alexnet(found, request, {name: wrong[name] for name in names if name in COMMON}, rows)
+    return summary
 
 
 def _row(name: str, errors: Mapping[int, float]) -> dict[str, Any]:
@@ -194,17 +188,16 @@ def _row(name: str, errors: Mapping[int, float]) -> dict[str, Any]:
 
 
 def _against_alexnet(
-    gathered: Gathered,
+    found: PredictionSet,
     request: CorruptionRequest,
     wrong: Mapping[str, Mapping[int, NDArray[np.bool_]]],
     rows: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """CE, mCE and relatives. `mce` is only what goes by that name: 15 corruptions at 5 severities and the size of
-    the benchmark; else null."""
-    whole = set(request.severities) == set(SEVERITIES) and gathered.origin.as_benchmark
+    """CE, mCE and relatives. `mce` needs 15 corruptions at 5 severities and the size of the benchmark; else null."""
+    whole = set(request.severities) == set(SEVERITIES) and found.origin.as_benchmark
     ce, relative = _by_image(wrong), None
-    if gathered.clean_known:
-        relative = _by_image(wrong, (~gathered.verdicts.correct).numpy())
+    if found.clean_known:
+        relative = _by_image(wrong, (~found.verdicts.correct).numpy())
     for row in rows:
         if row["corruption"] in ce:
             row["ce"] = float(ce[row["corruption"]].mean())
@@ -234,7 +227,7 @@ def _against_alexnet(
 def _by_image(
     wrong: Mapping[str, Mapping[int, NDArray[np.bool_]]], clean_wrong: NDArray[np.bool_] | None = None
 ) -> dict[str, NDArray[np.float64]]:
-    """What each image adds to the (relative) CE of each corruption: the CE is the mean of it."""
+    """The contribution of each image to the (relative) CE of each corruption, which is their mean."""
     found = {}
     for name, by in wrong.items():
         one = {name: dict.fromkeys(by, 1.0)}
@@ -246,43 +239,43 @@ def _by_image(
     return found
 
 
-def _perturbations(gathered: Gathered, request: CorruptionRequest, imagenet: bool) -> dict[str, Any]:
-    courses, seed = gathered.courses, request.seed
-    counted = [name for name in usual_sequences(gathered.origin.shape) if name in courses] or list(courses)
+def _perturbations(found: PredictionSet, request: CorruptionRequest, imagenet: bool) -> dict[str, Any]:
+    sequences, seed = found.sequences, request.seed
+    counted = [name for name in usual_sequences(found.origin.shape) if name in sequences] or list(sequences)
     rows = []
-    for name, course in courses.items():
+    for name, scores in sequences.items():
         row: dict[str, Any] = {"perturbation": name, "noise": name in NOISE_SEQUENCES, "counted": name in counted}
-        row |= {"frames": course.frames, "n": len(course.flips)}
-        row |= _interval("flip_probability", course.flips, seed)
-        row |= _interval("top5_distance", course.distance, seed)
+        row |= {"frames": scores.frames, "n": len(scores.flips)}
+        row |= _interval("flip_probability", scores.flips, seed)
+        row |= _interval("top5_distance", scores.distance, seed)
         rows.append(row)
-    told = {
-        "made": gathered.origin.told,
-        "corrupted_at": list(gathered.origin.shape),
+    summary = {
+        "made": found.origin.made,
+        "corrupted_at": list(found.origin.shape),
         "difficulty": request.difficulty,
         "rows": rows,
         "mean_flip_probability_over": counted,
-        **_interval("mean_flip_probability", np.mean([courses[name].flips for name in counted], axis=0), seed),
-        **_interval("mean_top5_distance", np.mean([courses[name].distance for name in counted], axis=0), seed),
-        "left_out": {} if gathered.predictions else dict(gathered.left_out),
-        "remarks": gathered.origin.remarks(_FILMED_IN_MEMORY) if imagenet else [],
+        **_interval("mean_flip_probability", np.mean([sequences[name].flips for name in counted], axis=0), seed),
+        **_interval("mean_top5_distance", np.mean([sequences[name].distance for name in counted], axis=0), seed),
+        "left_out": {} if found.predictions else dict(found.left_out),
+        "remarks": found.origin.remarks(_FILMED_IN_MEMORY) if imagenet else [],
     }
     if imagenet and request.difficulty == 1:
-        told |= _flips_against_alexnet(gathered, seed, rows)
-    return told
+        summary |= _flips_against_alexnet(found, seed, rows)
+    return summary
 
 
-def _flips_against_alexnet(gathered: Gathered, seed: int, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Flip rates of what AlexNet's are known for; `mfr` if all ten are there, whatever else is, else null."""
-    courses = gathered.courses
-    rates = flip_rates({name: 1.0 for name in courses if name in ALEXNET_FLIPS})
+def _flips_against_alexnet(found: PredictionSet, seed: int, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Flip rates where AlexNet's are known; `mfr` if all ten are there, else null."""
+    sequences = found.sequences
+    rates = flip_rates({name: 1.0 for name in sequences if name in ALEXNET_FLIPS})
     for row in rows:
         if row["perturbation"] in rates:
             row["flip_rate"] = row["flip_probability"] * rates[row["perturbation"]]
     mfr: dict[str, Any] = {"mfr": None, "mfr_ci95": None}
-    if gathered.origin.as_benchmark and set(IMAGENET_SEQUENCES) <= set(rates):
+    if found.origin.as_benchmark and set(IMAGENET_SEQUENCES) <= set(rates):
         mfr = _interval(
-            "mfr", np.mean([courses[name].flips * rates[name] for name in IMAGENET_SEQUENCES], axis=0), seed
+            "mfr", np.mean([sequences[name].flips * rates[name] for name in IMAGENET_SEQUENCES], axis=0), seed
         )
     return {
         **mfr,
@@ -298,6 +291,6 @@ def _interval(name: str, values: NDArray[np.float64], seed: int) -> dict[str, An
     return {name: float(values.mean()), f"{name}_ci95": list(bootstrap_mean(values, seed))}
 
 
-def _remarks(gathered: Gathered, imagenet: bool) -> list[str]:
-    remarks = gathered.origin.remarks(_IN_MEMORY) if imagenet else [_NO_ALEXNET]
-    return remarks + ([] if gathered.clean_known else [_NO_CLEAN])
+def _remarks(found: PredictionSet, imagenet: bool) -> list[str]:
+    remarks = found.origin.remarks(_IN_MEMORY) if imagenet else [_NO_ALEXNET]
+    return remarks + ([] if found.clean_known else [_NO_CLEAN])

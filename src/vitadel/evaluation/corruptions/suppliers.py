@@ -27,7 +27,7 @@ from vitadel.evaluation.corruptions.benchmark_files import (
 from vitadel.evaluation.corruptions.corrupted_copy import usable_corruptions, versions
 from vitadel.evaluation.corruptions.perturbations import filmed_stage, sequence_stage, usual_sequences
 from vitadel.evaluation.corruptions.request import CorruptionRequest
-from vitadel.evaluation.corruptions.results import Course, Gathered, Origin, Predictions
+from vitadel.evaluation.corruptions.results import Origin, Predictions, PredictionSet, SequenceScores
 from vitadel.evaluation.corruptions.sizes import Sizes, first_readable
 from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.stages import RunContext, clean_stage, refuse_lost_images, run_stage
@@ -54,7 +54,7 @@ class Supply(Protocol):
     @property
     def origin(self) -> Origin: ...
 
-    def gather(self, context: RunContext) -> Gathered: ...
+    def predict(self, context: RunContext) -> PredictionSet: ...
 
 
 def supply_for(target: Target, request: CorruptionRequest) -> Supply:
@@ -76,16 +76,16 @@ def supply_for(target: Target, request: CorruptionRequest) -> Supply:
         left_out = _not_there(request.perturbations or None, IMAGENET_SEQUENCES, tuple(filmed.frames), target.data_spec)
         origin = _on_disk("the benchmark's videos", target.source, next(iter(filmed.frames.values()))[:, 0])
         return _FromVideos(filmed, request.difficulty, left_out, origin)
-    indices, mislabelled = target.selection(request.limit, request.seed, request.skip_bad)
+    indices, mislabeled = target.selection(request.limit, request.seed, request.skip_bad)
     sizes = Sizes.of(target.source, target.preprocess)
     usable, left_out = usable_corruptions(request.corruptions, sizes.made.shape)
     sequences = usual_sequences(sizes.made.shape) if request.perturbations is None else request.perturbations
-    return _OnTheFly(indices, mislabelled, usable, request.severities, sequences, request.difficulty, left_out, sizes)
+    return _OnTheFly(indices, mislabeled, usable, request.severities, sequences, request.difficulty, left_out, sizes)
 
 
-def _on_disk(told: str, source: Source, samples: Tensor) -> Origin:
+def _on_disk(made: str, source: Source, samples: Tensor) -> Origin:
     first = first_readable(source, samples.tolist())
-    return Origin(told, in_memory=False, shape=(first.height, first.width))
+    return Origin(made, in_memory=False, shape=(first.height, first.width))
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class _OnTheFly:
     """Images of any data set, corrupted as they are read."""
 
     samples: Tensor
-    mislabelled: Sequence[BadSample]
+    mislabeled: Sequence[BadSample]
     corruptions: tuple[str, ...]
     severities: tuple[int, ...]
     perturbations: tuple[str, ...]
@@ -105,18 +105,18 @@ class _OnTheFly:
     def origin(self) -> Origin:
         return Origin("made on the fly", in_memory=True, shape=self.sizes.made.shape)
 
-    def gather(self, context: RunContext) -> Gathered:
-        verdicts = Verdicts.of_clean(clean_stage(context, self.samples), self.mislabelled)
+    def predict(self, context: RunContext) -> PredictionSet:
+        verdicts = Verdicts.from_clean_stage(context, self.samples, self.mislabeled)
         predictions: Predictions = {}
         for name in self.corruptions:
-            pieces = _corrupted_stage(context, name, verdicts.index, self.severities, self.sizes)
+            records = _corrupted_stage(context, name, verdicts.index, self.severities, self.sizes)
             for level in self.severities:
-                predictions[name, level] = _column(pieces, f"severity {level}")
-        courses = {
-            name: Course.of(sequence_stage(context, name, verdicts.index, self.difficulty, self.sizes))
+                predictions[name, level] = _column(records, f"severity {level}")
+        sequences = {
+            name: SequenceScores.of(sequence_stage(context, name, verdicts.index, self.difficulty, self.sizes))
             for name in self.perturbations
         }
-        return Gathered(self.origin, verdicts, True, predictions, courses, self.left_out)
+        return PredictionSet(self.origin, verdicts, True, predictions, sequences, self.left_out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,8 +133,8 @@ class _FromFiles:
     def samples(self) -> Tensor:
         return next(iter(self.stored.samples.values()))[self.chosen]
 
-    def gather(self, context: RunContext) -> Gathered:
-        # Pictures of the model's size are left as they are; others are resized once, and never cropped a second time.
+    def predict(self, context: RunContext) -> PredictionSet:
+        # Pictures of the model's size are left as they are; others are resized once and not cropped again.
         files = replace(context, preprocess=replace(context.preprocess, crop_pct=1.0)) if self.stored.names else context
         stages = {
             (name, level): clean_stage(files, rows[self.chosen], f"{name}/{level}")
@@ -144,7 +144,7 @@ class _FromFiles:
         if self.clean is not None:
             source, rows = self.clean
             clean = clean_stage(replace(context, source=source), rows[self.chosen])
-        found = {part: _asked(pieces) for part, pieces in stages.items()}
+        found = {part: _asked(records) for part, records in stages.items()}
         before = _asked(clean) if clean else np.full(len(self.chosen), -1)
         columns = [*found.values(), before] if clean else list(found.values())
         kept = np.logical_and.reduce([column >= 0 for column in columns])  # readable in every version
@@ -152,7 +152,7 @@ class _FromFiles:
         bad = _one_for_each_image([*stages.values(), clean])
         verdicts = Verdicts(rows, self.stored.label[rows], torch.from_numpy(before[kept]), bad)
         predictions = {part: column[kept] for part, column in found.items()}
-        return Gathered(self.origin, verdicts, bool(clean), predictions, {}, self.left_out)
+        return PredictionSet(self.origin, verdicts, bool(clean), predictions, {}, self.left_out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,13 +168,14 @@ class _FromVideos:
     def samples(self) -> Tensor:
         return next(iter(self.filmed.frames.values()))[:, 0]
 
-    def gather(self, context: RunContext) -> Gathered:
+    def predict(self, context: RunContext) -> PredictionSet:
         context = replace(context, preprocess=replace(context.preprocess, crop_pct=1.0))
-        courses = {
-            name: Course.of(filmed_stage(context, name, self.filmed, self.difficulty)) for name in self.filmed.frames
+        sequences = {
+            name: SequenceScores.of(filmed_stage(context, name, self.filmed, self.difficulty))
+            for name in self.filmed.frames
         }
         verdicts = Verdicts(self.filmed.rows, self.filmed.label, torch.full_like(self.filmed.label, -1), [])
-        return Gathered(self.origin, verdicts, False, {}, courses, self.left_out)
+        return PredictionSet(self.origin, verdicts, False, {}, sequences, self.left_out)
 
 
 def _corrupted_stage(
@@ -184,11 +185,11 @@ def _corrupted_stage(
 
     def work(number: int, batch: Batch) -> BatchRecord:
         refuse_lost_images(batch)
-        piece: BatchRecord = {"index": batch.indices.cpu().numpy(), "label": batch.y.cpu().numpy()}
+        record: BatchRecord = {"index": batch.indices.cpu().numpy(), "label": batch.y.cpu().numpy()}
         for level, z in versions(batch, name, severities, context.seed):
             with torch.no_grad(), context.arithmetic():
-                piece[f"severity {level}"] = context.model(sizes.fitted(z)).argmax(1).cpu().numpy()
-        return piece
+                record[f"severity {level}"] = context.model(sizes.fitted(z)).argmax(1).cpu().numpy()
+        return record
 
     before = replace(context, preprocess=sizes.made)
     return run_stage(before, f"corruption {name}", indices, work, _errors(severities))
@@ -197,13 +198,13 @@ def _corrupted_stage(
 def _errors(severities: Sequence[int]) -> Callable[[BatchRecord], str]:
     wrong = seen = 0
 
-    def verdicts(piece: BatchRecord) -> str:
+    def note(record: BatchRecord) -> str:
         nonlocal wrong, seen
-        wrong += sum(int((piece[f"severity {level}"] != piece["label"]).sum()) for level in severities)
-        seen += len(severities) * len(piece["label"])
+        wrong += sum(int((record[f"severity {level}"] != record["label"]).sum()) for level in severities)
+        seen += len(severities) * len(record["label"])
         return f"{100 * wrong / max(seen, 1):.1f} % wrong"
 
-    return verdicts
+    return note
 
 
 def _not_there(asked: Sequence[str] | None, usual: Sequence[str], there: Sequence[str], where: str) -> dict[str, str]:
@@ -216,25 +217,25 @@ def _refuse(wrong: bool, message: str) -> None:
         raise UserError(message)
 
 
-def _column(pieces: Sequence[BatchRecord], name: str) -> NDArray[np.int64]:
-    return np.concatenate([piece[name] for piece in pieces] or [np.empty(0)]).astype(np.int64)
+def _column(records: Sequence[BatchRecord], name: str) -> NDArray[np.int64]:
+    return np.concatenate([record[name] for record in records] or [np.empty(0)]).astype(np.int64)
 
 
-def _asked(pieces: Sequence[BatchRecord]) -> NDArray[np.int64]:
-    """Predictions for every sample that was asked for; -1 for one that could not be read."""
+def _asked(records: Sequence[BatchRecord]) -> NDArray[np.int64]:
+    """Predictions for every selected sample; -1 for one that could not be read."""
     answers = []
-    for piece in pieces:
-        answer = np.full(len(piece["chunk"]), -1)
-        answer[np.isin(piece["chunk"], piece["index"])] = piece["prediction"]
+    for record in records:
+        answer = np.full(len(record["chunk"]), -1)
+        answer[np.isin(record["chunk"], record["index"])] = record["prediction"]
         answers.append(answer)
     return np.concatenate(answers or [np.empty(0)]).astype(np.int64)
 
 
 def _one_for_each_image(stages: Sequence[Sequence[BatchRecord]]) -> list[dict[str, Any]]:
-    """What could not be read: for each image the first of its versions that was found broken."""
+    """Unreadable samples: for each image the first of its versions that could not be read."""
     found: dict[int, dict[str, Any]] = {}
-    for pieces in stages:
-        place = {int(sample): k for k, sample in enumerate(_column(pieces, "chunk"))}
-        for entry in (entry for piece in pieces for entry in json.loads(str(piece["bad"]))):
+    for records in stages:
+        place = {int(sample): k for k, sample in enumerate(_column(records, "chunk"))}
+        for entry in (entry for record in records for entry in json.loads(str(record["bad"]))):
             found.setdefault(place[entry["index"]], entry)
     return [found[image] for image in sorted(found)]

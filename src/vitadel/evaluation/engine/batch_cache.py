@@ -1,4 +1,4 @@
-"""Finished pieces of work: one small record per batch and stage, in memory or in a run folder."""
+"""Records of finished batches, one per batch and stage, in memory or in a run folder."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ BatchRecord = dict[str, np.ndarray]
 class BatchCache(Protocol):
     def find(self, stage: str, number: int) -> BatchRecord | None: ...
 
-    def save(self, stage: str, number: int, piece: BatchRecord) -> None: ...
+    def save(self, stage: str, number: int, record: BatchRecord) -> None: ...
 
 
 @dataclass(frozen=True)
 class MemoryCache:
     """For Python callers without a run folder."""
 
-    pieces: dict[tuple[str, int], BatchRecord] = field(default_factory=dict)
+    records: dict[tuple[str, int], BatchRecord] = field(default_factory=dict)
 
     def find(self, stage: str, number: int) -> BatchRecord | None:
-        return self.pieces.get((stage, number))
+        return self.records.get((stage, number))
 
-    def save(self, stage: str, number: int, piece: BatchRecord) -> None:
-        self.pieces[stage, number] = piece
+    def save(self, stage: str, number: int, record: BatchRecord) -> None:
+        self.records[stage, number] = record
 
 
 @dataclass(frozen=True)
 class FolderCache:
-    """In a run folder, where it survives kill -9 and is seen by the other processes."""
+    """Files in a run folder, which survive kill -9 and are seen by the other processes."""
 
     folder: RunFolder
 
     def find(self, stage: str, number: int) -> BatchRecord | None:
         try:
-            # Through the opened file, because numpy does not close one that turns out to be damaged.
-            with self.folder.piece(stage, number).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            # From an open file, because numpy does not close one that turns out to be damaged.
+            with self.folder.batch_file(stage, number).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return {name: arrays[name] for name in arrays.files}
         except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-            return None  # a missing or damaged piece is work not done
+            return None  # a missing or damaged record is computed again
 
-    def save(self, stage: str, number: int, piece: BatchRecord) -> None:
+    def save(self, stage: str, number: int, record: BatchRecord) -> None:
         buffer = io.BytesIO()
-        np.savez(buffer, **piece)  # type: ignore[arg-type]
-        write_atomically(self.folder.piece(stage, number), buffer.getvalue())
+        np.savez(buffer, **record)  # type: ignore[arg-type]
+        write_atomically(self.folder.batch_file(stage, number), buffer.getvalue())

@@ -1,4 +1,4 @@
-"""Images for attacks that study a model before they attack it: training or held-out ones, never the audited ones."""
+"""Calibration of attacks that study a model first: on training or held-out images, never on the evaluated ones."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from vitadel.data.preprocess import Preprocess
 from vitadel.data.spec import parse_spec
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.class_subset import numbered_alike
+from vitadel.evaluation.engine.class_subset import relabel_like
 from vitadel.evaluation.engine.stages import RunContext
 from vitadel.evaluation.engine.target import Target
 from vitadel.types import Attack, Calibrated, Source
 
-__all__ = ["BATCH", "CalibrationImages", "calibrated", "calibration_images", "studies"]
+__all__ = ["BATCH", "CalibrationImages", "calibrate", "calibration_images", "needs_calibration"]
 
 BATCH = 64
-"""Images per calibration batch: fixed, so that what is found does not depend on the audit's batch size."""
+"""Images per calibration batch: fixed, so that the result does not depend on the batch size of the run."""
 
 
 @dataclass(frozen=True)
 class CalibrationImages:
-    """Batches (pixels, labels) that can be gone through repeatedly without being held in memory."""
+    """Batches (pixels, labels) that can be iterated repeatedly and are not kept in memory."""
 
     source: Source
     indices: Tensor
@@ -45,24 +45,24 @@ class CalibrationImages:
                 yield batch.x, batch.y
 
 
-def studies(attack: Attack) -> bool:
-    """Whether the attack, or one that it wraps, needs images to study before it can run."""
+def needs_calibration(attack: Attack) -> bool:
+    """Whether the attack, or one that it wraps, must be calibrated before it can run."""
     inner = getattr(attack, "attack", None)
-    return isinstance(attack, Calibrated) or (inner is not None and studies(inner))
+    return isinstance(attack, Calibrated) or (inner is not None and needs_calibration(inner))
 
 
-def calibrated(attack: Attack, context: RunContext, target: Target, audited: Tensor, spec: str | None) -> Attack:
-    """The attack, where it or one that it wraps must be prepared: by the main process for all of them."""
+def calibrate(attack: Attack, context: RunContext, target: Target, evaluated: Tensor, spec: str | None) -> Attack:
+    """Prepare the attack, and those that it wraps, where they need it: in the main process, for all processes."""
     inner = getattr(attack, "attack", None)
     if inner is not None:
-        ready = calibrated(inner, context, target, audited, spec)
+        ready = calibrate(inner, context, target, evaluated, spec)
         attack = attack if ready is inner else replace(attack, attack=ready)  # type: ignore[type-var]
-    return _prepared(attack, context, target, audited, spec) if isinstance(attack, Calibrated) else attack
+    return _prepared(attack, context, target, evaluated, spec) if isinstance(attack, Calibrated) else attack
 
 
-def _prepared(attack: Calibrated, context: RunContext, target: Target, audited: Tensor, spec: str | None) -> Attack:
+def _prepared(attack: Calibrated, context: RunContext, target: Target, evaluated: Tensor, spec: str | None) -> Attack:
     def prepare() -> Attack:
-        source, indices = calibration_images(target, audited, spec, attack.calibration_images, context.seed)
+        source, indices = calibration_images(target, evaluated, spec, attack.calibration_images, context.seed)
         images = CalibrationImages(source, indices, context.preprocess, context.processes.device, context.skip_bad)
         return attack.prepared(context.model, images, context.seed)
 
@@ -70,34 +70,34 @@ def _prepared(attack: Calibrated, context: RunContext, target: Target, audited: 
 
 
 def calibration_images(
-    target: Target, audited: Tensor, spec: str | None, wanted: int, seed: int, flag: str = "--calibration"
+    target: Target, evaluated: Tensor, spec: str | None, wanted: int, seed: int, flag: str = "--calibration"
 ) -> tuple[Source, Tensor]:
-    """From `spec`, which `flag` gives, else from the training split of the audited data, else from what is left out."""
+    """Images from `spec` (the value of `flag`), or the training split of the data, or what the selection leaves out."""
     source = _training_split(target) if spec is None else open_dataset(spec, root=target.data_root, skip_bad=True)
-    if spec is not None and _is_audited(target, spec):
+    if spec is not None and _is_evaluated(target, spec):
         raise UserError(
-            f"{flag} {spec} are the audited images, and an attack that has studied them proves nothing. Give others, "
-            "or leave the flag out: then the training split is taken, or what --limit leaves over."
+            f"{flag} {spec} are the evaluated images, and an attack must not be calibrated on them. Give other data, "
+            "or leave the flag out: then the training split is used, or what --limit leaves out."
         )
-    left_over = source is None
-    source = target.source if source is None else numbered_alike(source, target.source)
+    leftover = source is None
+    source = target.source if source is None else relabel_like(source, target.source)
     labels = source.labels()
     classes = target.model.record.num_classes or len(target.source.classes)
     usable = (labels >= 0) & (labels < classes)
-    if left_over:
-        usable[audited] = False
+    if leftover:
+        usable[evaluated] = False
     rows = usable.nonzero()[:, 0]
-    if len(rows) == 0 and not left_over:
+    if len(rows) == 0 and not leftover:
         raise UserError(f"no image of the calibration data has one of the model's {classes} classes; give other data")
     if len(rows) == 0:
         raise UserError(
-            f"this attack needs calibration images that are not audited, and {target.data_spec} has no training split "
-            f"and no image left over. Give some with {flag} SPEC, or leave some out with --limit."
+            f"this attack needs calibration images that are not evaluated, and {target.data_spec} has no training "
+            f"split and no image left. Give some with {flag} SPEC, or leave some out with --limit."
         )
     return source, balanced_subset(labels[rows], min(wanted, len(rows)), seed, rows)
 
 
-def _is_audited(target: Target, spec: str) -> bool:
+def _is_evaluated(target: Target, spec: str) -> bool:
     if target.given_as_object:
         return False
     root = Path("data" if target.data_root is None else target.data_root)
@@ -106,7 +106,7 @@ def _is_audited(target: Target, spec: str) -> bool:
 
 
 def _training_split(target: Target) -> Source | None:
-    """None if the data is not given by name, is a split already, or has no split to train on."""
+    """The training split of the data; None if they are not given by name, are that split already, or have none."""
     spec = target.data_spec
     head, _, split = spec.rpartition("@")
     name = head if split in ("test", "val") and head else spec

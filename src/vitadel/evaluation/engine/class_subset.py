@@ -1,7 +1,7 @@
-"""Benchmarks that let a model choose between some of its classes: ImageNet-A and -R, with 200 of the 1000.
+"""Benchmarks on a subset of a model's classes: ImageNet-A and ImageNet-R, with 200 of the 1000.
 
 Published numbers (Hendrycks et al., arXiv:1907.07174 and 2006.16241) take the largest of the 200 logits. The largest of
-all 1000 gives a lower accuracy on the same images; it is told beside it, by another name.
+all 1000 gives a lower accuracy on the same images; it is a result field of its own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from vitadel.data.validation import skipped
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import RunContext, clean_stage
 from vitadel.evaluation.engine.target import Target
-from vitadel.evaluation.intervals import share
+from vitadel.statistics import share
 from vitadel.types import Source
 
-__all__ = ["AmongClasses", "AmongLogits", "among_all_summary", "choose_among", "choosing_like", "numbered_alike"]
+__all__ = ["SubsetLogits", "SubsetSource", "accuracy_among_all", "apply_class_subset", "relabel_like", "subset_like"]
 
 
-class AmongLogits(nn.Module):
-    """A classifier that may answer with some of its classes only; they are numbered anew, in their order."""
+class SubsetLogits(nn.Module):
+    """A classifier restricted to some of its classes, renumbered in their order."""
 
     chosen: Tensor
 
@@ -42,7 +42,7 @@ class AmongLogits(nn.Module):
 
     @property
     def record(self) -> ModelRecord:
-        """The classifier's, with the number of classes that are left."""
+        """The classifier's record, with the number of classes that are left."""
         record, count = self.classifier.record, len(self.chosen)
         note = f"the largest of {count} of its {self.of} logits counts, as in published results"
         return replace(record, num_classes=count, notes=record.notes | {"classes": note})
@@ -54,8 +54,8 @@ class AmongLogits(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class AmongClasses:
-    """A source with its labels numbered among `chosen`, as `AmongLogits` numbers its answers; -1 for other classes."""
+class SubsetSource:
+    """A source with its labels renumbered as by `SubsetLogits`; -1 for classes that are not `chosen`."""
 
     source: Source
     chosen: tuple[int, ...] = field(repr=False)
@@ -88,45 +88,45 @@ class AmongClasses:
         return self.source.name(index)
 
 
-def choose_among(target: Target) -> Target:
-    """Model and data as the benchmark wants them; as they are, if it lets the model choose between all classes."""
+def apply_class_subset(target: Target) -> Target:
+    """Model and data restricted to the benchmark's classes; unchanged if it has all classes of the model."""
     among = getattr(target.source, "among", None)
     if among is None:
         return target
-    source = AmongClasses(target.source, tuple(among))
+    source = SubsetSource(target.source, tuple(among))
     strange = (source.labels() < 0).nonzero()[:, 0].tolist()
     if strange:
         raise UserError(
             f"{source.name(strange[0])} is not of one of the {len(among)} classes of {target.data_spec} (nor are "
-            f"{len(strange) - 1} others); take the benchmark's own files, or imagenet:DIR for all classes"
+            f"{len(strange) - 1} others); use the benchmark's own files, or imagenet:DIR for all classes"
         )
-    model = AmongLogits(target.model, among, len(target.source.classes))
+    model = SubsetLogits(target.model, among, len(target.source.classes))
     return replace(target, model=cast(Classifier, model), source=source)
 
 
-def choosing_like(chosen: nn.Module, model: nn.Module) -> nn.Module:
-    """`model`, with all classes that `chosen` had, choosing between the same ones; as it is, if that has them all."""
-    if not isinstance(chosen, AmongLogits):
+def subset_like(chosen: nn.Module, model: nn.Module) -> nn.Module:
+    """`model` restricted to the same classes as `chosen`; unchanged if that is not restricted."""
+    if not isinstance(chosen, SubsetLogits):
         return model
-    return AmongLogits(cast(Classifier, model), chosen.chosen.tolist(), chosen.of).to(chosen.chosen.device)
+    return SubsetLogits(cast(Classifier, model), chosen.chosen.tolist(), chosen.of).to(chosen.chosen.device)
 
 
-def numbered_alike(other: Source, source: Source) -> Source:
-    """`other`, of the same classes as those that `source` was before some were chosen, with labels as in `source`."""
-    if not isinstance(source, AmongClasses) or len(other.classes) != len(source.source.classes):
+def relabel_like(other: Source, source: Source) -> Source:
+    """`other` with its labels renumbered as in `source`, if it has all classes that `source` was restricted from."""
+    if not isinstance(source, SubsetSource) or len(other.classes) != len(source.source.classes):
         return other
-    return AmongClasses(other, source.chosen)
+    return SubsetSource(other, source.chosen)
 
 
-def among_all_summary(context: RunContext, indices: Tensor) -> dict[str, Any]:
-    """The field `clean_among_all`: accuracy on the same images when every class may be the answer; else nothing."""
+def accuracy_among_all(context: RunContext, indices: Tensor) -> dict[str, Any]:
+    """The field `clean_among_all`: accuracy on the same images among all classes; empty if the model has them all."""
     model, source = context.model, context.source
-    if not isinstance(model, AmongLogits) or not isinstance(source, AmongClasses):
+    if not isinstance(model, SubsetLogits) or not isinstance(source, SubsetSource):
         return {}
     whole = replace(context, model=model.classifier, source=source.source, classes=model.of)
-    pieces = clean_stage(whole, indices, f"clean among all {model.of}")
-    right = sum(int((piece["prediction"] == piece["label"]).sum()) for piece in pieces)
-    n = sum(len(piece["label"]) for piece in pieces)
+    records = clean_stage(whole, indices, f"clean among all {model.of}")
+    right = sum(int((record["prediction"] == record["label"]).sum()) for record in records)
+    n = sum(len(record["label"]) for record in records)
     remark = f"the largest of all {model.of} logits; not comparable with published numbers of this benchmark"
     return {"clean_among_all": {**share(right, n, "correct", "accuracy"), "classes": model.of, "remark": remark}}
 
@@ -134,6 +134,6 @@ def among_all_summary(context: RunContext, indices: Tensor) -> dict[str, Any]:
 def _check_outputs(outputs: int | None, of: int, chosen: int, name: str) -> None:
     if outputs is not None and outputs != of:
         raise UserError(
-            f"'{name}' has {outputs} outputs, but this benchmark chooses {chosen} of the {of} classes of ImageNet-1k: "
-            f"take a model with all {of}, or use folder:DIR for one that was trained on these {chosen} alone"
+            f"'{name}' has {outputs} outputs, but this benchmark takes {chosen} of the {of} classes of ImageNet-1k: "
+            f"use a model with all {of}, or folder:DIR for one that was trained on these {chosen} alone"
         )

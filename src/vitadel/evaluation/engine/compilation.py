@@ -1,4 +1,4 @@
-"""Does torch.compile pay for this model on this machine? Measured: the answer ranges from twice as fast to not."""
+"""Measures whether torch.compile makes a model faster on this machine, and times single passes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import OnLogits, gradient
 from vitadel.instrument.hooks import frozen
 
-__all__ = ["WORTH", "Compilation", "compiled", "gradient_probe", "seconds_of"]
+__all__ = ["WORTH", "Compilation", "compile_if_faster", "gradient_probe", "seconds_of"]
 
 WORTH = 1.1
-"""How much faster a gradient must become for compilation to be used."""
+"""The least speedup of a gradient for which the compiled model is used."""
 
 _PROBES = 3
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """`speedup` of a gradient, after `seconds` of compiling; 0 if it could not be compiled, for the `reason` given."""
+    """`speedup` of a gradient after `seconds` of compiling; 0 if compiling failed, for the `reason` given."""
 
     speedup: float
     seconds: float
@@ -32,32 +32,32 @@ class Compilation:
     def pays(self) -> bool:
         return self.speedup >= WORTH
 
-    def told(self) -> str:
+    def summary(self) -> str:
         if self.reason:
-            return f"torch.compile failed here ({self.reason}); going on without"
+            return f"torch.compile failed here ({self.reason}); continuing without"
         does = "pays" if self.pays else "does not pay"
-        use = "" if self.pays else "; going on without"
+        use = "" if self.pays else "; continuing without"
         return f"torch.compile {does}: {self.speedup:.2f} times as fast after {self.seconds:.0f} s of compiling{use}"
 
 
-def compiled(
+def compile_if_faster(
     model: nn.Module, x: Tensor, agree: Callable[[bool], bool] = lambda pays: pays
 ) -> tuple[nn.Module, Compilation]:
-    """The model to take gradients of: compiled for any batch size where that is faster on `x`, else as it is.
+    """The model to take gradients of: compiled (for any batch size) if that is faster on `x`, else unchanged.
 
-    `agree` makes one answer of several processes', which would otherwise round differently.
+    `agree` makes all processes use the decision of one.
     """
     with frozen(model):
         try:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             _keep_buffers()
             fast: nn.Module = torch.compile(model, dynamic=True)  # type: ignore[assignment]
-            for part in (x, x[: max(1, len(x) // 2)]):  # a second size, so that none is compiled for later
+            for part in (x, x[: max(1, len(x) // 2)]):  # a second size, so that none has to be compiled later
                 gradient_probe(fast, part)()
             _two_gradients_of_one_pass(fast, x)
-            spent = time.perf_counter() - begun
+            spent = time.perf_counter() - start
             speedup = seconds_of(gradient_probe(model, x), x.device) / seconds_of(gradient_probe(fast, x), x.device)
-        except Exception as problem:  # whatever a compiler may raise: without it everything still works
+        except Exception as problem:  # compilers raise anything; everything works without
             agree(False)
             return model, Compilation(0.0, 0.0, type(problem).__name__)
     verdict = Compilation(speedup, spent)
@@ -65,7 +65,7 @@ def compiled(
 
 
 def _keep_buffers() -> None:
-    """A compiled backward pass may otherwise use up what a second one, as FAB and MALT take it, would need."""
+    """Keep the buffers of a compiled backward pass: FAB and MALT take a second one of the same forward pass."""
     settings = getattr(getattr(torch, "_functorch", None), "config", None)
     if hasattr(settings, "donated_buffer"):
         settings.donated_buffer = False  # type: ignore[union-attr]
@@ -80,7 +80,7 @@ def _two_gradients_of_one_pass(model: nn.Module, x: Tensor) -> None:
 
 
 def gradient_probe(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
-    """One gradient of the cross-entropy, as attacks take it."""
+    """A function that takes one gradient of the cross-entropy, as attacks do."""
     aim = OnLogits()(model, x, torch.zeros(len(x), dtype=torch.int64, device=x.device))
 
     def take() -> Tensor:
@@ -91,13 +91,13 @@ def gradient_probe(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
 
 
 def seconds_of(work: Callable[[], Tensor], device: torch.device) -> float:
-    """The fastest of a few calls after one to warm up: what else the machine does can only add."""
+    """The fastest of a few calls, after one to warm up."""
     best = float("inf")
     for turn in range(_PROBES + 1):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if turn:
-            best = min(best, time.perf_counter() - begun)
+            best = min(best, time.perf_counter() - start)
     return best

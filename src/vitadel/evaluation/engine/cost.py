@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vitadel.attacks.parse import is_adaptive, make
-from vitadel.evaluation.engine.compilation import compiled, gradient_probe, seconds_of
+from vitadel.evaluation.engine.compilation import compile_if_faster, gradient_probe, seconds_of
 from vitadel.evaluation.engine.preflight import preflight
 from vitadel.evaluation.engine.target import Target
 from vitadel.instrument.hooks import frozen
@@ -49,7 +49,7 @@ def plan(
     with frozen(model):
         forward_seconds = seconds_of(take_forward, device) / batch
         gradient_seconds = seconds_of(gradient_probe(model, x), device) / batch
-    compilation = compiled(model, x)[1] if compile_model else None
+    compilation = compile_if_faster(model, x)[1] if compile_model else None
     if compilation is not None and compilation.pays:
         forward_seconds, gradient_seconds = (t / compilation.speedup for t in (forward_seconds, gradient_seconds))
     rows: list[dict[str, Any]] = [{"name": "clean", "gradients": 0, "forwards": 1}]
@@ -68,7 +68,7 @@ def plan(
         "forward_ms": 1e3 * forward_seconds,
         "gradient_ms": 1e3 * gradient_seconds,
         "memory_mb": _peak_memory_mb(device),
-        "compile": None if compilation is None else compilation.told(),
+        "compile": None if compilation is None else compilation.summary(),
         "rows": rows,
         "seconds_at_most": sum(row["seconds"] for row in rows),
     }

@@ -1,4 +1,4 @@
-"""The judge: does a proposed image count? Re-checked on the untouched model for box, budget and label."""
+"""Judges proposed images on the untouched model: box, budget and label."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vitadel.types import Threat
 __all__ = ["TOLERANCE", "Verdict", "judge"]
 
 TOLERANCE = 1e-6
-"""What float rounding may add to box and budget, in pixel units."""
+"""Allowance for float rounding in box and budget, in pixel units."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`held`: the model still gives the label. `void`: the proposal broke the rules, so it counts for nothing."""
+    """`held`: the model still predicts the label. `void`: the proposal breaks the rules and does not count."""
 
     held: Tensor
     void: Tensor
@@ -36,5 +36,5 @@ def judge(model: nn.Module, threat: Threat, x: Tensor, z: Tensor, y: Tensor) -> 
     void = ~(finite & in_box & in_budget)
     logits = model(z.nan_to_num(0.0).clamp(0, 1))
     prediction = logits.argmax(1)
-    answered = logits.isfinite().all(1)  # a model that answers NaN has not held
+    answered = logits.isfinite().all(1)  # a model that outputs NaN is not robust
     return Verdict(held=(prediction == y) & answered | void, void=void, prediction=prediction)

@@ -1,4 +1,4 @@
-"""What an attack costs: gradients and forwards, counted per sample, by hooks that leave no trace."""
+"""Counts the forward and backward passes of an attack, in samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Cost", "metered"]
+__all__ = ["Cost", "count_passes"]
 
 
 @dataclass
@@ -21,7 +21,8 @@ class Cost:
 
 
 @contextmanager
-def metered(model: nn.Module) -> Iterator[Cost]:
+def count_passes(model: nn.Module) -> Iterator[Cost]:
+    """Count the passes of `model` inside the block, by hooks that are removed afterwards."""
     cost = Cost()
 
     def count(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Before anything long: whether each attack suits the model. A layer, grid or target that it lacks is told now."""
+"""Preflight of attacks: reports before a long run that an attack does not fit the model (layers, grid, targets)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.parse import numbered_targets
 from vitadel.attacks.wrappers import WorstOf
-from vitadel.evaluation.engine.calibration import studies
+from vitadel.evaluation.engine.calibration import needs_calibration
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Calibrated
@@ -18,42 +18,42 @@ from vitadel.types import Attack, Calibrated
 __all__ = ["preflight"]
 
 _FORWARDS = 3
-"""After so many forward passes an attack has looked at everything that it asks of a model."""
+"""After so many forward passes an attack has used everything that it needs of a model."""
 
 
 class _Enough(Exception):
-    """Ends an attack that got going."""
+    """Ends an attack that has started without an error."""
 
 
-def preflight(model: nn.Module, crew: Sequence[tuple[str, Attack]], shape: tuple[int, int]) -> None:
-    """The first passes of each attack, on a made-up image: the `UserError` that it would end with later comes now."""
+def preflight(model: nn.Module, attacks: Sequence[tuple[str, Attack]], shape: tuple[int, int]) -> None:
+    """Run the first passes of each attack on a synthetic image, to raise now the `UserError` that it ends with."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     x = torch.linspace(0.2, 0.8, 3 * shape[0] * shape[1], device=device).view(1, 3, *shape)
     with frozen(model):
         with torch.no_grad():
             likely = model(x)[0].argsort(descending=True).tolist()
-        for name, attack in crew:
-            # As the model sees it, so that it is not fooled at once; but no target's class.
+        for name, attack in attacks:
+            # The predicted class, so that the image is not misclassified at once; but not a target of the attack.
             label = next((each for each in likely if each not in numbered_targets(name)), likely[0])
-            for beginning in _beginnings(attack, model, x, torch.tensor([label], device=device)):
-                _stopped_early(model, beginning)
+            for step in _first_steps(attack, model, x, torch.tensor([label], device=device)):
+                _stop_early(model, step)
 
 
-def _beginnings(attack: Attack, model: nn.Module, x: Tensor, y: Tensor) -> Iterator[Callable[[], object]]:
-    """What an attack does first; of an ensemble each member, of one that studies images that, and what it wraps."""
+def _first_steps(attack: Attack, model: nn.Module, x: Tensor, y: Tensor) -> Iterator[Callable[[], object]]:
+    """The first steps of an attack: of each member of an ensemble, of the calibration, and of what it wraps."""
     if isinstance(attack, WorstOf):
         for _, member in attack.members():
-            yield from _beginnings(member, model, x, y)
-    elif not studies(attack):
+            yield from _first_steps(member, model, x, y)
+    elif not needs_calibration(attack):
         yield partial(attack, model, x, y, SampleRNG.of_samples(0, [0], x.device))
     else:
         if isinstance(attack, Calibrated):
             yield partial(attack.prepared, model, [(x, y)], 0)
         if (inner := getattr(attack, "attack", None)) is not None:
-            yield from _beginnings(inner, model, x, y)
+            yield from _first_steps(inner, model, x, y)
 
 
-def _stopped_early(model: nn.Module, work: Callable[[], object]) -> None:
+def _stop_early(model: nn.Module, work: Callable[[], object]) -> None:
     passed = 0
 
     def count(module: nn.Module, given: object) -> None:

@@ -1,84 +1,194 @@
-"""How every benchmark begins: a run folder, new or found again, and a bench to work at."""
+"""The run engine: every kind of run opens, resumes, writes and finishes its run folder here."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
+from torch import Tensor
+
+from vitadel.errors import Interrupted, UserError, nearest_names
 from vitadel.evaluation.engine.batch_cache import FolderCache, MemoryCache
 from vitadel.evaluation.engine.stages import RunContext
 from vitadel.evaluation.engine.target import Target
+from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.environment import environment
-from vitadel.runtime.run_folder import RunFolder, open_run, write_json
+from vitadel.runtime.opening import Opening
+from vitadel.runtime.run_folder import Command, RunFolder, Translate, open_run, write_atomically, write_json
 
-__all__ = ["Asked", "Outcome", "begun", "context_for"]
+__all__ = ["Outcome", "Run", "RunOptions", "RunRequest", "execute", "request_from", "run_settings"]
+
+Request = TypeVar("Request", bound="RunRequest")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Results, the folder they were written to, and whether this process is the one to tell about them."""
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """The fields that all requests share. Every field of a request decides the result of the run.
+
+    `limit` is the size of a seeded, class-balanced subset. `skip_bad` leaves out unreadable samples; None does not, and
+    error messages do not suggest the flag, because the caller has none.
+    """
+
+    limit: int | None = None
+    batch_size: int = 64
+    seed: int = 0
+    skip_bad: bool | None = False
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise UserError(f"--batch-size must be at least 1, got {self.batch_size}")
+
+
+def request_from(kind: type[Request], verb: str, settings: Mapping[str, Any]) -> Request:
+    """A request from the keyword arguments of a Python function; names that it does not have are refused."""
+    known = [each.name for each in fields(kind)]
+    for name in settings:
+        if name not in known:
+            near = nearest_names(name, known)
+            raise UserError(f"{verb} has no setting {name!r}{near}; it takes {', '.join(known)}")
+    return kind(**settings)
+
+
+class RunOptions(TypedDict, total=False):
+    """Where a run is written and how it is shown; nothing here changes its result."""
+
+    out: str | Path | None  # the run folder; by default a new one below runs/
+    resume: bool
+    in_memory: bool  # without `out`, write nothing at all
+    show_progress: bool
+    argv: Sequence[str]  # the command line, and how it opened model and data: for command.json
+    opening: Opening | None
+
+
+class Outcome(NamedTuple):
+    """The results, the folder they were written to, and whether this process is the main one."""
 
     results: dict[str, Any]
     folder: RunFolder | None
     is_main: bool
 
 
-class Asked(Protocol):
-    """What the orders of all benchmarks say."""
+@dataclass(frozen=True)
+class Run:
+    """A run at work. `folder` is None if it happens in memory."""
+
+    folder: RunFolder | None
+    processes: Processes
+    show_progress: bool = False
+    argv: Sequence[str] = ()
+    opening: Opening | None = None
 
     @property
-    def batch_size(self) -> int: ...
+    def path(self) -> Path:
+        assert self.folder is not None
+        return self.folder.path
 
     @property
-    def seed(self) -> int: ...
+    def _writes(self) -> bool:
+        return self.folder is not None and self.processes.is_main
 
-    @property
-    def skip_bad(self) -> bool | None: ...
+    def write(self, name: str, content: bytes | None) -> None:
+        """Write a file of the run folder, in the main process; nothing if there is no content."""
+        if self._writes and content is not None:
+            write_atomically(self.path / name, content)
+
+    def write_unfinished(self, results: Mapping[str, Any]) -> None:
+        """Show intermediate results in results.json."""
+        if self._writes:
+            write_json(self.path / "results.json", {**results, "complete": False})
+
+    def inside(self, name: str) -> RunOptions:
+        """The options of a run in a folder inside this one, which is resumed together with it."""
+        return {"out": self.path / name, "resume": True, "show_progress": self.show_progress, "argv": self.argv}
+
+    def copy_from(self, folder: str, *names: str) -> None:
+        """Copy files of a run inside this one, where it has them."""
+        for name in names:
+            if self._writes and (self.path / folder / name).exists():
+                self.write(name, (self.path / folder / name).read_bytes())
+
+    def context(self, target: Target, request: RunRequest, **more: Any) -> RunContext:
+        """The target's model, on the device, with its data and a cache for finished batches; `more` are fields."""
+        return RunContext(
+            model=target.model.to(self.processes.device),
+            source=target.source,
+            preprocess=target.preprocess,
+            cache=MemoryCache() if self.folder is None else FolderCache(self.folder),
+            processes=self.processes,
+            batch_size=request.batch_size,
+            seed=request.seed,
+            classes=target.model.record.num_classes,
+            skip_bad=request.skip_bad,
+            show_progress=self.show_progress,
+            **more,
+        )
 
 
-def begun(
+def run_settings(target: Target, request: RunRequest, indices: Tensor, **more: Any) -> dict[str, Any]:
+    """What a resumed run must agree in: model and data with their fingerprints, the request, and `more`."""
+    settings = {
+        "model": target.model_spec,
+        "model_fingerprint": target.model_fingerprint(),
+        "data": target.data_spec,
+        "data_fingerprint": target.data_fingerprint(indices),
+        **asdict(request),
+        "skip_bad": bool(request.skip_bad),
+    }
+    eps = settings.get("eps")
+    if eps is not None:
+        settings["eps"] = [quantity_text(each) for each in eps] if isinstance(eps, tuple) else quantity_text(eps)
+    return settings | more
+
+
+def execute(
     verb: str,
     name: str,
     settings: Mapping[str, Any],
     processes: Processes,
+    work: Callable[[Run], dict[str, Any]],
     *,
-    out: str | Path | None,
-    resume: bool,
-    argv: Sequence[str] = (),
-    telling: Sequence[str] = (),
-) -> tuple[RunFolder, Outcome | None]:
-    """The run's folder, in which a resumed run must agree in all `settings` but those that are only `telling`; and what
-    came of it, if it is finished."""
-    path, words = None if out is None else Path(out), list(argv or sys.argv)
-    run = processes.on_main(  # only one process touches the disk
-        lambda: open_run(verb, name, settings, out=path, resume=resume, argv=words, telling=telling)
-    )
-    if run.complete:
-        return run, Outcome(json.loads((run.path / "results.json").read_text()), run, processes.is_main)
-    if processes.is_main:
-        write_json(run.path / "environment.json", environment(processes.device, processes.count))
-    return run, None
+    target: Target | None = None,
+    not_compared: Collection[str] = (),
+    translate: Translate = dict,
+    **options: Unpack[RunOptions],
+) -> Outcome:
+    """Do the `work` in a run folder, whose results.json gets what it returns, or in memory.
 
-
-def context_for(
-    target: Target, request: Asked, processes: Processes, run: RunFolder | None, *, shown: bool = False, **more: Any
-) -> RunContext:
-    """The subject's model and data, on the device, with pieces kept in the folder; `more` are further fields."""
-    return RunContext(
-        model=target.model.to(processes.device),
-        source=target.source,
-        preprocess=target.preprocess,
-        cache=MemoryCache() if run is None else FolderCache(run),
-        processes=processes,
-        batch_size=request.batch_size,
-        seed=request.seed,
-        classes=target.model.record.num_classes,
-        skip_bad=request.skip_bad,
-        shown=shown,
-        **more,
-    )
+    How `target` was opened is recorded, unless the options say it. A finished run is only read. A resumed one must
+    agree in all `settings` except those `not_compared`; `translate` renames those of earlier versions. Ctrl-C raises
+    `Interrupted` with this run's folder, also if a run inside it was interrupted.
+    """
+    out, folder = options.get("out"), None
+    argv = options.get("argv") or sys.argv
+    opening = options.get("opening") or (None if target is None else target.opening)
+    if opening is not None:
+        opening = replace(opening, batch_size=settings["batch_size"], seed=settings["seed"])
+    if out is not None or not options.get("in_memory"):
+        how = None if opening is None else opening.to_json()
+        command = Command(verb, settings, argv, how, not_compared, translate)
+        path, resume = None if out is None else Path(out), options.get("resume", False)
+        # Only the main process touches the disk.
+        folder = processes.on_main(lambda: open_run(command, name, out=path, resume=resume))
+        if folder.complete:
+            results = json.loads((folder.path / "results.json").read_text())
+            return Outcome(results, folder, processes.is_main)
+        if processes.is_main:
+            write_json(folder.path / "environment.json", environment(processes.device, processes.count))
+    elif processes.count > 1:
+        raise UserError("several processes need a run folder to share; give one with out=...")
+    try:
+        results = {**work(Run(folder, processes, options.get("show_progress", False), argv, opening)), "complete": True}
+    except (KeyboardInterrupt, Interrupted):
+        if folder is None:
+            raise
+        raise Interrupted(folder.path) from None
+    if folder is not None and processes.is_main:
+        write_json(folder.path / "results.json", results)
+        folder.finish()
+    processes.wait()
+    return Outcome(results, folder, processes.is_main)

@@ -1,8 +1,8 @@
-"""The stages of an audit: clean predictions, then one attack after the other on the samples still standing.
+"""The stages of a run: clean predictions, then one attack after another on the samples that are still robust.
 
 A stage is a fixed list of whole batches. Batch k belongs to process k mod (number of processes), every finished batch
-is a piece in the ledger, and nothing in a batch depends on who computed it or when: so one process, two, and a run
-that was killed and resumed come to the same verdicts.
+is a record in the cache, and no batch depends on which process computed it or when. So one process, two, and a run that
+was killed and resumed give the same verdicts.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from vitadel.data.batches import Batch, read_batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.batch_cache import BatchCache, BatchRecord
-from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import metered
-from vitadel.evaluation.engine.saved_examples import ExampleSaver
+from vitadel.evaluation.engine.judge import Verdict, judge
+from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.runtime.distributed import Processes
-from vitadel.runtime.progress import FOUND_AGAIN, progress
+from vitadel.runtime.progress import RESUMED, progress
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, OwnRules, Source, Threat
 
@@ -39,6 +38,8 @@ __all__ = [
     "MemberResult",
     "RunContext",
     "attack_stage",
+    "check_any_readable",
+    "check_budget",
     "clean_stage",
     "refuse_lost_images",
     "rules_of",
@@ -46,14 +47,29 @@ __all__ = [
 ]
 
 NOTE = "note:"
-"""How the arrays of a piece are called that hold an attack's notes."""
+"""Prefix of the arrays of a batch record that hold an attack's notes about each sample."""
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+SaveExamples = Callable[[str, int, Batch, Tensor, Verdict], dict[str, Tensor]]
+"""(stage, batch number, batch, proposals, verdict) -> notes about each sample."""
+
+
+def check_any_readable(count: int) -> None:
+    if count == 0:
+        raise UserError("no sample could be read, so there is nothing to do. To see the reasons, leave out --skip-bad.")
+
+
+def check_budget(norm: str, eps: float) -> None:
+    """Refuse the likely typo of 1 for 1/255."""
+    if norm == "linf" and eps == 1:
+        raise UserError("eps 1 lets every pixel become anything: pixels are in [0, 1] here. Did you mean 1/255?")
+
+
 @dataclass(frozen=True)
 class RunContext:
-    """What all stages share: the model, its data, how to cut them into batches, and who is at work."""
+    """What all stages share: the model, its data, batch size, cache and processes."""
 
     model: nn.Module
     source: Source
@@ -62,15 +78,15 @@ class RunContext:
     processes: Processes
     batch_size: int
     seed: int
-    classes: int | None = None  # what the model's record announces
+    classes: int | None = None  # number of outputs by the model's record
     precision: str = "fp32"
     skip_bad: bool | None = False
-    shown: bool = False
-    saver: ExampleSaver | None = None  # saves what fools the model
-    compiled: nn.Module | None = None  # the same model, faster, for attacks that do not look inside
+    show_progress: bool = False
+    save_examples: SaveExamples | None = None
+    compiled: nn.Module | None = None  # the same model, faster, for attacks that use outputs only
 
     def chunks(self, indices: Tensor) -> list[list[int]]:
-        """Never an empty one, which some models cannot take."""
+        """Batches of indices; never an empty one, which some models cannot take."""
         return [part.tolist() for part in indices.split(self.batch_size) if len(part)]
 
     @contextmanager
@@ -88,40 +104,43 @@ def run_stage(
     stage: str,
     indices: Tensor,
     work: Callable[[int, Batch], BatchRecord],
-    verdicts: Callable[[BatchRecord], str],
+    note: Callable[[BatchRecord], str] = lambda record: "",
 ) -> list[BatchRecord]:
-    """Do this process's missing batches, wait for the others, and return all pieces in order."""
+    """Compute this process's missing batches, wait for the other processes, and return all records in order.
+
+    `note` is shown beside the progress, from the record of the last batch.
+    """
     chunks = context.chunks(indices)
     mine = range(context.processes.rank, len(chunks), context.processes.count)
     todo = [k for k in mine if not _is_done(context.cache.find(stage, k), chunks[k])]
     total, saved = sum(len(chunks[k]) for k in mine), sum(len(chunks[k]) for k in mine if k not in set(todo))
-    with progress(stage, total, context.shown and context.processes.is_main) as meter:
+    with progress(stage, total, context.show_progress and context.processes.is_main) as meter:
         if saved:
-            meter.advance(saved, FOUND_AGAIN)
+            meter.advance(saved, RESUMED)
         stream = read_batches(context.source, (chunks[k] for k in todo), context.preprocess, skip_bad=context.skip_bad)
         for k, batch in zip(todo, stream, strict=True):
-            begun = time.perf_counter()
-            piece = work(k, batch.to(context.processes.device))
-            piece["chunk"] = np.asarray(chunks[k], dtype=np.int64)
-            piece["seconds"] = np.asarray(time.perf_counter() - begun)
-            context.cache.save(stage, k, piece)
-            meter.advance(len(chunks[k]), verdicts(piece))
+            start = time.perf_counter()
+            record = work(k, batch.to(context.processes.device))
+            record["chunk"] = np.asarray(chunks[k], dtype=np.int64)
+            record["seconds"] = np.asarray(time.perf_counter() - start)
+            context.cache.save(stage, k, record)
+            meter.advance(len(chunks[k]), note(record))
     context.processes.wait()
-    pieces = [context.cache.find(stage, k) for k in range(len(chunks))]
-    if any(piece is None for piece in pieces):
+    records = [context.cache.find(stage, k) for k in range(len(chunks))]
+    if any(record is None for record in records):
         raise UserError(
-            f"pieces of stage {stage!r} are missing in the run folder. With several machines, --out must be a folder "
+            f"batches of stage {stage!r} are missing in the run folder. With several machines, --out must be a folder "
             "that all of them share."
         )
-    return [piece for piece in pieces if piece is not None]
+    return [record for record in records if record is not None]
 
 
-def _is_done(piece: BatchRecord | None, chunk: list[int]) -> bool:
-    return piece is not None and "chunk" in piece and piece["chunk"].tolist() == chunk
+def _is_done(record: BatchRecord | None, chunk: list[int]) -> bool:
+    return record is not None and "chunk" in record and record["chunk"].tolist() == chunk
 
 
 def clean_stage(context: RunContext, indices: Tensor, stage: str = "clean") -> list[BatchRecord]:
-    """Predictions on the images as they are."""
+    """Predict the clean images."""
 
     def work(number: int, batch: Batch) -> BatchRecord:
         bad = json.dumps([{"index": b.index, "name": b.name, "reason": b.reason} for b in batch.bad])
@@ -143,51 +162,59 @@ def clean_stage(context: RunContext, indices: Tensor, stage: str = "clean") -> l
             "bad": np.asarray(bad),
         }
 
-    return run_stage(context, stage, indices, work, lambda piece: "")
+    return run_stage(context, stage, indices, work)
 
 
 @dataclass(frozen=True)
 class MemberResult:
-    """What one attack did, or one member of an ensemble: verdicts, notes and costs in pieces."""
+    """What one attack did, or one member of an ensemble: verdicts, notes and costs, one record per batch."""
 
     name: str
-    pieces: list[BatchRecord]
+    records: list[BatchRecord]
 
     @property
     def held(self) -> Tensor:
-        """The samples that it left standing, by their indices."""
-        kept = [piece["index"][piece["held"]].astype(np.int64) for piece in self.pieces]
+        """The indices of the samples that are still correct after it."""
+        kept = [record["index"][record["held"]].astype(np.int64) for record in self.records]
         return torch.from_numpy(np.concatenate(kept or [np.empty(0, np.int64)]))
+
+    @property
+    def attacked(self) -> int:
+        return sum(int(record["index"].size) for record in self.records)
+
+    @property
+    def broken(self) -> int:
+        return self.attacked - len(self.held)
 
 
 def attack_stage(
-    context: RunContext, stage: str, attack: Attack, threat: Threat, standing: Tensor, needs_known_family: bool = False
+    context: RunContext, stage: str, attack: Attack, threat: Threat, indices: Tensor, needs_known_family: bool = False
 ) -> list[MemberResult]:
-    """Attack the standing samples; of an ensemble, one member after the other, each on what all batches have left."""
+    """Attack these samples; the members of an ensemble run one after another, each on what the earlier ones left."""
     if needs_known_family:
         context = replace(context, compiled=None)
     if not isinstance(attack, WorstOf):
-        return [MemberResult("", _one_attack(context, stage, attack, threat, standing, lambda rng: rng))]
-    legs: list[MemberResult] = []
+        return [MemberResult("", _one_attack(context, stage, attack, threat, indices, lambda rng: rng))]
+    results: list[MemberResult] = []
     for number, (name, member) in enumerate(attack.members()):
-        standing = legs[-1].held if legs else standing
-        pieces = _one_attack(context, f"{stage} {name}", member, threat, standing, _member_stream(number))
-        legs.append(MemberResult(name, pieces))
-    return legs
+        indices = results[-1].held if results else indices
+        records = _one_attack(context, f"{stage} {name}", member, threat, indices, _member_stream(number))
+        results.append(MemberResult(name, records))
+    return results
 
 
 def refuse_lost_images(batch: Batch) -> None:
-    """After the clean stage every image of a batch must be there: verdicts on fewer would be those of another set."""
+    """After the clean stage every image of a batch must be readable: verdicts on fewer belong to a different set."""
     if batch.bad:
         lost = batch.bad[0]
         raise UserError(
             f"{lost.name} could be read for the clean accuracy and cannot be read now: {lost.reason}. "
-            "Restore it and go on with --resume."
+            "Restore it and continue with --resume."
         )
 
 
 def rules_of(attack: Attack) -> Callable[[nn.Module, Tensor], Threat] | None:
-    """How to get the rules of an attack that has its own, or wraps one that has."""
+    """The function that gives the rules of an attack that has its own, or wraps one that has; else None."""
     if isinstance(attack, OwnRules):
         return attack.rules
     inner = getattr(attack, "attack", None)
@@ -203,23 +230,23 @@ def _one_attack(
     stage: str,
     attack: Attack,
     threat: Threat,
-    standing: Tensor,
+    indices: Tensor,
     stream: Callable[[SampleRNG], SampleRNG],
 ) -> list[BatchRecord]:
-    """Every success is judged on the untouched model."""
+    """Attack batch by batch; every success is judged on the untouched model."""
     broken, own_rules = 0, rules_of(attack)
 
     def work(number: int, batch: Batch) -> BatchRecord:
         refuse_lost_images(batch)
         rng = stream(SampleRNG.of_samples(context.seed, batch.indices, context.processes.device))
         model = context.model if context.compiled is None else context.compiled
-        with context.arithmetic(), metered(model) as search:
+        with context.arithmetic(), count_passes(model) as search:
             z, notes = run_attack(attack, model, batch.x, batch.y, rng)
-        with context.arithmetic(), metered(context.model) as judging:
+        with context.arithmetic(), count_passes(context.model) as judging:
             rules = own_rules(context.model, batch.x) if own_rules else threat
             verdict = judge(context.model, rules, batch.x, z, batch.y)
-            if context.saver is not None:
-                notes |= context.saver.keep(stage, number, batch, z, verdict)
+            if context.save_examples is not None:
+                notes |= context.save_examples(stage, number, batch, z, verdict)
         return {
             "index": batch.indices.cpu().numpy(),
             "held": verdict.held.cpu().numpy(),
@@ -229,9 +256,9 @@ def _one_attack(
             **{f"{NOTE}{name}": values.cpu().numpy() for name, values in notes.items()},
         }
 
-    def verdicts(piece: BatchRecord) -> str:
+    def note(record: BatchRecord) -> str:
         nonlocal broken
-        broken += int((~piece["held"]).sum())
+        broken += int((~record["held"]).sum())
         return f"{broken} broken"
 
-    return run_stage(context, stage, standing, work, verdicts)
+    return run_stage(context, stage, indices, work, note)

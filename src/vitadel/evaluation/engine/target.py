@@ -1,4 +1,4 @@
-"""What is evaluated: a model and its data, with the names they were given by."""
+"""What is evaluated: a model and its data, and how they were opened."""
 
 from __future__ import annotations
 
@@ -25,23 +25,27 @@ from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
 from vitadel.data.validation import BadSample, check_labels
 from vitadel.errors import UserError
+from vitadel.runtime.opening import Opening
 from vitadel.types import Source
 
-__all__ = ["Target", "open_target"]
+__all__ = ["Target", "open_target", "sample_fingerprint"]
 
 
 @dataclass(frozen=True)
 class Target:
+    """A model and the data it is evaluated on, with the names they were given by."""
+
     model: Classifier
     model_spec: str
     source: Source
     data_spec: str
     data_root: str | Path | None = None
     given_as_object: bool = False  # the data set; then `data_spec` is no name to open anything by
+    opening: Opening | None = None
 
     @cached_property
     def preprocess(self) -> Preprocess:
-        """The model's own way to its input size; a model that names none gets the size of the first readable image."""
+        """The model's own preprocessing; a model without an input size gets that of the first readable image."""
         record = self.model.record
         size = record.input_size
         if size is None:
@@ -61,7 +65,7 @@ class Target:
             return "unknown"
 
     def selection(self, limit: int | None, seed: int, skip_bad: bool | None) -> tuple[Tensor, tuple[BadSample, ...]]:
-        """The sorted indices of the samples to work on, and what was left out for its label."""
+        """The sorted indices of the samples to work on, and those left out because of their labels."""
         labels = self.source.labels()
         usable = torch.ones(len(labels), dtype=torch.bool)
         classes = self.model.record.num_classes or len(self.source.classes)
@@ -72,8 +76,8 @@ class Target:
         return balanced_subset(labels[rows], limit, seed, rows), mislabelled
 
     def model_fingerprint(self) -> str:
-        """Names weights and normalisation, so that a run is not resumed with other ones; what a recipe tells people is
-        none of it."""
+        """Identifies weights and normalization, so that a run is not resumed with different ones. The description of
+        the recipe is not part of it."""
         record = self.model.record
         notes = {key: note for key, note in record.notes.items() if key != "about"}
         digest = hashlib.sha256(replace(record, notes=notes).to_json().encode())
@@ -83,9 +87,12 @@ class Target:
         return digest.hexdigest()[:16]
 
     def data_fingerprint(self, indices: Tensor) -> str:
-        """Names the selected samples by place and label."""
-        rows = torch.stack([indices, self.source.labels()[indices]])
-        return hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:16]
+        return sample_fingerprint(indices, self.source.labels())
+
+
+def sample_fingerprint(indices: Tensor, labels: Tensor) -> str:
+    """Identifies samples by index and label."""
+    return hashlib.sha256(torch.stack([indices, labels[indices]]).numpy().tobytes()).hexdigest()[:16]
 
 
 def open_target(
@@ -98,24 +105,37 @@ def open_target(
     tokens: str | Path | None = None,
     allow_readable: bool = False,
 ) -> Target:
-    """Load what is given by name, with its robustness tokens if there are any, and take what is given as an object."""
+    """Open what is given by name, with its robustness tokens if there are any, and take objects as they are."""
     if isinstance(model, str):
         _refuse_shapes_for_others(model, data)
         opened = open_model(model, model_options, tokens=tokens, allow_readable=allow_readable)
         classifier, model_spec = cast(Classifier, opened), model
     else:
-        # What has a record takes pixels already, as a classifier with robustness tokens does.
+        # A model with a record takes pixels already, as a classifier with robustness tokens does.
         recorded = isinstance(getattr(model, "record", None), ModelRecord)
         classifier = cast(Classifier, model) if recorded else wrap(model)
         model_spec = classifier.record.name
-    if isinstance(data, str):
-        source = open_dataset(data, root=data_root, skip_bad=skip_bad)
-        return Target(classifier, model_spec, source, data, data_root)
-    return Target(classifier, model_spec, data, repr(data), data_root, given_as_object=True)
+    return Target(
+        classifier,
+        model_spec,
+        open_dataset(data, root=data_root, skip_bad=skip_bad) if isinstance(data, str) else data,
+        data if isinstance(data, str) else repr(data),
+        data_root,
+        given_as_object=not isinstance(data, str),
+        opening=Opening.read(
+            **(model_options or {}),
+            model=model if isinstance(model, str) else None,
+            data=data if isinstance(data, str) else None,
+            data_root=data_root,
+            tokens=tokens,
+            allow_readable=allow_readable,
+            skip_bad=skip_bad,
+        ),
+    )
 
 
 def _refuse_shapes_for_others(model: str, data: str | Source) -> None:
-    """The built-in images are the default: a model of the zoo for other ones would be judged on them unasked."""
+    """The built-in images are the default of --data: a zoo model trained on other images is not judged on them."""
     place, _, name = model.partition(":")
     trained_on = name.partition("-")[0]
     shapes = isinstance(data, str) and re.match(r"shapes\b", data) is not None

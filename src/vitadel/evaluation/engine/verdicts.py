@@ -1,10 +1,10 @@
-"""From verdicts to what others read: `results.json` and `samples.parquet`."""
+"""Verdicts of a run, and the fields of `results.json` and columns of `samples.parquet` made of them."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,68 +17,77 @@ from torch import Tensor
 from vitadel.attacks.attention_scaling.aas import PAPER_STYLE
 from vitadel.data.validation import BadSample, skipped
 from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.stages import NOTE, MemberResult
+from vitadel.evaluation.engine.stages import NOTE, MemberResult, RunContext, check_any_readable, clean_stage
 from vitadel.evaluation.engine.target import Target
-from vitadel.evaluation.intervals import share
+from vitadel.statistics import share
 from vitadel.version import __version__
 
-__all__ = ["Verdicts", "described", "heading", "samples_table"]
+__all__ = ["Verdicts", "describe_target", "parquet_bytes", "result_header", "samples_table"]
 
 SCHEMA = 1
 
 
 @dataclass
 class Verdicts:
-    """The verdicts of an audit as they come in, one row per selected sample that could be read."""
+    """The verdicts of a run as they come in, one row per selected sample that could be read."""
 
     index: Tensor
     label: Tensor
     prediction: Tensor
     bad: list[dict[str, Any]]
     held: dict[str, Tensor] = field(default_factory=dict)
-    outside: set[str] = field(default_factory=set)  # attacks by rules of their own
+    outside: set[str] = field(default_factory=set)  # attacks with rules of their own
     entries: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of_clean(cls, pieces: Sequence[BatchRecord], mislabelled: Sequence[BadSample] = ()) -> Verdicts:
+    def of_clean(cls, records: Sequence[BatchRecord], mislabeled: Sequence[BadSample] = ()) -> Verdicts:
         def column(name: str) -> Tensor:
-            parts = [piece[name].astype(np.int64) for piece in pieces]
+            parts = [record[name].astype(np.int64) for record in records]
             return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, np.int64))
 
-        bad = [asdict(sample) for sample in mislabelled]
-        bad += [entry for piece in pieces for entry in json.loads(str(piece["bad"]))]
+        bad = [asdict(sample) for sample in mislabeled]
+        bad += [entry for record in records for entry in json.loads(str(record["bad"]))]
         return cls(column("index"), column("label"), column("prediction"), bad)
+
+    @classmethod
+    def from_clean_stage(
+        cls, context: RunContext, indices: Tensor, mislabeled: Sequence[BadSample] = (), stage: str = "clean"
+    ) -> Verdicts:
+        """Predict the clean images; a `UserError` if none of them can be read."""
+        verdicts = cls.of_clean(clean_stage(context, indices, stage), mislabeled)
+        check_any_readable(len(verdicts.index))
+        return verdicts
 
     @property
     def correct(self) -> Tensor:
         return self.prediction == self.label
 
     @property
-    def standing(self) -> Tensor:
+    def robust(self) -> Tensor:
         """Correct when clean and not broken by any attack so far."""
-        standing = self.correct
+        robust = self.correct
         for name, held in self.held.items():
             if name not in self.outside:
-                standing = standing & held
-        return standing
+                robust = robust & held
+        return robust
 
     def add(
-        self, name: str, settings: dict[str, object], legs: Sequence[MemberResult], *, alone: bool, own_rules: bool
+        self, name: str, settings: dict[str, object], members: Sequence[MemberResult], *, alone: bool, own_rules: bool
     ) -> None:
-        """Take in an attack's verdicts. Samples it did not see keep the verdict that kept them from it.
+        """Add an attack's verdicts. Samples that it was not run on count as broken.
 
-        `alone`: it was shown all correct samples, not only those still standing. With `own_rules` its budget is
-        another one than the audit's, so it is no part of the worst case.
+        `alone`: it was run on all correct samples, not only on those that are still robust. With `own_rules` its budget
+        differs from the run's, so it is not part of the worst case.
         """
-        before = self.correct if alone else self.standing
-        seen = np.concatenate([piece["index"] for piece in legs[0].pieces] or [np.empty(0, np.int64)])
-        assert seen.tolist() == self.index[before].tolist(), "an attack must be told about every exposed sample"
+        before = self.correct if alone else self.robust
+        seen = np.concatenate([record["index"] for record in members[0].records] or [np.empty(0, np.int64)])
+        assert seen.tolist() == self.index[before].tolist(), "an attack must be run on every exposed sample"
         held = torch.zeros_like(before)
-        held[torch.searchsorted(self.index, legs[-1].held)] = True
+        held[torch.searchsorted(self.index, members[-1].held)] = True
         self.held[name] = held
         if own_rules:
             self.outside.add(name)
-        pieces = [piece for leg in legs for piece in leg.pieces]
+        records = [record for member in members for record in member.records]
         entry = {
             "name": name,
             "settings": settings,
@@ -86,20 +95,20 @@ class Verdicts:
             "counts": _counts(alone, own_rules),
             "own_rules": own_rules,
             "attacked": int(before.sum()),
-            **_costs(pieces),
+            **_costs(records),
             "judged_on": "deployed model",
-            "paper_style": _paper_style(pieces),
+            "paper_style": _paper_style(records),
         }
-        if len(legs) > 1:
+        if len(members) > 1:
             entry["members"] = [
-                {"name": leg.name, "attacked": _size(leg.pieces, "index"), "broken": _broken(leg), **_costs(leg.pieces)}
-                for leg in legs
+                {"name": member.name, "attacked": member.attacked, "broken": member.broken, **_costs(member.records)}
+                for member in members
             ]
         self.entries.append(entry)
 
     def summary(self) -> dict[str, Any]:
         n, by_the_rules = len(self.index), self.held.keys() - self.outside
-        worst = share(int(self.standing.sum()), n, "held", "robust_accuracy") if by_the_rules else None
+        worst = share(int(self.robust.sum()), n, "held", "robust_accuracy") if by_the_rules else None
         return {
             "clean": share(int(self.correct.sum()), n, "correct", "accuracy"),
             "attacks": self.entries,
@@ -107,14 +116,14 @@ class Verdicts:
         }
 
 
-def heading(seed: int, *, suite: str | None = None, complete: bool = True) -> dict[str, Any]:
-    """What every `results.json` begins with."""
+def result_header(seed: int, *, suite: str | None = None) -> dict[str, Any]:
+    """The first fields of every `results.json`; the engine sets `complete` when the run is finished."""
     named = {} if suite is None else {"suite": suite}
-    return {"schema": SCHEMA, "version": __version__, "complete": complete, **named, "seed": seed}
+    return {"schema": SCHEMA, "version": __version__, "complete": False, **named, "seed": seed}
 
 
-def described(target: Target, verdicts: Verdicts, fingerprint: str) -> dict[str, Any]:
-    """What was judged: the fields `model` and `data`."""
+def describe_target(target: Target, verdicts: Verdicts, fingerprint: str) -> dict[str, Any]:
+    """The fields `model` and `data` of the results."""
     return {
         "model": {
             "spec": target.model_spec,
@@ -143,27 +152,19 @@ def _counts(alone: bool, own_rules: bool) -> str:
     return "this attack alone" if alone else "after this and all earlier attacks"
 
 
-def _size(pieces: Sequence[BatchRecord], name: str) -> int:
-    return sum(int(piece[name].size) for piece in pieces)
-
-
-def _broken(leg: MemberResult) -> int:
-    return _size(leg.pieces, "index") - len(leg.held)
-
-
-def _costs(pieces: Sequence[BatchRecord]) -> dict[str, Any]:
+def _costs(records: Sequence[BatchRecord]) -> dict[str, Any]:
     return {
-        "void": sum(int(piece["void"].sum()) for piece in pieces),
-        "gradient_calls": sum(int(piece["gradients"]) for piece in pieces),
-        "forward_calls": sum(int(piece["forwards"]) for piece in pieces),
-        "seconds": round(sum(float(piece["seconds"]) for piece in pieces), 3),
+        "void": sum(int(record["void"].sum()) for record in records),
+        "gradient_calls": sum(int(record["gradients"]) for record in records),
+        "forward_calls": sum(int(record["forwards"]) for record in records),
+        "seconds": round(sum(float(record["seconds"]) for record in records), 3),
     }
 
 
-def _paper_style(pieces: Sequence[BatchRecord]) -> dict[str, Any] | None:
-    """What the authors of an attack on a changed model would have reported: that model's accuracy under attack."""
+def _paper_style(records: Sequence[BatchRecord]) -> dict[str, Any] | None:
+    """The accuracy as the authors of an attack on a rescaled model report it: that of the rescaled model."""
     name = f"{NOTE}{PAPER_STYLE}"
-    verdicts = [piece[name] for piece in pieces if name in piece]
+    verdicts = [record[name] for record in records if name in record]
     if not verdicts:
         return None
     right = np.concatenate(verdicts)
@@ -176,13 +177,18 @@ def _paper_style(pieces: Sequence[BatchRecord]) -> dict[str, Any] | None:
 
 def samples_table(verdicts: Verdicts) -> bytes:
     """`samples.parquet`: one row per sample, one boolean column `held:<attack name>` per attack."""
-    columns: dict[str, Any] = {
-        "index": verdicts.index.numpy(),
-        "label": verdicts.label.numpy(),
-        "clean_prediction": verdicts.prediction.numpy(),
-        "clean_correct": verdicts.correct.numpy(),
+    columns = {
+        "index": verdicts.index,
+        "label": verdicts.label,
+        "clean_prediction": verdicts.prediction,
+        "clean_correct": verdicts.correct,
     }
-    columns.update({f"held:{name}": held.numpy() for name, held in verdicts.held.items()})
+    return parquet_bytes(columns | {f"held:{name}": held for name, held in verdicts.held.items()})
+
+
+def parquet_bytes(columns: Mapping[str, Any]) -> bytes:
+    """A parquet file of these columns: tensors, or anything that pyarrow takes."""
+    arrays = {name: column.numpy() if isinstance(column, Tensor) else column for name, column in columns.items()}
     buffer = io.BytesIO()
-    pq.write_table(pa.table(columns), buffer, compression="zstd")
+    pq.write_table(pa.table(arrays), buffer, compression="zstd")
     return buffer.getvalue()

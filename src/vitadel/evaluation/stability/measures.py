@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitadel.errors import UserError
-from vitadel.evaluation.intervals import bootstrap_mean, share, wilson
+from vitadel.statistics import bootstrap_mean, share, wilson
 
 __all__ = [
     "SIMILARITIES",

@@ -1,4 +1,4 @@
-"""What is compared in a trade-off: TORA at several lambdas, fusions between two of them, baselines, any other model."""
+"""The models of a trade-off: TORA at several lambdas, fusions between two of them, baselines, any other model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from vitadel.adapters.tora.tora_vit import BranchClassifier, Tora
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.class_subset import AmongLogits, choosing_like
+from vitadel.evaluation.engine.class_subset import SubsetLogits, subset_like
 from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.types import Source
 
-__all__ = ["JOINT", "Candidate", "between", "check_alike", "open_contenders"]
+__all__ = ["JOINT", "Candidate", "between", "check_alike", "open_candidates"]
 
 JOINT = "joint"
 """The output that is deployed, beside those of the branches."""
@@ -39,21 +39,21 @@ class Candidate:
     @property
     def tora(self) -> Tora | None:
         model: object = self.target.model
-        whole = model.classifier if isinstance(model, AmongLogits) else model
+        whole = model.classifier if isinstance(model, SubsetLogits) else model
         return whole if isinstance(whole, Tora) else None
 
     @property
     def branches(self) -> tuple[str, ...]:
-        """Those with a head of their own; none where there is one head only."""
+        """The branches with a head of their own; none if there is only one head."""
         return BRANCHES if self.tora is not None and self.tora.settings.branches == BRANCHES else ()
 
     def output(self, head: str) -> nn.Module:
         """The model as seen at one head, or at the joint output."""
         model = self.target.model
-        return model if head == JOINT else choosing_like(model, BranchClassifier(cast(Tora, self.tora), head))
+        return model if head == JOINT else subset_like(model, BranchClassifier(cast(Tora, self.tora), head))
 
-    def told(self) -> dict[str, Any]:
-        """Who this is, for results."""
+    def describe(self) -> dict[str, Any]:
+        """The fields that identify it in results."""
         tora = self.tora
         return {
             "name": self.name,
@@ -67,7 +67,7 @@ class Candidate:
         }
 
 
-def open_contenders(
+def open_candidates(
     specs: Sequence[str],
     data: str | Source,
     *,
@@ -79,10 +79,10 @@ def open_contenders(
     if not specs:
         raise UserError("a trade-off needs at least one model: give run folders of `vitadel harden tora/...`")
     first = open_target(specs[0], data, data_root=data_root, skip_bad=skip_bad)
-    subjects = [first]
+    targets = [first]
     for spec in specs[1:]:
-        subjects.append(replace(first, model=cast(Classifier, open_model(spec)), model_spec=spec))
-    found = [Candidate(name, target) for name, target in zip(_names(specs), subjects, strict=True)]
+        targets.append(replace(first, model=cast(Classifier, open_model(spec)), model_spec=spec))
+    found = [Candidate(name, target) for name, target in zip(_names(specs), targets, strict=True)]
     for each in found[1:]:
         check_alike(found[0], each)
     return [*found, *between(found, knob)]
@@ -102,11 +102,11 @@ def between(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     for several in trainings.values():
         ends = sorted(several, key=_lambda)
         if _lambda(ends[0]) < _lambda(ends[-1]):
-            found += [_turned(ends[0], ends[-1], place / (count + 1)) for place in range(1, count + 1)]
+            found += [_interpolate(ends[0], ends[-1], place / (count + 1)) for place in range(1, count + 1)]
     if not found:
         raise UserError(
-            "--knob goes from one fusion to another of the same training: give two runs of phase 2 that started from "
-            "one phase 1, with different lambdas"
+            "--knob goes from one fusion to another of the same training: give two runs of phase 2 with different "
+            "lambdas that started from one phase 1"
         )
     return found
 
@@ -115,7 +115,7 @@ def _lambda(candidate: Candidate) -> float:
     return cast(float, cast(Tora, candidate.tora).trade_off)
 
 
-def _turned(first: Candidate, second: Candidate, t: float) -> Candidate:
+def _interpolate(first: Candidate, second: Candidate, t: float) -> Candidate:
     one, other = cast(Tora, first.tora), cast(Tora, second.tora)
     tora = copy.deepcopy(one, {id(one.classifier): one.classifier})  # the frozen backbone is shared
     put_fusion(tora, interpolate_fusions(fusion_of(one), fusion_of(other), t))
@@ -132,7 +132,7 @@ def _names(specs: Sequence[str]) -> list[str]:
 
 
 def check_alike(first: Candidate, other: Candidate) -> None:
-    """Curves through points of different images or classes would say nothing."""
+    """Refuse candidates for different classes, image sizes or preprocessing."""
     one, two = first.target, other.target
     for what, mine, theirs in (
         ("classes", one.model.record.num_classes, two.model.record.num_classes),
@@ -140,12 +140,12 @@ def check_alike(first: Candidate, other: Candidate) -> None:
     ):
         if mine != theirs:
             raise UserError(
-                f"'{other.name}' and '{first.name}' differ in {what} ({theirs} and {mine}), so that they cannot be "
-                "judged on the same images. Compare models for one input."
+                f"'{other.name}' and '{first.name}' differ in {what} ({theirs} and {mine}), so they cannot be "
+                "evaluated on the same images. Compare models for one input."
             )
 
 
 def _view(target: Target) -> Preprocess:
-    """How pictures become pixels; the mean colour counts only where it is painted."""
+    """The preprocessing; the mean color counts only where it fills a border."""
     given = target.preprocess
     return given if given.crop_mode == "border" else replace(given, mean=(0.0, 0.0, 0.0))

@@ -1,20 +1,19 @@
-"""Accuracy against robustness, model beside model, on the same images: what TORA-ViT (Li & Xu, CVPR 2023) is about.
+"""The trade-off between accuracy and robustness of several models on the same images (TORA-ViT, Li & Xu, CVPR 2023).
 
-Every head and the joint output under the protocol of RVT, as in the slides; then stronger attacks on what is deployed,
-the joint output: attacks on itself, and attacks aimed at either head, each on what those before it left standing.
+Every head and the joint output are evaluated by the protocol of RVT, as in the slides. Then stronger attacks work on
+the joint output, which is deployed: attacks on itself, and attacks aimed at either head, each on the samples that are
+still correct after those before it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
@@ -23,22 +22,21 @@ from vitadel.attacks.parse import make, split_attack_list
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import Linf
 from vitadel.data.validation import BadSample
-from vitadel.errors import Interrupted, UserError
+from vitadel.errors import UserError
 from vitadel.evaluation.audit.evidence import findings_about
 from vitadel.evaluation.audit.protocols import RVT
-from vitadel.evaluation.engine.calibration import studies
-from vitadel.evaluation.engine.class_subset import choose_among
-from vitadel.evaluation.engine.run import Outcome, begun, context_for
-from vitadel.evaluation.engine.stages import RunContext, attack_stage, clean_stage, rules_of
-from vitadel.evaluation.engine.verdicts import Verdicts, described, heading
-from vitadel.evaluation.intervals import share
-from vitadel.evaluation.trade_off.adapter_maps import look_at_maps
-from vitadel.evaluation.trade_off.candidates import JOINT, Candidate, open_contenders
+from vitadel.evaluation.engine.calibration import needs_calibration
+from vitadel.evaluation.engine.class_subset import apply_class_subset
+from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
+from vitadel.evaluation.engine.stages import RunContext, attack_stage, rules_of
+from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, parquet_bytes, result_header
+from vitadel.evaluation.trade_off.adapter_maps import evaluate_maps
+from vitadel.evaluation.trade_off.candidates import JOINT, Candidate, open_candidates
 from vitadel.findings import SUSPICIOUS, Finding
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import quantity_text, read_quantity
 from vitadel.runtime.distributed import Processes, join_processes
-from vitadel.runtime.run_folder import write_atomically, write_json
+from vitadel.statistics import share
 from vitadel.types import Attack, Source
 
 __all__ = ["SUITE", "TradeOffRequest", "run_trade_off", "trade_off"]
@@ -49,8 +47,8 @@ _MISLED = 0.01  # share of all images that attacks aimed at a head may break bey
 
 
 @dataclass(frozen=True)
-class TradeOffRequest:
-    """What a comparison is asked to do. `attacks` go at the joint output, `aimed` at each head; all are in Linf.
+class TradeOffRequest(RunRequest):
+    """What a comparison is asked to do. `attacks` work on the joint output, `aimed` on each head; all are in Linf.
 
     `maps` is the number of images on which the adapters' maps are drawn and checked.
     """
@@ -59,16 +57,12 @@ class TradeOffRequest:
     attacks: tuple[str, ...] = ("pgd-50(restarts=5)", "autoattack")
     aimed: tuple[str, ...] = ("pgd-50(restarts=5)",)
     maps: int = 0
-    limit: int | None = None
-    batch_size: int = 64
-    seed: int = 0
-    skip_bad: bool = False
 
     @classmethod
     def read(
         cls, eps: Budgets, attacks: str | Sequence[str], aimed: str | Sequence[str] | None, **more: Any
     ) -> TradeOffRequest:
-        """From lists, or from texts with commas as on the command line; `eps` may be one number, `aimed` nothing."""
+        """A request from lists, or from texts with commas as on the command line; `eps` may be one number."""
         budgets = eps.split(",") if isinstance(eps, str) else [eps] if isinstance(eps, int | float) else eps
         return cls(
             eps=tuple(read_quantity(each, "eps") for each in budgets),
@@ -78,6 +72,7 @@ class TradeOffRequest:
         )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.eps or list(self.eps) != sorted(set(self.eps)) or self.eps[0] <= 0 or self.eps[-1] >= 1:
             raise UserError(
                 f"--eps needs different budgets between 0 and 1, the smallest first, e.g. 1/255,2/255,4/255; got "
@@ -88,15 +83,11 @@ class TradeOffRequest:
         for flag, names in (("--attacks", self.attacks), ("--aimed", self.aimed)):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
-                raise UserError(
-                    f"{flag} lists {twice[0]!r} twice; each name may stand once, settings make names differ"
-                )
+                raise UserError(f"{flag} lists {twice[0]!r} twice; write different settings in brackets: (restarts=2)")
             for name in names:
-                _plain(name, make(name, eps=self.eps[0]))
-        if self.batch_size < 1 or self.maps < 0:
-            raise UserError(
-                f"--batch-size must be at least 1 and --maps at least 0, got {self.batch_size} and {self.maps}"
-            )
+                _check_plain(name, make(name, eps=self.eps[0]))
+        if self.maps < 0:
+            raise UserError(f"--maps must be at least 0, got {self.maps}")
 
 
 def trade_off(
@@ -125,118 +116,94 @@ def trade_off(
         eps, attacks, aimed, maps=maps, limit=limit, batch_size=batch_size, seed=seed, skip_bad=skip_bad
     )
     specs = [str(each) for each in ([runs] if isinstance(runs, str | Path) else runs)]
-    candidates = open_contenders(specs, data, data_root=data_root, skip_bad=skip_bad, knob=knob)
+    candidates = open_candidates(specs, data, data_root=data_root, skip_bad=skip_bad, knob=knob)
     return run_trade_off(candidates, request, join_processes(device), out=out, resume=resume).results
 
 
 def run_trade_off(
-    candidates: Sequence[Candidate],
-    request: TradeOffRequest,
-    processes: Processes,
-    *,
-    out: str | Path | None = None,
-    resume: bool = False,
-    shown: bool = False,
-    argv: Sequence[str] = (),
+    candidates: Sequence[Candidate], request: TradeOffRequest, processes: Processes, **options: Unpack[RunOptions]
 ) -> Outcome:
-    """Judge all contenders in one run folder; every (model, output, budget) is a stage that is found again."""
-    candidates = [dataclasses.replace(each, target=choose_among(each.target)) for each in candidates]
+    """Evaluate all candidates in one run folder; every (model, output, budget) is a stage."""
+    candidates = [dataclasses.replace(each, target=apply_class_subset(each.target)) for each in candidates]
     first = candidates[0].target
-    indices, mislabelled = first.selection(request.limit, request.seed, request.skip_bad)
-    who = [each.told() for each in candidates]
-    settings = _settings(candidates, request, who, indices)
-    run, done = begun(SUITE, candidates[0].name, settings, processes, out=out, resume=resume, argv=argv)
-    if done is not None:
-        return done
-    context = context_for(first, request, processes, run, shown=shown)
-    try:
-        judged = []
+    indices, mislabeled = first.selection(request.limit, request.seed, request.skip_bad)
+    described = [each.describe() for each in candidates]
+    fingerprint = "-".join(each["fingerprint"] for each in described)
+    settings = run_settings(
+        first,
+        request,
+        indices,
+        model=", ".join(each.name for each in candidates),
+        model_fingerprint=fingerprint,
+        suite=SUITE,
+    )
+
+    def work(run: Run) -> dict[str, Any]:
+        context = run.context(first, request)
+        judged: list[_Judged] = []
         for number, candidate in enumerate(candidates, start=1):
-            course = _Course(context, request, candidate, f"{number:02d} {candidate.name}")
-            judged.append(course.run(indices, mislabelled))
-            if processes.is_main:
-                told = [_entry(*pair) for pair in zip(who, judged, strict=False)]
-                write_json(run.path / "results.json", {"complete": False, "trade_off": {"contenders": told}})
-        maps, arrays = look_at_maps(context, candidates, judged[0].joint.index, judged[0].joint.label, request.maps)
-    except KeyboardInterrupt:
-        raise Interrupted(run.path) from None
-    results = _results(candidates[0], request, judged, who, settings["model_fingerprint"])
-    results["trade_off"]["maps"] = maps
-    if processes.is_main:
-        write_atomically(run.path / "samples.parquet", _samples(judged))
-        if arrays is not None:
-            write_atomically(run.path / "maps.npz", arrays)
-        write_json(run.path / "results.json", results)
-        run.finish()
-    processes.wait()
-    return Outcome(results, run, processes.is_main)
+            evaluation = _Evaluation(context, request, candidate, f"{number:02d} {candidate.name}")
+            judged.append(evaluation.run(indices, mislabeled))
+            entries = [_entry(*pair) for pair in zip(described, judged, strict=False)]
+            run.write_unfinished({"trade_off": {"contenders": entries}})
+        joint = judged[0].joint
+        maps, arrays = evaluate_maps(context, candidates, joint.index, joint.label, request.maps)
+        run.write("samples.parquet", _samples(judged))
+        run.write("maps.npz", arrays)
+        results = _results(candidates[0], request, judged, described, fingerprint)
+        results["trade_off"]["maps"] = maps
+        return results
 
-
-def _settings(
-    candidates: Sequence[Candidate], request: TradeOffRequest, who: Sequence[dict[str, Any]], indices: Tensor
-) -> dict[str, Any]:
-    """What a resumed run must agree with."""
-    first = candidates[0].target
-    return {
-        "model": ", ".join(each.name for each in candidates),
-        "model_fingerprint": "-".join(each["fingerprint"] for each in who),
-        "data": first.data_spec,
-        "data_fingerprint": first.data_fingerprint(indices),
-        "suite": SUITE,
-        **dataclasses.asdict(request),
-        "eps": [quantity_text(eps) for eps in request.eps],
-    }
+    return execute(SUITE, candidates[0].name, settings, processes, work, **options)
 
 
 @dataclass
 class _Judged:
-    """The verdicts on one contender: a tally per output, and what stands at the joint one after each budget."""
+    """The verdicts on one candidate: one `Verdicts` per output, and the robust samples at each budget."""
 
     name: str
-    tallies: dict[str, Verdicts]
-    standing: dict[float, Tensor] = field(default_factory=dict)
+    verdicts: dict[str, Verdicts]
+    robust: dict[float, Tensor] = field(default_factory=dict)
     findings: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def joint(self) -> Verdicts:
-        return self.tallies[JOINT]
+        return self.verdicts[JOINT]
 
 
 @dataclass(frozen=True, eq=False)
-class _Course:
-    """One contender's way through all stages."""
+class _Evaluation:
+    """All stages of one candidate."""
 
     context: RunContext
     request: TradeOffRequest
     candidate: Candidate
     title: str
 
-    def run(self, indices: Tensor, mislabelled: Sequence[BadSample]) -> _Judged:
+    def run(self, indices: Tensor, mislabeled: Sequence[BadSample]) -> _Judged:
         self.candidate.target.model.to(self.context.processes.device)
         judged = _Judged(self.candidate.name, {})
         for head in (*self.candidate.branches, JOINT):
             model = self.candidate.output(head)
             with frozen(model):
-                pieces = clean_stage(self._at(model), indices, f"{self.title} {head} clean")
-                judged.tallies[head] = Verdicts.of_clean(pieces, mislabelled)
+                stage = f"{self.title} {head} clean"
+                judged.verdicts[head] = Verdicts.from_clean_stage(self._at(model), indices, mislabeled, stage)
                 if head != JOINT:
                     self._rvt(judged, head)
-        if len(judged.joint.index) == 0:
-            raise UserError("no sample could be read, so nothing can be judged; see the reasons with --skip-bad off")
-        # The smallest budget first: what fools within it fools within every larger one.
+        # The smallest budget first: an image that fools within it fools within every larger one.
         for eps in sorted({RVT.budget, *self.request.eps}):
             if eps == RVT.budget:
                 self._rvt(judged, JOINT)
             if eps in self.request.eps:
                 self._strong(judged, eps)
-                judged.standing[eps] = judged.joint.standing
+                judged.robust[eps] = judged.joint.robust
         return judged
 
     def _at(self, model: nn.Module) -> RunContext:
         return dataclasses.replace(self.context, model=model)
 
     def _rvt(self, judged: _Judged, head: str) -> None:
-        """Each attack by itself on all images that this output gets right, as in the slides' tables."""
+        """Each attack alone on all images that this output classifies correctly, as in the slides' tables."""
         for name in RVT.attacks:
             self._stage(judged, head, f"RVT {name}", make(name, eps=RVT.budget), RVT.budget, alone=True)
 
@@ -244,19 +211,19 @@ class _Course:
         n = len(judged.joint.index)
         for name in self.request.attacks:
             self._stage(judged, JOINT, name, make(name, eps=eps), eps)
-        left = int(judged.joint.standing.sum())
+        left = int(judged.joint.robust.sum())
         for branch in self.candidate.branches:
             for name in self.request.aimed:
                 attack = BranchAttack(make(name, eps=eps), branch)
                 self._stage(judged, JOINT, f"{name} aimed at {branch}", attack, eps, target=branch)
-        broken = left - int(judged.joint.standing.sum())
+        broken = left - int(judged.joint.robust.sum())
         if broken > max(1.0, _MISLED * n):
             judged.findings.append(
                 Finding(
                     "branch-attacks",
                     SUSPICIOUS,
-                    f"attacks aimed at one head broke {broken} of {n} images that those on the joint output had left",
-                    "the joint loss misleads attacks here: trust the worst case only, and aim more attacks at the "
+                    f"attacks aimed at one head broke {broken} of {n} images that those on the joint output had not",
+                    "the joint loss misleads attacks here: trust only the worst case, and aim more attacks at the "
                     "heads (--aimed)",
                     f"{judged.name}: attacks on one head find more than those on the joint output at "
                     f"{quantity_text(eps)}",
@@ -274,44 +241,44 @@ class _Course:
         target: str | None = None,
         alone: bool = False,
     ) -> None:
-        verdicts, model = judged.tallies[head], self.candidate.output(head)
-        exposed = verdicts.index[verdicts.correct if alone else verdicts.standing]
+        verdicts, model = judged.verdicts[head], self.candidate.output(head)
+        exposed = verdicts.index[verdicts.correct if alone else verdicts.robust]
         full = f"{name} at {quantity_text(eps)}"
         with frozen(model):
-            legs = attack_stage(self._at(model), f"{self.title} {head} {full}", attack, Linf(eps), exposed)
+            members = attack_stage(self._at(model), f"{self.title} {head} {full}", attack, Linf(eps), exposed)
         settings = {**settings_of(attack), "norm": "linf", "eps": quantity_text(eps), "seed": self.request.seed}
-        verdicts.add(full, settings, legs, alone=alone, own_rules=False)
+        verdicts.add(full, settings, members, alone=alone, own_rules=False)
         verdicts.entries[-1] |= {"eps": eps, "eps_text": quantity_text(eps), "target": target or head, "attack": name}
-        for found in findings_about(full, legs, len(verdicts.index)):
+        for found in findings_about(full, members, len(verdicts.index)):
             judged.findings.append({**found, "title": f"{judged.name}: {found['title']}"})
 
 
-def _plain(name: str, attack: Attack) -> None:
-    """An attack with its own rules cannot be ordered by budget, and there are no images here to study."""
-    if studies(attack) or rules_of(attack) is not None:
+def _check_plain(name: str, attack: Attack) -> None:
+    """Refuse attacks with rules of their own, which have no budget to sort by, and those that need calibration."""
+    if needs_calibration(attack) or rules_of(attack) is not None:
         raise UserError(
-            f"'{name}' has a budget of its own or studies other images first, which a trade-off has no room for. Run "
-            f"it with `vitadel audit RUN --attacks {name}`."
+            f"'{name}' has a budget of its own or needs calibration images, which a trade-off does not support. Run it "
+            f"with `vitadel audit RUN --attacks {name}`."
         )
 
 
-def _entry(who: dict[str, Any], judged: _Judged) -> dict[str, Any]:
+def _entry(candidate: dict[str, Any], judged: _Judged) -> dict[str, Any]:
     n = len(judged.joint.index)
     rvt = {
         head: {
             "clean": verdicts.summary()["clean"],
             "attacks": [entry for entry in verdicts.entries if entry["attack"].startswith("RVT ")],
         }
-        for head, verdicts in judged.tallies.items()
+        for head, verdicts in judged.verdicts.items()
     }
     return {
-        **who,
+        **candidate,
         "clean": judged.joint.summary()["clean"],
         "rvt": rvt,
         "attacks": [entry for entry in judged.joint.entries if not entry["attack"].startswith("RVT ")],
         "worst_case": [
             {"eps": eps, "eps_text": quantity_text(eps), **share(int(held.sum()), n, "held", "robust_accuracy")}
-            for eps, held in judged.standing.items()
+            for eps, held in judged.robust.items()
         ],
     }
 
@@ -320,15 +287,15 @@ def _results(
     first: Candidate,
     request: TradeOffRequest,
     judged: Sequence[_Judged],
-    who: Sequence[dict[str, Any]],
+    candidates: Sequence[dict[str, Any]],
     fingerprint: str,
 ) -> dict[str, Any]:
     largest = request.eps[-1]
-    told = described(first.target, judged[0].joint, fingerprint)
-    told["model"] = {"spec": ", ".join(each.name for each in judged), "fingerprint": fingerprint}
+    described = describe_target(first.target, judged[0].joint, fingerprint)
+    described["model"] = {"spec": ", ".join(each.name for each in judged), "fingerprint": fingerprint}
     return {
-        **heading(request.seed, suite=SUITE),
-        **told,
+        **result_header(request.seed, suite=SUITE),
+        **described,
         "threat": {"norm": "linf", "eps": largest, "eps_text": quantity_text(largest)},
         "batch_size": request.batch_size,
         "precision": "fp32",
@@ -338,30 +305,28 @@ def _results(
         "trade_off": {
             "budgets": [{"eps": eps, "eps_text": quantity_text(eps)} for eps in request.eps],
             "rvt": {"eps": RVT.budget, "eps_text": RVT.eps, "attacks": list(RVT.attacks)},
-            "contenders": [_entry(*pair) for pair in zip(who, judged, strict=True)],
+            "contenders": [_entry(*pair) for pair in zip(candidates, judged, strict=True)],
         },
         "findings": [found for each in judged for found in each.findings],
     }
 
 
 def _samples(judged: Sequence[_Judged]) -> bytes:
-    """One row per image. For each contender: its answer, whether that is right at every output, held after each attack,
-    and by the worst case. There is no one `clean_prediction`; `clean_correct` is right by all."""
+    """One row per image. For each candidate: its prediction, whether that is correct at every output, after each attack
+    and in the worst case. `clean_prediction` is empty; `clean_correct` means correct by all candidates."""
     first = judged[0].joint
     columns: dict[str, Any] = {
-        "index": first.index.numpy(),
-        "label": first.label.numpy(),
+        "index": first.index,
+        "label": first.label,
         "clean_prediction": pa.nulls(len(first.index), pa.int64()),
-        "clean_correct": torch.stack([each.joint.correct for each in judged]).all(0).numpy(),
+        "clean_correct": torch.stack([each.joint.correct for each in judged]).all(0),
     }
     for each in judged:
-        columns[f"prediction:{each.name}"] = each.joint.prediction.numpy()
-        for head, verdicts in each.tallies.items():
+        columns[f"prediction:{each.name}"] = each.joint.prediction
+        for head, verdicts in each.verdicts.items():
             where = "" if head == JOINT else f" {head}"
-            columns[f"correct:{each.name}{where}"] = verdicts.correct.numpy()
-            columns |= {f"held:{each.name}{where}: {name}": held.numpy() for name, held in verdicts.held.items()}
-        for eps, held in each.standing.items():
-            columns[f"worst:{each.name}: {quantity_text(eps)}"] = held.numpy()
-    buffer = io.BytesIO()
-    pq.write_table(pa.table(columns), buffer, compression="zstd")
-    return buffer.getvalue()
+            columns[f"correct:{each.name}{where}"] = verdicts.correct
+            columns |= {f"held:{each.name}{where}: {name}": held for name, held in verdicts.held.items()}
+        for eps, held in each.robust.items():
+            columns[f"worst:{each.name}: {quantity_text(eps)}"] = held
+    return parquet_bytes(columns)

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitadel.evaluation.intervals import wilson
 from vitadel.findings import PRECHECK, can_diagnose, title_of
 from vitadel.reporting.audit_figures import draw_classes, draw_examples, shows_attention
 from vitadel.reporting.kind import Kind, Section, Trust, doubts
@@ -17,6 +16,7 @@ from vitadel.reporting.read_runs import Run, aspects, class_scores, threat_text
 from vitadel.reporting.terminal import show_effective_eps, show_findings
 from vitadel.reporting.text import interval_text, listed, percent, share_text
 from vitadel.runtime.opening import next_command, recorded_opening
+from vitadel.statistics import wilson
 
 __all__ = ["KIND", "audit_sections", "audit_sentence", "show_audit"]
 

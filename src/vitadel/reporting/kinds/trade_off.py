@@ -24,11 +24,11 @@ from vitadel.reporting.figures import (
     style_axes,
 )
 from vitadel.reporting.kind import Kind, Section
-from vitadel.reporting.pairs import mcnemar
 from vitadel.reporting.read_runs import Array, Run, read_arrays
 from vitadel.reporting.tables import Cell, Column, Table, mean_cells, mean_columns, share_cells, share_columns
 from vitadel.reporting.terminal import show_sections
 from vitadel.reporting.text import percent
+from vitadel.statistics import mcnemar
 
 __all__ = ["KIND", "draw_maps", "draw_trade_off", "map_table", "trade_off_remarks", "trade_off_tables"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vitadel.evaluation.intervals import bootstrap_mean, share, wilson
+from vitadel.statistics import bootstrap_mean, share, wilson
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ from torch import nn
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf
 from vitadel.evaluation.engine import compilation
-from vitadel.evaluation.engine.compilation import Compilation, compiled
-from vitadel.evaluation.engine.pass_counter import metered
+from vitadel.evaluation.engine.compilation import Compilation, compile_if_faster
+from vitadel.evaluation.engine.pass_counter import count_passes
 
 
-def test_what_is_told():
+def test_summary():
     assert Compilation(1.5, 40).pays
     assert not Compilation(1.05, 40).pays
-    assert "does not pay: 1.05 times" in Compilation(1.05, 40).told()
-    assert "torch.compile pays: 1.50 times as fast after 40 s" in Compilation(1.5, 40).told()
-    assert "failed here (InvalidCxxCompiler)" in Compilation(0.0, 0.0, "InvalidCxxCompiler").told()
+    assert "does not pay: 1.05 times" in Compilation(1.05, 40).summary()
+    assert "torch.compile pays: 1.50 times as fast after 40 s" in Compilation(1.5, 40).summary()
+    assert "failed here (InvalidCxxCompiler)" in Compilation(0.0, 0.0, "InvalidCxxCompiler").summary()
 
 
 def test_a_compiler_that_fails_is_survived(monkeypatch):
@@ -27,7 +27,7 @@ def test_a_compiler_that_fails_is_survived(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", fail)
     model = TinyNet().eval()
-    chosen, verdict = compiled(model, images(4))
+    chosen, verdict = compile_if_faster(model, images(4))
     assert chosen is model
     assert not verdict.pays
     assert verdict.reason == "RuntimeError"
@@ -40,7 +40,7 @@ def test_it_is_used_only_where_it_is_faster(monkeypatch, speedup, pays):
     times = iter([speedup, 1.0])
     monkeypatch.setattr(torch, "compile", lambda model, **settings: twin)
     monkeypatch.setattr(compilation, "seconds_of", lambda work, device: next(times))
-    chosen, verdict = compiled(model, images(4))
+    chosen, verdict = compile_if_faster(model, images(4))
     assert chosen is (twin if pays else model)
     assert verdict.speedup == speedup
 
@@ -52,7 +52,7 @@ def test_a_really_compiled_model_is_metered_and_agrees():
     x = images(4)
     attack = PGD(Linf(1e-4), steps=3)
     y = model(x).argmax(1)
-    with metered(fast) as cost:
+    with count_passes(fast) as cost:
         z = attack(fast, x, y)
     assert (cost.gradients, cost.forwards) == (12, 0)
     assert torch.allclose(z, attack(model, x, y))

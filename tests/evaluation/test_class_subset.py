@@ -15,7 +15,7 @@ import vitadel
 from vitadel.backbones.classifier import wrap
 from vitadel.data import open_dataset
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.class_subset import AmongClasses, AmongLogits, choose_among, numbered_alike
+from vitadel.evaluation.engine.class_subset import SubsetLogits, SubsetSource, apply_class_subset, relabel_like
 from vitadel.evaluation.engine.target import open_target
 
 # Classes 0, 6 and 99; the last two are of ImageNet-A.
@@ -70,7 +70,7 @@ def test_all_of_imagenet_is_not_restricted(root):
 
 @pytest.mark.parametrize("outputs", [10, 200])
 def test_models_without_the_1000_are_refused(root, outputs):
-    with pytest.raises(UserError, match=f"has {outputs} outputs, but this benchmark chooses 200 of the 1000"):
+    with pytest.raises(UserError, match=f"has {outputs} outputs, but this benchmark takes 200 of the 1000"):
         vitadel.audit(Grey(outputs, 1, 2).eval(), f"imagenet-a:{root}/a", attacks=())
     silent = nn.Sequential(nn.Flatten(), nn.Linear(192, outputs))  # announces nothing: noticed at the first image
     with pytest.raises(UserError, match=f"has {outputs} outputs"):
@@ -81,11 +81,11 @@ def test_strange_labels_are_refused(root):
     target = open_target(Grey().eval(), f"imagenet-a:{root}/a")
     target.source.targets[1] = 0  # the tench is not one of the 200
     with pytest.raises(UserError, match=r"1\.png is not of one of the 200 classes"):
-        choose_among(target)
+        apply_class_subset(target)
 
 
 def test_slicing_keeps_order_and_gradients():
-    model = AmongLogits(wrap(Grey(12, 3, 7)), [3, 7, 11], 12)
+    model = SubsetLogits(wrap(Grey(12, 3, 7)), [3, 7, 11], 12)
     x = torch.rand(5, 3, 4, 4, requires_grad=True)
     logits = model(x)
     assert torch.equal(logits, Grey(12, 3, 7)(x)[:, [3, 7, 11]])
@@ -99,12 +99,12 @@ def test_other_data_is_numbered_alike(root):
     for wnid in (TENCH, GOOSE):
         write(root / "val" / wnid / "x.png", 9)
     other = open_dataset(f"imagenet:{root}/val")
-    source = choose_among(open_target(Grey().eval(), f"imagenet-a:{root}/a")).source
-    assert isinstance(source, AmongClasses)
-    again = numbered_alike(other, source)
+    source = apply_class_subset(open_target(Grey().eval(), f"imagenet-a:{root}/a")).source
+    assert isinstance(source, SubsetSource)
+    again = relabel_like(other, source)
     assert again.labels().tolist() == [-1, source.labels()[-1]]
     assert again.classes[int(again.labels()[1])] == "goose"
-    assert numbered_alike(other, other) is other
+    assert relabel_like(other, other) is other
 
 
 def test_the_lists_are_the_published_ones(root):

@@ -12,13 +12,13 @@ import time
 import pytest
 
 from vitadel.errors import UserError
-from vitadel.runtime.run_folder import open_run, write_atomically, write_json
+from vitadel.runtime.run_folder import Command, open_run, write_atomically, write_json
 
 SETTINGS = {"model": "m", "attacks": ("fgsm",), "seed": 0}
 
 
 def begin(path, resume=False, verb="audit", settings=SETTINGS):
-    return open_run(verb, "m", settings, out=path, resume=resume, argv=["audit", "m"])
+    return open_run(Command(verb, settings, ["audit", "m"]), "m", out=path, resume=resume)
 
 
 def files(path):
@@ -46,8 +46,8 @@ def test_two_processes_do_not_work_in_one_folder(tmp_path):
     folder, told = tmp_path / "run", tmp_path / "told"
     code = f"""
 import pathlib, time
-from vitadel.runtime.run_folder import open_run
-open_run("audit", "m", {dict(SETTINGS)!r}, out=pathlib.Path({str(folder)!r}), resume=False, argv=[])
+from vitadel.runtime.run_folder import Command, open_run
+open_run(Command("audit", {dict(SETTINGS)!r}), "m", out=pathlib.Path({str(folder)!r}), resume=False)
 pathlib.Path({str(told)!r}).touch()
 time.sleep(60)
 """
@@ -62,20 +62,20 @@ time.sleep(60)
     assert begin(folder, resume=True) == run
 
 
-def test_what_a_run_only_tells_does_not_keep_it_from_going_on(tmp_path):
+def test_settings_that_are_not_compared_do_not_prevent_resuming(tmp_path):
     begin(tmp_path / "run", settings={**SETTINGS, "about": "one"})
     other = {**SETTINGS, "about": "another"}
     with pytest.raises(UserError, match="about: was 'one', now 'another'"):
         begin(tmp_path / "run", resume=True, settings=other)
-    again = {"out": tmp_path / "run", "resume": True, "argv": ["audit", "m"]}
-    assert open_run("audit", "m", other, **again, telling=("about",)).path == tmp_path / "run"
+    again = {"out": tmp_path / "run", "resume": True}
+    assert open_run(Command("audit", other, not_compared=("about",)), "m", **again).path == tmp_path / "run"
 
 
 def test_other_settings_are_named_one_by_one(tmp_path):
     begin(tmp_path / "run")
     before = files(tmp_path)
     with pytest.raises(
-        UserError, match=r"(?s)other settings.*attacks: was \['fgsm'\], now \['pgd-5'\].*seed: was 0, now 1"
+        UserError, match=r"(?s)different settings.*attacks: was \['fgsm'\], now \['pgd-5'\].*seed: was 0, now 1"
     ):
         begin(tmp_path / "run", resume=True, settings={**SETTINGS, "attacks": ("pgd-5",), "seed": 1})
     assert files(tmp_path) == before
@@ -98,8 +98,8 @@ def test_resume_without_a_folder_finds_the_newest_unfinished_run_of_the_same_com
     monkeypatch.chdir(tmp_path)
     first = begin(None)
     write_json(first.path / "results.json", {"complete": True})
-    other = open_run("audit", "other", {**SETTINGS, "seed": 5}, out=None, resume=False, argv=[])
-    second = open_run("audit", "same", SETTINGS, out=None, resume=False, argv=[])
+    other = open_run(Command("audit", {**SETTINGS, "seed": 5}), "other", out=None, resume=False)
+    second = open_run(Command("audit", SETTINGS), "same", out=None, resume=False)
     assert begin(None, resume=True).path == second.path
     assert other.path != second.path
 

@@ -45,7 +45,7 @@ def files_of(root):
 
 
 def test_pictures_hold_the_pixels_and_folders_the_classes(tmp_path):
-    results, _ = write(tmp_path / "c")
+    results, _, _ = write(tmp_path / "c")
     found = pictures(tmp_path / "c")
     assert len(found) == 2 * 20
     for name, content in list(found.items())[::7]:
@@ -155,7 +155,7 @@ def test_large_pictures_are_prepared_as_imagenet_c_was(tmp_path):
         ({"format": "npy"}, "all five severities"),
         ({"severities": (0,)}, "got 0"),
         ({"corruptions": ("rain",)}, "unknown corruption 'rain'"),
-        ({"corruptions": ()}, "no corruption is asked for"),
+        ({"corruptions": ()}, "no corruption is requested"),
         ({"batch_size": 0}, "at least 1"),
     ],
     ids=str,
@@ -171,7 +171,7 @@ def test_another_copy_is_not_mixed_in(tmp_path):
     write(tmp_path / "c")
     with pytest.raises(UserError, match="already holds a finished run"):
         write(tmp_path / "c")
-    with pytest.raises(UserError, match="begun with other settings"):
+    with pytest.raises(UserError, match="started with different settings"):
         write(tmp_path / "c", resume=True, seed=1)
 
 
@@ -197,7 +197,9 @@ def test_images_that_cannot_be_read_are_told_and_not_counted(tmp_path):
     spec = grey_pictures(tmp_path, "cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png")
     (tmp_path / "in" / "cat" / "2.png").write_bytes(b"no picture")
     for resume in (False, True):
-        results, _ = write(tmp_path / "c", open_dataset(spec), limit=None, skip_bad=True, batch_size=1, resume=resume)
+        results, _, _ = write(
+            tmp_path / "c", open_dataset(spec), limit=None, skip_bad=True, batch_size=1, resume=resume
+        )
         assert (results["data"]["n"], results["data"]["left_out"]) == (3, 1)
         assert results["data"]["left_out_names"] == ["cat/2.png"]
         assert len(pictures(tmp_path / "c")) == 2 * 3
@@ -205,7 +207,7 @@ def test_images_that_cannot_be_read_are_told_and_not_counted(tmp_path):
         (tmp_path / "in" / f"{name}.png").write_bytes(b"no picture")
     with pytest.raises(UserError, match="no image of the data can be read"):
         write(tmp_path / "none", open_dataset(spec), limit=None, skip_bad=True)
-    with pytest.raises(UserError, match="none of the chosen images can be read"):
+    with pytest.raises(UserError, match="no sample could be read, so the copy is empty"):
         write(tmp_path / "none", open_dataset(spec), limit=None, skip_bad=True, size=16)
 
 
@@ -224,7 +226,7 @@ def test_a_full_disk_is_told_and_arrays_go_on_when_there_is_space(tmp_path, monk
     (tmp_path / "c" / "contrast.part").symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"no space left on the disk while writing .*contrast\.npy"):
         write(tmp_path / "c", resume=True, **settings)
-    assert sorted(files_of(tmp_path / "c")) == ["command.json"]
+    assert sorted(files_of(tmp_path / "c")) == ["command.json", "environment.json"]
     write(tmp_path / "c", resume=True, **settings)
     arrays = [(tmp_path / each / "contrast.npy").read_bytes() for each in ("whole", "c")]
     assert arrays[0] == arrays[1]

@@ -1,0 +1,130 @@
+"""Intervals of shares and means, and exact tests of counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "ALPHA",
+    "binomial_tail",
+    "bootstrap_mean",
+    "difference_interval",
+    "exceeds_share",
+    "holm",
+    "mcnemar",
+    "share",
+    "sign_test",
+    "significantly_fewer",
+    "wilson",
+]
+
+ALPHA = 1e-3
+"""Significance level of a single comparison; a diagnosis makes about ten of them."""
+
+_Z95 = 1.959963984540054
+_ROUNDS = 1_000
+_PAIR_ROUNDS = 5_000
+
+
+def wilson(hits: int, n: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share (1927), sound also for shares near 0 and 1."""
+    if n == 0:
+        return 0.0, 1.0
+    p, z2 = hits / n, _Z95**2
+    center = (p + z2 / (2 * n)) / (1 + z2 / n)
+    half = _Z95 / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    # The exact ends at 0 and n hits are 0 and 1; float arithmetic misses them by an ulp.
+    return (0.0 if hits == 0 else center - half), (1.0 if hits == n else center + half)
+
+
+def share(hits: int, n: int, count: str, name: str) -> dict[str, object]:
+    """The fields that every accuracy has: e.g. {"held": 31, "n": 64, "robust_accuracy": ..., "ci95": [...]}."""
+    low, high = wilson(hits, n)
+    return {count: hits, "n": n, name: hits / n if n else 0.0, "ci95": [low, high]}
+
+
+def bootstrap_mean(values: NDArray[np.floating[Any]], seed: int = 0) -> tuple[float, float]:
+    """The 95 % interval of a mean over images: percentiles of the means of 1000 seeded resamples (Efron 1979).
+
+    `values` has one number per image. Average over versions of an image first: they are not independent samples.
+    """
+    rng = np.random.default_rng(seed)
+    means = [values[rng.integers(len(values), size=len(values))].mean(dtype=np.float64) for _ in range(_ROUNDS)]
+    low, high = np.quantile(means, [0.025, 0.975]).tolist()
+    return low, high
+
+
+def sign_test(more: int, less: int) -> float:
+    """P-value of the one-sided sign test: at least `more` of `more + less` differences on one side by chance."""
+    tosses = more + less
+    term = tail = math.comb(tosses, less)
+    for hits in range(less, 0, -1):  # C(n, k-1) from C(n, k): exact in integers, and quick for many samples
+        term = term * hits // (tosses - hits + 1)
+        tail += term
+    return tail / (1 << tosses)
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """P-value of the two-sided exact test of McNemar (1947) from the two counts of discordant samples."""
+    fewer, more = sorted((only_first, only_second))
+    return min(1.0, 2 * sign_test(more, fewer))
+
+
+def difference_interval(only_first: int, only_second: int, n: int) -> tuple[float, float]:
+    """95 % interval of the difference of two paired shares, by a seeded bootstrap over images.
+
+    One discordant image of either kind is added before resampling: otherwise two models that never differed would get
+    an interval of width zero.
+    """
+    if n == 0:
+        return -1.0, 1.0
+    total = n + 2
+    shares = ((only_first + 1) / total, (only_second + 1) / total, (n - only_first - only_second) / total)
+    drawn = np.random.default_rng(0).multinomial(total, shares, size=_PAIR_ROUNDS)
+    low, high = np.quantile((drawn[:, 0] - drawn[:, 1]) / total, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values adjusted for multiple comparisons (Holm 1979)."""
+    adjusted = [0.0] * len(p_values)
+    least = 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda place: p_values[place])):
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))
+        adjusted[place] = least
+    return adjusted
+
+
+def binomial_tail(count: int, n: int, p: float) -> float:
+    """The probability of at least `count` successes in `n` trials with success probability `p`."""
+    if count <= 0 or p >= 1:
+        return 1.0
+    if p <= 0:
+        return 0.0
+    success, failure = math.log(p), math.log1p(-p)
+
+    def exactly(k: int) -> float:  # by logarithms: binomial coefficients of many samples overflow
+        ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+        return math.exp(ways + k * success + (n - k) * failure)
+
+    return min(1.0, math.fsum(exactly(k) for k in range(count, n + 1)))
+
+
+def exceeds_share(count: int, n: int, expected: float) -> bool:
+    """Whether `count` of `n` is significantly more than the `expected` share, by the exact binomial test."""
+    return binomial_tail(count, n, expected) < ALPHA
+
+
+def significantly_fewer(first: Any, second: Any, floor: float) -> bool:
+    """Whether the second mask of robust samples has fewer than the first: by more than `floor` of all, significantly.
+
+    Both are boolean tensors or arrays over the same samples, so only samples on which they disagree count.
+    """
+    only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
+    gap = (only_first - only_second) / max(len(first), 1)
+    return gap > floor and sign_test(only_first, only_second) < ALPHA
