@@ -14,14 +14,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from vitadel.adapters.adapter_file import backbone_fingerprint
 from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier, fresh_tokens
-from vitadel.adapters.tokens.token_files import (
-    backbone_fingerprint,
-    fingerprint_of,
-    load_tokens,
-    read_tokens,
-    save_tokens,
-)
+from vitadel.adapters.tokens.token_files import fingerprint_of, load_tokens, read_tokens, save_tokens
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.errors import UserError
@@ -76,7 +71,7 @@ def test_a_round_trip(tmp_path: Path, placement: str) -> None:
     assert fingerprint_of(path) == fingerprint_of(str(path)) == fingerprint_of(again) == fingerprint_of(tokened)
     file = read_tokens(path)
     assert file.settings == SETTINGS
-    assert file.backbone == "vit"
+    assert file.about["backbone"] == "vit"
 
 
 def test_the_file_holds_the_tokens_alone(tmp_path: Path) -> None:
@@ -117,11 +112,11 @@ def test_the_backbones_fingerprint_sees_every_weight_that_tokens_pass() -> None:
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
-    with pytest.raises(UserError, match=r"tokens 24 wide, made for 'vit'; those of 'vit' are 36 wide \(same"):
+    with pytest.raises(UserError, match=r"is for a backbone 24 wide, 'vit'; 'vit' is 36 wide \(same"):
         load_tokens(path, classifier_of(embed_dim=36))
-    with pytest.raises(UserError, match=r"made for other weights, those of 'vit'; this is 'vit'"):
+    with pytest.raises(UserError, match=r"trained on other weights, those of 'vit'; this is 'vit'"):
         load_tokens(path, classifier_of(seed=1))
-    with pytest.raises(UserError, match=r"made for other weights, those of 'vit'; this is 'deit3'"):
+    with pytest.raises(UserError, match=r"trained on other weights, those of 'vit'; this is 'deit3'"):
         load_tokens(path, classifier_of("deit3"))
     with pytest.raises(UserError, match="no meaning for family 'swin'"):
         load_tokens(path, classifier_of("swin"))
@@ -155,7 +150,7 @@ def test_damage_anywhere_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": 2}, r"token schema 2, this version reads 1\. Update"),
+        ({"schema": 2}, r"schema 2, this version reads 1\. Update"),
         ({"count": 4}, "do not match its description"),
         ({"width": 25}, "do not match its description"),
         ({"salt": ""}, "do not match its description"),
@@ -190,13 +185,13 @@ def test_nothing_is_ever_unpickled(tmp_path: Path) -> None:
 def test_weights_are_no_tokens(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     write_secret(path, safetensors.torch.save({"tokens": torch.zeros(3, 24)}))
-    with pytest.raises(UserError, match="safetensors file without robustness tokens"):
+    with pytest.raises(UserError, match="safetensors file, but not a file of robustness tokens"):
         load_tokens(path, classifier_of())
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     tokened = TokenClassifier(classifier_of(), fresh_tokens(24, 3))
-    with pytest.raises(UserError, match="settings of the tokens cannot be written"):
+    with pytest.raises(UserError, match="settings cannot be written"):
         save_tokens(tokened, tmp_path / "tokens", {"path": tmp_path})
     with torch.no_grad():
         tokened.tokens[0, 0] = torch.nan

@@ -236,7 +236,7 @@ def test_damage_anywhere_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": 2}, r"TORA schema 2, this version reads 1\. Update"),
+        ({"schema": 2}, r"schema 2, this version reads 1\. Update"),
         ({"schema": "gone"}, "cannot be read as the parts of TORA"),
         ({"settings": 5}, "cannot be read as the parts of TORA"),
         ({"settings": {"kind": "unknown"}}, "cannot be read as the parts of TORA"),
@@ -267,13 +267,13 @@ def test_nothing_is_ever_unpickled(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read as the parts of TORA"):
         load_tora(tmp_path / "bomb", classifier_of())
     (tmp_path / "weights").write_bytes(safetensors.torch.save({"head": torch.zeros(3)}))
-    with pytest.raises(UserError, match="is a safetensors file, but not of TORA"):
+    with pytest.raises(UserError, match="is a safetensors file, but not a fusion of TORA"):
         read_fusion(tmp_path / "weights")
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     tora = tora_of()
-    with pytest.raises(UserError, match="settings of the training cannot be written"):
+    with pytest.raises(UserError, match="settings cannot be written"):
         save_tora(tora, tmp_path / "parts", {"path": tmp_path})
     with torch.no_grad():
         tora.acc.head.bias[0] = torch.nan

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.vits import make_vit, pixels
 
-from vitadel.backbones.attention_hooks import fastest_attention
+from vitadel.backbones.classifier import fastest_attention
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -17,7 +17,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from vitadel.backbones.checkpoints import fit_to, load_strict, read_checkpoint, read_metadata, read_weights
+from vitadel.backbones.checkpoints import fit_to, load_strict, read_checkpoint, read_metadata
 from vitadel.errors import UserError
 
 WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.tensor([1.0, 2.0])}
@@ -39,8 +39,8 @@ def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pth", "no_suffix"])
 def test_safetensors_are_known_by_content(name: str, tmp_path: Path) -> None:
     safetensors.torch.save_file(WEIGHTS, tmp_path / name, metadata={"who": "me"})
-    assert read_weights(tmp_path / name).keys() == WEIGHTS.keys()
-    assert torch.equal(read_weights(tmp_path / name)["a.weight"], WEIGHTS["a.weight"])
+    assert read_checkpoint(tmp_path / name).weights.keys() == WEIGHTS.keys()
+    assert torch.equal(read_checkpoint(tmp_path / name).weights["a.weight"], WEIGHTS["a.weight"])
     assert read_metadata(tmp_path / name) == {"who": "me"} == read_checkpoint(tmp_path / name).metadata
 
 
@@ -48,7 +48,7 @@ def test_safetensors_are_known_by_content(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("modern", [True, False])
 def test_torch_files_of_both_formats(name: str, modern: bool, tmp_path: Path) -> None:
     torch.save(WEIGHTS, tmp_path / name, _use_new_zipfile_serialization=modern)
-    assert same(read_weights(tmp_path / name), WEIGHTS)
+    assert same(read_checkpoint(tmp_path / name).weights, WEIGHTS)
     assert read_metadata(tmp_path / name) == {}
 
 
@@ -72,7 +72,7 @@ def test_averaged_weights_come_first_and_that_is_told(tmp_path: Path) -> None:
 
 def test_containers_nest_and_scalars_beside_tensors_are_left_out(tmp_path: Path) -> None:
     torch.save({"state_dict": {"module": WEIGHTS}}, tmp_path / "nested.pt")
-    assert same(read_weights(tmp_path / "nested.pt"), WEIGHTS)
+    assert same(read_checkpoint(tmp_path / "nested.pt").weights, WEIGHTS)
     torch.save({**WEIGHTS, "epoch": 3}, tmp_path / "mixed.pt")
     found = read_checkpoint(tmp_path / "mixed.pt")
     assert same(found.weights, WEIGHTS)
@@ -98,7 +98,7 @@ def test_a_malicious_pickle_is_refused_without_running_it(kind: str, tmp_path: P
     else:
         torch.save(content, path, _use_new_zipfile_serialization=kind == "zip")
     with pytest.raises(UserError, match=r"evil.pth' was refused.*Nothing was run.*safetensors.torch.save_file"):
-        read_weights(path)
+        read_checkpoint(path)
     assert not mark.exists()
     if kind != "plain pickle":  # the test is worth something only if the file really bites
         torch.load(path, weights_only=False)
@@ -108,7 +108,7 @@ def test_a_malicious_pickle_is_refused_without_running_it(kind: str, tmp_path: P
 def test_a_whole_module_is_refused_and_the_class_is_named(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
     with pytest.raises(UserError, match=r"refused.*\(torch.nn.modules.linear.Linear\)"):
-        read_weights(tmp_path / "module.pt")
+        read_checkpoint(tmp_path / "module.pt")
 
 
 def _bytes_of_torch_file() -> bytes:
@@ -140,7 +140,7 @@ def _bytes_of_npz() -> bytes:
 def test_unreadable_files_are_named_with_the_reason(name: str, content: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=said) as caught:
-        read_weights(tmp_path / name)
+        read_checkpoint(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
 
 
@@ -152,12 +152,12 @@ def test_metadata_of_a_damaged_file_is_a_mistake_too(tmp_path: Path) -> None:
 
 def test_folders_and_missing_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a folder, a weight file was expected"):
-        read_weights(tmp_path)
+        read_checkpoint(tmp_path)
     with pytest.raises(UserError, match=r"nothing.pt' does not exist"):
-        read_weights(tmp_path / "nothing.pt")
+        read_checkpoint(tmp_path / "nothing.pt")
     (tmp_path / "file").write_bytes(b"x")
     with pytest.raises(UserError, match="cannot be read: Not a directory"):
-        read_weights(tmp_path / "file" / "w.pt")
+        read_checkpoint(tmp_path / "file" / "w.pt")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_folders_and_missing_files(tmp_path: Path) -> None:
 def test_files_without_a_state_dict(content: object, said: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "w.pt")
     with pytest.raises(UserError, match=said):
-        read_weights(tmp_path / "w.pt")
+        read_checkpoint(tmp_path / "w.pt")
 
 
 # --- renaming

@@ -56,7 +56,7 @@ def test_parameters_are_as_many_as_in_the_paper(
         plain, plus = timm.create_model(name), timm.create_model(f"{name}_plus", scaled_blocks=scaled_blocks)
     assert sum(each.numel() for each in plain.parameters()) == parameters
     assert sum(each.numel() for each in plus.parameters()) == with_factors
-    assert VARIANTS[f"{name}_plus"].scaled_blocks == {"rvt_tiny": 10}.get(name, 5)
+    assert VARIANTS[f"{name}_plus"]["scaled_blocks"] == {"rvt_tiny": 10}.get(name, 5)
 
 
 @pytest.mark.parametrize(("name", "products"), [("rvt_tiny", 1.284), ("rvt_small", 4.645), ("rvt_base", 17.491)])
@@ -75,8 +75,8 @@ def test_names_for_32_pixels_keep_64_tokens(name: str) -> None:
     if "micro" in name:
         assert sum(parameter.numel() for parameter in model.parameters()) < 1_500_000
     scores = [value for key, value in model.state_dict().items() if key.endswith("position_scores")]
-    assert len(scores) == VARIANTS[name].scaled_blocks
-    assert all(each.shape == (VARIANTS[name].heads[0], 64, 64) for each in scores)
+    assert len(scores) == VARIANTS[name].get("scaled_blocks", 0)
+    assert all(each.shape == (VARIANTS[name]["heads"][0], 64, 64) for each in scores)
 
 
 def test_the_stem_is_convolution_norm_pooling_and_patches() -> None:

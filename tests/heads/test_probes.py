@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitadel import attacks, audit, wrap
-from vitadel.adapters.tokens.token_files import backbone_fingerprint
+from vitadel.adapters.adapter_file import backbone_fingerprint
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.data.preprocess import Preprocess

@@ -14,6 +14,7 @@ from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier
 from vitadel.adapters.tokens.token_files import load_bank, load_tokens
 from vitadel.adapters.tora.tora_files import backbone_of_parts, load_tora, parts_file
 from vitadel.adapters.tora.tora_vit import Tora
+from vitadel.backbones.checkpoints import read_record
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model, zoo_file, zoo_names
 from vitadel.errors import UserError
@@ -73,7 +74,7 @@ def _shipped_tora(spec: str, options: Mapping[str, Any]) -> Tora | None:
     if spec not in zoo_names():
         return None
     with zoo_file(spec) as path:
-        backbone = backbone_of_parts(path)
+        backbone = backbone_of_parts(path) if read_record(path) is None else None
         return None if backbone is None else load_tora(path, load_model(backbone, **options))
 
 

@@ -1,20 +1,20 @@
-"""Where each family of vision transformers has its seams: one row per family, read by everything in `instrument`.
+"""Where the blocks and attention modules of each family of vision transformers are: one row per family.
 
-A row names classes instead of importing them, so that looking at the table loads no model code. A new family needs one
-row, provided that its attention modules
+A row names classes instead of importing them, so that the table loads no model code. A new family needs one row if its
+attention modules
 
 - have `num_heads`, and `fused_attn` if they can call `F.scaled_dot_product_attention`;
 - form scores of shape (batch, heads, queries, keys) by one product of queries and keys (or by the fused call), as their
   first product of two four-dimensional tensors;
 - turn them into probabilities by one softmax.
 
-These three make the two seams of attention: the product is where content scores are scaled, the softmax is where maps
-and scores are seen. Position biases and masks are added between the two.
+These are the two seams of attention: content scores are scaled at the product, maps and scores are read at the softmax.
+Position biases and masks are added between the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
@@ -45,16 +45,16 @@ class ScoreSeam(Enum):
     """Which part of the pre-softmax scores a factor multiplies."""
 
     CONTENT = "content"
-    """The product of queries and keys. Position biases and masks are added later and keep their size: a scaled mask
-    of -100 would let shifted windows leak into each other."""
+    """The product of queries and keys, before position biases and masks are added: a scaled mask of -100 would let
+    shifted windows leak into each other."""
 
     WHOLE = "whole"
-    """All that the softmax is given. For talking heads: a linear map over heads, with a bias, follows the product."""
+    """The input of the softmax. For talking heads: a linear map over heads, with a bias, follows the product."""
 
 
 @dataclass(frozen=True)
 class TokenSeam:
-    """Extra prefix tokens join the output of module `enter` and are gone from the input of module `leave`."""
+    """Extra prefix tokens are added to the output of module `enter` and removed from the input of module `leave`."""
 
     enter: str = "norm_pre"
     leave: str = "norm"
@@ -63,13 +63,13 @@ class TokenSeam:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """One family: how to recognise it and where its seams lie.
+    """One family: how to recognize it and where its seams are.
 
     `classes` are full names of backbone classes (subclasses count). `blocks` and `attentions` are bare class names,
-    looked up inside the backbone, in the order of registration, which is the order of execution. `prefix` is the
-    number of class and register tokens that stand before the patches in the first block, or the backbone's attribute
-    that holds it; class-attention blocks add their class token later. `tokens` is None where extra tokens have no
-    meaning, and `no_tokens` then says why. `norm_is_next`: the final norm takes what the last of `blocks` returns.
+    looked up inside the backbone in the order of registration, which is the order of execution. `prefix` is the number
+    of class and register tokens before the patches in the first block, or the name of the backbone's attribute;
+    class-attention blocks add their class token later. `tokens` is None if extra tokens are not possible, and
+    `no_tokens` then says why. `norm_is_next`: the final norm takes the output of the last of `blocks`.
     """
 
     classes: tuple[str, ...]
@@ -83,7 +83,7 @@ class Anatomy:
 
 _CONTENT, _WHOLE = ScoreSeam.CONTENT, ScoreSeam.WHOLE
 _POOLS = {"AttentionPoolLatent": _CONTENT, "AttentionPoolPrr": _CONTENT}
-_FIXED_PAIRS = "its position bias holds one number per pair of positions, and extra tokens have no position"
+_FIXED_PAIRS = "its position bias has one number per pair of positions, and extra tokens have no position"
 _STAGES = "its stages resize the grid of tokens, and extra tokens have no place in the grid"
 _GRID_ONLY = "its blocks are made for a grid of tokens, without any prefix, and extra tokens have no place in the grid"
 _LATE_CLASS = "its class token joins in the class-attention blocks only, so there is no prefix to extend"
@@ -146,7 +146,7 @@ ANATOMIES: dict[str, Anatomy] = {
         attentions={"AttentionDownsample": _CONTENT, "Attention": _CONTENT},
         no_tokens=_STAGES,
     ),
-    "fan": Anatomy(  # what attends over tokens: neither the gate of channels nor class attention, which pools them
+    "fan": Anatomy(  # attention over tokens only, not the channel gate or class attention
         classes=("vitadel.backbones.families.fan.Fan",),
         blocks=("FanBlock",),
         attentions={"TokenAttention": _CONTENT},
@@ -197,7 +197,7 @@ def _backbones(module: nn.Module) -> list[nn.Module]:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """What a person would call the model: the inside of parallel, compiled and normalising wrappers."""
+    """The model inside parallel, compiled and normalizing wrappers."""
     for name in ("_orig_mod", "module", "backbone"):
         inner = getattr(module, name, None)
         if isinstance(inner, nn.Module):
@@ -206,11 +206,11 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def backbone_of(model: nn.Module) -> nn.Module:
-    """The module of a known family inside `model`, which may be the model itself or sit under any wrappers."""
+    """The module of a known family inside `model`: the model itself, or inside any wrappers."""
     found = {id(module): module for module in _backbones(model)}
     if not found:
         raise UserError(
-            f"no anatomy known for {_full_names(_unwrapped(model))[0]}: where its attention lies is not known. "
+            f"no anatomy known for {_full_names(_unwrapped(model))[0]}: the places of its attention are not known. "
             f"Known families: {', '.join(sorted(ANATOMIES))}. "
             "Use a model of one of these, or add a row to backbones/anatomy.py."
         )
@@ -235,12 +235,13 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 
 
 def blocks_of(model: nn.Module) -> list[Part]:
-    """Every transformer block, class-attention blocks included, in the order in which they run."""
-    return list(_blocks_in(backbone_of(model), "", frozenset(anatomy_of(model).blocks), set()))
+    """Every transformer block, class-attention blocks included, in the order of execution."""
+    backbone = backbone_of(model)
+    return list(_blocks_in(backbone, "", ANATOMIES[family_of(backbone)].blocks, set()))
 
 
-def _blocks_in(module: nn.Module, path: str, kinds: frozenset[str], seen: set[int]) -> Iterator[Part]:
-    """Not looked for inside each other: instruments ask before every pass, and most modules are inside a block."""
+def _blocks_in(module: nn.Module, path: str, kinds: Sequence[str], seen: set[int]) -> Iterator[Part]:
+    """Blocks inside blocks are not searched: instruments ask before every pass, and most modules are in a block."""
     for name, child in module.named_children():
         if id(child) in seen:
             continue
@@ -252,17 +253,18 @@ def _blocks_in(module: nn.Module, path: str, kinds: frozenset[str], seen: set[in
 
 
 def attentions_of(model: nn.Module) -> list[SoftmaxAttention]:
-    """Every module that attends by softmax, in the order in which they run: blocks', class and pooling attention."""
-    row, found = anatomy_of(model), []
-    for name, module in backbone_of(model).named_modules():
+    """Every module with softmax attention in the order of execution: in blocks, class attention and pooling."""
+    backbone = backbone_of(model)
+    row, found = ANATOMIES[family_of(backbone)], []
+    for name, module in backbone.named_modules():
         seam = next((row.attentions[k.__name__] for k in type(module).__mro__ if k.__name__ in row.attentions), None)
         if seam is not None:
             found.append(SoftmaxAttention(name, module, cast(int, module.num_heads), seam))
-    for block in blocks_of(model):
+    for block in blocks_of(backbone):
         if not any(each.name == block.name or each.name.startswith(block.name + ".") for each in found):
             inner = getattr(block.module, "attn", block.module)
             raise UserError(
-                f"family '{family_of(model)}': block '{block.name}' attends by {type(inner).__name__}, whose score "
+                f"family '{family_of(backbone)}': block '{block.name}' attends by {type(inner).__name__}, whose score "
                 f"seam is not known. Known here: {', '.join(sorted(row.attentions))}. "
                 "Add the class to the family's row in backbones/anatomy.py."
             )
@@ -282,6 +284,7 @@ def main_attentions(model: nn.Module) -> list[int]:
 
 
 def prefix_tokens_of(model: nn.Module) -> int:
-    """How many class and register tokens stand before the patches in the first block."""
-    prefix = anatomy_of(model).prefix
-    return prefix if isinstance(prefix, int) else int(getattr(backbone_of(model), prefix))
+    """The number of class and register tokens before the patches in the first block."""
+    backbone = backbone_of(model)
+    prefix = ANATOMIES[family_of(backbone)].prefix
+    return prefix if isinstance(prefix, int) else int(getattr(backbone, prefix))

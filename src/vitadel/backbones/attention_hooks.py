@@ -1,4 +1,4 @@
-"""Hooks inside attention modules: scale scores, observe or edit attention maps; and the choice of attention kernel.
+"""Hooks inside attention modules: scale scores, observe or edit attention maps.
 
 A hook acts on torch's own calls while the module's forward runs (the product of queries and keys, the fused attention
 call, the softmax). One implementation serves every family, fused or not, and no parameter is exchanged. A classifier
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from vitadel.backbones.anatomy import ScoreSeam, SoftmaxAttention, attentions_of
 from vitadel.errors import UserError
 
-__all__ = ["AttentionHook", "Factor", "check_all_ran", "fastest_attention", "notify_before", "scaled_scores"]
+__all__ = ["AttentionHook", "Factor", "check_all_ran", "notify_before", "scaled_scores"]
 
 _PRODUCTS = (torch.Tensor.matmul, torch.matmul)  # `a @ b` arrives as the first
 _SOFTMAXES = (torch.Tensor.softmax, torch.softmax, F.softmax)
@@ -157,9 +157,9 @@ class _HookedForward:
             extra = sum(hook.extra_prefix for hook in hooks)
             if extra:
                 prefix = cast(int, module.num_prefix_tokens) + extra
-                stack.enter_context(_attribute([module], "num_prefix_tokens", prefix))
+                stack.enter_context(_attribute(module, "num_prefix_tokens", prefix))
             if any(hook.needs_softmax for hook in hooks) and hasattr(module, "fused_attn"):
-                stack.enter_context(_attribute([module], "fused_attn", False))
+                stack.enter_context(_attribute(module, "fused_attn", False))
             stack.enter_context(_Calls(self.attention, hooks))
             return self.forward(*args, **kwargs)
 
@@ -227,16 +227,13 @@ class _Calls(TorchFunctionMode):
 
 
 @contextmanager
-def _attribute(modules: Sequence[nn.Module], name: str, value: int) -> Iterator[None]:
-    """Set an attribute of the modules inside the block."""
-    before = [getattr(module, name) for module in modules]
+def _attribute(module: nn.Module, name: str, value: int) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
-        for module in modules:
-            setattr(module, name, value)
         yield
     finally:
-        for module, old in zip(modules, before, strict=True):
-            setattr(module, name, old)
+        setattr(module, name, before)
 
 
 def notify_before(fired: Callable[[], object], act: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
@@ -289,16 +286,3 @@ def check_all_ran(model: nn.Module, names: Iterable[str]) -> None:
             "these modules were skipped, or run compiled. Inside the block, call the plain model, without "
             "torch.compile, so that its own modules run."
         )
-
-
-@contextmanager
-def fastest_attention(model: nn.Module, device: torch.device, kind: torch.dtype | None) -> Iterator[None]:
-    """Compute attention with the fastest kernel for this device and half precision (or None) inside the block.
-
-    On a CPU the backward pass of the fused kernel takes nearly three times as long in bf16 as the separate operations,
-    which makes bf16 slower than float32 instead of twice as fast (65 tokens, three heads of 32).
-    """
-    slow = kind is not None and device.type == "cpu"
-    fused = [module for module in model.modules() if slow and getattr(module, "fused_attn", False)]
-    with _attribute(fused, "fused_attn", False):
-        yield

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from vitadel.backbones.classifier import Classifier
-from vitadel.backbones.compatibility import describe_mismatch, find_mismatch
+from vitadel.backbones.compatibility import describe_mismatch
 from vitadel.backbones.record import ModelRecord
 from vitadel.backbones.small_images import adapt_to_small_images
 from vitadel.backbones.timm_models import create_backbone
@@ -36,7 +36,6 @@ __all__ = [
     "read_checkpoint",
     "read_metadata",
     "read_record",
-    "read_weights",
     "save_classifier",
     "tensor_hash",
 ]
@@ -66,11 +65,6 @@ class Fitted:
     weights: dict[str, Tensor]
     notes: tuple[str, ...] = ()
     normalizer: tuple[tuple[float, ...], tuple[float, ...]] | None = None
-
-
-def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors or torch file, on the CPU."""
-    return read_checkpoint(path).weights
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -267,9 +261,9 @@ def _by_timm(module: nn.Module, start: Fitted) -> list[Fitted]:
 def load_strict(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> Fitted:
     """Load all keys or none; return the loaded weights, with notes on renamed keys."""
     fitted = fit_to(module, weights)
-    mismatch = find_mismatch(module, fitted.weights)
-    if mismatch:
-        raise UserError(describe_mismatch(mismatch, module, fitted.weights, source, fitted.notes))
+    own, file = ({k: v.shape for k, v in side.items()} for side in (module.state_dict(), fitted.weights))
+    if own != file:
+        raise UserError(describe_mismatch(module, fitted.weights, source, fitted.notes))
     _check_finite(module, fitted.weights, source)
     module.load_state_dict(fitted.weights, strict=True)
     stored = sorted(

@@ -11,7 +11,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Mismatch", "class_count", "describe_mismatch", "find_mismatch", "head_names"]
+__all__ = ["class_count", "describe_mismatch", "find_mismatch"]
 
 Shape = tuple[int, ...]
 
@@ -30,25 +30,22 @@ class Mismatch:
     unexpected: tuple[str, ...]
     misshaped: dict[str, tuple[Shape, Shape]]
 
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.misshaped)
-
 
 def find_mismatch(module: nn.Module, weights: Mapping[str, Tensor]) -> Mismatch:
     """Compare keys and shapes, in the order of the model and of the file."""
-    own = {key: tuple(value.shape) for key, value in module.state_dict().items()}
+    own, file = _shapes(module.state_dict()), _shapes(weights)
     return Mismatch(
-        missing=tuple(key for key in own if key not in weights),
-        unexpected=tuple(key for key in weights if key not in own),
-        misshaped={
-            key: (tuple(weights[key].shape), shape)
-            for key, shape in own.items()
-            if key in weights and tuple(weights[key].shape) != shape
-        },
+        missing=tuple(key for key in own if key not in file),
+        unexpected=tuple(key for key in file if key not in own),
+        misshaped={key: (file[key], own[key]) for key in own if key in file and file[key] != own[key]},
     )
 
 
-def head_names(module: nn.Module) -> tuple[str, ...]:
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, Shape]:
+    return {key: tuple(value.shape) for key, value in weights.items()}
+
+
+def _head_names(module: nn.Module) -> tuple[str, ...]:
     """Names of the classification layers in timm's configuration; `head` without one."""
     named = _configuration(module).get("classifier") or "head"
     return (named,) if isinstance(named, str) else tuple(named)
@@ -56,21 +53,20 @@ def head_names(module: nn.Module) -> tuple[str, ...]:
 
 def class_count(module: nn.Module, weights: Mapping[str, Tensor]) -> int | None:
     """The number of classes of the head in the file, if there is one."""
-    head = weights.get(f"{head_names(module)[0]}.weight")
+    head = weights.get(f"{_head_names(module)[0]}.weight")
     return None if head is None else int(head.shape[0])
 
 
-def describe_mismatch(
-    mismatch: Mismatch, module: nn.Module, weights: Mapping[str, Tensor], source: str, notes: Sequence[str] = ()
-) -> str:
+def describe_mismatch(module: nn.Module, weights: Mapping[str, Tensor], source: str, notes: Sequence[str] = ()) -> str:
     """A message with the first keys of each kind, their shapes and counts, then the likely cause."""
-    own = module.state_dict()
+    mismatch, own, file = find_mismatch(module, weights), _shapes(module.state_dict()), _shapes(weights)
     done = f" ({'; '.join(notes)})" if notes else ""
     parts = [
-        _list("missing", [f"{key} {tuple(own[key].shape)}" for key in mismatch.missing]),
-        _list("unexpected", [f"{key} {tuple(weights[key].shape)}" for key in mismatch.unexpected]),
+        _list("missing", [f"{key} {own[key]}" for key in mismatch.missing]),
+        _list("unexpected", [f"{key} {file[key]}" for key in mismatch.unexpected]),
         _list(
-            "of another shape", [f"{k} {a} in the file, {b} in the model" for k, (a, b) in mismatch.misshaped.items()]
+            "of another shape",
+            [f"{key} {file[key]} in the file, {own[key]} in the model" for key in mismatch.misshaped],
         ),
     ]
     return (
@@ -98,7 +94,7 @@ def _called(module: nn.Module) -> str:
 
 def _likely_cause(mismatch: Mismatch, module: nn.Module, weights: Mapping[str, Tensor]) -> str:
     keys = [*mismatch.missing, *mismatch.unexpected]
-    heads = head_names(module)
+    heads = _head_names(module)
     in_head = {key for key in [*keys, *mismatch.misshaped] if key.rpartition(".")[0] in heads}
     if in_head and not mismatch.missing and not mismatch.unexpected and in_head == set(mismatch.misshaped):
         file, model = mismatch.misshaped[min(in_head, key=len)]
@@ -136,9 +132,8 @@ def _fitting_variant(module: nn.Module, weights: Mapping[str, Tensor]) -> str:
     if not architecture or width is None:
         return ""
     family = architecture.split("_")[0]
-    shapes = {key: tuple(value.shape) for key, value in weights.items()}
-    words = _SIZE_WORDS.get(width, ())
-    size = architecture.rpartition("_")[2]
+    shapes = _shapes(weights)
+    words, size = _SIZE_WORDS.get(width, ()), architecture.rpartition("_")[2]
     names: list[str] = [
         name
         for name in timm.list_models(f"{family}*")
@@ -146,19 +141,19 @@ def _fitting_variant(module: nn.Module, weights: Mapping[str, Tensor]) -> str:
     ]
     # Similar names first: of several variants with the same shapes the plainest is the likely one.
     for name in sorted(names, key=lambda name: (abs(len(name) - len(architecture)), name))[:8]:
-        if _shapes_of(name, class_count(module, weights) or 0) == shapes:
+        if _built_shapes(name, class_count(module, weights) or 0) == shapes:
             return name
     return ""
 
 
-def _shapes_of(name: str, num_classes: int) -> dict[str, Shape]:
+def _built_shapes(name: str, num_classes: int) -> dict[str, Shape]:
     """Keys and shapes of a timm model, without allocating it."""
     try:
         with torch.device("meta"):
             model = timm.create_model(name, pretrained=False, num_classes=num_classes)
     except (RuntimeError, NotImplementedError, TypeError):
         return {}  # some constructors compute with values, which the meta device has not
-    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    return _shapes(model.state_dict())
 
 
 def _width(weights: Mapping[str, Tensor]) -> int | None:

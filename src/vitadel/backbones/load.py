@@ -24,7 +24,6 @@ from vitadel.backbones.checkpoints import (
     load_strict,
     read_checkpoint,
     read_record,
-    read_weights,
 )
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.classifier_head import keep_classes, keep_projection
@@ -139,7 +138,7 @@ def _has_head(weights: str | None) -> bool:
     if weights is None or weights in ("pretrained", "random"):
         return False
     path = Path(weights).expanduser()
-    return read_record(path) is not None or any(key.endswith("head.weight") for key in read_weights(path))
+    return read_record(path) is not None or any(key.endswith("head.weight") for key in read_checkpoint(path).weights)
 
 
 def _open(spec: str, options: _Options) -> tuple[nn.Module, ModelRecord]:

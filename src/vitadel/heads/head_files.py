@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from vitadel.adapters.tokens.token_files import backbone_fingerprint
+from vitadel.adapters.adapter_file import backbone_fingerprint
 from vitadel.backbones.checkpoints import read_checkpoint, read_metadata
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError

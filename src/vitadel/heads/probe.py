@@ -10,8 +10,9 @@ from typing import Any, Protocol, Unpack, cast
 import torch
 from torch import Tensor
 
+from vitadel.adapters.adapter_file import backbone_fingerprint
 from vitadel.adapters.tokens.token_classifier import TokenClassifier
-from vitadel.adapters.tokens.token_files import backbone_fingerprint, load_tokens
+from vitadel.adapters.tokens.token_files import load_tokens
 from vitadel.attacks.parse import make
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model

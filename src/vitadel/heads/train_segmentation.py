@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from vitadel.adapters.adapter_file import backbone_fingerprint
 from vitadel.adapters.tokens.token_classifier import TokenClassifier
-from vitadel.adapters.tokens.token_files import backbone_fingerprint
 from vitadel.attacks.settings import settings_of
 from vitadel.backbones.anatomy import backbone_of, family_of
 from vitadel.backbones.checkpoints import load_strict, read_checkpoint

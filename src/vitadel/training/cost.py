@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.parse import make
 from vitadel.attacks.settings import training_form
-from vitadel.backbones.attention_hooks import fastest_attention
+from vitadel.backbones.classifier import fastest_attention
 from vitadel.evaluation.engine.compilation import gradient_probe, seconds_of
 from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.instrument.hooks import frozen

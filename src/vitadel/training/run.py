@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.features import pixels_per_unit
 from vitadel.attacks.settings import settings_of
-from vitadel.backbones.attention_hooks import fastest_attention
-from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.classifier import Classifier, fastest_attention
 from vitadel.backbones.model_checks import check_images_fit
 from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess

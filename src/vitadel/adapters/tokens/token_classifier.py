@@ -7,7 +7,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,35 @@ def fresh_tokens(width: int, count: int, scale: float = 0.01, seed: int = 0) -> 
     return scale * SampleRNG.of_samples(seed, range(count)).stream("robustness tokens").normal(width)
 
 
-class TokenClassifier(nn.Module):
+class _WithTokens(nn.Module):
+    """A frozen classifier in eval mode, with a secret that has a salted fingerprint."""
+
+    def __init__(self, classifier: Classifier, placement: str, salt: bytes | None) -> None:
+        super().__init__()
+        self.classifier = classifier.requires_grad_(False).eval()
+        self.placement = placement
+        self.salt = secrets.token_bytes(_SALT) if salt is None else salt
+
+    @property
+    def secret(self) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the current tokens in run folders and reports."""
+        return fingerprint(token_bytes(self.secret), self.salt)
+
+    def _record(self, what: str) -> ModelRecord:
+        record, note = self.classifier.record, f"{what} ({self.placement}), fingerprint {self.fingerprint}"
+        return replace(record, notes=record.notes | {"tokens": note})
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.classifier.eval()
+        return self
+
+
+class TokenClassifier(_WithTokens):
     """A classifier that runs with `tokens`, (R, width), its only trainable parameters.
 
     The given classifier itself is used: its parameters are frozen and it stays in eval mode, so that dropout adds no
@@ -58,28 +86,22 @@ class TokenClassifier(nn.Module):
         enabled: bool = True,
         salt: bytes | None = None,
     ) -> None:
-        super().__init__()
         _check_tokens(classifier, tokens)
         check_placement(classifier, placement)
-        self.classifier = classifier.requires_grad_(False).eval()
+        super().__init__(classifier, placement, salt)
         self.tokens = nn.Parameter(tokens.detach().clone())
-        self.placement = placement
         self.enabled = enabled
-        self.salt = secrets.token_bytes(_SALT) if salt is None else salt
         register: Any = self.register_state_dict_post_hook  # untyped in torch
         register(_drop_tokens)
 
     @property
-    def fingerprint(self) -> str:
-        """Identifies the current tokens in run folders and reports."""
-        return fingerprint(token_bytes(self.tokens), self.salt)
+    def secret(self) -> Tensor:
+        return self.tokens
 
     @property
     def record(self) -> ModelRecord:
         """The classifier's record, with a note on the tokens if they are enabled."""
-        record = self.classifier.record
-        note = f"{len(self.tokens)} robustness tokens ({self.placement}), fingerprint {self.fingerprint}"
-        return replace(record, notes=record.notes | {"tokens": note}) if self.enabled else record
+        return self._record(f"{len(self.tokens)} robustness tokens") if self.enabled else self.classifier.record
 
     def forward(self, x: Tensor) -> Tensor:
         if self.enabled:
@@ -87,16 +109,11 @@ class TokenClassifier(nn.Module):
         logits: Tensor = self.classifier(x)
         return logits
 
-    def train(self, mode: bool = True) -> TokenClassifier:
-        super().train(mode)
-        self.classifier.eval()
-        return self
-
     def extra_repr(self) -> str:
         return f"tokens={len(self.tokens)}, fingerprint={self.fingerprint}, enabled={self.enabled}"
 
 
-class TokenBank(nn.Module):
+class TokenBank(_WithTokens):
     """A classifier with several sets of tokens, one of which is drawn for each image of each call.
 
     The draw cannot be predicted from any public seed: a key from the operating system (or from `generator`, to repeat
@@ -115,10 +132,9 @@ class TokenBank(nn.Module):
         generator: torch.Generator | None = None,
         salt: bytes | None = None,
     ) -> None:
-        super().__init__()
         if len(sets) < 2:
             raise UserError(
-                f"a bank draws from at least 2 sets of tokens, got {len(sets)}; for one set, use TokenClassifier."
+                f"a bank draws from at least 2 sets of tokens, got {len(sets)}; use TokenClassifier for one."
             )
         for tokens in sets:
             _check_tokens(classifier, tokens)
@@ -128,32 +144,23 @@ class TokenBank(nn.Module):
                 f"the sets of a bank must have the same number of tokens, got {', '.join(map(str, counts))}."
             )
         check_placement(classifier, placement)
-        self.classifier = classifier.requires_grad_(False).eval()
+        super().__init__(classifier, placement, salt)
         self.register_buffer("sets", torch.stack([tokens.detach() for tokens in sets]), persistent=False)
-        self.placement = placement
-        self.salt = secrets.token_bytes(_SALT) if salt is None else salt
         self._key = secrets.token_bytes(_SALT) if generator is None else _bytes_of(generator)
 
     @property
-    def fingerprint(self) -> str:
-        """Identifies all sets together in run folders and reports."""
-        return fingerprint(token_bytes(self.sets), self.salt)
+    def secret(self) -> Tensor:
+        return self.sets
 
     @property
     def record(self) -> ModelRecord:
         """The classifier's record, with a note on the bank."""
-        record, (sets, count, _) = self.classifier.record, self.sets.shape
-        note = f"bank of {sets} sets of {count} robustness tokens ({self.placement}), fingerprint {self.fingerprint}"
-        return replace(record, notes=record.notes | {"tokens": note})
+        sets, count, _ = self.sets.shape
+        return self._record(f"bank of {sets} sets of {count} robustness tokens")
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = _draw(self._key, len(self.sets), len(x)).to(self.sets.device)
         return _run(self.classifier, self.sets[chosen], self.placement, x)
-
-    def train(self, mode: bool = True) -> TokenBank:
-        super().train(mode)
-        self.classifier.eval()
-        return self
 
     def extra_repr(self) -> str:
         return f"sets={len(self.sets)}, tokens={self.sets.shape[1]}, fingerprint={self.fingerprint}"

@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
+from vitadel.adapters.adapter_file import AdapterFile
 from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier, token_bytes
-from vitadel.backbones.checkpoints import metadata_in, tensor_hash
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 from vitadel.instrument.tokens import token_width
 from vitadel.runtime.secrets import fingerprint, read_secret, write_secret
 
-__all__ = [
-    "TokenFile",
-    "backbone_fingerprint",
-    "fingerprint_of",
-    "load_bank",
-    "load_tokens",
-    "read_tokens",
-    "save_tokens",
-]
+__all__ = ["fingerprint_of", "load_bank", "load_tokens", "read_tokens", "save_tokens"]
 
-_METADATA_KEY = "vitadel_tokens"
+_FILE = AdapterFile("a file of robustness tokens", "vitadel_tokens")
 _TENSOR = "tokens"
-_SCHEMA = 1
-_SIZED = "pos_embed"  # resampled for other image sizes
-_HEADS = ("head.", "head_dist.")  # tokens are dropped before them, and downstream tasks replace them
 
 
 @dataclass(frozen=True)
@@ -46,34 +32,21 @@ class TokenFile:
     salt: bytes = field(repr=False)
     fingerprint: str
     placement: str
-    backbone: str
-    backbone_fingerprint: str
     settings: Mapping[str, Any]
+    about: Mapping[str, Any] = field(repr=False)
 
 
 def save_tokens(tokened: TokenClassifier, path: str | Path, settings: Mapping[str, Any]) -> None:
     """Write the tokens, without the backbone, to a file of mode 0600; `settings` must be plain values."""
     tokens = tokened.tokens.detach().to("cpu", torch.float32).contiguous()
-    if not bool(tokens.isfinite().all()):
-        raise UserError("the tokens hold NaN or infinite values: their training diverged. Nothing was written.")
     about = {
-        "schema": _SCHEMA,
-        "backbone": tokened.classifier.record.name,
-        "backbone_fingerprint": backbone_fingerprint(tokened.classifier),
         "count": tokens.shape[0],
-        "width": tokens.shape[1],
         "placement": tokened.placement,
         "salt": tokened.salt.hex(),
         "fingerprint": fingerprint(token_bytes(tokens), tokened.salt),
         "settings": dict(settings),
     }
-    try:
-        text = json.dumps(about, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"the settings of the tokens cannot be written: {error}. Use plain numbers and strings."
-        ) from error
-    write_secret(path, safetensors.torch.save({_TENSOR: tokens}, metadata={_METADATA_KEY: text}))
+    write_secret(path, _FILE.pack({_TENSOR: tokens}, tokened.classifier, tokens.shape[1], about))
 
 
 def load_tokens(path: str | Path, classifier: Classifier, *, allow_readable: bool = False) -> TokenClassifier:
@@ -82,20 +55,7 @@ def load_tokens(path: str | Path, classifier: Classifier, *, allow_readable: boo
     Image size and head may differ. `allow_readable` also accepts a file that other users can read.
     """
     file = read_tokens(path, allow_readable=allow_readable)
-    width = token_width(classifier)
-    if file.tokens.shape[1] != width:
-        name = classifier.record.name
-        same = " (same name, other arguments)" if name == file.backbone else ""
-        raise UserError(
-            f"'{path}' holds tokens {file.tokens.shape[1]} wide, made for '{file.backbone}'; those of '{name}' are "
-            f"{width} wide{same}. Load the backbone they were made for."
-        )
-    if file.backbone_fingerprint != backbone_fingerprint(classifier):
-        raise UserError(
-            f"'{path}' holds tokens made for other weights, those of '{file.backbone}'; this is "
-            f"'{classifier.record.name}'. Load that backbone with the same weights in the same precision (only image "
-            "size and head may differ), or train tokens for this one."
-        )
+    _FILE.check_backbone(path, file.about, classifier, token_width(classifier))
     return TokenClassifier(classifier, file.tokens, placement=file.placement, salt=file.salt)
 
 
@@ -123,26 +83,21 @@ def load_bank(paths: Sequence[str | Path], classifier: Classifier, *, allow_read
 
 def read_tokens(path: str | Path, *, allow_readable: bool = False) -> TokenFile:
     """Read a token file and check it for damage, without running code."""
-    content = read_secret(path, allow_readable)
-    about = _about(path, content)
-    try:
-        tokens = safetensors.torch.load(content)[_TENSOR]
+    about, weights = _FILE.unpack(path, read_secret(path, allow_readable))
+    with _FILE.reading(path):
         file = TokenFile(
-            tokens=tokens,
+            tokens=weights[_TENSOR],
             salt=bytes.fromhex(about["salt"]),
             fingerprint=str(about["fingerprint"]),
             placement=str(about["placement"]),
-            backbone=str(about["backbone"]),
-            backbone_fingerprint=str(about["backbone_fingerprint"]),
             settings=dict(about["settings"]),
+            about=about,
         )
         shape = (int(about["count"]), int(about["width"]))
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
-    if not file.salt or tokens.dtype != torch.float32 or tuple(tokens.shape) != shape:
-        raise _damaged(path, "its tokens do not match its description")
-    if fingerprint(token_bytes(tokens), file.salt) != file.fingerprint:
-        raise _damaged(path, "its tokens do not match its fingerprint")
+    if not file.salt or file.tokens.dtype != torch.float32 or tuple(file.tokens.shape) != shape:
+        raise _FILE.damaged(path, "its tokens do not match its description")
+    if fingerprint(token_bytes(file.tokens), file.salt) != file.fingerprint:
+        raise _FILE.damaged(path, "its tokens do not match its fingerprint")
     return file
 
 
@@ -151,33 +106,3 @@ def fingerprint_of(tokens: TokenClassifier | TokenBank | str | Path, *, allow_re
     if isinstance(tokens, TokenClassifier | TokenBank):
         return tokens.fingerprint
     return read_tokens(tokens, allow_readable=allow_readable).fingerprint
-
-
-def backbone_fingerprint(classifier: Classifier) -> str:
-    """A hash of the weights that tokens interact with: all except the head and position embeddings."""
-    weights = classifier.backbone.state_dict().items()
-    return tensor_hash({k: v for k, v in weights if not k.startswith(_HEADS) and k.rpartition(".")[2] != _SIZED})
-
-
-def _about(path: str | Path, content: bytes) -> dict[str, Any]:
-    """The file's description. Parsed from the bytes at hand, as the file may change between two reads."""
-    try:
-        text = metadata_in(content).get(_METADATA_KEY)
-        about: dict[str, Any] | None = None if text is None else dict(json.loads(text))
-        schema = None if about is None else about["schema"]
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise _damaged(path, f"{type(error).__name__} in its header") from error
-    if about is None:
-        raise UserError(
-            f"'{path}' is a safetensors file without robustness tokens. Give one that vitadel wrote for tokens."
-        )
-    if schema != _SCHEMA:
-        raise UserError(f"'{path}' has token schema {schema}, this version reads {_SCHEMA}. Update vitadel.")
-    return about
-
-
-def _damaged(path: str | Path, reason: str) -> UserError:
-    return UserError(
-        f"'{path}' cannot be read as a file of robustness tokens: {reason}. It is damaged, cut short, or of another "
-        "kind. Copy it again from where it was saved."
-    )

@@ -12,15 +12,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from vitadel.adapters.tokens.token_files import backbone_fingerprint
+from vitadel.adapters.adapter_file import AdapterFile
 from vitadel.adapters.tora.tora_settings import ToraSettings, check_host, check_trade_off
 from vitadel.adapters.tora.tora_vit import Tora, part_of
-from vitadel.backbones.checkpoints import metadata_in, read_metadata, tensor_hash
+from vitadel.backbones.checkpoints import read_metadata, tensor_hash
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 from vitadel.runtime.run_folder import write_atomically
@@ -39,9 +37,11 @@ __all__ = [
 ]
 
 _METADATA_KEY = "vitadel_tora"
-_SCHEMA = 1
 _PARTS, _FUSION = "parts", "fusion"
-_WHAT = {_PARTS: "the parts of TORA", _FUSION: "a fusion of TORA"}
+_FILES = {
+    _PARTS: AdapterFile("the parts of TORA", _METADATA_KEY),
+    _FUSION: AdapterFile("a fusion of TORA", _METADATA_KEY),
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Fusion:
 
 
 @dataclass(frozen=True)
-class _File:
+class _Content:
     about: Mapping[str, Any]
     weights: dict[str, Tensor]
 
@@ -80,14 +80,12 @@ def load_tora(path: str | Path, classifier: Classifier, fusion: str | Path | Fus
     """
     file = _read(path, _PARTS)
     check_host(classifier)
-    _check_backbone(path, file.about, classifier)
-    try:
+    _FILES[_PARTS].check_backbone(path, file.about, classifier, _width(classifier))
+    with _FILES[_PARTS].reading(path):
         settings = ToraSettings(**file.about["settings"])
         classes, trade_off = int(file.about["num_classes"]), file.about["trade_off"]
         if file.about.get("attention_factors") is not None:
             classifier.set_attention_factors([float(each) for each in file.about["attention_factors"]])
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, _PARTS, f"{type(error).__name__}: {error}") from error
     tora = Tora(classifier, settings, num_classes=classes, trade_off=trade_off)
     _fill(tora, file.weights, set(_trained(tora)), path)
     if fusion is not None:
@@ -131,7 +129,7 @@ def put_fusion(tora: Tora, fusion: str | Path | Fusion) -> None:
     else:
         source = f"'{fusion}'"
         file = _read(fusion, _FUSION)
-        _check_backbone(fusion, file.about, tora.classifier)
+        _FILES[_FUSION].check_backbone(fusion, file.about, tora.classifier, _width(tora.classifier))
         found = _as_fusion(fusion, file)
     own = fusion_of(tora)
     if found.base != own.base:
@@ -187,16 +185,8 @@ def _write(
     trade_off: float | None,
     training: Mapping[str, Any] | None,
 ) -> None:
-    if not all(bool(each.isfinite().all()) for each in weights.values()):
-        raise UserError(
-            "the trained parameters hold NaN or infinite values: the training diverged. Nothing was written."
-        )
     about = {
-        "schema": _SCHEMA,
         "content": content,
-        "backbone": tora.classifier.record.name,
-        "backbone_fingerprint": backbone_fingerprint(tora.classifier),
-        "width": _width(tora.classifier),
         "num_classes": tora.num_classes,
         "settings": asdict(tora.settings),
         "trade_off": trade_off,
@@ -205,73 +195,34 @@ def _write(
         "fingerprint": tensor_hash(weights),
         "training": dict(training or {}),
     }
-    try:
-        text = json.dumps(about, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"the settings of the training cannot be written: {error}. Use plain numbers and strings."
-        ) from error
-    write_atomically(Path(path), safetensors.torch.save(weights, metadata={_METADATA_KEY: text}))
+    write_atomically(Path(path), _FILES[content].pack(weights, tora.classifier, _width(tora.classifier), about))
 
 
-def _read(path: str | Path, content: str) -> _File:
-    """Read a file with the wanted `content` and check it for damage, without running code."""
+def _read(path: str | Path, content: str) -> _Content:
+    """Read a file with the wanted `content` and check it for damage."""
+    file = _FILES[content]
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"'{path}' cannot be read: {error.strerror or error}. Give {_WHAT[content]}.") from error
-    about = _about(path, raw, content)
-    try:
-        weights = safetensors.torch.load(raw)
-    except SafetensorError as error:
-        raise _damaged(path, content, str(error)) from error
-    trade_off = about.get("trade_off")
+        raise UserError(f"'{path}' cannot be read: {error.strerror or error}. Give {file.what}.") from error
+    about, weights = file.unpack(path, raw)
+    with file.reading(path):
+        other, trade_off = str(about["content"]), about.get("trade_off")
+    if other != content:
+        raise UserError(f"'{path}' holds {_FILES[other].what if other in _FILES else other}; give {file.what}.")
     if trade_off is not None:
         if isinstance(trade_off, bool) or not isinstance(trade_off, int | float):
-            raise _damaged(path, content, "its lambda is not a number")
+            raise file.damaged(path, "its lambda is not a number")
         check_trade_off(trade_off)
     if tensor_hash(weights) != about.get("fingerprint"):
-        raise _damaged(path, content, "its weights do not match its fingerprint")
-    return _File(about, weights)
+        raise file.damaged(path, "its weights do not match its fingerprint")
+    return _Content(about, weights)
 
 
-def _about(path: str | Path, raw: bytes, content: str) -> dict[str, Any]:
-    """The file's description."""
-    try:
-        text = metadata_in(raw).get(_METADATA_KEY)
-        about = None if text is None else dict(json.loads(text))
-        schema, found = (None, None) if about is None else (about["schema"], about["content"])
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise _damaged(path, content, f"{type(error).__name__} in its header") from error
-    if about is None:
-        raise UserError(f"'{path}' is a safetensors file, but not of TORA. Give {_WHAT[content]}.")
-    if schema != _SCHEMA:
-        raise UserError(f"'{path}' has TORA schema {schema}, this version reads {_SCHEMA}. Update vitadel.")
-    if found != content:
-        raise UserError(f"'{path}' holds {_WHAT.get(str(found), 'other content')}; give {_WHAT[content]}.")
-    return about
-
-
-def _as_fusion(path: str | Path, file: _File) -> Fusion:
-    try:
-        return Fusion(file.weights, file.about["trade_off"], str(file.about["base"]), dict(file.about["training"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, _FUSION, f"{type(error).__name__}: {error}") from error
-
-
-def _check_backbone(path: str | Path, about: Mapping[str, Any], classifier: Classifier) -> None:
-    name, width = classifier.record.name, _width(classifier)
-    theirs = about.get("backbone", "an unknown model")
-    if about.get("width") != width:
-        raise UserError(
-            f"'{path}' is for a backbone {about.get('width')} wide, '{theirs}'; '{name}' is {width} wide. Load the "
-            "backbone it was made for."
-        )
-    if about.get("backbone_fingerprint") != backbone_fingerprint(classifier):
-        raise UserError(
-            f"'{path}' was trained on other weights, those of '{theirs}'; this is '{name}'. Load that backbone with "
-            "the same weights in the same precision (only image size and head may differ), or train for this one."
-        )
+def _as_fusion(path: str | Path, file: _Content) -> Fusion:
+    about = file.about
+    with _FILES[_FUSION].reading(path):
+        return Fusion(file.weights, about["trade_off"], str(about["base"]), dict(about["training"]))
 
 
 def _fill(tora: Tora, weights: Mapping[str, Tensor], wanted: set[str], path: str | Path) -> None:
@@ -290,10 +241,3 @@ def _fill(tora: Tora, weights: Mapping[str, Tensor], wanted: set[str], path: str
 def _width(classifier: Classifier) -> int:
     width: Any = classifier.backbone.embed_dim
     return int(width)
-
-
-def _damaged(path: str | Path, content: str, reason: str) -> UserError:
-    return UserError(
-        f"'{path}' cannot be read as {_WHAT[content]}: {reason}. It is damaged, cut short, or of another kind. Copy it "
-        "again from where it was saved."
-    )

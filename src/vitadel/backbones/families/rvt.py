@@ -8,7 +8,6 @@ and `micro`, which is small enough to train on a CPU, are not in the paper.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from vitadel.backbones.timm_models import data_config, register_models
 from vitadel.errors import UserError
 
-__all__ = ["RVT", "VARIANTS", "Attention", "Block", "ConvFeedForward", "Stem", "Variant"]
+__all__ = ["RVT", "VARIANTS", "Attention", "ConvFeedForward", "Stem"]
 
 Grid = tuple[int, int]
 ScalingStart = Literal["open", "paper"]
@@ -278,46 +277,33 @@ def _grid_of(img_size: int | Grid, patch_size: int) -> Grid:
     return height // patch_size, width // patch_size
 
 
-@dataclass(frozen=True)
-class Variant:
-    """The arguments of `RVT` for a model name."""
-
-    depths: tuple[int, ...]
-    widths: tuple[int, ...]
-    heads: tuple[int, ...]
-    conv_ffn: bool = True
-    scaled_blocks: int = 0
-    img_size: int = 224
-    patch_size: int = 16
-
-
-_TINY = Variant((10, 2), (192, 384), (6, 12))
-_SMALL = Variant((12,), (384,), (6,))
-_BASE = Variant((12,), (768,), (12,), conv_ffn=False)  # as in the released code: only narrower models convolve
-_MICRO = Variant((6,), (128,), (4,), img_size=32, patch_size=4)
+# Arguments of `RVT` by name.
+_TINY: dict[str, Any] = {"depths": (10, 2), "widths": (192, 384), "heads": (6, 12)}
+_SMALL: dict[str, Any] = {"depths": (12,), "widths": (384,), "heads": (6,)}
+_BASE: dict[str, Any] = {
+    "depths": (12,),
+    "widths": (768,),
+    "heads": (12,),
+    "conv_ffn": False,
+}  # as in the released code
+_MICRO: dict[str, Any] = {"depths": (6,), "widths": (128,), "heads": (4,)}
+_FOR_32 = {"img_size": 32, "patch_size": 4}
 
 _FOR_224 = {
     "rvt_tiny": _TINY,
     "rvt_small": _SMALL,
     "rvt_base": _BASE,
-    "rvt_tiny_plus": replace(_TINY, scaled_blocks=10),
-    "rvt_small_plus": replace(_SMALL, scaled_blocks=5),
-    "rvt_base_plus": replace(_BASE, scaled_blocks=5),
+    "rvt_tiny_plus": _TINY | {"scaled_blocks": 10},
+    "rvt_small_plus": _SMALL | {"scaled_blocks": 5},
+    "rvt_base_plus": _BASE | {"scaled_blocks": 5},
 }
 VARIANTS = {
     **_FOR_224,
-    **{f"{name}_32": replace(variant, img_size=32, patch_size=4) for name, variant in _FOR_224.items()},
-    "rvt_micro_32": _MICRO,
-    "rvt_micro_plus_32": replace(_MICRO, scaled_blocks=6),
+    **{f"{name}_32": settings | _FOR_32 for name, settings in _FOR_224.items()},
+    "rvt_micro_32": _MICRO | _FOR_32,
+    "rvt_micro_plus_32": _MICRO | _FOR_32 | {"scaled_blocks": 6},
 }
-
-
-def _config(variant: Variant) -> dict[str, Any]:
-    return data_config(variant.img_size, 1.0 if variant.img_size == 32 else 0.875, first_conv="patch_embed.conv")
-
-
-register_models(
-    RVT,
-    {name: asdict(variant) for name, variant in VARIANTS.items()},
-    {name: _config(variant) for name, variant in VARIANTS.items()},
+_CONFIG_224, _CONFIG_32 = (
+    data_config(side, crop_pct, first_conv="patch_embed.conv") for side, crop_pct in ((224, 0.875), (32, 1.0))
 )
+register_models(RVT, VARIANTS, {name: _CONFIG_32 if name.endswith("_32") else _CONFIG_224 for name in VARIANTS})

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.sample_info import run_attack
 from vitadel.attacks.wrappers import MEMBER, WorstOf
-from vitadel.backbones.attention_hooks import fastest_attention
+from vitadel.backbones.classifier import fastest_attention
 from vitadel.backbones.model_checks import check_logits
 from vitadel.data.batches import Batch, read_batches
 from vitadel.data.preprocess import Preprocess
