@@ -93,7 +93,7 @@ def shrink(world: Path, patch: pytest.MonkeyPatch) -> None:
     _shrink_recipes(patch)
     _shrink_data(world, patch)
     for name, level in examination.LEVELS.items():
-        patch.setitem(examination.LEVELS, name, replace(level, images=IMAGES, directions=1, lessons=1))
+        patch.setitem(examination.LEVELS, name, replace(level, images=IMAGES, directions=1, student_epochs=1))
     small = {name: replace(each, images=IMAGES, image_list=None) for name, each in protocols.PROTOCOLS.items()}
     patch.setattr(protocols, "PROTOCOLS", small)
     patch.setattr(stability, "StabilityRequest", partial(stability.StabilityRequest, training_steps=MOST))
