@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -98,3 +100,12 @@ def test_links_exist(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", TEXTS[page]):
         if "://" not in target:
             assert (REPOSITORY / page).parent.joinpath(target).exists(), f"{page} links to {target}"
+
+
+@pytest.mark.slow
+def test_site_builds_strictly(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "site" / "tutorial" / "index.html").exists()
