@@ -8,8 +8,8 @@ from torch import nn
 
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf
-from vitadel.evaluation.engine import compilation
-from vitadel.evaluation.engine.compilation import Compilation, compile_if_faster
+from vitadel.evaluation.engine import cost
+from vitadel.evaluation.engine.cost import Compilation, compile_if_faster
 from vitadel.evaluation.engine.pass_counter import count_passes
 
 
@@ -39,7 +39,7 @@ def test_it_is_used_only_where_it_is_faster(monkeypatch, speedup, pays):
     twin = TinyNet().eval()
     times = iter([speedup, 1.0])
     monkeypatch.setattr(torch, "compile", lambda model, **settings: twin)
-    monkeypatch.setattr(compilation, "seconds_of", lambda work, device: next(times))
+    monkeypatch.setattr(cost, "seconds_of", lambda work, device: next(times))
     chosen, verdict = compile_if_faster(model, images(4))
     assert chosen is (twin if pays else model)
     assert verdict.speedup == speedup

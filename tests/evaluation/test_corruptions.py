@@ -261,7 +261,7 @@ def test_what_cannot_be_had_is_left_out_and_told_unless_it_was_asked_for(monkeyp
         ({"corruptions": ("fog", "fog")}, "listed twice"),
         ({"perturbations": ("rotation",)}, "unknown perturbation 'rotation'; did you mean rotate"),
         ({"corruptions": (), "perturbations": ()}, "no corruption and no perturbation"),
-        ({"difficulty": 4}, "--difficulty is 1, 2 or 3, got 4"),
+        ({"difficulty": 4}, "--difficulty must be 1, 2 or 3, got 4"),
         ({"batch_size": 0}, "at least 1, got 0"),
         ({"precision": "int8"}, "unknown precision 'int8'"),
         ({"clean_data": "shapes"}, "--clean-data goes with a benchmark's own files"),

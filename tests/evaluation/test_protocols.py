@@ -68,7 +68,7 @@ def told(request: AuditRequest, target: Target) -> dict:
 
 
 def refusal(request: AuditRequest, target: Target) -> str:
-    with pytest.raises(UserError, match="no run of the protocol") as caught:
+    with pytest.raises(UserError, match="does not follow the protocol") as caught:
         told(request, target)
     return str(caught.value)
 

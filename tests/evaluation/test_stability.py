@@ -246,7 +246,7 @@ def test_interval_of_a_mean():
 
 
 @pytest.mark.parametrize(("settings", "told"), [
-    ({"share": 0}, "share is the share"), ({"watched": 9, "masks": 4}, "can be watched"),
+    ({"share": 0}, "share is the share"), ({"watched": 9, "masks": 4}, "--watched must be from 1"),
     ({"similarity": "maps"}, "did you mean map"), ({"attacks": ("pdg-5",)}, "pgd"),
     ({"noise": "grey"}, "unknown noise"),
 ])  # fmt: skip

@@ -328,11 +328,11 @@ def test_budgets_and_attacks_however_they_are_written(eps):
         ({"attacks": ()}, "at least one attack"),
         ({"attacks": ("pgd-2", "pgd-2")}, "--attacks lists 'pgd-2' twice"),
         ({"attacks": ("pdg-2",)}, "unknown attack"),
-        ({"aimed": ("aas+pgd-2",)}, "studies other images first"),
-        ({"attacks": ("eot:2+aas+pgd-2",)}, "studies other images first"),
+        ({"aimed": ("aas+pgd-2",)}, "needs calibration images"),
+        ({"attacks": ("eot:2+aas+pgd-2",)}, "needs calibration images"),
         ({"attacks": ("patches-random",)}, "a budget of its own"),
         ({"attacks": ("eot:2+patches-random",)}, "a budget of its own"),
-        ({"maps": -1}, "--maps at least 0"),
+        ({"maps": -1}, "--maps must be at least 0"),
     ],
 )
 def test_orders_that_make_no_sense(settings, told):

@@ -13,6 +13,7 @@ from vitadel.adapters.tora.tora_vit import BranchClassifier
 from vitadel.attacks.parse import make
 from vitadel.backbones.classifier import Classifier
 from vitadel.data import open_dataset
+from vitadel.evaluation.engine import cost as engine_cost
 from vitadel.runtime.distributed import Processes
 from vitadel.training import cost
 from vitadel.training.cost import plan_training
@@ -26,7 +27,8 @@ CPU = Processes(0, 1, torch.device("cpu"))
 @pytest.fixture
 def quick(monkeypatch):
     """Every piece of work takes a second: what is counted is the point here."""
-    monkeypatch.setattr(cost, "seconds_of", lambda work, device: 1.0)
+    for module in (cost, engine_cost):
+        monkeypatch.setattr(module, "seconds_of", lambda work, device: 1.0)
 
 
 def audited(limit: int | None, test: str | None = "shapes(size=16)@test") -> float:
@@ -62,7 +64,8 @@ def test_loss_and_attack_are_timed_in_the_precision_of_the_training(monkeypatch,
         seen.append(met)
         return 1.0
 
-    monkeypatch.setattr(cost, "seconds_of", once)
+    for module in (cost, engine_cost):
+        monkeypatch.setattr(module, "seconds_of", once)
     setup = open_training(recipe(train={"amp_dtype": precision}), CPU)
     block = setup.model.backbone.blocks[0].mlp.fc1
     plan_training(setup, CPU)
@@ -89,7 +92,8 @@ def test_recipes_with_adapters_are_planned_as_they_are_trained(monkeypatch, name
         return float(len(works))  # every piece of work takes a second more than the one before
 
     real = cost.craft
-    monkeypatch.setattr(cost, "seconds_of", once)
+    for module in (cost, engine_cost):
+        monkeypatch.setattr(module, "seconds_of", once)
     monkeypatch.setattr(
         cost,
         "craft",

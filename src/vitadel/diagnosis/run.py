@@ -24,13 +24,12 @@ from vitadel.diagnosis.runner import CHECKS, Diagnosis, cost_of, recommended_com
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.calibration import BATCH, CalibrationImages, calibration_images
 from vitadel.evaluation.engine.class_subset import apply_class_subset, subset_like
-from vitadel.evaluation.engine.compilation import gradient_probe, seconds_of
+from vitadel.evaluation.engine.cost import PassTimes
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
 from vitadel.evaluation.engine.stages import check_any_readable
 from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, result_header
 from vitadel.findings import SUSPICIOUS, Finding, can_diagnose
-from vitadel.instrument.hooks import frozen
 from vitadel.quantities import read_quantity
 from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.runtime.opening import Opening
@@ -228,15 +227,8 @@ def examination_of(
 def _expected_cost(e: Examination) -> dict[str, Any]:
     """Upper bound of the cost, from the passes of the attacks and the time of one batch on this machine."""
     cost = cost_of(e.level, [check for check in CHECKS if e.is_random or not check.if_random])
-    x = e.first(min(e.batch_size, len(e.x)))
-
-    def forward() -> Tensor:
-        return e.logits_of(x)
-
-    with frozen(e.model):
-        once = seconds_of(forward, x.device) / len(x)
-        sloped = seconds_of(gradient_probe(e.model, x), x.device) / len(x)
-    seconds = len(e.x) * (cost["gradients"] * sloped + cost["forwards"] * once)
+    times = PassTimes.measure(e.model, e.first(min(e.batch_size, len(e.x))))
+    seconds = len(e.x) * times.seconds(cost["gradients"], cost["forwards"])
     return cost | {"images": len(e.x), "seconds_at_most": round(seconds, 1)}
 
 

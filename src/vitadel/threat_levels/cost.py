@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
-from vitadel.evaluation.engine.compilation import gradient_probe, seconds_of
-from vitadel.instrument.hooks import frozen
+from vitadel.evaluation.engine.cost import PassTimes
 from vitadel.threat_levels.levels import Rung
 
 __all__ = ["cost_sentence", "passes_at_most"]
@@ -29,17 +27,8 @@ def passes_at_most(rungs: Sequence[Rung], budgets: Sequence[float]) -> tuple[int
 
 def cost_sentence(rungs: Sequence[Rung], budgets: Sequence[float], model: nn.Module, x: Tensor, images: int) -> str:
     """In words, with the time that a few images say; `x` is like those to come."""
-    x = x[:_PROBE]
-
-    def take_forward() -> Tensor:
-        with torch.no_grad():
-            logits: Tensor = model(x)
-        return logits
-
-    with frozen(model):
-        forward, gradient = (seconds_of(work, x.device) / len(x) for work in (take_forward, gradient_probe(model, x)))
     gradients, forwards = passes_at_most(rungs, budgets)
-    hours = images * (gradients * gradient + forwards * forward) / 3600
+    hours = images * PassTimes.measure(model, x[:_PROBE]).seconds(gradients, forwards) / 3600
     time = f"{hours:.1f} hours" if hours >= 1.5 else f"{60 * hours:.0f} minutes"
     return (
         f"{len(rungs)} attacks at {len(budgets)} budget{'s' * (len(budgets) > 1)} on {images} images: at most "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitadel.attacks.parse import make
 from vitadel.attacks.settings import training_form
 from vitadel.backbones.classifier import fastest_attention
-from vitadel.evaluation.engine.compilation import gradient_probe, seconds_of
+from vitadel.evaluation.engine.cost import PassTimes, seconds_of
 from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes
@@ -62,22 +62,19 @@ def plan_training(setup: TrainingSetup, processes: Processes) -> dict[str, Any]:
         updating = seconds_of(_update(recipe, model), device)
         model.zero_grad(set_to_none=True)
         attacking = 0.0 if at_work is None else measured(attack_once)
-    with frozen(model):
-        gradient = measured(gradient_probe(model, x))
-        with torch.no_grad():
-            forward = measured(lambda: model(x))
+    times = PassTimes.measure(model, x)
     threat = recipe.threat
 
     def at_most(name: str) -> float:
         gradients, forwards = make(name, eps=threat.eps, norm=threat.norm).passes()
-        return gradients * gradient + (forwards + 1) * forward
+        return times.seconds(gradients, forwards + 1)
 
     def validating() -> float:
         objective = recipe.objective
         if isinstance(objective, Measures) and attack is not None:  # judged by its own measure, under its own attack
             with frozen(model), torch.no_grad():
                 return attacking + measured(lambda: objective.measure(model, x, x)[0])
-        return forward + (at_most(recipe.validation.attack) if recipe.validation.attack else 0.0)
+        return times.forward + (at_most(recipe.validation.attack) if recipe.validation.attack else 0.0)
 
     epochs = recipe.train.epochs + recipe.schedule.cooldown_epochs
     steps = setup.stream.steps_per_epoch * epochs
@@ -90,7 +87,7 @@ def plan_training(setup: TrainingSetup, processes: Processes) -> dict[str, Any]:
         ("loss and gradients", images, learning),
         ("update", steps * recipe.train.batch_size, updating / recipe.train.batch_size),
         ("validation, at most", validated, validating()),
-        ("audit at the end, at most", audited, forward + sum(map(at_most, recipe.audit.attacks))),
+        ("audit at the end, at most", audited, times.forward + sum(map(at_most, recipe.audit.attacks))),
     ]
     return {
         "epochs": epochs,

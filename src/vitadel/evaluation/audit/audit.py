@@ -22,7 +22,7 @@ from vitadel.evaluation.audit.examples import ExampleSaver, count_saved, example
 from vitadel.evaluation.audit.protocols import compare_with_protocols, protocol_named
 from vitadel.evaluation.engine.calibration import calibrate, calibration_images, needs_calibration
 from vitadel.evaluation.engine.class_subset import accuracy_among_all, apply_class_subset
-from vitadel.evaluation.engine.compilation import compile_if_faster
+from vitadel.evaluation.engine.cost import compile_if_faster
 from vitadel.evaluation.engine.preflight import preflight
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, request_from, run_settings
 from vitadel.evaluation.engine.stages import PRECISIONS, MemberResult, RunContext, attack_stage, check_budget, rules_of
