@@ -21,20 +21,20 @@ class Said:
     stderr: str
 
 
-def vitadel(*words: str, cwd: Path | None = None, code: int = 0) -> Said:
+def vitadel(*words: str, cwd: Path | None = None, code: int = 0, columns: int = 200) -> Said:
     """What the program prints; it must end with the exit code. An exception that it lets out is the test's, too."""
     out, err = io.StringIO(), io.StringIO()
-    ended = _run(words, out, err, cwd)
+    ended = _run(words, out, err, cwd, columns)
     assert ended == code, f"ended with {ended}: {err.getvalue() or out.getvalue()}"
     return Said(out.getvalue(), err.getvalue())
 
 
-def _run(words: Sequence[str], out: io.StringIO, err: io.StringIO, cwd: Path | None) -> object:
+def _run(words: Sequence[str], out: io.StringIO, err: io.StringIO, cwd: Path | None, columns: int) -> object:
     place = nullcontext() if cwd is None else chdir(cwd)
     with (
         place,
         patch("sys.argv", ["vitadel", *words]),
-        patch.dict(os.environ, {"COLUMNS": "200"}),
+        patch.dict(os.environ, {"COLUMNS": str(columns)}),
         redirect_stdout(out),
         redirect_stderr(err),
     ):

@@ -55,10 +55,10 @@ def verb_in(words: Sequence[str]) -> tuple[str, Any, list[str]]:
     command: Any = typer.main.get_command(app)
     rest, name = list(words), "vitadel"
     while hasattr(command, "commands") and rest:
-        name = rest.pop(0)
-        if name not in command.commands:
-            raise WronglyTyped(f"no verb {name!r}")
-        command = command.commands[name]
+        if rest[0] not in command.commands:
+            raise WronglyTyped(f"no verb {rest[0]!r}")
+        context = command.make_context(name, [], resilient_parsing=True)
+        name, command, rest = command.resolve_command(context, rest)  # `audit --suite X` is the verb X
     return name, command, rest
 
 
@@ -217,9 +217,6 @@ def _sizes(context: typer.Context) -> list[str]:
     added = []
     for option in context.command.params:
         if option.param_type_name != "option" or option.name in KEPT_FLAGS:
-            continue
-        suite = str(getattr(option, "rich_help_panel", "") or "").partition("--suite ")[2].rstrip(")")
-        if suite and suite != context.params.get("suite"):
             continue
         if option.name == "limit" and context.params.get("protocol"):
             continue

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from vitadel import attacks, studies
     from vitadel.adapters.adapted_model import open_model
     from vitadel.backbones import Classifier, load_model, wrap
-    from vitadel.cli.inspect import massive_activations
-    from vitadel.cli.run_or_model import study
     from vitadel.data import open_dataset
     from vitadel.diagnosis.run import diagnose
+    from vitadel.evaluation.activations import massive_activations
     from vitadel.evaluation.audit.audit import audit
     from vitadel.evaluation.trade_off.run import trade_off
     from vitadel.heads.probe import probe
     from vitadel.instrument import attention_maps, block_features, extra_tokens, scaled_attention, score_statistics
+    from vitadel.studies import study
     from vitadel.training.run import harden
 
 __all__ = [
@@ -59,13 +59,13 @@ _HOMES = {
     "extra_tokens": "vitadel.instrument",
     "harden": "vitadel.training.run",
     "load_model": "vitadel.backbones",
-    "massive_activations": "vitadel.cli.inspect",
+    "massive_activations": "vitadel.evaluation.activations",
     "open_dataset": "vitadel.data",
     "open_model": "vitadel.adapters.adapted_model",
     "probe": "vitadel.heads.probe",
     "scaled_attention": "vitadel.instrument",
     "score_statistics": "vitadel.instrument",
-    "study": "vitadel.cli.run_or_model",
+    "study": "vitadel.studies",
     "trade_off": "vitadel.evaluation.trade_off.run",
     "wrap": "vitadel.backbones",
 }

@@ -34,7 +34,7 @@ def test_a_short_benchmark_ends_with_tables_report_and_folder(tmp_path):
     page = (out / "report.html").read_text()
     for text in ("Heat map of errors in percent", "spatter (validation)", "shear (validation)", "never beside an mCE"):
         assert text in page
-    assert "Top-5 distance" in page
+    assert "top-5 distance" in page
     shown = results["corruptions"]["cells"][1]["error"]
     assert f">{100 * shown:.1f}</td>" in page
     assert (out / "figures" / "corruptions.png").stat().st_size > 1000
@@ -51,24 +51,24 @@ def test_a_copy_is_written_and_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ([*AUDIT, "--corruptions", "fgo"], "unknown corruption 'fgo'; did you mean fog"),
         ([*AUDIT, "--severities", "0"], "got 0"),
         ([*AUDIT, "--severities", "hard"], "--severities takes some of 1, 2, 3, 4, 5, separated by commas"),
         ([*AUDIT, "--corruptions", "none"], "no corruption and no perturbation"),
-        ([*AUDIT, "--attacks", "fgsm"], "--attacks do not go with --suite corruptions"),
-        ([*AUDIT[:2], "--severities", "1"], "--severities need --suite corruptions"),
-        (["corrupt", "--corruptions", "none"], "no corruption is asked for"),
+        ([*AUDIT, "--attacks", "fgsm"], "'vitadel corruptions' has no --attacks; 'vitadel audit' has."),
+        ([*AUDIT[:2], "--severities", "1"], "'vitadel audit' has no --severities; 'vitadel corruptions' has."),
+        (["corrupt", "--corruptions", "none"], "no corruption is requested"),
         (["corrupt", "--severities", "6"], "got 6"),
         (["corrupt", "--format", "gif"], "unknown format 'gif'"),
     ],
-    ids=" ".join,
+    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
 )
-def test_mistakes_are_told(words, told, tmp_path):
+def test_wrong_flags(words, message, tmp_path):
     done = called(*words, "--out", tmp_path / "run")
     assert isinstance(done.exception, UserError)
-    assert told in str(done.exception)
+    assert message in str(done.exception)
     assert not (tmp_path / "run").exists()
 
 
@@ -97,7 +97,7 @@ def test_a_benchmark_in_files_gives_the_numbers_of_the_fly(tmp_path):
     assert (made["clean"]["n"], read["clean"]) == (20, None)
 
 
-def test_a_copy_tells_what_it_leaves_out(tmp_path):
+def test_a_copy_says_what_it_leaves_out(tmp_path):
     (tmp_path / "in" / "cat").mkdir(parents=True)
     for number in range(3):
         Image.new("RGB", (16, 16), (60 * number, 90, 90)).save(tmp_path / "in" / "cat" / f"{number}.png")

@@ -25,8 +25,8 @@ def vitadel(monkeypatch, capsys):
             main()
         except SystemExit as end:
             code = end.code or 0
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
 
     return run
 
@@ -50,7 +50,7 @@ def test_a_training_ends_with_accuracies_intervals_and_its_folder(vitadel, mine,
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["shapes/tradess"], "did you mean shapes/trades"),
         (["aas/table5"], "trades+aas"),
@@ -65,10 +65,10 @@ def test_a_training_ends_with_accuracies_intervals_and_its_folder(vitadel, mine,
         (["missing.yaml"], "missing.yaml"),
     ],
 )
-def test_mistakes_end_with_one_message(vitadel, tmp_path, words, told):
+def test_mistakes_end_with_one_message(vitadel, tmp_path, words, message):
     code, out, err = vitadel("harden", *words, "--out", tmp_path / "run", "--device", "cpu")
     assert code == 2
-    assert told in err
+    assert message in err
     assert "Traceback" not in err
     assert out == ""
     assert not (tmp_path / "run").exists()
@@ -116,7 +116,7 @@ SPOILT = {
 
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_model_that_cannot_learn_is_told_before_anything_is_written(vitadel, mine, tmp_path, monkeypatch, name):
-    answer, told = SPOILT[name]
+    answer, message = SPOILT[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "spoilt", raising=False)
     (tmp_path / "spoilt.py").write_text(
@@ -128,7 +128,7 @@ def test_a_model_that_cannot_learn_is_told_before_anything_is_written(vitadel, m
     for verb, more in (("harden", ["--out", tmp_path / "run"]), ("plan", [])):
         words = [mine, f"model.name=python:spoilt:{name}", "model.kwargs=null", *more, "--device", "cpu"]
         code, _, err = vitadel(verb, *words)
-        assert (code, told in " ".join(err.split())) == (2, True), err
+        assert (code, message in " ".join(err.split())) == (2, True), err
     assert not (tmp_path / "run").exists()
 
 
@@ -193,7 +193,7 @@ def test_a_plan_for_a_recipe_and_a_mistake_about_it(vitadel, mine):
     assert "2 epochs, 6 steps of 16 images" in " ".join(out.split())
     code, _, err = vitadel("plan", mine, "--eps", "4/255", "--limit", "7", "--device", "cpu")
     assert code == 2
-    assert "--limit, --eps: a recipe says these itself" in " ".join(err.split())
+    assert "--eps, --limit: a recipe sets these itself" in " ".join(err.split())
     code, _, err = vitadel("plan", "zoo:shapes-robust", "train.epochs=2")
     assert (code, "belong to a recipe" in err) == (2, True)
 
@@ -215,9 +215,9 @@ def test_a_budget_in_normalised_units_is_told_in_pixels_from_the_start(vitadel, 
     first, *rest = err.splitlines()
     assert first == "attack in training: eps 8/255 in normalised units = 1.83, 1.79, 1.80 /255 in pixels"
     assert "eps 8/255 in normalised units, at most 1.83/255 in pixels" in rest[0]
-    told = " ".join(out.split())
+    text = " ".join(out.split())
     held_out = json.loads((tmp_path / "run" / "results.json").read_text())["training"]["held_out"]
-    assert f"clean {held_out['clean']:.3f}, robust {held_out['robust']:.3f}" in told
+    assert f"clean {held_out['clean']:.3f}, robust {held_out['robust']:.3f}" in text
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["validation_cosine_robust"] == held_out["robust"]
 
@@ -236,17 +236,17 @@ def test_a_budget_in_pixels_needs_no_more_words(vitadel, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         ("adapter.count=0", "count of at least 1, got 0"),
         ("adapter.placement=middle", "known: prefix, append"),
         ("model={name: resnet18, weights: random}", "no anatomy known"),
     ],
 )
-def test_mistakes_about_tokens_leave_no_folder(vitadel, tmp_path, word, told):
+def test_mistakes_about_tokens_leave_no_folder(vitadel, tmp_path, word, message):
     code, _, err = vitadel("harden", *TOKENS, word, "--out", tmp_path / "run", "--device", "cpu")
     assert code == 2
-    assert told in " ".join(err.split())
+    assert message in " ".join(err.split())
     assert not (tmp_path / "run").exists()
 
 

@@ -46,9 +46,9 @@ def test_a_folder_with_a_figure_and_a_report(
     assert "n = 4 is too few" in said
     assert "8/255 in normalised units = 1.83, 1.79, 1.80 /255 in pixels" in said
     assert json.loads((out / "command.json").read_text())["verb"] == "inspect"
-    told = json.loads((out / "results.json").read_text())["activations"]
-    assert len(told["conditions"]) == 5
-    assert all(len(entry["median"]) == len(told["layers"]) for entry in told["conditions"])
+    activations = json.loads((out / "results.json").read_text())["activations"]
+    assert len(activations["conditions"]) == 5
+    assert all(len(entry["median"]) == len(activations["layers"]) for entry in activations["conditions"])
     assert (out / "figures" / "activations.png").read_bytes()[:4] == b"\x89PNG"
     page = (out / "report.html").read_text()
     assert "Massive activations" in page
@@ -62,9 +62,9 @@ def test_a_backbone_without_a_head_needs_none(
     words = ["inspect", "vit_small_patch14_dinov2.lvd142m", "--weights=random", "--input-size=28", "--limit=2"]
     words += ["--attack=features-1", "--json", f"--out={tmp_path / 'run'}", "--device=cpu"]
     assert vitadel(monkeypatch, *words) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["data"]["n"] == 2
-    assert len(told["activations"]["layers"]) == 13
+    results = json.loads(capsys.readouterr().out)
+    assert results["data"]["n"] == 2
+    assert len(results["activations"]["layers"]) == 13
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_the_folder_of_an_audit_says_model_images_and_budget(tmp_path: Path) -> 
 def test_the_folder_of_an_audit_from_python(tmp_path: Path) -> None:
     audited = tmp_path / "audit"
     vitadel_package.audit("zoo:shapes-standard", attacks="fgsm", eps="2/255", limit=5, seed=3, out=audited)
-    told = vitadel_package.massive_activations(audited, attack="features-2", out=tmp_path / "run")
-    assert (told["model"]["spec"], told["data"]["n"], told["seed"]) == ("zoo:shapes-standard", 5, 3)
+    results = vitadel_package.massive_activations(audited, attack="features-2", out=tmp_path / "run")
+    assert (results["model"]["spec"], results["data"]["n"], results["seed"]) == ("zoo:shapes-standard", 5, 3)
     assert json.loads((tmp_path / "run" / "command.json").read_text())["settings"]["eps"] == "2/255"
-    assert [entry["name"] for entry in told["activations"]["conditions"]] == ["clean", "attacked"]
+    assert [entry["name"] for entry in results["activations"]["conditions"]] == ["clean", "attacked"]
     with pytest.raises(UserError, match="no setting 'limt'; did you mean limit"):
         vitadel_package.massive_activations(audited, limt=5)

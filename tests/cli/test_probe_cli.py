@@ -24,8 +24,8 @@ def vitadel(monkeypatch, capsys):
             main()
         except SystemExit as end:
             code = end.code or 0
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
 
     return run
 
@@ -40,11 +40,11 @@ def recipes(tmp_path, monkeypatch):
 
 def test_a_probe_ends_with_heads_accuracies_and_its_folder(vitadel, recipes):
     out = recipes / "run"
-    code, told, err = vitadel("probe", recipes / "linear.yaml", "train.seed=1", "--out", out, "--device", "cpu")
+    code, text, err = vitadel("probe", recipes / "linear.yaml", "train.seed=1", "--out", out, "--device", "cpu")
     assert code == 0, err
-    assert told.splitlines()[-1] == str(out)
-    assert "8 heads, 20 steps of 32, trained on 120 images, chosen on 40 held-out ones" in " ".join(told.split())
-    assert "95 % interval" in told
+    assert text.splitlines()[-1] == str(out)
+    assert "8 heads, 20 steps of 32, trained on 120 images, chosen on 40 held-out ones" in " ".join(text.split())
+    assert "95 % interval" in text
     assert "to do: 160 images once through the model" in err
     assert "at most 1 gradients each under fgsm" in err
     assert "heads: 20/20" in err
@@ -53,13 +53,13 @@ def test_a_probe_ends_with_heads_accuracies_and_its_folder(vitadel, recipes):
 
 def test_a_segmentation_ends_with_both_means_and_its_folder(vitadel, recipes):
     out = recipes / "run"
-    code, told, err = vitadel("probe", recipes / "masks.yaml", "--out", out, "--device", "cpu")
+    code, text, err = vitadel("probe", recipes / "masks.yaml", "--out", out, "--device", "cpu")
     assert code == 0, err
-    assert told.splitlines()[-1] == str(out)
-    assert "per image (legacy)" in told
+    assert text.splitlines()[-1] == str(out)
+    assert "per image (legacy)" in text
     clean = json.loads((out / "results.json").read_text())["segmentation"]["clean"]
     low, high = clean["mean_iou_ci95"]
-    assert f"{100 * clean['mean_iou']:.1f} % ({100 * low:.1f} to {100 * high:.1f})" in told
+    assert f"{100 * clean['mean_iou']:.1f} % ({100 * low:.1f} to {100 * high:.1f})" in text
     assert "2 heads in 20 steps of 16; then 12 test images of 16 x 16, 3 gradients each under pgd-3" in err
     code, again, err = vitadel("probe", recipes / "masks.yaml", "--out", out, "--device", "cpu", "--resume", "--json")
     assert code == 0, err
@@ -67,7 +67,7 @@ def test_a_segmentation_ends_with_both_means_and_its_folder(vitadel, recipes):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["probe", "probes/shape"], "did you mean probes/shapes"),
         (["probe", "shapes/trades"], "run it with `vitadel harden`"),
@@ -79,10 +79,10 @@ def test_a_segmentation_ends_with_both_means_and_its_folder(vitadel, recipes):
         (["probe", "segmentation/shapes", "data.size=[30,32]"], "cannot be cut into patches"),
     ],
 )
-def test_mistakes_end_with_one_message(vitadel, tmp_path, words, told):
+def test_mistakes_end_with_one_message(vitadel, tmp_path, words, message):
     out = [] if words[0] == "plan" else ["--out", tmp_path / "run"]
     code, shown, err = vitadel(*words, *out, "--device", "cpu")
     assert (code, shown) == (2, "")
-    assert told in err
+    assert message in err
     assert "Traceback" not in err
     assert not (tmp_path / "run").exists()

@@ -47,7 +47,7 @@ def test_copy_writes_a_recipe_that_runs_on_and_never_overwrites(tmp_path, monkey
     assert Path("new/mine.yaml").read_text() == source(SHIPPED)
     assert compose("new/mine.yaml") == compose(SHIPPED)
     Path("new/mine.yaml").write_text("my own work")
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         vitadel("recipes", "copy", SHIPPED, "new/mine.yaml")
     assert Path("new/mine.yaml").read_text() == "my own work"
     with pytest.raises(UserError, match=r"does not end in \.yaml"):

@@ -1,10 +1,10 @@
-"""`vitadel study`: what an audit was asked for is asked again, flags win, and what has changed since is told."""
+"""`vitadel study`: the settings of an audit are used again, flags take precedence, and changes since are refused."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,14 @@ import pytest
 import vitadel
 from run_folders import write_run
 from vitadel.cli import main
-from vitadel.cli.options import Choice, Sampling, Threat
-from vitadel.cli.run_or_model import IMAGES, Opening, revisited
+from vitadel.cli.study import STUDIES
 from vitadel.errors import UserError
+from vitadel.evaluation.engine.reopen import Reopened, reopen
+from vitadel.quantities import read_quantity
+from vitadel.runtime.opening import Opening
+from vitadel.studies import find_study
 
-PLAIN = Opening("", IMAGES, Threat(), Choice())
+DEFAULTS = {"data": "shapes", "limit": 200, "eps": "8/255", "norm": "linf"}
 
 
 def audited(path: Path, *words: str) -> Path:
@@ -24,48 +27,63 @@ def audited(path: Path, *words: str) -> Path:
     return write_run(path, correct=[True] * 4, attacks={"fgsm": [True] * 4}, eps="4/255", seed=3, argv=argv)
 
 
-def test_what_the_audit_was_asked_for_comes_back(tmp_path: Path) -> None:
-    folder = audited(tmp_path / "run", "--mean=0.5", "--small-images", "--data-root", "somewhere", "--limit=9")
-    found = revisited(replace(PLAIN, model=str(folder)), set())
-    assert found.model == "zoo:shapes-robust"  # the settings of `write_run` know better than its argv
-    assert found.threat == Threat("4/255", "linf")
-    assert found.choice == Choice(mean="0.5", small_images=True)
-    assert Path(found.sampling.data_root or "") == Path("somewhere")
-    assert replace(found.sampling, data_root=None) == replace(IMAGES, limit=9, seed=3)
+def record(folder: Path, **fields: object) -> None:
+    command = json.loads((folder / "command.json").read_text())
+    (folder / "command.json").write_text(json.dumps({**command, **fields}))
 
 
-def test_flags_win(tmp_path: Path) -> None:
+def reopened(model: Path | str, **given: object) -> Reopened:
+    return reopen(model, {**DEFAULTS, **given}, {*given})
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["opening recorded", "folder of an older version"])
+def test_the_settings_of_the_audit_are_used_again(tmp_path: Path, recorded: bool) -> None:
+    words = ["--mean=0.5", "--small-images", "--data-root", "somewhere", "--device=cuda"]
+    folder = audited(tmp_path / "run", *([] if recorded else words))
+    if recorded:
+        opening = Opening.read(mean="0.5", small_images=True, data_root=Path("somewhere"), device="cuda")
+        record(folder, opening=opening.to_json())
+    found = reopened(folder)
+    assert found.opening == Opening(  # the settings of `write_run` take precedence over its argv
+        model="zoo:shapes-robust", data="shapes", mean=(0.5,) * 3, small_images=True, data_root="somewhere", seed=3
+    )
+    assert found.request == {
+        "eps": read_quantity("4/255"),
+        "norm": "linf",
+        "limit": 200,
+        "batch_size": 64,
+        "seed": 3,
+        "skip_bad": False,
+    }
+
+
+def test_flags_take_precedence(tmp_path: Path) -> None:
     folder = audited(tmp_path / "run", "--mean=0.5")
-    asked = Opening(str(folder), Sampling("cifar10", limit=5), Threat(eps="1/255"), Choice(mean="0.1"))
-    found = revisited(asked, {"data", "eps", "mean", "limit"})
-    assert (found.sampling.data, found.sampling.limit, found.sampling.seed) == ("cifar10", 5, 3)
-    assert found.threat.eps == "1/255"
-    assert found.choice.mean == "0.1"
+    found = reopened(folder, data="cifar10", limit=5, eps="1/255", mean="0.1")
+    assert (found.opening.data, found.request["limit"], found.request["seed"]) == ("cifar10", 5, 3)
+    assert found.request["eps"] == read_quantity("1/255")
+    assert found.opening.mean == (0.1,) * 3
 
 
 def test_an_audit_from_python_has_no_flags(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", correct=[True], attacks={}, argv=["notebook.py", "--limit", "7"])
-    found = revisited(replace(PLAIN, model=str(folder)), set())
-    assert (found.choice, found.sampling.limit) == (Choice(), IMAGES.limit)
+    folder = write_run(tmp_path / "run", correct=[True], attacks={}, argv=["notebook.py", "--seed", "7"])
+    found = reopened(folder)
+    assert found.opening == Opening(model="zoo:shapes-robust", data="shapes")
+    assert found.request["limit"] == 200
 
 
-def test_models_are_left_as_they_are_and_other_runs_refused(tmp_path: Path) -> None:
-    assert revisited(replace(PLAIN, model="zoo:shapes-robust"), set()) == replace(PLAIN, model="zoo:shapes-robust")
-    for verb, model in (("harden", True), ("diagnose", False)):
+def test_models_are_opened_as_they_are_and_other_runs_refused(tmp_path: Path) -> None:
+    assert reopened("zoo:shapes-robust").recorded is None
+    for verb, is_model in (("harden", True), ("diagnose", False)):
         folder = tmp_path / verb
         folder.mkdir()
         (folder / "command.json").write_text(json.dumps({"verb": verb, "settings": {}}))
-        asked = replace(PLAIN, model=str(folder))
-        if model:
-            assert revisited(asked, set()) == asked
+        if is_model:
+            found = reopened(folder)
+            assert (found.opening.model, found.recorded) == (str(folder), None)
         else:
             with pytest.raises(UserError, match="a run of 'vitadel diagnose'"):
-                revisited(asked, set())
-
-
-def test_a_command_that_is_not_known_any_more(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--strange"):
-        revisited(replace(PLAIN, model=str(audited(tmp_path / "run", "--strange=1"))), set())
+                reopened(folder)
 
 
 @pytest.fixture(scope="module")
@@ -76,47 +94,63 @@ def audit(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, obj
 
 def test_curves_of_an_audit_agree_with_it(audit: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
     folder, before = audit
-    told = vitadel.study(
+    results = vitadel.study(
         "curves", folder, attack="pgd-2", budgets=(2 / 255,), steps=(), restarts=(), out=tmp_path / "study"
     )
-    assert told["threat"] == before["threat"]
-    assert told["seed"] == 1
-    assert told["model"]["fingerprint"] == before["model"]["fingerprint"]
-    ((point,),) = [curve["points"] for curve in told["study"]["curves"]]
+    assert results["threat"] == before["threat"]
+    assert results["seed"] == 1
+    assert results["model"]["fingerprint"] == before["model"]["fingerprint"]
+    ((point,),) = [curve["points"] for curve in results["study"]["curves"]]
     held = {name: before["attacks"][0][name] for name in ("held", "n", "robust_accuracy", "ci95")}
     assert {name: point[name] for name in held} == held
-    assert told["study"]["clean"] == before["clean"]
+    assert results["study"]["clean"] == before["clean"]
 
 
 @pytest.mark.parametrize("what", ["model", "data"])
-def test_what_has_changed_since_is_told(audit: tuple[Path, dict[str, object]], tmp_path: Path, what: str) -> None:
+def test_a_change_since_the_audit_is_refused(audit: tuple[Path, dict[str, object]], tmp_path: Path, what: str) -> None:
     command = json.loads((audit[0] / "command.json").read_text())
     command["settings"][f"{what}_fingerprint"] = "another"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "command.json").write_text(json.dumps(command))
-    with pytest.raises(UserError, match=f"the {what} .* is no more what it was .*then it was another"):
+    with pytest.raises(UserError, match=f"the {what} .* has changed since the audit.* in the audit it was another"):
         vitadel.study("curves", tmp_path / "run", out=tmp_path / "study")
     assert not (tmp_path / "study").exists()
 
 
+@pytest.mark.parametrize("name", STUDIES)
+def test_defaults_of_the_flags_are_those_of_the_request(name: str) -> None:
+    request, _ = find_study(name)
+    defaults = {field.name: field.default for field in dataclasses.fields(request)}
+    for flag in dataclasses.fields(STUDIES[name]):
+        field = {"patch_side": "side"}.get(flag.name, flag.name)
+        assert field in defaults
+        if isinstance(flag.default, str) and isinstance(defaults[field], float):  # typed, because fractions are allowed
+            assert read_quantity(flag.default) == pytest.approx(defaults[field])
+        elif isinstance(flag.default, str) and isinstance(defaults[field], tuple):
+            assert flag.default == ",".join(map(str, defaults[field]))
+        elif field not in ("others", "classes"):
+            assert flag.default == defaults[field], field
+
+
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["curves", "--steps=1,x"], "--steps takes whole numbers"),
         (["curves", "--budgets=0,0"], "--budgets must rise"),
         (["saturation", "--attack=aas+pgd-2"], "take a plain one"),
         (["scaled-blocks", "--ways=frist"], "did you mean first"),
+        (["accumulation", "--classes=cat,dog"], "--classes takes whole numbers"),
     ],
 )
 def test_mistakes_end_with_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["vitadel", "study", *words, "--device=cpu"])
     with pytest.raises(SystemExit) as end:
         main.main()
     assert end.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 

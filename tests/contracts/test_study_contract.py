@@ -20,7 +20,7 @@ from vitadel.reporting.page import render
 from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.terminal import show_run
 from vitadel.runtime.distributed import Processes
-from vitadel.studies import named
+from vitadel.studies import find_study
 
 HERE = Processes(0, 1, torch.device("cpu"))
 # As little as each can do; a study that is not here runs with its own settings.
@@ -50,7 +50,7 @@ Measure = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def measure(name: str, target: Target) -> Measure:
-    make_request, study = named(name)
+    make_request, study = find_study(name)
 
     def run(out: Path, **more: Any) -> dict[str, Any]:
         resume = more.pop("resume", False)

@@ -14,7 +14,7 @@ from vitadel.errors import UserError
 from vitadel.runtime.opening import Opening, next_command, recorded_opening
 
 COMMANDS = typer.main.get_command(app).commands
-FIELDS = {each.name for each in fields(Opening)}
+FIELDS = {each.name for each in fields(Opening)} - {"new_head", "kwargs"}
 OLD_COMMAND = {  # as the version before the field `opening` wrote it
     "verb": "audit",
     "argv": [

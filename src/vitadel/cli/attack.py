@@ -1,37 +1,33 @@
-"""`vitadel attack`: craft adversarial images and keep them."""
+"""`vitadel attack`: craft adversarial images and save them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from vitadel.cli import options, run_verb
-from vitadel.cli.flag_groups import bundled
+from vitadel.cli import options
+from vitadel.cli.execution import audit_request, present, run_attacks
+from vitadel.cli.options import AttackFlags, DataFlags, ModelFlags, RunFlags, expand_groups
 
 
-@bundled
+@expand_groups
 def attack(
     model: options.Model = "zoo:shapes-robust",
-    sampling: options.Sampling = options.Sampling("shapes"),
-    attacking: options.Attacking = options.Attacking("pgd-20"),
+    attacks: AttackFlags = AttackFlags("pgd-20"),
     png: Annotated[
-        bool, typer.Option("--png", help="also write 8-bit pictures, and judge them again: rounding can undo an attack")
+        bool, typer.Option("--png", help="also write 8-bit images and classify them again: rounding can undo an attack")
     ] = False,
-    conduct: options.Conduct = options.Conduct(),
-    choice: options.Choice = options.Choice(),
-    run: options.Running = options.Running(),
+    data: DataFlags = DataFlags("shapes"),
+    how: ModelFlags = ModelFlags(),
+    run: RunFlags = RunFlags(),
+    calibration: options.Calibration = None,
+    precision: options.Precision = "fp32",
 ) -> None:
-    """Craft adversarial images for MODEL, judge them, and save those that fool it as safetensors (floats in [0, 1])."""
-    from vitadel.reporting import terminal
+    """Craft adversarial images for MODEL and save them.
 
-    request = run_verb.request_of(attacking, sampling, conduct, keep="png" if png else "images")
-    done = run_verb.run_attacks("attack", request, model, choice, sampling, run)
-    if done is None:
-        return
-
-    def show(results: dict[str, Any]) -> None:
-        terminal.show_results(results)
-        terminal.show_kept(results["kept"])
-
-    run_verb.tell(*done, run, show, report=False)
+    Images that fool the model are saved as safetensors, floats in [0, 1].
+    """
+    keep = "png" if png else "images"
+    request = audit_request(attacks, data, calibration=calibration, precision=precision, keep=keep)
+    present(run_attacks("attack", request, model, how, data, run), run, report=False)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
-from vitadel.cli import options, run_verb
-from vitadel.cli.flag_groups import bundled
+from vitadel.cli import options
+from vitadel.cli.execution import present, run_options
+from vitadel.cli.options import RunFlags, expand_groups
 
 
-@bundled
+@expand_groups
 def harden(
     recipe: Annotated[str, typer.Argument(help="a recipe's name (see 'vitadel list recipes') or a .yaml file")],
     overrides: Annotated[
@@ -19,10 +19,12 @@ def harden(
     ] = None,
     row: options.Row = None,
     data_root: options.DataRoot = None,
-    run: options.Running = options.Running(),
+    run: RunFlags = RunFlags(),
 ) -> None:
-    """Train by RECIPE, keep the best weights on held-out images, and audit them on the test set."""
-    from vitadel.reporting import terminal
+    """Train or adapt a model by RECIPE, then audit it.
+
+    Keeps the weights that are best on held-out images and audits them on the test set.
+    """
     from vitadel.runtime.distributed import join_processes
     from vitadel.training.recipes.build import build_recipe
     from vitadel.training.recipes.documents import compose
@@ -31,14 +33,5 @@ def harden(
     title = title_of(recipe, row)
     built = build_recipe(compose(recipe, row, overrides or ()), title)
     processes = join_processes(run.device)
-    outcome = run_harden(
-        built,
-        title,
-        processes,
-        out=run.out,
-        resume=run.resume,
-        show_progress=True,
-        data_root=data_root,
-        argv=sys.argv[1:],
-    )
-    run_verb.tell_outcome(outcome, run, terminal.show_training, report="clean" in outcome.results)
+    outcome = run_harden(built, title, processes, data_root=data_root, **run_options(run, data_root=data_root))
+    present(outcome, run, report="clean" in outcome.results)

@@ -1,4 +1,4 @@
-"""`vitadel VERB`: the parser, and how every verb ends: 0 done, 2 the user's mistake, 130 interrupted, 1 our fault."""
+"""`vitadel VERB`: the parser, and the exit codes: 0 done, 2 the user's mistake, 130 interrupted, 1 our fault."""
 
 from __future__ import annotations
 
@@ -6,55 +6,126 @@ import errno
 import shlex
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from vitadel.cli import (
     attack,
     audit,
     corrupt,
+    corruptions,
     diagnose,
     harden,
     inspect,
-    listing,
     plan,
     probe,
     recipes,
     report,
     selftest,
+    stability,
     study,
+    threat_levels,
     trade_off,
     ui,
 )
-from vitadel.errors import Interrupted, UserError
+from vitadel.cli import list as list_verb
+from vitadel.errors import Interrupted, UserError, nearest_names
 from vitadel.version import __version__
 
 __all__ = ["app", "main"]
 
+_SUITES = ("corruptions", "stability", "threat-levels")
+_RENAMED_SUITES = {"ladder": "threat-levels"}
+_RENAMED_FLAGS = {"--doctor": "--precheck", "--no-doctor": "--no-precheck"}
+
+
+class _Verbs(TyperGroup):
+    """The verbs. Renamed flags keep working and say their new name; `audit --suite X` runs the verb X."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        verb, *words = args
+        if verb == "audit":
+            verb, words = _suite_verb([_current(word, _RENAMED_FLAGS) for word in words])
+        if verb in ("audit", *_SUITES):
+            self._refuse_flags_of_others(ctx, verb, words)
+        return super().resolve_command(ctx, [verb, *words])
+
+    def _refuse_flags_of_others(self, ctx: Any, verb: str, words: list[str]) -> None:
+        """Flags of another of these verbs would be unknown; say where they belong."""
+        flags = {name: _flags(self.get_command(ctx, name)) for name in ("audit", *_SUITES)}
+        for other in flags.keys() - {verb}:
+            wrong = [word for word in (word.partition("=")[0] for word in words) if word in flags[other] - flags[verb]]
+            if wrong:
+                names = ", ".join(wrong)
+                raise UserError(f"'vitadel {verb}' has no {names}; 'vitadel {other}' has. Leave {names} out.")
+
+
+def _flags(command: Any) -> set[str]:
+    return {flag for each in command.params for flag in (*each.opts, *each.secondary_opts) if flag.startswith("--")}
+
+
+def _current(old: str, renamed: dict[str, str]) -> str:
+    """Return the present name for `old`; a former name is reported on standard error."""
+    if old in renamed:
+        typer.echo(f"vitadel: {old} is now called {renamed[old]}", err=True)
+    return renamed.get(old, old)
+
+
+def _suite_verb(words: list[str]) -> tuple[str, list[str]]:
+    """Return the verb that the words of `audit` ask for, and the words without --suite."""
+    place = next((place for place, word in enumerate(words) if word.partition("=")[0] == "--suite"), None)
+    if place is None:
+        return "audit", words
+    _, joined, suite = words[place].partition("=")
+    end = place + (1 if joined else 2)
+    suite = suite if joined else " ".join(words[place + 1 : end])
+    if suite not in _SUITES and suite not in _RENAMED_SUITES:
+        known = nearest_names(suite, [*_SUITES, *_RENAMED_SUITES]) or "."
+        raise UserError(f"unknown suite {suite!r}{known} Known: {', '.join(_SUITES)}.")
+    return _current(suite, _RENAMED_SUITES), words[:place] + words[end:]
+
+
 app = typer.Typer(
     name="vitadel",
+    cls=_Verbs,
     help="Is this Vision Transformer really robust? Audit it, attack it, harden it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("audit")(audit.audit)
-app.command("attack")(attack.attack)
-app.command("diagnose")(diagnose.diagnose)
-app.command("harden")(harden.harden)
-app.command("probe")(probe.probe)
-app.command("trade-off")(trade_off.trade_off)
-app.command("corrupt")(corrupt.corrupt)
-app.command("inspect")(inspect.inspect)
-app.command("plan")(plan.plan)
-app.command("report")(report.report)
-app.command("list")(listing.listing)
-app.add_typer(recipes.app, name="recipes")
-app.add_typer(study.app, name="study")
-app.command("selftest")(selftest.selftest)
-app.command("ui")(ui.ui)
+_PANELS: dict[str, dict[str, Any]] = {
+    "Measure": {
+        "audit": audit.audit,
+        "corruptions": corruptions.corruptions,
+        "stability": stability.stability,
+        "threat-levels": threat_levels.threat_levels,
+        "trade-off": trade_off.trade_off,
+        "plan": plan.plan,
+    },
+    "Harden": {"harden": harden.harden, "probe": probe.probe, "recipes": recipes.app},
+    "Analyze": {
+        "diagnose": diagnose.diagnose,
+        "study": study.app,
+        "inspect": inspect.inspect,
+        "report": report.report,
+        "ui": ui.ui,
+    },
+    "Tools": {
+        "attack": attack.attack,
+        "corrupt": corrupt.corrupt,
+        "list": list_verb.list_names,
+        "selftest": selftest.selftest,
+    },
+}
+for _panel, _verbs in _PANELS.items():
+    for _name, _verb in _verbs.items():
+        if isinstance(_verb, typer.Typer):
+            app.add_typer(_verb, name=_name, rich_help_panel=_panel)
+        else:
+            app.command(_name, rich_help_panel=_panel)(_verb)
 
 
 def _version(shown: bool) -> None:
@@ -65,13 +136,15 @@ def _version(shown: bool) -> None:
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="print the version"),
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
+    ),
 ) -> None:
     """Is this Vision Transformer really robust? Audit it, attack it, harden it."""
 
 
 def resuming_command(argv: list[str], folder: Path) -> str:
-    """What to type to go on with an interrupted run."""
+    """Return the command that continues an interrupted run."""
     words = ["vitadel", *(word for word in argv if word != "--resume")]
     if not any(word == "--out" or word.startswith("--out=") for word in words):
         words += ["--out", str(folder)]
@@ -79,14 +152,14 @@ def resuming_command(argv: list[str], folder: Path) -> str:
 
 
 def main() -> None:
-    """The console script. Wrong flags end inside `app` with exit code 2, Ctrl-C before a run with 130."""
+    """Run the console script. Wrong flags end inside `app` with exit code 2, Ctrl-C before a run with 130."""
     try:
         app()
     except UserError as mistake:
         _end(f"vitadel: {mistake}", 2)
     except Interrupted as stop:
         again = resuming_command(sys.argv[1:], stop.folder)
-        _end(f"vitadel: interrupted; what is done is saved. Go on with:\n  {again}", 130)
+        _end(f"vitadel: interrupted; finished work is saved. Continue with:\n  {again}", 130)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -1,104 +1,109 @@
-"""Flags that several verbs share, and the bundles in which they take them."""
+"""Flags that several verbs share, in groups: a verb takes a frozen dataclass of flags instead of each of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from vitadel.errors import UserError
-from vitadel.quantities import read_quantity
+__all__ = [
+    "AttackFlags",
+    "DataFlags",
+    "Model",
+    "ModelFlags",
+    "RunFlags",
+    "ThreatFlags",
+    "expand_groups",
+    "flag_names",
+    "given_flags",
+    "spell_flag",
+    "split_list",
+]
 
-__all__ = ["Attacking", "Choice", "Conduct", "Model", "Running", "Sampling", "Threat"]
+RARE = "Rarely needed"
 
 Model = Annotated[
     str, typer.Argument(help="zoo:NAME, a timm name, hf:ORG/NAME, a run folder, or python:module:function")
 ]
-DataRoot = Annotated[Path | None, typer.Option(help="where torchvision sets and benchmark files lie")]
-AllowReadable = Annotated[
-    bool, typer.Option("--allow-readable", help="take a token file that others than its owner can read")
+RunOrModel = Annotated[
+    str, typer.Argument(metavar="RUN-OR-MODEL", help="run folder of an audit, or a MODEL as 'vitadel audit' takes it")
 ]
-Eps = Annotated[str, typer.Option(help="budget in pixels of [0, 1], e.g. 8/255")]
+DataRoot = Annotated[
+    Path | None, typer.Option(help="folder of torchvision data sets and benchmark files", rich_help_panel=RARE)
+]
+AllowReadable = Annotated[
+    bool,
+    typer.Option("--allow-readable", help="accept a token file that other users can read", rich_help_panel=RARE),
+]
+Eps = Annotated[str, typer.Option(help="perturbation budget for pixels in [0, 1], e.g. 8/255")]
 Norm = Annotated[str, typer.Option(help="linf, l2 or l1")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")]
 Json = Annotated[bool, typer.Option("--json", help="print the results as JSON on standard output")]
-Row = Annotated[str | None, typer.Option(help="which row, for a recipe that is a whole table")]
+Row = Annotated[str | None, typer.Option(help="row of the table, for a recipe that is a whole table")]
+Calibration = Annotated[
+    str | None,
+    typer.Option(help="data that calibrated attacks (aas+, patches-learned) fit on", rich_help_panel=RARE),
+]
+Precision = Annotated[str, typer.Option(help="fp32, bf16 or fp16", rich_help_panel=RARE)]
 
 
 @dataclass(frozen=True)
-class Choice:
+class ModelFlags:
     """How a MODEL is opened."""
 
     weights: Annotated[str | None, typer.Option(help="weight file, 'pretrained' (timm's download) or 'random'")] = None
-    num_classes: Annotated[
-        int | None, typer.Option(help="number of classes, where the model's name does not say it")
+    num_classes: Annotated[int | None, typer.Option(help="number of classes of a timm model's head")] = None
+    mean: Annotated[
+        str | None, typer.Option(help="normalization mean, e.g. 0.5 or 0.485,0.456,0.406", rich_help_panel=RARE)
     ] = None
-    mean: Annotated[str | None, typer.Option(help="normalisation mean, e.g. 0.5 or 0.485,0.456,0.406")] = None
-    std: Annotated[str | None, typer.Option(help="normalisation standard deviation, likewise")] = None
+    std: Annotated[str | None, typer.Option(help="normalization standard deviation", rich_help_panel=RARE)] = None
     input_size: Annotated[
-        int | None, typer.Option(help="image size in pixels, where it differs from the model's own")
+        int | None, typer.Option(help="image size in pixels, if not the model's own", rich_help_panel=RARE)
     ] = None
     crop_pct: Annotated[
-        str | None,
-        typer.Option(help="share of a resized image that is kept, e.g. 0.875, where it differs from the model's own"),
+        str | None, typer.Option(help="center crop as a share of the resized image, e.g. 0.875", rich_help_panel=RARE)
     ] = None
     interpolation: Annotated[
-        str | None, typer.Option(help="how images are resized, e.g. bicubic, where it differs from the model's own")
+        str | None, typer.Option(help="how images are resized, e.g. bicubic", rich_help_panel=RARE)
     ] = None
     head_classes: Annotated[
-        str | None, typer.Option(help="keep these of its classes, for data that have no others, e.g. 0,217,482")
+        str | None, typer.Option(help="keep only these outputs of the head, e.g. 0,217,482", rich_help_panel=RARE)
     ] = None
     small_images: Annotated[
-        bool, typer.Option("--small-images", help="adapt a patch-16 ViT or XCiT to 32 px images")
+        bool, typer.Option("--small-images", help="adapt a patch-16 ViT or XCiT to 32 px images", rich_help_panel=RARE)
     ] = False
     tokens: Annotated[
         str | None,
-        typer.Option(
-            help="file of robustness tokens for the model (see 'vitadel harden'); several, with commas between them, "
-            "are a bank, from which one is drawn for each image"
-        ),
+        typer.Option(help="file of robustness tokens; a,b is a bank, one drawn per image", rich_help_panel=RARE),
     ] = None
     allow_readable: AllowReadable = False
 
-    def for_loading(self) -> dict[str, Any]:
-        """The flags about the model itself, as `load_model` takes them."""
-        return {
-            "weights": self.weights,
-            "num_classes": self.num_classes,
-            "mean": _numbers(self.mean, "--mean"),
-            "std": _numbers(self.std, "--std"),
-            "input_size": self.input_size,
-            "crop_pct": None if self.crop_pct is None else read_quantity(self.crop_pct, "--crop-pct"),
-            "interpolation": self.interpolation,
-            "small_images": self.small_images,
-            "head_classes": _whole_numbers(self.head_classes, "--head-classes"),
-        }
-
 
 @dataclass(frozen=True)
-class Sampling:
-    """Which images, and in which portions."""
+class DataFlags:
+    """Which images, and how many at once."""
 
-    data: Annotated[str, typer.Option(help="shapes, cifar10, folder:DIR, parquet:GLOB, ...; see 'vitadel list data'")]
+    data: Annotated[str, typer.Option(help="shapes, cifar10, folder:DIR, ...; see 'vitadel list data'")]
     data_root: DataRoot = None
-    limit: Annotated[int | None, typer.Option(help="a seeded, class-balanced subset of so many samples")] = None
+    limit: Annotated[int | None, typer.Option(help="use a seeded, class-balanced subset of this size")] = None
     batch_size: Annotated[int, typer.Option(help="samples per batch")] = 64
-    seed: Annotated[int, typer.Option(help="random numbers are keyed by this and the sample")] = 0
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="leave out unreadable samples and count them")] = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.seed <= 2**62:  # as in recipes
-            raise UserError(f"--seed must be a whole number from 0 to 2**62, got {self.seed}")
+    seed: Annotated[int, typer.Option(help="random seed (each sample has its own random stream)")] = 0
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="leave out unreadable samples and count them", rich_help_panel=RARE)
+    ] = False
 
     def for_request(self) -> dict[str, Any]:
-        """What every order of a run takes of it; the data themselves are opened apart."""
+        """The fields of these flags that every request of a run has; the data set itself is opened separately."""
         return {"limit": self.limit, "batch_size": self.batch_size, "seed": self.seed, "skip_bad": self.skip_bad}
 
 
 @dataclass(frozen=True)
-class Threat:
+class ThreatFlags:
     """What an attacker may do to a pixel."""
 
     eps: Eps = "8/255"
@@ -106,55 +111,72 @@ class Threat:
 
 
 @dataclass(frozen=True)
-class Attacking:
+class AttackFlags:
     """Which attacks, within which budget."""
 
-    attacks: Annotated[
-        str, typer.Option(help="comma-separated, e.g. fgsm,pgd-20(restarts=5); see 'vitadel list attacks'")
-    ]
+    attacks: Annotated[str, typer.Option(help="e.g. fgsm,'pgd-20(restarts=5)'; see 'vitadel list attacks'")]
     eps: Eps = "8/255"
     norm: Norm = "linf"
     compile_model: Annotated[
-        bool, typer.Option("--compile", help="try torch.compile, and use it if it is faster here")
+        bool, typer.Option("--compile", help="use torch.compile if it is faster here", rich_help_panel=RARE)
     ] = False
 
 
 @dataclass(frozen=True)
-class Conduct:
-    """How attacks are run, where their result may depend on it."""
-
-    calibration: Annotated[
-        str | None,
-        typer.Option(
-            help="data that aas+ and patches-learned may study; else the training split or what --limit leaves out"
-        ),
-    ] = None
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16")] = "fp32"
-
-
-@dataclass(frozen=True)
-class Running:
-    """Where a run happens, where it goes, and how it is told."""
+class RunFlags:
+    """Where a run computes, where its folder goes, and how results are printed."""
 
     device: Device = "auto"
     out: Annotated[Path | None, typer.Option(help="run folder; by default a new one below runs/")] = None
-    resume: Annotated[bool, typer.Option("--resume", help="go on with an unfinished run")] = False
+    resume: Annotated[bool, typer.Option("--resume", help="continue an unfinished run")] = False
     as_json: Json = False
 
 
-def _whole_numbers(text: str | None, what: str) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise UserError(f"{what} takes numbers of classes with commas between them, as in 0,217,482; got {text!r}")
-    return tuple(int(part) for part in parts)
+def expand_groups(verb: Callable[..., None]) -> Callable[..., None]:
+    """Return `verb` with the signature that typer needs: one flag for each field of a parameter that is a dataclass.
+
+    The fields are annotated like parameters of a verb. The parameter's default is an instance, whose values are the
+    defaults of the flags, so that verbs can share a group and differ in a default.
+    """
+    hints = get_type_hints(verb, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
+
+    @wraps(verb)
+    def call(**given: Any) -> None:
+        packed = {name: kind(**{flag: given.pop(flag) for flag in flag_names(kind)}) for name, kind in groups.items()}
+        verb(**given, **packed)
+
+    def parameters() -> Iterator[inspect.Parameter]:
+        for name, parameter in inspect.signature(verb).parameters.items():
+            if name not in groups:
+                yield parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+                continue
+            annotations = get_type_hints(groups[name], include_extras=True)
+            for flag, default in asdict(parameter.default).items():
+                kind = inspect.Parameter.KEYWORD_ONLY
+                yield inspect.Parameter(flag, kind, default=default, annotation=annotations[flag])
+
+    expanded = list(parameters())
+    call.__dict__["__signature__"] = inspect.Signature(expanded)
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in expanded}
+    return call
 
 
-def _numbers(text: str | None, what: str) -> tuple[float, ...] | None:
-    if text is None:
-        return None
-    numbers = tuple(read_quantity(part.strip(), what) for part in text.split(","))
-    if len(numbers) not in (1, 3):
-        raise UserError(f"{what} takes one number or three, one per colour channel; got {text!r}")
-    return numbers * (3 // len(numbers))
+def flag_names(group: type[Any]) -> tuple[str, ...]:
+    """Return the names of a group's flags, as parameters."""
+    return tuple(each.name for each in fields(group))
+
+
+def given_flags(ctx: typer.Context) -> set[str]:
+    """Return the names of the flags that were typed, as parameters."""
+    return {name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")}
+
+
+def spell_flag(name: str) -> str:
+    """Return a parameter's flag as it is typed."""
+    return f"--{name.removesuffix('_model').replace('_', '-')}"
+
+
+def split_list(text: str | None) -> tuple[str, ...]:
+    """Split a comma-separated list; empty for None and ''."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())

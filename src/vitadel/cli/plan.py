@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli import options, run_verb
-from vitadel.cli.flag_groups import bundled, flags_of, given_flags, spelled
+from vitadel.cli import options
+from vitadel.cli.execution import audit_request, open_target
+from vitadel.cli.options import AttackFlags, DataFlags, ModelFlags, expand_groups, flag_names, given_flags, spell_flag
 from vitadel.errors import UserError, nearest_names
 
 
-@bundled
+@expand_groups
 def plan(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="a MODEL as for audit, or a recipe as for harden")] = "zoo:shapes-robust",
@@ -21,25 +22,28 @@ def plan(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="for a recipe, e.g. train.epochs=3")
     ] = None,
     row: options.Row = None,
-    sampling: options.Sampling = options.Sampling("shapes"),
-    attacking: options.Attacking = options.Attacking("fgsm,pgd-20"),
-    choice: options.Choice = options.Choice(),
+    attacks: AttackFlags = AttackFlags("fgsm,pgd-20"),
+    data: DataFlags = DataFlags("shapes"),
+    how: ModelFlags = ModelFlags(),
     device: options.Device = "auto",
     as_json: options.Json = False,
 ) -> None:
-    """Passes, memory and time of an audit, or of a training by a recipe, on this machine, measured by a short probe."""
+    """Estimate passes, memory and time of an audit or training.
+
+    Times come from a short measurement on this machine.
+    """
     from vitadel.training.recipes.documents import shipped_recipes
 
     shipped = shipped_recipes()
     if model in shipped or model.endswith((".yaml", ".yml")):
-        own = [*flags_of(options.Sampling), *flags_of(options.Attacking), *flags_of(options.Choice)]
-        odd = [spelled(name) for name in own if name in given_flags(ctx) and name != "data_root"]
+        of_audits = {flag for group in (DataFlags, AttackFlags, ModelFlags) for flag in flag_names(group)}
+        odd = [spell_flag(name) for name in ctx.params if name in of_audits & given_flags(ctx) - {"data_root"}]
         if odd:
             raise UserError(
-                f"{', '.join(odd)}: a recipe says these itself; write KEY=VALUE instead, e.g. threat.eps=4/255 "
+                f"{', '.join(odd)}: a recipe sets these itself; write KEY=VALUE instead, e.g. threat.eps=4/255 "
                 "audit.limit=100 audit.attacks=[pgd-20]"
             )
-        _plan_training(model, row, overrides or [], sampling.data_root, device, as_json)
+        _plan_training(model, row, overrides or [], data.data_root, device, as_json)
         return
     _refuse_mistyped_recipe(model, shipped)
     if overrides or row:
@@ -48,8 +52,8 @@ def plan(
     from vitadel.reporting.terminal import show_plan
     from vitadel.runtime.distributed import join_processes
 
-    request = run_verb.request_of(attacking, sampling)
-    target = run_verb.open_chosen(model, choice, sampling)
+    request = audit_request(attacks, data)
+    target = open_target(model, how, data)
     cost = estimate(
         target,
         attacks=request.attacks,
@@ -67,7 +71,7 @@ def plan(
 
 
 def _refuse_mistyped_recipe(name: str, shipped: list[str]) -> None:
-    """What looks like a recipe's name, or is one without its folder, and leads to no file."""
+    """Refuse what looks like a recipe's name, or is one without its folder, but is no file."""
     if ":" in name or Path(name).expanduser().exists():
         return
     alike = [recipe for recipe in shipped if recipe.endswith(f"/{name}")]

@@ -1,33 +1,36 @@
-"""`vitadel probe`: train heads on a model's frozen features by a recipe, and judge the best."""
+"""`vitadel probe`: train heads on a model's frozen features by a recipe, and evaluate the best."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vitadel.cli import options, run_verb
-from vitadel.cli.flag_groups import bundled
+from vitadel.cli import options
+from vitadel.cli.execution import present, run_options
+from vitadel.cli.options import RunFlags, expand_groups
 
 
-@bundled
+@expand_groups
 def probe(
     recipe: Annotated[str, typer.Argument(help="a recipe's name, e.g. probes/shapes, or a .yaml file")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.steps=500 model.name=deit_small")
     ] = None,
     row: options.Row = None,
-    tokens: Annotated[Path | None, typer.Option(help="a file of robustness tokens made for the model")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="file of robustness tokens for the model")] = None,
     allow_readable: options.AllowReadable = False,
     data_root: options.DataRoot = None,
-    run: options.Running = options.Running(),
+    run: RunFlags = RunFlags(),
 ) -> None:
-    """Train heads on frozen features by RECIPE, choose on held-out training images, judge on the test set."""
+    """Train heads on frozen features by RECIPE.
+
+    Selects the head on held-out training images and evaluates it on the test set.
+    """
     from vitadel.heads.probe import run_probe
     from vitadel.heads.probe_recipe import build_probe, with_tokens
-    from vitadel.reporting.kinds import probe as heads
+    from vitadel.reporting.kinds.probe import show_probe_plan
     from vitadel.runtime.distributed import join_processes
     from vitadel.training.recipes.documents import compose
     from vitadel.training.run import title_of
@@ -39,11 +42,8 @@ def probe(
         title,
         join_processes(run.device),
         allow_readable=allow_readable,
-        out=run.out,
-        resume=run.resume,
-        show_progress=True,
-        show_plan=heads.tell_plan,
+        show_plan=show_probe_plan,
         data_root=data_root,
-        argv=sys.argv[1:],
+        **run_options(run, data_root=data_root, tokens=tokens, allow_readable=allow_readable),
     )
-    run_verb.tell_outcome(outcome, run, heads.show_heads, report="clean" in outcome.results)
+    present(outcome, run, report="clean" in outcome.results)

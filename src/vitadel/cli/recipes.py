@@ -9,7 +9,7 @@ import typer
 
 from vitadel.errors import UserError
 
-app = typer.Typer(help="Show, copy and check recipes.", no_args_is_help=True)
+app = typer.Typer(help="Show, copy or check recipes.", no_args_is_help=True)
 
 Names = Annotated[list[str] | None, typer.Argument(help="recipes or .yaml files; all shipped ones by default")]
 Name = Annotated[str, typer.Argument(help="a recipe's name, e.g. shapes/trades, or a .yaml file of your own")]
@@ -18,10 +18,10 @@ Name = Annotated[str, typer.Argument(help="a recipe's name, e.g. shapes/trades, 
 @app.command()
 def show(
     name: Name,
-    row: Annotated[str | None, typer.Option(help="a row of its sweep, composed with all that it extends")] = None,
-    composed: Annotated[bool, typer.Option("--composed", help="with all that it extends")] = False,
+    row: Annotated[str | None, typer.Option(help="a row of its table, with everything it extends")] = None,
+    composed: Annotated[bool, typer.Option("--composed", help="with everything it extends")] = False,
 ) -> None:
-    """Print a recipe: its file with its comments, or all of one row."""
+    """Print a recipe: its file with its comments, or one row."""
     from vitadel.training.recipes.documents import compose, rows, source
     from vitadel.training.recipes.write import recipe_text
 
@@ -39,14 +39,14 @@ def copy(name: Name, target: Annotated[Path, typer.Argument(help="the .yaml file
     from vitadel.training.recipes.documents import source
 
     if target.suffix not in (".yaml", ".yml"):
-        raise UserError(f"'{target}' does not end in .yaml, by which files of your own are known; try {target}.yaml")
+        raise UserError(f"'{target}' does not end in .yaml, as recipe files must; try {target}.yaml")
     text = source(name)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise UserError(f"'{target}' exists already and is left as it is; choose another name") from None
+        raise UserError(f"'{target}' already exists and was not changed; choose another name") from None
     except OSError as error:
         raise UserError(f"'{target}' cannot be written: {error}") from error
     typer.echo(str(target))
@@ -54,7 +54,7 @@ def copy(name: Name, target: Annotated[Path, typer.Argument(help="the .yaml file
 
 @app.command()
 def check(names: Names = None) -> None:
-    """Build every row of every recipe, without training, and tell all that is wrong."""
+    """Build every row of the recipes, without training, and report all errors."""
     from vitadel.training.recipes.build import check_recipe
     from vitadel.training.recipes.documents import rows, shipped_recipes
 

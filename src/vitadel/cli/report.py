@@ -12,14 +12,14 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="run folders")],
     out: Annotated[
         Path | None,
-        typer.Option(help="the page; by default report.html in the run, comparison.html in the first of several"),
+        typer.Option(help="HTML file (default: report.html in the run; comparison.html in the first of several)"),
     ] = None,
     export: Annotated[
         Path | None,
-        typer.Option(help="a folder for tables as CSV, LaTeX and Markdown, and figures as SVG and PNG"),
+        typer.Option(help="folder for tables (CSV, LaTeX, Markdown) and figures (SVG, PNG)"),
     ] = None,
 ) -> None:
-    """Compare runs on one page that needs no network and no server."""
+    """Write one self-contained HTML page about runs."""
     from vitadel.reporting.page import write_report
 
     target = out or runs[0] / ("report.html" if len(runs) == 1 else "comparison.html")

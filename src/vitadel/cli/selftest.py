@@ -6,7 +6,10 @@ import typer
 
 
 def selftest() -> None:
-    """Does this installation find what is there, and nothing more? Takes about a minute."""
+    """Check the installation (about a minute).
+
+    Attacks models whose robustness is known in closed form.
+    """
     from vitadel.evaluation.selftest import selftest as checks
 
     failed = 0

@@ -2,103 +2,178 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 import typer
 
-from vitadel.cli import options, study_pictures
-from vitadel.cli.flag_groups import bundled
-from vitadel.cli.run_or_model import IMAGES, Calibration, Opening, RunOrModel, conduct
+from vitadel.cli.execution import present, run_options
+from vitadel.cli.options import (
+    Calibration,
+    DataFlags,
+    ModelFlags,
+    RunFlags,
+    RunOrModel,
+    ThreatFlags,
+    expand_groups,
+    flag_names,
+    given_flags,
+    split_list,
+)
+from vitadel.cli.stability import Noise, PatchSide, Share
 from vitadel.errors import UserError
 from vitadel.quantities import read_quantity
 
+_Attack = Annotated[str, typer.Option(help="one attack; see 'vitadel list attacks'")]
 _Images = Annotated[int, typer.Option(help="calibration images on which aas finds its factors")]
-_Attack = Annotated[str, typer.Option(help="one plain attack, e.g. pgd-20; see 'vitadel list attacks'")]
+_Others = Annotated[
+    str | None,
+    typer.Option(help="other MODELs (or MODEL=WEIGHTS) for the same classes, comma-separated (default: the zoo's)"),
+]
 
-app = typer.Typer(help="Analyses of the papers, on your model or on the run folder of an audit.", no_args_is_help=True)
 
+@dataclass(frozen=True)
+class Curves(ThreatFlags):
+    """Plot robust accuracy against eps, steps and restarts."""
 
-@app.command()
-@bundled
-def curves(
-    ctx: typer.Context,
-    model: RunOrModel = "zoo:shapes-robust",
-    attack: Annotated[str, typer.Option(help="one attack, without K: pgd, cw, aas+pgd, 'pgd(step=1/255)'")] = "pgd",
+    attack: Annotated[str, typer.Option(help="one attack, without K: pgd, cw, aas+pgd, 'pgd(step=1/255)'")] = "pgd"
     budgets: Annotated[
-        str | None, typer.Option(help="of the first curve, e.g. 0,4/255,8/255; by default 0 to twice --eps")
-    ] = None,
+        str | None, typer.Option(help="of the first curve, e.g. 0,4/255,8/255 (default: 0 to twice --eps)")
+    ] = None
     steps: Annotated[
-        str | None, typer.Option(help="of the second curve, at --eps; by default 1 to 100, '' for none")
-    ] = None,
-    restarts: Annotated[str, typer.Option(help="of the third curve, at --eps; '' for none")] = "1,2,5",
-    calibration: Calibration = None,
-    sampling: options.Sampling = IMAGES,
-    threat: options.Threat = options.Threat(),
-    choice: options.Choice = options.Choice(),
-    run: options.Running = options.Running(),
-) -> None:
-    """Robust accuracy against eps, steps and restarts: does more effort of the attacker count for more?"""
-    conduct(
-        ctx,
-        "curves",
-        Opening(model, sampling, threat, choice),
-        run,
-        attack=attack,
-        budgets=None if budgets is None else tuple(read_quantity(part.strip(), "eps") for part in budgets.split(",")),
-        steps=None if steps is None else _counts(steps, "--steps"),
-        restarts=_counts(restarts, "--restarts"),
-        calibration=calibration,
+        str | None, typer.Option(help="of the second curve, at --eps; '' for none (default: 1 to 100)")
+    ] = None
+    restarts: Annotated[str, typer.Option(help="of the third curve, at --eps; '' for none")] = "1,2,5"
+    calibration: Calibration = None
+
+
+@dataclass(frozen=True)
+class Saturation(ThreatFlags):
+    """Measure how saturated the softmax of each attention block is, before and after AAS."""
+
+    attack: _Attack = "pgd-20"
+    images: _Images = 1280
+    calibration: Calibration = None
+
+
+@dataclass(frozen=True)
+class ScaledBlocks(ThreatFlags):
+    """Run AAS with only some blocks scaled; judge on the deployed model and as in the paper."""
+
+    attack: _Attack = "pgd-20"
+    ways: Annotated[str, typer.Option(help="which blocks: first (k), single, last (k), comma-separated")] = (
+        "first,single,last"
     )
+    every: Annotated[int, typer.Option(help="increase k by this number")] = 1
+    images: _Images = 1280
+    calibration: Calibration = None
 
 
-@app.command()
-@bundled
-def saturation(
-    ctx: typer.Context,
-    model: RunOrModel = "zoo:shapes-robust",
-    attack: _Attack = "pgd-20",
-    images: _Images = 1280,
-    calibration: Calibration = None,
-    sampling: options.Sampling = IMAGES,
-    threat: options.Threat = options.Threat(),
-    choice: options.Choice = options.Choice(),
-    run: options.Running = options.Running(),
-) -> None:
-    """Gaps before the softmax, block by block, before and after AAS: is attention saturated?"""
-    opening = Opening(model, sampling, threat, choice)
-    conduct(ctx, "saturation", opening, run, attack=attack, images=images, calibration=calibration)
+@dataclass(frozen=True)
+class Perturbations(ThreatFlags):
+    """Ask other models what they see in an attack's perturbations alone."""
+
+    attack: _Attack = "pgd-100"
+    others: _Others = None
+    calibration: Calibration = None
 
 
-@app.command("scaled-blocks")
-@bundled
-def scaled_blocks(
-    ctx: typer.Context,
-    model: RunOrModel = "zoo:shapes-robust",
-    attack: _Attack = "pgd-20",
-    ways: Annotated[
-        str, typer.Option(help="which blocks: first (k), single, last (k), comma-separated")
-    ] = "first,single,last",
-    every: Annotated[int, typer.Option(help="grow k by so many")] = 1,
-    images: _Images = 1280,
-    calibration: Calibration = None,
-    sampling: options.Sampling = IMAGES,
-    threat: options.Threat = options.Threat(),
-    choice: options.Choice = options.Choice(),
-    run: options.Running = options.Running(),
-) -> None:
-    """AAS with only some blocks scaled, judged on the deployed model and, beside it, as in the paper."""
-    opening = Opening(model, sampling, threat, choice)
-    chosen = tuple(way.strip() for way in ways.split(","))
-    own = {"attack": attack, "ways": chosen, "every": every, "images": images, "calibration": calibration}
-    conduct(ctx, "scaled-blocks", opening, run, **own)
+@dataclass(frozen=True)
+class Accumulation:
+    """Draw classes out of noise along a model's gradients, and ask other models about them."""
+
+    classes: Annotated[
+        str | None, typer.Option(help="numbers of the target classes, e.g. 0,3,7 (default: the first --most)")
+    ] = None
+    most: Annotated[int, typer.Option(help="number of classes, if --classes names none")] = 10
+    starts: Annotated[int, typer.Option(help="images of each class")] = 10
+    start: Annotated[str, typer.Option(help="starting point: noise or grey")] = "noise"
+    objective: Annotated[str, typer.Option(help="what is maximized: logit or probability")] = "logit"
+    steps: Annotated[int, typer.Option(help="gradient steps")] = 100
+    step: Annotated[str, typer.Option(help="step size, root mean square over pixels in [0, 1]")] = "0.01"
+    others: _Others = None
 
 
-app.registered_commands += study_pictures.app.registered_commands
+@dataclass(frozen=True)
+class Attention(ThreatFlags):
+    """Show where a patch attends, clean and under attack, and how much of that stays."""
+
+    attack: _Attack = "pgd-20"
+    query: Annotated[str, typer.Option(help="query token: centre, class, or a patch as ROW,COL")] = "centre"
+    block: Annotated[str, typer.Option(help="last, or the number of an attention in running order")] = "last"
+    heads: Annotated[str, typer.Option(help="mean, or each (one map per head as well)")] = "mean"
+    calibration: Calibration = None
 
 
-def _counts(text: str, flag: str) -> tuple[int, ...]:
-    """Whole numbers, comma-separated; none for ''."""
-    try:
-        return tuple(int(part) for part in text.split(",")) if text.strip() else ()
-    except ValueError:
-        raise UserError(f"{flag} takes whole numbers, comma-separated, e.g. 1,2,5; got {text!r}") from None
+@dataclass(frozen=True)
+class CorruptionMasks:
+    """Show which patches a corruption model chooses, and whether it does more harm than random choice."""
+
+    selector: Annotated[
+        str | None, typer.Option(help="corruption-model.safetensors, or the run folder that has it; else trained")
+    ] = None
+    share: Share = "0.1"
+    fills: Annotated[int, typer.Option(help="noise samples per image")] = 10
+    training_steps: Annotated[int, typer.Option(help="steps of training a corruption model here")] = 60
+    noise: Noise = "normalised"
+    patch_side: PatchSide = 0
+    calibration: Annotated[str | None, typer.Option(help="data to train it on (default: the training split)")] = None
+
+
+STUDIES = {
+    "curves": Curves,
+    "saturation": Saturation,
+    "scaled-blocks": ScaledBlocks,
+    "perturbations": Perturbations,
+    "accumulation": Accumulation,
+    "attention": Attention,
+    "corruption-masks": CorruptionMasks,
+}
+app = typer.Typer(help="Run an analysis of the papers on a model or an audit.", no_args_is_help=True)
+
+
+def _command(name: str, flags: type[Any]) -> Callable[..., None]:
+    """Return the command of a study: its own flags, and those that all studies share."""
+
+    def run_study(ctx: typer.Context, model: str, own: Any, data: DataFlags, how: ModelFlags, run: RunFlags) -> None:
+        from vitadel import studies
+
+        values = {**asdict(ThreatFlags()), **asdict(data), **asdict(how), "device": run.device}
+        for flag, value in asdict(own).items():
+            if flag in flag_names(ThreatFlags):
+                values[flag] = value
+            else:
+                field = {"patch_side": "side"}.get(flag, flag)
+                values[field] = _READERS[flag](value) if flag in _READERS and isinstance(value, str) else value
+        present(studies.run_study(name, model, values, given_flags(ctx), **run_options(run)), run)
+
+    run_study.__annotations__ |= {"model": RunOrModel, "own": flags}
+    run_study.__defaults__ = ("zoo:shapes-robust", flags(), DataFlags("shapes", limit=200), ModelFlags(), RunFlags())
+    return expand_groups(run_study)
+
+
+for _name, _flags in STUDIES.items():
+    app.command(_name, help=_flags.__doc__)(_command(_name, _flags))
+
+
+def _whole_numbers(flag: str) -> Callable[[str], tuple[int, ...]]:
+    def read(text: str) -> tuple[int, ...]:
+        try:
+            return tuple(int(part) for part in split_list(text))
+        except ValueError:
+            raise UserError(f"{flag} takes whole numbers, comma-separated, e.g. 1,2,5; got {text!r}") from None
+
+    return read
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "budgets": lambda text: tuple(read_quantity(part.strip(), "eps") for part in text.split(",")),
+    "steps": _whole_numbers("--steps"),
+    "restarts": _whole_numbers("--restarts"),
+    "classes": _whole_numbers("--classes"),
+    "ways": split_list,
+    "others": split_list,
+    "share": lambda text: read_quantity(text, "--share"),
+    "step": lambda text: read_quantity(text, "--step"),
+}

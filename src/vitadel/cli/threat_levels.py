@@ -1,154 +1,125 @@
-"""`vitadel audit --suite ladder`: secret tokens against attackers who know more and more."""
+"""`vitadel threat-levels`: secret robustness tokens against attackers who know more at each level, T0 to T8."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitadel.cli import run_verb
-from vitadel.cli.options import Choice, Running, Sampling
+from vitadel.cli import options
+from vitadel.cli.execution import open_target, present, run_options
+from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, expand_groups, split_list
 from vitadel.errors import UserError
 from vitadel.quantities import read_quantity
 
 if TYPE_CHECKING:
     from vitadel.threat_levels.request import ThreatLevelsRequest
 
-_PANEL = "Ladder (--suite ladder)"
-
 
 @dataclass(frozen=True)
-class LadderFlags:
-    """How far attackers go."""
+class LevelFlags:
+    """Which levels, and what attackers have at each of them."""
 
-    levels: Annotated[
-        str | None, typer.Option(help="only these, e.g. T2,T3,T6; all of T0 to T8 by default", rich_help_panel=_PANEL)
-    ] = None
-    steps: Annotated[
-        int, typer.Option(help="of attacks with gradients; T2+ has one with four times as many", rich_help_panel=_PANEL)
-    ] = 30
-    queries: Annotated[int, typer.Option(help="score queries per image (T5)", rich_help_panel=_PANEL)] = 5000
-    white_box: Annotated[
-        str, typer.Option(help="attacks through the tokens, beside pgd (T6)", rich_help_panel=_PANEL)
-    ] = "apgd-ce,apgd-t"
+    levels: Annotated[str | None, typer.Option(help="only these, e.g. T2,T3,T6 (default: T0 to T8)")] = None
+    eps: Annotated[str | None, typer.Option(help="budgets (default: 1/255,2/255,4/255,8/255)")] = None
+    steps: Annotated[int, typer.Option(help="steps of gradient attacks; T2+ also runs four times as many")] = 30
+    queries: Annotated[int, typer.Option(help="score queries per image (T5)")] = 5000
+    white_box: Annotated[str, typer.Option(help="attacks through the tokens, in addition to pgd (T6)")] = (
+        "apgd-ce,apgd-t"
+    )
     surrogates: Annotated[
-        str,
-        typer.Option(help="how many token sets attackers train (T3, T4), or files of theirs", rich_help_panel=_PANEL),
+        str, typer.Option(help="number of token sets that attackers train (T3, T4), or token files")
     ] = "2"
     bank: Annotated[
-        str,
-        typer.Option(
-            help="how many more sets the defender trains for a bank (T8), or their files", rich_help_panel=_PANEL
-        ),
+        str, typer.Option(help="number of token sets to train for the defender's bank (T8), or token files")
     ] = "2"
     recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="how the tokens were trained, NAME or NAME:ROW; by default the run's", rich_help_panel=_PANEL
-        ),
+        str | None, typer.Option(help="how the tokens were trained, NAME or NAME:ROW (default: the run's recipe)")
     ] = None
     attacker_data: Annotated[
-        str | None,
-        typer.Option(
-            help="images that attackers train and fit on; by default those of the recipe, and to fit (T7) the training "
-            "split of the audited data, or images that are not audited",
-            rich_help_panel=_PANEL,
-        ),
+        str | None, typer.Option(help="images that attackers train and fit on (default: those of the recipe)")
     ] = None
-    head: Annotated[
-        str | None, typer.Option(help="the victim's head, made by 'vitadel probe'", rich_help_panel=_PANEL)
-    ] = None
-    attacker_head: Annotated[
-        str | None, typer.Option(help="the attacker's own head (T2), likewise", rich_help_panel=_PANEL)
-    ] = None
-    other: Annotated[
-        str | None, typer.Option(help="another MODEL for the same classes (T1)", rich_help_panel=_PANEL)
-    ] = None
-    other_weights: Annotated[str | None, typer.Option(help="its weights", rich_help_panel=_PANEL)] = None
+    head: Annotated[str | None, typer.Option(help="the victim's head, from 'vitadel probe'")] = None
+    attacker_head: Annotated[str | None, typer.Option(help="the attacker's own head (T2)")] = None
+    other: Annotated[str | None, typer.Option(help="another MODEL for the same classes (T1)")] = None
+    other_weights: Annotated[str | None, typer.Option(help="weights of --other")] = None
+
+    def __post_init__(self) -> None:
+        if self.other_weights is not None and self.other is None:
+            raise UserError("--other-weights are those of another model (T1): name it with --other MODEL")
 
 
-def climb(model: str, choice: Choice, sampling: Sampling, run: Running, flags: LadderFlags, eps: str | None) -> None:
-    """The whole ladder, told; `eps` None means its own budgets."""
-    from vitadel.adapters.adapted_model import token_run
-    from vitadel.backbones.load import has_no_head, load_model
+@expand_groups
+def threat_levels(
+    model: options.Model = "zoo:shapes-robust",
+    flags: LevelFlags = LevelFlags(),
+    data: DataFlags = DataFlags("shapes"),
+    how: ModelFlags = ModelFlags(),
+    run: RunFlags = RunFlags(),
+) -> None:
+    """Attack a model with secret tokens at levels T0 to T8.
+
+    At each level the attacker knows more, up to the tokens themselves.
+    """
+    from vitadel.backbones.load import load_model
     from vitadel.heads.head_files import load_head
-    from vitadel.reporting import terminal
-    from vitadel.reporting.kinds import threat_levels as told
     from vitadel.runtime.distributed import join_processes
     from vitadel.threat_levels.run import run_ladder
 
-    if flags.other_weights is not None and flags.other is None:
-        raise UserError(
-            "--other-weights are those of another model (T1): name it with --other MODEL, or leave them out"
-        )
-    trained = token_run(model) or {}
-    name = str(trained.get("name", model))
-    if flags.head is None and has_no_head(name, choice.weights or trained.get("weights")):
-        raise UserError(
-            f"'{name}' has no classifier of its own: train a head by `vitadel probe`, with the tokens, and give it "
-            "with --head"
-        )
-    request = _request(model, choice, sampling, flags, eps)
+    request = _request(model, flags, data, how)
     processes = join_processes(run.device)
-    target = run_verb.open_chosen(model, choice, sampling, for_features=flags.head is not None)
     outcome = run_ladder(
-        target,
+        open_target(model, how, data, device=run.device, for_features=flags.head is not None),
         request,
         processes,
         head=None if flags.head is None else partial(load_head, flags.head),
         own_head=None if flags.attacker_head is None else partial(load_head, flags.attacker_head),
         other=None if flags.other is None else load_model(flags.other, weights=flags.other_weights),
-        out=run.out,
-        resume=run.resume,
-        show_progress=True,
-        argv=sys.argv[1:],
         show_plan=lambda text: typer.echo(text, err=True) if processes.is_main else None,
+        **run_options(run),
     )
-    if not outcome.is_main or outcome.folder is None:
-        return
-
-    def show(results: dict[str, Any]) -> None:
-        told.show_ladder(results)
-        terminal.show_findings(results["findings"])
-
-    run_verb.tell(outcome.results, outcome.folder.path, run, show)
+    present(outcome, run)
 
 
-def _request(
-    model: str, choice: Choice, sampling: Sampling, flags: LadderFlags, eps: str | None
-) -> ThreatLevelsRequest:
+def _request(model: str, flags: LevelFlags, data: DataFlags, how: ModelFlags) -> ThreatLevelsRequest:
     from vitadel.adapters.adapted_model import token_run
     from vitadel.attacks.parse import split_attack_list
+    from vitadel.backbones.load import has_no_head
     from vitadel.threat_levels.levels import LEVELS
     from vitadel.threat_levels.request import BUDGETS, ThreatLevelsRequest
 
-    own_recipe = str(Path(model) / "recipe.yaml") if token_run(model) is not None else None
-    if own_recipe is None and "/" in model and ":" not in model and not Path(model).exists():
+    trained = token_run(model)
+    backbone = model if trained is None else str(trained["name"])
+    if flags.head is None and has_no_head(backbone, how.weights or (trained or {}).get("weights")):
+        raise UserError(
+            f"'{backbone}' has no classifier of its own: train a head by `vitadel probe`, with the tokens, and give it "
+            "with --head"
+        )
+    if trained is None and "/" in model and ":" not in model and not Path(model).exists():
         raise UserError(f"'{model}' does not exist: there is no run folder, and no weight file, of that name")
     return ThreatLevelsRequest(
-        eps=BUDGETS if eps is None else tuple(read_quantity(part.strip(), "eps") for part in eps.split(",")),
-        levels=tuple(LEVELS) if flags.levels is None else _listed(flags.levels.upper()),
+        eps=BUDGETS if flags.eps is None else tuple(read_quantity(part, "eps") for part in split_list(flags.eps)),
+        levels=tuple(LEVELS) if flags.levels is None else split_list(flags.levels.upper()),
         steps=flags.steps,
         queries=flags.queries,
         white_box=tuple(split_attack_list(flags.white_box)) if flags.white_box else (),
         surrogates=_count_or_files(flags.surrogates, "--surrogates"),
         bank=_count_or_files(flags.bank, "--bank"),
-        recipe=flags.recipe or own_recipe,
+        recipe=flags.recipe or (None if trained is None else str(Path(model) / "recipe.yaml")),
         attacker_data=flags.attacker_data,
-        allow_readable=choice.allow_readable,
-        **sampling.for_request(),
+        allow_readable=how.allow_readable,
+        **data.for_request(),
     )
 
 
 def _count_or_files(text: str, flag: str) -> int | tuple[str, ...]:
-    """A number of token sets to train, or files of sets that are there."""
+    """Read a number of token sets to train, or files of sets that exist."""
     if text.strip().isdigit():
         return int(text)
-    files = _listed(text)
+    files = split_list(text)
     if not files or any(_is_number(file) and not Path(file).exists() for file in files):
         raise UserError(f"{flag} is a number of token sets to train, 0 or more, or token files a,b,...; got {text!r}")
     return files
@@ -160,7 +131,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())

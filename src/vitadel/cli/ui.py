@@ -5,56 +5,57 @@ from __future__ import annotations
 import ipaddress
 import threading
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from vitadel.cli import options
-from vitadel.cli.flag_groups import bundled
+from vitadel.cli.options import ModelFlags, expand_groups
 
 _SHAPES = "shapes"
 
 
-@bundled
+@expand_groups
 def ui(
     models: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL]...", help="models beside those of the zoo, as for 'audit'")
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help="models in addition to the zoo, as for 'audit'")
     ] = None,
-    data: Annotated[str, typer.Option(help="images to pick by number, and the classes of MODEL if told")] = _SHAPES,
+    data: Annotated[str, typer.Option(help="images to choose from; also names the classes of MODEL")] = _SHAPES,
     data_root: options.DataRoot = None,
-    host: Annotated[str, typer.Option(help="address to listen on; others than loopback let others in")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on; 0 takes any that is free")] = 7860,
+    host: Annotated[str, typer.Option(help="address to listen on; only loopback is private")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port to listen on; 0 for any free one")] = 7860,
     device: options.Device = "auto",
-    choice: options.Choice = options.Choice(),
+    how: ModelFlags = ModelFlags(),
 ) -> None:
-    """Play in the browser: pick a model, an image, an attack, and see what becomes of the answer. Ctrl-C ends it."""
+    """Attack images in the browser (Ctrl-C ends it)."""
     from vitadel.playground.app import serving
     from vitadel.playground.models import ModelCache
     from vitadel.runtime.distributed import join_processes
+    from vitadel.runtime.opening import Opening
 
-    shelf = ModelCache(
+    cache = ModelCache(
         named=models or (),
         data=data,
         device=join_processes(device).device,
         data_root=data_root,
         data_is_told=data != _SHAPES,
         options={
-            "model_options": choice.for_loading(),
-            "tokens": choice.tokens,
-            "allow_readable": choice.allow_readable,
+            "model_options": Opening.read(**asdict(how)).model_options(),
+            "tokens": how.tokens,
+            "allow_readable": how.allow_readable,
         },
     )
     for spec in models or ():
-        shelf.open(spec)  # a mistake in a name is told here, and not in the page
+        cache.open(spec)  # a wrong name is reported here, not in the page
     if not _is_loopback(host):
         typer.echo(
-            f"warning: listening on {host}, so everybody who can reach this machine can use its models and time; "
-            "there is no password",
+            f"warning: listening on {host} without a password: everybody who can reach this machine can use its models",
             err=True,
         )
-    with serving(shelf, host, port) as address:
+    with serving(cache, host, port) as address:
         typer.echo(f"playground: {address} (Ctrl-C ends it)")
-        with suppress(KeyboardInterrupt):  # the way to end it, and no interruption
+        with suppress(KeyboardInterrupt):  # Ctrl-C is the normal end here
             threading.Event().wait()
 
 

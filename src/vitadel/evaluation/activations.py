@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier
 from vitadel.attacks.parse import make
 from vitadel.attacks.settings import settings_of, training_form
 from vitadel.attacks.threats import make_threat
 from vitadel.backbones.anatomy import blocks_of
 from vitadel.data.batches import Batch
 from vitadel.data.subset import balanced_subset
-from vitadel.errors import UserError
+from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.engine.batch_cache import BatchRecord
+from vitadel.evaluation.engine.reopen import OPENING_SETTINGS, reopen
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
 from vitadel.evaluation.engine.stages import check_any_readable, run_stage
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.engine.verdicts import result_header
 from vitadel.instrument.hooks import frozen
-from vitadel.instrument.massive_activations import CLASS, EXTRA, REGISTER, massive_activations, quartiles
-from vitadel.runtime.distributed import Processes
+from vitadel.instrument.massive_activations import CLASS, EXTRA, REGISTER, quartiles
+from vitadel.instrument.massive_activations import massive_activations as largest_activations
+from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Calibrated
 
@@ -41,6 +45,8 @@ __all__ = [
     "conditions_of",
     "inspect_activations",
     "inspect_batch",
+    "massive_activations",
+    "run_inspection",
     "summarize",
 ]
 
@@ -110,7 +116,7 @@ def inspect_batch(bare: nn.Module, tokened: nn.Module | None, x: Tensor, attack:
     record: BatchRecord = {}
     for number, condition in enumerate(conditions_of(tokened is not None)):
         model = tokened if condition.tokens and tokened is not None else bare
-        seen = massive_activations(model, images[condition.images])
+        seen = largest_activations(model, images[condition.images])
         record[f"{number} values"] = seen.values.float().cpu().numpy()
         record[f"{number} patches"] = seen.patches.to(torch.int32).cpu().numpy()
         record[f"{number} channels"] = seen.channels.to(torch.int32).cpu().numpy()
@@ -159,6 +165,48 @@ def _places(patches: Sequence[int], channels: Sequence[int]) -> dict[str, Any]:
         "token_share": of_token / n,
         "same_place_share": of_pair / n,
     }
+
+
+def massive_activations(
+    run_or_model: str | Path | nn.Module = "zoo:shapes-robust", *, attack: str = "features-30", **settings: Any
+) -> dict[str, Any]:
+    """Measure the largest activations of every layer, clean and attacked: `vitadel inspect` from Python.
+
+    `run_or_model` is any model, or the run folder of an audit, whose model, data, limit, seed, eps and norm are used.
+    Settings are the command's flags (`data`, `limit`, `tokens`, `out`, ...). Writes `out`, or a new run folder below
+    runs/; returns what `results.json` holds.
+    """
+    options = {option: settings.pop(option) for option in ("out", "resume") if option in settings}
+    for name in settings:
+        if name not in OPENING_SETTINGS:
+            known = nearest_names(name, OPENING_SETTINGS) or "."
+            raise UserError(f"massive_activations has no setting {name!r}{known}")
+    defaults = {"data": "shapes", "limit": ENOUGH, "batch_size": 32, "eps": "8/255", "norm": "linf"}
+    return run_inspection(run_or_model, attack, {**defaults, **settings}, {*settings}, **options).results
+
+
+def run_inspection(
+    run_or_model: str | Path | nn.Module,
+    attack: str,
+    settings: Mapping[str, Any],
+    given: Collection[str],
+    *,
+    show_notes: Callable[[Mapping[str, str]], None] = lambda notes: None,
+    **options: Unpack[RunOptions],
+) -> Outcome:
+    """Open a model, or that of an audit, and inspect it; settings that were not `given` come from the audit."""
+    reopened = reopen(run_or_model, settings, given)
+    request = ActivationsRequest(attack=attack, **reopened.request)
+    processes = join_processes(reopened.opening.device)
+    target = reopened.open_target(for_features=True)
+    show_notes(target.model.record.notes)
+    model: object = target.model
+    if isinstance(model, TokenBank):
+        raise UserError("activations are those of one set of tokens, not of a random one: give one file with --tokens")
+    tokened = model if isinstance(model, TokenClassifier) else None
+    if tokened is not None:
+        target = replace(target, model=tokened.classifier)
+    return inspect_activations(target, tokened, request, processes, **options)
 
 
 def inspect_activations(

@@ -24,6 +24,7 @@ from vitadel.reporting.pairs import pairings
 from vitadel.reporting.read_runs import Run, aspects, faced, read_all, run_labels, threat_text
 from vitadel.reporting.tables import fold_intervals, row_texts
 from vitadel.reporting.text import duration, interval_text, listed, p_text, percent, plain
+from vitadel.runtime.opening import typed_words
 from vitadel.runtime.run_folder import write_atomically
 from vitadel.version import __version__
 
@@ -187,8 +188,7 @@ def _gauges(run: Run) -> list[dict[str, Any]]:
 
 
 def _from_command_line(run: Run) -> bool:
-    argv = run.command.get("argv") or []
-    return bool(argv) and argv[0] == run.command["verb"]
+    return bool(typed_words(run.command))
 
 
 def _command_line(run: Run) -> str:

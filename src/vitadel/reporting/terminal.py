@@ -152,31 +152,3 @@ def show_names(rows: Sequence[tuple[str, str]]) -> None:
     for name, about in rows:
         table.add_row(escape(name), f"[dim]{escape(about)}[/]")
     console.print(table)
-
-
-# Until commands call show_run.
-tell_notes = show_notes
-
-
-def as_run(results: dict[str, Any] | Run, verb: str = "audit") -> Run:
-    return results if isinstance(results, Run) else Run(Path(), {"verb": verb, "settings": {}}, results, {}, None, None)
-
-
-def show_results(results: dict[str, Any]) -> None:
-    from vitadel.reporting.kinds.audit import show_audit
-
-    show_audit(as_run(results))
-
-
-def show_kept(kept: Mapping[str, Any]) -> None:
-    """Printed by show_results."""
-
-
-def show_training(results: dict[str, Any]) -> None:
-    from vitadel.reporting.kinds.training import show_training
-
-    show_training(as_run(results, "harden"))
-
-
-def show_activations(results: dict[str, Any]) -> None:
-    show_sections(as_run(results, "inspect"))

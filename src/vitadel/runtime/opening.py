@@ -11,11 +11,13 @@ from typing import Any
 from vitadel.errors import UserError
 from vitadel.quantities import read_quantity
 
-__all__ = ["Opening", "next_command", "recorded_opening"]
+__all__ = ["Opening", "next_command", "recorded_opening", "typed_words"]
+
+_SUITE_VERBS = ("corruptions", "stability", "threat-levels")  # their runs are recorded as audits
 
 _MODEL_OPTIONS = [
     *("weights", "num_classes", "mean", "std", "input_size", "crop_pct", "interpolation", "small_images"),
-    "head_classes",
+    *("head_classes", "new_head", "kwargs"),
 ]
 
 
@@ -44,6 +46,12 @@ class Opening:
     batch_size: int = 64
     seed: int = 0
     device: str = "auto"
+    new_head: bool = False  # the last two have no flag: Python callers give them in `model_options`
+    kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed <= 2**62:  # as in recipes
+            raise UserError(f"--seed must be a whole number from 0 to 2**62, got {self.seed}")
 
     @classmethod
     def read(cls, **flags: Any) -> Opening:
@@ -69,7 +77,7 @@ class Opening:
         words = []
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name in ("model", "data") or value == each.default:
+            if each.name in ("model", "data", "new_head", "kwargs") or value == each.default:
                 continue
             flag = f"--{each.name.replace('_', '-')}"
             if value is True:
@@ -84,8 +92,13 @@ def recorded_opening(command: Mapping[str, Any]) -> Opening:
     recorded = command.get("opening")
     if isinstance(recorded, Mapping):
         return Opening.read(**recorded)
+    return Opening.read(**_flags_typed(typed_words(command)))
+
+
+def typed_words(command: Mapping[str, Any]) -> list[str]:
+    """The words typed after `vitadel` for the run of this command.json; none if a Python program started it."""
     argv = [str(word) for word in command.get("argv") or []]
-    return Opening.read(**_flags_typed(argv[1:])) if argv[:1] == [command.get("verb")] else Opening()
+    return argv if argv and argv[0] in (command.get("verb"), *_SUITE_VERBS) else []
 
 
 def _flags_typed(words: Sequence[str]) -> dict[str, Any]:

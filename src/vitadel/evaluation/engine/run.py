@@ -167,7 +167,7 @@ def execute(
     argv = options.get("argv") or sys.argv
     opening = options.get("opening") or (None if target is None else target.opening)
     if opening is not None:
-        opening = replace(opening, batch_size=settings["batch_size"], seed=settings["seed"])
+        opening = replace(opening, **{name: settings[name] for name in ("batch_size", "seed") if name in settings})
     if out is not None or not options.get("in_memory"):
         how = None if opening is None else opening.to_json()
         command = Command(verb, settings, argv, how, not_compared, translate)

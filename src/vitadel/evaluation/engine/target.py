@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.adapted_model import open_model
+from vitadel.adapters.adapted_model import open_model, options_for_features
 from vitadel.backbones.anatomy import family_of
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.load import zoo_names
@@ -132,6 +132,25 @@ def open_target(
             skip_bad=skip_bad,
         ),
     )
+
+
+def open_as(
+    opening: Opening, model: nn.Module | None = None, data: Source | None = None, *, for_features: bool = False
+) -> Target:
+    """Open model and data as recorded, or take objects instead of names; `for_features` needs no head."""
+    options, spec = opening.model_options(), opening.model
+    if for_features and spec is not None:
+        options = options_for_features(spec, options)
+    target = open_target(
+        cast(str, spec) if model is None else model,
+        cast(str, opening.data) if data is None else data,
+        data_root=opening.data_root,
+        model_options=options,
+        skip_bad=opening.skip_bad,
+        tokens=opening.tokens,
+        allow_readable=opening.allow_readable,
+    )
+    return replace(target, opening=opening)
 
 
 def _refuse_shapes_for_others(model: str, data: str | Source) -> None:

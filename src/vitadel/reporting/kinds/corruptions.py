@@ -10,7 +10,6 @@ from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.kinds.audit import audit_sections
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table
-from vitadel.reporting.terminal import as_run, show_sections
 from vitadel.reporting.text import percent
 
 __all__ = ["KIND", "draw_corruptions"]
@@ -168,8 +167,3 @@ def draw_corruptions(run: Run) -> Picture | None:
 
 
 KIND = Kind(_sentence, _sections)
-
-
-def show_corruptions(results: dict[str, Any]) -> None:
-    """Until commands call show_run."""
-    show_sections(as_run(results))

@@ -13,7 +13,7 @@ from vitadel.findings import title_of
 from vitadel.reporting.expected_fields import OBJECT, TEXT, TEXT_OR_NULL, Fields
 from vitadel.reporting.kind import Kind, Section, Trust, doubts
 from vitadel.reporting.read_runs import Run
-from vitadel.reporting.terminal import VERDICT_COLORS, as_run, evidence_text
+from vitadel.reporting.terminal import VERDICT_COLORS, evidence_text
 from vitadel.reporting.text import percent
 
 __all__ = ["KIND", "show_cost", "show_diagnosis"]
@@ -49,9 +49,9 @@ def show_cost(cost: Mapping[str, Any]) -> None:
     )
 
 
-def show_diagnosis(run: Run | dict[str, Any]) -> None:
+def show_diagnosis(run: Run) -> None:
     """All checks with their numbers, then the advice of those that were raised, then the conclusion."""
-    console, results = Console(), as_run(run).results
+    console, results = Console(), run.results
     found, threat = results["diagnosis"], results["threat"]
     table = Table(
         *("check", "verdict", "evidence"),
@@ -84,6 +84,3 @@ KIND = Kind(
         )
     },
 )
-
-
-tell_cost = show_cost

@@ -12,7 +12,7 @@ from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.kinds.audit import audit_sections, audit_sentence, show_audit
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table, share_cells, share_columns
-from vitadel.reporting.terminal import as_run, show_section
+from vitadel.reporting.terminal import show_section
 from vitadel.reporting.text import percent
 
 __all__ = ["KIND", "show_heads", "show_probe_plan"]
@@ -108,9 +108,8 @@ def _scores(entry: Mapping[str, Any]) -> tuple[Cell, ...]:
 _MEANS = ("mean_iou", "mean_iou_per_image")
 
 
-def show_heads(run: Run | dict[str, Any]) -> None:
+def show_heads(run: Run) -> None:
     """The tables of the heads, and the audit of a linear probe."""
-    run = as_run(run, "probe")
     for section in _sections(run):
         show_section(section)
     if "segmentation" not in run.results:
@@ -118,6 +117,3 @@ def show_heads(run: Run | dict[str, Any]) -> None:
 
 
 KIND = Kind(_sentence, _sections, show=show_heads)
-
-
-tell_plan = show_probe_plan

@@ -13,7 +13,7 @@ from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.kinds.audit import audit_sections
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table, mean_cells, mean_columns, share_cells, share_columns
-from vitadel.reporting.terminal import as_run, show_sections
+from vitadel.reporting.terminal import show_sections
 from vitadel.reporting.text import percent, share_text
 
 __all__ = ["KIND", "draw_stability", "stability_tables"]
@@ -162,8 +162,3 @@ def _show(run: Run) -> None:
 
 
 KIND = Kind(_sentence, _sections, show=_show)
-
-
-def show_stability(results: dict[str, Any]) -> None:
-    """Until commands call show_run."""
-    _show(as_run(results))

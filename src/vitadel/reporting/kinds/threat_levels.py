@@ -16,7 +16,7 @@ from vitadel.reporting.figures import COLORS, Picture, add_legend, figure_style,
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table, share_cells, share_columns
-from vitadel.reporting.terminal import as_run, show_findings
+from vitadel.reporting.terminal import show_findings
 from vitadel.reporting.text import percent
 
 __all__ = ["KIND", "compare_threat_levels", "draw_threat_levels", "show_threat_levels"]
@@ -310,8 +310,3 @@ def _accuracy(entry: Mapping[str, Any], name: str) -> str:
 
 
 KIND = Kind(level_sentence, _sections, compare_threat_levels, show=show_threat_levels, one_budget=False)
-
-
-def show_ladder(results: dict[str, Any]) -> None:
-    """Until commands call show_run."""
-    show_threat_levels(as_run(results))

@@ -26,7 +26,6 @@ from vitadel.reporting.figures import (
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.read_runs import Array, Run, read_arrays
 from vitadel.reporting.tables import Cell, Column, Table, mean_cells, mean_columns, share_cells, share_columns
-from vitadel.reporting.terminal import show_sections
 from vitadel.reporting.text import percent
 from vitadel.statistics import mcnemar
 
@@ -328,8 +327,3 @@ def map_table(maps: Mapping[str, Any]) -> Table:
 
 
 KIND = Kind(_sentence, _sections, one_budget=False)
-
-
-def show_trade_off(run: Run) -> None:
-    """Until commands call show_run."""
-    show_sections(run)

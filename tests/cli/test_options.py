@@ -1,4 +1,4 @@
-"""Bundles of flags: typer sees each field as a flag, and the verb gets them packed again."""
+"""Groups of flags: typer sees each field as a flag, and the verb gets them packed again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer.testing import CliRunner
 
-from vitadel.cli.flag_groups import bundled, flags_of
+from vitadel.cli.options import expand_groups, flag_names
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ def app_around(seen: list[object], size: Size = ONE_WIDE) -> typer.Typer:
     app = typer.Typer()
 
     @app.command()
-    @bundled
+    @expand_groups
     def measure(
         name: Annotated[str, typer.Argument()] = "box", size: Size = size, loud: Annotated[bool, typer.Option()] = False
     ) -> None:
@@ -35,7 +35,7 @@ def app_around(seen: list[object], size: Size = ONE_WIDE) -> typer.Typer:
     return app
 
 
-def test_the_verb_gets_its_bundle_packed():
+def test_the_verb_gets_its_group_packed():
     seen: list[object] = []
     assert CliRunner().invoke(app_around(seen), ["tin", "--height", "5", "--json", "--loud"]).exit_code == 0
     assert seen == [("tin", Size(1, 5, True), True)]
@@ -56,11 +56,11 @@ def test_help_shows_every_flag_once_with_its_text():
     assert "--size" not in shown
 
 
-def test_a_wrong_value_is_told_by_its_flag():
+def test_a_wrong_value_is_reported_with_its_flag():
     result = CliRunner().invoke(app_around([]), ["--height", "tall"])
     assert result.exit_code == 2
     assert "--height" in result.output
 
 
 def test_names_of_flags():
-    assert flags_of(Size) == ("width", "height", "as_json")
+    assert flag_names(Size) == ("width", "height", "as_json")

@@ -81,16 +81,16 @@ def test_two_lambdas_a_baseline_and_a_knob(runs, tmp_path):
     done = called(*words)
     assert done.exit_code == 0, done.output
     assert done.output.splitlines()[-1] == str(out)
-    told = json.loads((out / "results.json").read_text())["trade_off"]
-    assert [entry["name"] for entry in told["contenders"]] == [
+    measured = json.loads((out / "results.json").read_text())["trade_off"]
+    assert [entry["name"] for entry in measured["contenders"]] == [
         "lambda-0.1",
         "lambda-0.9",
         "single-0.5",
         "lambda-0.1 to lambda-0.9 at 0.5",
     ]
-    assert [entry["kind"] for entry in told["contenders"]] == ["tora", "tora", "single", "tora"]
-    assert [entry["name"] for entry in told["maps"]["contenders"]] == ["lambda-0.1", "lambda-0.9"]
-    low, high, _, middle = (entry["fingerprint"] for entry in told["contenders"])
+    assert [entry["kind"] for entry in measured["contenders"]] == ["tora", "tora", "single", "tora"]
+    assert [entry["name"] for entry in measured["maps"]["contenders"]] == ["lambda-0.1", "lambda-0.9"]
+    low, high, _, middle = (entry["fingerprint"] for entry in measured["contenders"])
     assert len({low, high, middle}) == 3
     # Each has its own fusion, and what was judged is what the folder holds.
     target = open_target(runs[0], "shapes(size=32)")
@@ -106,7 +106,7 @@ def test_two_lambdas_a_baseline_and_a_knob(runs, tmp_path):
     assert (out / "figures" / "trade-off.png").exists()
     again = called(*words, "--resume", "--json")
     assert again.exit_code == 0
-    assert json.loads(again.stdout)["trade_off"] == told
+    assert json.loads(again.stdout)["trade_off"] == measured
 
 
 def test_a_mistake_is_told_before_anything_is_opened(runs, tmp_path):
@@ -120,8 +120,8 @@ def test_a_mistake_is_told_before_anything_is_opened(runs, tmp_path):
 
 def test_from_python(runs, tmp_path):
     settings = {"data": "shapes(size=32)", "limit": 20, "attacks": "fgsm", "aimed": "", "device": "cpu"}
-    told = vitadel.trade_off(runs[0], eps="1/255, 2/255", out=tmp_path / "run", **settings)
-    assert told == json.loads((tmp_path / "run" / "results.json").read_text())
-    assert [entry["name"] for entry in told["trade_off"]["contenders"]] == ["lambda-0.1"]
+    results = vitadel.trade_off(runs[0], eps="1/255, 2/255", out=tmp_path / "run", **settings)
+    assert results == json.loads((tmp_path / "run" / "results.json").read_text())
+    assert [entry["name"] for entry in results["trade_off"]["contenders"]] == ["lambda-0.1"]
     both = vitadel.trade_off(runs[:2], eps=[2 / 255], knob=1, out=tmp_path / "both", **settings)
     assert len(both["trade_off"]["contenders"]) == 3

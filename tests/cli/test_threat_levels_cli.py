@@ -1,4 +1,4 @@
-"""`vitadel audit --suite ladder` and `--tokens`, as a person would call them."""
+"""`vitadel threat-levels`, the same as `vitadel audit --suite threat-levels`, and `--tokens`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def called(*words):
     return CliRunner().invoke(app, ["audit", "zoo:shapes-standard", *map(str, words)])
 
 
-def test_a_short_climb_ends_with_table_report_and_folder(tokens, tmp_path):
+def test_a_short_run_ends_with_table_report_and_folder(tokens, tmp_path):
     out = tmp_path / "run"
     done = called("--tokens", tokens, "--suite", "ladder", "--levels", "T0,T6", *SHORT, "--out", out)
     assert done.exit_code == 0, done.output
@@ -40,13 +40,14 @@ def test_a_short_climb_ends_with_table_report_and_folder(tokens, tmp_path):
     for words in ("T6 white box", "worst case", "at most", "an image"):
         assert words in done.output
     results = json.loads((out / "results.json").read_text())
+    assert done.stderr.count("ladder is now called threat-levels") == 1
     assert [entry["eps_text"] for entry in results["ladder"]["worst_case"]] == ["1/255", "4/255"]
     page = (out / "report.html").read_text()
     assert "Threat ladder" in page
     assert "everything, the secret tokens too" in page
     assert (out / "figures" / "ladder.png").stat().st_size > 1000
-    again = called("--tokens", tokens, "--suite", "ladder", "--levels", "T0,T6", *SHORT, "--out", out, "--resume")
-    assert again.exit_code == 0
+    words = ["threat-levels", "zoo:shapes-standard", "--tokens", tokens, "--levels", "T0,T6", *SHORT, "--out", out]
+    assert CliRunner().invoke(app, [*map(str, words), "--resume"]).exit_code == 0  # the same run by its own verb
 
 
 def test_heads_of_both_sides_come_from_files(tokens, tmp_path, monkeypatch):
@@ -70,7 +71,7 @@ def test_heads_of_both_sides_come_from_files(tokens, tmp_path, monkeypatch):
     assert looked.exit_code == 0, looked.output
 
 
-def test_a_backbone_without_a_head_needs_one_for_the_ladder(tmp_path):
+def test_a_backbone_without_a_head_needs_one(tmp_path):
     words = ["audit", "vit_small_patch14_dinov2.lvd142m", "--suite", "ladder", "--levels", "T6", "--tokens", "x"]
     done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "run")])
     assert "train a head by `vitadel probe`" in str(done.exception or done.output)
@@ -105,20 +106,24 @@ def test_a_bank_of_token_files_is_audited_as_what_answers_at_random(bank, tmp_pa
     assert called(*words, "--resume").exit_code == 0  # the same bank has the same fingerprint
 
 
-def test_the_ladder_judges_one_set(bank, tmp_path):
+def test_a_bank_is_refused(bank, tmp_path):
     done = called("--tokens", bank, "--suite", "ladder", "--levels", "T6", *SHORT, "--out", tmp_path / "run")
     assert "give one file with --tokens, and the others with --bank" in str(done.exception)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--suite", "lader"], "unknown suite 'lader'; did you mean ladder?"),
+        (["--suite", "treat-levels"], "did you mean threat-levels? Known: corruptions, stability, threat-levels."),
         (["--suite", "ladder"], "Say with --recipe how the tokens were trained"),
         (["--suite", "ladder", "--levels", "T6"], "judges secret tokens, and 'zoo:shapes-standard' has none"),
-        (["--suite", "ladder", "--norm", "l2", "--compile"], "--norm, --compile do not go with --suite ladder"),
-        (["--levels", "T6"], "--levels need --suite ladder"),
+        (
+            ["--suite", "ladder", "--norm", "l2", "--compile"],
+            "'vitadel threat-levels' has no --norm, --compile; 'vitadel audit' has.",
+        ),
+        (["--levels", "T6"], "'vitadel audit' has no --levels; 'vitadel threat-levels' has."),
         (["--suite", "ladder", "--levels", "T2,T9"], "unknown level 'T9'"),
         (["--suite", "ladder", "--levels", "T6", "--eps", "8"], "Did you mean 8/255?"),
         (["--suite", "ladder", "--levels", "T3", "--surrogates", "-1"], "--surrogates is a number of token sets"),
@@ -128,10 +133,10 @@ def test_the_ladder_judges_one_set(bank, tmp_path):
     ],
     ids=lambda each: " ".join(each) if isinstance(each, list) else "",
 )
-def test_mistakes_are_told(words, told, tmp_path):
+def test_wrong_flags(words, message, tmp_path):
     done = called(*words, "--limit", "10", "--out", tmp_path / "run")
     assert isinstance(done.exception, UserError | SystemExit)
-    assert told in (str(done.exception) if isinstance(done.exception, UserError) else done.output)
+    assert message in (str(done.exception) if isinstance(done.exception, UserError) else done.output)
 
 
 def test_a_run_folder_that_is_not_there(tmp_path):

@@ -1,4 +1,4 @@
-"""`vitadel list`: what there is, with one line each."""
+"""`vitadel list`: models, attacks, data sets, recipes or protocols by name, with one line each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from vitadel.errors import UserError, nearest_names
 
 
 class Kind(enum.StrEnum):
+    """What can be listed."""
+
     models = enum.auto()
     attacks = enum.auto()
     data = enum.auto()
@@ -19,11 +21,11 @@ class Kind(enum.StrEnum):
     protocols = enum.auto()
 
 
-def listing(
+def list_names(
     kind: Annotated[Kind, typer.Argument(help="what to list")],
-    search: Annotated[str, typer.Argument(help="only names that contain this; searches timm too")] = "",
+    search: Annotated[str, typer.Argument(help="only names that contain this; timm models are searched, too")] = "",
 ) -> None:
-    """What there is: models, attacks, data, recipes or protocols."""
+    """List models, attacks, data, recipes or protocols."""
     from vitadel.reporting.terminal import show_names
 
     rows = _rows(kind, search)
@@ -35,7 +37,7 @@ def listing(
 
 
 def _near(kind: Kind, search: str, rows: dict[str, str]) -> str:
-    """Names as they are typed, without what stands for a number or a place: 'pgd', not 'pgd[-K]'."""
+    """Suggest names as they are typed, without placeholders: 'pgd', not 'pgd[-K]'."""
     if kind is Kind.models:
         from vitadel.backbones.timm_models import suggest_models
 

@@ -1,0 +1,109 @@
+"""What the verbs share: open the model and the data that the flags name, run attacks, write the report, print."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from vitadel.cli.options import AttackFlags, DataFlags, ModelFlags, RunFlags
+
+if TYPE_CHECKING:
+    from vitadel.evaluation.audit.audit import AuditRequest
+    from vitadel.evaluation.engine.run import Outcome, RunOptions
+    from vitadel.evaluation.engine.target import Target
+
+__all__ = ["audit_request", "open_target", "present", "run_attacks", "run_options"]
+
+
+def open_target(
+    model: str, how: ModelFlags, data: DataFlags, *, device: str = "auto", for_features: bool = False
+) -> Target:
+    """Open model and data as the flags say; `for_features` asks for no head where a backbone has none."""
+    from vitadel.evaluation.engine.target import open_as
+    from vitadel.runtime.opening import Opening
+
+    opening = Opening.read(model=model, device=device, **asdict(how), **asdict(data))
+    return open_as(opening, for_features=for_features)
+
+
+def run_options(run: RunFlags, **opened: Any) -> RunOptions:
+    """Return where the run is written and how it is shown, as the run engine takes it.
+
+    `opened` are the flags that opened something, of verbs that do not open a model and its data by `open_target`.
+    """
+    from vitadel.runtime.opening import Opening
+
+    opening = Opening.read(device=run.device, **opened) if opened else None
+    return {"out": run.out, "resume": run.resume, "show_progress": True, "argv": sys.argv[1:], "opening": opening}
+
+
+def audit_request(attacks: AttackFlags, data: DataFlags, **more: Any) -> AuditRequest:
+    """Return the request that the flags describe; `more` are further fields of it."""
+    from vitadel.attacks.parse import split_attack_list
+    from vitadel.evaluation.audit.audit import AuditRequest
+    from vitadel.quantities import read_quantity
+
+    return AuditRequest(
+        attacks=tuple(split_attack_list(attacks.attacks)),
+        eps=read_quantity(attacks.eps, "eps"),
+        norm=attacks.norm,
+        compile=attacks.compile_model,
+        **more,
+        **data.for_request(),
+    )
+
+
+def run_attacks(
+    verb: str,
+    request: AuditRequest,
+    model: str,
+    how: ModelFlags,
+    data: DataFlags,
+    run: RunFlags,
+    *,
+    precheck: bool = False,
+) -> Outcome:
+    """Open the model and attack it; with `precheck`, the fast checks of `diagnose` come first."""
+    from vitadel.diagnosis.precheck import run_precheck
+    from vitadel.evaluation.audit.audit import run_audit
+    from vitadel.reporting import terminal
+    from vitadel.runtime.distributed import join_processes
+
+    processes = join_processes(run.device)
+    target = open_target(model, how, data, device=run.device)
+    if processes.is_main:
+        terminal.show_notes(target.model.record.notes)
+    checks: dict[str, Any] = {"examine": lambda opened: run_precheck(opened, request, processes)} if precheck else {}
+    return run_audit(target, request, processes, verb=verb, **checks, **run_options(run))
+
+
+def present(outcome: Outcome, run: RunFlags, *, report: bool = True) -> None:
+    """Write the report, then print the results and the folder's path, or JSON alone for other programs.
+
+    Only the main process does so.
+    """
+    if not outcome.is_main or outcome.folder is None:
+        return
+    from vitadel.reporting import page, terminal
+
+    folder = outcome.folder.path
+    if report:
+        try:
+            page.write_report([folder], folder / "report.html")
+        except KeyboardInterrupt:
+            again = shlex.join(["vitadel", "report", str(folder)])
+            typer.echo(f"vitadel: interrupted; the results are saved. Write the report with:\n  {again}", err=True)
+            raise
+    if run.as_json:
+        typer.echo(json.dumps(outcome.results, indent=2))
+        typer.echo(str(folder), err=True)
+        return
+    terminal.show_run(folder)
+    if report:
+        typer.echo(f"report: {folder / 'report.html'}")
+    typer.echo(str(folder))
