@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from browsing import DESKTOP, PHONE, Visit, browsing, keep_screenshot
 from vitadel.errors import UserError
-from vitadel.playground.models import Chosen, ModelCache
+from vitadel.playground.models import ChosenImage, ModelCache
 from vitadel.playground.uploads import MOST_BYTES
 
 pytestmark = [
@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 
-def shelf() -> ModelCache:
+def cache() -> ModelCache:
     return ModelCache((), "shapes", torch.device("cpu"))
 
 
@@ -45,9 +45,9 @@ def address() -> Iterator[str]:
         pytest.skip("the playground needs gradio: pip install 'vitadel[ui]'")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from vitadel.playground.app import serving
+        from vitadel.playground.app import serve
 
-        with serving(shelf(), "127.0.0.1", 0) as address:
+        with serve(cache(), "127.0.0.1", 0) as address:
             yield address
 
 
@@ -106,7 +106,7 @@ def test_passes_are_counted_while_an_attack_runs(visit: Visit) -> None:
     choose(visit, "eps", "1/255")  # too little to be fooled by, so that it goes all the way
     page.click("#attack")
     page.wait_for_function(r"/\d+\/50\d passes/.test(document.querySelector('#result').innerText)")
-    page.locator("#result .verdict", has_text="It holds").wait_for()
+    page.locator("#result .verdict", has_text="Robust: still").wait_for()
     choose(visit, "name", "pgd-20")
     choose(visit, "eps", "8/255")
     assert (visit.errors, visit.outside) == ([], [])
@@ -137,7 +137,7 @@ def test_two_models_on_all_screens(visit: Visit, tmp_path: Path) -> None:
     assert (visit.errors, visit.outside) == ([], [])
 
 
-def test_an_own_picture_is_attacked_and_not_kept(visit: Visit, tmp_path: Path) -> None:
+def test_an_upload_is_attacked_and_not_kept(visit: Visit, tmp_path: Path) -> None:
     page = visit.page
     Image.new("RGB", (200, 100), (10, 200, 30)).save(tmp_path / "mine.png")
     send(visit, tmp_path / "mine.png")
@@ -149,13 +149,13 @@ def test_an_own_picture_is_attacked_and_not_kept(visit: Visit, tmp_path: Path) -
     assert (visit.errors, visit.outside) == ([], [])
 
 
-def test_mistakes_are_told_in_the_page(visit: Visit, tmp_path: Path) -> None:
+def test_errors_are_shown_in_the_page(visit: Visit, tmp_path: Path) -> None:
     page = visit.page
     (tmp_path / "evil.png").write_bytes(b"<script>alert(1)</script>")
     send(visit, tmp_path / "evil.png")
-    page.wait_for_selector("#preview .mistake:has-text('not a picture that can be read')")
+    page.wait_for_selector("#preview .mistake:has-text('not an image that can be read')")
     assert uploaded() == []
-    assert "there is no image to attack" in press(visit, "attack", "result").inner_text()
+    assert "no image is chosen" in press(visit, "attack", "result").inner_text()
     page.locator("#number input").fill("7")
     page.wait_for_selector("#preview figcaption:has-text('shapes test 7')")
     choose(visit, "name", "<b>pgdd</b>-20${7*7}{{7*7}}")
@@ -166,11 +166,11 @@ def test_mistakes_are_told_in_the_page(visit: Visit, tmp_path: Path) -> None:
     assert (visit.errors, visit.outside) == ([], [])
 
 
-def test_files_that_are_refused_are_refused_aloud(visit: Visit, tmp_path: Path) -> None:
+def test_refused_files_are_reported(visit: Visit, tmp_path: Path) -> None:
     page = visit.page
     (tmp_path / "notes.txt").write_text("no picture")
     send(visit, tmp_path / "notes.txt")
-    page.wait_for_selector("#preview .mistake:has-text('not a picture that can be read')")
+    page.wait_for_selector("#preview .mistake:has-text('not an image that can be read')")
     page.locator("#number input").fill("3")
     page.wait_for_selector("#preview figcaption:has-text('shapes test 3')")
     (tmp_path / "large.png").write_bytes(bytes(MOST_BYTES + 1))
@@ -187,7 +187,7 @@ def test_a_closed_page_leaves_no_picture_behind(visit: Visit, tmp_path: Path) ->
     page.wait_for_selector("#preview img")
     page.set_input_files("input[type=file]", tmp_path / "mine.png")
     page.wait_for_selector("#preview figcaption:has-text('123 x 77 pixels')")
-    chosen = [each for each in gc.get_objects() if isinstance(each, Chosen) and each.picture.size == (123, 77)]
+    chosen = [each for each in gc.get_objects() if isinstance(each, ChosenImage) and each.picture.size == (123, 77)]
     kept = [weakref.ref(each) for each in chosen]
     del chosen
     assert any(each() for each in kept)
@@ -203,7 +203,7 @@ def test_a_closed_page_leaves_no_picture_behind(visit: Visit, tmp_path: Path) ->
 def test_a_page_is_served_whatever_gradio_thinks_of_localhost(
     address: str, hindrance: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vitadel.playground.app import serving
+    from vitadel.playground.app import serve
 
     if hindrance == "busy":
         monkeypatch.setattr("gradio.networking.url_ok", lambda url: False)  # as where 3 seconds are too few
@@ -211,7 +211,7 @@ def test_a_page_is_served_whatever_gradio_thinks_of_localhost(
         for name in ("NO_PROXY", "no_proxy"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody listens there
-    with serving(shelf(), "127.0.0.1", 0) as other:
+    with serve(cache(), "127.0.0.1", 0) as other:
         assert other != address
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         assert "Vitadel playground" in direct.open(other, timeout=60).read().decode()
@@ -220,7 +220,7 @@ def test_a_page_is_served_whatever_gradio_thinks_of_localhost(
 
 def test_no_event_loop_is_left_open(address: str) -> None:
     """They would be complained of wherever they are collected: in a test that has nothing to do with them."""
-    from vitadel.playground.app import serving
+    from vitadel.playground.app import serve
 
     def open_loops() -> int:
         gc.collect()
@@ -237,7 +237,7 @@ def test_no_event_loop_is_left_open(address: str) -> None:
     before = open_loops()
     asyncio.set_event_loop_policy(Noting())
     try:
-        with serving(shelf(), "127.0.0.1", 0):
+        with serve(cache(), "127.0.0.1", 0):
             pass
     finally:
         asyncio.set_event_loop_policy(policy)
@@ -246,14 +246,14 @@ def test_no_event_loop_is_left_open(address: str) -> None:
 
 
 def test_a_port_that_is_taken_is_a_mistake(address: str) -> None:
-    from vitadel.playground.app import serving
+    from vitadel.playground.app import serve
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with (
-            pytest.raises(UserError, match="Take another --port"),
-            serving(shelf(), "127.0.0.1", taken.getsockname()[1]),
+            pytest.raises(UserError, match="Choose another --port"),
+            serve(cache(), "127.0.0.1", taken.getsockname()[1]),
         ):
             pass
 

@@ -13,8 +13,16 @@ from torch import Tensor, nn
 from vitadel.attacks.parse import make
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import open_target
-from vitadel.playground.craft import AttackForm, Tell, craft, look, ready_attack, shown, transfer
-from vitadel.playground.models import Opened
+from vitadel.playground.craft import (
+    AttackForm,
+    ReportProgress,
+    craft,
+    perturbation_image,
+    predict,
+    prepare_attack,
+    transfer,
+)
+from vitadel.playground.models import OpenedModel
 from vits import make_vit
 
 CPU = torch.device("cpu")
@@ -38,8 +46,8 @@ def grey(side: int = SIDE) -> Tensor:
     return torch.full((1, 3, side, side), 0.5)
 
 
-def crafted_on(model: nn.Module, wish: AttackForm, x: Tensor | None = None):  # type: ignore[no-untyped-def]
-    return craft(model, grey() if x is None else x, make(wish.attack, eps=wish.eps, norm=wish.norm), wish)
+def crafted_on(model: nn.Module, form: AttackForm, x: Tensor | None = None):  # type: ignore[no-untyped-def]
+    return craft(model, grey() if x is None else x, make(form.attack, eps=form.eps, norm=form.norm), form)
 
 
 def logistic(s: float) -> float:
@@ -73,14 +81,14 @@ def test_without_budget_nothing_changes() -> None:
     crafted = crafted_on(Line(1.0), AttackForm("pgd-3", 0.0))
     assert torch.equal(crafted.x, crafted.z)
     assert not crafted.fooled
-    change, factor = shown(crafted)
+    change, factor = perturbation_image(crafted)
     assert torch.equal(change, torch.full((3, SIDE, SIDE), 0.5))
     assert factor == 1
 
 
 def test_perturbation_is_scaled_to_fill_the_range() -> None:
     model = Line(1.0)
-    change, factor = shown(crafted_on(model, AttackForm("fgsm", 4 / 255)))
+    change, factor = perturbation_image(crafted_on(model, AttackForm("fgsm", 4 / 255)))
     assert factor == pytest.approx(255 / 8, rel=1e-4)
     # The attack lowers s: black where w is +1, white where it is -1.
     assert torch.allclose(change, (0.5 - 0.5 * model.w.detach()[0]), atol=1e-4)
@@ -110,8 +118,8 @@ def test_rounding_to_8_bits_can_undo_an_attack() -> None:
 
 def test_every_pass_is_told_and_no_hook_stays() -> None:
     model, told = Line(100.0), []
-    wish = AttackForm("pgd-5(random_start=false)", 1 / 255)
-    craft(model, grey(), make(wish.attack, eps=wish.eps), wish, lambda done, most: told.append((done, most)))
+    form = AttackForm("pgd-5(random_start=false)", 1 / 255)
+    craft(model, grey(), make(form.attack, eps=form.eps), form, lambda done, most: told.append((done, most)))
     assert told == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
     assert not model._forward_hooks
 
@@ -142,46 +150,46 @@ def test_transfer_to_another_size_averages_the_checkerboard_away() -> None:
 
 
 def test_models_without_a_map_say_why() -> None:
-    swin = look(make_vit("swin", img_size=64), torch.full((1, 3, 64, 64), 0.5))
+    swin = predict(make_vit("swin", img_size=64), torch.full((1, 3, 64, 64), 0.5))
     assert swin.attention is None
-    assert "windows" in swin.blind
-    line = look(Line(1.0), grey())
+    assert "windows" in swin.no_attention
+    line = predict(Line(1.0), grey())
     assert line.attention is None
-    assert "no anatomy known" in line.blind
+    assert "no anatomy known" in line.no_attention
 
 
-def opened(**changes: object) -> Opened:
+def opened(**changes: object) -> OpenedModel:
     target = open_target("zoo:shapes-standard", "shapes")
     names = tuple(target.source.classes)
-    return replace(Opened(target, names, True, CPU), **changes)  # type: ignore[arg-type]
+    return replace(OpenedModel(target, names, True, CPU), **changes)  # type: ignore[arg-type]
 
 
 def test_attacks_that_study_the_model_are_made_ready_on_its_own_data() -> None:
     told: list[tuple[int, int | None]] = []
-    attack = ready_attack(
+    attack = prepare_attack(
         opened(), AttackForm("aas(images=8,steps=1,select=false)+fgsm"), 0, lambda *got: told.append(got)
     )
     assert len(attack.factors) == 6  # type: ignore[attr-defined]
     assert told
     assert all(most is None for _, most in told)
-    with pytest.raises(UserError, match=r"studies the model.*--data SPEC"):
-        ready_attack(opened(knows_data=False), AttackForm("aas+fgsm"))
+    with pytest.raises(UserError, match=r"calibrates on images of the model's own data.*--data SPEC"):
+        prepare_attack(opened(knows_data=False), AttackForm("aas+fgsm"))
 
 
 @pytest.mark.parametrize("tell", [None, lambda *_: None])
-def test_a_study_is_bounded_too(monkeypatch: pytest.MonkeyPatch, tell: Tell | None) -> None:
-    wish = AttackForm(
+def test_a_study_is_bounded_too(monkeypatch: pytest.MonkeyPatch, tell: ReportProgress | None) -> None:
+    form = AttackForm(
         "aas(images=8,steps=3,select=false)+fgsm"
     )  # 8 images, once as they are and three times on the way
     monkeypatch.setattr("vitadel.playground.craft.MOST_PASSES", 32)
-    ready_attack(opened(), wish, 0, tell)
+    prepare_attack(opened(), form, 0, tell)
     monkeypatch.setattr("vitadel.playground.craft.MOST_PASSES", 31)
     beyond = opened()
-    with pytest.raises(UserError, match=r"studies the model with more than 31 passes.*Take fewer images or steps"):
-        ready_attack(beyond, wish, 0, tell)
+    with pytest.raises(UserError, match=r"calibrates with more than 31 passes.*Use fewer images or steps"):
+        prepare_attack(beyond, form, 0, tell)
     assert not beyond.target.model._forward_hooks
 
 
 def test_hours_are_refused_beforehand() -> None:
     with pytest.raises(UserError, match="may take 1,000,000 passes"):
-        ready_attack(opened(), AttackForm("pgd-1000000"))
+        prepare_attack(opened(), AttackForm("pgd-1000000"))

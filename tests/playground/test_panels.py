@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from PIL import Image
 
-from vitadel.playground.craft import AttackForm, CraftedImage, Seen, Transferred
-from vitadel.playground.models import Chosen
-from vitadel.playground.panels import chosen_panel, comparison_panel, mistake_panel, result_panel
+from vitadel.playground.craft import AttackForm, CraftedImage, Prediction, TransferResult
+from vitadel.playground.models import ChosenImage
+from vitadel.playground.panels import comparison_panel, error_panel, image_panel, result_panel
 
 BAD = "<img src=x onerror=alert(1)>"
 
@@ -20,8 +20,8 @@ BAD = "<img src=x onerror=alert(1)>"
 def crafted(fooled: bool = True) -> CraftedImage:
     x = torch.full((1, 3, 4, 4), 100 / 255)
     z = x + 2 / 255
-    before = Seen(0, torch.tensor([0.75, 0.25]), torch.tensor([[0.5, 0.5], [0.0, 0.0]]))
-    after = Seen(1, torch.tensor([0.125, 0.875]), torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+    before = Prediction(0, torch.tensor([0.75, 0.25]), torch.tensor([[0.5, 0.5], [0.0, 0.0]]))
+    after = Prediction(1, torch.tensor([0.125, 0.875]), torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
     picture = torch.full((3, 4, 4), 102, dtype=torch.uint8)
     return CraftedImage(x, z, before, after if fooled else before, fooled, False, picture, False, 20, 3, 1.25)
 
@@ -60,20 +60,20 @@ def test_downloads_hold_the_image() -> None:
 
 
 def test_failures_voids_and_wrong_models_are_told_as_such() -> None:
-    assert "It holds: still cat." in result_panel(crafted(fooled=False), ("cat", "dog"), AttackForm(), "cat")
+    assert "Robust: still cat." in result_panel(crafted(fooled=False), ("cat", "dog"), AttackForm(), "cat")
     void = replace(crafted(), fooled=False, void=True)
-    assert "left its budget" in result_panel(void, ("cat", "dog"), AttackForm(), None)
+    assert "exceeded its budget" in result_panel(void, ("cat", "dog"), AttackForm(), None)
     wrong = result_panel(crafted(), ("cat", "dog"), AttackForm(), "dog")
-    assert "The true class is dog: the model is wrong about the clean image already." in wrong
-    blind = replace(crafted(), before=Seen(0, torch.tensor([0.75, 0.25]), None, "it attends in windows."))
+    assert "The true class is dog: the model is already wrong on the clean image." in wrong
+    blind = replace(crafted(), before=Prediction(0, torch.tensor([0.75, 0.25]), None, "it attends in windows."))
     page = result_panel(blind, ("cat", "dog"), AttackForm(), None)
     assert "No attention shown: it attends in windows." in page
     assert len(pictures(page)) == 3
 
 
 def test_comparison_says_who_is_fooled_by_whose_image() -> None:
-    stays, moves = Seen(0, torch.tensor([0.9, 0.1]), None), Seen(1, torch.tensor([0.2, 0.8]), None)
-    transferred = [Transferred(stays, stays, False), Transferred(stays, moves, True)]
+    stays, moves = Prediction(0, torch.tensor([0.9, 0.1]), None), Prediction(1, torch.tensor([0.2, 0.8]), None)
+    transferred = [TransferResult(stays, stays, False), TransferResult(stays, moves, True)]
     made = [crafted(fooled=False), crafted()]
     page = comparison_panel(("A", "B"), [("cat", "dog")] * 2, made, transferred, AttackForm())
     cells = re.findall(r'<td class="(\w+)">([^<]*)', page)
@@ -88,10 +88,10 @@ def test_comparison_says_who_is_fooled_by_whose_image() -> None:
 
 
 def test_comparison_begins_with_its_verdict() -> None:
-    stays, moves = Seen(0, torch.tensor([0.9, 0.1]), None), Seen(1, torch.tensor([0.2, 0.8]), None)
-    moved = {True: Transferred(stays, moves, False), False: Transferred(stays, stays, False)}
+    stays, moves = Prediction(0, torch.tensor([0.9, 0.1]), None), Prediction(1, torch.tensor([0.2, 0.8]), None)
+    moved = {True: TransferResult(stays, moves, False), False: TransferResult(stays, stays, False)}
     for fooled, also, told in (
-        ((False, False), (False, True), "Both hold.</p>"),
+        ((False, False), (False, True), "Both models are robust.</p>"),
         ((True, False), (False, False), "Only A is fooled. What fools A does not fool B.</p>"),
         ((True, True), (True, False), "Both are fooled. What fools A also fools B. What fools B does not fool A.</p>"),
     ):
@@ -103,11 +103,11 @@ def test_comparison_begins_with_its_verdict() -> None:
 
 def test_hostile_names_stay_words() -> None:
     seen = [
-        mistake_panel(ValueError(BAD)),
-        chosen_panel(Chosen(Image.new("RGB", (5, 5)), BAD)),
+        error_panel(ValueError(BAD)),
+        image_panel(ChosenImage(Image.new("RGB", (5, 5)), BAD)),
         result_panel(crafted(), (BAD, BAD), AttackForm(BAD), BAD + "!"),
         comparison_panel(
-            (BAD, BAD), [(BAD, BAD)] * 2, [crafted()] * 2, [Transferred(*_both(), False)] * 2, AttackForm(BAD)
+            (BAD, BAD), [(BAD, BAD)] * 2, [crafted()] * 2, [TransferResult(*_both(), False)] * 2, AttackForm(BAD)
         ),
     ]
     for page in seen:
@@ -115,10 +115,10 @@ def test_hostile_names_stay_words() -> None:
         assert "&lt;img src=x onerror=alert(1)&gt;" in page
 
 
-def _both() -> tuple[Seen, Seen]:
+def _both() -> tuple[Prediction, Prediction]:
     return crafted().before, crafted().after
 
 
 def test_large_pictures_are_made_small_for_the_page() -> None:
-    (small,) = pictures(chosen_panel(Chosen(Image.new("RGB", (4000, 2000)), "photo")))
+    (small,) = pictures(image_panel(ChosenImage(Image.new("RGB", (4000, 2000)), "photo")))
     assert small.size == (448, 224)

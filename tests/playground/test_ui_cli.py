@@ -22,14 +22,14 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, str, int]]:
     calls: list[tuple[Any, str, int]] = []
 
     @contextmanager
-    def serving(shelf: Any, host: str, port: int) -> Iterator[str]:
-        calls.append((shelf, host, port))
+    def serve(cache: Any, host: str, port: int) -> Iterator[str]:
+        calls.append((cache, host, port))
         yield f"http://{host}:{port}/"
 
     def stop(self: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "vitadel.playground.app", SimpleNamespace(serving=serving))
+    monkeypatch.setitem(sys.modules, "vitadel.playground.app", SimpleNamespace(serve=serve))
     monkeypatch.setattr(
         "vitadel.cli.ui.threading", SimpleNamespace(Event=lambda: SimpleNamespace(wait=lambda: stop(0)))
     )
@@ -46,9 +46,9 @@ def test_loopback_by_default_and_silent(served: list[tuple[Any, str, int]]) -> N
     result = run("--device", "cpu")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == "playground: http://127.0.0.1:7860/ (Ctrl-C ends it)\n"
-    ((shelf, host, port),) = served
-    assert (host, port, shelf.data, shelf.data_is_told) == ("127.0.0.1", 7860, "shapes", False)
-    assert shelf.specs[0].startswith("zoo:")
+    ((cache, host, port),) = served
+    assert (host, port, cache.data, cache.data_is_named) == ("127.0.0.1", 7860, "shapes", False)
+    assert cache.specs[0].startswith("zoo:")
 
 
 @pytest.mark.parametrize(("host", "warned"), [("0.0.0.0", True), ("::1", False), ("localhost", False), ("box", True)])

@@ -50,11 +50,11 @@ def test_a_photograph_stands_upright() -> None:
     ("content", "said"),
     [
         (b"", "empty"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not a picture that can be read"),
-        (b"GIF89a" + bytes(40), "not a picture that can be read"),
-        (encoded("BMP"), "not a picture that can be read"),
-        (encoded("TIFF"), "not a picture that can be read"),
-        (encoded("JPEG", (64, 64))[:400], "not a picture that can be read"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not an image that can be read"),
+        (b"GIF89a" + bytes(40), "not an image that can be read"),
+        (encoded("BMP"), "not an image that can be read"),
+        (encoded("TIFF"), "not an image that can be read"),
+        (encoded("JPEG", (64, 64))[:400], "not an image that can be read"),
         (bytes(MOST_BYTES + 1), "too large"),
         (bomb(5001, 5000), "5001 x 5000 pixels, too many"),
         (bomb(10_000, 10_000), "too many"),
@@ -108,6 +108,6 @@ def test_files_elsewhere_are_neither_read_nor_removed(tmp_path: Path) -> None:
     path = tmp_path / "mine.png"
     path.write_bytes(encoded("PNG"))
     for sneaky in (path, tmp_path / "sent" / ".." / "mine.png"):
-        with pytest.raises(UserError, match="not sent by a browser"):
+        with pytest.raises(UserError, match="not uploaded by a browser"):
             take_upload(sneaky, tmp_path / "sent")
     assert path.exists()

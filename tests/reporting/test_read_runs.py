@@ -13,6 +13,7 @@ import pytest
 
 from run_folders import write_run
 from vitadel.errors import UserError
+from vitadel.reporting.page import render
 from vitadel.reporting.read_runs import aspects, class_scores, differing_aspects, read_run, run_labels, threat_text
 from vitadel.reporting.text import interval_text, percent
 
@@ -265,6 +266,6 @@ def test_fields_of_a_kind_are_checked_for_that_kind_only(tmp_path: Path) -> None
         path = write_run(tmp_path / verb, correct=EIGHT, attacks={}, verb=verb)
         results = json.loads((path / "results.json").read_text())
         (path / "results.json").write_text(json.dumps(results | {"diagnosis": {"sentence": "fine"}}))
-    read_run(tmp_path / "audit")
+    render([read_run(tmp_path / "audit")])
     with pytest.raises(UserError, match="it lacks next in 'diagnosis'"):
-        read_run(tmp_path / "diagnose")
+        render([read_run(tmp_path / "diagnose")])

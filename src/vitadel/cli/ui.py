@@ -29,7 +29,7 @@ def ui(
     how: ModelFlags = ModelFlags(),
 ) -> None:
     """Attack images in the browser (Ctrl-C ends it)."""
-    from vitadel.playground.app import serving
+    from vitadel.playground.app import serve
     from vitadel.playground.models import ModelCache
     from vitadel.runtime.distributed import join_processes
     from vitadel.runtime.opening import Opening
@@ -39,7 +39,7 @@ def ui(
         data=data,
         device=join_processes(device).device,
         data_root=data_root,
-        data_is_told=data != _SHAPES,
+        data_is_named=data != _SHAPES,
         options={
             "model_options": Opening.read(**asdict(how)).model_options(),
             "tokens": how.tokens,
@@ -53,7 +53,7 @@ def ui(
             f"warning: listening on {host} without a password: everybody who can reach this machine can use its models",
             err=True,
         )
-    with serving(cache, host, port) as address:
+    with serve(cache, host, port) as address:
         typer.echo(f"playground: {address} (Ctrl-C ends it)")
         with suppress(KeyboardInterrupt):  # Ctrl-C is the normal end here
             threading.Event().wait()

@@ -1,1 +1,1 @@
-"""The playground: one image, one model, one attack, in the browser. Only `app` needs gradio."""
+"""The playground: attack one image of one model in the browser. Only `app` needs gradio."""

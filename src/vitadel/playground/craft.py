@@ -1,4 +1,4 @@
-"""One image, one model, one attack: what is seen before and after, what was changed, and whether it counts."""
+"""Attack one image: predictions before and after, the perturbation, and whether it stays within the budget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.evaluation.engine.stages import RunContext, rules_of
 from vitadel.instrument.attention_rows import attention_over_patches
 from vitadel.instrument.hooks import frozen
-from vitadel.playground.models import Opened
+from vitadel.playground.models import OpenedModel
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
@@ -33,25 +33,25 @@ __all__ = [
     "MOST_PASSES",
     "AttackForm",
     "CraftedImage",
-    "Seen",
-    "Transferred",
+    "Prediction",
+    "TransferResult",
     "craft",
-    "look",
-    "ready_attack",
-    "shown",
+    "perturbation_image",
+    "predict",
+    "prepare_attack",
     "transfer",
 ]
 
 MOST_PASSES = 50_000
-"""Of one attack on its image, and of all images of its study: a page in a browser is no place for what takes hours."""
+"""Limit for one attack on its image, and for its calibration over all images: a page should answer within minutes."""
 
-Tell = Callable[[int, int | None], None]
-"""(passes done, the most that there can be, if that is known)"""
+ReportProgress = Callable[[int, int | None], None]
+"""Called with the passes done, and the most that there can be, if that is known."""
 
 
 @dataclass(frozen=True)
 class AttackForm:
-    """What to do to the image; `norm` and `eps` as on the command line."""
+    """The attack to run; `norm` and `eps` as on the command line."""
 
     attack: str = "pgd-20"
     eps: float = 8 / 255
@@ -60,24 +60,24 @@ class AttackForm:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a model makes of one image; `attention` is (rows, columns), or None, and `blind` then says why."""
+class Prediction:
+    """What a model answers to one image; `attention` is (rows, columns), or None, and `no_attention` then says why."""
 
     answer: int
     probabilities: Tensor
     attention: Tensor | None
-    blind: str = ""
+    no_attention: str = ""
 
 
 @dataclass(frozen=True)
 class CraftedImage:
     """`x` and `z`: clean and adversarial pixels, (1, 3, height, width). `fooled`: the answer changed, and `z` keeps
-    box and budget; `void`: it does not keep them, and counts for nothing. `picture` is `z` in 8 bits."""
+    box and budget; `void`: it does not keep them, so it does not count. `picture` is `z` in 8 bits."""
 
     x: Tensor
     z: Tensor
-    before: Seen
-    after: Seen
+    before: Prediction
+    after: Prediction
     fooled: bool
     void: bool
     picture: Tensor
@@ -87,7 +87,7 @@ class CraftedImage:
     seconds: float
 
     def size(self, norm: str) -> float:
-        """How long the perturbation is."""
+        """The norm of the perturbation."""
         return float(make_threat(norm, 0.0).size(self.z, self.x))
 
     def safetensors(self) -> bytes:
@@ -97,11 +97,11 @@ class CraftedImage:
 
 
 @dataclass(frozen=True)
-class Transferred:
-    """What another model makes of the same two images; `resized` if it takes another size."""
+class TransferResult:
+    """What another model answers to the same two images; `resized` if it takes another size."""
 
-    before: Seen
-    after: Seen
+    before: Prediction
+    after: Prediction
     resized: bool
 
     @property
@@ -109,56 +109,60 @@ class Transferred:
         return self.before.answer != self.after.answer
 
 
-def look(model: nn.Module, x: Tensor) -> Seen:
-    """Answer and probabilities of the untouched model, then its attention, where the family is known."""
+def predict(model: nn.Module, x: Tensor) -> Prediction:
+    """Answer and probabilities of the unmodified model, and its attention where the family is known."""
     with frozen(model), torch.no_grad():
         logits = model(x)
     check_logits(logits)
-    attention, blind = None, ""
+    attention, reason = None, ""
     try:
         attention = attention_over_patches(model, x)[0].cpu()
-    except UserError as mistake:
-        blind = str(mistake)
-    return Seen(int(logits.argmax(1)), logits[0].double().softmax(0).cpu(), attention, blind)
+    except UserError as error:
+        reason = str(error)
+    return Prediction(int(logits.argmax(1)), logits[0].double().softmax(0).cpu(), attention, reason)
 
 
-def ready_attack(opened: Opened, wish: AttackForm, index: int | None = None, tell: Tell | None = None) -> Attack:
-    """The attack of a wish; one that studies the model first does so on training images, never on image `index`."""
-    attack = make(wish.attack, eps=wish.eps, norm=wish.norm)
+def prepare_attack(
+    opened: OpenedModel, form: AttackForm, index: int | None = None, report: ReportProgress | None = None
+) -> Attack:
+    """Make the attack of a form; if it calibrates on the model first, then on training images, never on `index`."""
+    attack = make(form.attack, eps=form.eps, norm=form.norm)
     passes = sum(attack.passes())
     if passes > MOST_PASSES:
         raise UserError(
-            f"{wish.attack} may take {passes:,} passes, and the playground allows {MOST_PASSES:,}. "
-            "Take fewer steps here, or run it with `vitadel attack`."
+            f"{form.attack} may take {passes:,} passes, and the playground allows {MOST_PASSES:,}. "
+            "Use fewer steps, or run it with `vitadel attack`."
         )
     if not needs_calibration(attack):
         return attack
     if not opened.knows_data:
-        at_hand = "what is at hand" if opened.target.given_as_object else opened.target.data_spec
+        at_hand = "the data given" if opened.target.given_as_object else opened.target.data_spec
         raise UserError(
-            f"{wish.attack} studies the model on images of its own data first, and {at_hand} is not that. "
-            "Start the playground with --data SPEC, or take an attack without such a study."
+            f"{form.attack} calibrates on images of the model's own data first, but {at_hand} is not that data. "
+            "Start the playground with --data SPEC, or choose an attack without calibration."
         )
     target, here = opened.target, Processes(0, 1, opened.device)
-    context = RunContext(target.model, target.source, target.preprocess, MemoryCache(), here, BATCH, wish.seed)
+    context = RunContext(target.model, target.source, target.preprocess, MemoryCache(), here, BATCH, form.seed)
     attacked = torch.tensor([] if index is None else [index], dtype=torch.int64)
-    with _followed(target.model, None, tell, study_of=wish.attack):
+    with _report_passes(target.model, None, report, calibration_of=form.attack):
         return calibrate(attack, context, target, attacked, None)
 
 
-def craft(model: nn.Module, x: Tensor, attack: Attack, wish: AttackForm, tell: Tell | None = None) -> CraftedImage:
-    """Try to change the model's answer on one image; judged on the untouched model, and once more in 8 bits.
+def craft(
+    model: nn.Module, x: Tensor, attack: Attack, form: AttackForm, report: ReportProgress | None = None
+) -> CraftedImage:
+    """Try to change the model's answer on one image; judge it on the unmodified model, and again in 8 bits.
 
-    The answer to change is the model's own on the clean image, so that any picture will do, labelled or not.
+    The attack targets the model's own answer to the clean image, so images need no label.
     """
-    before = look(model, x)
+    before = predict(model, x)
     y = torch.tensor([before.answer], device=x.device)
-    begun = time.perf_counter()
-    with count_passes(model) as cost, _followed(model, sum(attack.passes()), tell):
-        z = attack(model, x, y, SampleRNG.of_pixels(x, wish.seed))
-    seconds = time.perf_counter() - begun
+    start = time.perf_counter()
+    with count_passes(model) as cost, _report_passes(model, sum(attack.passes()), report):
+        z = attack(model, x, y, SampleRNG.of_pixels(x, form.seed))
+    seconds = time.perf_counter() - start
     rules = rules_of(attack)
-    verdict = judge(model, rules(model, x) if rules else make_threat(wish.norm, wish.eps), x, z, y)
+    verdict = judge(model, rules(model, x) if rules else make_threat(form.norm, form.eps), x, z, y)
     picture = in_8_bits(z, x)
     with frozen(model), torch.no_grad():
         picture_fools = int(model(picture.to(x.dtype) / 255).argmax(1)) != before.answer
@@ -166,7 +170,7 @@ def craft(model: nn.Module, x: Tensor, attack: Attack, wish: AttackForm, tell: T
         x=x.cpu(),
         z=z.cpu(),
         before=before,
-        after=look(model, z),
+        after=predict(model, z),
         fooled=not bool(verdict.held),
         void=bool(verdict.void),
         picture=picture[0].cpu(),
@@ -178,24 +182,26 @@ def craft(model: nn.Module, x: Tensor, attack: Attack, wish: AttackForm, tell: T
 
 
 @contextmanager
-def _followed(model: nn.Module, most: int | None, tell: Tell | None, study_of: str = "") -> Iterator[None]:
-    """Tell of every pass: attacks have loops of their own, and passes through the model are what they share.
+def _report_passes(
+    model: nn.Module, most: int | None, report: ReportProgress | None, calibration_of: str = ""
+) -> Iterator[None]:
+    """Report every forward pass, which all attacks have in common.
 
-    The study of an attack, which does not say beforehand how long it is, ends where it takes too long.
+    Calibration does not say beforehand how long it takes, so it is stopped where it takes too long.
     """
     done = images = 0
 
     def passed(_model: nn.Module, _inputs: object, logits: Tensor) -> None:
         nonlocal done, images
         done, images = done + 1, images + len(logits)
-        if study_of and images > MOST_PASSES:
+        if calibration_of and images > MOST_PASSES:
             raise UserError(
-                f"{study_of} studies the model with more than {MOST_PASSES:,} passes, counted by images, and the "
-                "playground allows no more. Take fewer images or steps, as in aas(images=64,steps=5)+pgd-20, or run it "
+                f"{calibration_of} calibrates with more than {MOST_PASSES:,} passes, counted by images, and the "
+                "playground allows no more. Use fewer images or steps, as in aas(images=64,steps=5)+pgd-20, or run it "
                 "with `vitadel attack`."
             )
-        if tell is not None:
-            tell(done if most is None else min(done, most), most)
+        if report is not None:
+            report(done if most is None else min(done, most), most)
 
     handle = model.register_forward_hook(passed)
     try:
@@ -204,8 +210,8 @@ def _followed(model: nn.Module, most: int | None, tell: Tell | None, study_of: s
         handle.remove()
 
 
-def transfer(crafted: CraftedImage, other: nn.Module, size: tuple[int, int], device: torch.device) -> Transferred:
-    """Show both images to another model, which takes pixels of `size`; where it differs both are resampled alike."""
+def transfer(crafted: CraftedImage, other: nn.Module, size: tuple[int, int], device: torch.device) -> TransferResult:
+    """Show both images to another model, which takes pixels of `size`; both are resampled if the size differs."""
     resized = tuple(crafted.x.shape[2:]) != size
 
     def fit(image: Tensor) -> Tensor:
@@ -213,12 +219,12 @@ def transfer(crafted: CraftedImage, other: nn.Module, size: tuple[int, int], dev
             image = F.interpolate(image, size, mode="bilinear", align_corners=False, antialias=True).clamp(0, 1)
         return image.to(device)
 
-    return Transferred(look(other, fit(crafted.x)), look(other, fit(crafted.z)), resized)
+    return TransferResult(predict(other, fit(crafted.x)), predict(other, fit(crafted.z)), resized)
 
 
-def shown(crafted: CraftedImage) -> tuple[Tensor, float]:
-    """The perturbation as a picture, (3, height, width): grey where nothing changed, with the factor it was scaled by
-    so that its largest change just reaches black or white."""
+def perturbation_image(crafted: CraftedImage) -> tuple[Tensor, float]:
+    """The perturbation as an image (3, height, width), gray where nothing changed, and the factor that scales its
+    largest change to black or white."""
     change = (crafted.z - crafted.x)[0].double()
     largest = float(change.abs().max())
     factor = 0.5 / largest if largest > 0 else 1.0

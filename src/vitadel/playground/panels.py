@@ -1,4 +1,4 @@
-"""What the page shows, as markup: pictures and downloads are written into it, so that no file is needed for them."""
+"""What the page shows, as HTML; images and downloads are embedded, so that no files are needed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from markupsafe import Markup
 from PIL import Image
 from torch import Tensor
 
-from vitadel.playground.craft import AttackForm, CraftedImage, Seen, Transferred, shown
-from vitadel.playground.models import Chosen
+from vitadel.playground.craft import AttackForm, CraftedImage, Prediction, TransferResult, perturbation_image
+from vitadel.playground.models import ChosenImage
 from vitadel.quantities import quantity_text
 
-__all__ = ["CSS", "chosen_panel", "comparison_panel", "mistake_panel", "result_panel"]
+__all__ = ["CSS", "comparison_panel", "error_panel", "image_panel", "result_panel"]
 
 _SIDE = 192  # smaller images are shown at least this wide, in whole pixels
 _MOST_SIDE = 448
@@ -61,23 +61,23 @@ CSS = """
 Names = Sequence[str]
 
 
-def mistake_panel(mistake: Exception) -> str:
-    """One message, in the user's words or ours, and nothing else."""
-    return _page(Markup('<div class="mistake" role="alert">{}</div>').format(str(mistake)))
+def error_panel(error: Exception) -> str:
+    """The message of an error."""
+    return _page(Markup('<div class="mistake" role="alert">{}</div>').format(str(error)))
 
 
-def chosen_panel(chosen: Chosen) -> str:
-    """The image that was picked, as it is before any preprocessing."""
+def image_panel(chosen: ChosenImage) -> str:
+    """The chosen image before any preprocessing."""
     pixels = torch.from_numpy(np.asarray(_fitting(chosen.picture)).copy()).permute(2, 0, 1)
     size = f"{chosen.picture.width} x {chosen.picture.height} pixels"
     return _page(_figure(pixels, chosen.name, chosen.name, size))
 
 
-def result_panel(crafted: CraftedImage, names: Names, wish: AttackForm, label: str | None) -> str:
+def result_panel(crafted: CraftedImage, names: Names, form: AttackForm, label: str | None) -> str:
     """Everything about one attack on one image."""
     return _page(
         _verdict(crafted, names, label),
-        _spent(crafted, wish),
+        _spent(crafted, form),
         _pictures(crafted, names),
         Markup('<div class="two">{}{}</div>').format(
             _answers(crafted.before, names, "Clean"), _answers(crafted.after, names, "Attacked", "after")
@@ -90,14 +90,14 @@ def comparison_panel(
     specs: Sequence[str],
     names: Sequence[Names],
     crafted: Sequence[CraftedImage],
-    transferred: Sequence[Transferred],
-    wish: AttackForm,
+    transferred: Sequence[TransferResult],
+    form: AttackForm,
 ) -> str:
-    """Two models, the clean image and the one crafted for each; `transferred[i]` is what the other makes of `i`'s."""
+    """Two models on the clean image and on those crafted for each; `transferred[i]` is the other's answer to `i`'s."""
     first, second = crafted
     cells = [
-        [_cell(first.before, first.after, names[0], first.fooled), _moved(transferred[1], names[0])],
-        [_moved(transferred[0], names[1]), _cell(second.before, second.after, names[1], second.fooled)],
+        [_cell(first.before, first.after, names[0], first.fooled), _transfer_cell(transferred[1], names[0])],
+        [_transfer_cell(transferred[0], names[1]), _cell(second.before, second.after, names[1], second.fooled)],
     ]
     head = Markup("<tr><th>Model</th><th>clean</th>{}</tr>").format(
         Markup("").join(Markup("<th>crafted for {}</th>").format(spec) for spec in specs)
@@ -111,25 +111,27 @@ def comparison_panel(
         _figure(each.z[0], f"the image crafted for {spec}", f"crafted for {spec}")
         for spec, each in zip(specs, crafted, strict=True)
     ]
-    note = f"{wish.attack}, {wish.norm} {quantity_text(wish.eps)}. Marked: the answer differs from the clean one."
+    note = f"{form.attack}, {form.norm} {quantity_text(form.eps)}. Marked: the answer differs from the clean one."
     if any(each.resized for each in transferred):
-        note += " The models take images of different sizes: each other's were resampled, which can undo an attack."
+        note += " The models take images of different sizes: images were resampled, which can undo an attack."
     return _page(
-        _who_falls(specs, crafted, transferred),
+        _summary(specs, crafted, transferred),
         Markup('<div class="row">{}</div>').format(Markup("").join(pictures)),
         Markup('<div class="scroll"><table>{}{}</table></div><p class="muted">{}</p>').format(head, rows, note),
     )
 
 
-def _who_falls(specs: Sequence[str], crafted: Sequence[CraftedImage], transferred: Sequence[Transferred]) -> Markup:
-    """Whose answer changes on the image crafted for it, and on the other's."""
-    fallen = [spec for spec, each in zip(specs, crafted, strict=True) if each.fooled]
-    said = {0: "Both hold.", 1: f"Only {(fallen or [''])[0]} is fooled.", 2: "Both are fooled."}[len(fallen)]
+def _summary(specs: Sequence[str], crafted: Sequence[CraftedImage], transferred: Sequence[TransferResult]) -> Markup:
+    """Which model is fooled by the image crafted for it, and by the other's."""
+    fooled = [spec for spec, each in zip(specs, crafted, strict=True) if each.fooled]
+    sentence = {0: "Both models are robust.", 1: f"Only {(fooled or [''])[0]} is fooled.", 2: "Both are fooled."}[
+        len(fooled)
+    ]
     for spec, each, moved, other in zip(specs, crafted, transferred, reversed(specs), strict=True):
         if each.fooled:
-            said += f" What fools {spec} {'also fools' if moved.fooled else 'does not fool'} {other}."
-    kind = "fooled" if fallen else "held"
-    return Markup('<p class="verdict {}" role="status">{}</p>').format(kind, said)
+            sentence += f" What fools {spec} {'also fools' if moved.fooled else 'does not fool'} {other}."
+    kind = "fooled" if fooled else "held"
+    return Markup('<p class="verdict {}" role="status">{}</p>').format(kind, sentence)
 
 
 def _page(*parts: Markup) -> str:
@@ -139,22 +141,22 @@ def _page(*parts: Markup) -> str:
 def _verdict(crafted: CraftedImage, names: Names, label: str | None) -> Markup:
     before, after = names[crafted.before.answer], names[crafted.after.answer]
     if crafted.void:
-        kind, said = "held", "The attack left its budget, so its image does not count."
+        kind, sentence = "held", "The attack exceeded its budget, so its image does not count."
     elif crafted.fooled:
-        kind, said = "fooled", f"Fooled: {before} became {after}."
+        kind, sentence = "fooled", f"Fooled: {before} became {after}."
     else:
-        kind, said = "held", f"It holds: still {before}."
+        kind, sentence = "held", f"Robust: still {before}."
     remark = Markup("")
     if label is not None and label != before:
-        remark = Markup("<p>The true class is {}: the model is wrong about the clean image already.</p>").format(label)
-    return Markup('<p class="verdict {}" role="status">{}</p>{}').format(kind, said, remark)
+        remark = Markup("<p>The true class is {}: the model is already wrong on the clean image.</p>").format(label)
+    return Markup('<p class="verdict {}" role="status">{}</p>{}').format(kind, sentence, remark)
 
 
-def _spent(crafted: CraftedImage, wish: AttackForm) -> Markup:
+def _spent(crafted: CraftedImage, form: AttackForm) -> Markup:
     used = f"Linf {crafted.size('linf') * 255:.2f}/255, L2 {crafted.size('l2'):.3f}"
     gradients, passes = _count(crafted.gradients, "gradient"), _count(crafted.forwards, "other pass", "es")
     return Markup('<p class="muted">{}, {} {}: used {}; {}, {}, {:.1f} s.</p>').format(
-        wish.attack, wish.norm, quantity_text(wish.eps), used, gradients, passes, crafted.seconds
+        form.attack, form.norm, quantity_text(form.eps), used, gradients, passes, crafted.seconds
     )
 
 
@@ -163,15 +165,15 @@ def _count(number: int, what: str, ending: str = "s") -> str:
 
 
 def _pictures(crafted: CraftedImage, names: Names) -> Markup:
-    change, factor = shown(crafted)
+    change, factor = perturbation_image(crafted)
     figures = [
-        _figure(crafted.x[0], "the clean image", "Clean", f"seen as {names[crafted.before.answer]}"),
-        _figure(change, "the perturbation, rescaled", "Perturbation", f"× {factor:.3g}, grey is no change"),
-        _figure(crafted.z[0], "the adversarial image", "Attacked", f"seen as {names[crafted.after.answer]}"),
+        _figure(crafted.x[0], "the clean image", "Clean", f"classified as {names[crafted.before.answer]}"),
+        _figure(change, "the perturbation, rescaled", "Perturbation", f"× {factor:.3g}, gray is no change"),
+        _figure(crafted.z[0], "the adversarial image", "Attacked", f"classified as {names[crafted.after.answer]}"),
     ]
     maps = (crafted.before.attention, crafted.after.attention)
     if maps[0] is None or maps[1] is None:
-        remark = Markup('<p class="muted">No attention shown: {}.</p>').format(crafted.before.blind.rstrip("."))
+        remark = Markup('<p class="muted">No attention shown: {}.</p>').format(crafted.before.no_attention.rstrip("."))
     else:
         remark = Markup("")
         top = float(max(each.max() for each in (maps[0], maps[1])))  # one scale, so that the two can be compared
@@ -181,7 +183,7 @@ def _pictures(crafted: CraftedImage, names: Names) -> Markup:
     return Markup('<div class="row">{}</div>{}').format(Markup("").join(figures), remark)
 
 
-def _answers(seen: Seen, names: Names, title: str, kind: str = "before") -> Markup:
+def _answers(seen: Prediction, names: Names, title: str, kind: str = "before") -> Markup:
     top = seen.probabilities.topk(min(_ANSWERS, len(seen.probabilities)))
     bar = Markup(
         '<div class="bar"><span title="{0}">{0}</span><i><b style="width:{1:.1f}%"></b></i><span>{2}</span></div>'
@@ -190,18 +192,18 @@ def _answers(seen: Seen, names: Names, title: str, kind: str = "before") -> Mark
         bar.format(names[place], 100 * share, _percent(share))
         for share, place in zip(top.values.tolist(), top.indices.tolist(), strict=True)
     ]
-    return Markup('<div class="{}"><h3>{}: what the model says</h3>{}</div>').format(kind, title, Markup("").join(bars))
+    return Markup('<div class="{}"><h3>{}: probabilities</h3>{}</div>').format(kind, title, Markup("").join(bars))
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _top(seen: Seen, names: Names) -> str:
+def _top(seen: Prediction, names: Names) -> str:
     return f"{names[seen.answer]} ({_percent(float(seen.probabilities[seen.answer]))})"
 
 
-def _cell(before: Seen, after: Seen, names: Names, fooled: bool) -> Markup:
+def _cell(before: Prediction, after: Prediction, names: Names, fooled: bool) -> Markup:
     left = float(after.probabilities[before.answer])
     lost = "" if after.answer == before.answer else f"{names[before.answer]} now {_percent(left)}"
     return Markup('<td class="{}">{}<br><small>{}</small></td>').format(
@@ -209,7 +211,7 @@ def _cell(before: Seen, after: Seen, names: Names, fooled: bool) -> Markup:
     )
 
 
-def _moved(transferred: Transferred, names: Names) -> Markup:
+def _transfer_cell(transferred: TransferResult, names: Names) -> Markup:
     return _cell(transferred.before, transferred.after, names, transferred.fooled)
 
 
@@ -220,7 +222,7 @@ def _downloads(crafted: CraftedImage) -> Markup:
     link = Markup('<a download="{0}" href="data:{1};base64,{2}">Download {0}</a>')
     parts = [link.format(name, kind, _base64(content)) for name, kind, content in links]
     if not crafted.fooled:
-        remark = "Both hold the last image that the attack tried."
+        remark = "Both files contain the last image that the attack tried."
     elif crafted.picture_fools:
         remark = "The PNG (8 bits) fools the model as well."
     else:
@@ -249,7 +251,7 @@ def _fitting(picture: Image.Image) -> Image.Image:
 
 
 def _heat(shares: Tensor) -> Tensor:
-    """From 0 (dark) to 1 (bright), as colours: (3, rows, columns)."""
+    """From 0 (dark) to 1 (bright), as colors: (3, rows, columns)."""
     places = np.linspace(0, 1, len(_HOT))
     channels = [np.interp(shares.numpy(), places, _HOT[:, channel]) for channel in range(3)]
     return torch.from_numpy(np.stack(channels).round().astype(np.uint8))

@@ -1,4 +1,4 @@
-"""Pictures that people send: few types, bounded in bytes and in pixels, read in memory."""
+"""Uploaded images: few types, limited in bytes and pixels, read in memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["FORMATS", "MOST_BYTES", "MOST_PIXELS", "MOST_RATIO", "MOST_SIDE", "r
 FORMATS = ("PNG", "JPEG", "WEBP")
 MOST_BYTES = 10 * 2**20
 MOST_PIXELS = 25_000_000
-"""Counted before anything is decoded: a few kilobytes can hold a picture that fills all memory."""
+"""Checked before decoding: a few kilobytes can hold an image that fills all memory."""
 
 MOST_SIDE, MOST_RATIO = 10_000, 20
-"""Models take the shorter side to some hundred pixels: a picture one pixel wide would grow by its length."""
+"""Preprocessing scales the shorter side to some hundred pixels: an image one pixel wide would become huge."""
 
 _ALLOWED = (
-    f"Send a PNG, JPEG or WebP of at most {MOST_BYTES // 2**20} MB and {MOST_PIXELS // 10**6} million pixels, no side "
-    f"over {MOST_SIDE:,} pixels or {MOST_RATIO} times the other."
+    f"Upload a PNG, JPEG or WebP of at most {MOST_BYTES // 2**20} MB and {MOST_PIXELS // 10**6} million pixels, no "
+    f"side over {MOST_SIDE:,} pixels or {MOST_RATIO} times the other."
 )
 
 
 def read_upload(content: bytes, most_pixels: int = MOST_PIXELS) -> Image.Image:
-    """The picture as RGB, turned upright as its camera says; of an animation the first frame."""
+    """The image as RGB, rotated by its EXIF orientation; the first frame of an animation."""
     if not content:
         raise UserError(f"the file is empty. {_ALLOWED}")
     if len(content) > MOST_BYTES:
@@ -36,24 +36,22 @@ def read_upload(content: bytes, most_pixels: int = MOST_PIXELS) -> Image.Image:
         with Image.open(io.BytesIO(content), formats=FORMATS) as picture:
             short, long = sorted(picture.size)
             if short * long > most_pixels:
-                raise UserError(f"the picture has {picture.width} x {picture.height} pixels, too many. {_ALLOWED}")
+                raise UserError(f"the image has {picture.width} x {picture.height} pixels, too many. {_ALLOWED}")
             if long > min(MOST_SIDE, MOST_RATIO * short):
-                raise UserError(f"the picture has {picture.width} x {picture.height} pixels, too long. {_ALLOWED}")
+                raise UserError(f"the image has {picture.width} x {picture.height} pixels, too long. {_ALLOWED}")
             return to_rgb(ImageOps.exif_transpose(picture))
     except UserError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise UserError(f"the picture has far too many pixels. {_ALLOWED}") from None
-    except Exception:  # decoders meet hostile bytes and fail in many ways
-        raise UserError(f"this is not a picture that can be read. {_ALLOWED}") from None
+        raise UserError(f"the image has far too many pixels. {_ALLOWED}") from None
+    except Exception:  # decoders of hostile bytes fail in many ways
+        raise UserError(f"this is not an image that can be read. {_ALLOWED}") from None
 
 
 def take_upload(path: Path, folder: Path) -> Image.Image:
-    """Read the file that a web server put into `folder`, and remove it whether it could be read or not."""
+    """Read the file that the server put into `folder`, and remove it whether it could be read or not."""
     if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
-        raise UserError(
-            "this file was not sent by a browser; send a picture with the button"
-        )  # and is not ours to remove
+        raise UserError("this file was not uploaded by a browser; use the upload button")  # and is not ours to remove
     try:
         with path.open("rb") as file:
             return read_upload(file.read(MOST_BYTES + 1))

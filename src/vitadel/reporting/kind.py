@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vitadel.findings import title_of
-from vitadel.reporting.expected_fields import Fields
+from vitadel.reporting.expected_fields import Fields, misfit
 from vitadel.reporting.figures import Picture
 from vitadel.reporting.read_runs import Array, Run, damaged, read_arrays
 from vitadel.reporting.tables import Table
@@ -56,7 +56,7 @@ class Section:
         return self.draw()
 
     def files(self, number: str) -> list[Table]:
-        """Tables to export, each with the name of its file; `number` tells several runs apart."""
+        """Tables to export, each with the name of its file; `number` distinguishes several runs."""
         tables = [table for table in (self.tables if self.exported is None else self.exported) if table.rows]
         unnamed = [table for table in tables if not table.name]
         places = {id(table): f"-{place}" if len(unnamed) > 1 else "" for place, table in enumerate(unnamed, start=1)}
@@ -148,7 +148,11 @@ def kind_of(run: Run) -> Kind:
 
 @contextmanager
 def name_damage(*runs: Run) -> Iterator[None]:
-    """Report what a kind fails to read in results.json as damage; only the fields of audits are checked before."""
+    """Report what a kind fails to read in results.json as damage."""
+    for run in runs:
+        for name, expected in kind_of(run).fields.items():
+            if fault := misfit(name, run.results[name], expected) if run.results.get(name) is not None else "":
+                raise damaged(run.path / "results.json", fault)
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration) as error:
