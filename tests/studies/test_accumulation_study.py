@@ -11,8 +11,8 @@ from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
 from vitadel.studies import reference_models
-from vitadel.studies.accumulation import AccumulationRequest, Canvases, climbed, study_accumulation
-from vitadel.studies.perturbations import SHOWN
+from vitadel.studies.accumulation import AccumulationRequest, Canvases, ascend, study_accumulation
+from vitadel.studies.run import SHOWN
 
 CPU = join_processes("cpu")
 
@@ -21,7 +21,7 @@ CPU = join_processes("cpu")
 def test_a_climb_goes_straight_and_stops_at_the_box(objective):
     model, y = Patterned(0.01), torch.tensor([0, 1])
     start = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    z, course = climbed(model, start, y, 30, 0.02, objective)
+    z, course = ascend(model, start, y, 30, 0.02, objective)
     signs = torch.stack([pattern(), -pattern()])
     torch.testing.assert_close(z, (start + 30 * 0.02 * signs).clamp(0, 1), atol=1e-5, rtol=0)
     assert course.shape == (2, 31)
@@ -34,7 +34,7 @@ def test_a_climb_goes_straight_and_stops_at_the_box(objective):
 
 def test_a_model_without_gradients_leaves_the_picture_alone():
     start = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    z, course = climbed(Patterned(0.0), start, torch.tensor([1]), 3, 0.1)
+    z, course = ascend(Patterned(0.0), start, torch.tensor([1]), 3, 0.1)
     assert torch.equal(z, start)
     assert course.tolist() == [[0.5] * 4]
 
@@ -67,7 +67,7 @@ def test_everyone_sees_the_class_and_all_begin_alike(tmp_path, monkeypatch):
     assert GREY == 128
 
 
-def test_orders_that_cannot_be(tmp_path):
+def test_wrong_requests_are_refused(tmp_path):
     for settings, words in (
         ({"start": "nois"}, "did you mean noise"),
         ({"objective": "loss"}, "Known: logit, probability"),

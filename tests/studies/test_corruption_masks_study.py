@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_told_before_anything_is_written(tmp_path):
     save_corruption_model(CorruptionModel(2, 2, 8), tmp_path / "c.safetensors")
     with pytest.raises(UserError, match="2 x 2 patches of side 8"):
         studied(tmp_path / "run", str(tmp_path / "c.safetensors"))
-    with pytest.raises(UserError, match="no file and no run folder"):
+    with pytest.raises(UserError, match="neither a file nor a run folder"):
         studied(tmp_path / "run", str(tmp_path / "nothing"))
     with pytest.raises(UserError, match="share"):
         CorruptionMasksRequest(share=0)

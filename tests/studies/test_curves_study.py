@@ -14,7 +14,7 @@ from vitadel.attacks.threats import Linf
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.judge import judge
 from vitadel.runtime.rng import SampleRNG
-from vitadel.studies.curves import Clocked, CurvesRequest, beginnings, rises, variant
+from vitadel.studies.curves import CurvesRequest, Timed, beginnings, rises, variant
 
 
 class Bright(nn.Module):
@@ -59,7 +59,7 @@ def test_a_sample_is_noted_at_the_step_at_which_it_falls() -> None:
     x = (0.5 - distance)[:, None, None, None].expand(4, 3, 4, 4).contiguous()
     y = torch.zeros(4, dtype=torch.int64)
     search = make("pgd-6(step=0.01,random_start=false)", eps=0.2)
-    _, notes = Clocked(search).run_with_info(Bright(), x, y)
+    _, notes = Timed(search).run_with_info(Bright(), x, y)
     assert notes["turn"].tolist() == [1, 2, 4, 6]
 
 
@@ -72,7 +72,7 @@ def test_a_long_run_judged_on_its_way_is_the_short_run(text: str) -> None:
     with torch.no_grad():
         y = torch_model(x).argmax(1)
     rng, threat = SampleRNG.of_samples(0, range(24)), Linf(8 / 255)
-    z, notes = Clocked(make(text, eps=threat.eps)).run_with_info(torch_model, x, y, rng)
+    z, notes = Timed(make(text, eps=threat.eps)).run_with_info(torch_model, x, y, rng)
     held = judge(torch_model, threat, x, z, y).held
     fallen = []
     for steps in range(1, 9):
@@ -102,10 +102,10 @@ def test_points_by_default_and_mistakes() -> None:
         ({"budgets": (0.1, 0.1)}, "--budgets must rise"),
         ({"steps": (0, 2)}, "--steps must rise, from 1"),
         ({"attack": "fgsm", "steps": (2,)}, "takes no number of steps"),
-        ({"attack": "patch-fool"}, "rules of its own"),
+        ({"attack": "patch-fool"}, "its own threat model"),
         ({"attack": "pdg"}, "did you mean pgd"),
         ({"eps": 0.0}, "above 0"),
-        ({"budgets": (), "steps": (), "restarts": ()}, "no curve is asked for"),
+        ({"budgets": (), "steps": (), "restarts": ()}, "no curve to compute"),
     ]:
         with pytest.raises(UserError, match=said):
             dataclasses.replace(CurvesRequest(), **wrong)

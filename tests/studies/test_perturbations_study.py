@@ -18,26 +18,26 @@ from vitadel.reporting.read_runs import read_run
 from vitadel.runtime.distributed import join_processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.studies import reference_models
-from vitadel.studies.perturbations import PerturbationsRequest, rescaled, scattered, study_perturbations
+from vitadel.studies.perturbations import PerturbationsRequest, rescale, scatter, study_perturbations
 
 CPU = join_processes("cpu")
 
 
 def test_rescaled_as_in_the_thesis():
     change = torch.tensor([[-0.1, 0.0, 0.05, 0.1]])
-    assert rescaled(change, 0.1).tolist()[0] == pytest.approx([0, 0.5, 0.75, 1])
-    assert rescaled(torch.zeros(1, 4), 0.0).tolist() == [[0.5] * 4]
-    assert rescaled(change, 0.05).tolist()[0] == pytest.approx([0, 0.5, 1, 1])
+    assert rescale(change, 0.1).tolist()[0] == pytest.approx([0, 0.5, 0.75, 1])
+    assert rescale(torch.zeros(1, 4), 0.0).tolist() == [[0.5] * 4]
+    assert rescale(change, 0.05).tolist()[0] == pytest.approx([0, 0.5, 1, 1])
 
 
 def test_scattered_pixels_are_the_same_ones_elsewhere():
     change = images(2) - 0.5
     rng = SampleRNG.of_samples(0, [4, 7])
-    moved = scattered(change, rng)
+    moved = scatter(change, rng)
     assert not torch.equal(moved, change)
     for before, after in zip(change, moved, strict=True):
         assert sorted(map(tuple, before.flatten(1).T.tolist())) == sorted(map(tuple, after.flatten(1).T.tolist()))
-    alone = scattered(change[1:], rng[torch.tensor([1])])
+    alone = scatter(change[1:], rng[torch.tensor([1])])
     assert torch.equal(alone[0], moved[1])
 
 
@@ -86,11 +86,16 @@ def test_models_that_cannot_be_compared(monkeypatch, tmp_path):
     target = open_target("zoo:shapes-standard", "shapes")
     others = [name for name in zoo_names() if name.startswith("zoo:shapes-") and name != "zoo:shapes-standard"]
     assert "zoo:shapes-robust" in others
-    assert [juror.name for juror in reference_models.seated(target, ())] == ["zoo:shapes-standard", *others]
+    assert [model.name for model in reference_models.open_reference_models(target, ())] == [
+        "zoo:shapes-standard",
+        *others,
+    ]
     with pytest.raises(UserError, match="twice"):
-        reference_models.seated(target, ("zoo:shapes-robust", "zoo:shapes-robust"))
+        reference_models.open_reference_models(target, ("zoo:shapes-robust", "zoo:shapes-robust"))
     with pytest.raises(UserError, match="classes"):
-        reference_models.seated(target, ("vit_tiny_patch16_224=random",))
-    assert [juror.name for juror in reference_models.seated(open_target(patterned(), Faint()), ())] == ["wrapped"]
+        reference_models.open_reference_models(target, ("vit_tiny_patch16_224=random",))
+    assert [model.name for model in reference_models.open_reference_models(open_target(patterned(), Faint()), ())] == [
+        "wrapped"
+    ]
     renamed = replace(target, data_spec="svhn")  # ten classes as well, but of other things
-    assert [juror.name for juror in reference_models.seated(renamed, ())] == ["zoo:shapes-standard"]
+    assert [model.name for model in reference_models.open_reference_models(renamed, ())] == ["zoo:shapes-standard"]

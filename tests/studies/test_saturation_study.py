@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vitadel.errors import UserError
-from vitadel.studies.saturation import EDGES, SaturationRequest, counted, quantile, thresholds
+from vitadel.studies.saturation import EDGES, SaturationRequest, count_gaps, quantile, thresholds
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_float32_itself_agrees() -> None:
 
 def test_every_gap_is_counted_once_and_where_it_belongs() -> None:
     gaps = torch.tensor([0.0, 1e-9, 1.0, 1.0, 5.0, 1e9])
-    counts = counted(gaps)
+    counts = count_gaps(gaps)
     assert counts.sum() == len(gaps)
     assert counts[0] == 2  # below the first edge
     assert counts[-1] == 1  # above the last
@@ -52,16 +52,16 @@ def test_every_gap_is_counted_once_and_where_it_belongs() -> None:
 
 def test_quantiles_of_a_histogram_are_those_of_the_values_to_half_a_bin() -> None:
     values = torch.logspace(-2, 3, 5001, dtype=torch.float64)
-    counts = counted(values)
+    counts = count_gaps(values)
     for share in (0.05, 0.25, 0.5, 0.75, 0.99):
         exact = 10 ** (-2 + 5 * share)
         assert quantile(counts, share) == pytest.approx(exact, rel=10 ** (1 / 64) - 1)
-    assert quantile(counted(torch.full((9,), 1e9)), 0.5) == EDGES[-1]
-    assert quantile(counted(torch.zeros(9)), 0.5) <= EDGES[0]
+    assert quantile(count_gaps(torch.full((9,), 1e9)), 0.5) == EDGES[-1]
+    assert quantile(count_gaps(torch.zeros(9)), 0.5) <= EDGES[0]
 
 
 def test_mistakes() -> None:
-    with pytest.raises(UserError, match="plain one"):
+    with pytest.raises(UserError, match="plain attack"):
         SaturationRequest(attack="aas+pgd-3")
     with pytest.raises(UserError, match="--images"):
         SaturationRequest(images=0)

@@ -55,5 +55,5 @@ def test_mistakes() -> None:
         ScaledBlocksRequest(ways=("frist",))
     with pytest.raises(UserError, match="at least 1"):
         ScaledBlocksRequest(every=0)
-    with pytest.raises(UserError, match="plain one"):
+    with pytest.raises(UserError, match="plain attack"):
         ScaledBlocksRequest(attack="patch-fool")

@@ -8,7 +8,7 @@ from toys import images
 from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.backbones.classifier import wrap
 from vitadel.instrument import extra_tokens
-from vitadel.threat_levels.controls import Resized, controls, with_weight_noise
+from vitadel.threat_levels.controls import Resized, add_weight_noise, untrained_controls
 from vits import make_vit
 
 
@@ -18,7 +18,7 @@ def victim_of(seed=11):
 
 def test_every_control_is_what_it_is_called():
     victim, x = victim_of(), images(4, side=32)
-    found = controls(victim, lambda model: model, seed=2)
+    found = untrained_controls(victim, lambda model: model, seed=2)
     with torch.no_grad():
         answers = {name: model(x) for name, model in found.items()}
         assert torch.equal(answers["no tokens"], victim.classifier(x))
@@ -33,7 +33,7 @@ def test_every_control_is_what_it_is_called():
 def test_weights_of_a_copy_move_by_one_percent():
     classifier = wrap(make_vit("vit"))
     before = {name: value.clone() for name, value in classifier.state_dict().items()}
-    changed = with_weight_noise(classifier, 0.01, seed=3)
+    changed = add_weight_noise(classifier, 0.01, seed=3)
     assert all(torch.equal(before[name], value) for name, value in classifier.state_dict().items())
     moved = [
         ((new - old) / old).flatten()

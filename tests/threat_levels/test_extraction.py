@@ -35,7 +35,7 @@ def test_the_fit_answers_as_the_victim_does(victim, exposed, left):
 
 def test_what_it_needs_is_told(victim):
     x = images(8, side=32)
-    with pytest.raises(UserError, match="features or scores, not 'labels'"):
+    with pytest.raises(UserError, match="features or scores, got 'labels'"):
         extract_tokens(victim, x.split(4), "labels")
     with pytest.raises(UserError, match="at least two batches"):
         extract_tokens(victim, [x])

@@ -67,11 +67,11 @@ def threat_levels(
     from vitadel.backbones.load import load_model
     from vitadel.heads.head_files import load_head
     from vitadel.runtime.distributed import join_processes
-    from vitadel.threat_levels.run import run_ladder
+    from vitadel.threat_levels.run import run_threat_levels
 
     request = _request(model, flags, data, how)
     processes = join_processes(run.device)
-    outcome = run_ladder(
+    outcome = run_threat_levels(
         open_target(model, how, data, device=run.device, for_features=flags.head is not None),
         request,
         processes,

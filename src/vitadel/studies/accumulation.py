@@ -1,7 +1,7 @@
-"""Pictures of a class, climbed out of noise: what a model's gradients add up to (Debenedetti 2022, section 4.3.2).
+"""Images of a class, by gradient ascent from noise: what a model's gradients add up to (Debenedetti 2022, 4.3.2).
 
-There, PGD-100 from uniform noise towards a random class, and a look at the pictures: those of robust models show the
-class, those of standard ones nothing. Here the box is the only bound, and other models say what they see in them.
+The thesis runs PGD-100 from uniform noise towards a random class and inspects the images: those of robust models show
+the class, those of standard ones nothing. Here the pixel range is the only bound, and other models classify the images.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, Unpack
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
@@ -28,23 +27,22 @@ from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.stability.measures import quartiles_of
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
-from vitadel.studies.agreement import agreement, chance, dealt_at_random, top_classes, top_of
-from vitadel.studies.perturbations import kept_pictures
-from vitadel.studies.reference_models import ReferenceModel, at_work, named_alike, seated
-from vitadel.studies.run import Scene, StudyRequest, run_study
+from vitadel.studies.agreement import agreement, chance, permuted_agreement, top_classes, top_of
+from vitadel.studies.reference_models import ReferenceModel, fingerprint_others, on_device, open_reference_models
+from vitadel.studies.run import StudyContext, StudyRequest, column, pixels_in_8_bits, run_study
 
-__all__ = ["OBJECTIVES", "STARTS", "AccumulationRequest", "Canvases", "climbed", "study_accumulation"]
+__all__ = ["OBJECTIVES", "STARTS", "AccumulationRequest", "Canvases", "ascend", "study_accumulation"]
 
 STARTS = ("noise", "grey")
 OBJECTIVES = ("logit", "probability")
-_GRAIN = 1 / 255  # of the noise on grey: without any, all pictures of a class would be the same
+_GRAIN = 1 / 255  # noise on gray: without it, all images of a class would be the same
 
 
 @dataclass(frozen=True)
 class AccumulationRequest(StudyRequest):
-    """`steps` of the root mean square length `step`, in pixels of [0, 1], towards each class of `classes` (none: the
-    first `most`), from so many `starts`. `objective` is what is climbed: the logit, or the log-probability as in a
-    targeted attack. The norm and eps of other studies play no part: there is no budget.
+    """`steps` of the root mean square length `step`, in pixels of [0, 1], towards each class of `classes` (by default
+    the first `most`), from `starts` starting points. `objective` is what the ascent maximizes: the logit, or the
+    log-probability as in a targeted attack. Norm and eps are not used: there is no budget.
     """
 
     classes: tuple[int, ...] = ()
@@ -69,14 +67,14 @@ class AccumulationRequest(StudyRequest):
                 f"{self.steps} and {self.step:g}"
             )
         if len(set(self.classes)) != len(self.classes) or min(self.classes, default=0) < 0:
-            raise UserError(f"classes are different numbers from 0 on, got {', '.join(map(str, self.classes))}")
+            raise UserError(f"classes must be different numbers from 0, got {', '.join(map(str, self.classes))}")
 
 
 @dataclass(frozen=True, eq=False)
 class Canvases:
-    """Empty pictures as a data set, so that they are cut into batches, shared and found again as images are.
+    """Empty images as a dataset, so that they are batched, distributed and resumed like others.
 
-    A canvas's label is the class to climb to, its index the key of its noise.
+    A canvas's label is the target class, its index the key of its noise.
     """
 
     classes: Sequence[str]
@@ -101,17 +99,11 @@ class Canvases:
         return f"start {index // len(self.targets)} of {self.classes[int(self._labels[index])]}"
 
 
-def first_marks(x: Tensor, rng: SampleRNG, start: str) -> Tensor:
-    """Uniform noise in all colours, or mid grey with a grain that cannot be seen."""
-    noise = rng.stream("accumulation").uniform(*x.shape[1:]).to(x.dtype)
-    return noise if start == "noise" else 0.5 + _GRAIN * (noise - 0.5)
-
-
-def climbed(
+def ascend(
     model: nn.Module, z: Tensor, y: Tensor, steps: int, step: float, objective: str = "logit"
 ) -> tuple[Tensor, Tensor]:
-    """The picture after `steps` steps up the gradient, each of the same length, kept in the box; and the confidence in
-    class `y` before each step and after the last, (images, steps + 1)."""
+    """Take `steps` gradient steps of equal length, clipped to [0, 1]; also returns the confidence in class `y` before
+    each step and after the last, (images, steps + 1)."""
     course = []
     for turn in range(steps + 1):
         with torch.enable_grad():
@@ -129,24 +121,21 @@ def climbed(
 
 
 def study_accumulation(
-    target: Target,
-    request: AccumulationRequest,
-    processes: Processes,
-    **options: Unpack[RunOptions],
+    target: Target, request: AccumulationRequest, processes: Processes, **options: Unpack[RunOptions]
 ) -> Outcome:
-    """Every model of the jury makes its pictures of the classes, and all of them are asked what they see."""
-    jury = seated(target, request.others)
-    targets = _targets(apply_class_subset(target), request)  # the classes that count
+    """Let every model make its images of the classes, and all of them classify these."""
+    models = open_reference_models(target, request.others)
+    targets = _target_classes(apply_class_subset(target), request)
 
-    def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
-        canvases = Canvases(scene.target.source.classes, targets, request.starts, scene.context.preprocess.shape)
-        makers, arrays = [], {}
-        with at_work(jury, processes.device):
-            for number, maker in enumerate(jury):
-                pieces = _stage(scene.context, canvases, request, maker, f"pictures {number:02d}", jury)
-                makers.append(_told(maker, jury, canvases, pieces))
-                arrays[f"pictures {number}"] = np.concatenate([piece["pictures"] for piece in pieces])
-        classes = int(pieces[0]["classes"])
+    def work(study: StudyContext) -> tuple[dict[str, Any], BatchRecord]:
+        canvases = Canvases(study.target.source.classes, targets, request.starts, study.context.preprocess.shape)
+        entries, arrays = [], {}
+        with on_device(models, processes.device):
+            for number, maker in enumerate(models):
+                records = _make_images(study.context, canvases, request, maker, f"pictures {number:02d}", models)
+                entries.append(_summarize(maker, models, canvases, records))
+                arrays[f"pictures {number}"] = column(records, "pictures")
+        classes = int(records[0]["classes"])
         return {
             "n": len(canvases),
             "classes": [{"number": each, "name": canvases.classes[each]} for each in targets],
@@ -157,14 +146,14 @@ def study_accumulation(
             "step": request.step,
             "k": top_of(classes),
             "chance": chance(classes),
-            "models": makers,
+            "models": entries,
         }, arrays
 
-    inputs = {"others_fingerprint": named_alike(jury), "classes": list(targets)}
+    inputs = {"others_fingerprint": fingerprint_others(models), "classes": list(targets)}
     return run_study("accumulation", target, request, processes, work, inputs=inputs, **options)
 
 
-def _targets(target: Target, request: AccumulationRequest) -> tuple[int, ...]:
+def _target_classes(target: Target, request: AccumulationRequest) -> tuple[int, ...]:
     known = target.source.classes
     wrong = [each for each in request.classes if each >= len(known)]
     if wrong:
@@ -174,50 +163,45 @@ def _targets(target: Target, request: AccumulationRequest) -> tuple[int, ...]:
     return request.classes or tuple(range(min(request.most, len(known))))
 
 
-def _stage(
+def _make_images(
     context: RunContext,
     canvases: Canvases,
     request: AccumulationRequest,
     maker: ReferenceModel,
     stage: str,
-    jury: Sequence[ReferenceModel],
+    models: Sequence[ReferenceModel],
 ) -> list[BatchRecord]:
-    first = torch.arange(len(canvases.targets))  # one picture of each class
+    first = torch.arange(len(canvases.targets))  # one image of each class
 
     def work(number: int, batch: Batch) -> BatchRecord:
         # Keyed by the canvas, not by the maker: all begin with the same noise.
         rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device)
-        start = first_marks(batch.x, rng, request.start)
-        z, course = climbed(maker.target.model, start, batch.y, request.steps, request.step, request.objective)
-        piece = {"course": course.float().cpu().numpy()}
-        for place, juror in enumerate(jury):
-            for what, pictures in (("pictures", z), ("start", start)):
-                logits = juror.answers(pictures)
-                piece["classes"] = np.asarray(logits.shape[1])
-                piece[f"{place} {what}"] = top_classes(logits, top_of(logits.shape[1])).cpu().numpy()
-        return piece | kept_pictures(batch, first, {"pictures": z})
+        noise = rng.stream("accumulation").uniform(*batch.x.shape[1:]).to(batch.x.dtype)
+        start = noise if request.start == "noise" else 0.5 + _GRAIN * (noise - 0.5)
+        z, course = ascend(maker.target.model, start, batch.y, request.steps, request.step, request.objective)
+        record = {"course": course.float().cpu().numpy()}
+        for place, model in enumerate(models):
+            for what, images in (("pictures", z), ("start", start)):
+                logits = model.logits(images)
+                record["classes"] = np.asarray(logits.shape[1])
+                record[f"{place} {what}"] = top_classes(logits, top_of(logits.shape[1])).cpu().numpy()
+        return record | pixels_in_8_bits(batch, first, {"pictures": z})
 
-    plain = replace(context, source=canvases)
-    return run_stage(plain, stage, torch.arange(len(canvases)), work, lambda piece: "")
+    return run_stage(replace(context, source=canvases), stage, torch.arange(len(canvases)), work)
 
 
-def _told(
-    maker: ReferenceModel, jury: Sequence[ReferenceModel], canvases: Canvases, pieces: Sequence[BatchRecord]
+def _summarize(
+    maker: ReferenceModel, models: Sequence[ReferenceModel], canvases: Canvases, records: Sequence[BatchRecord]
 ) -> dict[str, Any]:
-    def column(name: str) -> NDArray[Any]:
-        return np.concatenate([piece[name] for piece in pieces])
-
-    labels = canvases.labels().numpy()
-    seen = []
-    for place, juror in enumerate(jury):
-        answers = column(f"{place} pictures")
-        seen.append(
-            {
-                "name": juror.name,
-                "itself": juror.name == maker.name,
-                "pictures": agreement(answers, labels),
-                "start": agreement(column(f"{place} start"), labels),
-                "dealt": dealt_at_random(answers, labels, int(pieces[0]["classes"])),
-            }
-        )
-    return {**maker.told(), "confidence": quartiles_of(column("course")), "seen_by": seen}
+    labels, classes = canvases.labels().numpy(), int(records[0]["classes"])
+    seen_by = [
+        {
+            "name": model.name,
+            "itself": model.name == maker.name,
+            "pictures": agreement(column(records, f"{place} pictures"), labels),
+            "start": agreement(column(records, f"{place} start"), labels),
+            "dealt": permuted_agreement(column(records, f"{place} pictures"), labels, classes),
+        }
+        for place, model in enumerate(models)
+    ]
+    return {**maker.as_dict(), "confidence": quartiles_of(column(records, "course")), "seen_by": seen_by}

@@ -1,8 +1,8 @@
-"""Which patches does a corruption model choose, and does it matter? AFAT's masks (CVPR 2023, figure 5 and table 3).
+"""Which patches a corruption model chooses, and whether it matters: AFAT's masks (CVPR 2023, figure 5 and table 3).
 
-A heat map of positions, how far it is from uniform, and accuracy under noise in the chosen patches. Beside them two
-controls: random patches, and the positions that are chosen most often, in every image. Where the second does as much
-harm as the corruption model, that has learnt places and not pictures.
+A heat map of positions, how far it is from uniform, and accuracy under noise in the chosen patches, beside two
+controls: random patches, and the most often chosen positions in every image. If the second does as much harm as the
+corruption model, that has learned positions and not images.
 """
 
 from __future__ import annotations
@@ -32,16 +32,13 @@ from vitadel.attacks.threats import Linf
 from vitadel.data.batches import Batch
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.calibration import calibrate
 from vitadel.evaluation.engine.run import Outcome, RunOptions
-from vitadel.evaluation.engine.stages import refuse_lost_images, run_stage
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.stability.measures import over_masks
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.statistics import bootstrap_mean
-from vitadel.studies.perturbations import SHOWN, kept_pictures
-from vitadel.studies.run import Scene, StudyRequest, run_study
+from vitadel.studies.run import StudyContext, StudyRequest, column, pixels_in_8_bits, run_study
 
 __all__ = ["CorruptionMasksRequest", "concentration", "overlap", "study_corruption_masks"]
 
@@ -52,12 +49,12 @@ Choose = Callable[[Tensor, SampleRNG], Tensor]
 
 @dataclass(frozen=True)
 class CorruptionMasksRequest(StudyRequest):
-    """Noise in a `share` of the patches, `fills` times for each image; with random patches also so many masks.
+    """Noise in a `share` of the patches, `fills` times for each image; random patches are drawn as often.
 
-    `selector` is a file with a corruption model, or a run folder that has one, and brings the side of its patches
-    along. Without it the folder of the model is looked into, and if there is none, one is trained against the model in
-    `training_steps`, on images that are not judged (`calibration`, else the training split). eps and norm play no part:
-    patches may become anything.
+    `selector` is a file with a corruption model, or a run folder that has one, and sets the side of the patches.
+    Without it the folder of the model is searched; if it has none, one is trained against the model in
+    `training_steps`, on images that are not judged (`calibration`, else the training split). eps and norm are not
+    used: patches may become anything.
     """
 
     share: float = 0.1
@@ -70,22 +67,22 @@ class CorruptionMasksRequest(StudyRequest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.attack()  # refuses a share, noise or number of steps that cannot be
+        self.attack()  # refuse a wrong share, noise or number of steps
 
     def attack(self) -> LearnedPatches:
-        """What trains the corruption model, as patches-learned does."""
+        """The attack that trains the corruption model, as patches-learned does."""
         return LearnedPatches(Linf(1.0), self.share, self.fills, self.training_steps, noise=self.noise, side=self.side)
 
 
 def concentration(counts: NDArray[np.integer[Any]]) -> dict[str, float]:
-    """How evenly positions are chosen: entropy in bits, the most it can be, and as how many equal positions it is."""
+    """How evenly positions are chosen: entropy in bits, its maximum, and the equivalent number of equal positions."""
     shares = counts[counts > 0] / counts.sum()
     bits = float(-(shares * np.log2(shares)).sum()) + 0.0  # no minus zero
     return {"bits": bits, "most_bits": math.log2(counts.size), "positions": 2.0**bits}
 
 
 def overlap(counts: NDArray[np.integer[Any]], n: int) -> float | None:
-    """The share of patches that the masks of two different images have in common, a mean over all pairs.
+    """The share of patches that the masks of two images have in common, as the mean over all pairs.
 
     A position that c images chose is common to c (c - 1) ordered pairs. None for a single image.
     """
@@ -96,44 +93,32 @@ def overlap(counts: NDArray[np.integer[Any]], n: int) -> float | None:
 
 
 def study_corruption_masks(
-    target: Target,
-    request: CorruptionMasksRequest,
-    processes: Processes,
-    **options: Unpack[RunOptions],
+    target: Target, request: CorruptionMasksRequest, processes: Processes, **options: Unpack[RunOptions]
 ) -> Outcome:
-    """Ask the corruption model for the patches of each image, and judge the model with noise in them."""
-    given = _given(target, request)
+    """Let the corruption model choose the patches of each image, and judge the model with noise in them."""
+    given = _find_selector(target, request)
     like = torch.full((1, 3, *target.preprocess.shape), 0.5)
     attack = request.attack()
     if given is not None:
         known = load_corruption_model(given)
-        known(like)  # refuses images that are not cut into its grid
+        known(like)  # refuses images that do not fit its grid
         attack = replace(attack, side=known.side)
     rules = attack.rules(target.model.to(processes.device), like.to(processes.device))
     assert isinstance(rules, Patches)
 
-    def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
-        path = scene.folder.path / _FILE if given is None else given
+    def work(study: StudyContext) -> tuple[dict[str, Any], BatchRecord]:
+        path = study.folder.path / _FILE if given is None else given
         if given is None:
-            _train(scene, request, path)
+            _train(study, request, path)
         selector = load_corruption_model(path).to(processes.device)
-        return _studied(scene, request, rules, selector, given is None)
+        return _compare_masks(study, request, rules, selector, given is None)
 
     content = None if given is None else hashlib.sha256(given.read_bytes()).hexdigest()[:16]
-    inputs = {"selector": content}
-    return run_study(
-        "corruption-masks",
-        target,
-        request,
-        processes,
-        work,
-        inputs=inputs,
-        **options,
-    )
+    return run_study("corruption-masks", target, request, processes, work, inputs={"selector": content}, **options)
 
 
-def _given(target: Target, request: CorruptionMasksRequest) -> Path | None:
-    """The file of a corruption model that is there already."""
+def _find_selector(target: Target, request: CorruptionMasksRequest) -> Path | None:
+    """The file of an existing corruption model."""
     named = request.selector is not None
     place = Path(request.selector if request.selector is not None else target.model_spec).expanduser()
     if named and place.is_file():
@@ -141,50 +126,47 @@ def _given(target: Target, request: CorruptionMasksRequest) -> Path | None:
     found = next((place / name for name in _IN_RUNS if (place / name).is_file()), None) if place.is_dir() else None
     if named and found is None:
         raise UserError(
-            f"{place} is no file and no run folder with {_FILE}; name one of a run that trained by afat, or leave "
+            f"{place} is neither a file nor a run folder with {_FILE}. Give one of a training by afat, or leave "
             "--selector out to train one against this model"
         )
     return found
 
 
-def _train(scene: Scene, request: CorruptionMasksRequest, path: Path) -> None:
-    """Once, by the main process, and kept in the run folder."""
-    processes = scene.context.processes
+def _train(study: StudyContext, request: CorruptionMasksRequest, path: Path) -> None:
+    """Train once, in the main process, and save in the run folder."""
+    processes = study.context.processes
     if processes.on_main(path.exists):
         return
-    ready = calibrate(request.attack(), scene.context, scene.target, scene.verdicts.index, request.calibration)
-    selector = getattr(ready, "selector", None)
+    selector = getattr(study.calibrate(request.attack(), request.calibration), "selector", None)
     assert isinstance(selector, CorruptionModel)
     if processes.is_main:
         save_corruption_model(selector, path)
     processes.wait()
 
 
-def _studied(
-    scene: Scene, request: CorruptionMasksRequest, rules: Patches, selector: CorruptionModel, trained_here: bool
+def _compare_masks(
+    study: StudyContext, request: CorruptionMasksRequest, rules: Patches, selector: CorruptionModel, trained_here: bool
 ) -> tuple[dict[str, Any], BatchRecord]:
-    model, device = scene.context.model, scene.context.processes.device
-    grid = patches_in(torch.empty(1, 3, *scene.context.preprocess.shape), rules.side)
+    grid = patches_in(torch.empty(1, 3, *study.context.preprocess.shape), rules.side)
     patches = math.prod(grid)
 
     def by_selector(x: Tensor, rng: SampleRNG) -> Tensor:
-        return strongest(-selector(normalize_like(model, x)), rules.count)
+        return strongest(-selector(normalize_like(study.model, x)), rules.count)
 
     def at_random(x: Tensor, rng: SampleRNG) -> Tensor:
         return rng.stream("patches").permutation(patches) < rules.count
 
-    learned = _stage(scene, request, rules, "learned", by_selector)
-    counts = _counts(learned)
-    usual = strongest(torch.from_numpy(counts)[None], rules.count).to(device)
+    learned = _measure(study, request, rules, "learned", by_selector)
+    usual = strongest(torch.from_numpy(_counts(learned))[None], rules.count).to(study.context.processes.device)
     found = {
         "learned": learned,
-        "random": _stage(scene, request, rules, "random", at_random),
-        "usual": _stage(scene, request, rules, "usual", lambda x, rng: usual.expand(len(x), -1)),
+        "random": _measure(study, request, rules, "random", at_random),
+        "usual": _measure(study, request, rules, "usual", lambda x, rng: usual.expand(len(x), -1)),
     }
-    n = len(scene.verdicts.index)
-    right = {who: np.concatenate([piece["right"] for piece in pieces]) for who, pieces in found.items()}
-    heat = {who: _counts(found[who]) for who in ("learned", "random")}
-    told = {
+    n = len(study.verdicts.index)
+    right = {way: column(records, "right") for way, records in found.items()}
+    heat = {way: _counts(found[way]) for way in ("learned", "random")}
+    measured = {
         "n": n,
         "trained_here": trained_here,
         "grid": list(grid),
@@ -193,56 +175,53 @@ def _studied(
         "corrupted": rules.count,
         "fills": request.fills,
         "noise": request.noise,
-        "clean": float(scene.verdicts.correct.double().mean()),
-        "accuracy": {who: over_masks(each) for who, each in right.items()},
-        "harm": {who: _harm(right["random"], right[who], scene.context.seed) for who in ("learned", "usual")},
-        "masks": {who: {**concentration(each), "overlap": overlap(each, n)} for who, each in heat.items()},
+        "clean": float(study.verdicts.correct.double().mean()),
+        "accuracy": {way: over_masks(each) for way, each in right.items()},
+        "harm": {way: _harm(right["random"], right[way], study.context.seed) for way in ("learned", "usual")},
+        "masks": {way: {**concentration(each), "overlap": overlap(each, n)} for way, each in heat.items()},
         "overlap_by_chance": rules.count / patches,
     }
-    pictures = {name: np.concatenate([piece[name] for piece in learned]) for name in ("x", "z", "chosen")}
-    return told, {**pictures, **{f"heat {who}": (each / n).reshape(grid) for who, each in heat.items()}}
+    images = {name: column(learned, name) for name in ("x", "z", "chosen")}
+    return measured, {**images, **{f"heat {way}": (each / n).reshape(grid) for way, each in heat.items()}}
 
 
-def _counts(pieces: Sequence[BatchRecord]) -> NDArray[Any]:
-    total: NDArray[Any] = np.sum([piece["counts"] for piece in pieces], axis=0)
+def _counts(records: Sequence[BatchRecord]) -> NDArray[Any]:
+    total: NDArray[Any] = np.sum([record["counts"] for record in records], axis=0)
     return total
 
 
 def _harm(random: NDArray[np.bool_], other: NDArray[np.bool_], seed: int) -> dict[str, Any]:
-    """Accuracy lost beyond random masks: each image's own difference, averaged; the interval is over images."""
+    """Accuracy lost beyond random masks: the mean of the differences per image, with an interval over images."""
     difference = random.mean(1) - other.mean(1)
     low, high = bootstrap_mean(difference, seed) if len(difference) > 1 else (-1.0, 1.0)
     return {"difference": float(difference.mean()), "ci95": [low, high], "n": len(difference)}
 
 
-def _stage(
-    scene: Scene, request: CorruptionMasksRequest, rules: Patches, who: str, choose: Choose
+def _measure(
+    study: StudyContext, request: CorruptionMasksRequest, rules: Patches, way: str, choose: Choose
 ) -> list[BatchRecord]:
-    context, first = scene.context, scene.verdicts.index[:SHOWN]
-
-    @torch.no_grad()
-    def work(number: int, batch: Batch) -> BatchRecord:
-        refuse_lost_images(batch)
-        rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device)
-        counts: NDArray[Any] = np.zeros(0, np.int64)
-        right, kept = [], {}
-        for turn in range(request.fills):
-            lots = rng.stream("fill", turn)  # the same noise for all ways of choosing
-            chosen = choose(batch.x, lots)
-            fill = uniform_noise(context.model, batch.x, lots.stream("noise"), request.noise)
-            z = torch.where(pixel_mask(chosen, batch.x, rules.side), fill, batch.x)
-            right.append(context.model(z).argmax(1) == batch.y)
-            if turn == 0:  # a corruption model chooses once; of random masks the first is compared with it
-                counts = chosen.sum(0).cpu().numpy()
-                kept = kept_pictures(batch, first, {"x": batch.x, "z": z})
-                kept["chosen"] = chosen[torch.isin(batch.indices, first).to(chosen.device)].cpu().numpy()
-        return {"right": torch.stack(right, 1).cpu().numpy(), "counts": counts, **kept}
-
+    model, shown = study.model, study.shown
     wrong = total = 0
 
-    def tell(piece: BatchRecord) -> str:
+    @torch.no_grad()
+    def work(batch: Batch, rng: SampleRNG) -> BatchRecord:
+        counts: NDArray[Any] = np.zeros(0, np.int64)
+        right, saved = [], {}
+        for turn in range(request.fills):
+            stream = rng.stream("fill", turn)  # the same noise for all ways of choosing
+            chosen = choose(batch.x, stream)
+            fill = uniform_noise(model, batch.x, stream.stream("noise"), request.noise)
+            z = torch.where(pixel_mask(chosen, batch.x, rules.side), fill, batch.x)
+            right.append(model(z).argmax(1) == batch.y)
+            if turn == 0:  # a corruption model chooses once; it is compared with the first random mask
+                counts = chosen.sum(0).cpu().numpy()
+                saved = pixels_in_8_bits(batch, shown, {"x": batch.x, "z": z})
+                saved["chosen"] = chosen[torch.isin(batch.indices, shown).to(chosen.device)].cpu().numpy()
+        return {"right": torch.stack(right, 1).cpu().numpy(), "counts": counts, **saved}
+
+    def note(record: BatchRecord) -> str:
         nonlocal wrong, total
-        wrong, total = wrong + int((~piece["right"]).sum()), total + piece["right"].size
+        wrong, total = wrong + int((~record["right"]).sum()), total + record["right"].size
         return f"{100 * wrong / max(total, 1):.1f} % wrong"
 
-    return run_stage(context, f"masks {who}", scene.verdicts.index, work, tell)
+    return study.stage(f"masks {way}", work, note)

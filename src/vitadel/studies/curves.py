@@ -1,12 +1,12 @@
 """Robust accuracy against budget, steps and restarts, as AAS's figure 4 (Jain & Dutta, CVPR 2024) and the usual checks.
 
-An attacker who may do more, tries longer or tries again must not do worse. What is computed once is not computed again:
+An attacker with more budget, steps or restarts must not do worse. Nothing is computed twice:
 
-- against eps, every budget attacks all images that are classified correctly, so that the curve can rise and tell
-  something. That what falls to a small budget falls to a larger one as well is counted beside it (`worst_so_far`);
-- against steps, runs whose steps have one length are the beginnings of the longest of them, which runs once and notes
-  when each image falls. Where the length depends on their number, each number of steps is a run of its own;
-- against restarts, each one sees what the ones before left standing.
+- against eps, every budget attacks all correctly classified images, so that the curve can rise and show a problem.
+  `worst_so_far` counts images that a smaller budget breaks as broken by a larger one, too;
+- against steps, runs with equal step length are the beginnings of the longest of them, which runs once and records
+  when each image is broken. If the length depends on the number of steps, each number is a run of its own;
+- against restarts, each one attacks what the ones before left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vitadel.attacks.steppers import Momentum, Steepest
 from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.calibration import calibrate, needs_calibration
+from vitadel.evaluation.engine.calibration import needs_calibration
 from vitadel.evaluation.engine.run import Outcome, RunOptions
 from vitadel.evaluation.engine.stages import NOTE, MemberResult, attack_stage, rules_of
 from vitadel.evaluation.engine.target import Target
@@ -39,10 +39,10 @@ from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.statistics import binomial_tail, share
-from vitadel.studies.run import Scene, StudyRequest, run_study
+from vitadel.studies.run import StudyContext, StudyRequest, run_study
 from vitadel.types import Aim, Attack, Goal
 
-__all__ = ["Again", "Clocked", "CurvesRequest", "beginnings", "rises", "study_curves", "variant"]
+__all__ = ["CurvesRequest", "Restart", "Timed", "beginnings", "rises", "study_curves", "variant"]
 
 STEPS = (1, 2, 5, 10, 20, 50, 100)
 _TIMES_EPS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0)
@@ -52,7 +52,7 @@ _CLEAR = 0.05
 
 @dataclass(frozen=True)
 class CurvesRequest(StudyRequest):
-    """Which attack, and the points of the three curves; `eps` is the budget of the second and third.
+    """The attack and the points of the three curves; `eps` is the budget of the second and third.
 
     Without `budgets` they are 0 to twice eps; without `steps` 1 to 100, if the attack takes a number of steps.
     """
@@ -66,7 +66,7 @@ class CurvesRequest(StudyRequest):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.eps <= 0:
-            raise UserError(f"--eps must be above 0: steps and restarts are counted at it; got {self.eps:g}")
+            raise UserError(f"--eps must be above 0, because steps and restarts use it; got {self.eps:g}")
         for name, points, least in (
             ("budgets", self.points, 0),
             ("steps", self.counts, 1),
@@ -75,13 +75,15 @@ class CurvesRequest(StudyRequest):
             if any(b <= a for a, b in pairwise(points)) or any(point < least for point in points):
                 raise UserError(f"--{name} must rise, from {least} or more; got {', '.join(f'{p:g}' for p in points)}")
         if not (self.points or self.counts or self.restarts):
-            raise UserError("no curve is asked for: give some --budgets, --steps or --restarts")
+            raise UserError("there is no curve to compute: give some --budgets, --steps or --restarts")
         if self.steps and not self.takes_steps:
             raise UserError(f"attack {self.attack!r} takes no number of steps; leave --steps out")
         for eps in filter(None, self.points):
             attack = make(self.attack, eps=eps, norm=self.norm)
             if rules_of(attack) is not None:
-                raise UserError(f"attack {self.attack!r} has rules of its own instead of eps; take one within a budget")
+                raise UserError(
+                    f"attack {self.attack!r} has its own threat model instead of eps; use one with a budget"
+                )
 
     @property
     def takes_steps(self) -> bool:
@@ -101,7 +103,7 @@ class CurvesRequest(StudyRequest):
 
     @property
     def usual_steps(self) -> int | None:
-        """The number of steps in the attack's name, or that it has without one."""
+        """The number of steps in the attack's name, or its default."""
         name = read_attack_name(self.attack)
         steps = name.settings.get("steps", ATTACKS[name.base].settings.get("steps"))
         return int(steps) if isinstance(steps, int) else None
@@ -117,10 +119,10 @@ def variant(text: str, steps: int) -> str:
 
 
 def beginnings(attacks: Mapping[int, Attack]) -> list[list[int]]:
-    """Numbers of steps in groups, each of which one run covers: its longest, of which the others are the beginning.
+    """Group numbers of steps so that one run covers each group: the longest, of which the others are the beginning.
 
-    That holds for searches that differ in nothing but their number of steps, and in which neither the length of a step
-    nor what is climbed depends on how many are still to come.
+    That holds for searches that differ only in their number of steps, and in which neither the step length nor the
+    goal depends on the number of steps.
     """
     groups: list[list[int]] = []
     for steps in sorted(attacks):
@@ -157,8 +159,8 @@ class _TimedAim:
 
 
 @dataclass(frozen=True, eq=False)
-class _Timed:
-    """A goal that notes in `turns` after how many steps a sample was seen fooled; it then leaves the search."""
+class _TimedGoal:
+    """A goal that records in `turns` after how many steps a sample was fooled; it then leaves the search."""
 
     goal: Goal
     turns: Tensor
@@ -173,8 +175,8 @@ class _Timed:
 
 
 @dataclass(frozen=True)
-class Clocked:
-    """A search with a note for each sample: after how many steps it fell, or all of them if nobody looked earlier."""
+class Timed:
+    """A search that records for each sample after how many steps it was broken, or all steps."""
 
     attack: PGD
 
@@ -185,7 +187,7 @@ class Clocked:
         self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         turns = torch.full((len(x),), self.attack.steps, device=x.device)
-        timed = replace(self.attack, goal=_Timed(self.attack.goal, turns, self.attack.steps))
+        timed = replace(self.attack, goal=_TimedGoal(self.attack.goal, turns, self.attack.steps))
         return timed(model, x, y, rng), {_TURN: turns}
 
     def passes(self) -> tuple[int, int]:
@@ -193,7 +195,7 @@ class Clocked:
 
 
 @dataclass(frozen=True)
-class Again:
+class Restart:
     """An attack with other random numbers."""
 
     attack: Attack
@@ -208,55 +210,52 @@ class Again:
 
 
 def study_curves(
-    target: Target,
-    request: CurvesRequest,
-    processes: Processes,
-    **options: Unpack[RunOptions],
+    target: Target, request: CurvesRequest, processes: Processes, **options: Unpack[RunOptions]
 ) -> Outcome:
-    """The three curves in a run folder."""
+    """Measure the three curves."""
 
-    def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
-        return _Lab(scene, request).curves(), {}
+    def work(study: StudyContext) -> tuple[dict[str, Any], BatchRecord]:
+        return _CurveRunner(study, request).curves(), {}
 
     return run_study("curves", target, request, processes, work, **options)
 
 
 @dataclass(frozen=True)
-class _Lab:
-    """What was found so far: which samples hold, by budget and number of steps, and attacks that were prepared."""
+class _CurveRunner:
+    """Remembers which samples are robust, by budget and number of steps, and calibrated attacks, by budget."""
 
-    scene: Scene
+    study: StudyContext
     request: CurvesRequest
-    held: dict[tuple[float, int | None], Tensor] = field(default_factory=dict)
-    prepared: dict[float, Rescaled] = field(default_factory=dict)
+    robust: dict[tuple[float, int | None], Tensor] = field(default_factory=dict)
+    calibrated: dict[float, Rescaled] = field(default_factory=dict)
 
     @property
     def correct(self) -> Tensor:
-        return self.scene.verdicts.index[self.scene.verdicts.correct]
+        return self.study.verdicts.index[self.study.verdicts.correct]
 
     def curves(self) -> dict[str, Any]:
-        steps = self._against_steps()  # first, for its points may serve the others
+        steps = self._against_steps()  # first, because the others may use its points
         found = [self._against_eps(), steps, self._against_restarts()]
         return {
-            "n": len(self.scene.verdicts.index),
+            "n": len(self.study.verdicts.index),
             "attack": self.request.attack,
             "steps": self.request.usual_steps,
             "norm": self.request.norm,
             "eps_text": quantity_text(self.request.eps),
             "judged_on": "deployed model",
-            "clean": share(len(self.correct), len(self.scene.verdicts.index), "correct", "accuracy"),
+            "clean": share(len(self.correct), len(self.study.verdicts.index), "correct", "accuracy"),
             "curves": [curve for curve in found if curve["points"]],
         }
 
     def _against_eps(self) -> dict[str, Any]:
-        standing, points, worst = [], [], self.correct
+        robust, points, worst = [], [], self.correct
         for eps in self.request.points:
-            held = self.correct if eps == 0 else self._held(eps, self.request.usual_steps)
-            standing.append(held)
+            held = self.correct if eps == 0 else self._robust(eps, self.request.usual_steps)
+            robust.append(held)
             worst = worst[torch.isin(worst, held)]
             points.append(self._point(eps, quantity_text(eps), held) | {"worst_so_far": self._share(worst)})
         how = "every budget attacks all images that are classified correctly; 'worst so far' counts smaller ones, too"
-        return _curve("eps", how, points, standing)
+        return _curve("eps", how, points, robust)
 
     def _against_steps(self) -> dict[str, Any]:
         eps, counts = self.request.eps, self.request.counts
@@ -265,37 +264,37 @@ class _Lab:
         for group in groups:
             longest = attacks[group[-1]]
             if len(group) > 1 and isinstance(longest, PGD):
-                pieces = self._pieces(f"eps {eps!r} up to {group[-1]} steps", Clocked(longest), eps, self.correct)
+                records = self._records(f"eps {eps!r} up to {group[-1]} steps", Timed(longest), eps, self.correct)
                 for steps in group:
-                    kept = [piece["index"][piece["held"] | (piece[f"{NOTE}{_TURN}"] > steps)] for piece in pieces]
-                    self.held[eps, steps] = torch.from_numpy(np.concatenate(kept or [np.empty(0, np.int64)]))
-        standing = [self._held(eps, steps) for steps in counts]
-        points = [self._point(steps, str(steps), held) for steps, held in zip(counts, standing, strict=True)]
+                    kept = [each["index"][each["held"] | (each[f"{NOTE}{_TURN}"] > steps)] for each in records]
+                    self.robust[eps, steps] = torch.from_numpy(np.concatenate(kept or [np.empty(0, np.int64)]))
+        robust = [self._robust(eps, steps) for steps in counts]
+        points = [self._point(steps, str(steps), held) for steps, held in zip(counts, robust, strict=True)]
         shared = [f"{', '.join(map(str, group))} steps are one run, judged on its way" for group in groups if group[1:]]
         alone = ", ".join(str(group[0]) for group in groups if not group[1:])
         how = "; ".join(shared + ([f"runs of their own: {alone} steps"] if alone else []))
-        return _curve("steps", how, points, standing)
+        return _curve("steps", how, points, robust)
 
     def _against_restarts(self) -> dict[str, Any]:
-        standing, points = [], []
+        robust, points = [], []
         for turn in range(max(self.request.restarts, default=0)):
             if turn == 0:
-                held = self._held(self.request.eps, self.request.usual_steps)
+                held = self._robust(self.request.eps, self.request.usual_steps)
             else:
-                again = Again(self._ready(self.request.eps, self.request.usual_steps), turn)
-                held = _standing(self._pieces(f"again {turn}", again, self.request.eps, held))
+                again = Restart(self._ready(self.request.eps, self.request.usual_steps), turn)
+                held = _robust_samples(self._records(f"again {turn}", again, self.request.eps, held))
             if turn + 1 in self.request.restarts:
-                standing.append(held)
+                robust.append(held)
                 points.append(self._point(turn + 1, str(turn + 1), held))
-        how = "the whole attack again, with other random numbers, on the images that still stand"
-        return _curve("restarts", how, points, standing)
+        how = "the whole attack again, with other random numbers, on the images that are still correct"
+        return _curve("restarts", how, points, robust)
 
-    def _held(self, eps: float, steps: int | None) -> Tensor:
-        """The samples that hold against one run on all that are classified correctly."""
-        if (eps, steps) not in self.held:
-            pieces = self._pieces(f"eps {eps!r} steps {steps}", self._ready(eps, steps), eps, self.correct)
-            self.held[eps, steps] = _standing(pieces)
-        return self.held[eps, steps]
+    def _robust(self, eps: float, steps: int | None) -> Tensor:
+        """The samples that are robust to one run on all that are classified correctly."""
+        if (eps, steps) not in self.robust:
+            records = self._records(f"eps {eps!r} steps {steps}", self._ready(eps, steps), eps, self.correct)
+            self.robust[eps, steps] = _robust_samples(records)
+        return self.robust[eps, steps]
 
     def _ready(self, eps: float, steps: int | None) -> Attack:
         name = self.request.attack if steps is None else variant(self.request.attack, steps)
@@ -303,45 +302,40 @@ class _Lab:
         if not needs_calibration(attack):
             return attack
         if not isinstance(attack, AAS):
-            return self._prepared(attack)
-        # What aas finds depends on the budget alone, so it is found once for all numbers of steps.
-        if eps not in self.prepared:
-            self.prepared[eps] = cast(Rescaled, self._prepared(attack))
-        return replace(self.prepared[eps], attack=attack.attack)
+            return self.study.calibrate(attack, self.request.calibration)
+        # The factors of aas depend on the budget alone, so they are found once for all numbers of steps.
+        if eps not in self.calibrated:
+            self.calibrated[eps] = cast(Rescaled, self.study.calibrate(attack, self.request.calibration))
+        return replace(self.calibrated[eps], attack=attack.attack)
 
-    def _prepared(self, attack: Attack) -> Attack:
-        scene = self.scene
-        return calibrate(attack, scene.context, scene.target, scene.verdicts.index, self.request.calibration)
-
-    def _pieces(self, stage: str, attack: Attack, eps: float, exposed: Tensor) -> list[BatchRecord]:
+    def _records(self, stage: str, attack: Attack, eps: float, exposed: Tensor) -> list[BatchRecord]:
         threat = make_threat(self.request.norm, eps)
-        legs = attack_stage(self.scene.context, stage, attack, threat, exposed, needs_known_family(self.request.attack))
-        return legs[-1].records
+        inside = needs_known_family(self.request.attack)
+        return attack_stage(self.study.context, stage, attack, threat, exposed, inside)[-1].records
 
     def _share(self, held: Tensor) -> dict[str, object]:
-        return share(len(held), len(self.scene.verdicts.index), "held", "robust_accuracy")
+        return share(len(held), len(self.study.verdicts.index), "held", "robust_accuracy")
 
     def _point(self, at: float, text: str, held: Tensor) -> dict[str, Any]:
         return {"at": at, "text": text, **self._share(held)}
 
 
-def _standing(pieces: list[BatchRecord]) -> Tensor:
-    return MemberResult("", pieces).held
+def _robust_samples(records: list[BatchRecord]) -> Tensor:
+    return MemberResult("", records).held
 
 
-def _curve(against: str, how: str, points: list[dict[str, Any]], standing: Sequence[Tensor]) -> dict[str, Any]:
+def _curve(against: str, how: str, points: list[dict[str, Any]], robust: Sequence[Tensor]) -> dict[str, Any]:
     texts = [point["text"] for point in points]
-    return {"against": against, "how": how, "points": points, "rises": rises(texts, standing)}
+    return {"against": against, "how": how, "points": points, "rises": rises(texts, robust)}
 
 
-def rises(texts: Sequence[str], standing: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """Where more effort of the attacker left more images standing, and whether that is more than chance.
+def rises(texts: Sequence[str], robust: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """Where more effort of the attacker broke fewer images, and whether that is more than chance.
 
-    Two runs may differ by an image or two either way. `p` is how often as many of the images on which they differ
-    would stand for the larger effort, were that as likely as the opposite (sign test, one-sided).
+    Two runs may differ by an image or two either way; `p` is that of a one-sided sign test on the images where they do.
     """
     found = []
-    for (before, first), (after, second) in pairwise(zip(texts, standing, strict=True)):
+    for (before, first), (after, second) in pairwise(zip(texts, robust, strict=True)):
         regained = int((~torch.isin(second, first)).sum())
         lost = int((~torch.isin(first, second)).sum())
         if regained > lost:

@@ -1,4 +1,4 @@
-"""Other models that are shown the same pictures: opened by name, and only if their answers can be compared."""
+"""Reference models: other models that classify the same images, opened by name if their classes can be compared."""
 
 from __future__ import annotations
 
@@ -20,76 +20,73 @@ from vitadel.evaluation.engine.class_subset import apply_class_subset, subset_li
 from vitadel.evaluation.engine.target import Target
 from vitadel.instrument.hooks import frozen
 
-__all__ = ["ReferenceModel", "at_work", "named_alike", "seated"]
+__all__ = ["ReferenceModel", "fingerprint_others", "on_device", "open_reference_models"]
 
 
 @dataclass(frozen=True, eq=False)
 class ReferenceModel:
-    """A model that answers; `itself` is the studied one, whose answers to its own pictures prove little."""
+    """A model that classifies; `itself` is the studied one, whose predictions on its own images prove little."""
 
     name: str
     target: Target
     itself: bool = False
 
     @torch.no_grad()
-    def answers(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         logits: Tensor = self.target.model(x)
         return logits
 
-    def told(self) -> dict[str, Any]:
-        """Who this is, for results."""
+    def as_dict(self) -> dict[str, Any]:
         return {"name": self.name, "itself": self.itself, "fingerprint": self.target.model_fingerprint()}
 
 
-def seated(target: Target, others: Sequence[str]) -> list[ReferenceModel]:
-    """The studied model and then the others: by default those of the zoo that were trained on
-    its data, which may be none.
+def open_reference_models(target: Target, others: Sequence[str]) -> list[ReferenceModel]:
+    """The studied model and then the others, by default those of the zoo for its data, which may be none.
 
-    An other is a MODEL, or MODEL=WEIGHTS where its name alone does not say which.
+    An other is a MODEL, or MODEL=WEIGHTS if it needs a weights file.
     """
     studied = apply_class_subset(target)
-    jury = [ReferenceModel(studied.model_spec, studied, itself=True)]
-    kind = studied.data_spec.partition(":")[0].partition("@")[0]  # classes of other data mean other things
-    alike = [name for name in zoo_names() if name.startswith(f"zoo:{kind}-") and name != studied.model_spec]
-    for spec in others or alike:
+    models = [ReferenceModel(studied.model_spec, studied, itself=True)]
+    dataset = studied.data_spec.partition(":")[0].partition("@")[0]  # classes of other data mean other things
+    zoo = [name for name in zoo_names() if name.startswith(f"zoo:{dataset}-") and name != studied.model_spec]
+    for spec in others or zoo:
         try:
-            jury.append(ReferenceModel(spec, _fitting(studied, spec)))
+            models.append(ReferenceModel(spec, _open_comparable(studied, spec)))
         except UserError:
             if others:
                 raise
-    names = [juror.name for juror in jury]
+    names = [model.name for model in models]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UserError(f"--others names {twice[0]!r} twice, or the studied model once more; each may stand once")
-    return jury
+        raise UserError(f"--others has {twice[0]!r} twice, or names the studied model; name each model once")
+    return models
 
 
-def _fitting(studied: Target, spec: str) -> Target:
+def _open_comparable(studied: Target, spec: str) -> Target:
     name, _, weights = spec.partition("=")
     opened = open_model(name, {"weights": weights}) if weights else open_model(name)
-    model = subset_like(studied.model, opened)
-    other = replace(studied, model=cast(Classifier, model), model_spec=spec)
+    other = replace(studied, model=cast(Classifier, subset_like(studied.model, opened)), model_spec=spec)
     mine = studied.model.record.num_classes or len(studied.source.classes)
     theirs = other.model.record.num_classes
     if theirs is not None and mine != theirs:
         raise UserError(
-            f"'{spec}' has {theirs} classes and '{studied.model_spec}' {mine}, so that answers of the one say nothing "
-            "about the other. Give models for the same classes with --others."
+            f"'{spec}' has {theirs} classes and '{studied.model_spec}' {mine}, so predictions cannot be compared. "
+            "Give models for the same classes with --others."
         )
     check_images_fit(other.model, studied.preprocess.shape, spec)
     return other
 
 
-def named_alike(jury: Sequence[ReferenceModel]) -> str:
-    """What the others are, in one word, so that a study is not resumed with others of the same name."""
-    words = " ".join(juror.target.model_fingerprint() for juror in jury if not juror.itself)
+def fingerprint_others(models: Sequence[ReferenceModel]) -> str:
+    """A fingerprint of the others, so that a study is not resumed with others of the same name."""
+    words = " ".join(model.target.model_fingerprint() for model in models if not model.itself)
     return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 
 @contextmanager
-def at_work(jury: Sequence[ReferenceModel], device: torch.device) -> Iterator[None]:
-    """All of them on the device, in eval mode and without gradients to their weights."""
+def on_device(models: Sequence[ReferenceModel], device: torch.device) -> Iterator[None]:
+    """Move all models to the device, in eval mode and without gradients of their weights."""
     with ExitStack() as undo:
-        for juror in jury:
-            undo.enter_context(frozen(juror.target.model.to(device)))
+        for model in models:
+            undo.enter_context(frozen(model.target.model.to(device)))
         yield

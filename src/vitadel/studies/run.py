@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from vitadel.attacks.threats import make_threat
+from vitadel.data.batches import Batch
 from vitadel.evaluation.engine.batch_cache import BatchRecord
+from vitadel.evaluation.engine.calibration import calibrate
 from vitadel.evaluation.engine.class_subset import apply_class_subset
+from vitadel.evaluation.engine.judge import Verdict, judge
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
-from vitadel.evaluation.engine.stages import RunContext, check_budget
+from vitadel.evaluation.engine.stages import RunContext, check_budget, refuse_lost_images, rules_of, run_stage
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, result_header
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes
+from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder
-from vitadel.types import Threat
+from vitadel.types import Attack, Threat
 
-__all__ = ["Scene", "StudyRequest", "Work", "run_study"]
+__all__ = ["SHOWN", "StudyContext", "StudyRequest", "Work", "column", "pixels_in_8_bits", "run_study"]
 
 VERB = "study"
+
+SHOWN = 8
+"""Images that are saved for figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +51,11 @@ class StudyRequest(RunRequest):
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What a study has to work with. The model is frozen, on its device, and chooses among the benchmark's classes.
+class StudyContext:
+    """What a study works with. The model is frozen, on its device, and restricted to the benchmark's classes.
 
-    `tally` knows the images that could be read, their labels and the model's clean answers. Work that is to survive
-    kill -9 goes through `evaluation.stages.run_stage` and its like, which keep pieces in the folder.
+    `verdicts` has the images that could be read, their labels and clean predictions. Work that must survive kill -9
+    goes through `stage` or the stages of the engine, which save every batch in the run folder.
     """
 
     context: RunContext
@@ -54,8 +64,53 @@ class Scene:
     threat: Threat
     folder: RunFolder
 
+    @property
+    def model(self) -> nn.Module:
+        return self.context.model
 
-Work = Callable[[Scene], tuple[dict[str, Any], BatchRecord]]
+    @property
+    def shown(self) -> Tensor:
+        """Indices of the images that figures show."""
+        return self.verdicts.index[:SHOWN]
+
+    def calibrate(self, attack: Attack, calibration: str | None) -> Attack:
+        """Prepare an attack that needs it, on images that are not studied."""
+        return calibrate(attack, self.context, self.target, self.verdicts.index, calibration)
+
+    def stage(
+        self,
+        name: str,
+        work: Callable[[Batch, SampleRNG], BatchRecord],
+        note: Callable[[BatchRecord], str] = lambda record: "",
+    ) -> list[BatchRecord]:
+        """Run `work` on all images batch by batch, with a random stream per image."""
+
+        def with_rng(number: int, batch: Batch) -> BatchRecord:
+            refuse_lost_images(batch)
+            return work(batch, SampleRNG.of_samples(self.context.seed, batch.indices, self.context.processes.device))
+
+        return run_stage(self.context, name, self.verdicts.index, with_rng, note)
+
+    def attack(self, attack: Attack, batch: Batch, rng: SampleRNG) -> tuple[Tensor, Verdict]:
+        """Attack a batch and judge the result on the deployed model."""
+        rules = rules_of(attack)
+        z = attack(self.model, batch.x, batch.y, rng)
+        return z, judge(self.model, rules(self.model, batch.x) if rules else self.threat, batch.x, z, batch.y)
+
+
+def column(records: Sequence[BatchRecord], name: str) -> NDArray[Any]:
+    """One array over all batches."""
+    return np.concatenate([record[name] for record in records])
+
+
+def pixels_in_8_bits(batch: Batch, shown: Tensor, images: Mapping[str, Tensor]) -> BatchRecord:
+    """The images of the batch whose indices are among `shown`, as bytes."""
+    rows = torch.isin(batch.indices, shown)
+    chosen = {name: each[rows.to(each.device)] for name, each in images.items()}
+    return {name: (255 * each).round().to(torch.uint8).cpu().numpy() for name, each in chosen.items()}
+
+
+Work = Callable[[StudyContext], tuple[dict[str, Any], BatchRecord]]
 """The study itself: its numbers for `results.json`, and arrays for `study.npz`, which may be none."""
 
 
@@ -80,7 +135,7 @@ def run_study(
         with frozen(context.model):
             verdicts = Verdicts.from_clean_stage(context, indices, mislabeled)
             threat = make_threat(request.norm, request.eps)
-            measured, arrays = work(Scene(context, target, verdicts, threat, RunFolder(run.path)))
+            measured, arrays = work(StudyContext(context, target, verdicts, threat, RunFolder(run.path)))
         if arrays:
             buffer = io.BytesIO()
             np.savez_compressed(buffer, **cast(dict[str, Any], arrays))

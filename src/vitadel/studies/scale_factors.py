@@ -1,4 +1,4 @@
-"""The factors that aas finds for a model's attention, found once per study and kept in its folder."""
+"""The factors that AAS finds for a model's attention, found once per study and saved in its folder."""
 
 from __future__ import annotations
 
@@ -16,51 +16,66 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.calibration import calibrate, needs_calibration
+from vitadel.evaluation.engine.calibration import needs_calibration
 from vitadel.evaluation.engine.stages import rules_of
 from vitadel.instrument.attention import scaled_attention
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
-from vitadel.studies.run import Scene
+from vitadel.studies.run import StudyContext, StudyRequest
 from vitadel.types import Attack
 
-__all__ = ["ThroughScaled", "found_factors", "plain_search", "scaled"]
+__all__ = ["ScaledRequest", "ThroughScaled", "find_factors", "scaled"]
 
 _STAGE = "factors"
 
 
-def plain_search(name: str, eps: float, norm: str) -> Attack:
-    """An attack that can be sent through scaled attention: one that neither studies the model nor has its own rules."""
-    attack = make(name, eps=eps, norm=norm)
-    if needs_calibration(attack) or rules_of(attack) is not None:
-        raise UserError(f"'{name}' cannot be sent through scaled attention here; take a plain one, such as pgd-20")
-    return attack
+@dataclass(frozen=True)
+class ScaledRequest(StudyRequest):
+    """A study of an attack through scaled attention; `images` of other data serve to find the factors."""
+
+    attack: str = "pgd-20"
+    images: int = 1280
+    calibration: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.images < 1:
+            raise UserError(f"--images must be at least 1, got {self.images}")
+        self.search()
+
+    def search(self) -> Attack:
+        """The attack, which must need no calibration and have no threat model of its own."""
+        attack = make(self.attack, eps=self.eps, norm=self.norm)
+        if needs_calibration(attack) or rules_of(attack) is not None:
+            raise UserError(
+                f"'{self.attack}' cannot run through scaled attention here; use a plain attack, e.g. pgd-20"
+            )
+        return attack
 
 
-def found_factors(scene: Scene, images: int, calibration: str | None) -> tuple[float, ...]:
-    """One per softmax attention, on images that are not studied; a resumed study finds them in its folder."""
-    context = scene.context
-    kept = context.processes.on_main(lambda: context.cache.find(_STAGE, 0))
-    if kept is not None:
-        return tuple(kept["factors"].tolist())
-    attack = AAS(PGD(scene.threat), images=images)
-    ready = cast(Rescaled, calibrate(attack, context, scene.target, scene.verdicts.index, calibration))
-    factors = cast(tuple[float, ...], ready.factors)
-    assert len(factors) == len(attentions_of(context.model))
-    if context.processes.is_main:
-        context.cache.save(_STAGE, 0, {"factors": np.asarray(factors, np.float64)})
-    context.processes.wait()
+def find_factors(study: StudyContext, request: ScaledRequest) -> tuple[float, ...]:
+    """One factor per softmax attention, from images that are not studied; a resumed study reads them."""
+    processes, cache = study.context.processes, study.context.cache
+    saved = processes.on_main(lambda: cache.find(_STAGE, 0))
+    if saved is not None:
+        return tuple(saved["factors"].tolist())
+    attack = AAS(PGD(study.threat), images=request.images)
+    factors = cast(tuple[float, ...], cast(Rescaled, study.calibrate(attack, request.calibration)).factors)
+    assert len(factors) == len(attentions_of(study.model))
+    if processes.is_main:
+        cache.save(_STAGE, 0, {"factors": np.asarray(factors, np.float64)})
+    processes.wait()
     return factors
 
 
 def scaled(model: nn.Module, factors: Sequence[float]) -> nn.Module:
-    """The model with scaled attention, taken for one of its own."""
+    """The model with scaled attention, as a model of its own."""
     return Changed(model, lambda inner: scaled_attention(inner, tuple(factors)))
 
 
 @dataclass(frozen=True)
 class ThroughScaled:
-    """An attack on the model with scaled attention, alone; samples leave when the deployed model is fooled.
+    """An attack on the model with scaled attention; samples leave when the deployed model is fooled.
 
     The first half of `aas+`, with the same random numbers: the second, the plain attack, does not depend on factors.
     """
@@ -75,14 +90,14 @@ class ThroughScaled:
     def run_with_info(
         self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """With the paper's way of counting as a note: does the scaled model, itself attacked, still give the label?"""
+        """Also count as the paper does: is the scaled model, itself attacked, still correct?"""
         rng = SampleRNG.of_pixels(x) if rng is None else rng
         z, softened = self(model, x, y, rng), scaled(model, self.factors)
-        aimed = self.attack(softened, x, y, rng.stream("rescaled"))
+        on_softened = self.attack(softened, x, y, rng.stream("rescaled"))
         with frozen(model), torch.no_grad():
-            return z, {PAPER_STYLE: softened(aimed).argmax(1) == y}
+            return z, {PAPER_STYLE: softened(on_softened).argmax(1) == y}
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()
-        # Every look at the scaled model needs one at the deployed one; then the search that counts as the paper does.
+        # Every pass of the scaled model needs one of the deployed model; then the search that counts as the paper does.
         return 2 * gradients, 3 * forwards + gradients + 1

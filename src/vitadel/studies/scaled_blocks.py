@@ -1,8 +1,8 @@
 """AAS with only some blocks scaled: the first k, a single one, the last k (Jain & Dutta, CVPR 2024, figure 3a).
 
-The paper seems to judge on the rescaled model, whose accuracy falls for reasons of its own. Here a proposal counts on
-the deployed model and together with the plain attack, and the paper's way stands beside it. With nothing scaled this is
-the plain attack run twice: what scaling must beat at the same cost.
+The paper seems to judge on the rescaled model, whose accuracy falls for other reasons. Here an adversarial example
+counts on the deployed model and together with the plain attack, and the paper's way of counting is reported beside it.
+With nothing scaled this is the plain attack run twice: what scaling must beat at the same cost.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.runtime.distributed import Processes
 from vitadel.statistics import share
-from vitadel.studies.run import Scene, StudyRequest, run_study
-from vitadel.studies.scale_factors import ThroughScaled, found_factors, plain_search, scaled
+from vitadel.studies.run import StudyContext, run_study
+from vitadel.studies.scale_factors import ScaledRequest, ThroughScaled, find_factors, scaled
 from vitadel.types import Attack
 
 __all__ = ["WAYS", "ScaledBlocksRequest", "block_sets", "factors_within", "study_scaled_blocks"]
@@ -34,34 +34,24 @@ WAYS = ("first", "single", "last")
 
 
 @dataclass(frozen=True)
-class ScaledBlocksRequest(StudyRequest):
-    """`ways` of growing the set of scaled blocks, in steps of `every`; `images` to find the factors on."""
+class ScaledBlocksRequest(ScaledRequest):
+    """`ways` of growing the set of scaled blocks, in steps of `every`."""
 
-    attack: str = "pgd-20"
     ways: tuple[str, ...] = WAYS
     every: int = 1
-    images: int = 1280
-    calibration: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for way in self.ways:
             if way not in WAYS:
-                raise UserError(
-                    f"unknown way {way!r} of choosing blocks{nearest_names(way, WAYS) or '.'} Known: {WAYS}."
-                )
-        if not self.ways or self.every < 1 or self.images < 1:
-            raise UserError(
-                f"--ways, --every and --images need at least 1, got {self.ways}, {self.every}, {self.images}"
-            )
-        self.search()
-
-    def search(self) -> Attack:
-        return plain_search(self.attack, self.eps, self.norm)
+                near = nearest_names(way, WAYS) or "."
+                raise UserError(f"unknown way {way!r} of choosing blocks{near} Known: {', '.join(WAYS)}.")
+        if not self.ways or self.every < 1:
+            raise UserError(f"--ways needs at least one way and --every at least 1, got {self.ways} and {self.every}")
 
 
 def block_sets(blocks: int, way: str, every: int = 1) -> list[tuple[int, frozenset[int]]]:
-    """What stands at each point of a curve: a number of blocks, or the place of a single one from 1, and which."""
+    """The points of a curve: a number of blocks, or the place of a single one from 1, and which blocks."""
     if way == "single":
         return [(place + 1, frozenset({place})) for place in range(0, blocks, every)]
     counts = sorted({*range(0, blocks, every), blocks})
@@ -70,38 +60,35 @@ def block_sets(blocks: int, way: str, every: int = 1) -> list[tuple[int, frozens
 
 
 def factors_within(factors: Sequence[float], chosen: frozenset[int]) -> tuple[float, ...]:
-    """The factors of the chosen blocks; the others stay as they are."""
+    """The factors of the chosen blocks; 1 for the others."""
     return tuple(factor if place in chosen else 1.0 for place, factor in enumerate(factors))
 
 
 def study_scaled_blocks(
-    target: Target,
-    request: ScaledBlocksRequest,
-    processes: Processes,
-    **options: Unpack[RunOptions],
+    target: Target, request: ScaledBlocksRequest, processes: Processes, **options: Unpack[RunOptions]
 ) -> Outcome:
-    """Every set of blocks once, in a run folder."""
-    attentions_of(target.model)  # a model of no known family is told before anything is written
+    """Run the attack for every set of blocks."""
+    attentions_of(target.model)  # refuse unknown families before anything is written
 
-    def work(scene: Scene) -> tuple[dict[str, Any], BatchRecord]:
-        return _measured(scene, request), {}
+    def work(study: StudyContext) -> tuple[dict[str, Any], BatchRecord]:
+        return _measure(study, request), {}
 
     return run_study("scaled-blocks", target, request, processes, work, **options)
 
 
-def _measured(scene: Scene, request: ScaledBlocksRequest) -> dict[str, Any]:
-    names = [part.name for part in attentions_of(scene.context.model)]
-    factors = found_factors(scene, request.images, request.calibration)
-    correct, n = scene.verdicts.index[scene.verdicts.correct], len(scene.verdicts.index)
-    (leg,) = _legs(scene, "plain", request.search(), correct)
-    seen: dict[frozenset[int], dict[str, Any]] = {}  # sets that lie on several curves are tried once
+def _measure(study: StudyContext, request: ScaledBlocksRequest) -> dict[str, Any]:
+    names = [part.name for part in attentions_of(study.model)]
+    factors = find_factors(study, request)
+    n, correct = len(study.verdicts.index), int(study.verdicts.correct.sum())
+    plain = _attack(study, "plain", request.search())
+    measured: dict[frozenset[int], dict[str, Any]] = {}  # sets on several curves are measured once
     curves = []
     for way in request.ways:
         sets = block_sets(len(names), way, request.every)
         for _, chosen in sets:
-            if chosen not in seen:
-                seen[chosen] = _tried(scene, request, factors_within(factors, chosen), chosen, leg.held)
-        curves.append({"way": way, "points": [{"at": at, **seen[chosen]} for at, chosen in sets]})
+            if chosen not in measured:
+                measured[chosen] = _measure_set(study, request, factors_within(factors, chosen), chosen, plain.held)
+        curves.append({"way": way, "points": [{"at": at, **measured[chosen]} for at, chosen in sets]})
     return {
         "n": n,
         "attack": request.attack,
@@ -109,33 +96,38 @@ def _measured(scene: Scene, request: ScaledBlocksRequest) -> dict[str, Any]:
         "blocks": names,
         "factors": list(factors),
         "judged_on": "deployed model",
-        "clean": share(len(correct), n, "correct", "accuracy"),
-        "plain": share(len(leg.held), n, "held", "robust_accuracy"),
-        "all_scaled": seen.get(frozenset(range(len(names)))),
-        "none_scaled": seen.get(frozenset()),
+        "clean": share(correct, n, "correct", "accuracy"),
+        "plain": share(len(plain.held), n, "held", "robust_accuracy"),
+        "all_scaled": measured.get(frozenset(range(len(names)))),
+        "none_scaled": measured.get(frozenset()),
         "curves": curves,
     }
 
 
-def _legs(scene: Scene, stage: str, attack: Attack, exposed: Tensor) -> list[MemberResult]:
-    legs = attack_stage(scene.context, stage, attack, scene.threat, exposed, needs_known_family=True)
-    return legs[-1:]  # of an ensemble the last member has seen what all before it left
+def _attack(study: StudyContext, stage: str, attack: Attack) -> MemberResult:
+    """Attack all correctly classified images; of an ensemble the last member has what all others left."""
+    correct = study.verdicts.index[study.verdicts.correct]
+    return attack_stage(study.context, stage, attack, study.threat, correct, needs_known_family=True)[-1]
 
 
-def _tried(
-    scene: Scene, request: ScaledBlocksRequest, factors: tuple[float, ...], chosen: frozenset[int], plain: Tensor
+def _measure_set(
+    study: StudyContext,
+    request: ScaledBlocksRequest,
+    factors: tuple[float, ...],
+    chosen: frozenset[int],
+    plain: Tensor,
 ) -> dict[str, Any]:
     """One set of blocks: on the deployed model, with and without the plain attack, and as the paper counts."""
-    verdicts, n = scene.verdicts, len(scene.verdicts.index)
+    verdicts, n = study.verdicts, len(study.verdicts.index)
     title = f"{sum(1 << place for place in chosen):x}"
-    (leg,) = _legs(scene, f"scaled {title}", ThroughScaled(request.search(), factors), verdicts.index[verdicts.correct])
-    softened = replace(scene.context, model=scaled(scene.context.model, factors))
+    result = _attack(study, f"scaled {title}", ThroughScaled(request.search(), factors))
+    softened = replace(study.context, model=scaled(study.model, factors))
     clean = Verdicts.of_clean(clean_stage(softened, verdicts.index, f"clean {title}"))
-    right = sum(int(piece[f"{NOTE}{PAPER_STYLE}"].sum()) for piece in leg.records)
+    right = sum(int(record[f"{NOTE}{PAPER_STYLE}"].sum()) for record in result.records)
     return {
         "scaled": sorted(chosen),
-        **share(int(torch.isin(plain, leg.held).sum()), n, "held", "robust_accuracy"),
-        "alone": share(len(leg.held), n, "held", "robust_accuracy"),
+        **share(int(torch.isin(plain, result.held).sum()), n, "held", "robust_accuracy"),
+        "alone": share(len(result.held), n, "held", "robust_accuracy"),
         "paper_style": {
             **share(right, n, "held", "robust_accuracy"),
             "remark": "the rescaled model attacked and judged instead of the deployed one, images that the deployed "

@@ -1,1 +1,1 @@
-"""The threat ladder: what secret tokens are worth against attackers who know more and more."""
+"""Threat levels: secret tokens against attackers who know more and more."""

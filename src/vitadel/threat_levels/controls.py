@@ -1,7 +1,7 @@
-"""Controls: changes that nobody would call a defence, beside the tokens, under the attack that knows none of them.
+"""Controls: changes that are no defense, judged beside the tokens under the attack that knows none of them.
 
-An image crafted on one model at a tiny budget fails on many a slightly different one. Only what tokens hold beyond
-these is learned robustness.
+An image crafted on one model at a tiny budget fails on many slightly different models. Only what tokens gain beyond
+these controls is learned robustness.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_toke
 from vitadel.runtime.rng import SampleRNG
 from vitadel.threat_levels.levels import Head
 
-__all__ = ["Resized", "controls", "with_weight_noise"]
-
-RESIZED = 230 / 224
-WEIGHT_NOISE = 0.01
+__all__ = ["Resized", "add_weight_noise", "untrained_controls"]
 
 
 class Resized(nn.Module):
-    """A model behind a tiny resize: every image is made `ratio` times as large and back again, bilinearly."""
+    """A model behind a tiny resize: images are enlarged by `ratio` and shrunk back, bilinearly."""
 
-    def __init__(self, model: nn.Module, ratio: float = RESIZED) -> None:
+    def __init__(self, model: nn.Module, ratio: float = 230 / 224) -> None:
         super().__init__()
         self.model = model
         self.ratio = ratio
@@ -33,14 +30,14 @@ class Resized(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         size = [max(1, round(side * self.ratio)) for side in x.shape[-2:]]
         if size == list(x.shape[-2:]):
-            size = [side + 1 for side in size]  # small images: a ratio that rounds away would change nothing
+            size = [side + 1 for side in size]  # on small images the ratio would round away
         larger = F.interpolate(x, size=size, mode="bilinear", align_corners=False)
         logits: Tensor = self.model(F.interpolate(larger, size=x.shape[-2:], mode="bilinear", align_corners=False))
         return logits
 
 
-def with_weight_noise(model: nn.Module, share: float = WEIGHT_NOISE, seed: int = 0) -> nn.Module:
-    """A copy whose weights of more than one axis each changed by about `share` of themselves."""
+def add_weight_noise(model: nn.Module, share: float = 0.01, seed: int = 0) -> nn.Module:
+    """Copy the model and change its weights of more than one axis by about `share` of themselves."""
     changed = copy.deepcopy(model)
     with torch.no_grad():
         for number, weight in enumerate(parameter for parameter in changed.parameters() if parameter.dim() > 1):
@@ -49,17 +46,17 @@ def with_weight_noise(model: nn.Module, share: float = WEIGHT_NOISE, seed: int =
     return changed
 
 
-def controls(victim: TokenClassifier, head: Head, seed: int, scale: float = 0.01) -> dict[str, nn.Module]:
-    """What needs no training, by name; the bare backbone first. Untrained tokens are `scale` times normal noise."""
+def untrained_controls(victim: TokenClassifier, head: Head, seed: int, scale: float = 0.01) -> dict[str, nn.Module]:
+    """The controls that need no training, by name; untrained tokens are `scale` times normal noise."""
     classifier, (count, width) = victim.classifier, victim.tokens.shape
 
-    def beside(tokens: Tensor) -> nn.Module:
+    def with_tokens(tokens: Tensor) -> nn.Module:
         return head(TokenClassifier(classifier, tokens.to(victim.tokens.device), placement=victim.placement))
 
     return {
         "no tokens": head(classifier),
-        "untrained tokens": beside(fresh_tokens(width, count, scale, seed)),
-        "zero tokens": beside(torch.zeros(count, width)),
+        "untrained tokens": with_tokens(fresh_tokens(width, count, scale, seed)),
+        "zero tokens": with_tokens(torch.zeros(count, width)),
         "tiny resize": Resized(head(classifier)),
-        "tiny weight noise": with_weight_noise(head(classifier), seed=seed),
+        "tiny weight noise": add_weight_noise(head(classifier), seed=seed),
     }

@@ -1,6 +1,6 @@
-"""Token extraction (T7): who sees a victim's features or scores fits tokens of its own to them, then attacks through.
+"""Token extraction (T7): an attacker who sees the victim's features or scores fits its own tokens to them.
 
-The backbone is public, so what is unknown are R times width numbers, and every answer tells much about them.
+The backbone is public, so only the R x width numbers of the tokens are unknown, and every query reveals much of them.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from vitadel.threat_levels.levels import Head
 __all__ = ["EXPOSED", "Extracted", "extract_tokens", "read_extracted", "save_extracted"]
 
 EXPOSED = ("features", "scores")
-"""What a victim may tell of an image: class and patch tokens, or logits."""
+"""What a victim may expose: class and patch tokens, or logits."""
 
 
 @dataclass(frozen=True, eq=False)
 class Extracted:
-    """The fitted tokens on the public backbone, and how alike both models' features are on images not asked about."""
+    """The fitted tokens on the public backbone, and the cosine of both models' features on other images."""
 
     model: TokenClassifier
     queries: int
     cosine: float
-    cosine_before: float  # of the tokens that the fit started from
+    cosine_before: float  # of the initial tokens
 
     def numbers(self) -> dict[str, float]:
         return {"queries": self.queries, "cosine": self.cosine, "cosine_before": self.cosine_before}
 
 
 def save_extracted(found: Extracted, path: Path) -> None:
-    """As a secret file: what was extracted well is as good as the secret."""
+    """Write a secret file: well extracted tokens are as good as the secret."""
     save_tokens(found.model, path, found.numbers())
 
 
 def read_extracted(path: Path, classifier: Classifier) -> Extracted:
-    """What `save_extracted` wrote; a `UserError` if it is damaged or open to others."""
-    model, told = load_tokens(path, classifier).eval(), read_tokens(path).settings
+    """Read what `save_extracted` wrote; a `UserError` if it is damaged or readable by others."""
+    model, saved = load_tokens(path, classifier).eval(), read_tokens(path).settings
     try:
-        return Extracted(model, int(told["queries"]), float(told["cosine"]), float(told["cosine_before"]))
+        return Extracted(model, int(saved["queries"]), float(saved["cosine"]), float(saved["cosine_before"]))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"'{path}' does not say how its tokens were fitted ({error!r}); delete it, or its run"
@@ -64,49 +64,47 @@ def extract_tokens(
     rate: float = 3e-3,
     seed: int = 0,
     head: Head | None = None,
-    told: Callable[[int], None] = lambda step: None,
+    on_step: Callable[[int], None] = lambda step: None,
 ) -> Extracted:
-    """Fit as many tokens as the victim has, by Adam with a falling rate, to what it answers.
+    """Fit as many tokens as the victim has to its outputs, by Adam with a cosine schedule.
 
-    `images` are batches of the attacker's own; the last one is not asked about and measures the fit. Only what
-    `exposed` names is used of the victim; scores are those of `head` on it, if it is not the backbone's own.
+    `images` are batches of the attacker's own; the last one is not queried and measures the fit. Only the outputs that
+    `exposed` names are used; scores are those of `head` on the victim, if it is not the backbone's own.
     """
     if exposed not in EXPOSED:
-        raise UserError(f"a victim tells {' or '.join(EXPOSED)}, not {exposed!r}")
-    *asked, unseen = list(images)
-    if not asked:
-        raise UserError("token extraction needs at least two batches of images: to ask about, and to measure the fit")
+        raise UserError(f"exposed must be {' or '.join(EXPOSED)}, got {exposed!r}")
+    *queried, unseen = list(images)
+    if not queried:
+        raise UserError("token extraction needs at least two batches of images: to query, and to measure the fit")
     classifier, (count, width) = victim.classifier, victim.tokens.shape
     start = fresh_tokens(width, count, seed=seed).to(victim.tokens)
     model = TokenClassifier(classifier, start, placement=victim.placement)
+    with_head = {each: each if head is None else head(each) for each in (victim, model)}
 
-    headed = {each: each if head is None else head(each) for each in (victim, model)}
-
-    def see(seen: TokenClassifier, x: Tensor) -> Tensor:
+    def outputs(of: TokenClassifier, x: Tensor) -> Tensor:
         if exposed == "features":
-            return final_features(seen, x)
-        scores: Tensor = headed[seen](x)
+            return final_features(of, x)
+        scores: Tensor = with_head[of](x)
         return scores
 
     with frozen(victim), torch.no_grad():
-        answers = [see(victim, x) for x in asked]
-    before = _alike(model, victim, unseen)
+        targets = [outputs(victim, x) for x in queried]
+    before = _mean_cosine(model, victim, unseen)
     optimizer = torch.optim.Adam([model.tokens], lr=rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for step in range(steps):
-        number = step % len(asked)
+        x, target = queried[step % len(queried)], targets[step % len(queried)]
         optimizer.zero_grad()
-        answer = answers[number]
         with torch.enable_grad():
-            miss = (see(model, asked[number]) - answer).square().mean() / answer.square().mean()
-            miss.backward()
+            loss = (outputs(model, x) - target).square().mean() / target.square().mean()
+            loss.backward()
         optimizer.step()
         schedule.step()
-        told(step)
+        on_step(step)
     model.tokens.requires_grad_(False)
-    return Extracted(model, sum(map(len, asked)), _alike(model, victim, unseen), before)
+    return Extracted(model, sum(map(len, queried)), _mean_cosine(model, victim, unseen), before)
 
 
-def _alike(model: nn.Module, victim: nn.Module, x: Tensor) -> float:
+def _mean_cosine(model: nn.Module, victim: nn.Module, x: Tensor) -> float:
     with frozen(model), frozen(victim), torch.no_grad():
         return float(feature_cosine(final_features(model, x), final_features(victim, x)).mean())

@@ -1,4 +1,4 @@
-"""The ladder's levels, T0 to T8: what each attacker of secret tokens knows, and what it runs.
+"""The threat levels, T0 to T8: what each attacker of secret tokens knows, and the attacks it runs.
 
 Robustness Tokens (Pulfer et al., ECCV 2024) were judged at T2 only, where the attacker knows the public backbone and
 not the tokens; the paper calls that white-box.
@@ -20,17 +20,16 @@ from vitadel.attacks.threats import Linf
 from vitadel.errors import UserError, nearest_names
 from vitadel.types import Attack
 
-__all__ = ["LEVELS", "AttackerAssets", "Head", "Level", "MeanOf", "Rung", "check_levels", "rungs"]
+__all__ = ["LEVELS", "AttackerAssets", "Head", "Level", "LevelAttack", "MeanOf", "check_levels", "level_attacks"]
 
 RELEASED_EPS = 8 / 255
-"""Of the released code's attack: in units of ImageNet's standard deviations."""
+"""Budget of the released code's attack, in units of ImageNet's standard deviations."""
 
 RELEASED_PIXELS = 2 / 255
-"""What that can change of a pixel at most: 1.83 grey levels, floored to whole ones."""
+"""The most that it can change a pixel: 1.83 gray levels, floored to whole ones."""
 
-
-_GUESSED = 10  # random tokens beside which it crafts, as many as in the paper: the victim's number is a secret
-_TUNED = 4  # times as many steps for the attack made to transfer: its gradients are of random inputs
+_GUESSED = 10  # random tokens to craft beside, as many as in the paper: the victim's number is a secret
+_TUNED = 4  # times as many steps for the transfer attack, whose gradients are those of random inputs
 
 
 @dataclass(frozen=True)
@@ -58,16 +57,16 @@ LEVELS = {
 
 
 def check_levels(codes: Sequence[str]) -> tuple[str, ...]:
-    """The levels in their order; unknown ones are a `UserError`."""
+    """Sort levels; an unknown one is a `UserError`."""
     for code in codes:
         if code not in LEVELS:
             known = ", ".join(LEVELS)
-            raise UserError(f"unknown level {code!r} of the ladder{nearest_names(code, LEVELS) or '.'} Known: {known}.")
+            raise UserError(f"unknown threat level {code!r}{nearest_names(code, LEVELS) or '.'} Known: {known}.")
     return tuple(code for code in LEVELS if code in codes)
 
 
 class MeanOf(nn.Module):
-    """The mean logits of several models: what an attacker climbs who does not know which of them will answer."""
+    """The mean logits of several models, for an attacker who does not know which of them will answer."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -78,12 +77,12 @@ class MeanOf(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class Rung:
-    """One attack of one level: `attack(eps)` climbs `source`; what counts is what `judges` say of the result.
+class LevelAttack:
+    """One attack of one level: `attack(eps)` runs on `source`, and `judges` decide whether the result counts.
 
-    `judges` None is the victim; a bank's sets all judge. Who `asks` the victim sees whether an image works: what it
-    found at one budget it still has at a larger one. `in_pixels` is off for the released code's attack, whose budget
-    is in other units and the same whatever the ladder's. `features`: how far features moved is measured too.
+    `judges` None is the victim; of a bank all sets judge. `queries_victim`: the attacker sees whether an image works,
+    so it keeps what it found at smaller budgets. `in_pixels` is False for the released code's attack, whose budget is
+    in other units and always the same. `features`: the change of features is measured, too.
     """
 
     level: str
@@ -91,7 +90,7 @@ class Rung:
     source: nn.Module
     attack: Callable[[float], Attack]
     judges: tuple[nn.Module, ...] | None = None
-    asks: bool = False
+    queries_victim: bool = False
     in_pixels: bool = True
     features: bool = False
 
@@ -101,12 +100,12 @@ class Rung:
 
     @property
     def models(self) -> int:
-        """How many models one pass of the source is."""
+        """How many models one pass of the source runs."""
         return len(self.source.models) if isinstance(self.source, MeanOf) else 1
 
     @property
     def all_images(self) -> bool:
-        """Whether images that the victim gets wrong are attacked, too: others judge them, or features are compared."""
+        """Whether images that the victim misclassifies are attacked, too, for other judges or for their features."""
         return self.level == "T2" or self.features or self.judges is not None
 
 
@@ -114,94 +113,78 @@ Head = Callable[[nn.Module], nn.Module]
 """Puts a head on a model's frozen features; the result gives logits."""
 
 
-def _as_it_is(model: nn.Module) -> nn.Module:
-    """The head that the backbone came with."""
-    return model
-
-
 @dataclass(frozen=True, eq=False)
 class AttackerAssets:
-    """What attackers have or get hold of; a level without its means is left out of the ladder."""
+    """The models that attackers have; a level whose models are missing is left out."""
 
     victim: TokenClassifier
-    head: Head = _as_it_is  # the victim's, put on a backbone with or without tokens
+    head: Head = lambda model: model  # the victim's, put on a backbone with or without tokens
     own_head: Head | None = None  # the attacker's
     other: nn.Module | None = None
     surrogates: tuple[TokenClassifier, ...] = ()
     extracted: tuple[tuple[str, TokenClassifier], ...] = ()  # from what, and the fitted tokens
     bank: tuple[TokenClassifier, ...] = ()
-    features: str = "tokens"  # those that the defence compares, as attackers know from its recipe; or "pooled"
+    features: str = "tokens"  # those that the defense compares, known from its recipe; or "pooled"
 
 
-def rungs(
-    levels: Sequence[str], arms: AttackerAssets, steps: int, queries: int, white_box: Sequence[str]
-) -> list[Rung]:
-    """Every attack of the chosen levels for which the means are there, in the ladder's order."""
-    climb = _climber(steps)
-    return [rung for rung in _all_rungs(arms, climb, steps, queries, white_box) if rung.level in levels]
+def level_attacks(
+    levels: Sequence[str], assets: AttackerAssets, steps: int, queries: int, white_box: Sequence[str]
+) -> list[LevelAttack]:
+    """Every attack of the chosen levels whose models are there, in the order of the levels."""
+    return [each for each in _all_attacks(assets, steps, queries, white_box) if each.level in levels]
 
 
-def _all_rungs(
-    arms: AttackerAssets, climb: Callable[[float], Attack], steps: int, queries: int, white_box: Sequence[str]
-) -> Iterator[Rung]:
-    victim, public = arms.head(arms.victim), arms.head(arms.victim.classifier)
-    for kind in ("uniform", "surface", "gaussian"):
-        yield Rung("T0", f"{kind} noise", public, _named(f"noise(kind={kind})"), features=kind == "surface")
-    if arms.other is not None:
-        yield Rung("T1", f"pgd-{steps}", arms.other, climb)
-        yield Rung("T1", f"mi-fgsm-{steps}", arms.other, _named(f"mi-fgsm-{steps}"))
-    away = f"features-{steps}{_of(arms)}"
-    yield Rung("T2", away, public, _features(steps, arms.features), features=True)
-    released = _named(f"features-30(paper=true,features={arms.features})")
-    yield Rung("T2", f"features-30, released{_of(arms)}", public, released, in_pixels=False, features=True)
-    yield Rung("T2", f"pgd-{steps}, victim's head", public, climb)
-    if arms.own_head is not None:
-        yield Rung("T2", f"pgd-{steps}, own head", arms.own_head(arms.victim.classifier), climb)
-    tuned = f"diverse-{_TUNED * steps}(tokens={_GUESSED})"
-    yield Rung("T2+", f"diverse-{_TUNED * steps} beside random tokens", public, _named(tuned))
-    yield Rung("T2+", f"pna-patchout, {steps} steps", public, _named(f"pna-patchout(steps={steps},decay=1)"))
-    for number, surrogate in enumerate(arms.surrogates, start=1):
-        yield Rung("T3", f"pgd-{steps}, set {number}", arms.head(surrogate), climb)
-    for count in range(1, len(arms.surrogates) + 1):
-        mean = MeanOf([public, *map(arms.head, arms.surrogates[:count])])
-        yield Rung("T4", f"pgd-{steps}, bare and {count} set{'s' * (count > 1)}", mean, climb)
-    yield Rung("T5", f"square, {queries} queries", victim, _named(f"square(queries={queries})", stops=True), asks=True)
-    yield Rung("T6", away, victim, _features(steps, arms.features), asks=True, features=True)
-    yield Rung("T6", f"pgd-{steps}", victim, _climber(steps, stops=True), asks=True)
+def _all_attacks(assets: AttackerAssets, steps: int, queries: int, white_box: Sequence[str]) -> Iterator[LevelAttack]:
+    victim, public = assets.head(assets.victim), assets.head(assets.victim.classifier)
+    pgd = _pgd(steps)
+    # Other features than the usual ones are named, so that their verdicts are not confused.
+    kind = "" if assets.features == "tokens" else f", {assets.features}"
+    away, away_name = _features(steps, assets.features), f"features-{steps}{kind}"
+    for noise in ("uniform", "surface", "gaussian"):
+        yield LevelAttack("T0", f"{noise} noise", public, _named(f"noise(kind={noise})"), features=noise == "surface")
+    if assets.other is not None:
+        yield LevelAttack("T1", f"pgd-{steps}", assets.other, pgd)
+        yield LevelAttack("T1", f"mi-fgsm-{steps}", assets.other, _named(f"mi-fgsm-{steps}"))
+    yield LevelAttack("T2", away_name, public, away, features=True)
+    released = _named(f"features-30(paper=true,features={assets.features})")
+    yield LevelAttack("T2", f"features-30, released{kind}", public, released, in_pixels=False, features=True)
+    yield LevelAttack("T2", f"pgd-{steps}, victim's head", public, pgd)
+    if assets.own_head is not None:
+        yield LevelAttack("T2", f"pgd-{steps}, own head", assets.own_head(assets.victim.classifier), pgd)
+    tuned = _TUNED * steps
+    yield LevelAttack(
+        "T2+", f"diverse-{tuned} beside random tokens", public, _named(f"diverse-{tuned}(tokens={_GUESSED})")
+    )
+    yield LevelAttack("T2+", f"pna-patchout, {steps} steps", public, _named(f"pna-patchout(steps={steps},decay=1)"))
+    for number, surrogate in enumerate(assets.surrogates, start=1):
+        yield LevelAttack("T3", f"pgd-{steps}, set {number}", assets.head(surrogate), pgd)
+    for count in range(1, len(assets.surrogates) + 1):
+        mean = MeanOf([public, *map(assets.head, assets.surrogates[:count])])
+        yield LevelAttack("T4", f"pgd-{steps}, bare and {count} set{'s' * (count > 1)}", mean, pgd)
+    square = _named(f"square(queries={queries})", stops=True)
+    yield LevelAttack("T5", f"square, {queries} queries", victim, square, queries_victim=True)
+    yield LevelAttack("T6", away_name, victim, away, queries_victim=True, features=True)
+    yield LevelAttack("T6", f"pgd-{steps}", victim, _pgd(steps, stops=True), queries_victim=True)
     for name in dict.fromkeys(white_box):
-        if name not in (f"pgd-{steps}", away):  # they are there already
-            yield Rung("T6", name, victim, _named(name, stops=True), asks=True)
-    for exposed, extracted in arms.extracted:
-        yield Rung("T7", f"pgd-{steps}, from {exposed}", arms.head(extracted), climb)
-    if arms.bank:
-        bank = tuple(map(arms.head, arms.bank))
-        yield Rung("T8", f"pgd-{steps} over {len(bank)} sets", MeanOf(bank), climb, judges=bank)
+        if name not in (f"pgd-{steps}", away_name):  # they run anyway
+            yield LevelAttack("T6", name, victim, _named(name, stops=True), queries_victim=True)
+    for exposed, extracted in assets.extracted:
+        yield LevelAttack("T7", f"pgd-{steps}, from {exposed}", assets.head(extracted), pgd)
+    if assets.bank:
+        bank = tuple(map(assets.head, assets.bank))
+        yield LevelAttack("T8", f"pgd-{steps} over {len(bank)} sets", MeanOf(bank), pgd, judges=bank)
 
 
-def _climber(steps: int, stops: bool = False) -> Callable[[float], Attack]:
-    """Who crafts for a model that it cannot ask goes all the way, to the worst point, not the first that fools."""
-
-    def at(eps: float) -> Attack:
-        return PGD(Linf(eps), steps=steps, stop_when_fooled=stops)
-
-    return at
+# An attacker who cannot query the victim runs all steps, to the worst point, instead of stopping at the first success.
 
 
-def _of(arms: AttackerAssets) -> str:
-    """Named where they are not the usual ones, so that verdicts on one are not taken for those on the other."""
-    return "" if arms.features == "tokens" else f", {arms.features}"
+def _pgd(steps: int, stops: bool = False) -> Callable[[float], Attack]:
+    return lambda eps: PGD(Linf(eps), steps=steps, stop_when_fooled=stops)
 
 
 def _features(steps: int, kind: str) -> Callable[[float], Attack]:
-    def at(eps: float) -> Attack:
-        return make(f"features-{steps}(normed=true,features={kind},stop_when_fooled=false)", eps=eps)
-
-    return at
+    return lambda eps: make(f"features-{steps}(normed=true,features={kind},stop_when_fooled=false)", eps=eps)
 
 
 def _named(name: str, stops: bool = False) -> Callable[[float], Attack]:
-    def at(eps: float) -> Attack:
-        attack = make(name, eps=eps)
-        return attack if stops else training_form(attack)
-
-    return at
+    return lambda eps: make(name, eps=eps) if stops else training_form(make(name, eps=eps))

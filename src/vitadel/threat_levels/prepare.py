@@ -1,4 +1,4 @@
-"""What a climb needs before it begins: token sets that are there, and those that must be trained or fitted."""
+"""What the levels need before attacks run: token sets that are given, and those that must be trained or fitted."""
 
 from __future__ import annotations
 
@@ -21,182 +21,182 @@ from vitadel.evaluation.engine.target import Target
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import progress
 from vitadel.runtime.run_folder import RunFolder
-from vitadel.threat_levels.controls import controls
+from vitadel.threat_levels.controls import untrained_controls
 from vitadel.threat_levels.extraction import EXPOSED, Extracted, extract_tokens, read_extracted, save_extracted
 from vitadel.threat_levels.levels import AttackerAssets
 from vitadel.threat_levels.request import ThreatLevelsRequest
-from vitadel.threat_levels.token_training import TokenRecipe, Trainer, TrainingRun, control_changes, read_recipe
+from vitadel.threat_levels.token_training import TokenRecipe, TokenTraining, Trainer, control_changes, read_recipe
 from vitadel.training.recipes.check import read_data_spec
 from vitadel.types import Source
 
-__all__ = ["Armed", "Supplies", "arm", "gather", "planned"]
+__all__ = ["Prepared", "Provided", "open_provided", "planned_assets", "prepare"]
 
 _BATCH = 16  # images to fit tokens to, at once
-_SETS = "sets"  # where in the run folder tokens are kept
-_SURROGATES, _BANK, _CONTROLS, _EXTRACTION = 1, 101, 201, 301  # what is added to the seed for each
+_SETS = "sets"  # folder of token sets in the run folder
+_SURROGATES, _BANK, _CONTROLS, _EXTRACTION = 1, 101, 201, 301  # added to the seed for each
 
 
 @dataclass(frozen=True, eq=False)
-class Supplies:
-    """What is there before anything is trained: the recipe, by what to train which sets ("surrogates", "bank" and
-    "controls", as far as there are any to train), sets from files, and the images that tokens are fitted to (T7)."""
+class Provided:
+    """What is there before anything is trained: the recipe; how to train which sets ("surrogates", "bank", "controls");
+    sets from files; and the images that tokens are fitted to (T7)."""
 
     recipe: TokenRecipe | None = None
-    lessons: Mapping[str, TrainingRun] = field(default_factory=dict)
+    trainings: Mapping[str, TokenTraining] = field(default_factory=dict)
     surrogates: tuple[TokenClassifier, ...] = ()
     bank: tuple[TokenClassifier, ...] = ()
     images: tuple[Source, Tensor] | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What a resumed climb must agree with; `control_data` None means the recipe's own images."""
-        controls = self.lessons.get("controls")
+        """Settings that a resumed run must agree with; `control_data` None means the recipe's own images."""
+        controls = self.trainings.get("controls")
         return {
-            "surrogate_sets": _names(self.surrogates),
-            "bank_sets": _names(self.bank),
+            "surrogate_sets": [each.fingerprint for each in self.surrogates],
+            "bank_sets": [each.fingerprint for each in self.bank],
             "control_data": None if controls is None else controls.data,
         }
 
 
 @dataclass(frozen=True, eq=False)
-class Armed:
-    """Everything that the chosen levels need; `witnesses` are the controls, judged on the images of T2."""
+class Prepared:
+    """Everything that the chosen levels need; `controls` are judged on the images of T2."""
 
-    arms: AttackerAssets
-    witnesses: dict[str, nn.Module] = field(default_factory=dict)
+    assets: AttackerAssets
+    controls: dict[str, nn.Module] = field(default_factory=dict)
     extracted: dict[str, Extracted] = field(default_factory=dict)
 
 
-def gather(
-    target: Target, arms: AttackerAssets, request: ThreatLevelsRequest, indices: Tensor, processes: Processes
-) -> Supplies:
-    """Open what is given and refuse what makes no sense, before a run folder exists or an hour is spent."""
+def open_provided(
+    target: Target, assets: AttackerAssets, request: ThreatLevelsRequest, indices: Tensor, processes: Processes
+) -> Provided:
+    """Open what is given and refuse what makes no sense, before a run folder exists or time is spent."""
     recipe = None if request.recipe is None else read_recipe(request.recipe)
-    own = None if arms.own_head is None else arms.own_head(arms.victim.classifier)
-    for what, model in (("the other model", arms.other), ("the attacker's own head", own)):
+    own = None if assets.own_head is None else assets.own_head(assets.victim.classifier)
+    for what, model in (("the other model", assets.other), ("the attacker's own head", own)):
         if model is not None:
             _check_classes(what, model, target)
     if request.attacker_data is not None:
         _refuse_audited(f"--attacker-data {request.attacker_data}", request.attacker_data, target, target.data_root)
-    levels, victim = set(request.levels), arms.victim
-    surrogates = _read(victim, request.surrogates, request.allow_readable) if {"T3", "T4"} & levels else ()
-    bank = _read(victim, request.bank, request.allow_readable) if "T8" in levels else ()
+    levels, victim = set(request.levels), assets.victim
+    surrogates = _load_sets(victim, request.surrogates, request.allow_readable) if {"T3", "T4"} & levels else ()
+    bank = _load_sets(victim, request.bank, request.allow_readable) if "T8" in levels else ()
     _refuse_equal(victim, {"--surrogates": surrogates, "--bank": bank})
     _refuse_no_bank(victim, bank)
     images = _images_to_fit(target, request, indices) if "T7" in levels else None
-    lessons = {} if recipe is None else _lessons(target, victim, request, recipe, processes)
-    if "surrogates" in lessons and recipe is not None and request.attacker_data is None:
-        data = recipe.built().data
+    trainings = {} if recipe is None else _plan_trainings(target, victim, request, recipe, processes)
+    if "surrogates" in trainings and recipe is not None and request.attacker_data is None:
+        data = recipe.build().data
         where = f"the images that {request.recipe} trains surrogates on, {data.train},"
         _refuse_audited(where, data.train, target, target.data_root or data.root)
-    return Supplies(recipe, lessons, surrogates, bank, images)
+    return Provided(recipe, trainings, surrogates, bank, images)
 
 
 def _images_to_fit(target: Target, request: ThreatLevelsRequest, indices: Tensor) -> tuple[Source, Tensor]:
-    """Some to ask about, and a batch more to measure the fit by."""
+    """Images to query, and one more batch to measure the fit."""
     wanted, seed = request.extraction[0] + _BATCH, request.seed + _EXTRACTION
     source, rows = calibration_images(target, indices, request.attacker_data, wanted, seed, "--attacker-data")
     if len(rows) <= _BATCH:
         where = request.attacker_data or f"{target.data_spec}, beside the audited ones,"
         raise UserError(
-            f"token extraction (T7) asks about some images and measures its fit by {_BATCH} others, but {where} has "
+            f"token extraction (T7) queries some images and measures its fit by {_BATCH} others, but {where} has "
             f"{len(rows)}. Give more with --attacker-data, audit fewer with --limit, or leave T7 out with --levels."
         )
     return source, rows
 
 
-def _lessons(
+def _plan_trainings(
     target: Target, victim: TokenClassifier, request: ThreatLevelsRequest, recipe: TokenRecipe, processes: Processes
-) -> dict[str, TrainingRun]:
-    """For every kind of sets to train, with its images opened once: to find out later would cost hours.
+) -> dict[str, TokenTraining]:
+    """How to train each kind of sets; the images of each are opened once, to report errors before hours are spent.
 
-    Attackers train on their own images. The bank is the defender's, so it is trained on the recipe's. Controls stand
-    beside the victim: on the recipe's, too; but where these are not at hand, what an attacker has says almost as much.
+    Attackers train on their own images, the defender's bank on those of the recipe. Controls also use those of the
+    recipe; where these cannot be opened, the attacker's are almost as good.
     """
-    levels, lessons = set(request.levels), dict[str, TrainingRun]()
+    levels, trainings = set(request.levels), dict[str, TokenTraining]()
 
-    def lesson(
+    def plan(
         what: str, advice: str, choices: Sequence[str | None], variants: Mapping[str, Mapping[str, Any]]
-    ) -> TrainingRun:
-        """On the first of the `choices` that can be opened."""
+    ) -> TokenTraining:
+        """Use the first of the `choices` of data that can be opened."""
         for data in choices:
-            made = TrainingRun(victim, recipe, data, target.data_root)
+            training = TokenTraining(victim, recipe, data, target.data_root)
             try:
-                made.check(processes, variants)
-                return made
+                training.check(processes, variants)
+                return training
             except UserError as mistake:
                 reason = mistake
-        raise UserError(f"the ladder cannot train {what} by '{recipe.text}': {reason} {advice}") from reason
+        raise UserError(f"cannot train {what} by '{recipe.text}': {reason} {advice}") from reason
 
     theirs = request.attacker_data
-    other = f"{'Say on which images' if theirs is None else 'Give other images'} with --attacker-data SPEC, or"
+    other = f"Give {'' if theirs is None else 'other '}images with --attacker-data SPEC, or"
     if {"T3", "T4"} & levels and _to_train(request.surrogates):
-        advice = f"{other} bring token files with --surrogates."
-        lessons["surrogates"] = lesson("surrogates (T3, T4)", advice, [theirs], {"surrogate": {}})
+        advice = f"{other} token files with --surrogates."
+        trainings["surrogates"] = plan("surrogates (T3, T4)", advice, [theirs], {"surrogate": {}})
     if "T8" in levels and _to_train(request.bank):
         advice = (
-            "A bank is the defender's and trained on the recipe's own images, whatever --attacker-data says: bring "
-            "token files with --bank, name a recipe with other data, or leave T8 out with --levels."
+            "A bank is the defender's and trained on the recipe's own images, whatever --attacker-data is: give "
+            "token files with --bank, a recipe with other data, or leave T8 out with --levels."
         )
-        lessons["bank"] = lesson("sets for a bank (T8)", advice, [None], {"bank": {}})
+        trainings["bank"] = plan("sets for a bank (T8)", advice, [None], {"bank": {}})
     if "T2" in levels:
         choices = [None] if theirs is None else [None, theirs]
         advice = f"{other} leave T2 out with --levels."
-        lessons["controls"] = lesson("controls (T2)", advice, choices, control_changes(recipe))
-    return lessons
+        trainings["controls"] = plan("controls (T2)", advice, choices, control_changes(recipe))
+    return trainings
 
 
-def planned(arms: AttackerAssets, request: ThreatLevelsRequest) -> AttackerAssets:
-    """The arms as far as their number goes, with the victim in place of sets to come: enough to count passes."""
-    levels, victim = set(request.levels), arms.victim
+def planned_assets(assets: AttackerAssets, request: ThreatLevelsRequest) -> AttackerAssets:
+    """The assets to come, with the victim in place of sets that are not trained yet: enough to count passes."""
+    levels, victim = set(request.levels), assets.victim
     surrogates = _count(request.surrogates) if {"T3", "T4"} & levels else 0
     bank = _count(request.bank) if "T8" in levels else 0
     return dataclasses.replace(
-        arms,
+        assets,
         surrogates=(victim,) * surrogates,
         extracted=tuple((name, victim) for name in EXPOSED) if "T7" in levels else (),
         bank=(victim,) * (bank + 1) if bank else (),
     )
 
 
-def arm(
-    context: RunContext, request: ThreatLevelsRequest, arms: AttackerAssets, supplies: Supplies, run: RunFolder
-) -> Armed:
-    """Train and fit what the chosen levels need; and the controls, if the paper's setting is among them."""
-    victim, device, lessons = arms.victim, context.processes.device, supplies.lessons
+def prepare(
+    context: RunContext, request: ThreatLevelsRequest, assets: AttackerAssets, provided: Provided, run: RunFolder
+) -> Prepared:
+    """Train and fit what the chosen levels need, and the controls if T2 is among them."""
+    victim, device, trainings = assets.victim, context.processes.device, provided.trainings
     trainer = Trainer(run.path / _SETS, context.processes, context.show_progress)
-    surrogates, bank = supplies.surrogates, supplies.bank
-    if "surrogates" in lessons:
+    surrogates, bank = provided.surrogates, provided.bank
+    if "surrogates" in trainings:
         count = _to_train(request.surrogates)
-        surrogates = trainer.several(lessons["surrogates"], "surrogate", count, request.seed + _SURROGATES)
-    if "bank" in lessons:
-        bank = trainer.several(lessons["bank"], "bank", _to_train(request.bank), request.seed + _BANK)
+        surrogates = trainer.train_several(trainings["surrogates"], "surrogate", count, request.seed + _SURROGATES)
+    if "bank" in trainings:
+        bank = trainer.train_several(trainings["bank"], "bank", _to_train(request.bank), request.seed + _BANK)
     _refuse_equal(victim, {"surrogates": surrogates, "bank": bank})
-    extracted = {} if supplies.images is None else _fit(context, request, arms, supplies.images, run)
-    witnesses: dict[str, nn.Module] = {}
+    extracted = {} if provided.images is None else _extract(context, request, assets, provided.images, run)
+    controls: dict[str, nn.Module] = {}
     if "T2" in request.levels:
-        scale = {} if supplies.recipe is None else {"scale": supplies.recipe.scale}
-        witnesses = controls(victim, arms.head, request.seed + _CONTROLS, **scale)
-    if "controls" in lessons:
-        trained = trainer.controls(lessons["controls"], request.seed + _CONTROLS + 1)
-        witnesses |= {name: arms.head(each) for name, each in trained.items()}
+        scale = {} if provided.recipe is None else {"scale": provided.recipe.scale}
+        controls = untrained_controls(victim, assets.head, request.seed + _CONTROLS, **scale)
+    if "controls" in trainings:
+        trained = trainer.train_controls(trainings["controls"], request.seed + _CONTROLS + 1)
+        controls |= {name: assets.head(each) for name, each in trained.items()}
     ready = dataclasses.replace(
-        arms,
-        other=None if arms.other is None else arms.other.to(device),
+        assets,
+        other=None if assets.other is None else assets.other.to(device),
         surrogates=surrogates,
         extracted=tuple((name, each.model) for name, each in extracted.items()),
         bank=(victim, *bank) if bank else (),
     )
-    return Armed(ready, {name: each.to(device) for name, each in witnesses.items()}, extracted)
+    return Prepared(ready, {name: each.to(device) for name, each in controls.items()}, extracted)
 
 
-def _fit(
+def _extract(
     context: RunContext,
     request: ThreatLevelsRequest,
-    arms: AttackerAssets,
+    assets: AttackerAssets,
     images: tuple[Source, Tensor],
     run: RunFolder,
 ) -> dict[str, Extracted]:
-    """By the main process for all of them, and kept: another device or number of threads would round to others."""
+    """Fit tokens in the main process for all, and save them: other devices or thread counts round differently."""
     source, rows = images
     steps, seed, processes = request.extraction[1], request.seed + _EXTRACTION, context.processes
 
@@ -205,40 +205,42 @@ def _fit(
         pixels = torch.cat([x for x, _ in reading]).split(_BATCH)
         with progress(f"fit tokens to {exposed}", steps, context.show_progress) as meter:
             return extract_tokens(
-                arms.victim, pixels, exposed, steps=steps, seed=seed, head=arms.head, told=lambda step: meter.advance(1)
+                assets.victim,
+                pixels,
+                exposed,
+                steps=steps,
+                seed=seed,
+                head=assets.head,
+                on_step=lambda step: meter.advance(1),
             )
 
-    def kept_or_fitted(exposed: str) -> dict[str, Any]:
+    def read_or_fit(exposed: str) -> dict[str, Any]:
         file = run.path / _SETS / f"extracted-from-{exposed}.safetensors"
         if not file.exists():
-            _refuse_verdicts_about_others(run, exposed)
+            _refuse_verdicts_without_tokens(run, exposed)
             save_extracted(fit(exposed), file)
-        found = read_extracted(file, arms.victim.classifier)
+        found = read_extracted(file, assets.victim.classifier)
         return {**found.numbers(), "tokens": found.model.tokens.detach().cpu()}
 
     extracted = {}
     for exposed in EXPOSED:
-        told = processes.on_main(lambda exposed=exposed: kept_or_fitted(exposed))  # type: ignore[misc]
-        tokens = told.pop("tokens").to(processes.device)
-        model = TokenClassifier(arms.victim.classifier, tokens, placement=arms.victim.placement).eval()
+        numbers = processes.on_main(lambda exposed=exposed: read_or_fit(exposed))  # type: ignore[misc]
+        tokens = numbers.pop("tokens").to(processes.device)
+        model = TokenClassifier(assets.victim.classifier, tokens, placement=assets.victim.placement).eval()
         model.tokens.requires_grad_(False)
-        extracted[exposed] = Extracted(model, **told)
+        extracted[exposed] = Extracted(model, **numbers)
     return extracted
 
 
-def _refuse_verdicts_about_others(run: RunFolder, exposed: str) -> None:
-    """Folders of earlier versions have verdicts of T7 and not the tokens that they are about."""
-    pieces = run.batch_file("T7", 0).parents[1]
-    if any(pieces.glob(f"T7_*_from_{exposed}_at_*")):
+def _refuse_verdicts_without_tokens(run: RunFolder, exposed: str) -> None:
+    """Folders of earlier versions have verdicts of T7 without the tokens that they are about."""
+    batches = run.batch_file("T7", 0).parents[1]
+    if any(batches.glob(f"T7_*_from_{exposed}_at_*")):
         raise UserError(
-            f"{run.path} has verdicts about tokens fitted to {exposed} (T7), but not these tokens: it was begun by an "
-            f"earlier version, or they were deleted. Fitted again they might be others. Delete {pieces}/T7_* to have "
-            "T7 done anew, or begin with another --out."
+            f"{run.path} has verdicts about tokens fitted to {exposed} (T7), but not these tokens: it was written by "
+            "an earlier version, or they were deleted. A new fit may give other tokens. Delete "
+            f"{batches}/T7_* to repeat T7, or start a new run with a different --out."
         )
-
-
-def _names(sets: tuple[TokenClassifier, ...]) -> list[str]:
-    return [each.fingerprint for each in sets]
 
 
 def _count(wanted: int | tuple[str, ...]) -> int:
@@ -249,27 +251,29 @@ def _to_train(wanted: int | tuple[str, ...]) -> int:
     return wanted if isinstance(wanted, int) else 0
 
 
-def _read(victim: TokenClassifier, wanted: int | tuple[str, ...], allow_readable: bool) -> tuple[TokenClassifier, ...]:
+def _load_sets(
+    victim: TokenClassifier, wanted: int | tuple[str, ...], allow_readable: bool
+) -> tuple[TokenClassifier, ...]:
     files = () if isinstance(wanted, int) else wanted
     return tuple(load_tokens(file, victim.classifier, allow_readable=allow_readable).eval() for file in files)
 
 
 def _refuse_equal(victim: TokenClassifier, groups: dict[str, tuple[TokenClassifier, ...]]) -> None:
-    """Compared by their numbers: salts give equal sets different names."""
+    """Compare sets by their values: salts give equal sets different fingerprints."""
     known: list[tuple[str, TokenClassifier]] = [("the victim's own tokens", victim)]
     for name, sets in groups.items():
         for number, each in enumerate(sets, start=1):
             for what, other in known:
                 if torch.equal(each.tokens.cpu(), other.tokens.cpu()):
                     raise UserError(
-                        f"set {number} of {name} is the same as {what}. Sets must be trained with seeds of their own; "
-                        "who has the secret itself is the attacker of T6."
+                        f"set {number} of {name} is the same as {what}. Every set must be trained with its own seed; "
+                        "an attacker who has the secret is T6."
                     )
             known.append((f"set {number} of {name}", each))
 
 
 def _refuse_no_bank(victim: TokenClassifier, bank: tuple[TokenClassifier, ...]) -> None:
-    """Sets that no `TokenBank` could hold: every image of a batch runs beside as many tokens, at the same place."""
+    """Refuse sets that no `TokenBank` can hold: all sets need the same number of tokens at the same place."""
     for number, each in enumerate(bank, start=1):
         here, there = ((len(one.tokens), one.placement) for one in (each, victim))
         if here != there:

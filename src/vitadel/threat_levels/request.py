@@ -1,4 +1,4 @@
-"""What a ladder is asked to do."""
+"""The settings of a run over the threat levels."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BUDGETS = tuple(level / 255 for level in (1, 2, 4, 8))
 
 @dataclass(frozen=True)
 class ThreatLevelsRequest(RunRequest):
-    """What a ladder is asked to do: everything, beside victim and data, that decides its result.
+    """Everything beside victim and data that decides the result.
 
-    `surrogates` and `bank` are numbers of token sets to train, or token files that are there already; the victim's own
-    tokens are one more set of the bank. `recipe`, NAME or NAME:ROW, is how the tokens were trained, which attackers
-    are taken to know; `attacker_data` are images for them to train and fit on. If it is None they train on those of the
-    recipe, and fit (T7) to the training split of the audited data or, without one, to images that are not audited.
-    `extraction` is (images to ask about, steps of the fit).
+    `surrogates` and `bank` are numbers of token sets to train, or token files; the victim's own tokens are one more set
+    of the bank. `recipe`, NAME or NAME:ROW, is how the tokens were trained, which attackers are assumed to know;
+    `attacker_data` are images for them to train and fit on. Without it they train on those of the recipe, and fit (T7)
+    to the training split of the audited data or, if there is none, to images that are not audited. `extraction` is
+    (images to query, steps of the fit).
     """
 
     eps: tuple[float, ...] = BUDGETS
@@ -45,14 +45,14 @@ class ThreatLevelsRequest(RunRequest):
         object.__setattr__(self, "levels", check_levels(self.levels))
         object.__setattr__(self, "eps", tuple(sorted(set(self.eps))))
         if not self.levels:
-            raise UserError(f"the ladder needs at least one level; there is {', '.join(LEVELS)}")
+            raise UserError(f"no threat level is given; choose from {', '.join(LEVELS)}")
         _check_budgets(self.eps)
         for name in ("steps", "queries"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
         if min(self.extraction) < 1:
             raise UserError(
-                f"extraction is (images to ask about, steps of the fit), each at least 1; got {self.extraction}"
+                f"extraction is (images to query, steps of the fit), each at least 1; got {self.extraction}"
             )
         for name in ("surrogates", "bank"):
             count = getattr(self, name)
@@ -67,26 +67,28 @@ class ThreatLevelsRequest(RunRequest):
         ]
         if trains and self.recipe is None:
             raise UserError(
-                f"token sets are to be trained: {' and '.join(trains)}. Say with --recipe how the tokens were trained, "
-                "e.g. --recipe tokens/deit-tiny, or give files of sets, or leave these levels out with --levels."
+                f"token sets must be trained for {' and '.join(trains)}. Give the recipe of the tokens with --recipe, "
+                "e.g. --recipe tokens/deit-tiny, or token files, or leave these levels out with --levels."
             )
 
 
 def _check_budgets(budgets: tuple[float, ...]) -> None:
     if not budgets:
-        raise UserError("the ladder needs at least one budget, such as 1/255,4/255")
+        raise UserError("threat levels need at least one budget, such as 1/255,4/255")
     for eps in budgets:
-        make_threat("linf", eps)  # says what is wrong with a negative one, and with grey levels
+        make_threat("linf", eps)  # refuses negative budgets and gray levels
         if eps in (0, 1):
-            raise UserError(
-                f"budgets of the ladder are above 0 and below 1, of pixels in [0, 1]; got {eps:g}, try 1/255,4/255"
-            )
+            raise UserError(f"budgets must be above 0 and below 1, for pixels in [0, 1]; got {eps:g}. Try 1/255,4/255")
 
 
 def _check_white_box(name: str, eps: float) -> None:
-    """Wrong names, and attacks that the ladder cannot judge or prepare, are told before anything is loaded."""
+    """Refuse wrong names, and attacks that cannot be compared here, before anything is loaded."""
     attack = make(name, eps=eps)
     if rules_of(attack) is not None:
-        raise UserError(f"--white-box {name}: this attack has rules of its own and no budget in pixels to compare by")
+        raise UserError(
+            f"--white-box {name}: this attack has its own threat model and no budget in pixels to compare by"
+        )
     if needs_calibration(attack):
-        raise UserError(f"--white-box {name}: it must study the model first; run it with a plain `vitadel audit`")
+        raise UserError(
+            f"--white-box {name}: this attack needs calibration images; run it with a plain `vitadel audit`"
+        )

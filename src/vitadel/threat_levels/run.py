@@ -1,9 +1,9 @@
-"""Climb the ladder: every attack of every level at every budget, judged on the same victim and images."""
+"""Run the threat levels: every attack of every level at every budget, judged on the same victim and images."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
@@ -19,6 +19,7 @@ from vitadel.data.batches import Batch, read_batches
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.class_subset import apply_class_subset, subset_like
+from vitadel.evaluation.engine.cost import PassTimes
 from vitadel.evaluation.engine.judge import judge
 from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute, run_settings
@@ -30,21 +31,21 @@ from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder
-from vitadel.threat_levels.cost import cost_sentence
-from vitadel.threat_levels.levels import RELEASED_EPS, AttackerAssets, Head, Rung, rungs
-from vitadel.threat_levels.prepare import Armed, arm, gather, planned
+from vitadel.threat_levels.levels import RELEASED_EPS, AttackerAssets, Head, LevelAttack, level_attacks
+from vitadel.threat_levels.prepare import Prepared, open_provided, planned_assets, prepare
 from vitadel.threat_levels.request import ThreatLevelsRequest
-from vitadel.threat_levels.table import LadderTable, ladder_results
+from vitadel.threat_levels.table import ThreatLevelTable, threat_level_results
 
-__all__ = ["run_ladder"]
+__all__ = ["passes_at_most", "run_threat_levels"]
 
 VICTIM = "tokens"
+_PROBE = 8  # images
 
 _COSINES = {"tokens": {"token": "token", "channel": "channel"}, "pooled": {"token": "pooled"}}
-"""Kind of features -> the axes that they are compared along, and how these cosines are called."""
+"""Kind of features -> the axes that they are compared along, and the names of these cosines."""
 
 
-def run_ladder(
+def run_threat_levels(
     target: Target,
     request: ThreatLevelsRequest,
     processes: Processes,
@@ -57,18 +58,22 @@ def run_ladder(
 ) -> Outcome:
     """Run all levels. `head` is the victim's, if not the one that the backbone came with; `own_head` is the attacker's
     (T2), `other` the model of T1. `show_plan` gets the expected cost as a sentence."""
-    arms = AttackerAssets(_victim(target).to(processes.device), own_head=own_head, other=other)
+    assets = AttackerAssets(_victim(target).to(processes.device), own_head=own_head, other=other)
     opened = target.model_fingerprint()  # as it came: without a head that is put on it here, and with all its classes
     if head is not None:
-        arms = dataclasses.replace(arms, head=head)
-        target = dataclasses.replace(target, model=cast(Classifier, head(arms.victim)))
+        assets = dataclasses.replace(assets, head=head)
+        target = dataclasses.replace(target, model=cast(Classifier, head(assets.victim)))
     target = apply_class_subset(target)
-    arms = _all_choosing_like(target.model, arms)
-    _refuse_idle(request, arms)
+    assets = _with_class_subset(target.model, assets)
+    if not _attacks(request, planned_assets(assets, request)):
+        raise UserError(
+            f"no attack is available for {', '.join(request.levels)}: T1 needs another model (--other), T3 and T4 "
+            "token sets of the attacker (--surrogates), T8 those of a bank (--bank). Give them, or choose other levels."
+        )
     indices, mislabeled = target.selection(request.limit, request.seed, request.skip_bad)
-    supplies = gather(target, arms, request, indices, processes)
-    if supplies.recipe is not None:
-        arms = dataclasses.replace(arms, features=supplies.recipe.features)
+    provided = open_provided(target, assets, request, indices, processes)
+    if provided.recipe is not None:
+        assets = dataclasses.replace(assets, features=provided.recipe.features)
 
     def fingerprint(model: nn.Module | None) -> str | None:
         """Models and heads by their weights, whatever they are called."""
@@ -77,9 +82,9 @@ def run_ladder(
         return dataclasses.replace(target, model=cast(Classifier, model)).model_fingerprint()
 
     settings = {
-        **run_settings(target, request, indices, suite="ladder", other=fingerprint(arms.other)),
-        "own_head": fingerprint(None if arms.own_head is None else arms.own_head(arms.victim.classifier)),
-        **supplies.settings(),
+        **run_settings(target, request, indices, suite="ladder", other=fingerprint(assets.other)),
+        "own_head": fingerprint(None if assets.own_head is None else assets.own_head(assets.victim.classifier)),
+        **provided.settings(),
         "opened_fingerprint": opened,
     }
 
@@ -87,11 +92,11 @@ def run_ladder(
         context = run.context(target, request)
         with frozen(context.model):
             verdicts = Verdicts.from_clean_stage(context, indices, mislabeled)
-        show_plan(_expected_cost(context, request, planned(arms, request), verdicts.index))
-        armed = arm(context, request, arms, supplies, RunFolder(run.path))
-        table = _Climb(context, request, run, armed).all(verdicts)
+        show_plan(_expected_cost(context, request, planned_assets(assets, request), verdicts.index))
+        prepared = prepare(context, request, assets, provided, RunFolder(run.path))
+        table = _LevelRunner(context, request, run, prepared).run_all(verdicts)
         run.write("samples.parquet", table.samples())
-        return ladder_results(target, table, settings)
+        return threat_level_results(target, table, settings)
 
     # Earlier versions did not record the fingerprint of the model as it was opened.
     not_compared = ("opened_fingerprint",)
@@ -103,121 +108,137 @@ def _victim(target: Target) -> TokenClassifier:
     model: object = target.model
     if isinstance(model, TokenBank):
         raise UserError(
-            "the ladder judges one set of secret tokens, and a bank of them at T8: give one file with --tokens, and "
+            "threat levels judge one set of secret tokens, and a bank of them at T8: give one file with --tokens, and "
             "the others with --bank."
         )
     if not isinstance(model, TokenClassifier):
         raise UserError(
-            f"the ladder judges secret tokens, and '{target.model_spec}' has none. Give the run folder of `vitadel "
+            f"threat levels judge secret tokens, and '{target.model_spec}' has none. Give the run folder of `vitadel "
             "harden tokens/...`, or a backbone with --tokens FILE."
         )
     return model
 
 
-def _refuse_idle(request: ThreatLevelsRequest, arms: AttackerAssets) -> None:
-    """Of several levels, one without its means is left out and told; but there must be something to climb."""
-    if not rungs(request.levels, planned(arms, request), request.steps, request.queries, request.white_box):
-        raise UserError(
-            f"nobody is there to climb {', '.join(request.levels)}: T1 needs another model (--other), T3 and T4 token "
-            "sets of the attacker (--surrogates), T8 those of a bank (--bank). Give them, or choose other levels."
-        )
+def _attacks(request: ThreatLevelsRequest, assets: AttackerAssets) -> list[LevelAttack]:
+    return level_attacks(request.levels, assets, request.steps, request.queries, request.white_box)
 
 
-def _all_choosing_like(chosen: nn.Module, arms: AttackerAssets) -> AttackerAssets:
-    """On a benchmark of some classes, attackers know that only these are answers, and their models choose alike."""
+def _with_class_subset(chosen: nn.Module, assets: AttackerAssets) -> AttackerAssets:
+    """Restrict the attackers' models to the classes of a benchmark: attackers know that only these are answers."""
 
-    def choosing(head: Head) -> Head:
+    def restrict(head: Head) -> Head:
         return lambda model: subset_like(chosen, head(model))
 
     return dataclasses.replace(
-        arms,
-        head=choosing(arms.head),
-        own_head=None if arms.own_head is None else choosing(arms.own_head),
-        other=None if arms.other is None else subset_like(chosen, arms.other),
+        assets,
+        head=restrict(assets.head),
+        own_head=None if assets.own_head is None else restrict(assets.own_head),
+        other=None if assets.other is None else subset_like(chosen, assets.other),
     )
 
 
-def _expected_cost(context: RunContext, request: ThreatLevelsRequest, arms: AttackerAssets, indices: Tensor) -> str:
-    (first,) = read_batches(context.source, [indices[: request.batch_size].tolist()], context.preprocess)
-    crew = rungs(request.levels, arms, request.steps, request.queries, request.white_box)
-    return cost_sentence(crew, request.eps, context.model, first.to(context.processes.device).x, len(indices))
+def passes_at_most(attacks: Sequence[LevelAttack], budgets: Sequence[float]) -> tuple[int, int]:
+    """(gradients, forwards) per image that is robust to everything; judges are not counted."""
+    gradients = forwards = 0
+    for each in attacks:
+        for eps in budgets if each.in_pixels else budgets[:1]:
+            more_gradients, more_forwards = each.attack(eps).passes()
+            gradients += each.models * more_gradients
+            forwards += each.models * more_forwards
+    return gradients, forwards
+
+
+def _expected_cost(context: RunContext, request: ThreatLevelsRequest, assets: AttackerAssets, indices: Tensor) -> str:
+    """The plan in a sentence, with the time that a few images take."""
+    (batch,) = read_batches(context.source, [indices[:_PROBE].tolist()], context.preprocess)
+    times = PassTimes.measure(context.model, batch.to(context.processes.device).x)
+    attacks, budgets, images = _attacks(request, assets), len(request.eps), len(indices)
+    gradients, forwards = passes_at_most(attacks, request.eps)
+    hours = images * times.seconds(gradients, forwards) / 3600
+    time = f"{hours:.1f} hours" if hours >= 1.5 else f"{60 * hours:.0f} minutes"
+    return (
+        f"{len(attacks)} attacks at {budgets} budget{'s' * (budgets > 1)} on {images} images: at most {gradients} "
+        f"gradients and {forwards} forwards per image, {time} on this machine, without the training and fitting of "
+        "token sets; images that are broken early cost less"
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class _Climb:
+class _LevelRunner:
     context: RunContext
     request: ThreatLevelsRequest
     run: Run
-    armed: Armed
+    prepared: Prepared
 
-    def all(self, verdicts: Verdicts) -> LadderTable:
-        """Every rung at every budget, the smallest first."""
-        request, arms, witnesses = self.request, self.armed.arms, self.armed.witnesses
-        table = LadderTable(request, verdicts, arms, self.armed.extracted)
-        sets = {f"bank {number}": arms.head(each) for number, each in enumerate(arms.bank[1:], start=2)}
-        for name, model in {**witnesses, **sets}.items():
+    def run_all(self, verdicts: Verdicts) -> ThreatLevelTable:
+        """Run every attack at every budget, the smallest first."""
+        request, assets, controls = self.request, self.prepared.assets, self.prepared.controls
+        table = ThreatLevelTable(request, verdicts, assets, self.prepared.extracted)
+        sets = {f"bank {number}": assets.head(each) for number, each in enumerate(assets.bank[1:], start=2)}
+        for name, model in {**controls, **sets}.items():
             context = dataclasses.replace(self.context, model=model, classes=None)
             with frozen(model):
-                table.clean(name, clean_stage(context, verdicts.index, f"clean {name}"))
-        for rung in rungs(request.levels, arms, request.steps, request.queries, request.white_box):
-            standing = verdicts.correct
-            for eps in request.eps if rung.in_pixels else (RELEASED_EPS,):
-                exposed = torch.ones_like(standing) if rung.all_images else standing
-                pieces = self._stage(rung, eps, verdicts.index[exposed])
-                held = table.add(rung, eps, pieces, exposed)
-                standing = standing & held if rung.asks else standing
+                table.add_clean(name, clean_stage(context, verdicts.index, f"clean {name}"))
+        for attack in _attacks(request, assets):
+            left = verdicts.correct
+            for eps in request.eps if attack.in_pixels else (RELEASED_EPS,):
+                exposed = torch.ones_like(left) if attack.all_images else left
+                records = self._stage(attack, eps, verdicts.index[exposed])
+                robust = table.add(attack, eps, records, exposed)
+                left = left & robust if attack.queries_victim else left
                 self.run.write_unfinished({"ladder": {"rows": table.rows}})
         return table
 
-    def _judges(self, rung: Rung) -> dict[str, nn.Module]:
-        if rung.judges is not None:
-            return {f"set {number}": model for number, model in enumerate(rung.judges, start=1)}
-        return {VICTIM: self.context.model, **(self.armed.witnesses if rung.level == "T2" else {})}
+    def _judges(self, attack: LevelAttack) -> dict[str, nn.Module]:
+        if attack.judges is not None:
+            return {f"set {number}": model for number, model in enumerate(attack.judges, start=1)}
+        return {VICTIM: self.context.model, **(self.prepared.controls if attack.level == "T2" else {})}
 
-    def _stage(self, rung: Rung, eps: float, indices: Tensor) -> list[BatchRecord]:
-        attack, threat, context, judges = rung.attack(eps), Linf(eps), self.context, self._judges(rung)
+    def _stage(self, level_attack: LevelAttack, eps: float, indices: Tensor) -> list[BatchRecord]:
+        attack, source, threat = level_attack.attack(eps), level_attack.source, Linf(eps)
+        context, judges = self.context, self._judges(level_attack)
         broken = 0
 
         def work(number: int, batch: Batch) -> BatchRecord:
             refuse_lost_images(batch)
-            rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device).stream(rung.title)
-            with count_passes(rung.source) as cost:
-                z = attack(rung.source, batch.x, batch.y, rng)
-            piece = {
+            rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device).stream(level_attack.title)
+            with count_passes(source) as cost:
+                z = attack(source, batch.x, batch.y, rng)
+            record = {
                 "index": batch.indices.cpu().numpy(),
-                "gradients": np.asarray(rung.models * cost.gradients),
-                "forwards": np.asarray(rung.models * cost.forwards),
+                "gradients": np.asarray(level_attack.models * cost.gradients),
+                "forwards": np.asarray(level_attack.models * cost.forwards),
             }
             for name, model in judges.items():
                 with frozen(model):
                     verdict = judge(model, threat, batch.x, z, batch.y)
-                piece[f"right:{name}"] = verdict.held.cpu().numpy()
-                piece["void"] = verdict.void.cpu().numpy()
-            if rung.features:
-                moved = _cosines(self.armed.arms, batch.x, z)
-                piece |= {f"cosine:{name}": each.cpu().numpy() for name, each in moved.items()}
-            return piece
+                record[f"right:{name}"] = verdict.held.cpu().numpy()
+                record["void"] = verdict.void.cpu().numpy()
+            if level_attack.features:
+                moved = _cosines(self.prepared.assets, batch.x, z)
+                record |= {f"cosine:{name}": each.cpu().numpy() for name, each in moved.items()}
+            return record
 
-        def tell(piece: BatchRecord) -> str:
+        def summarize(record: BatchRecord) -> str:
             nonlocal broken
             deployed = [VICTIM] if VICTIM in judges else list(judges)
-            broken += int((~np.logical_and.reduce([piece[f"right:{name}"] for name in deployed])).sum())
+            broken += int((~np.logical_and.reduce([record[f"right:{name}"] for name in deployed])).sum())
             return f"{broken} wrong"
 
-        return run_stage(context, f"{rung.title} at {quantity_text(eps)}", indices, work, tell)
+        return run_stage(context, f"{level_attack.title} at {quantity_text(eps)}", indices, work, summarize)
 
 
 @torch.no_grad()
-def _cosines(arms: AttackerAssets, x: Tensor, z: Tensor) -> dict[str, Tensor]:
-    """Attacked features with the tokens, against those of the bare backbone (the paper's text) and against the
-    victim's own (the released code), and without tokens; per token, and per channel as in the released code; of
-    pooled features, too, where the defence compares those."""
-    victim, bare = arms.victim, arms.victim.classifier
+def _cosines(assets: AttackerAssets, x: Tensor, z: Tensor) -> dict[str, Tensor]:
+    """Cosines of attacked features with the tokens to those of the bare backbone (the paper's text) and to the
+    victim's own (the released code), and without tokens; per token, and per channel as in the released code; of pooled
+    features, too, if the defense compares those."""
+    victim, bare = assets.victim, assets.victim.classifier
     found: dict[str, Tensor] = {}
-    for kind in dict.fromkeys(("tokens", arms.features)):
+    for kind in dict.fromkeys(("tokens", assets.features)):
         clean, own = final_features(bare, x, kind), final_features(victim, x, kind)
         with_tokens, without = final_features(victim, z, kind), final_features(bare, z, kind)
         pairs = {"to bare": (with_tokens, clean), "to own": (with_tokens, own), "no tokens": (without, clean)}
-        for axis, called in _COSINES[kind].items():
-            found |= {f"{name}, {called}": feature_cosine(*pair, axis) for name, pair in pairs.items()}
+        for axis, name_of_axis in _COSINES[kind].items():
+            found |= {f"{name}, {name_of_axis}": feature_cosine(*pair, axis) for name, pair in pairs.items()}
     return found

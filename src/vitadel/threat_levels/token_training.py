@@ -17,51 +17,51 @@ from vitadel.training.recipes.documents import compose, rows
 from vitadel.training.run import open_training, run_harden
 from vitadel.training.trainables.tokens import Tokens
 
-__all__ = ["TokenRecipe", "Trainer", "TrainingRun", "control_changes", "read_recipe"]
+__all__ = ["TokenRecipe", "TokenTraining", "Trainer", "control_changes", "read_recipe"]
 
 _AS_WRITTEN: dict[str, Any] = {}
 _CONTROLS: dict[str, dict[str, Any]] = {
     "tokens trained on noise": {"objective.attack": "noise"},
     "tokens trained to change nothing": {"objective.attack": "noise", "objective.recovery": 0.0},
 }
-"""How the recipe is changed for tokens that never saw an attack."""
+"""Changes of the recipe for tokens that are trained without an attack."""
 
 
 @dataclass(frozen=True)
 class TokenRecipe:
-    """The defender's recipe, which attackers are taken to know; `text` is how it was named."""
+    """The defender's recipe, which attackers are assumed to know; `text` is the name that was given."""
 
     text: str
     name: str
     row: str | None
 
-    def built(self, changes: Mapping[str, Any] = _AS_WRITTEN, what: str = "") -> Recipe:
-        """Without a test and a tracker, which no set here needs; `what` is to be trained, for messages."""
+    def build(self, changes: Mapping[str, Any] = _AS_WRITTEN, what: str = "") -> Recipe:
+        """Build it without test data and tracker, which no set here needs; `what` is to be trained, for messages."""
         overrides = {"train.tracker": "none", "data.test": None, **changes}
         return build_recipe(compose(self.name, self.row, overrides), f"{self.text} ({what})" if what else self.text)
 
     @property
     def scale(self) -> float:
-        """Of the noise that tokens start from."""
-        return float(getattr(self.built().adapter, "scale", 0.01))
+        """Scale of the noise that tokens start from."""
+        return float(getattr(self.build().adapter, "scale", 0.01))
 
     @property
     def features(self) -> str:
-        """Which features the defence compares, and so the paper's attack: tokens, or one pooled vector per image."""
-        return str(getattr(self.built().objective, "features", "tokens"))
+        """Which features the defense, and so the paper's attack, compares: tokens, or one pooled vector per image."""
+        return str(getattr(self.build().objective, "features", "tokens"))
 
 
 def read_recipe(text: str) -> TokenRecipe:
-    """NAME or NAME:ROW, of a shipped recipe or of a file; a `UserError` if there is none, or if it trains no tokens."""
+    """Read NAME or NAME:ROW of a recipe or a file; a `UserError` if it does not exist or trains no tokens."""
     name, _, row = (text, "", "") if ":" not in text or text.endswith((".yaml", ".yml")) else text.rpartition(":")
     there = rows(name)
     if there and not row:
         raise UserError(
-            f"--recipe {text}: this recipe is a table, and tokens were trained by one of its rows. Name it, as in "
-            f"--recipe {name}:{there[0]}; there is {', '.join(there)}."
+            f"--recipe {text}: this recipe is a table, and tokens are trained by one of its rows. Name it, as in "
+            f"--recipe {name}:{there[0]}. Known rows: {', '.join(there)}."
         )
     recipe = TokenRecipe(text, name, row or None)
-    built = recipe.built()
+    built = recipe.build()
     if not isinstance(built.adapter, Tokens):
         use = dict(built.document.get("adapter") or {}).get("use", "whole_model")
         raise UserError(
@@ -72,28 +72,28 @@ def read_recipe(text: str) -> TokenRecipe:
 
 
 def control_changes(recipe: TokenRecipe) -> dict[str, dict[str, Any]]:
-    """How the recipe is changed for tokens that never saw an attack, by what they saw instead.
+    """Changes of the recipe for tokens that are trained without an attack, by the name of the control.
 
     Noise has the budget that the attack of the recipe has in pixels.
     """
-    built = recipe.built()
+    built = recipe.build()
     budget = built.threat.eps * pixels_per_unit(built.objective.attack)
     return {name: {**changes, "threat.eps": budget} for name, changes in _CONTROLS.items()}
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingRun:
-    """What token sets are trained by, on the victim's frozen classifier; `data` None means the recipe's own images."""
+class TokenTraining:
+    """How token sets are trained on the victim's frozen classifier; `data` None means the recipe's own images."""
 
     victim: TokenClassifier
     recipe: TokenRecipe
     data: str | None
     data_root: str | Path | None
 
-    def built(self, what: str, seed: int, changes: Mapping[str, Any] = _AS_WRITTEN) -> Recipe:
-        """The recipe for one set, which has as many tokens as the victim, in the same place.
+    def build(self, what: str, seed: int, changes: Mapping[str, Any] = _AS_WRITTEN) -> Recipe:
+        """The recipe for one set, with as many tokens as the victim, in the same place.
 
-        Each set has a seed of its own, from which both its start and its choice of images come.
+        Each set has its own seed, for its initial tokens and its choice of images.
         """
         overrides: dict[str, Any] = {
             "adapter.count": len(self.victim.tokens),
@@ -103,47 +103,45 @@ class TrainingRun:
             **({} if self.data is None else {"data.train": self.data}),
             **changes,
         }
-        return self.recipe.built(overrides, what)
+        return self.recipe.build(overrides, what)
 
     def check(self, processes: Processes, variants: Mapping[str, Mapping[str, Any]]) -> None:
-        """Build the recipe with each variant's changes and open its data: a `UserError` now, not after hours."""
-        built = [self.built(what, 0, changes) for what, changes in variants.items()]
+        """Build the recipe with each variant's changes and open its data, so that a `UserError` comes now."""
+        built = [self.build(what, 0, changes) for what, changes in variants.items()]
         open_training(built[0], processes, self.data_root, self.victim.classifier)
 
 
 @dataclass(frozen=True, eq=False)
 class Trainer:
-    """Trains in run folders below `folder`, so that a resumed ladder finds its sets again."""
+    """Trains in run folders below `folder`, so that a resumed run finds its sets."""
 
     folder: Path
     processes: Processes
-    shown: bool = False
+    show_progress: bool = False
 
-    def several(self, lesson: TrainingRun, name: str, count: int, seed: int) -> tuple[TokenClassifier, ...]:
-        return tuple(self.train(lesson, f"{name} {number + 1}", seed + number) for number in range(count))
+    def train_several(self, training: TokenTraining, name: str, count: int, seed: int) -> tuple[TokenClassifier, ...]:
+        return tuple(self.train(training, f"{name} {number + 1}", seed + number) for number in range(count))
 
-    def controls(self, lesson: TrainingRun, seed: int) -> dict[str, TokenClassifier]:
-        """Tokens that never saw an attack, by what they saw instead."""
-        changes = control_changes(lesson.recipe)
-        return {name: self.train(lesson, name, seed + k, changes[name]) for k, name in enumerate(changes)}
+    def train_controls(self, training: TokenTraining, seed: int) -> dict[str, TokenClassifier]:
+        """Train tokens without an attack, by the name of the control."""
+        changes = control_changes(training.recipe)
+        return {name: self.train(training, name, seed + k, changes[name]) for k, name in enumerate(changes)}
 
     def train(
-        self, lesson: TrainingRun, name: str, seed: int, changes: Mapping[str, Any] = _AS_WRITTEN
+        self, training: TokenTraining, name: str, seed: int, changes: Mapping[str, Any] = _AS_WRITTEN
     ) -> TokenClassifier:
         out = self.folder / name.replace(" ", "-")
         try:
             run_harden(
-                lesson.built(name, seed, changes),
-                f"{lesson.recipe.text} ({name})",
+                training.build(name, seed, changes),
+                f"{training.recipe.text} ({name})",
                 self.processes,
                 out=out,
                 resume=True,
-                show_progress=self.shown,
-                data_root=lesson.data_root,
-                model=lesson.victim.classifier,
+                show_progress=self.show_progress,
+                data_root=training.data_root,
+                model=training.victim.classifier,
             )
         except UserError as mistake:
-            raise UserError(
-                f"the ladder could not train tokens ({name}) by '{lesson.recipe.text}': {mistake}"
-            ) from mistake
-        return load_tokens(out / "weights" / "best.safetensors", lesson.victim.classifier).eval()
+            raise UserError(f"could not train tokens ({name}) by '{training.recipe.text}': {mistake}") from mistake
+        return load_tokens(out / "weights" / "best.safetensors", training.victim.classifier).eval()

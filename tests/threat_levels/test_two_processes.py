@@ -1,4 +1,4 @@
-"""Two processes climb to the verdicts of one."""
+"""Two processes give the verdicts of one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from vitadel.backbones.load import load_model
 
 SCRIPT = """
 import sys
-from vitadel.evaluation.engine.target import open_subject
-from vitadel.threat_levels.run import run_ladder
-from vitadel.threat_levels.request import LadderOrder
+from vitadel.evaluation.engine.target import open_target
+from vitadel.threat_levels.run import run_threat_levels
+from vitadel.threat_levels.request import ThreatLevelsRequest
 from vitadel.runtime.distributed import join_processes
 
 tokens, recipe, out = sys.argv[1:]
-order = LadderOrder(
+request = ThreatLevelsRequest(
     eps=(4 / 255,), levels=("T0", "T3", "T6", "T7"), steps=2, white_box=(), surrogates=1, recipe=recipe,
     extraction=(16, 2), limit=20, batch_size=4,
 )
-subject = open_subject("zoo:shapes-standard", "shapes", tokens=tokens)
-run_ladder(subject, order, join_processes("cpu"), out=out)
+target = open_target("zoo:shapes-standard", "shapes", tokens=tokens)
+run_threat_levels(target, request, join_processes("cpu"), out=out)
 """
 
 
@@ -37,8 +37,8 @@ def tokens(tmp_path):
     return file
 
 
-def climbed(tmp_path, tokens, processes):
-    script, recipe, out = tmp_path / "climb.py", tmp_path / "short.yaml", tmp_path / str(processes)
+def run_with(tmp_path, tokens, processes):
+    script, recipe, out = tmp_path / "levels.py", tmp_path / "short.yaml", tmp_path / str(processes)
     script.write_text(SCRIPT)
     recipe.write_text(
         "extends: tokens/shapes\ndata: {limit: 8, held_out: 10}\ntrain: {batch_size: 4}\n"
@@ -58,7 +58,7 @@ def climbed(tmp_path, tokens, processes):
 
 
 def test_two_processes_tell_what_one_tells(tmp_path, tokens):
-    one, two = (climbed(tmp_path, tokens, count) for count in (1, 2))
+    one, two = (run_with(tmp_path, tokens, count) for count in (1, 2))
     assert one["complete"]
     assert two["complete"]
     for first, second in zip(one["ladder"]["rows"], two["ladder"]["rows"], strict=True):

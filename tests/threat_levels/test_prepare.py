@@ -1,4 +1,4 @@
-"""What a climb needs is looked at before it begins: recipes, images to train on, images to fit tokens to."""
+"""Inputs are checked before a run begins: recipes, images to train on, images to fit tokens to."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
 from vitadel.threat_levels import prepare, run, token_training
 from vitadel.threat_levels.levels import AttackerAssets
-from vitadel.threat_levels.prepare import gather
+from vitadel.threat_levels.prepare import open_provided
 from vitadel.threat_levels.request import ThreatLevelsRequest
-from vitadel.threat_levels.run import run_ladder
+from vitadel.threat_levels.run import run_threat_levels
 from vitadel.threat_levels.token_training import read_recipe
 
 CPU = join_processes("cpu")
@@ -49,23 +49,23 @@ def written(folder, **data):
     return str(file)
 
 
-def gathered(target, **changes):
+def provided_for(target, **changes):
     request = ThreatLevelsRequest(**{**SHORT, **changes})
     indices, _ = target.selection(request.limit, 0, False)
-    return gather(target, AttackerAssets(target.model), request, indices, CPU)
+    return open_provided(target, AttackerAssets(target.model), request, indices, CPU)
 
 
 def test_each_kind_of_sets_has_its_images(target, recipe):
     """Attackers have theirs; what the defender trained, or might have trained instead, is by the recipe's."""
-    supplies = gathered(target, levels=("T2", "T3", "T8"), recipe=recipe, attacker_data=THEIRS)
-    assert {name: lesson.data for name, lesson in supplies.lessons.items()} == {
+    provided = provided_for(target, levels=("T2", "T3", "T8"), recipe=recipe, attacker_data=THEIRS)
+    assert {name: lesson.data for name, lesson in provided.trainings.items()} == {
         "surrogates": THEIRS,
         "bank": None,
         "controls": None,
     }
-    assert supplies.settings()["control_data"] is None
-    assert supplies.lessons["surrogates"].built("x", 3).data.train == THEIRS
-    assert supplies.lessons["bank"].built("x", 3).data.train == "shapes@train"
+    assert provided.settings()["control_data"] is None
+    assert provided.trainings["surrogates"].build("x", 3).data.train == THEIRS
+    assert provided.trainings["bank"].build("x", 3).data.train == "shapes@train"
 
 
 def test_controls_are_trained_on_the_attackers_images_if_there_are_no_others(target, far_away, tmp_path, monkeypatch):
@@ -78,34 +78,34 @@ def test_controls_are_trained_on_the_attackers_images_if_there_are_no_others(tar
     monkeypatch.setattr(token_training, "run_harden", harden)
     request = ThreatLevelsRequest(**SHORT, levels=("T2",), recipe=far_away, attacker_data=THEIRS)
     with pytest.raises(Interrupted):
-        run_ladder(target, request, CPU, out=tmp_path / "run")
+        run_threat_levels(target, request, CPU, out=tmp_path / "run")
     ((title, data, attack),) = seen
     assert title == f"{far_away} (tokens trained on noise)"
     assert data == THEIRS
     assert type(attack).__name__ == "Noise"
-    supplies = gathered(target, levels=("T2",), recipe=far_away, attacker_data=THEIRS)
-    assert supplies.settings()["control_data"] == THEIRS  # a resumed climb must agree
+    provided = provided_for(target, levels=("T2",), recipe=far_away, attacker_data=THEIRS)
+    assert provided.settings()["control_data"] == THEIRS  # a resumed run must agree
 
 
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({"levels": ("T2",)}, r"cannot train controls.*not/here.*Say on which images with --attacker-data"),
-        ({"levels": ("T3",)}, r"cannot train surrogates.*not/here.*Say on which images.*files with --surrogates"),
+        ({"levels": ("T2",)}, r"cannot train controls.*not/here.*Give images with --attacker-data"),
+        ({"levels": ("T3",)}, r"cannot train surrogates.*not/here.*Give images with.*files with --surrogates"),
         (
             {"levels": ("T3",), "attacker_data": "folder:nor/there@train"},
             r"cannot train surrogates.*nor/there.*Give other images with --attacker-data",
         ),
         (
             {"levels": ("T8",), "attacker_data": THEIRS},
-            r"cannot train sets for a bank.*not/here.*bring token files with --bank",
+            r"cannot train sets for a bank.*not/here.*give token files with --bank",
         ),
     ],
     ids=["controls", "surrogates", "attackers", "bank"],
 )
-def test_images_that_are_not_there_are_told_before_anything_is_spent(target, far_away, tmp_path, asked, told):
+def test_missing_images_are_reported_before_anything_is_spent(target, far_away, tmp_path, asked, told):
     with pytest.raises(UserError, match=told):
-        run_ladder(target, ThreatLevelsRequest(**SHORT, recipe=far_away, **asked), CPU, out=tmp_path / "run")
+        run_threat_levels(target, ThreatLevelsRequest(**SHORT, recipe=far_away, **asked), CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -113,25 +113,27 @@ def test_images_that_are_not_there_are_told_before_anything_is_spent(target, far
     ("recipe", "told"),
     [
         ("tokens/shaeps", "unknown recipe 'tokens/shaeps'.*tokens/shapes"),
-        ("tokens/paper", r"--recipe tokens/paper: this recipe is a table.*--recipe tokens/paper:dinov2-s; there is"),
+        ("tokens/paper", r"--recipe tokens/paper: this recipe is a table.*--recipe tokens/paper:dinov2-s. Known rows:"),
         ("tokens/paper:dinov2-x", "has no row 'dinov2-x'; it has: dinov2-s"),
         ("tokens/shapes:r1", "is a single training and has no row 'r1'"),
         ("shapes/trades", "--recipe shapes/trades trains no robustness tokens .its adapter is whole_model"),
     ],
 )
-def test_a_wrong_recipe_is_told_before_there_is_a_folder(target, tmp_path, recipe, told):
+def test_a_wrong_recipe_is_reported_before_there_is_a_folder(target, tmp_path, recipe, told):
     with pytest.raises(UserError, match=told):
-        run_ladder(target, ThreatLevelsRequest(**SHORT, levels=("T2",), recipe=recipe), CPU, out=tmp_path / "run")
+        run_threat_levels(
+            target, ThreatLevelsRequest(**SHORT, levels=("T2",), recipe=recipe), CPU, out=tmp_path / "run"
+        )
     assert not (tmp_path / "run").exists()
 
 
 def test_a_row_is_named_behind_a_colon(tmp_path):
-    assert read_recipe("tokens/shapes-count:r20").built().adapter.count == 20
+    assert read_recipe("tokens/shapes-count:r20").build().adapter.count == 20
     assert read_recipe("tokens/paper:dinov2-b").features == "tokens"
     assert read_recipe("tokens/paper:openclip-b").features == "pooled"
     file = tmp_path / "table.yaml"
     file.write_text("extends: tokens/shapes\nsweep: [{few: {adapter.count: 2}, many: {adapter.count: 30}}]\n")
-    assert read_recipe(f"{file}:many").built().adapter.count == 30
+    assert read_recipe(f"{file}:many").build().adapter.count == 30
 
 
 @pytest.mark.parametrize(("count", "enough"), [(16, False), (17, True)])
@@ -139,14 +141,14 @@ def test_images_to_fit_tokens_to_are_counted(target, tmp_path, count, enough):
     file = tmp_path / "few.npz"
     np.savez(file, images=np.zeros((count, 32, 32, 3), np.uint8), labels=np.arange(count) % 10)
     if enough:
-        assert len(gathered(target, levels=("T7",), attacker_data=f"npz:{file}").images[1]) == count
+        assert len(provided_for(target, levels=("T7",), attacker_data=f"npz:{file}").images[1]) == count
         return
     with pytest.raises(UserError, match=r"measures its fit by 16 others, but npz:\S+ has 16\. Give more"):
-        gathered(target, levels=("T7",), attacker_data=f"npz:{file}")
+        provided_for(target, levels=("T7",), attacker_data=f"npz:{file}")
 
 
 def test_fitted_tokens_are_kept_and_found_again(target, tmp_path, monkeypatch):
-    """A resumed climb goes on with the tokens that it began with, and with their numbers."""
+    """A resumed run continues with its tokens and their numbers."""
     request, out = ThreatLevelsRequest(**SHORT, levels=("T7",)), tmp_path / "run"
     with monkeypatch.context() as patch:
         real, calls = run.judge, 0
@@ -160,7 +162,7 @@ def test_fitted_tokens_are_kept_and_found_again(target, tmp_path, monkeypatch):
 
         patch.setattr(run, "judge", fragile)
         with pytest.raises(RuntimeError, match="power cut"):
-            run_ladder(target, request, CPU, out=out)
+            run_threat_levels(target, request, CPU, out=out)
     files = sorted((out / "sets").iterdir())
     assert [file.name for file in files] == ["extracted-from-features.safetensors", "extracted-from-scores.safetensors"]
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
@@ -168,12 +170,12 @@ def test_fitted_tokens_are_kept_and_found_again(target, tmp_path, monkeypatch):
     # Without the tokens, as an earlier version left its folders, verdicts on them cannot be gone on with.
     files[0].unlink()
     with pytest.raises(UserError, match=r"verdicts about tokens fitted to features .T7., but not these tokens"):
-        run_ladder(target, request, CPU, out=out, resume=True)
+        run_threat_levels(target, request, CPU, out=out, resume=True)
     for file, content in begun.items():
         file.write_bytes(content)
         file.chmod(0o600)
     monkeypatch.setattr(prepare, "extract_tokens", lambda *arguments, **named: pytest.fail("fitted again"))
-    results = run_ladder(target, request, CPU, out=out, resume=True).results
+    results = run_threat_levels(target, request, CPU, out=out, resume=True).results
     assert {file: file.read_bytes() for file in files} == begun
     fits = results["ladder"]["extraction"]
     assert [fit["from"] for fit in fits] == ["features", "scores"]
@@ -185,7 +187,7 @@ def test_the_features_of_the_recipe_are_those_attacked(target, tmp_path):
     file = tmp_path / "pooled.yaml"
     file.write_text("extends: tokens/shapes\nobjective: {features: pooled, attack: 'features-1(features=pooled)'}\n")
     request = ThreatLevelsRequest(**SHORT, levels=("T6",), recipe=str(file))
-    (row, _) = run_ladder(target, request, CPU, out=tmp_path / "run").results["ladder"]["rows"]
+    (row, _) = run_threat_levels(target, request, CPU, out=tmp_path / "run").results["ladder"]["rows"]
     assert row["attack"] == "features-2, pooled"
     assert {name for name in row["cosines"] if name.endswith("pooled")} == {
         "to bare, pooled",

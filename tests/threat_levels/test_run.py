@@ -1,4 +1,4 @@
-"""A whole climb on a tiny victim: the same verdicts as by hand, killed or not, and numbers that fit together."""
+"""A whole run on a tiny victim: the same verdicts as by hand, killed or not, and consistent numbers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.heads.linear_probe import Probe
 from vitadel.runtime.distributed import join_processes
 from vitadel.runtime.rng import SampleRNG
-from vitadel.threat_levels import run as climb
+from vitadel.threat_levels import run
 from vitadel.threat_levels import token_training as training
-from vitadel.threat_levels.levels import LEVELS, AttackerAssets, rungs
+from vitadel.threat_levels.levels import LEVELS, AttackerAssets, level_attacks
 from vitadel.threat_levels.request import ThreatLevelsRequest
-from vitadel.threat_levels.run import run_ladder
-from vitadel.threat_levels.table import LadderTable
+from vitadel.threat_levels.run import run_threat_levels
+from vitadel.threat_levels.table import ThreatLevelTable
 from vitadel.training.recipes.build import build_recipe
 from vitadel.training.recipes.documents import compose
 
@@ -89,12 +89,12 @@ def request_of(sets, recipe, **changes):
 
 @pytest.fixture(scope="module")
 def finished(target, sets, recipe, classifier, tmp_path_factory):
-    out = tmp_path_factory.mktemp("climb") / "run"
+    out = tmp_path_factory.mktemp("levels") / "run"
     other = load_model("zoo:shapes-robust")
-    return run_ladder(target, request_of(sets, recipe), CPU, out=out, other=other).results, out
+    return run_threat_levels(target, request_of(sets, recipe), CPU, out=out, other=other).results, out
 
 
-def test_every_level_was_climbed_at_every_budget(finished):
+def test_every_level_runs_at_every_budget(finished):
     results, _ = finished
     ladder = results["ladder"]
     assert results["complete"]
@@ -166,7 +166,7 @@ def test_a_victim_and_attackers_choose_between_the_classes_that_count(tmp_path):
     request = ThreatLevelsRequest(
         eps=EPS[:1], levels=("T0", "T1", "T5", "T6"), steps=2, queries=5, white_box=("apgd-ce(steps=2)",), batch_size=2
     )
-    results = run_ladder(tokened, request, CPU, out=tmp_path / "run", other=other).results
+    results = run_threat_levels(tokened, request, CPU, out=tmp_path / "run", other=other).results
     assert results["data"]["classes"] == 200
     assert results["clean"]["correct"] == RIGHT
     assert {row["level"] for row in results["ladder"]["rows"]} == {"T0", "T1", "T5", "T6"}
@@ -210,7 +210,7 @@ def test_no_token_and_no_salt_is_written(finished, target):
 
 
 def test_broken_off_and_resumed_it_tells_the_same(finished, target, sets, recipe, tmp_path, monkeypatch):
-    real, calls = climb.judge, 0
+    real, calls = run.judge, 0
 
     def fragile(*arguments):
         nonlocal calls
@@ -219,20 +219,20 @@ def test_broken_off_and_resumed_it_tells_the_same(finished, target, sets, recipe
             raise RuntimeError("power cut")
         return real(*arguments)
 
-    monkeypatch.setattr(climb, "judge", fragile)
+    monkeypatch.setattr(run, "judge", fragile)
     request, other = request_of(sets, recipe), load_model("zoo:shapes-robust")
     with pytest.raises(RuntimeError, match="power cut"):
-        run_ladder(target, request, CPU, out=tmp_path / "run", other=other)
+        run_threat_levels(target, request, CPU, out=tmp_path / "run", other=other)
     assert not json.loads((tmp_path / "run" / "results.json").read_text())["complete"]
     monkeypatch.undo()
-    again = run_ladder(target, request, CPU, out=tmp_path / "run", other=other, resume=True).results
+    again = run_threat_levels(target, request, CPU, out=tmp_path / "run", other=other, resume=True).results
     results, _ = finished
 
     def plain(told):
         rows = [{key: value for key, value in row.items() if key != "seconds"} for row in told["ladder"]["rows"]]
         return rows, told["ladder"]["controls"], told["ladder"]["worst_case"], told["clean"]
 
-    # Token sets that the ladder trains are named by salted fingerprints, which differ; what they do does not.
+    # Token sets that are trained here are named by salted fingerprints, which differ; what they do does not.
     assert plain(again) == plain(results)
 
 
@@ -240,7 +240,7 @@ def test_heads_of_victim_and_attacker_are_put_on_the_frozen_features(target, set
     torch.manual_seed(1)
     theirs, ours = torch.nn.Linear(96, 10), torch.nn.Linear(96, 10)
     request = request_of(sets, recipe, levels=("T0", "T5"), eps=EPS[:1])
-    results = run_ladder(
+    results = run_threat_levels(
         target,
         request,
         CPU,
@@ -253,24 +253,26 @@ def test_heads_of_victim_and_attacker_are_put_on_the_frozen_features(target, set
     with torch.no_grad():
         right = Probe(target.model, ours, 1, False)(batch.x).argmax(1) == batch.y
     assert results["clean"]["correct"] == int(right.sum()) < 15
-    arms = AttackerAssets(target.model, own_head=lambda model: Probe(model, theirs, 1, False))
-    (own,) = [rung for rung in rungs(("T2",), arms, 3, 10, ()) if "own head" in rung.name]
+    assets = AttackerAssets(target.model, own_head=lambda model: Probe(model, theirs, 1, False))
+    (own,) = [attack for attack in level_attacks(("T2",), assets, 3, 10, ()) if "own head" in attack.name]
     assert own.source.head is theirs
     assert own.source.model is target.model.classifier
 
 
 def test_a_model_without_tokens_is_told(tmp_path):
     plain = open_target("zoo:shapes-standard", "shapes")
-    with pytest.raises(UserError, match=r"judges secret tokens, and 'zoo:shapes-standard' has none.*--tokens FILE"):
-        run_ladder(plain, ThreatLevelsRequest(limit=10, recipe="tokens/shapes"), CPU, out=tmp_path / "run")
+    with pytest.raises(UserError, match=r"judge secret tokens, and 'zoo:shapes-standard' has none.*--tokens FILE"):
+        run_threat_levels(plain, ThreatLevelsRequest(limit=10, recipe="tokens/shapes"), CPU, out=tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     "changes", [{"levels": ("T1",)}, {"levels": ("T3", "T4"), "surrogates": 0}, {"levels": ("T8",), "bank": ()}]
 )
-def test_somebody_must_be_there_to_climb(target, sets, recipe, tmp_path, changes):
-    with pytest.raises(UserError, match=f"nobody is there to climb {', '.join(changes['levels'])}: T1 needs .*--other"):
-        run_ladder(target, request_of(sets, recipe, **changes), CPU, out=tmp_path / "run")
+def test_at_least_one_attack_must_be_available(target, sets, recipe, tmp_path, changes):
+    with pytest.raises(
+        UserError, match=f"no attack is available for {', '.join(changes['levels'])}: T1 needs .*--other"
+    ):
+        run_threat_levels(target, request_of(sets, recipe, **changes), CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -280,11 +282,11 @@ def test_the_sets_of_a_bank_are_alike(target, classifier, sets, recipe, tmp_path
     save_tokens(TokenClassifier(classifier, fresh_tokens(96, count, seed=8), placement=placement), file, {})
     told = rf"set 1 of --bank has {count} tokens \({placement}\), the victim 4 \(prefix\)"
     with pytest.raises(UserError, match=told):
-        run_ladder(target, request_of(sets, recipe, levels=("T8",), bank=(file,)), CPU, out=tmp_path / "run")
+        run_threat_levels(target, request_of(sets, recipe, levels=("T8",), bank=(file,)), CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     # An attacker may guess the number of tokens, and their place, as it likes.
     request = request_of(sets, recipe, levels=("T3", "T4"), surrogates=(file,), eps=EPS[:1], steps=1, limit=4)
-    results = run_ladder(target, request, CPU, out=tmp_path / "run").results
+    results = run_threat_levels(target, request, CPU, out=tmp_path / "run").results
     assert [row["attack"] for row in results["ladder"]["rows"]] == ["pgd-1, set 1", "pgd-1, bare and 1 set"]
 
 
@@ -293,14 +295,14 @@ def test_another_model_must_have_the_same_classes(target, sets, recipe, tmp_path
     kwargs = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
     other = load_model("vit_tiny_patch16_224", weights="random", num_classes=7, kwargs=kwargs)
     with pytest.raises(UserError, match="has 7 classes, the victim 10"):
-        run_ladder(target, request_of(sets, recipe, levels=("T1",)), CPU, out=tmp_path / "run", other=other)
+        run_threat_levels(target, request_of(sets, recipe, levels=("T1",)), CPU, out=tmp_path / "run", other=other)
 
 
 def test_the_worst_case_keeps_what_was_found_at_smaller_budgets(target):
     """A transfer attack may lose an image again at a larger budget; the smaller perturbation is still there."""
     indices, _ = target.selection(4, 0, False)
     verdicts = Verdicts(indices, target.source.labels()[indices], target.source.labels()[indices], [])
-    table = LadderTable(
+    table = ThreatLevelTable(
         ThreatLevelsRequest(eps=EPS, levels=("T2",), recipe="x"), verdicts, AttackerAssets(target.model), {}
     )
     held = {EPS[0]: [True, False, True, True], EPS[1]: [True, True, False, True], 8 / 255: [False, True, True, True]}
@@ -311,7 +313,7 @@ def test_the_worst_case_keeps_what_was_found_at_smaller_budgets(target):
     assert table.worst(EPS[0]).tolist() == [True, False, True, True]
     assert table.worst(EPS[1]).tolist() == [False, False, False, True]  # the released attack changes 2 grey levels
     assert table.level("T2", EPS[1]).tolist() == [True, True, False, True]
-    bank = LadderTable(
+    bank = ThreatLevelTable(
         ThreatLevelsRequest(eps=EPS, levels=("T8",), recipe="x"), verdicts, AttackerAssets(target.model), {}
     )
     bank.rows.append({"level": "T8", "attack": "pgd", "eps": EPS[0], "in_pixels": True})
@@ -327,13 +329,13 @@ def test_who_sees_verdicts_keeps_what_it_found_by_moving_features(target):
     """T6: all images are attacked at every budget, for their cosines, and one that fell before stays fallen."""
     indices, _ = target.selection(3, 0, False)
     labels = target.source.labels()[indices]
-    arms, verdicts = AttackerAssets(target.model), Verdicts(indices, labels, labels, [])
-    table = LadderTable(ThreatLevelsRequest(eps=EPS, levels=("T2", "T6"), recipe="x"), verdicts, arms, {})
-    for rung in [rung for rung in rungs(("T2", "T6"), arms, 3, 10, ()) if rung.name == "features-3"]:
+    assets, verdicts = AttackerAssets(target.model), Verdicts(indices, labels, labels, [])
+    table = ThreatLevelTable(ThreatLevelsRequest(eps=EPS, levels=("T2", "T6"), recipe="x"), verdicts, assets, {})
+    for attack in [attack for attack in level_attacks(("T2", "T6"), assets, 3, 10, ()) if attack.name == "features-3"]:
         for eps, right in ((EPS[0], [False, True, True]), (EPS[1], [True, True, False])):
             zero = np.asarray(0)
             piece = {"right:tokens": np.asarray(right), "void": np.zeros(3, bool), "seconds": zero}
-            table.add(rung, eps, [{**piece, "gradients": zero, "forwards": zero}], torch.ones(3, dtype=torch.bool))
+            table.add(attack, eps, [{**piece, "gradients": zero, "forwards": zero}], torch.ones(3, dtype=torch.bool))
     assert table.held["T6 features-3", EPS[1]].tolist() == [False, True, False]
     assert table.held["T2 features-3", EPS[1]].tolist() == [True, True, False]
 
@@ -343,24 +345,24 @@ def test_the_secret_itself_is_no_surrogate(target, sets, recipe, tmp_path):
     save_tokens(TokenClassifier(target.model.classifier, target.model.tokens.detach()), file, {})
     request = request_of(sets, recipe, levels=("T3",), surrogates=(sets[0], str(file)))
     with pytest.raises(UserError, match="set 2 of --surrogates is the same as the victim's own tokens"):
-        run_ladder(target, request, CPU, out=tmp_path / "run")
+        run_threat_levels(target, request, CPU, out=tmp_path / "run")
     twice = request_of(sets, recipe, levels=("T3",), surrogates=(sets[0], sets[0]))
     with pytest.raises(UserError, match="set 2 of --surrogates is the same as set 1 of --surrogates"):
-        run_ladder(target, twice, CPU, out=tmp_path / "run")
+        run_threat_levels(target, twice, CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_attackers_do_not_train_on_the_audited_images(target, sets, recipe, tmp_path):
     request = request_of(sets, recipe, levels=("T7",), attacker_data="shapes@test")
     with pytest.raises(UserError, match="--attacker-data shapes@test are the audited images, shapes"):
-        run_ladder(target, request, CPU, out=tmp_path / "run")
+        run_threat_levels(target, request, CPU, out=tmp_path / "run")
 
 
 def test_nor_do_those_who_have_the_recipe_s_images(target, sets, recipe, tmp_path):
     request = request_of(sets, recipe, levels=("T3",), surrogates=1)
     audited = dataclasses.replace(target, data_spec=build_recipe(compose(recipe), "short").data.train)
     with pytest.raises(UserError, match=r"trains surrogates on, shapes.*, are the audited images"):
-        run_ladder(audited, request, CPU, out=tmp_path / "run")
+        run_threat_levels(audited, request, CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -368,16 +370,18 @@ def test_an_attacker_s_head_must_have_the_victim_s_classes(target, sets, recipe,
     head = torch.nn.Linear(96, 3)
     own = partial(Probe, head=head, blocks=1, average=False, classes=["a", "b", "c"])
     with pytest.raises(UserError, match="the attacker's own head has 3 classes, the victim 10"):
-        run_ladder(target, request_of(sets, recipe, levels=("T2",)), CPU, out=tmp_path / "run", own_head=own)
+        run_threat_levels(target, request_of(sets, recipe, levels=("T2",)), CPU, out=tmp_path / "run", own_head=own)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_resumed_climb_has_the_same_weapons(target, sets, recipe, tmp_path):
+def test_a_resumed_run_has_the_same_heads(target, sets, recipe, tmp_path):
     request = request_of(sets, recipe, levels=("T0",), eps=EPS[:1])
     heads = [torch.nn.Linear(96, 10) for _ in range(2)]
-    run_ladder(target, request, CPU, out=tmp_path / "run", own_head=lambda model: Probe(model, heads[0], 1, False))
+    run_threat_levels(
+        target, request, CPU, out=tmp_path / "run", own_head=lambda model: Probe(model, heads[0], 1, False)
+    )
     with pytest.raises(UserError, match="own_head: was"):
-        run_ladder(
+        run_threat_levels(
             target,
             request,
             CPU,
@@ -387,13 +391,13 @@ def test_a_resumed_climb_has_the_same_weapons(target, sets, recipe, tmp_path):
         )
 
 
-def test_ctrl_c_in_a_training_inside_names_the_climb(target, sets, recipe, tmp_path, monkeypatch):
+def test_ctrl_c_in_a_training_inside_names_the_whole_run(target, sets, recipe, tmp_path, monkeypatch):
     def interrupted(*arguments, **named):
         raise Interrupted(named["out"])
 
     monkeypatch.setattr(training, "run_harden", interrupted)
     with pytest.raises(Interrupted) as seen:
-        run_ladder(target, request_of(sets, recipe, levels=("T3",), surrogates=1), CPU, out=tmp_path / "run")
+        run_threat_levels(target, request_of(sets, recipe, levels=("T3",), surrogates=1), CPU, out=tmp_path / "run")
     assert seen.value.folder == tmp_path / "run"
 
 
@@ -413,21 +417,21 @@ def test_controls_see_noise_of_the_attack_s_budget_in_pixels(tmp_path):
     [
         ({"eps": ()}, "at least one budget, such as 1/255,4/255"),
         ({"eps": (8.0,)}, "eps 8 is larger than the whole pixel range.*Did you mean 8/255"),
-        ({"eps": (1 / 255, 1.0)}, "above 0 and below 1.*got 1, try 1/255,4/255"),
+        ({"eps": (1 / 255, 1.0)}, "above 0 and below 1.*got 1. Try 1/255,4/255"),
         ({"eps": (0.0,)}, "above 0 and below 1.*got 0"),
         ({"eps": (-1 / 255,)}, "must not be negative"),
-        ({"levels": ()}, "at least one level; there is T0, T1, T2"),
-        ({"levels": ("T99",)}, "unknown level"),
+        ({"levels": ()}, "no threat level is given; choose from T0, T1, T2"),
+        ({"levels": ("T99",)}, "unknown threat level"),
         ({"steps": 0}, "steps must be at least 1"),
-        ({"extraction": (0, 5)}, "extraction is .images to ask about, steps of the fit., each at least 1"),
+        ({"extraction": (0, 5)}, "extraction is .images to query, steps of the fit., each at least 1"),
         ({"surrogates": -1}, "surrogates is a number"),
         ({"white_box": ("pgt-3",)}, "unknown attack 'pgt-3'"),
-        ({"white_box": ("patch-fool",)}, "rules of its own"),
-        ({"white_box": ("eot:2+aas+pgd-3",)}, "must study the model first"),
-        ({"levels": ("T3",)}, "--surrogates 2 .*Say with --recipe how"),
+        ({"white_box": ("patch-fool",)}, "its own threat model"),
+        ({"white_box": ("eot:2+aas+pgd-3",)}, "needs calibration images"),
+        ({"levels": ("T3",)}, "--surrogates 2 .*Give the recipe of the tokens with --recipe"),
     ],
     ids=lambda each: str(each)[:20],
 )
-def test_orders_that_make_no_sense_are_refused(wrong, words):
+def test_wrong_requests_are_refused(wrong, words):
     with pytest.raises(UserError, match=words):
         ThreatLevelsRequest(**{"recipe": None if "levels" in wrong else "tokens/shapes", **wrong})
