@@ -29,8 +29,8 @@ from vitadel.adapters.tora.tora_vit import Tora
 from vitadel.statistics import wilson
 from vitadel.training.recipes.documents import compose, texts
 
-ALONE = """each attack alone, on all images that are right when clean; the worst case counts an image only if it holds
-against all of them."""
+ALONE = """each attack ran alone on all correctly classified images; the worst case counts an image only if every attack
+fails on it."""
 ZOO = Path(__file__).parents[1] / "src" / "vitadel" / "zoo"
 RUNS = Path("runs") / "zoo"
 
@@ -152,7 +152,7 @@ def table(told: Measured) -> str:
     for entry in told.attacks:
         rows.append(row(entry["name"], entry["robust_accuracy"], entry["ci95"]))
         if style := entry["paper_style"]:
-            label = f"{entry['name']}, counted on the rescaled model as in its paper: no estimate of robustness"
+            label = f"{entry['name']}, on the rescaled model as in its paper; not an estimate of robustness"
             n = clean["n"]  # of all images, as above; the results give it of the attacked ones
             rows.append(row(label, style["held"] / n, list(wilson(style["held"], n))))
     rows.append(row("worst case", told.held / clean["n"], list(wilson(told.held, clean["n"]))))
@@ -168,7 +168,7 @@ def card(name: str, entry: Entry, told: Measured, training: dict[str, Any] | Non
     model, threat = results["model"], results["threat"]
     about = texts(entry.recipe)
     alone = any(attack["counts"] == "this attack alone" for attack in told.attacks)
-    how = ALONE if alone else "each attack ran on what the ones before it left standing."
+    how = ALONE if alone else "each attack ran only on the images that earlier attacks did not misclassify."
     words = " ".join([entry.recipe, *entry.settings])
     commands = [f"`vitadel harden {words}{f' --row {each}' if each else ''}`" for each in entry.rows or ("",)]
     course = ""
@@ -176,8 +176,8 @@ def card(name: str, entry: Entry, told: Measured, training: dict[str, Any] | Non
         held_out = training["held_out"]
         robust = "" if held_out["robust"] is None else f", robust {100 * held_out['robust']:.1f} %"
         course = (
-            f"\n- {training['steps']} steps of {training['images_per_step']} images; the best of "
-            f"{training['epochs']} epochs was number {training['best_epoch'] + 1}, by {held_out['n']} held-out "
+            f"\n- {training['steps']} steps of {training['images_per_step']} images; best epoch "
+            f"{training['best_epoch'] + 1} of {training['epochs']}, selected on {held_out['n']} held-out "
             f"training images (clean {100 * held_out['clean']:.1f} %{robust})."
         )
     return f"""# zoo:{name}
@@ -190,7 +190,7 @@ def card(name: str, entry: Entry, told: Measured, training: dict[str, Any] | Non
 {how}
 
 - {model["parameters"]:,} parameters: `{document["model"]["name"]}` {json.dumps(document["model"].get("kwargs", {}))}.
-- Pixels in [0, 1]; normalisation inside the model.{course}
+- Pixels in [0, 1]; normalization inside the model.{course}
 - Made by {" and ".join(commands)}, measured by `scripts/make_zoo.py {name}`.
 - Meant for demonstrations, tests and comparisons of methods at a small scale.{remark and f"{chr(10)}- {remark}"}
 """

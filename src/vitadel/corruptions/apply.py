@@ -21,25 +21,12 @@ __all__ = ["as_bytes", "as_floats", "check_images", "corrupt", "minimum_size", "
 
 _PIXELS_AT_ONCE = 1 << 16  # one image of 224 pixels, or 64 of 32
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "gaussian_noise": gaussian_noise,
-    "shot_noise": shot_noise,
-    "impulse_noise": impulse_noise,
-    "defocus_blur": defocus_blur,
-    "glass_blur": glass_blur,
-    "motion_blur": motion_blur,
-    "zoom_blur": zoom_blur,
-    "snow": snow,
-    "frost": frost,
-    "fog": fog,
-    "brightness": brightness,
-    "contrast": contrast,
-    "elastic_transform": elastic_transform,
-    "pixelate": pixelate,
-    "jpeg_compression": jpeg_compression,
-    "speckle_noise": speckle_noise,
-    "gaussian_blur": gaussian_blur,
-    "spatter": spatter,
-    "saturate": saturate,
+    function.__name__: function
+    for function in (
+        *(gaussian_noise, shot_noise, impulse_noise, defocus_blur, glass_blur, motion_blur, zoom_blur),
+        *(snow, frost, fog, brightness, contrast, elastic_transform, pixelate, jpeg_compression),
+        *(speckle_noise, gaussian_blur, spatter, saturate),
+    )
 }
 _DETERMINISTIC = {
     *("defocus_blur", "gaussian_blur", "zoom_blur"),

@@ -13,21 +13,10 @@ from vitadel.errors import UserError, nearest_names
 __all__ = ["COMMON", "EXTRA", "SEVERITIES", "TABLES", "Table", "table_for"]
 
 COMMON = (
-    "gaussian_noise",
-    "shot_noise",
-    "impulse_noise",
-    "defocus_blur",
-    "glass_blur",
-    "motion_blur",
-    "zoom_blur",
-    "snow",
-    "frost",
-    "fog",
-    "brightness",
-    "contrast",
-    "elastic_transform",
-    "pixelate",
-    "jpeg_compression",
+    *("gaussian_noise", "shot_noise", "impulse_noise"),
+    *("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
+    *("snow", "frost", "fog", "brightness"),
+    *("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
 )
 """The 15 corruptions that mCE averages, in the order of the benchmark."""
 

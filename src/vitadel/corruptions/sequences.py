@@ -37,16 +37,8 @@ __all__ = [
 ]
 
 IMAGENET_SEQUENCES = (
-    "gaussian_noise",
-    "shot_noise",
-    "motion_blur",
-    "zoom_blur",
-    "snow",
-    "brightness",
-    "translate",
-    "rotate",
-    "tilt",
-    "scale",
+    *("gaussian_noise", "shot_noise", "motion_blur", "zoom_blur"),
+    *("snow", "brightness", "translate", "rotate", "tilt", "scale"),
 )
 """The 10 sequences that mFR averages, in the order of the benchmark."""
 
@@ -154,9 +146,6 @@ def sequence(x: Tensor, name: str, rng: SampleRNG | None = None, difficulty: int
     return as_floats(torch.stack(list(frames)), x)
 
 
-# --- noise and blur --------------------------------------------------------------------------------------------------
-
-
 def _noisy(batch: _Batch, add: Callable[[Tensor, SampleRNG, float], Tensor], amount: float) -> Iterator[Tensor]:
     yield batch.crop
     for frame in range(1, FRAMES):
@@ -198,9 +187,6 @@ def _gaussian_blur(batch: _Batch) -> Iterator[Tensor]:
     return (bytes_below(smoothed(image, first + step * frame, truncate), FLOAT32_SLACK) for frame in range(FRAMES))
 
 
-# --- weather ---------------------------------------------------------------------------------------------------------
-
-
 def _snow(batch: _Batch) -> Iterator[Tensor]:
     zoom, radius, sigma = batch.motion.snow
     image = batch.crop
@@ -226,8 +212,6 @@ def _spatter(batch: _Batch) -> Iterator[Tensor]:
         for row, weight in enumerate(reversed(batch.motion.drip)):
             layer.add_(padded[:, :, row : row + height], alpha=weight)
 
-
-# --- geometry --------------------------------------------------------------------------------------------------------
 
 Matrix = NDArray[np.float64]
 
@@ -304,18 +288,20 @@ def _tilt(batch: _Batch) -> Iterator[Tensor]:
 
 
 _SEQUENCES: dict[str, Callable[[_Batch], Iterator[Tensor]]] = {
-    "gaussian_noise": _gaussian_noise,
-    "shot_noise": _shot_noise,
-    "motion_blur": _motion_blur,
-    "zoom_blur": _zoom_blur,
-    "snow": _snow,
-    "brightness": _brightness,
-    "translate": _translate,
-    "rotate": _rotate,
-    "tilt": _tilt,
-    "scale": _scale,
-    "speckle_noise": _speckle_noise,
-    "gaussian_blur": _gaussian_blur,
-    "spatter": _spatter,
-    "shear": _shear,
+    function.__name__.removeprefix("_"): function
+    for function in (
+        *(
+            _gaussian_noise,
+            _shot_noise,
+            _motion_blur,
+            _zoom_blur,
+            _snow,
+            _brightness,
+            _translate,
+            _rotate,
+            _tilt,
+            _scale,
+        ),
+        *(_speckle_noise, _gaussian_blur, _spatter, _shear),
+    )
 }

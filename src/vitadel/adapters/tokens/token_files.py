@@ -18,7 +18,7 @@ from vitadel.errors import UserError
 from vitadel.instrument.tokens import token_width
 from vitadel.runtime.secrets import fingerprint, read_secret, write_secret
 
-__all__ = ["fingerprint_of", "load_bank", "load_tokens", "read_tokens", "save_tokens"]
+__all__ = ["load_bank", "load_tokens", "read_tokens", "save_tokens"]
 
 _FILE = AdapterFile("a file of robustness tokens", "vitadel_tokens")
 _TENSOR = "tokens"
@@ -99,10 +99,3 @@ def read_tokens(path: str | Path, *, allow_readable: bool = False) -> TokenFile:
     if fingerprint(token_bytes(file.tokens), file.salt) != file.fingerprint:
         raise _FILE.damaged(path, "its tokens do not match its fingerprint")
     return file
-
-
-def fingerprint_of(tokens: TokenClassifier | TokenBank | str | Path, *, allow_readable: bool = False) -> str:
-    """The salted hash that identifies tokens, in memory or in a file, in run folders and reports."""
-    if isinstance(tokens, TokenClassifier | TokenBank):
-        return tokens.fingerprint
-    return read_tokens(tokens, allow_readable=allow_readable).fingerprint

@@ -13,7 +13,8 @@ import tempfile
 import weakref
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -64,24 +65,18 @@ class ArrayRows:
 
 def rows_of_npy(path: Path) -> ArrayRows:
     """The array in a .npy file."""
-    try:
-        with path.open("rb") as file:
-            shape, dtype = _header(file, str(path))
-            return ArrayRows(path, file.tell(), shape, dtype)
-    except UserError:
-        raise
-    except (OSError, ValueError) as fault:
-        raise _unreadable(path, "a NumPy array (.npy)", fault) from fault
+    with _reading(path, "a NumPy array (.npy)"), path.open("rb") as file:
+        shape, dtype = _header(file, str(path))
+        return ArrayRows(path, file.tell(), shape, dtype)
 
 
 def rows_of_npz(path: Path, member: str) -> ArrayRows:
     """One array of a .npz file: read in place if it is stored, or from a temporary copy if it is compressed."""
-    where = f"{path}, array '{member}'"
-    try:
+    with _reading(path, f"a NumPy archive (.npz) with the array '{member}'"):
         with zipfile.ZipFile(path) as archive:
             info = archive.getinfo(member + ".npy")
             with archive.open(info) as file:
-                shape, dtype = _header(file, where)
+                shape, dtype = _header(file, f"{path}, array '{member}'")
                 start = file.tell()
                 if info.compress_type != zipfile.ZIP_STORED:
                     copy = _Temporary()
@@ -91,25 +86,16 @@ def rows_of_npz(path: Path, member: str) -> ArrayRows:
             file.seek(info.header_offset + 26)
             name_length, extra_length = struct.unpack("<HH", file.read(4))
         return ArrayRows(path, info.header_offset + 30 + name_length + extra_length + start, shape, dtype)
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, struct.error, zipfile.BadZipFile, zlib.error) as fault:
-        raise _unreadable(path, f"a NumPy archive (.npz) with the array '{member}'", fault) from fault
 
 
 def small_array(path: Path, member: str | None = None) -> NDArray[np.generic]:
     """Load a whole array, for labels and names; pickled objects are refused, as loading them can run code."""
-    try:
+    with _reading(path, "a NumPy array" if member is None else f"a NumPy archive with the array '{member}'"):
         loaded = np.load(path, allow_pickle=False)
         if member is None:
             return np.asarray(loaded)
         with loaded:
             return np.asarray(loaded[member])
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as fault:
-        expected = "a NumPy array" if member is None else f"a NumPy archive with the array '{member}'"
-        raise _unreadable(path, expected, fault) from fault
 
 
 def image_rows(pixels: ArrayRows, indices: Sequence[int]) -> list[Image | Exception]:
@@ -168,5 +154,11 @@ def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[np.g
     return shape, dtype
 
 
-def _unreadable(path: Path, expected: str, fault: Exception) -> UserError:
-    return UserError(f"'{path}' cannot be read: {fault}; expected {expected}")
+@contextmanager
+def _reading(path: Path, expected: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, struct.error, zipfile.BadZipFile, zlib.error) as fault:
+        raise UserError(f"'{path}' cannot be read: {fault}; expected {expected}") from fault
