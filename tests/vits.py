@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import timm
 import torch
 from torch import Tensor, nn
 
-import vitadel.backbones  # noqa: F401 (timm learns the names of our own models)
+from vitadel.backbones.timm_models import create_backbone
 
 __all__ = ["VITS", "Tiny", "make_vit", "pixels", "precise_vit"]
 
@@ -75,9 +74,7 @@ VITS = {
 def make_vit(name: str, fused: bool | None = None, seed: int = 0, classes: int = 5, **settings: Any) -> nn.Module:
     """The model in eval mode; `fused` switches fused attention where there is any, None leaves timm's choice."""
     tiny = VITS[name]
-    model: nn.Module = timm.create_model(
-        tiny.timm_name, pretrained=False, num_classes=classes, **{**tiny.settings, **settings}
-    )
+    model = create_backbone(tiny.timm_name, classes, {**tiny.settings, **settings})
     _enliven(model, torch.Generator().manual_seed(seed))
     if fused is not None:
         for module in model.modules():

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vitadel.backbones.small_images import adapt_to_small_images, sum_kernel_blocks
+from vitadel.backbones.timm_models import create_backbone
 from vitadel.errors import UserError
 
-SMALL = {"embed_dim": 24, "depth": 1, "num_heads": 3, "num_classes": 5}
+SMALL = {"embed_dim": 24, "depth": 1, "num_heads": 3}
 
 
 def make(name: str, **kwargs: Any) -> Any:
     torch.manual_seed(0)
-    return timm.create_model(name, **{**SMALL, **kwargs}).eval()
+    return create_backbone(name, 5, {**SMALL, **kwargs}).eval()
 
 
 def images(size: int = 32) -> Tensor:
