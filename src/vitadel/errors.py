@@ -1,4 +1,4 @@
-"""Mistakes of the user: one message that says what was wrong, what was given, what is allowed and what to do."""
+"""Errors that the user can correct. A message says what is wrong, what was given, what is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Interrupted", "Mistake", "UserError", "nearest_names"]
 
 
 class UserError(ValueError):
-    """Something the user can put right. The command line prints it without a traceback and ends with exit code 2."""
+    """An error that the user can correct. The command line prints it without a traceback and exits with code 2."""
 
 
 Mistake = UserError
@@ -18,7 +18,7 @@ Mistake = UserError
 
 
 class Interrupted(BaseException):
-    """Ctrl-C during a run whose finished pieces are safe in `folder`; like KeyboardInterrupt, no ordinary error."""
+    """Ctrl-C during a run whose finished batches are saved in `folder`; like KeyboardInterrupt, no ordinary error."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -26,6 +26,6 @@ class Interrupted(BaseException):
 
 
 def nearest_names(given: str, known: Iterable[str], most: int = 3) -> str:
-    """'; did you mean a, b?' or nothing, to be put behind a message about an unknown name."""
+    """'; did you mean a, b?' or an empty text, to append to a message about an unknown name."""
     close = difflib.get_close_matches(given, list(known), n=most, cutoff=0.5)
     return f"; did you mean {', '.join(close)}?" if close else ""

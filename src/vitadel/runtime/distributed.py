@@ -1,4 +1,4 @@
-"""Who else is at work: one process, or several under `accelerate launch` / `torchrun`."""
+"""The processes of a run: one, or several under `accelerate launch` / `torchrun`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Processes:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Go on only when all have come here."""
+        """Wait until all processes have reached this point."""
         if self.count > 1:
             PartialState().wait_for_everyone()
 
@@ -44,23 +44,23 @@ class Processes:
         """The mean over all processes, in every process; all must call it, with tensors of one shape."""
         if self.count == 1:
             return tensor
-        # On our device: what carries messages between GPUs takes no tensors of the CPU.
+        # On the device: backends between GPUs take no CPU tensors.
         return cast(torch.Tensor, reduce(tensor.to(self.device), reduction="mean")).to(tensor.device)
 
-    def any(self, told: bool) -> bool:
-        """Whether it is so in any process; all must call it."""
-        return float(self.mean(torch.tensor(float(told)))) > 0
+    def any(self, condition: bool) -> bool:
+        """Whether the condition holds in any process; all must call it."""
+        return float(self.mean(torch.tensor(float(condition)))) > 0
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Let the main process do the work, and give its result, or the mistake that it found, to all."""
+        """Do the work in the main process, and return its result, or raise its `UserError`, in all processes."""
         answer: T | UserError | None = None
         if self.is_main:
             try:
                 answer = work()
-            except UserError as mistake:
+            except UserError as error:
                 if self.count == 1:
                     raise
-                answer = mistake
+                answer = error
         answer = self.from_main(answer)
         if isinstance(answer, UserError):
             raise answer
@@ -68,7 +68,7 @@ class Processes:
 
 
 def join_processes(device: str = "auto") -> Processes:
-    """The device to work on, and the other processes, if a launcher started several."""
+    """The device, and the other processes if a launcher started several."""
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"--device {device}: no CUDA device is available here; use --device cpu or auto")
     if device == "auto":

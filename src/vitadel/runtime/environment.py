@@ -1,4 +1,4 @@
-"""What a result was made with: versions, machine, threads. Recorded beside every run."""
+"""Versions, machine and threads, recorded in every run folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "torchvision", "timm", "numpy", "accelerate", "safetensors
 
 
 def environment(device: torch.device, processes: int) -> dict[str, Any]:
-    """Nothing personal in it: no host name, no user, no paths."""
+    """The content of environment.json; nothing personal: no host name, no user, no paths."""
     versions = {}
     for package in _PACKAGES:
         try:

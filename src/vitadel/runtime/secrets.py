@@ -1,4 +1,4 @@
-"""Files that only their owner may read, and how to name a secret in public without telling it."""
+"""Secret files, which only their owner may read, and fingerprints that identify a secret without revealing it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,21 @@ _SHORT = 16  # hexadecimal digits
 
 
 def write_secret(path: str | Path, content: bytes) -> None:
-    """Write a file of mode 0600, whatever the umask: the old file or the whole new one is there, never a part.
-
-    At no moment can anybody else read it, not even while it is being written.
-    """
+    """Write a file of mode 0600, whatever the umask, atomically; others cannot read it even while it is written."""
     write_atomically(Path(path), content, mode=_OWNER_ONLY)
 
 
 def read_secret(path: str | Path, allow_readable: bool | None = False) -> bytes:
-    """The content of a file that nobody but its owner can read or change; with `allow_readable`, of any file.
+    """The content of a file that only its owner can read or change; with `allow_readable`, of any file.
 
-    None is for callers that leave no choice: no way around is told.
+    With None the error message does not mention `allow_readable`: the caller does not offer it.
     """
     try:
         with open(path, "rb") as file:
-            # Of the open file, not of its name: that may mean another file a moment later.
+            # Of the open file, not of its name, which may be a different file a moment later.
             status = os.fstat(file.fileno())
             if not allow_readable:
-                _refuse_open_doors(path, status.st_mode, way_around=allow_readable is not None)
+                _refuse_readable(path, status.st_mode, offer_flag=allow_readable is not None)
             return file.read()
     except FileNotFoundError:
         raise UserError(
@@ -48,19 +45,19 @@ def read_secret(path: str | Path, allow_readable: bool | None = False) -> bytes:
         ) from error
 
 
-def _refuse_open_doors(path: str | Path, mode: int, way_around: bool) -> None:
+def _refuse_readable(path: str | Path, mode: int, offer_flag: bool) -> None:
     if os.name == "posix" and mode & _BY_OTHERS:
-        around = "; to use it as it is, pass --allow-readable (in Python: allow_readable=True)" if way_around else ""
+        around = "; to use it as it is, pass --allow-readable (in Python: allow_readable=True)" if offer_flag else ""
         raise UserError(
-            f"secret file '{path}' has mode {stat.S_IMODE(mode):04o}: others than its owner can read or change it, and "
-            f"may have done so. Close it with `chmod 600 {path}`{around}."
+            f"secret file '{path}' has mode {stat.S_IMODE(mode):04o}: users other than its owner can read or change "
+            f"it, and may have done so. Run `chmod 600 {path}`{around}."
         )
 
 
 def fingerprint(content: bytes, salt: bytes) -> str:
-    """A short name of `content`, a salted SHA-256: the same for the same content and salt, and it tells of neither.
+    """A short salted SHA-256 of `content`, which reveals neither content nor salt.
 
-    The salt belongs to the secret: without it nobody can test a guess, or see that two runs used the same secret.
+    The salt belongs to the secret: without it no one can test a guess, or see that two runs used the same secret.
     """
     assert salt, "without a salt, equal secrets have equal fingerprints everywhere"
     return hashlib.sha256(len(salt).to_bytes(8, "little") + salt + content).hexdigest()[:_SHORT]

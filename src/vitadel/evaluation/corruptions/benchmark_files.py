@@ -1,4 +1,4 @@
-"""Corruption benchmarks as files: which sample is which image, the same in every part, or what is missing."""
+"""Corruption benchmarks stored as files: the sample of each image in each part, and checks that none is missing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vitadel.data.sources.videos import VideoFrames
 from vitadel.errors import UserError, nearest_names
 from vitadel.types import Source
 
-__all__ = ["FilmedImages", "StoredImages", "filmed_images", "in_clean_data", "stored_images"]
+__all__ = ["StoredImages", "VideoSequences", "in_clean_data", "stored_images", "video_sequences"]
 
 Part = tuple[str, int]
 _PART = re.compile(r"([^/]+)/([1-9])")
-_TOLD = 10  # missing files that are named
+_NAMED = 10  # missing files that a message names
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class StoredImages:
 
 
 @dataclass(frozen=True, eq=False)
-class FilmedImages:
+class VideoSequences:
     """Sequences on disk: `frames[perturbation]` has a row of samples for each video, (videos, frames).
 
     `rows` are the numbers of these videos among all of a perturbation.
@@ -52,7 +52,7 @@ class FilmedImages:
 def stored_images(
     source: Source, where: str, asked: Sequence[str] | None, usual: Sequence[str], severities: Sequence[int]
 ) -> StoredImages | None:
-    """The asked-for parts of the benchmark at `where`, by default those of its `usual` corruptions that are there.
+    """The requested parts of the benchmark at `where`, by default those of its `usual` corruptions that are there.
 
     None if the source is not stored by corruption and severity.
     """
@@ -81,10 +81,10 @@ def stored_images(
     return StoredImages(samples, labels[next(iter(samples.values()))], names, tuple(wanted))
 
 
-def filmed_images(
+def video_sequences(
     source: Source, asked: Sequence[str] | None, usual: Sequence[str], limit: int | None, seed: int
-) -> FilmedImages | None:
-    """The sequences of the asked-for perturbations, of the same images in each; None if the source is not filmed."""
+) -> VideoSequences | None:
+    """The sequences of the requested perturbations, of the same images in each; None if the source has no videos."""
     if not isinstance(source, VideoFrames):
         return None
     root = source.root.absolute().as_posix()
@@ -101,8 +101,8 @@ def filmed_images(
     first = [frames.start for frames in videos[wanted[0]].values()]
     label = source.labels()[first]
     rows = balanced_subset(label, limit, seed)
-    filmed = {name: _frames(name, videos[name])[rows] for name in wanted}
-    return FilmedImages(filmed, label[rows], rows)
+    sequences = {name: _frames(name, videos[name])[rows] for name in wanted}
+    return VideoSequences(sequences, label[rows], rows)
 
 
 def in_clean_data(images: StoredImages, spec: str, root: str | Path | None) -> tuple[Source, Tensor]:
@@ -131,12 +131,12 @@ def _parts(source: Source) -> dict[Part, range]:
 
 
 def _members(source: Source, rows: range) -> list[str]:
-    """What the images of a part are called in every part; nothing in arrays, where the place says it."""
+    """The names of images, the same in every part; empty for arrays, where the position identifies an image."""
     return [_tail(source.files[row]) for row in rows] if isinstance(source, ImageFiles) else []
 
 
 def _aligned(parts: Mapping[str, Sequence[str]]) -> Sequence[str]:
-    """The names that all parts have, in their order; a file that some part lacks is a mistake."""
+    """The names that all parts have, in their order; a `UserError` if a part lacks one."""
     (first, names), *others = parts.items()
     everything = set(names).union(*(members for _, members in others))
     gone = [f"{part}/{name}" for part, members in parts.items() for name in sorted(everything.difference(members))]
@@ -168,5 +168,5 @@ def _stem(name: str) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
-    return ", ".join(names[:_TOLD]) + more
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

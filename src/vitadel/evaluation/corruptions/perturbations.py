@@ -1,4 +1,4 @@
-"""Sequences of slightly changing images: how often a model changes its mind (ImageNet-P, arXiv:1903.12261)."""
+"""Sequences of slightly changing images: how often the prediction flips (ImageNet-P, arXiv:1903.12261)."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from vitadel.corruptions.sequences import (
 from vitadel.data.batches import Batch
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
-from vitadel.evaluation.corruptions.benchmark_files import FilmedImages
+from vitadel.evaluation.corruptions.benchmark_files import VideoSequences
 from vitadel.evaluation.corruptions.scores import flips, top5_distances
 from vitadel.evaluation.corruptions.sizes import Sizes
 from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.stages import RunContext, refuse_lost_images, run_stage
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["filmed_stage", "sequence_stage", "usual_sequences"]
+__all__ = ["sequence_stage", "usual_sequences", "video_stage"]
 
 _TOP = 5
 
 
 def usual_sequences(size: tuple[int, int]) -> tuple[str, ...]:
-    """The ten that are counted: ImageNet-P's, or for small images CIFAR-P's."""
+    """The ten sequences that scores are means over: ImageNet-P's, or for small images CIFAR-P's."""
     return CIFAR_SEQUENCES if min(size) <= SMALL else IMAGENET_SEQUENCES
 
 
 def sequence_stage(context: RunContext, name: str, indices: Tensor, difficulty: int, sizes: Sizes) -> list[BatchRecord]:
-    """Make a sequence of every image, and note per image how often the prediction flips and how far the top 5 move."""
+    """Make a sequence of every image; records how often its prediction flips and how far the top 5 move."""
 
     def work(number: int, batch: Batch) -> BatchRecord:
         refuse_lost_images(batch)
@@ -50,14 +50,14 @@ def sequence_stage(context: RunContext, name: str, indices: Tensor, difficulty: 
             frames = sequence(batch.x[rows], name, rng[rows], difficulty)
             top = _top(context, sizes.fitted(frames.flatten(0, 1)))
             tops.append(top.view(*frames.shape[:2], -1).transpose(0, 1))
-        return {"index": batch.indices.cpu().numpy(), **_course(torch.cat(tops), name, difficulty)}
+        return {"index": batch.indices.cpu().numpy(), **_sequence_scores(torch.cat(tops), name, difficulty)}
 
     wide = replace(context, preprocess=_with_margin(sizes.made))
     return run_stage(wide, f"sequence {name}", indices, work, _flipped())
 
 
-def filmed_stage(context: RunContext, name: str, images: FilmedImages, difficulty: int) -> list[BatchRecord]:
-    """The same from videos, whose frames are the samples of the source."""
+def video_stage(context: RunContext, name: str, images: VideoSequences, difficulty: int) -> list[BatchRecord]:
+    """The same for videos, whose frames are the samples of the source."""
     frames = images.frames[name]
     length = frames.shape[1]
     whole = replace(context, batch_size=length * max(1, context.batch_size // length), skip_bad=False)
@@ -67,13 +67,13 @@ def filmed_stage(context: RunContext, name: str, images: FilmedImages, difficult
         top = torch.cat([_top(context, part) for part in batch.x.split(context.batch_size)])
         first = batch.indices[::length].tolist()
         index = np.asarray([numbers[sample] for sample in first], dtype=np.int64)
-        return {"index": index, **_course(top.view(len(first), length, -1), name, difficulty)}
+        return {"index": index, **_sequence_scores(top.view(len(first), length, -1), name, difficulty)}
 
     return run_stage(whole, f"video {name}", frames.flatten(), work, _flipped())
 
 
 def _with_margin(preprocess: Preprocess) -> Preprocess:
-    """So that a picture can move behind its frame: at 224 pixels the 256 that ImageNet-P was made from."""
+    """A margin for pictures that move: at 224 pixels the 256 that ImageNet-P was made from."""
     height, width = preprocess.shape
     if min(height, width) <= SMALL:
         return preprocess
@@ -90,7 +90,7 @@ def _top(context: RunContext, x: Tensor) -> Tensor:
     return logits.sort(dim=1, descending=True, stable=True).indices[:, :_TOP]
 
 
-def _course(top: Tensor, name: str, difficulty: int) -> BatchRecord:
+def _sequence_scores(top: Tensor, name: str, difficulty: int) -> BatchRecord:
     """`top`: the most likely classes, (sequences, frames, 5)."""
     classes, noise = top.cpu().numpy(), name in NOISE_SEQUENCES
     return {
@@ -103,9 +103,9 @@ def _course(top: Tensor, name: str, difficulty: int) -> BatchRecord:
 def _flipped() -> Callable[[BatchRecord], str]:
     total, seen = 0.0, 0
 
-    def verdicts(record: BatchRecord) -> str:
+    def note(record: BatchRecord) -> str:
         nonlocal total, seen
         total, seen = total + float(record["flips"].sum()), seen + len(record["flips"])
         return f"{100 * total / max(seen, 1):.1f} % flips"
 
-    return verdicts
+    return note

@@ -1,4 +1,4 @@
-"""At which size images are corrupted, and how they come to the model's size afterwards."""
+"""The size at which images are corrupted, and how they are resized for the model afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vitadel.types import Source
 __all__ = ["IMAGENET_SHAPE", "Sizes", "benchmark_preprocess", "first_readable", "in_bytes"]
 
 IMAGENET_SHAPE = (224, 224)
-"""Of the pictures of ImageNet-C and the frames of ImageNet-P."""
+"""The size of pictures of ImageNet-C and frames of ImageNet-P."""
 
 _IMAGENET_RESIZE = 256
 _SMALL = 96  # pixels; images up to this size are taken as they are
@@ -26,9 +26,9 @@ _SMALL = 96  # pixels; images up to this size are taken as they are
 
 @dataclass(frozen=True)
 class Sizes:
-    """`made` prepares images for being corrupted, `then` the corrupted ones for the model.
+    """`made` is the preprocessing before the corruption, `then` that of the corrupted images for the model.
 
-    How strong a corruption is depends on the number of pixels, so it is chosen by the data and never by the model.
+    The strength of a corruption depends on the number of pixels, so the size depends on the data, never on the model.
     """
 
     made: Preprocess
@@ -36,12 +36,12 @@ class Sizes:
 
     @classmethod
     def of(cls, source: Source, model: Preprocess) -> Sizes:
-        """As a benchmark in files would do it. What was cropped to ImageNet-C's size is not cropped once more."""
+        """As for a benchmark in files: images that were cropped to ImageNet-C's size are not cropped again."""
         made = benchmark_preprocess(source)
         return cls(made, model if made.crop_pct == 1 else replace(model, crop_pct=1.0))
 
     def fitted(self, z: Tensor) -> Tensor:
-        """Corrupted images at the model's size, with the pixels that they would have if read from files."""
+        """Corrupted images at the model's size, with the same pixels as if read from files."""
         if tuple(z.shape[2:]) == self.then.shape:
             return z
         pixels = torch.stack([self.then(Image.fromarray(image)) for image in in_bytes(z)])
@@ -61,10 +61,10 @@ def first_readable(source: Source, rows: Iterable[int]) -> Image.Image:
     images = (source.read([row])[0] for row in rows)
     first = next((image for image in images if not isinstance(image, Exception)), None)
     if first is None:
-        raise UserError("no image of the data can be read; check that its files are whole")
+        raise UserError("no image of the data can be read; check its files")
     return first
 
 
 def in_bytes(z: Tensor) -> NDArray[np.uint8]:
-    """Corrupted pixels, which are whole grey levels already, as (n, height, width, 3)."""
+    """Corrupted pixels, which are whole gray levels already, as (n, height, width, 3)."""
     return np.ascontiguousarray((z * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy())

@@ -1,4 +1,4 @@
-"""Where corrupted images come from: made on the fly, a benchmark's own files, or its videos."""
+"""Sources of corrupted images: made on the fly, a benchmark's own files, or its videos."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from vitadel.data.batches import Batch
 from vitadel.data.validation import BadSample
 from vitadel.errors import UserError
 from vitadel.evaluation.corruptions.benchmark_files import (
-    FilmedImages,
     StoredImages,
-    filmed_images,
+    VideoSequences,
     in_clean_data,
     stored_images,
+    video_sequences,
 )
 from vitadel.evaluation.corruptions.corrupted_copy import usable_corruptions, versions
-from vitadel.evaluation.corruptions.perturbations import filmed_stage, sequence_stage, usual_sequences
+from vitadel.evaluation.corruptions.perturbations import sequence_stage, usual_sequences, video_stage
 from vitadel.evaluation.corruptions.request import CorruptionRequest
 from vitadel.evaluation.corruptions.results import Origin, Predictions, PredictionSet, SequenceScores
 from vitadel.evaluation.corruptions.sizes import Sizes, first_readable
@@ -39,16 +39,16 @@ __all__ = ["Supply", "supply_for"]
 
 
 class Supply(Protocol):
-    """The images of a benchmark, and how to get a model's predictions on all their versions."""
+    """The images of a benchmark, and a model's predictions on all their versions."""
 
     @property
     def samples(self) -> Tensor:
-        """One sample of the source for each image, which names the selection."""
+        """One sample of the source for each image, which identifies the selection."""
         ...
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """What was wanted and cannot be had, and why."""
+        """Corruptions that are not available -> the reason."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class Supply(Protocol):
 
 
 def supply_for(target: Target, request: CorruptionRequest) -> Supply:
-    """From files where the data is a benchmark itself, else made on the fly."""
+    """From files if the data is a benchmark itself, else made on the fly."""
     stored = stored_images(target.source, target.data_spec, request.corruptions, COMMON, request.severities)
     if stored is not None:
         _refuse(request.perturbations != (), f"{target.data_spec} has no sequences; drop --perturbations")
@@ -68,14 +68,14 @@ def supply_for(target: Target, request: CorruptionRequest) -> Supply:
         origin = _on_disk("the benchmark's files", target.source, next(iter(stored.samples.values()))[chosen])
         return _FromFiles(stored, chosen, left_out, clean, origin)
     _refuse(request.clean_data is not None, "--clean-data goes with a benchmark's own files, such as imagenet-c:DIR")
-    filmed = filmed_images(
+    videos = video_sequences(
         target.source, request.perturbations or None, IMAGENET_SEQUENCES, request.limit, request.seed
     )
-    if filmed is not None:
+    if videos is not None:
         _refuse(bool(request.corruptions), f"{target.data_spec} has sequences only; drop --corruptions")
-        left_out = _not_there(request.perturbations or None, IMAGENET_SEQUENCES, tuple(filmed.frames), target.data_spec)
-        origin = _on_disk("the benchmark's videos", target.source, next(iter(filmed.frames.values()))[:, 0])
-        return _FromVideos(filmed, request.difficulty, left_out, origin)
+        left_out = _not_there(request.perturbations or None, IMAGENET_SEQUENCES, tuple(videos.frames), target.data_spec)
+        origin = _on_disk("the benchmark's videos", target.source, next(iter(videos.frames.values()))[:, 0])
+        return _FromVideos(videos, request.difficulty, left_out, origin)
     indices, mislabeled = target.selection(request.limit, request.seed, request.skip_bad)
     sizes = Sizes.of(target.source, target.preprocess)
     usable, left_out = usable_corruptions(request.corruptions, sizes.made.shape)
@@ -159,22 +159,22 @@ class _FromFiles:
 class _FromVideos:
     """ImageNet-P's own videos."""
 
-    filmed: FilmedImages
+    videos: VideoSequences
     difficulty: int
     left_out: Mapping[str, str]
     origin: Origin
 
     @property
     def samples(self) -> Tensor:
-        return next(iter(self.filmed.frames.values()))[:, 0]
+        return next(iter(self.videos.frames.values()))[:, 0]
 
     def predict(self, context: RunContext) -> PredictionSet:
         context = replace(context, preprocess=replace(context.preprocess, crop_pct=1.0))
         sequences = {
-            name: SequenceScores.of(filmed_stage(context, name, self.filmed, self.difficulty))
-            for name in self.filmed.frames
+            name: SequenceScores.of(video_stage(context, name, self.videos, self.difficulty))
+            for name in self.videos.frames
         }
-        verdicts = Verdicts(self.filmed.rows, self.filmed.label, torch.full_like(self.filmed.label, -1), [])
+        verdicts = Verdicts(self.videos.rows, self.videos.label, torch.full_like(self.videos.label, -1), [])
         return PredictionSet(self.origin, verdicts, False, {}, sequences, self.left_out)
 
 
