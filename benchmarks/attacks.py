@@ -48,10 +48,9 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
 from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import UserError, nearest_names
-from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import Cost, count_passes
+from vitadel.evaluation.engine.run import environment
+from vitadel.evaluation.engine.stages import Cost, count_passes, judge
 from vitadel.quantities import quantity_text, read_quantity
-from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import write_json
 from vitadel.types import Attack
 

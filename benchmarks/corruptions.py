@@ -33,7 +33,7 @@ from torch import Tensor
 from vitadel.corruptions import COMMON, EXTRA, SEVERITIES, corrupt
 from vitadel.corruptions.constants import table_for
 from vitadel.data.sources.shapes import Shapes
-from vitadel.runtime.environment import environment
+from vitadel.evaluation.engine.run import environment
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import write_json
 

@@ -32,10 +32,10 @@ from vitadel.diagnosis.examination import LEVELS
 from vitadel.diagnosis.finding import OK
 from vitadel.diagnosis.run import DiagnosisRequest, examination_of
 from vitadel.diagnosis.runner import CHECKS, Check, run_checks
+from vitadel.evaluation.engine.run import environment
 from vitadel.evaluation.engine.target import open_target
 from vitadel.quantities import quantity_text, read_quantity
 from vitadel.runtime.distributed import join_processes
-from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import write_json
 
 HONEST = tuple(name for name in zoo_names() if name.startswith("zoo:shapes-"))

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitadel.adapters.tokens.token_classifier import fresh_tokens
+from vitadel.evaluation.engine.run import environment
 from vitadel.instrument.tokens import token_width
-from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import write_json
 from vitadel.training.recipes.build import build_recipe
 from vitadel.training.recipes.documents import compose

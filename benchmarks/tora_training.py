@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from vitadel.adapters.tora.tora_files import save_tora
 from vitadel.adapters.tora.tora_vit import Tora
-from vitadel.runtime.environment import environment
+from vitadel.evaluation.engine.run import environment
 from vitadel.runtime.run_folder import write_json
 from vitadel.training.recipes.build import build_recipe
 from vitadel.training.recipes.documents import compose

@@ -38,8 +38,8 @@ from torch.nn import functional as F
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
+from vitadel.evaluation.engine.run import environment
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.environment import environment
 from vitadel.runtime.run_folder import write_json
 from vitadel.training.recipes.build import build_recipe
 from vitadel.training.recipes.documents import compose

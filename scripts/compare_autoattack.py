@@ -32,8 +32,7 @@ from torch import Tensor, nn
 from vitadel.attacks import Linf
 from vitadel.attacks.autoattack.standard import autoattack
 from vitadel.data.batches import read_batches
-from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import Cost, count_passes
+from vitadel.evaluation.engine.stages import Cost, count_passes, judge
 from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.quantities import quantity_text, read_quantity
 from vitadel.runtime.rng import SampleRNG

@@ -18,7 +18,7 @@ from vitadel.attacks.wrappers import Restarts
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes
 from vitadel.instrument import block_features, scaled_attention
 from vitadel.runtime.rng import SampleRNG
 from vits import VITS, make_vit, pixels

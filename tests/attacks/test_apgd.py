@@ -30,7 +30,7 @@ from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.threats import L1, L2, NORMS, Linf, make_threat
 from vitadel.attacks.wrappers import Restarts
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes
 from vitadel.evaluation.selftest import LinearToy
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim

@@ -20,7 +20,7 @@ from vitadel.attacks.transfer.self_ensemble import self_ensemble
 from vitadel.attacks.wrappers import Averaged, Targeted
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes
 from vitadel.instrument import scaled_attention
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat

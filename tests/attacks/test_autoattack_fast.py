@@ -15,8 +15,7 @@ from vitadel.attacks.losses import probability_margin
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import WorstOf
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes, judge
 from vitadel.runtime.rng import SampleRNG
 
 

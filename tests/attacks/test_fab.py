@@ -13,8 +13,7 @@ from toys import Constant, TinyNet, images, trained_toy
 from vitadel.attacks.fab import FAB, fab, fab_t, to_hyperplane
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes, judge
 from vitadel.evaluation.selftest import LinearToy
 from vitadel.runtime.rng import SampleRNG
 

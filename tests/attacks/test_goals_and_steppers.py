@@ -11,7 +11,7 @@ from vitadel.attacks.goals import Gama, OnLogits, clearly_fooled, gradient
 from vitadel.attacks.losses import cross_entropy, dlr, floored_margin, margin, rescaled_cross_entropy, targeted_dlr
 from vitadel.attacks.steppers import Dropping, Fading, Momentum, Steepest
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes
 
 LOGITS = torch.tensor([[3.0, 1.0, 0.5, -2.0], [0.2, 0.9, 0.1, 0.8], [-1.0, -1.5, 4.0, 2.0]])
 LABELS = torch.tensor([0, 3, 1])

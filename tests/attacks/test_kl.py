@@ -14,7 +14,7 @@ from vitadel.attacks.settings import training_form
 from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.threats import L1, L2
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes
 from vitadel.runtime.rng import SampleRNG
 
 

@@ -12,8 +12,7 @@ from vitadel.attacks.patches.random_patches import RandomPatches
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes, judge
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 from vits import make_vit, pixels

@@ -18,8 +18,7 @@ from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import Averaged
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes, judge
 from vitadel.instrument import attention_maps, scaled_attention
 from vitadel.runtime.rng import SampleRNG
 from vits import make_vit, pixels

@@ -27,8 +27,7 @@ from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.attacks.threats import L2, Linf
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes, judge
 from vitadel.instrument import scaled_attention
 from vitadel.runtime.rng import SampleRNG
 from vits import VITS, make_vit, pixels

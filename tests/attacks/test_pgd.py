@@ -13,7 +13,7 @@ from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.steppers import Steepest, usual_length
 from vitadel.attacks.threats import L2
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes
 from vitadel.evaluation.selftest import LinearToy
 from vitadel.runtime.rng import SampleRNG
 

@@ -14,7 +14,7 @@ from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.threats import Linf
 from vitadel.attacks.transfer.pna_patchout import PatchOut, PnaPatchOut, pna_patchout
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes
 from vitadel.instrument import extra_tokens
 from vitadel.instrument.attention import constant_attention
 from vitadel.instrument.patch_grid import patch_grid

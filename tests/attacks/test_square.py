@@ -15,8 +15,7 @@ from vitadel.attacks.square import Square, _Bumps, _FlatSquares, _hill, share_of
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import Restarts
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes, judge
 from vitadel.evaluation.selftest import LinearToy
 from vitadel.runtime.rng import SampleRNG
 

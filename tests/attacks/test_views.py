@@ -13,7 +13,7 @@ from vitadel.attacks.square import Square
 from vitadel.attacks.surrogate import Surrogate, deployed, seen_through
 from vitadel.attacks.wrappers import Averaged, Targeted
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes
 from vitadel.runtime.rng import SampleRNG
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from toys import images
 from vitadel.attacks import Restarts, WorstOf
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes
 
 EASY, MIDDLING, HARD = 0.2, 0.5, 0.8
 

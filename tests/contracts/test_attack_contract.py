@@ -16,8 +16,7 @@ from vitadel.attacks.parse import needs_known_family, read_attack_name
 from vitadel.attacks.registry import ATTACKS, PREFIXES
 from vitadel.attacks.threats import NORMS, make_threat
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import count_passes
-from vitadel.evaluation.engine.stages import rules_of
+from vitadel.evaluation.engine.stages import count_passes, rules_of
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Calibrated, Threat
 from vits import VITS, make_vit

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vitadel.errors import Interrupted
-from vitadel.evaluation.engine.batch_cache import FolderCache
+from vitadel.evaluation.engine.stages import FolderCache
 from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.reporting.exports import export
 from vitadel.reporting.kind import kind_of, study_names

@@ -18,7 +18,7 @@ from vitadel.diagnosis.finding import OK
 from vitadel.diagnosis.run import DiagnosisRequest, diagnose
 from vitadel.diagnosis.runner import CHECKS, Check, Diagnosis, cost_of, recommended_command, run_checks, summarize
 from vitadel.errors import Interrupted, UserError
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes
 from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
 from vitadel.runtime.opening import recorded_opening

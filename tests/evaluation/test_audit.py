@@ -235,7 +235,7 @@ def test_fewer_outputs_than_labels_are_told():
 
 
 def test_a_damaged_piece_is_work_not_done(tmp_path):
-    from vitadel.evaluation.engine.batch_cache import FolderCache
+    from vitadel.evaluation.engine.stages import FolderCache
     from vitadel.runtime.run_folder import RunFolder
 
     cache = FolderCache(RunFolder(tmp_path))

@@ -11,7 +11,7 @@ from vitadel.attacks.wrappers import Targeted
 from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
-from vitadel.evaluation.engine.calibration import BATCH, CalibrationImages, calibration_images
+from vitadel.evaluation.engine.attack_preparation import BATCH, CalibrationImages, calibration_images
 from vitadel.evaluation.engine.target import open_target
 
 

@@ -15,8 +15,7 @@ import vitadel
 from vitadel.backbones.classifier import wrap
 from vitadel.data import open_dataset
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.class_subset import SubsetLogits, SubsetSource, apply_class_subset, relabel_like
-from vitadel.evaluation.engine.target import open_target
+from vitadel.evaluation.engine.target import SubsetLogits, SubsetSource, apply_class_subset, open_target, relabel_like
 
 # Classes 0, 6 and 99; the last two are of ImageNet-A.
 TENCH, STINGRAY, GOOSE = "n01440764", "n01498041", "n01855672"

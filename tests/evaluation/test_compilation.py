@@ -10,7 +10,7 @@ from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf
 from vitadel.evaluation.engine import cost
 from vitadel.evaluation.engine.cost import Compilation, compile_if_faster
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes
 
 
 def test_summary():

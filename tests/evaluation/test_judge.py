@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vitadel.attacks.threats import NORMS, make_threat
-from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.stages import judge
 from vitadel.evaluation.selftest import LinearToy
 
 X = torch.full((1, 3, 2, 2), 0.5)

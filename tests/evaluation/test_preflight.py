@@ -9,7 +9,7 @@ from torch import nn
 from vitadel.attacks import make
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
-from vitadel.evaluation.engine.preflight import preflight
+from vitadel.evaluation.engine.attack_preparation import preflight
 from vits import make_vit
 
 

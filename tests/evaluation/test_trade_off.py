@@ -23,9 +23,8 @@ from vitadel.data import open_dataset
 from vitadel.data.batches import read_batches
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.audit.protocols import RVT
-from vitadel.evaluation.engine.class_subset import apply_class_subset
-from vitadel.evaluation.engine.pass_counter import count_passes
-from vitadel.evaluation.engine.target import open_target
+from vitadel.evaluation.engine.stages import count_passes
+from vitadel.evaluation.engine.target import apply_class_subset, open_target
 from vitadel.evaluation.trade_off import run as trade_off
 from vitadel.evaluation.trade_off.candidates import Candidate, between, check_alike, open_candidates
 from vitadel.evaluation.trade_off.run import TradeOffRequest, run_trade_off

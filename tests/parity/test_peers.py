@@ -27,7 +27,7 @@ from vitadel.attacks.threats import make_threat
 from vitadel.attacks.wrappers import Averaged
 from vitadel.backbones.load import load_model
 from vitadel.data.sources.shapes import Shapes
-from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.stages import judge
 from vitadel.runtime.rng import SampleRNG
 from vits import make_vit
 

@@ -12,7 +12,7 @@ from toys import images
 from vitadel.attacks.parse import make, read_attack_name
 from vitadel.attacks.threats import Linf
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.stages import judge
 from vitadel.runtime.rng import SampleRNG
 from vitadel.studies.curves import CurvesRequest, Timed, beginnings, rises, variant
 

@@ -20,7 +20,7 @@ from vitadel.attacks.threats import Linf
 from vitadel.backbones.load import load_model
 from vitadel.data.batches import read_batches
 from vitadel.errors import Interrupted, UserError
-from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.stages import judge
 from vitadel.evaluation.engine.target import open_target
 from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.heads.linear_probe import Probe

@@ -17,7 +17,7 @@ from vitadel.attacks.registry import ATTACKS
 from vitadel.attacks.settings import at_eps, threats_in, training_form
 from vitadel.attacks.steppers import Steepest
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.pass_counter import count_passes
+from vitadel.evaluation.engine.stages import count_passes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.inner_attack import craft
 from vitadel.types import Calibrated

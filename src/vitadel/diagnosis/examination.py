@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vitadel.attacks.parse import make
 from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError, nearest_names
-from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.stages import judge
 from vitadel.findings import BROKEN, OK, SUSPICIOUS, Verdict
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG

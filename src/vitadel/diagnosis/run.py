@@ -22,12 +22,11 @@ from vitadel.data.validation import BadSample
 from vitadel.diagnosis.examination import Examination, Images, Level, level_named
 from vitadel.diagnosis.runner import CHECKS, Diagnosis, cost_of, recommended_command, run_checks, summarize
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.calibration import BATCH, CalibrationImages, calibration_images
-from vitadel.evaluation.engine.class_subset import apply_class_subset, subset_like
+from vitadel.evaluation.engine.attack_preparation import BATCH, CalibrationImages, calibration_images
 from vitadel.evaluation.engine.cost import PassTimes
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
 from vitadel.evaluation.engine.stages import check_any_readable
-from vitadel.evaluation.engine.target import Target, open_target
+from vitadel.evaluation.engine.target import Target, apply_class_subset, open_target, subset_like
 from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, result_header
 from vitadel.findings import SUSPICIOUS, Finding, can_diagnose
 from vitadel.quantities import read_quantity

@@ -25,10 +25,9 @@ from vitadel.backbones.anatomy import blocks_of
 from vitadel.data.batches import Batch
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import UserError, nearest_names
-from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.reopen import OPENING_SETTINGS, reopen
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
-from vitadel.evaluation.engine.stages import check_any_readable, run_stage
+from vitadel.evaluation.engine.stages import BatchRecord, check_any_readable, run_stage
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.engine.verdicts import result_header
 from vitadel.instrument.hooks import frozen

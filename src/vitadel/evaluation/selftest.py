@@ -19,7 +19,7 @@ from vitadel.attacks.threats import NORMS, make_threat
 from vitadel.backbones.anatomy import family_of
 from vitadel.backbones.load import zoo_names
 from vitadel.data.sources.shapes import Shapes
-from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.stages import judge
 from vitadel.instrument.attention import scaled_attention
 from vitadel.runtime.rng import SampleRNG
 

@@ -22,9 +22,8 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.data.sources.masks import MaskedImages, ResizeCrop, open_masked
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.batch_cache import FolderCache
-from vitadel.evaluation.engine.judge import TOLERANCE
 from vitadel.evaluation.engine.run import Run
+from vitadel.evaluation.engine.stages import TOLERANCE, FolderCache
 from vitadel.evaluation.engine.verdicts import result_header
 from vitadel.heads.frozen_features import feature_width
 from vitadel.heads.probe_recipe import ProbeRecipe, pixel_attack

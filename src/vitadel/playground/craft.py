@@ -17,11 +17,8 @@ from vitadel.attacks.threats import make_threat
 from vitadel.backbones.model_checks import check_logits
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.examples import in_8_bits
-from vitadel.evaluation.engine.batch_cache import MemoryCache
-from vitadel.evaluation.engine.calibration import BATCH, calibrate, needs_calibration
-from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import count_passes
-from vitadel.evaluation.engine.stages import RunContext, rules_of
+from vitadel.evaluation.engine.attack_preparation import BATCH, calibrate, needs_calibration
+from vitadel.evaluation.engine.stages import MemoryCache, RunContext, count_passes, judge, rules_of
 from vitadel.instrument.attention_rows import attention_over_patches
 from vitadel.instrument.hooks import frozen
 from vitadel.playground.models import OpenedModel

@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import gradient
 from vitadel.data.batches import Batch
 from vitadel.errors import UserError, nearest_names
-from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.class_subset import apply_class_subset
 from vitadel.evaluation.engine.run import Outcome, RunOptions
-from vitadel.evaluation.engine.stages import RunContext, run_stage
-from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.stages import BatchRecord, RunContext, run_stage
+from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.evaluation.stability.measures import quartiles_of
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG

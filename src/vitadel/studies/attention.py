@@ -21,8 +21,8 @@ from vitadel.attacks.parse import make
 from vitadel.attacks.settings import settings_of, training_form
 from vitadel.data.batches import Batch
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.run import Outcome, RunOptions
+from vitadel.evaluation.engine.stages import BatchRecord
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.stability.measures import histogram, mean_with_interval, steps_below_one
 from vitadel.instrument.attention_rows import (

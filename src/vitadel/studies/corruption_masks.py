@@ -31,8 +31,8 @@ from vitadel.attacks.patches.random_patches import uniform_noise
 from vitadel.attacks.threats import Linf
 from vitadel.data.batches import Batch
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.run import Outcome, RunOptions
+from vitadel.evaluation.engine.stages import BatchRecord
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.stability.measures import over_masks
 from vitadel.runtime.distributed import Processes

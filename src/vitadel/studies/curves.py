@@ -30,10 +30,9 @@ from vitadel.attacks.registry import ATTACKS
 from vitadel.attacks.steppers import Momentum, Steepest
 from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.calibration import needs_calibration
+from vitadel.evaluation.engine.attack_preparation import needs_calibration
 from vitadel.evaluation.engine.run import Outcome, RunOptions
-from vitadel.evaluation.engine.stages import NOTE, MemberResult, attack_stage, rules_of
+from vitadel.evaluation.engine.stages import NOTE, BatchRecord, MemberResult, attack_stage, rules_of
 from vitadel.evaluation.engine.target import Target
 from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes

@@ -18,8 +18,8 @@ from torch import Tensor
 from vitadel.attacks.parse import make
 from vitadel.attacks.settings import settings_of, training_form
 from vitadel.data.batches import Batch
-from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.run import Outcome, RunOptions
+from vitadel.evaluation.engine.stages import BatchRecord
 from vitadel.evaluation.engine.target import Target
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG

@@ -16,8 +16,7 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import zoo_names
 from vitadel.backbones.model_checks import check_images_fit
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.class_subset import apply_class_subset, subset_like
-from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.target import Target, apply_class_subset, subset_like
 from vitadel.instrument.hooks import frozen
 
 __all__ = ["ReferenceModel", "fingerprint_others", "on_device", "open_reference_models"]

@@ -14,13 +14,19 @@ from torch import Tensor, nn
 
 from vitadel.attacks.threats import make_threat
 from vitadel.data.batches import Batch
-from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.calibration import calibrate
-from vitadel.evaluation.engine.class_subset import apply_class_subset
-from vitadel.evaluation.engine.judge import Verdict, judge
+from vitadel.evaluation.engine.attack_preparation import calibrate
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
-from vitadel.evaluation.engine.stages import RunContext, check_budget, refuse_lost_images, rules_of, run_stage
-from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.stages import (
+    BatchRecord,
+    RunContext,
+    Verdict,
+    check_budget,
+    judge,
+    refuse_lost_images,
+    rules_of,
+    run_stage,
+)
+from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, result_header
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes

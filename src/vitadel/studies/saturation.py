@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.data.batches import Batch
-from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.run import Outcome, RunOptions
+from vitadel.evaluation.engine.stages import BatchRecord
 from vitadel.evaluation.engine.target import Target
 from vitadel.instrument.attention import scaled_attention, score_statistics
 from vitadel.runtime.distributed import Processes

@@ -16,7 +16,7 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.calibration import needs_calibration
+from vitadel.evaluation.engine.attack_preparation import needs_calibration
 from vitadel.evaluation.engine.stages import rules_of
 from vitadel.instrument.attention import scaled_attention
 from vitadel.instrument.hooks import frozen

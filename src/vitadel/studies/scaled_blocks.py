@@ -17,9 +17,8 @@ from torch import Tensor
 from vitadel.attacks.attention_scaling.aas import PAPER_STYLE
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import UserError, nearest_names
-from vitadel.evaluation.engine.batch_cache import BatchRecord
 from vitadel.evaluation.engine.run import Outcome, RunOptions
-from vitadel.evaluation.engine.stages import NOTE, MemberResult, attack_stage, clean_stage
+from vitadel.evaluation.engine.stages import NOTE, BatchRecord, MemberResult, attack_stage, clean_stage
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.runtime.distributed import Processes

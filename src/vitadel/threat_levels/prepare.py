@@ -15,7 +15,7 @@ from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.adapters.tokens.token_files import load_tokens
 from vitadel.data.overlap import same_images
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.calibration import CalibrationImages, calibration_images
+from vitadel.evaluation.engine.attack_preparation import CalibrationImages, calibration_images
 from vitadel.evaluation.engine.stages import RunContext
 from vitadel.evaluation.engine.target import Target
 from vitadel.runtime.distributed import Processes

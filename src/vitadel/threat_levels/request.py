@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from vitadel.attacks.parse import make
 from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.calibration import needs_calibration
+from vitadel.evaluation.engine.attack_preparation import needs_calibration
 from vitadel.evaluation.engine.run import RunRequest
 from vitadel.evaluation.engine.stages import rules_of
 from vitadel.threat_levels.levels import LEVELS, check_levels

@@ -17,14 +17,18 @@ from vitadel.attacks.threats import Linf
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.batches import Batch, read_batches
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.class_subset import apply_class_subset, subset_like
 from vitadel.evaluation.engine.cost import PassTimes
-from vitadel.evaluation.engine.judge import judge
-from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute, run_settings
-from vitadel.evaluation.engine.stages import RunContext, clean_stage, refuse_lost_images, run_stage
-from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.stages import (
+    BatchRecord,
+    RunContext,
+    clean_stage,
+    count_passes,
+    judge,
+    refuse_lost_images,
+    run_stage,
+)
+from vitadel.evaluation.engine.target import Target, apply_class_subset, subset_like
 from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import quantity_text

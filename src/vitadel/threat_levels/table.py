@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vitadel.attacks.settings import settings_of
-from vitadel.evaluation.engine.batch_cache import BatchRecord
+from vitadel.evaluation.engine.stages import BatchRecord
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, result_header
 from vitadel.quantities import quantity_text

@@ -28,7 +28,7 @@ from vitadel.attacks.features import pixels_per_unit
 from vitadel.attacks.parse import make
 from vitadel.attacks.settings import threats_in, training_form
 from vitadel.errors import Interrupted, UserError
-from vitadel.evaluation.engine.calibration import CalibrationImages
+from vitadel.evaluation.engine.attack_preparation import CalibrationImages
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG

@@ -25,11 +25,10 @@ from vitadel.data.preprocess import Preprocess
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.audit.audit import AuditRequest, check_request, check_targets, run_audit
-from vitadel.evaluation.engine.class_subset import apply_class_subset
 from vitadel.evaluation.engine.run import Outcome, RunOptions, execute
 from vitadel.evaluation.engine.run import Run as EngineRun
 from vitadel.evaluation.engine.stages import PRECISIONS
-from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.runtime.run_folder import RunFolder
 from vitadel.training.augmentation import augment, seed_everything

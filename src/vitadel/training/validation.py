@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess
-from vitadel.evaluation.engine.judge import judge
+from vitadel.evaluation.engine.stages import judge
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG

@@ -20,14 +20,18 @@ from vitadel.errors import UserError
 from vitadel.evaluation.audit.evidence import findings_about, findings_about_mode, findings_about_outputs
 from vitadel.evaluation.audit.examples import ExampleSaver, count_saved, example_arrays
 from vitadel.evaluation.audit.protocols import compare_with_protocols, protocol_named
-from vitadel.evaluation.engine.calibration import calibrate, calibration_images, needs_calibration
-from vitadel.evaluation.engine.class_subset import accuracy_among_all, apply_class_subset
+from vitadel.evaluation.engine.attack_preparation import calibrate, calibration_images, needs_calibration, preflight
 from vitadel.evaluation.engine.cost import compile_if_faster
-from vitadel.evaluation.engine.preflight import preflight
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, request_from, run_settings
 from vitadel.evaluation.engine.stages import PRECISIONS, MemberResult, RunContext, attack_stage, check_budget, rules_of
-from vitadel.evaluation.engine.target import Target, open_target
-from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, result_header, samples_table
+from vitadel.evaluation.engine.target import Target, apply_class_subset, open_target
+from vitadel.evaluation.engine.verdicts import (
+    Verdicts,
+    accuracy_among_all,
+    describe_target,
+    result_header,
+    samples_table,
+)
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import read_quantity
 from vitadel.runtime.distributed import Processes, join_processes

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from vitadel.data.batches import Batch, read_batches
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.judge import Verdict
-from vitadel.evaluation.engine.stages import NOTE, MemberResult, RunContext, rules_of
+from vitadel.evaluation.engine.stages import NOTE, MemberResult, RunContext, Verdict, rules_of
 from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.instrument.attention_rows import attention_over_patches
 from vitadel.runtime.rng import SampleRNG

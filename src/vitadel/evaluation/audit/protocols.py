@@ -274,7 +274,7 @@ def _weights(target: Target) -> str:
 
 def _about_attacks(protocol: Protocol, request: AuditRequest) -> dict[str, str]:
     """Different attacks; or the same, counted differently or calibrated on different images."""
-    from vitadel.evaluation.engine.calibration import needs_calibration
+    from vitadel.evaluation.engine.attack_preparation import needs_calibration
 
     wanted = _built(protocol.attacks, protocol)
     try:

@@ -24,8 +24,7 @@ from vitadel.errors import UserError
 from vitadel.evaluation.corruptions.benchmark_files import VideoSequences
 from vitadel.evaluation.corruptions.scores import flips, top5_distances
 from vitadel.evaluation.corruptions.sizes import Sizes
-from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.stages import RunContext, refuse_lost_images, run_stage
+from vitadel.evaluation.engine.stages import BatchRecord, RunContext, refuse_lost_images, run_stage
 from vitadel.runtime.rng import SampleRNG
 
 __all__ = ["sequence_stage", "usual_sequences", "video_stage"]

@@ -25,7 +25,7 @@ from vitadel.evaluation.corruptions.scores import (
     relative_corruption_errors,
 )
 from vitadel.evaluation.corruptions.sizes import IMAGENET_SHAPE
-from vitadel.evaluation.engine.batch_cache import BatchRecord
+from vitadel.evaluation.engine.stages import BatchRecord
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, parquet_bytes, result_header
 from vitadel.statistics import bootstrap_mean, share

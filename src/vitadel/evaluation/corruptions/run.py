@@ -15,9 +15,8 @@ from torch import nn
 from vitadel.evaluation.corruptions.request import CorruptionRequest
 from vitadel.evaluation.corruptions.results import corruption_results, corruption_samples
 from vitadel.evaluation.corruptions.suppliers import supply_for
-from vitadel.evaluation.engine.class_subset import apply_class_subset
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute, request_from, run_settings
-from vitadel.evaluation.engine.target import Target, open_target
+from vitadel.evaluation.engine.target import Target, apply_class_subset, open_target
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.types import Source

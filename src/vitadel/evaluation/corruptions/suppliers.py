@@ -29,8 +29,7 @@ from vitadel.evaluation.corruptions.perturbations import sequence_stage, usual_s
 from vitadel.evaluation.corruptions.request import CorruptionRequest
 from vitadel.evaluation.corruptions.results import Origin, Predictions, PredictionSet, SequenceScores
 from vitadel.evaluation.corruptions.sizes import Sizes, first_readable
-from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.stages import RunContext, clean_stage, refuse_lost_images, run_stage
+from vitadel.evaluation.engine.stages import BatchRecord, RunContext, clean_stage, refuse_lost_images, run_stage
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.types import Source

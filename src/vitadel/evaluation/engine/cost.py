@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.goals import OnLogits, gradient
 from vitadel.attacks.parse import is_adaptive, make
-from vitadel.evaluation.engine.preflight import preflight
+from vitadel.evaluation.engine.attack_preparation import preflight
 from vitadel.evaluation.engine.target import Target
 from vitadel.instrument.hooks import frozen
 

@@ -44,8 +44,7 @@ class Reopened:
 
     def open_target(self, *, for_features: bool = False) -> Target:
         """Open model and data; a `UserError` if they have changed since the audit and no setting asked for others."""
-        from vitadel.evaluation.engine.class_subset import apply_class_subset
-        from vitadel.evaluation.engine.target import open_as
+        from vitadel.evaluation.engine.target import apply_class_subset, open_as
 
         target = open_as(self.opening, self.model, self.data, for_features=for_features)
         recorded = self.recorded

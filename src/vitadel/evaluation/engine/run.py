@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+import platform
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
+import torch
 from torch import Tensor
 
 from vitadel.errors import Interrupted, UserError, nearest_names
-from vitadel.evaluation.engine.batch_cache import FolderCache, MemoryCache
-from vitadel.evaluation.engine.stages import RunContext
+from vitadel.evaluation.engine.stages import FolderCache, MemoryCache, RunContext
 from vitadel.evaluation.engine.target import Target
 from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
-from vitadel.runtime.environment import environment
 from vitadel.runtime.opening import Opening
 from vitadel.runtime.run_folder import Command, RunFolder, Translate, open_run, write_atomically, write_json
+from vitadel.version import __version__
 
-__all__ = ["Outcome", "Run", "RunOptions", "RunRequest", "execute", "request_from", "run_settings"]
+__all__ = ["Outcome", "Run", "RunOptions", "RunRequest", "environment", "execute", "request_from", "run_settings"]
 
 Request = TypeVar("Request", bound="RunRequest")
+
+_PACKAGES = ("torch", "torchvision", "timm", "numpy", "accelerate", "safetensors", "pillow", "pyarrow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,3 +197,24 @@ def execute(
         folder.finish()
     processes.wait()
     return Outcome(results, folder, processes.is_main)
+
+
+def environment(device: torch.device, processes: int) -> dict[str, Any]:
+    """The content of environment.json; nothing personal: no host name, no user, no paths."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "vitadel": __version__,
+        "python": sys.version.split()[0],
+        "platform": f"{platform.system()} {platform.machine()}",
+        "packages": versions,
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "processes": processes,
+    }

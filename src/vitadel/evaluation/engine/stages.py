@@ -7,11 +7,14 @@ was killed and resumed give the same verdicts.
 
 from __future__ import annotations
 
+import io
 import json
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,23 +27,30 @@ from vitadel.backbones.model_checks import check_logits
 from vitadel.data.batches import Batch, read_batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.batch_cache import BatchCache, BatchRecord
-from vitadel.evaluation.engine.judge import Verdict, judge
-from vitadel.evaluation.engine.pass_counter import count_passes
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import RESUMED, progress
 from vitadel.runtime.rng import SampleRNG
+from vitadel.runtime.run_folder import RunFolder, write_atomically
 from vitadel.types import Attack, OwnRules, Source, Threat
 
 __all__ = [
     "NOTE",
     "PRECISIONS",
+    "TOLERANCE",
+    "BatchCache",
+    "BatchRecord",
+    "Cost",
+    "FolderCache",
     "MemberResult",
+    "MemoryCache",
     "RunContext",
+    "Verdict",
     "attack_stage",
     "check_any_readable",
     "check_budget",
     "clean_stage",
+    "count_passes",
+    "judge",
     "refuse_lost_images",
     "rules_of",
     "run_stage",
@@ -50,6 +60,111 @@ NOTE = "note:"
 """Prefix of the arrays of a batch record that hold an attack's notes about each sample."""
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+BatchRecord = dict[str, np.ndarray]
+
+
+class BatchCache(Protocol):
+    def find(self, stage: str, number: int) -> BatchRecord | None: ...
+
+    def save(self, stage: str, number: int, record: BatchRecord) -> None: ...
+
+
+@dataclass(frozen=True)
+class MemoryCache:
+    """For Python callers without a run folder."""
+
+    records: dict[tuple[str, int], BatchRecord] = field(default_factory=dict)
+
+    def find(self, stage: str, number: int) -> BatchRecord | None:
+        return self.records.get((stage, number))
+
+    def save(self, stage: str, number: int, record: BatchRecord) -> None:
+        self.records[stage, number] = record
+
+
+@dataclass(frozen=True)
+class FolderCache:
+    """Files in a run folder, which survive kill -9 and are seen by the other processes."""
+
+    folder: RunFolder
+
+    def find(self, stage: str, number: int) -> BatchRecord | None:
+        try:
+            # From an open file, because numpy does not close one that turns out to be damaged.
+            with self.folder.batch_file(stage, number).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                return {name: arrays[name] for name in arrays.files}
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+            return None  # a missing or damaged record is computed again
+
+    def save(self, stage: str, number: int, record: BatchRecord) -> None:
+        buffer = io.BytesIO()
+        np.savez(buffer, **record)  # type: ignore[arg-type]
+        write_atomically(self.folder.batch_file(stage, number), buffer.getvalue())
+
+
+TOLERANCE = 1e-6
+"""Allowance for float rounding in box and budget, in pixel units."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`held`: the model still predicts the label. `void`: the proposal breaks the rules and does not count."""
+
+    held: Tensor
+    void: Tensor
+    prediction: Tensor
+
+
+@torch.no_grad()
+def judge(model: nn.Module, threat: Threat, x: Tensor, z: Tensor, y: Tensor) -> Verdict:
+    """An attack succeeds on a sample only if its proposal is finite, in the box, within budget and misclassified."""
+    if z.shape != x.shape:
+        raise ValueError(f"an attack must return the shape it was given: {tuple(x.shape)}, got {tuple(z.shape)}")
+    flat = z.flatten(1)
+    finite = flat.isfinite().all(1)
+    in_box = ((flat >= -TOLERANCE) & (flat <= 1 + TOLERANCE)).all(1)
+    in_budget = threat.size(z, x) <= threat.eps + TOLERANCE
+    void = ~(finite & in_box & in_budget)
+    logits = model(z.nan_to_num(0.0).clamp(0, 1))
+    prediction = logits.argmax(1)
+    answered = logits.isfinite().all(1)  # a model that outputs NaN is not robust
+    return Verdict(held=(prediction == y) & answered | void, void=void, prediction=prediction)
+
+
+@dataclass
+class Cost:
+    """`gradients` counts forward-and-backward pairs, `forwards` the passes without a backward; both in samples."""
+
+    gradients: int = 0
+    forwards: int = 0
+
+
+@contextmanager
+def count_passes(model: nn.Module) -> Iterator[Cost]:
+    """Count the passes of `model` inside the block, by hooks that are removed afterwards."""
+    cost = Cost()
+
+    def count(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        samples = len(inputs[0]) if inputs else len(output)  # an instrumented model may return several rows for each
+        cost.forwards += samples
+        if output.requires_grad:
+            seen = False  # several backwards may follow one forward, as in a Jacobian
+
+            def backward_ran(grad: Tensor) -> None:
+                nonlocal seen
+                cost.gradients += samples
+                cost.forwards -= 0 if seen else samples
+                seen = True
+
+            output.register_hook(backward_ran)
+
+    handle = model.register_forward_hook(count)
+    try:
+        yield cost
+    finally:
+        handle.remove()
 
 
 SaveExamples = Callable[[str, int, Batch, Tensor, Verdict], dict[str, Tensor]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,19 @@ from torch import Tensor
 
 from vitadel.attacks.attention_scaling.aas import PAPER_STYLE
 from vitadel.data.validation import BadSample, skipped
-from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.stages import NOTE, MemberResult, RunContext, check_any_readable, clean_stage
-from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.stages import (
+    NOTE,
+    BatchRecord,
+    MemberResult,
+    RunContext,
+    check_any_readable,
+    clean_stage,
+)
+from vitadel.evaluation.engine.target import SubsetLogits, SubsetSource, Target
 from vitadel.statistics import share
 from vitadel.version import __version__
 
-__all__ = ["Verdicts", "describe_target", "parquet_bytes", "result_header", "samples_table"]
+__all__ = ["Verdicts", "accuracy_among_all", "describe_target", "parquet_bytes", "result_header", "samples_table"]
 
 SCHEMA = 1
 
@@ -114,6 +120,19 @@ class Verdicts:
             "attacks": self.entries,
             "worst_case": worst,
         }
+
+
+def accuracy_among_all(context: RunContext, indices: Tensor) -> dict[str, Any]:
+    """The field `clean_among_all`: accuracy on the same images among all classes; empty if the model has them all."""
+    model, source = context.model, context.source
+    if not isinstance(model, SubsetLogits) or not isinstance(source, SubsetSource):
+        return {}
+    whole = replace(context, model=model.classifier, source=source.source, classes=model.of)
+    records = clean_stage(whole, indices, f"clean among all {model.of}")
+    right = sum(int((record["prediction"] == record["label"]).sum()) for record in records)
+    n = sum(len(record["label"]) for record in records)
+    remark = f"the largest of all {model.of} logits; not comparable with published numbers of this benchmark"
+    return {"clean_among_all": {**share(right, n, "correct", "accuracy"), "classes": model.of, "remark": remark}}
 
 
 def result_header(seed: int, *, suite: str | None = None) -> dict[str, Any]:

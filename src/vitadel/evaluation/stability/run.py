@@ -32,12 +32,10 @@ from vitadel.data.batches import Batch
 from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.audit.protocols import RVT
-from vitadel.evaluation.engine.batch_cache import BatchRecord
-from vitadel.evaluation.engine.calibration import calibrate
-from vitadel.evaluation.engine.class_subset import apply_class_subset
+from vitadel.evaluation.engine.attack_preparation import calibrate
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
-from vitadel.evaluation.engine.stages import RunContext, refuse_lost_images, run_stage
-from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.stages import BatchRecord, RunContext, refuse_lost_images, run_stage
+from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.evaluation.engine.verdicts import Verdicts, parquet_bytes
 from vitadel.evaluation.stability.measures import (
     SIMILARITIES,

@@ -18,8 +18,7 @@ from vitadel.adapters.tora.tora_vit import BranchClassifier, Tora
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.class_subset import SubsetLogits, subset_like
-from vitadel.evaluation.engine.target import Target, open_target
+from vitadel.evaluation.engine.target import SubsetLogits, Target, open_target, subset_like
 from vitadel.types import Source
 
 __all__ = ["JOINT", "Candidate", "between", "check_alike", "open_candidates"]

@@ -25,10 +25,10 @@ from vitadel.data.validation import BadSample
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.evidence import findings_about
 from vitadel.evaluation.audit.protocols import RVT
-from vitadel.evaluation.engine.calibration import needs_calibration
-from vitadel.evaluation.engine.class_subset import apply_class_subset
+from vitadel.evaluation.engine.attack_preparation import needs_calibration
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
 from vitadel.evaluation.engine.stages import RunContext, attack_stage, rules_of
+from vitadel.evaluation.engine.target import apply_class_subset
 from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, parquet_bytes, result_header
 from vitadel.evaluation.trade_off.adapter_maps import evaluate_maps
 from vitadel.evaluation.trade_off.candidates import JOINT, Candidate, open_candidates

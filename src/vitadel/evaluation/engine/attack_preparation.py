@@ -1,14 +1,19 @@
-"""Calibration of attacks that study a model first: on training or held-out images, never on the evaluated ones."""
+"""Preparation of attacks: a preflight that finds misfits before a long run, and calibration on images that are not
+evaluated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from vitadel.attacks.parse import numbered_targets
+from vitadel.attacks.wrappers import WorstOf
 from vitadel.data import open_dataset
 from vitadel.data.batches import read_batches
 from vitadel.data.overlap import same_images
@@ -16,12 +21,13 @@ from vitadel.data.preprocess import Preprocess
 from vitadel.data.spec import parse_spec
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.class_subset import relabel_like
 from vitadel.evaluation.engine.stages import RunContext
-from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.target import Target, relabel_like
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Calibrated, Source
 
-__all__ = ["BATCH", "CalibrationImages", "calibrate", "calibration_images", "needs_calibration"]
+__all__ = ["BATCH", "CalibrationImages", "calibrate", "calibration_images", "needs_calibration", "preflight"]
 
 BATCH = 64
 """Images per calibration batch: fixed, so that the result does not depend on the batch size of the run."""
@@ -116,3 +122,57 @@ def _training_split(target: Target) -> Source | None:
         return open_dataset(f"{name}@train", root=target.data_root, skip_bad=True)
     except UserError:
         return None
+
+
+_FORWARDS = 3
+"""After so many forward passes an attack has used everything that it needs of a model."""
+
+
+class _Enough(Exception):
+    """Ends an attack that has started without an error."""
+
+
+def preflight(model: nn.Module, attacks: Sequence[tuple[str, Attack]], shape: tuple[int, int]) -> None:
+    """Run the first passes of each attack on a synthetic image, to raise now the `UserError` that it ends with."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    x = torch.linspace(0.2, 0.8, 3 * shape[0] * shape[1], device=device).view(1, 3, *shape)
+    with frozen(model):
+        with torch.no_grad():
+            likely = model(x)[0].argsort(descending=True).tolist()
+        for name, attack in attacks:
+            # The predicted class, so that the image is not misclassified at once; but not a target of the attack.
+            label = next((each for each in likely if each not in numbered_targets(name)), likely[0])
+            for step in _first_steps(attack, model, x, torch.tensor([label], device=device)):
+                _stop_early(model, step)
+
+
+def _first_steps(attack: Attack, model: nn.Module, x: Tensor, y: Tensor) -> Iterator[Callable[[], object]]:
+    """The first steps of an attack: of each member of an ensemble, of the calibration, and of what it wraps."""
+    if isinstance(attack, WorstOf):
+        for _, member in attack.members():
+            yield from _first_steps(member, model, x, y)
+    elif not needs_calibration(attack):
+        yield partial(attack, model, x, y, SampleRNG.of_samples(0, [0], x.device))
+    else:
+        if isinstance(attack, Calibrated):
+            yield partial(attack.prepared, model, [(x, y)], 0)
+        if (inner := getattr(attack, "attack", None)) is not None:
+            yield from _first_steps(inner, model, x, y)
+
+
+def _stop_early(model: nn.Module, work: Callable[[], object]) -> None:
+    passed = 0
+
+    def count(module: nn.Module, given: object) -> None:
+        nonlocal passed
+        passed += 1
+        if passed > _FORWARDS:
+            raise _Enough
+
+    watch = model.register_forward_pre_hook(count)
+    try:
+        work()
+    except _Enough:
+        return
+    finally:
+        watch.remove()
