@@ -72,7 +72,7 @@ def test_a_backbone_without_a_head_needs_none(
     [
         (["--tokens=/nowhere/at/all"], "/nowhere/at/all"),
         (["--attack=featres-3"], "did you mean features"),
-        (["--attack=aas+pgd-3"], "first studies the model"),
+        (["--attack=aas+pgd-3"], "is calibrated on other images first"),
         (["--limit=0"], "limit must be at least 1"),
     ],
 )

@@ -59,7 +59,7 @@ def test_a_segmentation_ends_with_both_means_and_its_folder(vitadel, recipes):
     assert "per image (legacy)" in text
     clean = json.loads((out / "results.json").read_text())["segmentation"]["clean"]
     low, high = clean["mean_iou_ci95"]
-    assert f"{100 * clean['mean_iou']:.1f} % ({100 * low:.1f} to {100 * high:.1f})" in text
+    assert f"{100 * clean['mean_iou']:.1f} ({100 * low:.1f} to {100 * high:.1f})" in text
     assert "2 heads in 20 steps of 16; then 12 test images of 16 x 16, 3 gradients each under pgd-3" in err
     code, again, err = vitadel("probe", recipes / "masks.yaml", "--out", out, "--device", "cpu", "--resume", "--json")
     assert code == 0, err

@@ -43,7 +43,7 @@ def test_a_short_run_ends_with_table_report_and_folder(tokens, tmp_path):
     assert done.stderr.count("ladder is now called threat-levels") == 1
     assert [entry["eps_text"] for entry in results["ladder"]["worst_case"]] == ["1/255", "4/255"]
     page = (out / "report.html").read_text()
-    assert "Threat ladder" in page
+    assert "Threat levels" in page
     assert "everything, the secret tokens too" in page
     assert (out / "figures" / "ladder.png").stat().st_size > 1000
     words = ["threat-levels", "zoo:shapes-standard", "--tokens", tokens, "--levels", "T0,T6", *SHORT, "--out", out]

@@ -55,7 +55,7 @@ class _Verbs(TyperGroup):
     def _refuse_flags_of_others(self, ctx: Any, verb: str, words: list[str]) -> None:
         """Flags of another of these verbs would be unknown; say where they belong."""
         flags = {name: _flags(self.get_command(ctx, name)) for name in ("audit", *_SUITES)}
-        for other in flags.keys() - {verb}:
+        for other in (name for name in flags if name != verb):
             wrong = [word for word in (word.partition("=")[0] for word in words) if word in flags[other] - flags[verb]]
             if wrong:
                 names = ", ".join(wrong)
