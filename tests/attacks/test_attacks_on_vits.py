@@ -15,8 +15,8 @@ from vitadel.attacks.settings import settings_of
 from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.attacks.threats import L1, L2, Linf
-from vitadel.attacks.transfer.pna_patchout import pna_patchout
-from vitadel.attacks.transfer.self_ensemble import self_ensemble
+from vitadel.attacks.transfer.pna_patchout import PnaPatchOut
+from vitadel.attacks.transfer.self_ensemble import SelfEnsemble
 from vitadel.attacks.wrappers import Averaged, Targeted
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
@@ -29,10 +29,10 @@ from vits import VITS, make_vit, pixels
 EPS = 8 / 255
 BALL = Linf(EPS)
 BUILDERS: dict[str, Any] = {
-    "pna-patchout": (pna_patchout, {}),
-    "pna-patchout momentum": (pna_patchout, {"decay": 1.0, "stop_when_fooled": True}),
-    "self-ensemble": (self_ensemble, {}),
-    "self-ensemble stopping": (self_ensemble, {"stop_when_fooled": True}),
+    "pna-patchout": (PnaPatchOut, {}),
+    "pna-patchout momentum": (PnaPatchOut, {"decay": 1.0, "stop_when_fooled": True}),
+    "self-ensemble": (SelfEnsemble, {}),
+    "self-ensemble stopping": (SelfEnsemble, {"stop_when_fooled": True}),
     "features": (features, {}),
     "features quantized": (features, {"quantize": True, "psnr": 34.0}),
     "features channel": (features, {"axis": "channel", "normed": True, "stop_when_fooled": False}),

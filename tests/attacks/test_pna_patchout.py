@@ -12,7 +12,7 @@ from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.threats import Linf
-from vitadel.attacks.transfer.pna_patchout import PatchOut, PnaPatchOut, pna_patchout
+from vitadel.attacks.transfer.pna_patchout import PatchOut, PnaPatchOut
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import count_passes
 from vitadel.instrument import extra_tokens
@@ -125,14 +125,14 @@ def test_one_step_goes_along_the_sign_of_the_masked_gradient(scene) -> None:
     model, x, y, rng = scene
     with constant_attention(model):
         grad = slope(PatchOut(rng), model, x, x, y)
-    z = pna_patchout(Linf(EPS), steps=1)(model, x, y, rng)
+    z = PnaPatchOut(Linf(EPS), steps=1)(model, x, y, rng)
     torch.testing.assert_close(z, (x + EPS * grad.sign()).clamp(0, 1), rtol=0, atol=1e-12)
 
 
 def test_momentum_starts_alike_and_then_differs(scene) -> None:
     model, x, y, rng = scene
     plain, gathered = (
-        [pna_patchout(Linf(EPS), k, EPS / 8, decay)(model, x, y, rng) for k in (1, 4)] for decay in (0, 1)
+        [PnaPatchOut(Linf(EPS), k, decay, EPS / 8)(model, x, y, rng) for k in (1, 4)] for decay in (0, 1)
     )
     torch.testing.assert_close(plain[0], gathered[0], rtol=0, atol=1e-12)
     assert not torch.allclose(plain[1], gathered[1])
@@ -142,7 +142,7 @@ def test_momentum_starts_alike_and_then_differs(scene) -> None:
 def test_with_both_off_it_is_mi_fgsm_on_any_model(decay: float) -> None:
     model, x = TinyNet().double().eval(), images(5).double()
     y = model(x).argmax(1)
-    ours = pna_patchout(Linf(EPS), 6, decay=decay, weight=0.0, pna=False, patchout=False)(model, x, y)
+    ours = PnaPatchOut(Linf(EPS), 6, decay=decay, weight=0.0, pna=False, patchout=False)(model, x, y)
     usual = PGD(Linf(EPS), stepper=Momentum(decay), steps=6, random_start=False, stop_when_fooled=False)(model, x, y)
     torch.testing.assert_close(ours, usual, rtol=0, atol=1e-12)
 
@@ -150,7 +150,7 @@ def test_with_both_off_it_is_mi_fgsm_on_any_model(decay: float) -> None:
 def test_each_half_alone_differs_from_both(scene) -> None:
     model, x, y, rng = scene
     found = [
-        pna_patchout(Linf(EPS), 3, pna=pna, patchout=patchout)(model, x, y, rng)
+        PnaPatchOut(Linf(EPS), 3, pna=pna, patchout=patchout)(model, x, y, rng)
         for pna in (True, False)
         for patchout in (True, False)
     ]
@@ -164,8 +164,8 @@ def test_verdicts_are_on_the_whole_image(scene) -> None:
     _, silent = PatchOut(rng, verdicts=False)(model, x, wrong).evaluate(x, 0.0)
     assert told.all()
     assert not silent.any()
-    assert torch.equal(pna_patchout(Linf(EPS), stop_when_fooled=True)(model, x, wrong, rng), x)
-    assert not torch.equal(pna_patchout(Linf(EPS))(model, x, wrong, rng), x)
+    assert torch.equal(PnaPatchOut(Linf(EPS), stop_when_fooled=True)(model, x, wrong, rng), x)
+    assert not torch.equal(PnaPatchOut(Linf(EPS))(model, x, wrong, rng), x)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5])

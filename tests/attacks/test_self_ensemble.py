@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.threats import Linf
-from vitadel.attacks.transfer.self_ensemble import EveryBlock, block_logits, self_ensemble
+from vitadel.attacks.transfer.self_ensemble import EveryBlock, SelfEnsemble, block_logits
 from vitadel.backbones.anatomy import blocks_of
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
@@ -118,7 +118,7 @@ def test_one_step_goes_along_the_sign_of_the_summed_gradient() -> None:
     loss = torch.stack([cross_entropy(logits, y) for logits in by_hand(model, z, "vit")]).sum()
     (grad,) = torch.autograd.grad(loss, z)
     (last,) = torch.autograd.grad(cross_entropy(model(z), y).sum(), z)
-    found = self_ensemble(Linf(0.02), steps=1)(model, x, y)
+    found = SelfEnsemble(Linf(0.02), steps=1)(model, x, y)
     torch.testing.assert_close(found, (x + 0.02 * grad.sign()).clamp(0, 1), rtol=0, atol=1e-12)
     assert (grad.sign() != last.sign()).float().mean() > 0.05
 
@@ -127,7 +127,7 @@ def test_one_step_goes_along_the_sign_of_the_summed_gradient() -> None:
 def test_raises_the_loss_of_every_family(name: str) -> None:
     model, x = make_vit(name), pixels(name)
     y = model(x).argmax(1)
-    z = self_ensemble(Linf(0.03), steps=3)(model, x, y)
+    z = SelfEnsemble(Linf(0.03), steps=3)(model, x, y)
 
     def total(images: Tensor) -> Tensor:
         return torch.stack([cross_entropy(logits, y) for logits in by_hand(model, images, VITS[name].family)]).sum(0)
@@ -138,7 +138,7 @@ def test_raises_the_loss_of_every_family(name: str) -> None:
 
 def test_an_empty_batch_and_a_skipped_norm() -> None:
     model, x = make_vit("vit"), pixels("vit")
-    assert self_ensemble(Linf(0.03))(model, x[:0], torch.zeros(0, dtype=torch.long)).shape == (0, 3, 32, 32)
+    assert SelfEnsemble(Linf(0.03))(model, x[:0], torch.zeros(0, dtype=torch.long)).shape == (0, 3, 32, 32)
     net: Any = model
     net.forward_features = lambda images, **_: net.blocks(net._pos_embed(net.patch_embed(images)))
     with pytest.raises(UserError, match="nothing was seen at 'norm'"), block_logits(model):

@@ -7,14 +7,15 @@ best point so far. In L1 the number of pixels that a step moves adapts as well, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.goals import LogitAim, OnLogits, fooled, gradient
 from vitadel.attacks.losses import dlr, lead, likeliest_wrong, targeted_dlr
-from vitadel.attacks.threats import L1, Linf, per_sample
+from vitadel.attacks.per_sample import PerSample, per_sample
+from vitadel.attacks.threats import L1, Linf
 from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError
@@ -83,7 +84,7 @@ class _StepSizes(Protocol):
 
 
 @dataclass
-class _HalvedSteps:
+class _HalvedSteps(PerSample):
     """Steps with momentum, halved where few of them raised the value or the best value no longer grows (Linf, L2)."""
 
     threat: Threat
@@ -136,20 +137,9 @@ class _HalvedSteps:
         self.last_best, self.rises, self.window = best_value, torch.zeros_like(self.rises), 0
         return self.halved
 
-    def keep(self, chosen: Tensor) -> _HalvedSteps:
-        return replace(
-            self,
-            previous=self.previous[chosen],
-            length=self.length[chosen],
-            rises=self.rises[chosen],
-            last_value=self.last_value[chosen],
-            last_best=self.last_best[chosen],
-            halved=self.halved[chosen],
-        )
-
 
 @dataclass
-class _SparseSteps:
+class _SparseSteps(PerSample):
     """Equal steps in the pixels with the largest gradients: two thirds as many as the best point changes (L1).
 
     While the best point becomes sparser, steps are eps long; otherwise they shrink.
@@ -185,9 +175,6 @@ class _SparseSteps:
         self.length = torch.where(sparser, torch.full_like(shorter, self.threat.eps), shorter)
         self.changed, self.count = changed, count
         return sparser
-
-    def keep(self, chosen: Tensor) -> _SparseSteps:
-        return replace(self, length=self.length[chosen], changed=self.changed[chosen], count=self.count[chosen])
 
 
 def _changed_and_to_move(z: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -351,9 +338,7 @@ class TowardsClass:
 
     target: Tensor
 
-    @property
-    def forwards(self) -> int:
-        return 0
+    forwards: ClassVar[int] = 0
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         return LogitAim(model, y, _targeted, (self.target,))
@@ -365,9 +350,7 @@ class TowardsRank:
 
     rank: int = 2
 
-    @property
-    def forwards(self) -> int:
-        return 1  # the clean logits
+    forwards: ClassVar[int] = 1  # the clean logits
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         with torch.no_grad():

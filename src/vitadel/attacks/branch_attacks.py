@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from vitadel.adapters.tora.tora_settings import BRANCHES
 from vitadel.adapters.tora.tora_vit import Tora
-from vitadel.attacks.sample_info import SampleInfo, run_attack
+from vitadel.attacks.sample_info import InfoAttack, SampleInfo, run_attack
 from vitadel.attacks.surrogate import Surrogate, deployed
 from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError, nearest_names
@@ -42,7 +42,7 @@ class _BranchLogits(nn.Module):
 
 
 @dataclass(frozen=True)
-class BranchAttack:
+class BranchAttack(InfoAttack):
     """An attack that follows the loss of one branch and stops where the joint prediction is fooled.
 
     The joint prediction is the mean of two: where its own loss is flat, that of one branch may not be.
@@ -56,19 +56,11 @@ class BranchAttack:
             near = nearest_names(self.branch, BRANCHES) or "."
             raise UserError(f"unknown branch {self.branch!r} to aim at{near} Known: {', '.join(BRANCHES)}.")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        return self._run(model, x, y, rng, with_info=False)[0]
-
-    def run_with_info(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
-    ) -> tuple[Tensor, SampleInfo]:
-        return self._run(model, x, y, rng, with_info=True)
-
     def _run(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None, with_info: bool
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
     ) -> tuple[Tensor, SampleInfo]:
         check_pixels(x)
-        own = (SampleRNG.of_pixels(x) if rng is None else rng).stream("aimed", BRANCHES.index(self.branch))
+        own = rng.stream("aimed", BRANCHES.index(self.branch))
         joint = deployed(model)
         shown = _BranchLogits(joint, _find_tora(joint, self.branch), self.branch)
         return run_attack(self.attack, Surrogate(shown, joint), x, y, own, with_info)

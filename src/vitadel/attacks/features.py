@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitadel.attacks.goals import clearly_fooled, fooled
+from vitadel.attacks.goals import deployed_fooled, fooled
+from vitadel.attacks.per_sample import PerSample
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest, usual_length
-from vitadel.attacks.surrogate import deployed
 from vitadel.attacks.threats import Linf
 from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of, prefix_tokens_of
@@ -102,7 +102,7 @@ def _check_axis(axis: str) -> None:
 
 
 @dataclass(frozen=True)
-class _FeatureAim:
+class _FeatureAim(PerSample):
     model: nn.Module
     x: Tensor
     y: Tensor
@@ -119,12 +119,7 @@ class _FeatureAim:
     def _fooled(self, z: Tensor, logits: Tensor) -> Tensor:
         if self.goal.judged_as is None:
             return fooled(self.model, z, logits, self.y)
-        with torch.no_grad():
-            return clearly_fooled(deployed(self.model)(self.goal.judged_as(z, self.x)), self.y)
-
-    def keep(self, chosen: Tensor) -> Aim:
-        clean = tuple(each[chosen] for each in self.clean)
-        return replace(self, x=self.x[chosen], y=self.y[chosen], clean=clean)
+        return deployed_fooled(self.model, self.goal.judged_as(z, self.x), self.y)
 
 
 @dataclass(frozen=True)
@@ -152,9 +147,7 @@ class AwayFromFeatures:
         if self.kind == "pooled" and self.blocks != (-1,):
             raise UserError("features=pooled are those of the whole model; leave blocks out, or use features=tokens")
 
-    @property
-    def forwards(self) -> int:
-        return 1  # the clean features
+    forwards: ClassVar[int] = 1  # the clean features
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         there = len(blocks_of(model))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.losses import cross_entropy, kl_divergence, margin, precise
-from vitadel.attacks.surrogate import Surrogate
+from vitadel.attacks.per_sample import PerSample
+from vitadel.attacks.surrogate import Surrogate, deployed
 from vitadel.errors import UserError
 from vitadel.types import Aim, Loss
 
-__all__ = ["FromClean", "Gama", "LogitAim", "OnLogits", "clearly_fooled", "fooled", "gradient"]
+__all__ = ["FromClean", "Gama", "LogitAim", "OnLogits", "clearly_fooled", "deployed_fooled", "fooled", "gradient"]
 
 # A sample counts as fooled during a search only by more than float rounding, so that the judge, which sees it in
 # another batch, gives the same verdict.
@@ -28,10 +30,13 @@ def clearly_fooled(logits: Tensor, y: Tensor) -> Tensor:
 
 def fooled(model: nn.Module, z: Tensor, logits: Tensor, y: Tensor) -> Tensor:
     """Whether `z`, for which `model` returned `logits`, is adversarial; for a surrogate the deployed model decides."""
-    if isinstance(model, Surrogate):
-        with torch.no_grad():
-            logits = model.deployed(z)
-    return clearly_fooled(logits.detach(), y)
+    return deployed_fooled(model, z, y) if isinstance(model, Surrogate) else clearly_fooled(logits.detach(), y)
+
+
+def deployed_fooled(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
+    """Whether `z` is adversarial for the deployed model, in a pass of its own."""
+    with torch.no_grad():
+        return clearly_fooled(deployed(model)(z), y)
 
 
 def gradient(values: Tensor, z: Tensor, again: bool = False) -> Tensor:
@@ -47,7 +52,7 @@ def gradient(values: Tensor, z: Tensor, again: bool = False) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LogitAim:
+class LogitAim(PerSample):
     """A loss of the logits bound to a batch; `more` holds further arguments of the loss, one entry per sample each."""
 
     model: nn.Module
@@ -59,9 +64,6 @@ class LogitAim:
         logits = self.model(z)
         return self.loss(logits, self.y, *self.more), fooled(self.model, z, logits, self.y)
 
-    def keep(self, chosen: Tensor) -> Aim:
-        return replace(self, y=self.y[chosen], more=tuple(each[chosen] for each in self.more))
-
 
 @dataclass(frozen=True)
 class OnLogits:
@@ -69,9 +71,7 @@ class OnLogits:
 
     loss: Loss = cross_entropy
 
-    @property
-    def forwards(self) -> int:
-        return 0
+    forwards: ClassVar[int] = 0
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         return LogitAim(model, y, self.loss)
@@ -84,9 +84,7 @@ class FromClean:
     At z = x the divergence is at its minimum and has no gradient: start elsewhere.
     """
 
-    @property
-    def forwards(self) -> int:
-        return 1
+    forwards: ClassVar[int] = 1
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         with torch.no_grad():
@@ -95,7 +93,7 @@ class FromClean:
 
 
 @dataclass
-class _GamaAim:
+class _GamaAim(PerSample):
     model: nn.Module
     y: Tensor
     guide: Tensor | None  # None: the probabilities of the first evaluation
@@ -110,9 +108,6 @@ class _GamaAim:
         weight = self.weight * max(0.0, 1 - progress / self.until)
         distance = (probabilities - self.guide).square().sum(1)
         return margin(probabilities, self.y) + weight * distance, fooled(self.model, z, logits, self.y)
-
-    def keep(self, chosen: Tensor) -> Aim:
-        return replace(self, y=self.y[chosen], guide=None if self.guide is None else self.guide[chosen])
 
 
 @dataclass(frozen=True)

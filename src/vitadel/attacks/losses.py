@@ -45,8 +45,8 @@ def hard_labels(y: Tensor) -> Tensor:
 def precise(logits: Tensor) -> Tensor:
     """Logits in float32 or better.
 
-    In half precision differences of probabilities near 1 are lost, ties divide by zero, and a search cannot tell its
-    iterates apart by their values.
+    In half precision differences of probabilities near 1 are lost, ties divide by zero, and different iterates get
+    equal values.
     """
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.threats import per_sample
+from vitadel.attacks.per_sample import per_sample
 from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError, nearest_names

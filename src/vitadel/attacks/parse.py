@@ -158,7 +158,7 @@ def numbered_targets(text: str) -> list[int]:
 def make(text: str, *, eps: float | str = 8 / 255, norm: str = "linf") -> Attack:
     """Build an attack by its name, e.g. `make("pgd-100", eps=8/255, norm="linf")`."""
     name = read_attack_name(text)
-    attack = ATTACKS[name.base].build(make_threat(norm, read_quantity(eps, "eps")), **name.settings)
+    attack = ATTACKS[name.base].create(make_threat(norm, read_quantity(eps, "eps")), **name.settings)
     for prefix, settings in reversed(name.prefixes):
         attack = PREFIXES[prefix].wrap(attack, **settings)
     return attack

@@ -1,7 +1,7 @@
 """The registry: every attack and every prefix by name. One line here adds a name.
 
 An attack's settings are the parameters of its builder after the threat, with their defaults; a prefix's are those of
-its wrapper after the attack. Keyword-only parameters cannot be set by name.
+its wrapper after the attack. Keyword-only parameters are no settings, and a `length` is written `step`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.square import square
 from vitadel.attacks.steppers import Dropping, Fading, Filling, Momentum, Steepest, usual_length
 from vitadel.attacks.threats import L1
-from vitadel.attacks.transfer.diverse_inputs import diverse
-from vitadel.attacks.transfer.pna_patchout import pna_patchout
-from vitadel.attacks.transfer.self_ensemble import self_ensemble
+from vitadel.attacks.transfer.diverse_inputs import Diverse
+from vitadel.attacks.transfer.pna_patchout import PnaPatchOut
+from vitadel.attacks.transfer.self_ensemble import SelfEnsemble
 from vitadel.attacks.wrappers import Averaged, Targeted, with_restarts
 from vitadel.errors import UserError
 from vitadel.types import Attack, Goal, Threat
@@ -124,7 +124,8 @@ def targeted(attack: Attack, target: str = "least") -> Attack:
 def _settings(build: Callable[..., Attack]) -> dict[str, object]:
     """Names and defaults of the settings in brackets: all parameters but the first and the keyword-only ones."""
     parameters = list(inspect.signature(build).parameters.values())[1:]
-    return {p.name: p.default for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY}
+    settings = [p for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    return {"step" if p.name == "length" else p.name: p.default for p in settings}
 
 
 def _describe(about: str, names: list[str]) -> str:
@@ -149,6 +150,11 @@ class AttackEntry:
     @property
     def settings(self) -> dict[str, object]:
         return _settings(self.build)
+
+    def create(self, threat: Threat, **settings: object) -> Attack:
+        if "length" in inspect.signature(self.build).parameters and "step" in settings:
+            settings["length"] = settings.pop("step")
+        return self.build(threat, **settings)
 
     def describe(self) -> str:
         """One line for a list, with the names of the settings."""
@@ -197,11 +203,11 @@ ATTACKS: dict[str, AttackEntry] = {
     "fab-t": AttackEntry(fab_t, "FAB-T: FAB towards one wrong class at a time, cheaper for many classes"),
     "square": _inexact(square, "Square: random search without gradients (Andriushchenko et al. 2020)"),
     "noise": _inexact(noise, "random noise of the size of the budget: a baseline, not an attack"),
-    "diverse": _inexact(diverse, "DI-MI-FGSM: MI-FGSM on resized and shifted inputs, for transfer (Xie et al. 2019)"),
+    "diverse": _inexact(Diverse, "DI-MI-FGSM: MI-FGSM on resized and shifted inputs, for transfer (Xie et al. 2019)"),
     "features": _on_vits(features, "PGD away from the clean features, without labels (Pulfer et al. 2024)"),
-    "pna-patchout": _on_vits(pna_patchout, "PNA and PatchOut, for transfer between ViTs (Wei et al. 2022)"),
+    "pna-patchout": _on_vits(PnaPatchOut, "PNA and PatchOut, for transfer between ViTs (Wei et al. 2022)"),
     "self-ensemble": _on_vits(
-        self_ensemble, "Self-Ensemble: sum of all blocks' losses, for transfer (Naseer et al. 2022)"
+        SelfEnsemble, "Self-Ensemble: sum of all blocks' losses, for transfer (Naseer et al. 2022)"
     ),
     "patch-fool": _on_vits(patch_fool, "Patch-Fool: repaint the most attended patches (Fu et al. 2022)"),
     "patches-random": _on_vits(RandomPatches, "noise in random patches, worst of several masks (AFAT, CVPR 2023)"),

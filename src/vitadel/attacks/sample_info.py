@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 
-__all__ = ["ReportsSampleInfo", "SampleInfo", "merge_info", "run_attack"]
+__all__ = ["InfoAttack", "ReportsSampleInfo", "SampleInfo", "merge_info", "run_attack"]
 
 SampleInfo = dict[str, Tensor]
 """One value per sample under each name."""
@@ -27,6 +27,23 @@ class ReportsSampleInfo(Protocol):
     ) -> tuple[Tensor, SampleInfo]:
         """The images that `__call__` returns, and the sample info, which may cost further passes."""
         ...
+
+
+class InfoAttack:
+    """Base of attacks that report sample info: they define `_run`, which may skip the info."""
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        return self._run(model, x, y, SampleRNG.of_pixels(x) if rng is None else rng, with_info=False)[0]
+
+    def run_with_info(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    ) -> tuple[Tensor, SampleInfo]:
+        return self._run(model, x, y, SampleRNG.of_pixels(x) if rng is None else rng, with_info=True)
+
+    def _run(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
+    ) -> tuple[Tensor, SampleInfo]:
+        raise NotImplementedError
 
 
 def run_attack(

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from vitadel.attacks.goals import fooled
 from vitadel.attacks.losses import margin
-from vitadel.attacks.threats import L1, L2, Linf, per_sample
+from vitadel.attacks.per_sample import per_sample
+from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError

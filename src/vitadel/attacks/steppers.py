@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vitadel.attacks.threats import Linf, per_sample
+from vitadel.attacks.per_sample import PerSample, per_sample
+from vitadel.attacks.threats import Linf
 from vitadel.errors import UserError
 from vitadel.types import Step, Threat
 
@@ -25,7 +26,7 @@ def usual_length(threat: Threat, steps: int) -> float:
 
 
 @dataclass(frozen=True)
-class _SteepestSteps:
+class _SteepestSteps(PerSample):
     """Steps along the direction of steepest ascent; the last of `lengths` repeats."""
 
     threat: Threat
@@ -33,9 +34,6 @@ class _SteepestSteps:
 
     def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
         return z + self.lengths[min(turn, len(self.lengths) - 1)] * self.threat.ascent(grad, z)
-
-    def keep(self, chosen: Tensor) -> Step:
-        return self
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Dropping:
 
 
 @dataclass(frozen=True)
-class _Filling:
+class _Filling(PerSample):
     eps: float
 
     def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
@@ -82,9 +80,6 @@ class _Filling:
         spent = torch.minimum(room, (self.eps - (room.cumsum(1) - room)).clamp(min=0))
         step = torch.zeros_like(here).scatter(1, order, spent) * slope.sign()
         return (here + step).to(z.dtype).view_as(z)
-
-    def keep(self, chosen: Tensor) -> Step:
-        return self
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ class Filling:
 
 
 @dataclass
-class _MomentumSteps:
+class _MomentumSteps(PerSample):
     threat: Threat
     length: float
     decay: float
@@ -109,9 +104,6 @@ class _MomentumSteps:
         size = grad.flatten(1).abs().mean(1).clamp(min=1e-12)
         self.memory = self.decay * self.memory + grad / per_sample(size, grad)
         return z + self.length * self.threat.ascent(self.memory, z)
-
-    def keep(self, chosen: Tensor) -> Step:
-        return replace(self, memory=self.memory[chosen])
 
 
 @dataclass(frozen=True)
@@ -134,7 +126,7 @@ class Momentum:
 
 
 @dataclass
-class _FadingSteps:
+class _FadingSteps(PerSample):
     threat: Threat
     lengths: tuple[float, ...]
     keeping: float
@@ -147,10 +139,6 @@ class _FadingSteps:
             ahead = z + self.keeping * (ahead - z) + (1 - self.keeping) * (z - self.before)
         self.before = z
         return ahead
-
-    def keep(self, chosen: Tensor) -> Step:
-        before = None if self.before is None else self.before[chosen]
-        return replace(self, x=self.x[chosen], before=before)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -28,18 +27,21 @@ class Changed(nn.Module):
         return logits
 
 
-@runtime_checkable
-class View(Protocol):
-    """A module that presents another model in some way, and can present a third one in the same way."""
+class View(nn.Module):
+    """A model with other logits: `read(model, x)` computes them from passes of the model."""
 
-    model: nn.Module
+    def __init__(self, model: nn.Module, read: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.read = read
 
-    def around(self, model: nn.Module) -> nn.Module: ...
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.model, x)
 
 
 def changed(model: nn.Module, change: Change) -> nn.Module:
     """`model` run inside `change`. Inside a view the viewed model is changed, since a view may run it several times."""
-    return model.around(changed(model.model, change)) if isinstance(model, View) else Changed(model, change)
+    return View(changed(model.model, change), model.read) if isinstance(model, View) else Changed(model, change)
 
 
 class Surrogate(nn.Module):

@@ -12,22 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vitadel.attacks.per_sample import per_sample
 from vitadel.errors import UserError, nearest_names
 from vitadel.quantities import quantity_text
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 
-__all__ = ["L1", "L2", "NORMS", "Linf", "dual_order", "make_threat", "per_sample"]
+__all__ = ["L1", "L2", "NORMS", "Linf", "dual_order", "make_threat"]
 
 _TINY = 1e-12
 _HALF = (torch.float16, torch.bfloat16)  # so coarse that rounding alone can leave the ball
 _NEWTON_STEPS = 100  # about ten are used; see `_shift_to_budget`
 _WALL = 1e-5  # a pixel this close to 0 or 1 counts as 0 or 1: `_tightened` moves pixels by less
-
-
-def per_sample(values: Tensor, like: Tensor) -> Tensor:
-    """One value per sample, in a shape that broadcasts with `like`."""
-    return values.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
 
 def _tightened(z: Tensor, x: Tensor, eps: float, size: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from vitadel.attacks.goals import clearly_fooled
+from vitadel.attacks.goals import deployed_fooled
 from vitadel.attacks.losses import check_classes, likeliest_wrong
-from vitadel.attacks.sample_info import SampleInfo, merge_info, run_attack
-from vitadel.attacks.surrogate import deployed, seen_through
+from vitadel.attacks.sample_info import InfoAttack, SampleInfo, merge_info, run_attack
+from vitadel.attacks.surrogate import View, deployed, seen_through
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
@@ -27,8 +27,8 @@ MEMBER = "member"
 
 def not_fooled(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
     """The places of the images that the deployed model still classifies correctly."""
-    with frozen(model), torch.no_grad():
-        return (~clearly_fooled(deployed(model)(z), y)).nonzero().squeeze(1)
+    with frozen(model):
+        return (~deployed_fooled(model, z, y)).nonzero().squeeze(1)
 
 
 def _run_in_turn(
@@ -36,11 +36,10 @@ def _run_in_turn(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    rng: SampleRNG | None,
+    rng: SampleRNG,
     with_info: bool,
 ) -> tuple[Tensor, SampleInfo]:
     """Run each (attack, random stream, number) on the samples that the earlier ones did not fool."""
-    rng = SampleRNG.of_pixels(x) if rng is None else rng
     found, info = x.detach().clone(), SampleInfo()
     place = torch.arange(len(x), device=x.device)
     for position, (attack, stream, number) in enumerate(attacks):
@@ -55,7 +54,7 @@ def _run_in_turn(
 
 
 @dataclass(frozen=True)
-class Restarts:
+class Restarts(InfoAttack):
     """Repeat an attack, with new random numbers, on the samples that it has not fooled yet."""
 
     attack: Attack
@@ -65,18 +64,12 @@ class Restarts:
         if self.times < 1:
             raise UserError(f"restarts must be at least 1, got {self.times}")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        return _run_in_turn(self._runs, model, x, y, rng, with_info=False)[0]
-
-    def run_with_info(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    def _run(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
     ) -> tuple[Tensor, SampleInfo]:
         """With the info of each sample's last run."""
-        return _run_in_turn(self._runs, model, x, y, rng, with_info=True)
-
-    @property
-    def _runs(self) -> list[tuple[Attack, str, int]]:
-        return [(self.attack, "restart", number) for number in range(self.times)]
+        runs = [(self.attack, "restart", number) for number in range(self.times)]
+        return _run_in_turn(runs, model, x, y, rng, with_info)
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()
@@ -89,7 +82,7 @@ def with_restarts(attack: Attack, restarts: int) -> Attack:
 
 
 @dataclass(frozen=True)
-class WorstOf:
+class WorstOf(InfoAttack):
     """Several attacks, each on the samples that the earlier ones did not fool: the worst case per sample.
 
     `names` are the members' names in results; `audit` runs the members as separate stages with the same random numbers.
@@ -112,48 +105,32 @@ class WorstOf:
         names = self.names or tuple(str(number) for number in range(len(self.attacks)))
         return list(zip(names, self.attacks, strict=True))
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        return _run_in_turn(self._runs, model, x, y, rng, with_info=False)[0]
-
-    def run_with_info(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    def _run(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
     ) -> tuple[Tensor, SampleInfo]:
         """With the info of the last member that ran on each sample."""
-        return _run_in_turn(self._runs, model, x, y, rng, with_info=True)
-
-    @property
-    def _runs(self) -> list[tuple[Attack, str, int]]:
-        return [(attack, MEMBER, number) for number, attack in enumerate(self.attacks)]
+        runs = [(attack, MEMBER, number) for number, attack in enumerate(self.attacks)]
+        return _run_in_turn(runs, model, x, y, rng, with_info)
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = zip(*(attack.passes() for attack in self.attacks), strict=True)
         return sum(gradients), sum(forwards) + len(self.attacks) - 1
 
 
-class _MeanLogits(nn.Module):
+def _mean_logits(model: nn.Module, x: Tensor, times: int) -> Tensor:
     """The mean logits of several passes; only the activations of one pass are in memory at a time."""
 
-    def __init__(self, model: nn.Module, times: int) -> None:
-        super().__init__()
-        self.model = model
-        self.times = times
-
-    def around(self, model: nn.Module) -> nn.Module:
-        return _MeanLogits(model, self.times)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with set_checkpoint_early_stop(False):
-            passes = [self._run_once(x) for _ in range(self.times)]
-        return torch.stack(passes).mean(0)
-
-    def _run_once(self, x: Tensor) -> Tensor:
+    def run_once() -> Tensor:
         recompute = torch.is_grad_enabled() and x.requires_grad
-        logits: Tensor = checkpoint(self.model, x, use_reentrant=False) if recompute else self.model(x)
+        logits: Tensor = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
         return logits
+
+    with set_checkpoint_early_stop(False):
+        return torch.stack([run_once() for _ in range(times)]).mean(0)
 
 
 @dataclass(frozen=True)
-class Averaged:
+class Averaged(InfoAttack):
     """Expectation over transformation (Athalye et al. 2018, arXiv:1707.07397), for models with random outputs.
 
     Losses, gradients and verdicts come from the mean logits of `times` passes. Features and attention maps that the
@@ -167,16 +144,11 @@ class Averaged:
         if self.times < 1:
             raise UserError(f"eot needs at least 1 pass to average, got {self.times}")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        return self.attack(self._mean(model), x, y, rng)
-
-    def run_with_info(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    def _run(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
     ) -> tuple[Tensor, SampleInfo]:
-        return run_attack(self.attack, self._mean(model), x, y, rng)
-
-    def _mean(self, model: nn.Module) -> nn.Module:
-        return seen_through(model, lambda inner: _MeanLogits(inner, self.times))
+        mean = seen_through(model, partial(View, read=partial(_mean_logits, times=self.times)))
+        return run_attack(self.attack, mean, x, y, rng, with_info)
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()
@@ -184,21 +156,11 @@ class Averaged:
         return gradients * self.times, (forwards + gradients) * self.times
 
 
-class _OneVersusRest(nn.Module):
+def _one_versus_rest(model: nn.Module, x: Tensor, target: int) -> Tensor:
     """Two logits: the best of all other classes, and the target's; `fooled` then means that the target is reached."""
-
-    def __init__(self, model: nn.Module, target: int) -> None:
-        super().__init__()
-        self.model = model
-        self.target = target
-
-    def around(self, model: nn.Module) -> nn.Module:
-        return _OneVersusRest(model, self.target)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.model(x)
-        rest = logits.index_fill(1, torch.tensor([self.target], device=logits.device), -torch.inf).amax(1)
-        return torch.stack([rest, logits[:, self.target]], dim=1)
+    logits: Tensor = model(x)
+    rest = logits.index_fill(1, torch.tensor([target], device=logits.device), -torch.inf).amax(1)
+    return torch.stack([rest, logits[:, target]], dim=1)
 
 
 _RULES: dict[str, Callable[[Tensor, SampleRNG], Tensor]] = {
@@ -214,7 +176,7 @@ def _pick(ranked: Tensor, uniform: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Targeted:
+class Targeted(InfoAttack):
     """Run an attack towards a target class: one number for all samples, or one class per sample by a rule.
 
     `next` is the most likely wrong class of the clean image, `least` the least likely one, `random` any wrong one. The
@@ -229,23 +191,14 @@ class Targeted:
         if isinstance(self.target, str) and self.target not in _RULES:
             raise UserError(f"unknown target {self.target!r}; give the number of a class, or {', '.join(_RULES)}")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        return self._run(model, x, y, rng, with_info=False)[0]
-
-    def run_with_info(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
-    ) -> tuple[Tensor, SampleInfo]:
-        return self._run(model, x, y, rng, with_info=True)
-
     def _run(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None, with_info: bool
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
     ) -> tuple[Tensor, SampleInfo]:
-        rng = SampleRNG.of_pixels(x) if rng is None else rng
         targets = self._targets(model, x.detach(), y, rng)
         found, info = x.detach().clone(), SampleInfo()
         for target in targets.unique().tolist():
             (place,) = torch.where(targets == target)
-            view = seen_through(model, partial(_OneVersusRest, target=target))
+            view = seen_through(model, partial(View, read=partial(_one_versus_rest, target=target)))
             rest = torch.zeros_like(y[place])
             found[place], new = run_attack(self.attack, view, x[place], rest, rng[place], with_info)
             merge_info(info, new, place, len(x))

@@ -1,4 +1,4 @@
-"""Instrumentation as `with` blocks that leave no trace: scale attention, see maps, scores and features, add tokens."""
+"""Instrumentation as `with` blocks that leave no trace: scale attention, read maps and features, add tokens."""
 
 from __future__ import annotations
 

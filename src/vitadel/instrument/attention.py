@@ -1,10 +1,11 @@
-"""Scale the scores of every softmax attention, see its maps or hold them constant, measure how saturated it is."""
+"""Softmax attention: scale its scores, read its maps, hold them constant, measure its saturation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from numbers import Real
 from typing import cast
 
@@ -27,19 +28,19 @@ Factors = float | Tensor | Sequence[_Row]
 def scaled_attention(model: nn.Module, factors: Factors, *, backward_only: bool = False) -> Iterator[None]:
     """Multiply pre-softmax scores by factors, as in adaptive attention scaling (Jain & Dutta, CVPR 2024).
 
-    One factor per softmax attention in the order of `backbones.anatomy.attentions_of`: class-attention and
-    attention-pooling modules count. Tensors are read anew at every run and may require gradients. What is scaled:
+    One factor per softmax attention in the order of `backbones.anatomy.attentions_of`, including class attention and
+    attention pooling. Tensors are read at every run and may require gradients. What is scaled:
 
-    - the product of queries and keys, and neither the position bias nor the mask that are added to it (BEiT, Swin,
-      LeViT), so that shifted windows stay apart. With RoPE the queries are scaled: rotation commutes with it;
-    - XCiT's cross-covariance and SwinV2's cosines, which is the same as scaling their learned temperatures;
-    - CaiT's talking heads after the linear map over heads: all that the softmax is given;
-    - FAN's attention over tokens only, neither its gate of channels nor its class attention;
-    - RVT's product before its learned factors multiply it, which is the same as after.
+    - the product of queries and keys, but not the position bias or mask added to it (BEiT, Swin, LeViT), so that
+      shifted windows stay separate. With RoPE the queries are scaled, which commutes with the rotation;
+    - XCiT's cross-covariance and SwinV2's cosines, equivalent to scaling their learned temperatures;
+    - CaiT's talking heads after the linear map over heads, i.e. the whole input of the softmax;
+    - FAN's attention over tokens, but neither its channel gate nor its class attention;
+    - RVT's product before its learned factors, equivalent to scaling after them.
 
     Fused attention stays on, and a factor of 1 changes no bit. With `backward_only` the outputs are those of the
-    untouched model and only gradients pass through attention as if it were scaled; each attention runs twice.
-    Blocks nest: factors multiply.
+    original model and only gradients pass through scaled attention; each attention runs twice. Blocks nest: factors
+    multiply.
     """
     parts = attentions_of(model)
     scales = _one_per_module(factors, parts)
@@ -57,27 +58,24 @@ def attention_maps(model: nn.Module) -> Iterator[Record]:
     """Attention probabilities: after `model(x)`, `maps[i]` is (batch, heads, queries, keys), before dropout.
 
     XCiT's cross-covariance blocks attend over channels: (batch, heads, channels, channels). Swin attends in windows:
-    (batch * windows, heads, tokens, tokens). FAN's are those of its blocks, without class attention. Maps carry their
-    graph when gradients are on. Fused attention, which never forms them, is off while the modules run inside the block.
-    A further run replaces the maps of the last.
+    (batch * windows, heads, tokens, tokens). FAN's maps are those of its blocks, without class attention. Maps keep
+    their graph if gradients are on. Fused attention, which never forms maps, is off inside the block. A further run
+    replaces the maps of the last one.
     """
     parts = attentions_of(model)
     maps = Record("attention maps", [part.name for part in parts])
 
-    def keep(place: int) -> Callable[[Tensor, Tensor], None]:
-        return lambda _scores, probabilities: maps.put(place, probabilities)
-
-    with hooked(model, [AttentionHook(part, observe=keep(place)) for place, part in enumerate(parts)]):
+    with _reading(model, parts, maps, lambda _scores, probabilities: probabilities):
         yield maps
 
 
 @contextmanager
 def constant_attention(model: nn.Module) -> Iterator[None]:
-    """Gradients take every attention map for a constant and pass through the values only (PNA, Wei et al., AAAI 2022).
+    """Treat every attention map as a constant in the backward pass (PNA, Wei et al., AAAI 2022).
 
-    Outputs stay what they are, up to the rounding between fused attention, which is off inside the block, and the
-    manual one. Maps that `attention_maps` shows keep their graph. XCiT's maps over channels and CaiT's, before they are
-    mixed over heads, are held as well. Call backward inside the block if the model checkpoints its gradients.
+    Outputs do not change, up to rounding: fused attention is off inside the block. The maps of `attention_maps` keep
+    their graph. XCiT's maps over channels and CaiT's maps before the mixing over heads are constant, too. With gradient
+    checkpointing, call backward inside the block.
     """
     with hooked(model, [AttentionHook(part, edit=Tensor.detach) for part in attentions_of(model)]):
         yield
@@ -85,20 +83,28 @@ def constant_attention(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def score_statistics(model: nn.Module) -> Iterator[Record]:
-    """How far the largest pre-softmax score of each row lies above the second largest (Jain & Dutta 2024, fig. 2).
+    """The gap between the two largest pre-softmax scores of each row (Jain & Dutta 2024, fig. 2).
 
-    `gaps[i]` is (batch, heads, queries), without graph: the scores as the softmax takes them, with position bias, mask
-    and any factors of `scaled_attention`. In float32 a row's largest probability rounds to 1 from a gap of 16.6 on,
-    and the others vanish entirely at 103. Rows with a single key have an infinite gap.
+    `gaps[i]` is (batch, heads, queries), without graph, of the softmax's input: with position bias, mask and any
+    factors of `scaled_attention`. In float32 the largest probability of a row rounds to 1 from a gap of 16.6 on, and
+    the others to 0 at 103. Rows with a single key have an infinite gap.
     """
     parts = attentions_of(model)
     gaps = Record("score gaps", [part.name for part in parts])
 
-    def measure(place: int) -> Callable[[Tensor, Tensor], None]:
-        return lambda scores, _probabilities: gaps.put(place, _gap(scores.detach()))
-
-    with hooked(model, [AttentionHook(part, observe=measure(place)) for place, part in enumerate(parts)]):
+    with _reading(model, parts, gaps, lambda scores, _probabilities: _gap(scores.detach())):
         yield gaps
+
+
+def _reading(
+    model: nn.Module, parts: Sequence[SoftmaxAttention], record: Record, read: Callable[[Tensor, Tensor], Tensor]
+) -> AbstractContextManager[None]:
+    """Put `read(scores, probabilities)` of every attention into the record."""
+
+    def put(place: int, scores: Tensor, probabilities: Tensor) -> None:
+        record.put(place, read(scores, probabilities))
+
+    return hooked(model, [AttentionHook(part, observe=partial(put, place)) for place, part in enumerate(parts)])
 
 
 def _gap(scores: Tensor) -> Tensor:
@@ -109,7 +115,7 @@ def _gap(scores: Tensor) -> Tensor:
 
 
 def _one_per_module(factors: Factors, parts: Sequence[SoftmaxAttention]) -> list[Factor | None]:
-    """A reader of each module's factor; None where it is the number 1 and there is nothing to do."""
+    """A reader of each module's factor; None for the number 1, which changes nothing."""
     if isinstance(factors, Real):
         return [_constant(factors)] * len(parts)
     if isinstance(factors, Tensor) and factors.dim() == 0:
@@ -136,7 +142,7 @@ def _reader(factors: Sequence[_Row], place: int, part: SoftmaxAttention) -> Fact
             f"Give one number or {part.heads} numbers there."
         )
     if isinstance(row, Tensor):
-        # Taken out anew when the module runs: the block may be entered without gradients and used with them.
+        # Indexed when the module runs: the block may be entered without gradients and used with them.
         return lambda: cast(Tensor, factors[place])
     return lambda: torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in row])
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -18,11 +19,10 @@ __all__ = ["block_features", "token_sequence"]
 def block_features(model: nn.Module, indices: Sequence[int] | None = None) -> Iterator[Record]:
     """Outputs of the transformer blocks: after `model(x)`, `features[i]` is what block `indices[i]` returned.
 
-    Blocks are numbered in running order, class-attention blocks included (FAN's are not: its blocks are those that see
-    patch tokens alone); negative numbers count from the end, and None means all. Shapes are as the family makes them:
-    (batch, tokens, dim), for Swin (batch, height, width, dim), for CaiT's class-attention blocks the class token alone.
-    Tokens of `extra_tokens` are there, after the class and register tokens. Features carry their graph when gradients
-    are on. A further run replaces those of the last.
+    Blocks are numbered in running order, including class-attention blocks (except FAN's); negative numbers count from
+    the end, None means all. Shapes depend on the family: (batch, tokens, dim), in Swin (batch, height, width, dim), in
+    CaiT's class-attention blocks only the class token. Extra tokens are included, after class and register tokens.
+    Features keep their graph if gradients are on. A further run replaces those of the last one.
     """
     blocks = blocks_of(model)
     wanted = range(len(blocks)) if indices is None else indices
@@ -35,10 +35,8 @@ def block_features(model: nn.Module, indices: Sequence[int] | None = None) -> It
     chosen = [blocks[index] for index in wanted]
     features = Record("block features", [block.name for block in chosen])
 
-    def keep(place: int) -> Callable[[Tensor], None]:
-        return lambda output: features.put(place, output)
-
-    with hooked(model, [Edge(block.name, block.module, keep(place)) for place, block in enumerate(chosen)]):
+    sites = [Edge(block.name, block.module, partial(features.put, place)) for place, block in enumerate(chosen)]
+    with hooked(model, sites):
         yield features
 
 

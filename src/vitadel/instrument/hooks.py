@@ -1,9 +1,8 @@
-"""The only place where hooks are set and modes are switched, always undone when the `with` block ends.
+"""Hooks and modes, set here only and undone when the `with` block ends.
 
-Two kinds of site: an `Edge` sees what enters or leaves a module, an `AttentionHook` (of `backbones.attention_hooks`)
-what happens inside an attention module.
-
-With gradient checkpointing the forward runs again during the backward pass: call backward inside the block then.
+An `Edge` acts on the input or output of a module, an `AttentionHook` (of `backbones.attention_hooks`) inside an
+attention module. With gradient checkpointing the forward pass runs again during the backward pass: call backward inside
+the block.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ __all__ = ["AttentionHook", "Edge", "Record", "frozen", "hooked"]
 
 @dataclass(frozen=True)
 class Edge:
-    """`act` sees the first input of a module (`before`) or its output; what it returns, if anything, replaces it.
+    """Call `act` on the first input of a module (`before`) or on its output; a tensor that it returns replaces it.
 
-    With `first` it stands before the hooks that are on the module already, which then see what it returned.
+    With `first` it runs before the hooks that the module already has, which then see what it returned.
     """
 
     name: str
@@ -36,7 +35,7 @@ class Edge:
     first: bool = False
 
     def attach(self, fired: Callable[[], object]) -> Callable[[], None]:
-        """Set the hook; the result takes it off again."""
+        """Set the hook; returns a function that removes it."""
         act = notify_before(fired, self.act)
 
         def enter(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -53,10 +52,9 @@ class Edge:
 
 @contextmanager
 def hooked(model: nn.Module, sites: Sequence[Edge | AttentionHook]) -> Iterator[None]:
-    """Attach all sites, and take them off at the end, also after an error.
+    """Attach all sites and remove them at the end, also after an error.
 
-    If `model` (the module that the user calls) has run to its end inside the block and a site has seen nothing of it,
-    that is a `UserError`: what was wanted there would be silently missing.
+    Raises `UserError` if `model` (the module that the user calls) has run inside the block without reaching a site.
     """
     silent = dict(enumerate(site.name for site in sites))
     runs: list[nn.Module] = []
@@ -71,7 +69,7 @@ def hooked(model: nn.Module, sites: Sequence[Edge | AttentionHook]) -> Iterator[
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[nn.Module]:
-    """Every module in eval mode and no parameter requiring a gradient; each gets its own flag back afterwards."""
+    """Eval mode and no gradients of parameters inside the block; every module and parameter gets its own flag back."""
     training = [(module, module.training) for module in model.modules()]
     learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -80,7 +78,7 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
             parameter.requires_grad_(False)
         yield model
     finally:
-        # By the model's own method first: some modules (LeViT's attention) keep a cache per mode and drop it there.
+        # First by the model's own method: some modules (LeViT's attention) drop a cache there.
         model.train(training[0][1])
         for module, flag in training:
             module.training = flag
@@ -89,7 +87,7 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class Record(Sequence[Tensor]):
-    """What was seen at a list of sites, in their order; a later run of the model replaces what an earlier one left."""
+    """Tensors read at a list of sites, in their order; a further run of the model replaces them."""
 
     def __init__(self, what: str, names: Sequence[str]) -> None:
         self.what = what

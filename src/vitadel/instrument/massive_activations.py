@@ -1,13 +1,14 @@
 """Massive activations: the few huge values in the residual stream (Sun et al., COLM 2024), layer by layer.
 
-As in the analysis of Robustness Tokens (Pulfer et al., ECCV 2024, section 4.8), but per image, with the place of each
-maximum, and with registers and extra tokens left out by index instead of by counting from the end.
+As in the analysis of Robustness Tokens (Pulfer et al., ECCV 2024, section 4.8), but per image, with the position of
+each maximum, and with registers and extra tokens excluded by index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from vitadel.instrument.tokens import OwnTokens, own_tokens
 __all__ = ["CLASS", "EXTRA", "REGISTER", "MassiveActivations", "massive_activations", "quartiles"]
 
 CLASS, REGISTER, EXTRA = -1, -2, -3
-"""Tokens that are no patches, where patches have their numbers."""
+"""Stand for tokens that are not patches, where patches have their numbers."""
 
 _Largest = tuple[Tensor, Tensor, Tensor, Tensor]  # values, tokens, channels, patches; one of each per image
 
@@ -30,9 +31,9 @@ _Largest = tuple[Tensor, Tensor, Tensor, Tensor]  # values, tokens, channels, pa
 class MassiveActivations:
     """One row per layer, the first block's input and then each block's output; one column per image.
 
-    `tokens` are numbered as the blocks see them: class and register tokens, patches, and extra tokens where
-    they were put. `patches` are the same tokens by what they are: the patch's number, row by row, which is the same
-    with and without extra tokens, or `CLASS`, `REGISTER` or `EXTRA`.
+    `tokens` are positions in the blocks' input: class and register tokens, patches, and extra tokens where they were
+    inserted. `patches` are the same tokens as numbers of patches, row by row, with or without extra tokens, or
+    `CLASS`, `REGISTER` or `EXTRA`.
     """
 
     layers: tuple[str, ...]
@@ -43,10 +44,10 @@ class MassiveActivations:
 
 
 def massive_activations(model: nn.Module, x: Tensor, excluded: Sequence[int] | None = None) -> MassiveActivations:
-    """The largest |value| over tokens and channels, per layer and image, and where it is.
+    """The largest |value| over tokens and channels, per layer and image, and its position.
 
-    `excluded` are the numbers of tokens that do not count; None leaves out registers and those of `extra_tokens`.
-    The model runs in eval mode and without gradients, once.
+    `excluded` are the numbers of tokens to leave out; None means registers and extra tokens. The model runs once, in
+    eval mode and without gradients.
     """
     blocks = blocks_of(model)
     names = [f"input of {blocks[0].name}", *(block.name for block in blocks)]
@@ -54,7 +55,7 @@ def massive_activations(model: nn.Module, x: Tensor, excluded: Sequence[int] | N
     found: dict[int, _Largest] = {}
     with frozen(model), torch.no_grad(), own_tokens(model) as own:
 
-        def look(place: int, output: Tensor) -> None:
+        def measure(place: int, output: Tensor) -> None:
             stream = token_sequence(model, output)
             late = place > 0 and "Class" in type(blocks[place - 1].module).__name__
             roles = _roles(model, own, stream.shape[1], late).to(stream.device)
@@ -62,14 +63,13 @@ def massive_activations(model: nn.Module, x: Tensor, excluded: Sequence[int] | N
             value, token, channel = _largest(stream, out, names[place])
             found[place] = value, token, channel, roles[token]
 
-        def keep(place: int) -> Callable[[Tensor], None]:
-            return lambda output: look(place, output)
-
         sites = [Edge(names[0], blocks[0].module, entering.append, before=True)]
-        sites += [Edge(block.name, block.module, keep(place)) for place, block in enumerate(blocks, start=1)]
+        sites += [
+            Edge(block.name, block.module, partial(measure, place)) for place, block in enumerate(blocks, start=1)
+        ]
         with hooked(model, sites):
             model(x)
-        look(0, entering[-1])  # now that it is known which extra tokens this run had
+        measure(0, entering[-1])  # only now the extra tokens of this run are known
     values, tokens, channels, patches = (
         torch.stack([found[place][part] for place in range(len(names))]) for part in range(4)
     )
@@ -79,14 +79,15 @@ def massive_activations(model: nn.Module, x: Tensor, excluded: Sequence[int] | N
 def quartiles(values: Tensor) -> Tensor:
     """Lower quartile, median and upper quartile along the last axis, stacked in front: (..., n) -> (3, ...)."""
     if values.shape[-1] == 0:
-        raise UserError("quartiles of no values were asked for; give at least one image.")
+        raise UserError("quartiles need at least one image, got none")
     return values.double().quantile(values.new_tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=-1)
 
 
 def _roles(model: nn.Module, own: OwnTokens, count: int, late_class: bool) -> Tensor:
-    """What each of `count` tokens is. Registers are the last before the patches; class attention puts its token first.
+    """The role of each of `count` tokens: the number of a patch, `CLASS`, `REGISTER` or `EXTRA`.
 
-    Extra tokens are what `own` leaves out.
+    Registers are the last tokens before the patches; class attention puts its token first; `own` leaves extra tokens
+    out.
     """
     registers, prefix = getattr(backbone_of(model), "reg_token", None), prefix_tokens_of(model) or int(late_class)
     last = registers.shape[1] if isinstance(registers, Tensor) else 0

@@ -1,4 +1,4 @@
-"""The grid of patches that a model cuts an image into, and what has become of it where it attends."""
+"""The grid of patches that a model cuts an image into, at its first block and at any attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["grid_of_keys", "patch_grid"]
 
 
 class _Reached(Exception):
-    """Ends a forward pass at the first block: what follows would be computed for nothing."""
+    """Ends a forward pass at the first block, to save the rest."""
 
     def __init__(self, shape: torch.Size) -> None:
         super().__init__(str(shape))
@@ -24,10 +24,9 @@ class _Reached(Exception):
 
 
 def patch_grid(model: nn.Module, x: Tensor) -> tuple[int, int]:
-    """Rows and columns of patches, for images of the size of `x`; it holds for wrapped models, too.
+    """Rows and columns of patches for images of the size of `x`, also of wrapped models.
 
-    Only the patch embedding runs, on one image, and gives no logits: it is no query. Tokens of `extra_tokens` join
-    later and do not count.
+    Only the patch embedding runs, on one image; this does not count as a query. Extra tokens join later.
     """
     row, backbone = anatomy_of(model), backbone_of(model)
     name = row.tokens.enter if row.tokens else blocks_of(model)[0].name
@@ -45,9 +44,9 @@ def patch_grid(model: nn.Module, x: Tensor) -> tuple[int, int]:
 
 
 def grid_of_keys(model: nn.Module, x: Tensor, keys: int) -> tuple[int, int]:
-    """Rows and columns of the patches among so many keys: those of the first block, or fewer where stages have pooled.
+    """Rows and columns of the patches among `keys` keys: those of the first block, or fewer after pooling stages.
 
-    Other tokens may come before them: class and register tokens, robustness tokens, a late class token.
+    The patches are the last keys, after class, register and extra tokens.
     """
     first = patch_grid(model, x)
     if keys >= math.prod(first):
@@ -70,4 +69,4 @@ def _shape_at(name: str, module: nn.Module, model: nn.Module, x: Tensor) -> torc
             model(x[:1].detach())
     except _Reached as reached:
         return reached.shape
-    raise AssertionError("a model that ran past its first block unseen is told so by `hooked`")
+    raise AssertionError("`hooked` refuses a model that runs without reaching its first block")

@@ -1,4 +1,4 @@
-"""Run a model with tokens beside its own, as robustness tokens do (Pulfer et al., ECCV 2024)."""
+"""Run a model with extra tokens, as Robustness Tokens do (Pulfer et al., ECCV 2024)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLACEMENTS = ("prefix", "append")
 
 @dataclass(frozen=True, eq=False)
 class _Span:
-    """How many tokens one `extra_tokens` block put behind the prefix, and how many at the end."""
+    """The numbers of tokens that one `extra_tokens` block inserted after the prefix and at the end."""
 
     before: int
     behind: int
@@ -42,15 +42,14 @@ _PRESENT: WeakKeyDictionary[nn.Module, list[_Span]] = WeakKeyDictionary()  # by 
 
 @contextmanager
 def extra_tokens(model: nn.Module, tokens: Tensor, *, placement: str = "prefix") -> Iterator[None]:
-    """Insert tokens before the first block and drop them after the last: (R, dim), or (batch, R, dim) for one set per
-    image.
+    """Insert tokens before the first block and drop them after the last: (R, dim), or (batch, R, dim) per image.
 
-    They stand after the class and register tokens and get no position: they join after position embedding and
-    `norm_pre`, and with RoPE they stay unrotated while every patch keeps its own rotation. They are dropped before the
-    final norm, so pooling and head see what they always see. Tokens may require gradients. No tokens change no bit.
+    They follow the class and register tokens and have no position: they are inserted after position embedding and
+    `norm_pre`, and RoPE does not rotate them. They are dropped before the final norm, so pooling and head do not see
+    them. Tokens may require gradients. With zero tokens no bit changes.
 
-    With `placement` "append" they stand at the end, as in the released code. Attention is blind to order, so this
-    changes nothing but rounding; models that rotate by place cannot have it.
+    With `placement` "append" they come last, as in the released code. Attention does not depend on the order, so only
+    rounding differs; models with RoPE do not support it.
     """
     seam, backbone = _seam(model), backbone_of(model)
     check_placement(model, placement)
@@ -84,55 +83,55 @@ def extra_tokens(model: nn.Module, tokens: Tensor, *, placement: str = "prefix")
 
 
 class OwnTokens:
-    """Takes out of what a block made, in the last run, the tokens that `extra_tokens` had put in."""
+    """Removes from a block's output the tokens that `extra_tokens` inserted in the last run."""
 
     def __init__(self, first: int) -> None:
         self._first = first
         self._last = _Span(0, 0)
 
-    def note(self, spans: list[_Span]) -> None:
+    def record(self, spans: list[_Span]) -> None:
         self._last = _Span(sum(span.before for span in spans), sum(span.behind for span in spans))
 
     @property
     def extra(self) -> int:
-        """How many tokens that were."""
+        """The number of these tokens."""
         return self._last.before + self._last.behind
 
     def __call__(self, values: Tensor, dim: int = 1) -> Tensor:
-        """`values` hold one entry per token along `dim`; attention maps have tokens along two of theirs."""
+        """`values` without the entries of extra tokens along `dim`."""
         return _without(values, dim, self._first, self._last)
 
 
 @contextmanager
 def own_tokens(model: nn.Module) -> Iterator[OwnTokens]:
-    """After `model(x)`, `own(features)` are a block's features without extra tokens, wherever these came from.
+    """After `model(x)`, `own(features)` are a block's features without extra tokens.
 
-    They may come from a block of `extra_tokens` around this one, or from a module inside the model that uses it.
+    The tokens may come from an `extra_tokens` block around this one, or from a module inside the model.
     """
     own, backbone, first = OwnTokens(prefix_tokens_of(model)), backbone_of(model), blocks_of(model)[0]
 
-    def look(_output: Tensor) -> None:
-        own.note(_PRESENT.get(backbone, []))
+    def record(_output: Tensor) -> None:
+        own.record(_PRESENT.get(backbone, []))
 
-    with hooked(model, [Edge(first.name, first.module, look)]):
+    with hooked(model, [Edge(first.name, first.module, record)]):
         yield own
 
 
 def token_width(model: nn.Module) -> int:
-    """How wide extra tokens must be; a `UserError` where they have no meaning."""
+    """The width of extra tokens; raises `UserError` for models that cannot have them."""
     seam = _seam(model)
     return int(getattr(backbone_of(model), seam.width))
 
 
 def check_placement(model: nn.Module, placement: str) -> None:
-    """Refuse a place that is unknown, or that this model would take for patches."""
+    """Refuse an unknown placement, and one that this model would confuse with patches."""
     if placement not in PLACEMENTS:
         near = nearest_names(placement, PLACEMENTS) or "."
         raise UserError(f"unknown placement of tokens {placement!r}{near} Known: {', '.join(PLACEMENTS)}.")
     if placement == "append" and getattr(backbone_of(model), "rope", None) is not None:
         raise UserError(
             f"extra tokens cannot be appended to {type(backbone_of(model)).__name__}: it rotates what follows its "
-            "class and register tokens by place (RoPE), so patches would get each other's rotation. Use placement "
+            "class and register tokens by position (RoPE), so patches would get wrong rotations. Use placement "
             "'prefix', which is the same for models without rotation."
         )
 
@@ -142,7 +141,7 @@ def _seam(model: nn.Module) -> TokenSeam:
     takers = f"Families that take them: {able}."
     try:
         row = anatomy_of(model)
-    except UserError as mistake:  # which names the families that are known, not those that will do
+    except UserError as mistake:  # it lists the known families, not those that take tokens
         raise UserError(f"no place is known for extra tokens: {mistake} {takers}") from mistake
     if row.tokens is None:
         raise UserError(f"extra tokens have no meaning for family '{family_of(model)}': {row.no_tokens}. {takers}")
@@ -150,7 +149,7 @@ def _seam(model: nn.Module) -> TokenSeam:
 
 
 def _checked(tokens: Tensor, width: int) -> Tensor:
-    """As (1 or batch, R, width)."""
+    """The tokens as (1 or batch, R, width)."""
     whole = tokens[None] if tokens.dim() == 2 else tokens
     if whole.dim() != 3 or whole.shape[2] != width:
         raise UserError(
@@ -161,7 +160,7 @@ def _checked(tokens: Tensor, width: int) -> Tensor:
 
 
 def _for_each(extra: Tensor, x: Tensor) -> Tensor:
-    """One set of tokens per image, in the stream's own type."""
+    """One set of tokens per image, in the type of `x`."""
     if len(extra) not in (1, len(x)):
         raise UserError(
             f"extra_tokens: {len(extra)} sets of tokens given for {len(x)} images; give one set for all, or one each."

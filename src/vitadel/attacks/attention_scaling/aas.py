@@ -23,7 +23,7 @@ from vitadel.attacks.attention_scaling.factors import (
 )
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.sample_info import SampleInfo, merge_info, run_attack
+from vitadel.attacks.sample_info import InfoAttack, SampleInfo, merge_info, run_attack
 from vitadel.attacks.surrogate import Surrogate, changed, deployed, seen_through
 from vitadel.attacks.wrappers import not_fooled
 from vitadel.backbones.anatomy import attentions_of
@@ -45,13 +45,13 @@ _STREAM = "rescaled"  # the random stream of a search through scaled attention
 
 
 @dataclass(frozen=True)
-class Rescaled:
+class Rescaled(InfoAttack):
     """An attack on the model with scaled attention, then the plain attack on the samples that are not fooled.
 
     `factors`: one number, or one per softmax attention. With `backward_only` the forward pass is that of the deployed
     model and only gradients pass through scaled attention. With `literal` the search stops where the scaled model is
     fooled, as in the paper. The plain attack uses the random numbers that it uses alone, so both together are never
-    weaker. With `paper_style`, `run_with_info` also counts as the paper does.
+    weaker. With `paper_style` the sample info also counts as the paper does.
     """
 
     attack: Attack
@@ -60,19 +60,9 @@ class Rescaled:
     literal: bool = False
     paper_style: bool = False
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        return self._run(model, x, y, rng, with_info=False)[0]
-
-    def run_with_info(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
-    ) -> tuple[Tensor, SampleInfo]:
-        """With the info of the inner attack: of its plain run for the samples that needed one."""
-        return self._run(model, x, y, rng, with_info=True)
-
     def _run(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None, with_info: bool
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
     ) -> tuple[Tensor, SampleInfo]:
-        rng = SampleRNG.of_pixels(x) if rng is None else rng
         check_pixels(x)
         attentions_of(model)  # refuses a model without known attention before anything is computed
         view = seen_through(model, lambda inner: changed(inner, self._change))

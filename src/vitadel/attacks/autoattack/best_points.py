@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.goals import fooled as is_fooled
 from vitadel.attacks.losses import margin
+from vitadel.attacks.per_sample import PerSample
 from vitadel.attacks.threats import L1
 from vitadel.types import Aim, Threat
 
@@ -56,7 +58,7 @@ def _rival(logits: Tensor, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _RecordingAim:
+class _RecordingAim(PerSample):
     model: nn.Module
     y: Tensor
     place: Tensor
@@ -69,9 +71,6 @@ class _RecordingAim:
         self.best.record(self.place, z.detach(), logits.detach(), self.y, wrong)
         return self.value(logits, self.y, self.place, progress), self.best.fooled[self.place]
 
-    def keep(self, chosen: Tensor) -> Aim:
-        return replace(self, y=self.y[chosen], place=self.place[chosen])
-
 
 @dataclass(frozen=True, eq=False)
 class RecordBest:
@@ -81,9 +80,7 @@ class RecordBest:
     best: BestPoints
     value: Value
 
-    @property
-    def forwards(self) -> int:
-        return 0
+    forwards: ClassVar[int] = 0
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         return _RecordingAim(model, y, self.place, self.best, self.value)

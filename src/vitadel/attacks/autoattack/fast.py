@@ -27,7 +27,7 @@ from vitadel.attacks.fab import FAB
 from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import cross_entropy, lead, margin, probability_margin, targeted_dlr
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.sample_info import SampleInfo
+from vitadel.attacks.sample_info import InfoAttack, SampleInfo
 from vitadel.attacks.square import Square
 from vitadel.attacks.steppers import Scripted
 from vitadel.attacks.surrogate import changed, seen_through
@@ -111,7 +111,7 @@ class _AttackState:
 
 
 @dataclass(frozen=True)
-class AutoAttackFast:
+class AutoAttackFast(InfoAttack):
     """The stages of `STAGES` with their numbers of steps.
 
     `targets` x `target_steps` short runs and `best_targets` x `best_steps` long ones towards wrong classes, up to seven
@@ -137,20 +137,16 @@ class AutoAttackFast:
             name, value = next(iter(small.items()))
             raise UserError(f"{name} of autoattack-fast must be at least 1, got {value}")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        return self.run_with_info(model, x, y, rng)[0]
-
-    def run_with_info(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    def _run(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
     ) -> tuple[Tensor, SampleInfo]:
-        """With info about each sample.
+        """With info about each sample, which costs nothing.
 
         The stage that fooled it (`fell_in`), its distance from the boundary before the restarts (`missing`), its number
         of restarts, and whether it was kept alive or attacked by the sentinels.
         """
         check_pixels(x)
         x = x.detach()
-        rng = SampleRNG.of_pixels(x) if rng is None else rng
         with frozen(model):
             with torch.no_grad():
                 logits = model(x)

@@ -122,7 +122,7 @@ class LearnedPatches:
         keep = (1 - rng.stream("strength").uniform(1).to(x.dtype) * noisy).requires_grad_()
         noise = uniform_noise(model, x, rng, self.noise)
         credit = gradient(self._value(model, x, y, corrupted(x, keep, noise, rules.side)), keep) * noisy
-        credit = noisy * (credit - credit.sum() / noisy.sum())  # the common part does not tell patches apart
+        credit = noisy * (credit - credit.sum() / noisy.sum())  # the common part is the same for all patches
         return _slopes((scores * credit.to(scores.dtype)).sum(), list(selector.parameters()))
 
     def _value(self, model: nn.Module, x: Tensor, y: Tensor, z: Tensor) -> Tensor:

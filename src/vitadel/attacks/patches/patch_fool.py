@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.patches.patch_threat import Patches, PatchGrid, check_images, cut, patch_grid_of, pixel_mask
+from vitadel.attacks.per_sample import PerSample
 from vitadel.attacks.threats import L2, Linf
 from vitadel.attacks.wrappers import with_restarts
 from vitadel.errors import UserError, nearest_names
@@ -77,7 +78,7 @@ def without_conflict(grad: Tensor, main: Tensor, squared: bool = True) -> Tensor
 
 
 @dataclass
-class _Adam:
+class _Adam(PerSample):
     """Gradient ascent by Adam (Kingma & Ba 2015); the rate is multiplied by `decay` every `every` steps."""
 
     rate: float
@@ -92,12 +93,9 @@ class _Adam:
         mean, square = self.mean / (1 - 0.9 ** (turn + 1)), self.square / (1 - 0.999 ** (turn + 1))
         return z + self.rate * self.decay ** (turn // self.every) * mean / (square.sqrt() + 1e-8)
 
-    def keep(self, chosen: Tensor) -> Step:
-        return replace(self, mean=self.mean[chosen], square=self.square[chosen])
-
 
 @dataclass(frozen=True)
-class _PatchBatch:
+class _PatchBatch(PerSample):
     """The samples under attack: clean images, labels and, per sample, the numbers of the chosen patches."""
 
     x: Tensor
@@ -110,9 +108,6 @@ class _PatchBatch:
         """The chosen patches as a mask of pixels."""
         empty = torch.zeros(len(self.x), self.grid.patches, dtype=torch.bool, device=self.x.device)
         return pixel_mask(empty.scatter(1, self.picked, True), self.x, self.grid.side)
-
-    def keep(self, chosen: Tensor) -> _PatchBatch:
-        return replace(self, x=self.x[chosen], y=self.y[chosen], picked=self.picked[chosen])
 
 
 @dataclass(frozen=True)

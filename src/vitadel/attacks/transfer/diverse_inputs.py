@@ -7,24 +7,25 @@ fools it under these changes depends less on this particular model.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitadel.attacks.goals import clearly_fooled
+from vitadel.attacks.goals import deployed_fooled
 from vitadel.attacks.losses import cross_entropy, margin
+from vitadel.attacks.per_sample import PerSample
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
-from vitadel.attacks.surrogate import deployed
 from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.tokens import extra_tokens, token_width
 from vitadel.runtime.rng import SampleRNG
-from vitadel.types import Aim, Attack, Loss, Threat
+from vitadel.types import Aim, Loss, Threat
 
-__all__ = ["Diverse", "DiverseInputs", "diverse", "shrunk"]
+__all__ = ["Diverse", "DiverseInputs", "shrunk"]
 
 LOSSES: dict[str, Loss] = {"ce": cross_entropy, "margin": margin}
 
@@ -46,14 +47,15 @@ def shrunk(z: Tensor, size: Tensor, corner: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _DiverseAim:
+class _DiverseAim(PerSample):
     model: nn.Module
     y: Tensor
+    rng: SampleRNG
     goal: DiverseInputs
 
     def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         # Keyed by progress, so that the goal needs neither a counter nor the number of steps.
-        now = self.goal.rng.stream("diverse", round(progress * 2**32))
+        now = self.rng.stream("diverse", round(progress * 2**32))
         with self._random_tokens(now):
             logits = self.model(self._shown(z, now))
         return self.goal.loss(logits, self.y), self._fooled(z)
@@ -76,11 +78,7 @@ class _DiverseAim:
         """The verdict on the image itself, not on the input of the loss."""
         if not self.goal.verdicts:
             return torch.zeros(len(z), dtype=torch.bool, device=z.device)
-        with torch.no_grad():
-            return clearly_fooled(deployed(self.model)(z), self.y)
-
-    def keep(self, chosen: Tensor) -> Aim:
-        return replace(self, y=self.y[chosen], goal=replace(self.goal, rng=self.goal.rng[chosen]))
+        return deployed_fooled(self.model, z, self.y)
 
 
 @dataclass(frozen=True)
@@ -99,12 +97,10 @@ class DiverseInputs:
     scale: float = 0.01
     verdicts: bool = True
 
-    @property
-    def forwards(self) -> int:
-        return 0
+    forwards: ClassVar[int] = 0
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
-        return _DiverseAim(model, y, self)
+        return _DiverseAim(model, y, self.rng, self)
 
 
 @dataclass(frozen=True)
@@ -155,18 +151,3 @@ class Diverse:
 
     def passes(self) -> tuple[int, int]:
         return self.steps, self.steps if self.stop_when_fooled else 0
-
-
-def diverse(
-    threat: Threat,
-    steps: int = 10,
-    step: float | None = None,
-    decay: float = 1.0,
-    loss: str = "margin",
-    probability: float = 0.7,
-    smallest: float = 0.9,
-    tokens: int = 0,
-    scale: float = 0.01,
-    stop_when_fooled: bool = False,
-) -> Attack:
-    return Diverse(threat, steps, decay, step, loss, probability, smallest, tokens, scale, stop_when_fooled)

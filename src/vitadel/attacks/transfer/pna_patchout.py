@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.goals import clearly_fooled
+from vitadel.attacks.goals import deployed_fooled
 from vitadel.attacks.losses import cross_entropy
+from vitadel.attacks.per_sample import PerSample
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.surrogate import deployed
@@ -18,15 +20,15 @@ from vitadel.errors import UserError
 from vitadel.instrument.attention import constant_attention
 from vitadel.instrument.patch_grid import patch_grid
 from vitadel.runtime.rng import SampleRNG
-from vitadel.types import Aim, Attack, Threat
+from vitadel.types import Aim, Threat
 
-__all__ = ["PatchOut", "PnaPatchOut", "pna_patchout"]
+__all__ = ["PatchOut", "PnaPatchOut"]
 
 _SHARE = 130 / 196  # 130 of the 14 x 14 patches of a ViT with patches of 16 pixels
 
 
 @dataclass(frozen=True)
-class _PatchAim:
+class _PatchAim(PerSample):
     model: nn.Module
     x: Tensor
     y: Tensor
@@ -59,11 +61,7 @@ class _PatchAim:
         """The verdict on the whole image, not on the input of the loss."""
         if not self.verdicts:
             return torch.zeros_like(self.y, dtype=torch.bool)
-        with torch.no_grad():
-            return clearly_fooled(deployed(self.model)(z), self.y)
-
-    def keep(self, chosen: Tensor) -> Aim:
-        return replace(self, x=self.x[chosen], y=self.y[chosen], rng=self.rng[chosen])
+        return deployed_fooled(self.model, z, self.y)
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,7 @@ class PatchOut:
     weight: float = 0.1
     verdicts: bool = True
 
-    @property
-    def forwards(self) -> int:
-        return 0
+    forwards: ClassVar[int] = 0
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         grid = patch_grid(deployed(model), x) if self.share < 1 else None
@@ -129,17 +125,3 @@ class PnaPatchOut:
 
     def passes(self) -> tuple[int, int]:
         return self.steps, self.steps if self.stop_when_fooled else 0
-
-
-def pna_patchout(
-    threat: Threat,
-    steps: int = 10,
-    step: float | None = None,
-    decay: float = 0.0,
-    share: float = _SHARE,
-    weight: float = 0.1,
-    pna: bool = True,
-    patchout: bool = True,
-    stop_when_fooled: bool = False,
-) -> Attack:
-    return PnaPatchOut(threat, steps, decay, step, share, weight, pna, patchout, stop_when_fooled)

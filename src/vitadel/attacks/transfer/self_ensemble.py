@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.goals import fooled
 from vitadel.attacks.losses import cross_entropy
+from vitadel.attacks.per_sample import PerSample
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.surrogate import deployed
@@ -19,9 +21,9 @@ from vitadel.backbones.model_checks import check_pixels
 from vitadel.instrument.features import block_features
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.runtime.rng import SampleRNG
-from vitadel.types import Aim, Attack, Loss, Threat
+from vitadel.types import Aim, Loss, Threat
 
-__all__ = ["BlockLogits", "EveryBlock", "SelfEnsemble", "block_logits", "self_ensemble"]
+__all__ = ["BlockLogits", "EveryBlock", "SelfEnsemble", "block_logits"]
 
 
 @dataclass
@@ -76,7 +78,7 @@ def _in_place_of(own: Tensor, block: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _EveryBlockAim:
+class _EveryBlockAim(PerSample):
     model: nn.Module
     y: Tensor
     loss: Loss
@@ -88,9 +90,6 @@ class _EveryBlockAim:
         values = torch.stack([self.loss(logits, self.y) for logits in (*self.seen.earlier, own)]).sum(0)
         return values, fooled(self.model, z, own, self.y)
 
-    def keep(self, chosen: Tensor) -> Aim:
-        return replace(self, y=self.y[chosen])
-
 
 @dataclass(frozen=True)
 class EveryBlock:
@@ -99,9 +98,7 @@ class EveryBlock:
     seen: BlockLogits
     loss: Loss = field(default=cross_entropy)
 
-    @property
-    def forwards(self) -> int:
-        return 0
+    forwards: ClassVar[int] = 0
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         return _EveryBlockAim(model, y, self.loss, self.seen)
@@ -135,9 +132,3 @@ class SelfEnsemble:
 
     def passes(self) -> tuple[int, int]:
         return self.steps, 0
-
-
-def self_ensemble(
-    threat: Threat, steps: int = 10, step: float | None = None, decay: float = 1.0, stop_when_fooled: bool = False
-) -> Attack:
-    return SelfEnsemble(threat, steps, decay, step, stop_when_fooled)
