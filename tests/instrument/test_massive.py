@@ -148,7 +148,7 @@ def test_quartiles() -> None:
     values = torch.stack([torch.arange(101.0), torch.arange(101.0) * 2])[:, torch.randperm(101)]
     assert quartiles(values).tolist() == [[25.0, 50.0], [50.0, 100.0], [75.0, 150.0]]
     assert quartiles(torch.tensor([1.0, 2.0])).tolist() == [1.25, 1.5, 1.75]
-    with pytest.raises(UserError, match="no values"):
+    with pytest.raises(UserError, match="at least one image"):
         quartiles(torch.empty(3, 0))
 
 
