@@ -1,20 +1,19 @@
-"""What attacks cost here and in other libraries, as multiples of the bare forward and backward passes of the model.
+"""Compare the cost of attacks with other libraries, as multiples of the model's bare forward and backward passes.
 
     python benchmarks/attacks.py                                              # everything, hours on a small machine
     python benchmarks/attacks.py --models zoo:shapes-robust --jobs pgd,apgd --steps 10 --images 32 --rounds 3
 
-All contenders of a job get the same images, settings and threads and take turns: every round visits each of them once,
-in an order that rotates, and compares it with the floor of the same round, so that a machine that slows down slows
-down everybody. The result is the median of these ratios; times as such mean nothing on another machine.
+All candidates of a job get the same images, settings and threads and take turns: every round runs each of them once, in
+a rotating order, and compares it with the bare passes of the same round, so that a slow machine affects all of them.
+The result is the median of these ratios; absolute times mean nothing on another machine.
 
-`x own passes` is a contender's time over that of as many bare passes as it took itself, by the meter: all above 1 is
-overhead.
+`x own passes` is a candidate's time over that of as many bare passes as it took itself: everything above 1 is overhead.
 
-In `pgd`, `apgd`, `square`, `fab-t` and `autoattack-standing` the budget is so small that every sample stands to the
-end: all do the same work and the ratio is overhead. So the ratio of a peer is also the most that anybody can gain over
-it without leaving passes out. In the jobs called `-dropping` and in `autoattack` samples fall, and who stops working on
-them is faster; `held` shows whether it is also as strong. Only images that the model gets right are used. With one
-thread processor time counts, which other work on the machine hardly changes.
+In `pgd`, `apgd`, `square`, `fab-t` and `autoattack-standing` the budget is so small that no sample is fooled: all
+candidates do the same work, and the ratio is overhead. So the ratio of another library is also the largest possible
+gain over it without fewer passes. In the jobs called `-dropping` and in `autoattack` samples are fooled, and a library that
+stops working on them is faster; `held` shows whether it is also as strong. Only correctly classified images are used.
+With one thread, processor time is measured, which other work on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ from vitadel.quantities import quantity_text, read_quantity
 from vitadel.runtime.run_folder import write_json
 from vitadel.types import Attack
 
-STANDING_EPS = 1e-6  # nobody falls within this
+STANDING_EPS = 1e-6  # no sample is fooled within this budget
 LEAST_PASSES = 5
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every contender of a job is told."""
+    """The settings of a job, the same for all candidates."""
 
     eps: float
     steps: int
@@ -212,7 +211,7 @@ FABS: dict[str, Build] = {
     "vitadel": ours(lambda work: fab_t(Linf(work.eps), work.steps, work.targets)),
     "torchattacks": of_torchattacks("FAB"),
 }
-# ART's AutoAttack is another crew: it has no FAB.
+# ART's AutoAttack has other members: no FAB.
 AUTOATTACKS: dict[str, Build] = {
     "vitadel": ours(lambda work: autoattack(Linf(work.eps), work.steps, work.targets, work.queries)),
     "torchattacks": torchattacks_autoattack,
@@ -250,7 +249,7 @@ class Scene:
 
 @dataclass
 class Measured:
-    """One contender in one job. `ratios` are its times over the floor's, one per round; counts are per image."""
+    """One candidate in one job. `ratios` are its times over the floor's, one per round; counts are per image."""
 
     candidate: str
     ratios: list[float] = field(default_factory=list)
@@ -304,7 +303,7 @@ def bare(model: Classifier, gradients: int, forwards: int) -> Run:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one contender did in one round."""
+    """The result of one candidate in one round."""
 
     seconds: float
     cost: Cost
@@ -350,7 +349,7 @@ def take_turn(run: Run, model: Classifier, scene: Scene, work: Work) -> Turn:
 
 
 def bind(job: Job, scene: Scene, work: Work) -> tuple[dict[str, tuple[Run, Classifier]], list[Measured]]:
-    """Every contender with a model of its own, because some leave gradients in it; and who cannot take part."""
+    """Every candidate with its own copy of the model, as some leave gradients in it; and those not available."""
     bound: dict[str, tuple[Run, Classifier]] = {}
     missing = []
     for name in PACKAGES:
@@ -383,7 +382,7 @@ def measure(job: Job, scene: Scene, work: Work, rounds: int) -> list[Measured]:
     return [*rows.values(), *missing]
 
 
-# --- telling ---------------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -398,10 +397,10 @@ class Outcome:
     def title(self) -> str:
         passes = zip(self.floor, ("gradient", "forward"), strict=True)
         floor = " and ".join(f"{count} {what}{'s' * (count > 1)}" for count, what in passes if count)
-        eps = "where nobody falls" if self.work.eps == STANDING_EPS else f"eps {quantity_text(self.work.eps)}"
+        eps = "where no sample is fooled" if self.work.eps == STANDING_EPS else f"eps {quantity_text(self.work.eps)}"
         return f"{self.model}: {self.job}, {eps}, {self.images} images; floor = {floor} per image"
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         rows = [asdict(row) | {"ratio": row.ratio} for row in self.rows]
         return asdict(self) | {"rows": rows}
 
@@ -460,13 +459,13 @@ def versions() -> dict[str, str]:
 
 
 def write(outcomes: Sequence[Outcome], rounds: int, out: Path) -> None:
-    told = {
+    results = {
         "rounds": rounds,
         "libraries": versions(),
         "environment": environment(torch.device("cpu"), 1),
-        "outcomes": [outcome.told() for outcome in outcomes],
+        "outcomes": [outcome.to_json() for outcome in outcomes],
     }
-    write_json(out / "attacks.json", told)
+    write_json(out / "attacks.json", results)
     draw(outcomes, out / "attacks.png")
 
 

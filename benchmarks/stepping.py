@@ -1,4 +1,4 @@
-"""What benchmarks of training steps share: a step of our loop by itself, and contenders that take turns."""
+"""Shared by the benchmarks of training: single steps of our loop, and candidates that take turns."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
 from vitadel.runtime.distributed import join_processes
 
-# One step at a time is nobody else's business, so it has no public name; `train` would take all of them at once, and
-# contenders could not take turns.
+# Single steps have no public name: `train` runs all of them at once, so candidates could not take turns.
 from vitadel.training.loop import Run, _Learner
 from vitadel.training.metrics import Metrics
 from vitadel.training.progress_table import ProgressTable
@@ -49,22 +48,22 @@ def our_step(recipe: Recipe, model: nn.Module, x: Tensor, y: Tensor) -> Step:
 
 
 def take_turns(
-    crew: Mapping[str, Step], rounds: int, clock: Callable[[], float] = time.perf_counter
+    candidates: Mapping[str, Step], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Seconds of every round, after one step each to warm up; who begins rotates, so that drift meets all alike."""
-    for step in crew.values():
+    """Seconds of every round, after one warm-up step each; the order rotates, so that drift affects all candidates."""
+    for step in candidates.values():
         step()
-    seconds: dict[str, list[float]] = {who: [] for who in crew}
-    names = list(crew)
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
     for turn in range(rounds):
         begin = turn % len(names)
-        for who in names[begin:] + names[:begin]:
-            begun = clock()
-            crew[who]()
-            seconds[who].append(clock() - begun)
+        for name in names[begin:] + names[:begin]:
+            started = clock()
+            candidates[name]()
+            seconds[name].append(clock() - started)
     return seconds
 
 
 def ratios_to(floor: str, seconds: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """Every contender's time as a multiple of the floor's in the same round."""
-    return {who: [a / b for a, b in zip(each, seconds[floor], strict=True)] for who, each in seconds.items()}
+    """Every candidate's time as a multiple of the floor's in the same round."""
+    return {name: [a / b for a, b in zip(each, seconds[floor], strict=True)] for name, each in seconds.items()}

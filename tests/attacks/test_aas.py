@@ -103,7 +103,7 @@ NAMES = [f"aas{SHORT}", f"aas-bpda{SHORT}", "aas-paper(images=4)", "scale:0.5"]
 @pytest.mark.parametrize("family", sorted(VITS))
 @pytest.mark.parametrize("name", NAMES)
 def test_every_mode_attacks_every_family(family, name):
-    """Joined with the plain attack, told apart from the scaled model's accuracy, and without a trace."""
+    """Joined with the plain attack, separate from the scaled model's accuracy, and without a trace."""
     model, x = make_vit(family, classes=3).double(), pixels(family, 6, dtype=torch.float64)
     with torch.no_grad():
         y = model(x).argmax(1)
@@ -222,11 +222,11 @@ def test_what_fools_the_scaled_model_already_is_not_attacked_again():
     assert (wrong != y).any()
     x, y = x[wrong != y], y[wrong != y]
     quiet = PGD(Linf(1e-5), steps=5, random_start=False)
-    told, untold = (Rescaled(quiet, 1e-3, paper_style=asked) for asked in (True, False))
+    with_style, without = (Rescaled(quiet, 1e-3, paper_style=asked) for asked in (True, False))
     with count_passes(model) as cost:
-        _, notes = told.run_with_info(model, x, y)
+        _, notes = with_style.run_with_info(model, x, y)
     with count_passes(model) as less:
-        assert untold.run_with_info(model, x, y)[1] == {}
+        assert without.run_with_info(model, x, y)[1] == {}
     assert not notes[PAPER_STYLE].any()
     assert (cost.gradients, cost.forwards) == (less.gradients, less.forwards + len(x))
 

@@ -304,7 +304,7 @@ class Timed:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_whoever_leaves_takes_nothing_of_the_others_along(norm):
+def test_samples_that_stop_do_not_change_the_others(norm):
     model, x, y = tiny(32)
     attack = APGD(make_threat(norm, BUDGETS[norm]), steps=40, stop_when_fooled=False)
     with recorded(model) as seen:

@@ -173,7 +173,7 @@ def test_costs_exactly_what_it_says_on_every_family(name: str, vit: str) -> None
 
 
 @EVERY
-def test_fooled_samples_leave_only_if_told_to(name: str) -> None:
+def test_fooled_samples_stop_only_if_asked_to(name: str) -> None:
     """The label is wrong from the start: an attack that stops has nothing to do, another goes all the way."""
     model, x = make_vit("vit"), pixels("vit")
     y = (labelled(model, x) + 1) % 5

@@ -53,7 +53,7 @@ def test_plus_and_rand():
 
 
 class Recorder:
-    """Breaks the samples it is told to (by their number, which is their first pixel), and remembers whom it saw."""
+    """Breaks the samples it is asked to (by their number, which is their first pixel), and remembers whom it saw."""
 
     def __init__(self, breaks: set[int]) -> None:
         self.breaks, self.seen = breaks, []

@@ -352,7 +352,7 @@ def test_hard_cases(ball, targets):
     assert ball(1.0).size(z, x).max() <= WHOLE_BOX[ball] / 10
 
 
-def test_mistakes_are_told():
+def test_mistakes_are_refused():
     for settings in ({"steps": 0}, {"targets": 0}, {"restarts": 0}):
         with pytest.raises(UserError, match="at least 1"):
             FAB(Linf(0.1), **settings)

@@ -23,7 +23,7 @@ def test_margin_is_positive_exactly_when_wrong():
 
 
 def test_a_floor_hides_what_the_label_leads_by():
-    """The gradient of whoever leads by more than kappa is zero, which is why there is none unless asked for."""
+    """The gradient is zero where the label leads by more than kappa, so kappa is off by default."""
     logits = LOGITS.clone().requires_grad_()
     value = floored_margin(logits, LABELS, kappa=1.5)
     assert torch.allclose(value, torch.tensor([-1.5, 0.1, 5.5]))
@@ -131,7 +131,7 @@ def test_fading_is_apgds_momentum_with_a_linear_step():
     assert step.lengths == pytest.approx((0.2, 0.15, 0.1, 0.05))
 
 
-def test_on_logits_tells_value_and_success():
+def test_on_logits_returns_value_and_success():
     model, x = TinyNet().eval(), images(5)
     y = torch.tensor([0, 1, 2, 0, 1])
     value, fooled = OnLogits(margin)(model, x, y).evaluate(x, 0.0)

@@ -180,8 +180,13 @@ def test_the_given_norm_does_not_matter(ball):
         assert torch.equal(build(ball, model)(model, x, y), build(BALL, model)(model, x, y))
 
 
-def test_settings_are_told():
-    told = settings_of(patch_fool(BALL, patches=3))
-    assert (told["patches"], told["select"], told["mild"], told["rate"]) == (3, "attention", "none", 0.2)
+def test_settings_are_recorded():
+    settings = settings_of(patch_fool(BALL, patches=3))
+    assert (settings["patches"], settings["select"], settings["mild"], settings["rate"]) == (
+        3,
+        "attention",
+        "none",
+        0.2,
+    )
     assert settings_of(RandomPatches(BALL))["share"] == 0.1
     assert settings_of(LearnedPatches(BALL))["objective"] == "features"

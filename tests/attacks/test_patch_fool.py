@@ -298,7 +298,7 @@ def test_without_the_attention_term_no_attention_is_needed(name, monkeypatch):
     model, x = make_vit(name), pixels(name, 4)
     y = model(x).argmax(1)
     attack = patch_fool(BALL, patches=2, steps=3, select="saliency", alpha=0.0)
-    monkeypatch.setattr(module, "attention_maps", None)  # whoever looks at maps fails
+    monkeypatch.setattr(module, "attention_maps", None)  # reading maps fails
     assert (attack.rules(model, x).size(attack(model, x, y), x) == 2).all()
 
 
@@ -373,7 +373,7 @@ def test_behind_a_surrogate_the_deployed_model_decides():
     fooled = model(z).argmax(1) != y
     left = (z == longer).flatten(1).all(1)
     assert left.any()
-    assert fooled[left].all()  # nobody leaves for having fooled the changed model only
+    assert fooled[left].all()  # no sample stops because it fools the changed model only
 
 
 def test_a_model_that_recomputes_its_forward_pass_gives_the_same():

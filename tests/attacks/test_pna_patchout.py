@@ -60,7 +60,7 @@ def test_extra_tokens_are_no_patches_and_wide_images_have_wide_grids() -> None:
     assert patch_grid(model, torch.rand(1, 3, 48, 32)) == (6, 4)
 
 
-def test_tokens_that_form_no_grid_are_told() -> None:
+def test_tokens_that_form_no_grid_are_refused() -> None:
     model = make_vit("vit", patch_size=(8, 4))
     with pytest.raises(UserError, match=r"32 patch tokens form no grid of squares on images of 32 x 32"):
         patch_grid(model, pixels("vit"))
@@ -131,11 +131,11 @@ def test_one_step_goes_along_the_sign_of_the_masked_gradient(scene) -> None:
 
 def test_momentum_starts_alike_and_then_differs(scene) -> None:
     model, x, y, rng = scene
-    plain, gathered = (
+    plain, with_momentum = (
         [PnaPatchOut(Linf(EPS), k, decay, EPS / 8)(model, x, y, rng) for k in (1, 4)] for decay in (0, 1)
     )
-    torch.testing.assert_close(plain[0], gathered[0], rtol=0, atol=1e-12)
-    assert not torch.allclose(plain[1], gathered[1])
+    torch.testing.assert_close(plain[0], with_momentum[0], rtol=0, atol=1e-12)
+    assert not torch.allclose(plain[1], with_momentum[1])
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0])
@@ -160,15 +160,15 @@ def test_each_half_alone_differs_from_both(scene) -> None:
 def test_verdicts_are_on_the_whole_image(scene) -> None:
     model, x, y, rng = scene
     wrong = (y + 1) % 5
-    _, told = PatchOut(rng)(model, x, wrong).evaluate(x, 0.0)
+    _, verdicts = PatchOut(rng)(model, x, wrong).evaluate(x, 0.0)
     _, silent = PatchOut(rng, verdicts=False)(model, x, wrong).evaluate(x, 0.0)
-    assert told.all()
+    assert verdicts.all()
     assert not silent.any()
     assert torch.equal(PnaPatchOut(Linf(EPS), stop_when_fooled=True)(model, x, wrong, rng), x)
     assert not torch.equal(PnaPatchOut(Linf(EPS))(model, x, wrong, rng), x)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5])
-def test_a_share_that_is_none_is_told(share: float) -> None:
+def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(UserError, match=f"above 0 and at most 1, got {share}"):
         PnaPatchOut(Linf(EPS), share=share)

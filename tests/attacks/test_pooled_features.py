@@ -132,12 +132,12 @@ def test_the_objective_compares_projections() -> None:
 
 
 def test_the_effective_budget_is_among_the_settings() -> None:
-    told = settings_of(FeatureAttack(Linf(4 / 255), paper=True))["effective_eps"]
-    assert told == "4/255 in normalised units = 0.92, 0.90, 0.90 /255 in pixels"
+    settings = settings_of(FeatureAttack(Linf(4 / 255), paper=True))["effective_eps"]
+    assert settings == "4/255 in normalised units = 0.92, 0.90, 0.90 /255 in pixels"
     assert settings_of(FeatureAttack(Linf(4 / 255)))["effective_eps"] is None
 
 
-def test_mistakes_are_told() -> None:
+def test_mistakes_are_refused() -> None:
     for wrong in (
         lambda: features(Linf(EPS), axis="channel", features="pooled"),
         lambda: RobustnessTokens(make("features-3"), axis="channel", features="pooled"),

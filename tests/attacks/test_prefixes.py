@@ -70,7 +70,7 @@ def test_notes_pass_through_views():
 
 
 def test_the_doubts_of_an_attack_inside_are_passed_on():
-    """What autoattack-fast tells about a sample: through scaled attention, or plain where that run came last."""
+    """What autoattack-fast reports about a sample: through scaled attention, or plain where that run came last."""
     model, x = make_vit("vit", classes=4), images(12, side=VITS["vit"].size)
     with torch.no_grad():
         y = model(x).argmax(1)
@@ -80,9 +80,9 @@ def test_the_doubts_of_an_attack_inside_are_passed_on():
     held = model(z).argmax(1) == y
     assert 0 < int(held.sum()) < 12
     assert torch.equal(notes["fell_in"] < 0, held)
-    plain, told = fast.run_with_info(model, x[held], y[held], rng[held])
+    plain, alone = fast.run_with_info(model, x[held], y[held], rng[held])
     assert torch.equal(z[held], plain)
-    assert torch.equal(notes["missing"][held], told["missing"])
+    assert torch.equal(notes["missing"][held], alone["missing"])
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_the_doubts_of_an_attack_inside_are_passed_on():
         ("aas(images=8)+patches-learned(images=99)", {"images": 8, "inner.images": 99}),
     ],
 )
-def test_settings_tell_every_layer(name, expected):
-    told = settings_of(make(name))
-    assert {key: told[key] for key in expected} == expected
+def test_settings_include_every_layer(name, expected):
+    settings = settings_of(make(name))
+    assert {key: settings[key] for key in expected} == expected
 
 
 def test_calibrated_layers_are_prepared_from_the_inside_out():
@@ -107,7 +107,7 @@ def test_calibrated_layers_are_prepared_from_the_inside_out():
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("targeted:2.5+pgd-2", "a name or the number of a class"),
         ("targeted:true+pgd-2", "a name or the number of a class"),
@@ -120,18 +120,18 @@ def test_calibrated_layers_are_prepared_from_the_inside_out():
         ("pgd-20 (restarts=5)", "without spaces"),
     ],
 )
-def test_wrong_names_are_told(name, told):
-    with pytest.raises(UserError, match=told):
+def test_wrong_names_are_refused(name, message):
+    with pytest.raises(UserError, match=message):
         make(name)
 
 
-def test_a_target_that_is_a_label_is_told_before_anything_runs():
+def test_a_target_that_is_a_label_is_refused_before_anything_runs():
     for name in ("targeted:3+pgd-2", "scale:0.1+targeted:3+pgd-2"):
         with pytest.raises(UserError, match="class 3 is the label of 2 of the 20 samples"):
             audit("zoo:shapes-robust", attacks=[name], limit=20)
 
 
 @pytest.mark.parametrize(("norm", "eps"), [("l2", 56.0), ("l1", 4000.0)])
-def test_a_budget_that_reaches_everything_is_told(norm, eps):
+def test_a_budget_that_reaches_everything_is_refused(norm, eps):
     with pytest.raises(UserError, match="lets every pixel become anything"):
         audit("zoo:shapes-robust", attacks=["pgd-2"], limit=4, norm=norm, eps=eps)

@@ -118,7 +118,7 @@ def test_l2_radius_is_spread():
     ("norm", "eps", "said"),
     [("linf", 8, "8/255"), ("linf", -0.1, "negative"), ("l2", -1, "negative"), ("lp", 0.1, "linf, l2, l1")],
 )
-def test_senseless_budgets_are_told(norm, eps, said):
+def test_senseless_budgets_are_refused(norm, eps, said):
     with pytest.raises(UserError, match=said):
         make_threat(norm, eps)
 

@@ -87,8 +87,8 @@ def test_restarts_ask_again_for_survivors_with_other_draws():
 
 
 @dataclass(frozen=True)
-class Told(Paint):
-    """Paints, and tells its power and each image's mark; `name` is what it calls the latter."""
+class PaintWithInfo(Paint):
+    """Paints, and reports its power and each image's mark; `name` is what it calls the latter."""
 
     name: str = "mark"
 
@@ -99,7 +99,7 @@ class Told(Paint):
 
 def test_notes_are_those_of_the_last_attack_that_a_sample_met():
     x, y = batch()
-    weak, strong = Told(0.3), Told(0.9, name="other")
+    weak, strong = PaintWithInfo(0.3), PaintWithInfo(0.9, name="other")
     z, notes = WorstOf((weak, strong)).run_with_info(Bright(), x, y)
     assert torch.equal(z, WorstOf((weak, strong))(Bright(), x, y))
     assert notes["mark"].tolist() == pytest.approx([EASY, MIDDLING, HARD])

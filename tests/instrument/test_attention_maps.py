@@ -175,7 +175,7 @@ def test_maps_are_taken_before_dropout_and_of_the_last_run() -> None:
     assert maps.names == ("blocks.0.attn", "blocks.1.attn")
 
 
-def test_reading_before_running_is_told() -> None:
+def test_reading_before_running_is_refused() -> None:
     with attention_maps(make_vit("vit")) as maps, pytest.raises(UserError, match=r"'blocks\.1\.attn'.*run the model"):
         maps[-1]
     with pytest.raises(IndexError):

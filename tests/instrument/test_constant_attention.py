@@ -142,6 +142,6 @@ def test_no_trace_is_left(name: str, fused: bool) -> None:
     assert torch.equal(model(x), plain)
 
 
-def test_a_model_without_attention_is_told() -> None:
+def test_a_model_without_attention_is_refused() -> None:
     with pytest.raises(UserError, match=r"no anatomy known for toys\.TinyNet"), constant_attention(TinyNet()):
         pass

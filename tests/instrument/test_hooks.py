@@ -1,4 +1,4 @@
-"""Modes are restored one by one, and hooks that saw nothing are told."""
+"""Modes are restored one by one, and hooks that saw nothing raise an error."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Skipping(nn.Module):
         (lambda model: scaled_attention(model, 0.5), r"'blocks\.1\.attn'"),
     ],
 )
-def test_a_site_that_saw_nothing_is_told(block: Any, site: str) -> None:
+def test_a_site_that_saw_nothing_is_refused(block: Any, site: str) -> None:
     model, x = Skipping(), pixels("vit")
     with pytest.raises(UserError, match=f"Skipping ran, but nothing was seen at {site}: "), block(model):
         model(x)

@@ -1,4 +1,4 @@
-"""Blocks nest in any order, tell when they saw nothing, and leave the model as it was."""
+"""Blocks nest in any order, refuse to see nothing, and leave the model as it was."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_no_trace_is_left(name: str, fused: bool, trouble: str | None) -> None:
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
 
 
-def test_an_attention_that_never_shows_its_softmax_is_told() -> None:
+def test_an_attention_that_never_shows_its_softmax_is_refused() -> None:
     class AlwaysFused(Attention):  # type: ignore[misc]
         def forward(self, x: Tensor, **_: Any) -> Tensor:
             q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)

@@ -38,7 +38,7 @@ BATCH = 8  # a power of two: losses averaged over the batch then have the same g
 
 @dataclass(frozen=True)
 class Walk:
-    """A PGD that every library can be told."""
+    """A PGD that every library supports."""
 
     norm: str
     eps: float

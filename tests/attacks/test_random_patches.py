@@ -36,7 +36,7 @@ SIDES = {name: 8 for name in VITS if name != "pit"} | {"swin": 4, "swinv2": 4, "
 
 
 def numbered(rows: int, columns: int, side: int) -> Tensor:
-    """An image whose pixels tell the number of their patch."""
+    """An image whose pixels are the number of their patch."""
     numbers = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
     return numbers.repeat_interleave(side, 0).repeat_interleave(side, 1).expand(2, 3, -1, -1)
 

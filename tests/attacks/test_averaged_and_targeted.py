@@ -59,7 +59,7 @@ def test_landing_in_a_third_class_is_not_the_target():
     assert float(logits[2] - logits[[0, 1, 3]].max()) == pytest.approx((0.25 - 0.5) * 10, abs=0.3)
 
 
-def test_impossible_targets_are_told():
+def test_impossible_targets_are_refused():
     x, y = torch.full((2, 3, 4, 4), 0.5), torch.tensor([1, 0])
     with pytest.raises(UserError, match="label of 1 of the samples"):
         Targeted(PGD(Linf(0.1)), 1)(Linear(), x, y)

@@ -22,12 +22,12 @@ def test_settings_stand_in_brackets():
 
 
 def test_everything_about_a_number_is_recorded():
-    told = settings_of(make("pgd-10(restarts=3)", eps=8 / 255, norm="l2"))
-    assert told["steps"] == 10
-    assert told["restarts"] == 3
-    assert told["threat"] == "L2"
-    assert told["threat.eps"] == "8/255"
-    assert told["goal.loss"] == "cross_entropy"
+    settings = settings_of(make("pgd-10(restarts=3)", eps=8 / 255, norm="l2"))
+    assert settings["steps"] == 10
+    assert settings["restarts"] == 3
+    assert settings["threat"] == "L2"
+    assert settings["threat.eps"] == "8/255"
+    assert settings["goal.loss"] == "cross_entropy"
     assert settings_of(make("fgsm"))["restarts"] == 1
 
 
@@ -73,13 +73,13 @@ def test_lists_split_outside_brackets():
         ("features-5(psnr=-1)", "must not be negative"),
     ],
 )
-def test_wrong_names_are_told(text, said):
+def test_wrong_names_are_refused(text, said):
     with pytest.raises(UserError, match=said):
         read_attack_name(text)
 
 
 @pytest.mark.parametrize("text", ["fgsm,,pgd-20", ",", "fgsm,"])
-def test_empty_names_are_told(text):
+def test_empty_names_are_refused(text):
     with pytest.raises(UserError, match="empty name"):
         split_attack_list(text)
 
@@ -106,7 +106,7 @@ def test_empty_names_are_told(text):
         ("gama-2(until=7)", "linf", "at most 1, got 7; the paper has 0.25"),
     ],
 )
-def test_settings_that_would_do_nothing_are_told(text, norm, said):
+def test_settings_that_would_do_nothing_are_refused(text, norm, said):
     with pytest.raises(UserError, match=said):
         make(text, norm=norm, eps=0.1)
 
@@ -128,6 +128,6 @@ def test_the_ends_of_ranges_are_allowed(text):
     assert make(text).passes()[0] >= 2
 
 
-def test_no_steps_are_told():
+def test_no_steps_are_refused():
     with pytest.raises(UserError, match="at least 1 step"):
         make("pgd-0")

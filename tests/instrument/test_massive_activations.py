@@ -139,7 +139,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(("excluded", "message"), [([17], "no token 17.*has 17"), (range(17), "all 17 tokens")])
-def test_wrong_exclusions_are_told(excluded: list[int], message: str) -> None:
+def test_wrong_exclusions_are_refused(excluded: list[int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         massive_activations(make_vit("vit"), pixels("vit"), excluded)
 

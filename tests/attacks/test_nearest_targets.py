@@ -42,7 +42,7 @@ def test_the_nearest_come_first_and_not_the_likeliest(linear):
     distances = linear_distances(linear, x, y, torch.arange(6).expand(8, 6), 1.0)
     assert torch.equal(chosen, distances.argsort(dim=1)[:, :3])
     ranked = logits.scatter(1, y[:, None], -torch.inf).argsort(dim=1, descending=True)[:, :3]
-    assert not torch.equal(chosen, ranked)  # else the test could not tell the two orders apart
+    assert not torch.equal(chosen, ranked)  # else the two orders would be equal
     few = nearest_targets(linear, x, y, logits, Linf(0.1), candidates=5, wanted=9)
     assert torch.equal(few, logits.scatter(1, y[:, None], -torch.inf).argsort(dim=1, descending=True)[:, :5])
 

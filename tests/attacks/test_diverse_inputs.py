@@ -87,6 +87,6 @@ def test_tokens_need_a_transformer():
 @pytest.mark.parametrize(
     "wrong", [{"loss": "mse"}, {"probability": 1.5}, {"smallest": 0.0}, {"tokens": -1}], ids=lambda each: str(each)
 )
-def test_settings_out_of_range_are_told(wrong):
+def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):
         Diverse(Linf(EPS), **wrong)
