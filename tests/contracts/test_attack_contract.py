@@ -24,19 +24,16 @@ from vits import VITS, make_vit
 BUDGETS = {"linf": 8 / 255, "l2": 0.5, "l1": 3.0}
 SHORT = {
     "square": "square(queries=300)",
-    "fgsm": "fgsm",
-    "fgsm-rs": "fgsm-rs",
     "autoattack": "autoattack(steps=6,targets=2,queries=50)",
     "autoattack-plus": "autoattack-plus(steps=6,targets=2,queries=50,restarts=2)",
     "autoattack-rand": "autoattack-rand(steps=6,times=2)",
     "autoattack-fast": "autoattack-fast(entropy_steps=4,margin_steps=5,target_steps=3,best_steps=4,sentinel_queries=9)",
-    "noise": "noise",
     "patches-random": "patches-random(masks=3)",
     "patches-learned": "patches-learned(masks=2,images=8)",
 }
 AROUND = {"aas": "aas(images=8,steps=2)", "aas-bpda": "aas-bpda(images=8,steps=2)", "aas-paper": "aas-paper(images=8)"}
 AROUND |= {"scale": "scale:0.1", "eot": "eot:2", "targeted": "targeted:next"}
-NAMES = [SHORT.get(name, f"{name}-6") for name in ATTACKS]
+NAMES = [SHORT.get(name, f"{name}-6" if "steps" in entry.settings else name) for name, entry in ATTACKS.items()]
 NAMES += ["pgd-6(restarts=3)", "gama-6(guide=init)", *(f"{AROUND[name]}+pgd-6" for name in PREFIXES)]
 EVERYTHING = [pytest.param(name, norm, id=f"{name} {norm}") for name in NAMES for norm in NORMS]
 # Where no geometry is involved, one norm proves as much as three.
