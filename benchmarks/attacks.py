@@ -12,8 +12,8 @@ The result is the median of these ratios; absolute times mean nothing on another
 In `pgd`, `apgd`, `square`, `fab-t` and `autoattack-standing` the budget is so small that no sample is fooled: all
 candidates do the same work, and the ratio is overhead. So the ratio of another library is also the largest possible
 gain over it without fewer passes. In the jobs called `-dropping` and in `autoattack` samples are fooled, and a library
-that stops working on them is faster; `held` shows whether it is also as strong. Only correctly classified images are used.
-With one thread, processor time is measured, which other work on the machine hardly changes.
+that stops working on them is faster; `held` shows whether it is also as strong. Only correctly classified images are
+used. With one thread, processor time is measured, which other work on the machine hardly changes.
 """
 
 from __future__ import annotations
