@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from run_folders import write_run
-from vitadel.reporting.comparison import headline
+from vitadel.reporting.comparison import headline, pairings
 from vitadel.reporting.page import render
-from vitadel.reporting.pairs import pairings
 from vitadel.reporting.read_runs import Run, read_run
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from run_folders import write_run
-from vitadel.reporting.pairs import pair_rows, pairings, why_not_paired
+from vitadel.reporting.comparison import pair_rows, pairings, why_not_paired
 from vitadel.reporting.read_runs import Run, read_run
 from vitadel.statistics import difference_interval, holm, mcnemar
 

@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from vitadel.reporting.figures import COLORS, WIDTH, Picture, figure_style, new_figure
+from vitadel.reporting.figures import COLORS, WIDTH, Picture, new_figure
 from vitadel.reporting.read_runs import ClassScore, Run, aspects, class_scores, run_labels, threat_text
 from vitadel.reporting.text import interval_text, percent, shorten
 from vitadel.statistics import wilson
@@ -111,8 +111,7 @@ def draw_accuracies(runs: Sequence[Run]) -> Picture | None:
     left = min(max(70, 6.2 * max(len(shorten(bar.label, 34)) for bar in bars) + 12), 230)
     head, gap = 40, 16
     inner = sum(head + _ROW * len(group.bars) for group in groups) + gap * (len(groups) - 1) + 6
-    with figure_style():
-        figure = new_figure(inner + 34)
+    with new_figure(inner + 34) as figure:
         axes = _percent_axes(figure, left, right=150, top=4, bottom=30)
         y: float = 0
         for group in groups:
@@ -165,8 +164,7 @@ def draw_classes(run: Run) -> Picture | None:
     attacked = shown[0].held is not None
     left = min(max(70, 6.2 * max(len(shorten(score.name, 30)) for score in shown) + 48), 230)
     inner = 26 + _ROW * (len(shown) + bool(rest)) + 4
-    with figure_style():
-        figure = new_figure(inner + 34)
+    with new_figure(inner + 34) as figure:
         axes = _percent_axes(figure, left, right=120, top=4, bottom=30)
         _legend(axes, [("clean", "clean"), ("worst", "worst case, with 95 % interval")] if attacked else [])
         y: float = 26
@@ -238,9 +236,7 @@ def draw_examples(run: Run) -> Picture | None:
             for text, share in zip(outcomes, moved, strict=True)
         ]
         alt += ", and the last layer's attention over the patches of the clean and of the perturbed image"
-    with figure_style():
-        figure = _grid(rows, captions, columns)
-    return Picture("examples", figure, f"{alt}. {'; '.join(outcomes)}.")
+    return Picture("examples", _grid(rows, captions, columns), f"{alt}. {'; '.join(outcomes)}.")
 
 
 def shows_attention(run: Run) -> bool:
@@ -284,23 +280,23 @@ def _grid(rows: Mapping[str, Any], captions: Sequence[tuple[str, str, bool]], co
     tall, wide = next(iter(rows.values())).shape[1:3]
     cell = side * tall / wide
     height = head + len(rows) * (cell + gap) + foot
-    figure = new_figure(height)
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0), autoscale_on=False)
-    axes.set_axis_off()
-    style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 9, "parse_math": False}
-    for row, (name, images) in enumerate(rows.items()):
-        top = head + row * (cell + gap)
-        axes.text(4, top + cell / 2, name, color=COLORS["muted"], ha="left", va="center", fontsize=9)
-        for column, image in enumerate(np.clip(images, 0, 1)):
-            start = left + column * (side + gap)
-            box = (start, start + side, top + cell, top)
-            axes.imshow(image, interpolation="none", aspect="auto", extent=box, clip_on=False)
-    letters = int(side / 6.2)
-    for column, (label, seen, held) in enumerate(captions):
-        middle = left + column * (side + gap) + side / 2
-        seen_style = {**style, "color": COLORS["ink" if held else "worst"], "fontweight": "bold"}
-        mark = "✓ robust" if held else "✗ fooled"
-        axes.text(middle, head / 2, shorten(label, letters), color=COLORS["ink"], **style)
-        axes.text(middle, height - foot + 8, shorten(seen, letters), **seen_style)
-        axes.text(middle, height - foot + 24, mark, color=COLORS["muted"], **style)
+    with new_figure(height) as figure:
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0), autoscale_on=False)
+        axes.set_axis_off()
+        style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 9, "parse_math": False}
+        for row, (name, images) in enumerate(rows.items()):
+            top = head + row * (cell + gap)
+            axes.text(4, top + cell / 2, name, color=COLORS["muted"], ha="left", va="center", fontsize=9)
+            for column, image in enumerate(np.clip(images, 0, 1)):
+                start = left + column * (side + gap)
+                box = (start, start + side, top + cell, top)
+                axes.imshow(image, interpolation="none", aspect="auto", extent=box, clip_on=False)
+        letters = int(side / 6.2)
+        for column, (label, seen, held) in enumerate(captions):
+            middle = left + column * (side + gap) + side / 2
+            seen_style = {**style, "color": COLORS["ink" if held else "worst"], "fontweight": "bold"}
+            mark = "✓ robust" if held else "✗ fooled"
+            axes.text(middle, head / 2, shorten(label, letters), color=COLORS["ink"], **style)
+            axes.text(middle, height - foot + 8, shorten(seen, letters), **seen_style)
+            axes.text(middle, height - foot + 24, mark, color=COLORS["muted"], **style)
     return figure

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from vitadel.errors import UserError
-from vitadel.reporting.comparison import overview
+from vitadel.reporting.comparison import Pairing, overview, pairings
 from vitadel.reporting.figures import Picture
 from vitadel.reporting.kind import Section, kind_of, name_damage
-from vitadel.reporting.pairs import Pairing, pairings
+from vitadel.reporting.kinds.audit import accuracy_section
 from vitadel.reporting.read_runs import Run, aspects, class_scores, read_all, run_labels
 from vitadel.reporting.tables import FORMATS, Cell, Column, Table, share_cells, share_columns
 from vitadel.reporting.text import plain
@@ -25,7 +25,8 @@ def export(paths: Sequence[Path], out: Path) -> list[Path]:
         raise UserError(f"{out} is a file; --export takes a folder, for tables/ and figures/ below it")
     runs = read_all(paths)
     tables = tables_of(runs)
-    pictures = {picture.name: picture for section in overview(runs, pairings(runs)) if (picture := section.picture)}
+    shared = overview(runs, pairings(runs)) if len(runs) > 1 else filter(None, [accuracy_section(runs)])
+    pictures = {picture.name: picture for section in shared if (picture := section.picture)}
     for place, run in enumerate(runs, start=1):
         pictures |= _pictures(run, f"-{place}" if len(runs) > 1 else "")
     written: list[Path] = []

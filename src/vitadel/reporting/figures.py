@@ -34,7 +34,6 @@ __all__ = [
     "add_legend",
     "as_images",
     "draw_strips",
-    "figure_style",
     "height_of",
     "interval_reach",
     "lighten_images",
@@ -66,7 +65,7 @@ _NO_ORIGIN = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
 @contextmanager
-def figure_style() -> Iterator[None]:
+def _figure_style() -> Iterator[None]:
     """Draw the same picture whatever the user's matplotlibrc says, without warnings about missing glyphs."""
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -110,7 +109,7 @@ class Picture:
         for text in self.figure.findobj(Text):
             text.set_text(_ILLEGAL.sub("\ufffd", text.get_text()))
             text.set_parse_math(text in powers)
-        with figure_style():
+        with _figure_style():
             self.figure.savefig(buffer, **how)
         content = buffer.getvalue()
         if how["format"] != "svg":
@@ -171,10 +170,13 @@ def _as_jpeg(png: str) -> str | None:
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
 
 
-def new_figure(height: float) -> Any:
+@contextmanager
+def new_figure(height: float) -> Iterator[Any]:
+    """A figure of this height in points, to be drawn in the style of the report."""
     figure = Figure(figsize=(WIDTH / 72, height / 72))
     FigureCanvasAgg(figure)
-    return figure
+    with _figure_style():
+        yield figure
 
 
 def style_axes(axes: Any) -> None:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from vitadel.findings import title_of
-from vitadel.reporting.expected_fields import Fields, misfit
 from vitadel.reporting.figures import Picture
-from vitadel.reporting.read_runs import Array, Run, damaged, read_arrays
+from vitadel.reporting.read_runs import Array, Fields, Run, damaged, misfit, read_arrays
 from vitadel.reporting.tables import Table
 from vitadel.reporting.text import listed
 

@@ -17,10 +17,10 @@ from markupsafe import Markup
 
 from vitadel.errors import UserError
 from vitadel.reporting.audit_figures import draw_accuracies
-from vitadel.reporting.comparison import headline, overview
+from vitadel.reporting.comparison import headline, overview, pairings
 from vitadel.reporting.figures import Picture, lighten_images
 from vitadel.reporting.kind import Section, Trust, kind_of, name_damage
-from vitadel.reporting.pairs import pairings
+from vitadel.reporting.kinds.audit import accuracy_section
 from vitadel.reporting.read_runs import Run, aspects, faced, read_all, run_labels, threat_text
 from vitadel.reporting.tables import fold_intervals, row_texts
 from vitadel.reporting.text import duration, interval_text, listed, p_text, percent, plain
@@ -96,13 +96,14 @@ def _view(run: Run, label: str) -> _View:
 
 
 def _render(runs: Sequence[Run], views: Sequence[_View]) -> str:
-    pairs = pairings(runs)
+    several = len(runs) > 1
+    pairs = pairings(runs) if several else []
     page = functools.partial(
         _template().render,
-        title=f"{views[0].label} on {aspects(runs[0])['data']}" if len(runs) == 1 else f"{len(runs)} runs compared",
-        headline=headline(runs, pairs),
+        title=f"{len(runs)} runs compared" if several else f"{views[0].label} on {aspects(runs[0])['data']}",
+        headline=headline(runs, pairs) if several else "",
         doubted=[view for view in views if view.trust and view.trust.verdict in ("broken", "suspicious")],
-        overview=overview(runs, pairs),
+        overview=overview(runs, pairs) if several else list(filter(None, [accuracy_section(runs)])),
         runs=views,
         script=Markup(_script()),
         script_hash=f"sha256-{base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vitadel.errors import UserError
-from vitadel.reporting.expected_fields import COMMAND, ENVIRONMENT, SETTINGS, fault_in, lacking, misfit
 
 __all__ = [
     "Array",
     "ClassScore",
+    "Fields",
     "Run",
     "aspects",
     "class_scores",
     "damaged",
     "differing_aspects",
     "faced",
+    "misfit",
     "read_all",
     "read_arrays",
     "read_run",
@@ -105,11 +106,11 @@ def read_run(path: Path) -> Run:
     command = _read_json(path / "command.json")
     if not {"verb", "settings"} <= command.keys():
         raise UserError(f"{path / 'command.json'} lacks 'verb' or 'settings', so {path} is not a run folder of Vitadel")
-    _check(path / "command.json", misfit("", command, COMMAND) or misfit("settings", command["settings"], SETTINGS))
+    _check(path / "command.json", misfit("", command, _COMMAND) or misfit("settings", command["settings"], _SETTINGS))
     environment = _read_json(path / "environment.json", required=False)
-    _check(path / "environment.json", misfit("", environment, ENVIRONMENT))
+    _check(path / "environment.json", misfit("", environment, _ENVIRONMENT))
     results = _read_json(path / "results.json", required=False)
-    _check(path / "results.json", fault_in(results))
+    _check(path / "results.json", next(filter(None, _faults(results)), ""))
     return Run(
         path=path,
         command=command,
@@ -169,7 +170,7 @@ def _read_samples(path: Path) -> Table | None:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
         raise damaged(path, error) from error
-    _check(path, lacking(list(_SAMPLE_COLUMNS), table.column_names))
+    _check(path, _lacking(list(_SAMPLE_COLUMNS), table.column_names))
     for field in table.schema:
         fits = _SAMPLE_COLUMNS.get(field.name) or (pa.types.is_boolean if field.name.startswith("held:") else None)
         # A benchmark in files may have no clean images at all.
@@ -193,7 +194,7 @@ def _read_examples(path: Path) -> dict[str, Array] | None:
     if not path.exists():
         return None
     arrays = read_arrays(path)
-    _check(path, lacking(_EXAMPLE_ARRAYS, list(arrays)))
+    _check(path, _lacking(_EXAMPLE_ARRAYS, list(arrays)))
     shape = arrays["x"].shape
     if len(shape) != 4 or shape[1] != 3 or 0 in shape[2:] or shape != arrays["z"].shape:
         raise damaged(path, f"x and z should be images (n, 3, h, w), got {arrays['x'].shape} and {arrays['z'].shape}")
@@ -223,6 +224,112 @@ def _read_metrics(path: Path) -> tuple[dict[str, float], ...]:
 def _check(path: Path, fault: str) -> None:
     if fault:
         raise damaged(path, fault)
+
+
+Fields = Mapping[str, str]
+"""The types of an object's fields, by the names in `_TYPES`; fields whose name ends in `?` may be missing."""
+
+_TYPES: Mapping[str, Callable[[Any], bool]] = {
+    "text": lambda value: isinstance(value, str),
+    "a number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63,
+    "an object": lambda value: isinstance(value, dict),
+    "a list": lambda value: isinstance(value, list),
+    "a list of texts": lambda value: _all_are("text", value),
+    "two numbers": lambda value: _all_are("a number", value) and len(value) == 2,
+    "two whole numbers": lambda value: _all_are("a whole number", value) and len(value) == 2,
+    "anything": lambda value: True,
+}
+_COMMAND = {"verb": "text", "settings": "an object", "argv?": "a list or null"}
+_SETTINGS = {"attacks?": "a list of texts"}
+_ENVIRONMENT = {"packages?": "an object"}
+_RESULTS = {
+    **dict.fromkeys(("model?", "data?", "threat?"), "an object"),
+    **dict.fromkeys(("clean?", "worst_case?", "protocol?", "study?"), "an object or null"),
+    **dict.fromkeys(("attacks?", "findings?"), "a list or null"),
+    **dict.fromkeys(("suite?", "precision?"), "text or null"),
+}
+_ROBUST = {"held": "a whole number", "n": "a whole number", "robust_accuracy": "a number", "ci95": "two numbers"}
+_PARTS: Mapping[str, Fields] = {
+    "model": {"spec?": "text or null", "parameters?": "a whole number", "family?": "text or null"},
+    "data": {
+        "spec?": "text or null",
+        "n?": "a whole number",
+        "class_names?": "a list",
+        "left_out?": "a whole number",
+        **dict.fromkeys(("left_out_names?", "not_opened?"), "a list of texts"),
+        "pixels?": "two whole numbers",
+        "preprocessing?": "text",
+    },
+    "threat": {"norm?": "text or null", "eps?": "a number", "eps_text?": "text or null"},
+    "clean": {"correct": "a whole number", "n": "a whole number", "accuracy": "a number", "ci95": "two numbers"},
+    "worst_case": _ROBUST,
+    "protocol": {
+        "name": "text or null",
+        "nearest": "text or null",
+        "differences": "an object",
+        "remark": "text or null",
+        **dict.fromkeys(("comparable_with?", "nearest_is?"), "text or null"),
+    },
+}
+_FINDING = {"check": "text", "verdict": "text", "evidence": "anything", "advice": "text or null", "title?": "text"}
+_ATTACK = {
+    "name": "text",
+    **_ROBUST,
+    "counts": "text",
+    "attacked": "a whole number",
+    **dict.fromkeys(("gradient_calls", "forward_calls", "seconds", "void"), "a number"),
+    "settings?": "an object",
+    "members?": "a list",
+    "paper_style?": "an object or null",
+}
+_MEMBER = {"name": "text", "attacked": "a whole number", "broken": "a whole number"}
+_PAPER_STYLE = {"robust_accuracy": "a number", "ci95": "two numbers", "remark": "text"}
+
+
+def _all_are(kind: str, value: Any) -> bool:
+    return isinstance(value, list) and all(map(_TYPES[kind], value))
+
+
+def _faults(results: Mapping[str, Any]) -> Iterator[str]:
+    """What keeps the fields that every kind of run may have from being shown."""
+    yield misfit("", results, _RESULTS)
+    present = {name: results[name] for name in _PARTS if results.get(name) is not None}
+    yield from (misfit(name, value, _PARTS[name]) for name, value in present.items())
+    protocol = results.get("protocol") or {}
+    # A protocol that is named also says what the run may be compared with.
+    wanted = [name for key, name in (("name", "comparable_with"), ("nearest", "nearest_is")) if protocol.get(key)]
+    yield _lacking(wanted, [name for name in wanted if protocol.get(name)])
+    yield from (misfit("findings", entry, _FINDING) for entry in results.get("findings") or [])
+    for entry in results.get("attacks") or []:
+        if results.get("suite") is not None:  # suites have sections of their own for their attacks
+            yield misfit("attacks", entry, {"name": "text"})
+            continue
+        yield misfit("attacks", entry, _ATTACK)
+        yield from (misfit("members", member, _MEMBER) for member in entry.get("members", []))
+        if entry.get("paper_style") is not None:
+            yield misfit("paper_style", entry["paper_style"], _PAPER_STYLE)
+
+
+def _lacking(wanted: Sequence[str], present: Sequence[str]) -> str:
+    """'it lacks a, b', or nothing."""
+    missing = [name for name in wanted if name not in present]
+    return f"it lacks {', '.join(missing)}" if missing else ""
+
+
+def misfit(name: str, value: Any, expected: Fields) -> str:
+    """What is missing from the object called `name`, or has the wrong type; '' if nothing."""
+    fields = value if isinstance(value, Mapping) else {}
+    missing = _lacking([key for key in expected if not key.endswith("?")], list(fields))
+    if missing:
+        return f"{missing} in '{name}'" if name else missing
+    for key, kind in ((key.removesuffix("?"), kind) for key, kind in expected.items()):
+        given = fields.get(key)
+        fits = _TYPES[kind.removesuffix(" or null")]
+        if key in fields and not (fits(given) or (given is None and kind.endswith("or null"))):
+            where = f"'{key}' in '{name}'" if name else f"'{key}'"
+            return f"{where} should be {kind}, got {'null' if given is None else type(given).__name__}"
+    return ""
 
 
 def threat_text(run: Run) -> str:

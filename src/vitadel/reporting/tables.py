@@ -144,16 +144,16 @@ def as_markdown(table: Table) -> str:
     return "\n".join([*head, *(line(row_texts(row, table)) for row in table.rows)]) + "\n"
 
 
-_MARKDOWN = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]|#"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
-_LATEX = str.maketrans(
-    {mark: f"\\{mark}" for mark in "&%$#_{}"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    | {"<": r"\textless{}", ">": r"\textgreater{}", '"': r"\char34{}"}
-)
-
-
 def _in_markdown(text: str) -> str:
-    return printable(text).translate(_MARKDOWN)
+    escaped: dict[str, str | int | None] = {mark: f"\\{mark}" for mark in "\\`*_[]|#"}
+    return printable(text).translate(str.maketrans(escaped | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}))
+
+
+def _in_latex(text: str) -> str:
+    escaped: dict[str, str | int | None] = {mark: f"\\{mark}" for mark in "&%$#_{}"}
+    escaped |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    escaped |= {"<": r"\textless{}", ">": r"\textgreater{}", '"': r"\char34{}"}
+    return printable(text).translate(str.maketrans(escaped))
 
 
 def as_latex(table: Table) -> str:
@@ -162,16 +162,16 @@ def as_latex(table: Table) -> str:
 
     def line(cells: Sequence[str]) -> str:
         # An empty group first: a line that begins with a bracket or a star would be read as an option of the last one.
-        return "{}" + " & ".join(cell.translate(_LATEX) for cell in cells) + r" \\"
+        return "{}" + " & ".join(map(_in_latex, cells)) + r" \\"
 
     lines = [
         r"\begin{table}",
         r"\centering",
-        rf"\caption{{{printable(table.caption).translate(_LATEX)}}}",
+        rf"\caption{{{_in_latex(table.caption)}}}",
         rf"\label{{tab:{table.name}}}",
         rf"\begin{{tabular}}{{{aligned}}}",
         r"\toprule",
-        line([printable(column.heading) for column in table.columns]),
+        line([column.heading for column in table.columns]),
         r"\midrule",
         *(line(row_texts(row, table)) for row in table.rows),
         r"\bottomrule",

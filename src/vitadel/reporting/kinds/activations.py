@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-from vitadel.reporting.figures import COLORS, Picture, add_legend, figure_style, new_figure, style_axes
+from vitadel.reporting.figures import COLORS, Picture, add_legend, new_figure, style_axes
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table
@@ -22,8 +22,7 @@ def draw_activations(run: Run) -> Picture:
     """Median and quartiles per layer, one curve per condition."""
     found = run.results["activations"]
     places = range(len(found["layers"]))
-    with figure_style():
-        figure = new_figure(300)
+    with new_figure(300) as figure:
         axes = figure.add_axes((0.09, 0.15, 0.88, 0.8))
         for entry in reversed(found["conditions"]):  # clean ones on top, where curves coincide
             color = COLORS[_COLOR[entry["images"]]]

@@ -10,15 +10,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitadel.findings import PRECHECK, can_diagnose, title_of
-from vitadel.reporting.audit_figures import draw_classes, draw_examples, shows_attention
-from vitadel.reporting.kind import Kind, Section, Trust, doubts
+from vitadel.reporting.audit_figures import draw_accuracies, draw_classes, draw_examples, shows_attention
+from vitadel.reporting.kind import Kind, Section, Trust, doubts, kind_of
 from vitadel.reporting.read_runs import Run, aspects, class_scores, threat_text
 from vitadel.reporting.terminal import show_effective_eps, show_findings
 from vitadel.reporting.text import interval_text, listed, percent, share_text
 from vitadel.runtime.opening import next_command, recorded_opening
 from vitadel.statistics import wilson
 
-__all__ = ["KIND", "audit_sections", "audit_sentence", "show_audit"]
+__all__ = ["KIND", "accuracy_section", "audit_sections", "audit_sentence", "show_audit"]
 
 
 def audit_sentence(run: Run) -> str:
@@ -69,6 +69,21 @@ def trust_audit(run: Run) -> Trust | None:
 
 
 _PRECHECK = (PRECHECK.identifier, "the doctor's glance")  # the latter in earlier versions
+
+
+def accuracy_section(runs: Sequence[Run]) -> Section | None:
+    """Clean accuracy and accuracy under attack of all runs whose attacks share one budget."""
+    shown = [run for run in runs if kind_of(run).one_budget]
+    # For one run without attacks the gauge above says it all.
+    if not any(run.attacks if len(runs) == 1 else run.results.get("clean") or run.attacks for run in shown):
+        return None
+    others = sorted({entry["name"] for run in shown for entry in run.attacks if entry.get("own_rules")})
+    caption = (
+        "Bars are shares of all images, lines their 95 % intervals (Wilson 1927). The worst case counts an image only "
+        "if it is classified correctly when clean and after every attack."
+    )
+    caption += f" Different threat model, not part of the worst case: {listed(others)}." if others else ""
+    return Section("Accuracy, clean and under attack", lambda: draw_accuracies(shown), caption)
 
 
 def audit_sections(run: Run) -> list[Section]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vitadel.reporting.figures import COLORS, Picture, figure_style, new_figure
+from vitadel.reporting.figures import COLORS, Picture, new_figure
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.kinds.audit import audit_sections
 from vitadel.reporting.read_runs import Run
@@ -143,9 +143,8 @@ def draw_corruptions(run: Run) -> Picture | None:
         return None
     errors, levels = _errors(static), static["severities"]
     texts = {name: [f"{100 * error:.1f}" for error in row] for name, row in errors.items()}
-    with figure_style():
-        height = _ROW * len(errors) + _FOOT + 18
-        figure = new_figure(height)
+    height = _ROW * len(errors) + _FOOT + 18
+    with new_figure(height) as figure:
         width = figure.get_figwidth() * 72
         box = (_LEFT / width, _FOOT / height, _CELL * len(levels) / width, _ROW * len(errors) / height)
         axes = figure.add_axes(box)

@@ -10,7 +10,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitadel.findings import title_of
-from vitadel.reporting.expected_fields import OBJECT, TEXT, TEXT_OR_NULL, Fields
 from vitadel.reporting.kind import Kind, Section, Trust, doubts
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.terminal import VERDICT_COLORS, evidence_text
@@ -73,14 +72,11 @@ def show_diagnosis(run: Run) -> None:
     console.print(f"Next: {escape(found['next'])}")
 
 
-KIND = Kind(
-    _sentence,
-    _sections,
-    trust=_trust,
-    show=show_diagnosis,
-    fields={
-        "diagnosis": Fields(
-            {"sentence": TEXT, "next": TEXT_OR_NULL}, {"not_examined": OBJECT, "cost": OBJECT, "verdict": TEXT}
-        )
-    },
-)
+_FIELDS = {
+    "sentence": "text",
+    "next": "text or null",
+    "verdict?": "text",
+    "not_examined?": "an object",
+    "cost?": "an object",
+}
+KIND = Kind(_sentence, _sections, trust=_trust, show=show_diagnosis, fields={"diagnosis": _FIELDS})

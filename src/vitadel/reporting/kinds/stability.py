@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from vitadel.reporting.figures import COLORS, Picture, add_legend, figure_style, new_figure, style_axes
+from vitadel.reporting.figures import COLORS, Picture, add_legend, new_figure, style_axes
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.kinds.audit import audit_sections
 from vitadel.reporting.read_runs import Run
@@ -29,8 +29,7 @@ _SIMILARITIES = {
 def draw_stability(run: Run) -> Picture:
     """Three panels: similarity of attention, accuracy, drift."""
     found = run.results["stability"]
-    with figure_style():
-        figure = new_figure(290)
+    with new_figure(290) as figure:
         similarity, accuracy, drift = (figure.add_axes((left, 0.2, 0.25, 0.72)) for left in (0.07, 0.405, 0.735))
         _draw_similarity(similarity, found)
         _draw_accuracy(accuracy, found, run.results["clean"]["accuracy"])

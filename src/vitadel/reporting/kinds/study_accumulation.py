@@ -11,7 +11,6 @@ from vitadel.reporting.figures import (
     add_legend,
     as_images,
     draw_strips,
-    figure_style,
     height_of,
     new_figure,
     style_axes,
@@ -45,8 +44,7 @@ def _draw(run: Run) -> Picture | None:
         if not seen["itself"] or len(found["models"]) == 1
     ]
     height = height_of(strips) + _COURSE + panel_height(rows) + 20
-    with figure_style():
-        figure = new_figure(height)
+    with new_figure(height) as figure:
         draw_strips(figure, strips)
         axes = figure.add_axes((0.08, (panel_height(rows) + 34) / height, 0.89, (_COURSE - 44) / height))
         lines: list[Any] = []

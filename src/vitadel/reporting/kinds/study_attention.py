@@ -9,7 +9,6 @@ from vitadel.reporting.figures import (
     add_legend,
     as_images,
     draw_strips,
-    figure_style,
     height_of,
     new_figure,
     style_axes,
@@ -42,8 +41,7 @@ def _draw(run: Run) -> Picture | None:
             Strip(f"{which}, attacked", list(under), notes, largest),
         ]
     height = height_of(strips) + 16 + _PANEL
-    with figure_style():
-        figure = new_figure(height)
+    with new_figure(height) as figure:
         draw_strips(figure, strips)
         axes = figure.add_axes((0.08, 40 / height, 0.89, (_PANEL - 50) / height))
         for name, (color, label) in _KINDS.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vitadel.reporting.figures import COLORS, Picture, add_legend, figure_style, interval_reach, new_figure, style_axes
+from vitadel.reporting.figures import COLORS, Picture, add_legend, interval_reach, new_figure, style_axes
 from vitadel.reporting.kind import Results, study
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table, share_cells, share_columns
@@ -17,8 +17,7 @@ __all__ = ["KIND"]
 def _draw(run: Run) -> Picture:
     """One panel for each curve, with the points at equal distances: they grow by factors."""
     found = run.results["study"]
-    with figure_style():
-        figure = new_figure(280)
+    with new_figure(280) as figure:
         shown = found["curves"]
         width = 0.93 / len(shown)
         for number, curve in enumerate(shown):

@@ -12,7 +12,6 @@ from vitadel.reporting.figures import (
     add_legend,
     as_images,
     draw_strips,
-    figure_style,
     height_of,
     interval_reach,
     new_figure,
@@ -88,8 +87,7 @@ def _draw(run: Run) -> Picture | None:
         Strip("perturbation", as_images(arrays["change"])),
     ]
     rows = [(f"{shorten(name, 22)}, {what}", _of_k(entry[what])) for name, entry, what in _judged(found)]
-    with figure_style():
-        figure = new_figure(height_of(strips) + 12 + panel_height(rows))
+    with new_figure(height_of(strips) + 12 + panel_height(rows)) as figure:
         draw_strips(figure, strips)
         draw_agreement(figure, rows, found["k"])
     return Picture("study-perturbations", figure, f"Images and perturbations. {_sentence(found)}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vitadel.reporting.figures import COLORS, Picture, figure_style, new_figure, style_axes
+from vitadel.reporting.figures import COLORS, Picture, new_figure, style_axes
 from vitadel.reporting.kind import Results, read_study_arrays, study
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table, share_cells, share_columns
@@ -35,8 +35,7 @@ def _draw(run: Run) -> Picture | None:
     shown = sorted({round(place) for place in np.linspace(0, blocks - 1, min(blocks, _MOST)).tolist()})
     rows = -(-len(shown) // _COLUMNS)
     height = 64 + 130 * rows
-    with figure_style():
-        figure = new_figure(height)
+    with new_figure(height) as figure:
         for number, block in enumerate(shown):
             row, column = divmod(number, _COLUMNS)
             bottom = (34 + 130 * (rows - 1 - row)) / height

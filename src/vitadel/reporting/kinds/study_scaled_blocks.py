@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitadel.reporting.figures import COLORS, Picture, add_legend, figure_style, new_figure, style_axes
+from vitadel.reporting.figures import COLORS, Picture, add_legend, new_figure, style_axes
 from vitadel.reporting.kind import Results, study
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table, share_cells, share_columns
@@ -18,8 +18,7 @@ _AXES = {"first": "first k blocks scaled", "single": "only block k scaled", "las
 def _draw(run: Run) -> Picture:
     """A panel for each way of choosing blocks."""
     found = run.results["study"]
-    with figure_style():
-        figure = new_figure(280)
+    with new_figure(280) as figure:
         width = 0.93 / len(found["curves"])
         for number, curve in enumerate(found["curves"]):
             axes = figure.add_axes((0.065 + number * width, 0.2, width - 0.045, 0.72), ylim=(0, 101))

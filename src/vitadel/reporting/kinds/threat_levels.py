@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Shown
 
-from vitadel.reporting.figures import COLORS, Picture, add_legend, figure_style, interval_reach, new_figure, style_axes
+from vitadel.reporting.figures import COLORS, Picture, add_legend, interval_reach, new_figure, style_axes
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table, share_cells, share_columns
@@ -252,11 +251,10 @@ class _Line:
     style: str = "-"
 
 
-def _draw(lines: Sequence[_Line], clean: float | None = None) -> Figure:
+def _draw(lines: Sequence[_Line], clean: float | None = None) -> Any:
     titles = {code: entry["title"] for line in lines for code, entry in line.levels.items()}
     codes = sorted(titles)
-    with figure_style():
-        figure: Figure = new_figure(300)
+    with new_figure(300) as figure:
         axes = figure.add_axes((0.08, 0.26, 0.9, 0.7))
         if clean is not None:
             axes.axhline(100 * clean, color=COLORS["muted"], linewidth=1, linestyle=":", label="clean")

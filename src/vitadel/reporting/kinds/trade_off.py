@@ -17,7 +17,6 @@ from vitadel.reporting.figures import (
     Strip,
     add_legend,
     draw_strips,
-    figure_style,
     height_of,
     interval_reach,
     new_figure,
@@ -72,8 +71,7 @@ def draw_trade_off(run: Run) -> Picture:
     budgets = found["budgets"]
     across = min(len(budgets), _ACROSS)
     down = math.ceil(len(budgets) / across)
-    with figure_style():
-        figure = new_figure(40 + 280 * down)
+    with new_figure(40 + 280 * down) as figure:
         grid = figure.add_gridspec(down, across, left=0.08, right=0.98, top=0.96, bottom=0.2 / down, wspace=0.25)
         for place, budget in enumerate(budgets):
             axes = figure.add_subplot(grid[place])
@@ -297,8 +295,7 @@ def draw_maps(run: Run) -> Picture | None:
         for place, (name, cells) in enumerate(rows, start=1)
     ]
     height = height_of(strips) + 36
-    with figure_style():
-        figure = new_figure(height)
+    with new_figure(height) as figure:
         axes = draw_strips(figure, strips)
         bar = axes.inset_axes((110, height - 20, 160, 8), transform=axes.transData)
         bar.imshow(np.linspace(0, 1, 64)[None], cmap=scale["cmap"], aspect="auto")

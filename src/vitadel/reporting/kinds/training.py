@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from vitadel.reporting.figures import COLORS, Picture, add_legend, figure_style, new_figure, style_axes
+from vitadel.reporting.figures import COLORS, Picture, add_legend, new_figure, style_axes
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.kinds.audit import audit_sections, audit_sentence, show_audit
 from vitadel.reporting.read_runs import Run
@@ -34,8 +34,7 @@ def draw_training(run: Run) -> Picture:
     steps = [row for row in run.metrics if "loss" in row]
     epochs = [row for row in run.metrics if "epoch" in row]
     cosines = _measures_cosines(run)
-    with figure_style():
-        figure = new_figure(300)
+    with new_figure(300) as figure:
         loss = figure.add_axes((0.08, 0.57, 0.88, 0.38))
         scores = figure.add_axes((0.08, 0.12, 0.88, 0.35), sharex=loss)
         loss.plot([row["step"] for row in steps], _losses(run), color=COLORS["grid"], linewidth=0.8)
@@ -92,8 +91,7 @@ def compare_trainings(runs: Mapping[str, Run]) -> Section | None:
 def _draw_trainings(runs: Mapping[str, Run]) -> Picture:
     """The losses, smoothed over the last steps, and below them accuracy on held-out images, where all runs have it."""
     judged = all(any(name in row for row in run.metrics for name in _ACCURACIES) for run in runs.values())
-    with figure_style():
-        figure = new_figure(420 if judged else 240)
+    with new_figure(420 if judged else 240) as figure:
         axes = figure.add_axes((0.08, 0.54, 0.88, 0.43) if judged else (0.08, 0.17, 0.88, 0.77))
         below: Any = figure.add_axes((0.08, 0.10, 0.88, 0.38), sharex=axes) if judged else None
         colors = ("clean", "attack", "worst", "ink", "muted", "grid")
