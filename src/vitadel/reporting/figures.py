@@ -33,11 +33,10 @@ __all__ = [
     "Strip",
     "add_legend",
     "as_images",
-    "draw_strips",
-    "height_of",
     "interval_reach",
     "lighten_images",
     "new_figure",
+    "strip_figure",
     "style_axes",
 ]
 
@@ -225,32 +224,33 @@ def _side(strips: Sequence[Strip]) -> float:
     return float(min((WIDTH - _LEFT) / max(most, 1), _LARGEST)) - _GAP
 
 
-def height_of(strips: Sequence[Strip]) -> float:
-    """In points."""
+@contextmanager
+def strip_figure(strips: Sequence[Strip], below: float = 12) -> Iterator[Any]:
+    """A new figure with strips of images, and so many points of room below them."""
     side = _side(strips)
-    return sum(side + _GAP + (_NOTE if strip.notes else 0) for strip in strips)
+    height = 6 + sum(side + _GAP + (_NOTE if strip.notes else 0) for strip in strips) + below
+    with new_figure(height) as figure:
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0), autoscale_on=False, zorder=-1)
+        axes.set_axis_off()
+        top = 6.0
+        for strip in strips:
+            _draw_strip(axes, strip, top, side)
+            top += side + _GAP + (_NOTE if strip.notes else 0)
+        yield figure
 
 
-def draw_strips(figure: Any, strips: Sequence[Strip], above: float = 6) -> Any:
-    """Draw the strips `above` points below the figure's upper edge; returns axes in points from the upper left."""
-    height, side = figure.get_figheight() * 72, _side(strips)
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0), autoscale_on=False, zorder=-1)
-    axes.set_axis_off()
+def _draw_strip(axes: Any, strip: Strip, top: float, side: float) -> None:
     style: dict[str, Any] = {"va": "center", "parse_math": False}  # a dollar sign in a class name is a dollar sign
-    top = above
-    for strip in strips:
-        axes.text(4, top + side / 2, shorten(strip.title, 20), ha="left", fontsize=9, color=COLORS["ink"], **style)
-        for place, image in enumerate(strip.images):
-            left = _LEFT + place * (side + _GAP)
-            box = (left, left + side, top + side, top)
-            scale = {} if image.ndim == 3 else strip.scale or {"cmap": "magma", "vmin": 0, "vmax": _full(strip, image)}
-            axes.imshow(image, interpolation="none", aspect="auto", extent=box, clip_on=False, **scale)
-        for place, note in enumerate(strip.notes):
-            middle = _LEFT + place * (side + _GAP) + side / 2
-            words = shorten(note, max(4, round(side / 5)))
-            axes.text(middle, top + side + 7, words, ha="center", fontsize=8, color=COLORS["muted"], **style)
-        top += side + _GAP + (_NOTE if strip.notes else 0)
-    return axes
+    axes.text(4, top + side / 2, shorten(strip.title, 20), ha="left", fontsize=9, color=COLORS["ink"], **style)
+    for place, image in enumerate(strip.images):
+        left = _LEFT + place * (side + _GAP)
+        box = (left, left + side, top + side, top)
+        scale = {} if image.ndim == 3 else strip.scale or {"cmap": "magma", "vmin": 0, "vmax": _full(strip, image)}
+        axes.imshow(image, interpolation="none", aspect="auto", extent=box, clip_on=False, **scale)
+    for place, note in enumerate(strip.notes):
+        middle = _LEFT + place * (side + _GAP) + side / 2
+        words = shorten(note, max(4, round(side / 5)))
+        axes.text(middle, top + side + 7, words, ha="center", fontsize=8, color=COLORS["muted"], **style)
 
 
 def _full(strip: Strip, image: Array) -> float:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from vitadel.findings import title_of
 from vitadel.reporting.kind import Section, kind_of
-from vitadel.reporting.read_runs import Run, read_run
+from vitadel.reporting.read_runs import Run, aspects, read_run
 from vitadel.reporting.tables import fold_intervals, row_texts
 from vitadel.reporting.text import duration
 
@@ -21,6 +21,7 @@ __all__ = [
     "evidence_text",
     "show_effective_eps",
     "show_findings",
+    "show_heading",
     "show_names",
     "show_notes",
     "show_plan",
@@ -43,10 +44,19 @@ def show_run(folder: Path) -> None:
 def show_sections(run: Run) -> None:
     """Print the sentence of a run, the tables and remarks of its sections, and its findings."""
     kind = kind_of(run)
+    show_heading(run)
     Console().print(escape(kind.sentence(run)))
     for section in kind.sections(run):
         show_section(section)
     show_findings(run.results.get("findings") or [])
+
+
+def show_heading(run: Run) -> None:
+    """Print which model was run on which data."""
+    if "model" in run.results:
+        known = aspects(run)
+        heading = f"{run.model} on {known['data']}: n = {known['n']}, seed {run.results.get('seed')}"
+        Console().print(f"[bold]{escape(heading)}[/]")
 
 
 def show_section(section: Section) -> None:
@@ -61,8 +71,6 @@ def show_section(section: Section) -> None:
         console.print(shown)
     for remark in section.remarks:
         console.print(f"[dim]{escape(remark)}[/]")
-    if section.warning:
-        console.print(f"[yellow]{escape(section.warning)}[/]")
 
 
 def evidence_text(evidence: str | Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.kinds.audit import audit_sections, audit_sentence, show_audit
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table, share_cells, share_columns
-from vitadel.reporting.terminal import show_section
+from vitadel.reporting.terminal import show_heading, show_section
 from vitadel.reporting.text import percent
 
 __all__ = ["KIND", "show_heads", "show_probe_plan"]
@@ -110,6 +110,7 @@ _MEANS = ("mean_iou", "mean_iou_per_image")
 
 def show_heads(run: Run) -> None:
     """The tables of the heads, and the audit of a linear probe."""
+    show_heading(run)
     for section in _sections(run):
         show_section(section)
     if "segmentation" not in run.results:

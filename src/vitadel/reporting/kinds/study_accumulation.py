@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitadel.reporting.figures import (
-    COLORS,
-    Picture,
-    Strip,
-    add_legend,
-    as_images,
-    draw_strips,
-    height_of,
-    new_figure,
-    style_axes,
-)
+from vitadel.reporting.figures import COLORS, Picture, Strip, add_legend, as_images, strip_figure, style_axes
 from vitadel.reporting.kind import Results, read_study_arrays, study
 from vitadel.reporting.kinds.study_perturbations import against_chance, draw_agreement, panel_height
 from vitadel.reporting.read_runs import Run
@@ -43,9 +33,8 @@ def _draw(run: Run) -> Picture | None:
         for seen in maker["seen_by"]
         if not seen["itself"] or len(found["models"]) == 1
     ]
-    height = height_of(strips) + _COURSE + panel_height(rows) + 20
-    with new_figure(height) as figure:
-        draw_strips(figure, strips)
+    with strip_figure(strips, below=_COURSE + panel_height(rows) + 14) as figure:
+        height = 72 * figure.get_figheight()
         axes = figure.add_axes((0.08, (panel_height(rows) + 34) / height, 0.89, (_COURSE - 44) / height))
         lines: list[Any] = []
         for maker, line in zip(found["models"], _LINES * len(found["models"]), strict=False):

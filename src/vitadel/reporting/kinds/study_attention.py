@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from vitadel.reporting.figures import (
-    COLORS,
-    Picture,
-    Strip,
-    add_legend,
-    as_images,
-    draw_strips,
-    height_of,
-    new_figure,
-    style_axes,
-)
+from vitadel.reporting.figures import COLORS, Picture, Strip, add_legend, as_images, strip_figure, style_axes
 from vitadel.reporting.kind import Results, read_study_arrays, study
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table
@@ -40,9 +30,8 @@ def _draw(run: Run) -> Picture | None:
             Strip(f"{which}, clean", list(clean), (), largest),
             Strip(f"{which}, attacked", list(under), notes, largest),
         ]
-    height = height_of(strips) + 16 + _PANEL
-    with new_figure(height) as figure:
-        draw_strips(figure, strips)
+    with strip_figure(strips, below=_PANEL + 10) as figure:
+        height = 72 * figure.get_figheight()
         axes = figure.add_axes((0.08, 40 / height, 0.89, (_PANEL - 50) / height))
         for name, (color, label) in _KINDS.items():
             entry = found["cosine"][name]

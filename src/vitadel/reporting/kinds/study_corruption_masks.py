@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vitadel.reporting.figures import Picture, Strip, as_images, draw_strips, height_of, new_figure
+from vitadel.reporting.figures import Picture, Strip, as_images, strip_figure
 from vitadel.reporting.kind import Results, read_study_arrays, study
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table, share_cells, share_columns
@@ -30,9 +30,8 @@ def _draw(run: Run) -> Picture | None:
         Strip("with noise", as_images(arrays["z"])),
         Strip("how often chosen", heat, ("learned", "random"), largest),
     ]
-    with new_figure(height_of(strips) + 12) as figure:
-        draw_strips(figure, strips)
-    return Picture("study-corruption-masks", figure, f"Chosen patches. {_sentence(found)}")
+    with strip_figure(strips) as figure:
+        return Picture("study-corruption-masks", figure, f"Chosen patches. {_sentence(found)}")
 
 
 def _sentence(found: Results) -> str:

@@ -11,10 +11,8 @@ from vitadel.reporting.figures import (
     Strip,
     add_legend,
     as_images,
-    draw_strips,
-    height_of,
     interval_reach,
-    new_figure,
+    strip_figure,
     style_axes,
 )
 from vitadel.reporting.kind import Results, read_study_arrays, study
@@ -87,8 +85,7 @@ def _draw(run: Run) -> Picture | None:
         Strip("perturbation", as_images(arrays["change"])),
     ]
     rows = [(f"{shorten(name, 22)}, {what}", _of_k(entry[what])) for name, entry, what in _judged(found)]
-    with new_figure(height_of(strips) + 12 + panel_height(rows)) as figure:
-        draw_strips(figure, strips)
+    with strip_figure(strips, below=panel_height(rows) + 6) as figure:
         draw_agreement(figure, rows, found["k"])
     return Picture("study-perturbations", figure, f"Images and perturbations. {_sentence(found)}")
 

@@ -16,10 +16,9 @@ from vitadel.reporting.figures import (
     Picture,
     Strip,
     add_legend,
-    draw_strips,
-    height_of,
     interval_reach,
     new_figure,
+    strip_figure,
     style_axes,
 )
 from vitadel.reporting.kind import Kind, Section
@@ -294,9 +293,8 @@ def draw_maps(run: Run) -> Picture | None:
         Strip(name, cells, titles if place == len(rows) else (), scale=scale)
         for place, (name, cells) in enumerate(rows, start=1)
     ]
-    height = height_of(strips) + 36
-    with new_figure(height) as figure:
-        axes = draw_strips(figure, strips)
+    with strip_figure(strips, below=30) as figure:
+        axes, height = figure.axes[0], 72 * figure.get_figheight()
         bar = axes.inset_axes((110, height - 20, 160, 8), transform=axes.transData)
         bar.imshow(np.linspace(0, 1, 64)[None], cmap=scale["cmap"], aspect="auto")
         bar.set_axis_off()
