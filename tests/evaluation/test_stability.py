@@ -135,7 +135,7 @@ def norm(each):
 
 def test_batches_and_a_resumed_run_change_nothing(tmp_path, monkeypatch):
     whole = measured(lively(), tmp_path / "whole", batch_size=12)
-    real, done = stability._looked_at, 0
+    real, done = stability._measure, 0
 
     def fragile(*given):
         nonlocal done
@@ -144,7 +144,7 @@ def test_batches_and_a_resumed_run_change_nothing(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(*given)
 
-    monkeypatch.setattr(stability, "_looked_at", fragile)
+    monkeypatch.setattr(stability, "_measure", fragile)
     with pytest.raises(Interrupted, match="cut"):
         measured(lively(), tmp_path / "cut")
     again = measured(lively(), tmp_path / "cut", resume=True)
@@ -161,14 +161,14 @@ def test_a_given_selector_chooses(tmp_path, monkeypatch):
     nn.init.zeros_(selector.mix)
     save_corruption_model(selector, tmp_path / "c.safetensors")
     changed = []
-    real = stability._looked_at
+    real = stability._measure
 
     def spy(model, batch, rng, corrupt, masks, request):
         z = corrupt(model, batch.x, rng.stream("mask", 0))
         changed.append(((z - batch.x).abs().amax(1) > 0).unflatten(1, (4, 8)).unflatten(3, (4, 8)).any(4).any(2))
         return real(model, batch, rng, corrupt, masks, request)
 
-    monkeypatch.setattr(stability, "_looked_at", spy)
+    monkeypatch.setattr(stability, "_measure", spy)
     told = measured(lively(), tmp_path / "run", selector=str(tmp_path / "c.safetensors")).results["stability"]
     assert set(told) >= {"random", "transfer"}
     assert "learned" not in told

@@ -305,7 +305,7 @@ def test_models_by_name_share_data():
     found = open_candidates(["zoo:shapes-standard", "zoo:shapes-robust"], "shapes")
     assert [each.name for each in found] == ["zoo:shapes-standard", "zoo:shapes-robust"]
     assert found[0].target.source is found[1].target.source
-    assert found[0].told()["kind"] == "model"
+    assert found[0].describe()["kind"] == "model"
     assert found[0].branches == ()
     with pytest.raises(UserError, match="at least one model"):
         open_candidates([], "shapes")
