@@ -25,7 +25,7 @@ def read_quantity(text: str | float, what: str = "number") -> float:
 
 
 def quantity_text(value: float) -> str:
-    """'8/255' for a multiple of a quarter grey level up to 64, else a plain decimal."""
+    """'8/255' for a multiple of a quarter gray level up to 64, else a plain decimal."""
     quarters = value * 255 * 4
     if 0 < quarters <= 64 * 4 and abs(quarters - round(quarters)) < 1e-6:
         return f"{round(quarters) / 4:g}/255"

@@ -1,4 +1,4 @@
-"""The shapes that things compose by: what an attack, a threat, a goal, a stepper and a data source look like."""
+"""The protocols that components implement: attack, threat, goal, stepper, data source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attack models whose answer is known in closed form: does this installation find what is there, and nothing more?
+"""Self-test of the installation: attacks on models whose answer is known in closed form.
 
 For two classes and logits (0, w.x + b) the nearest decision boundary lies at distance |w.x + b| / ||w||_dual, so an
 attack must break the model just above that budget and must not break it just below.
@@ -48,7 +48,7 @@ class LinearToy(nn.Module):
         return torch.stack([torch.zeros_like(score), score], dim=1)
 
     def distance(self, x: Tensor, norm: str) -> Tensor:
-        """How far each image is from the boundary, as long as the box [0, 1] does not come in between."""
+        """The distance of each image to the boundary, if the box [0, 1] does not intervene."""
         dual = {"linf": 1.0, "l2": 2.0, "l1": float("inf")}[norm]
         steepness: Tensor = torch.linalg.vector_norm(self.weight.detach(), ord=dual)
         margin: Tensor = self(x)[:, 1].detach().abs()
@@ -63,7 +63,7 @@ class Check:
 
 
 def selftest() -> Iterator[Check]:
-    """All checks, one after the other; each takes seconds at most."""
+    """Run all checks, one after another; each takes seconds at most."""
     for norm in NORMS:
         for name, preset in ATTACKS.items():
             if not preset.needs_vit:
@@ -74,7 +74,7 @@ def selftest() -> Iterator[Check]:
 
 
 def _toy(norm: str) -> tuple[LinearToy, Tensor, Tensor]:
-    """Images around mid-grey, so that no budget used here meets the box, none of them right on the boundary."""
+    """Images around mid-gray, so that no budget used here reaches the box, none of them on the boundary."""
     rng = SampleRNG.of_samples(7, range(_SAMPLES))
     weight = SampleRNG.of_samples(8, [0]).stream("weight").normal(3 * _SIDE * _SIDE)[0]
     if norm == "l1":
@@ -99,8 +99,8 @@ def _finds_the_boundary(name: str, norm: str) -> Check:
             z = make(title, eps=eps, norm=norm)(toy, image[None], label[None])
             held = judge(toy, make_threat(norm, eps), image[None], z, label[None]).held
             wrong += bool(held) == broken
-    asked = len(answers) * len(x)
-    evidence = f"{asked - wrong} of {asked} answers as the closed form says"
+    count = len(answers) * len(x)
+    evidence = f"{count - wrong} of {count} answers agree with the closed form"
     title = f"{name} finds the boundary, {norm}" if ATTACKS[name].exact else f"{name} claims nothing false, {norm}"
     return Check(title, wrong == 0, evidence)
 

@@ -2,7 +2,7 @@
 
 A draw is a pure function of (seed, sample, stream, position). It therefore does not depend on batch size, on the
 other samples of the batch, on the number of processes, or on what was drawn before, and it never touches torch's
-global generator. Everything is vectorised over the batch: no Python loop over samples.
+global generator. Everything is vectorized over the batch: no Python loop over samples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """SplitMix64's finaliser: a bijection of 64-bit words; integer products wrap around."""
+    """SplitMix64's finalizer: a bijection of 64-bit words; integer products wrap around."""
     bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
     bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
     return bits ^ _shift_right(bits, 31)

@@ -83,11 +83,11 @@ class Target:
         labels = self.source.labels()
         usable = torch.ones(len(labels), dtype=torch.bool)
         classes = self.model.record.num_classes or len(self.source.classes)
-        mislabelled = check_labels(self.source, classes, skip_bad=skip_bad, fixed=not is_timm_name(self.model_spec))
-        for bad in mislabelled:
+        mislabeled = check_labels(self.source, classes, skip_bad=skip_bad, fixed=not is_timm_name(self.model_spec))
+        for bad in mislabeled:
             usable[bad.index] = False
         rows = usable.nonzero()[:, 0]
-        return balanced_subset(labels[rows], limit, seed, rows), mislabelled
+        return balanced_subset(labels[rows], limit, seed, rows), mislabeled
 
     def model_fingerprint(self) -> str:
         """Identifies weights and normalization, so that a run is not resumed with different ones. The description of

@@ -1,4 +1,4 @@
-"""How steady a model is when patches change: attention maps, features, answers over many masks (AFAT, CVPR 2023)."""
+"""Measures of stability under changed patches: attention maps, features and predictions (AFAT, CVPR 2023)."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ Numbers = NDArray[np.floating[Any]]
 def map_similarity(clean: Tensor, other: Tensor, batch: int, kind: str, prefix: int) -> Tensor:
     """The cosine of two attention maps of one layer, a mean over heads; one number per image.
 
-    'map' takes the whole map of a head for one vector, 'rows' the mean over its rows' cosines, and 'centre' the row of
-    the patch in the middle. Windows count as further heads.
+    'map' compares the whole map of a head as one vector, 'rows' takes the mean cosine of its rows, and 'centre' the row
+    of the central patch. Windows count as further heads.
     """
     ours, theirs = (each.float().unflatten(0, (batch, -1)) for each in (clean, other))
     if kind == "map":
         ours, theirs = ours.flatten(-2), theirs.flatten(-2)
     elif kind == "centre":
-        place = _centre(ours.shape[-2], prefix)
+        place = _center(ours.shape[-2], prefix)
         ours, theirs = ours[..., place, :], theirs[..., place, :]
     return F.cosine_similarity(ours, theirs, dim=-1).flatten(1).mean(1)
 
 
-def _centre(tokens: int, prefix: int) -> int:
+def _center(tokens: int, prefix: int) -> int:
     side = math.isqrt(tokens - prefix)
     if side * side != tokens - prefix:
         raise UserError(
-            f"{tokens - prefix} patches form no square, so none is in the centre; compare whole maps (map) or rows"
+            f"{tokens - prefix} patches form no square, so none is central; compare whole maps (map) or rows"
         )
     return prefix + side // 2 * side + side // 2
 
 
 def drift(clean: Tensor, other: Tensor) -> Tensor:
-    """How far features went, as a share of their length: |F(x') - F(x)| / |F(x)|, one number per image."""
+    """The change of features as a share of their length: |F(x') - F(x)| / |F(x)|, one number per image."""
     gap: Tensor = torch.linalg.vector_norm((other.float() - clean.float()).flatten(1), dim=1)
     size: Tensor = torch.linalg.vector_norm(clean.float().flatten(1), dim=1)
     return gap / size.clamp(min=1e-30)

@@ -26,7 +26,7 @@ from vitadel.errors import UserError
 from vitadel.evaluation.audit.evidence import findings_about
 from vitadel.evaluation.audit.protocols import RVT
 from vitadel.evaluation.engine.attack_preparation import needs_calibration
-from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
+from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, request_from, run_settings
 from vitadel.evaluation.engine.stages import RunContext, attack_stage, rules_of
 from vitadel.evaluation.engine.target import apply_class_subset
 from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, parquet_bytes, result_header
@@ -64,12 +64,12 @@ class TradeOffRequest(RunRequest):
     ) -> TradeOffRequest:
         """A request from lists, or from texts with commas as on the command line; `eps` may be one number."""
         budgets = eps.split(",") if isinstance(eps, str) else [eps] if isinstance(eps, int | float) else eps
-        return cls(
-            eps=tuple(read_quantity(each, "eps") for each in budgets),
-            attacks=tuple(split_attack_list(attacks) if isinstance(attacks, str) else attacks),
-            aimed=tuple(split_attack_list(aimed) if isinstance(aimed, str) and aimed else aimed or ()),
-            **more,
-        )
+        fields = {
+            "eps": tuple(read_quantity(each, "eps") for each in budgets),
+            "attacks": tuple(split_attack_list(attacks) if isinstance(attacks, str) else attacks),
+            "aimed": tuple(split_attack_list(aimed) if isinstance(aimed, str) and aimed else aimed or ()),
+        }
+        return request_from(cls, "trade_off", fields | more)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,25 +98,20 @@ def trade_off(
     attacks: str | Sequence[str] = TradeOffRequest.attacks,
     aimed: str | Sequence[str] | None = TradeOffRequest.aimed,
     knob: int = 0,
-    maps: int = 0,
-    limit: int | None = None,
-    batch_size: int = 64,
-    seed: int = 0,
-    skip_bad: bool = False,
     device: str = "auto",
     data_root: str | Path | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    **settings: Any,
 ) -> dict[str, Any]:
     """`vitadel trade-off` from Python: run folders of `harden`, or other models, on the same images.
 
-    Writes `out`, or a new run folder below runs/; returns what `results.json` holds.
+    `settings` are further fields of `TradeOffRequest`: maps, limit, batch_size, seed, skip_bad. Writes `out`, or a new
+    run folder below runs/; returns the content of `results.json`.
     """
-    request = TradeOffRequest.read(
-        eps, attacks, aimed, maps=maps, limit=limit, batch_size=batch_size, seed=seed, skip_bad=skip_bad
-    )
+    request = TradeOffRequest.read(eps, attacks, aimed, **settings)
     specs = [str(each) for each in ([runs] if isinstance(runs, str | Path) else runs)]
-    candidates = open_candidates(specs, data, data_root=data_root, skip_bad=skip_bad, knob=knob)
+    candidates = open_candidates(specs, data, data_root=data_root, skip_bad=bool(request.skip_bad), knob=knob)
     return run_trade_off(candidates, request, join_processes(device), out=out, resume=resume).results
 
 
