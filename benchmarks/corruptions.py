@@ -1,14 +1,14 @@
-"""What the 19 corruptions cost here and in `imagecorruptions-imaug`, image by image, with one thread each.
+"""Speed of the 19 corruptions here and in `imagecorruptions-imaug`, per image, with one thread each.
 
     python benchmarks/corruptions.py                       # all corruptions and severities at 32 and 224 pixels
     python benchmarks/corruptions.py --sizes 32 --names frost,zoom_blur --rounds 5
 
-Both get a batch of float pixels as a data loader gives it and return such a batch for the model, so both pay for the
-way to 8 bits and back. They take turns on the same images, and what counts is the median over rounds of their ratio in
-processor time, which other work on the machine disturbs least. Ours corrupts the batch, theirs image after image.
+Both take and return a batch of float pixels, so both pay for the conversion to 8 bits and back. They take turns on the
+same images; the result is the median over rounds of the ratio of CPU times, which other load disturbs least. Ours
+corrupts the batch, theirs one image after the other.
 
-Constants: at 224 pixels both use ImageNet-C's, at 32 pixels ours uses CIFAR-C's and theirs, which has no others,
-ImageNet-C's. With `--same-constants` ours is measured with ImageNet-C's as well, in a column of its own.
+Constants: at 224 pixels both use ImageNet-C's. At 32 pixels ours uses CIFAR-C's and theirs ImageNet-C's, which are its
+only ones; `--same-constants` adds a column for ours with ImageNet-C's.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def theirs(x: Tensor, name: str, severity: int) -> Tensor:
     function = import_module("imagecorruptions").corrupt
     arrays = x.mul(255).round_().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")  # spatter divides by zero where nothing is wet
+        warnings.simplefilter("ignore")  # spatter divides by zero on dry images
         changed = np.stack([function(array, severity=severity, corruption_name=name) for array in arrays])
     return torch.from_numpy(changed).permute(0, 3, 1, 2).float().div_(255)
 
@@ -79,7 +79,7 @@ def seconds(run: Run, x: Tensor, name: str, severity: int) -> float:
 
 
 def _one_turn(runs: list[Run], x: Tensor, name: str, severity: int, number: int) -> list[float]:
-    """Seconds of each. Who begins changes from turn to turn: the first finds what others left in the caches."""
+    """Seconds of each. The order rotates, as the first finds the caches of the others."""
     order = [(number + place) % len(runs) for place in range(len(runs))]
     spent = {place: seconds(runs[place], x, name, severity) for place in order}
     return [spent[place] for place in range(len(runs))]
@@ -87,7 +87,7 @@ def _one_turn(runs: list[Run], x: Tensor, name: str, severity: int, number: int)
 
 def measure(x: Tensor, name: str, rounds: int, same_constants: bool) -> Measured:
     runs: list[Run] = [ours, theirs, *([ours_with_same] if same_constants else [])]
-    for run in runs:  # tables, photos and compiled code are made once
+    for run in runs:  # warm-up: tables, photos and compiled code
         for severity in SEVERITIES:
             run(x[:2], name, severity)
     turns = [
@@ -127,16 +127,16 @@ def main() -> None:
     torch.set_num_threads(1)
     import_module("cv2").setNumThreads(1)
     given.out.mkdir(parents=True, exist_ok=True)
-    told: list[Measured] = []
+    measured: list[Measured] = []
     for size in map(int, given.sizes.split(",")):
         images = given.images or (64 if size <= 64 else 8)
         x = Shapes(size=size).render(range(images))[0].float() / 255
         same = given.same_constants and table_for(size, size).size != 224
         rows = [measure(x, name, given.rounds, same) for name in given.names.split(",")]
         show(rows)
-        told += rows
+        measured += rows
     path = given.out / "corruptions.json"
-    write_json(path, {"environment": environment(torch.device("cpu"), 1), "rows": [asdict(row) for row in told]})
+    write_json(path, {"environment": environment(torch.device("cpu"), 1), "rows": [asdict(row) for row in measured]})
     print(path)
 
 

@@ -69,7 +69,7 @@ def test_tokens_given_twice_are_refused(run_folder):
         open_model(str(run_folder), tokens="other.safetensors")
 
 
-def test_tokens_that_others_can_read_are_refused_unless_told(run_folder):
+def test_readable_token_files_are_refused_unless_allowed(run_folder):
     file = run_folder / "weights" / "best.safetensors"
     file.chmod(0o644)
     with pytest.raises(UserError, match="--allow-readable"):
@@ -102,7 +102,7 @@ def test_several_token_files_are_a_bank(files):
     assert bool(near[1].any())
 
 
-def test_files_that_make_no_bank_are_told(files, tmp_path):
+def test_files_that_make_no_bank_are_reported(files, tmp_path):
     with pytest.raises(
         UserError, match=r"must have one placement, but '\S+a\.safe\S+' has prefix and '\S+elsewhere\S+ app"
     ):
@@ -141,7 +141,7 @@ def test_a_stand_in_head_is_the_same_every_time():
 
 def test_a_backbone_from_a_weight_file_keeps_the_classes_of_its_recipe(tmp_path):
     small = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
-    name = "deit_tiny_patch16_224"  # of 1,000 classes, unless told
+    name = "deit_tiny_patch16_224"  # of 1,000 classes, by default
     model = load_model(name, weights="random", num_classes=5, kwargs=small)
     file = tmp_path / "five.safetensors"
     safetensors.torch.save_file(model.backbone.state_dict(), file)
@@ -185,11 +185,11 @@ def test_where_a_backbone_is_needed_such_a_model_is_refused(zoo_of_tora):
         open_model("zoo:shapes-two", tokens="some.safetensors")
 
 
-def test_a_parts_file_says_its_backbone_if_it_was_told(tmp_path):
+def test_a_parts_file_names_its_backbone_if_given(tmp_path):
     tora = Tora(load_model(ZOO), ToraSettings())
-    save_tora(tora, tmp_path / "told.safetensors", {"model": ZOO})
-    save_tora(tora, tmp_path / "untold.safetensors")
-    assert backbone_of_parts(tmp_path / "told.safetensors") == ZOO
-    assert backbone_of_parts(tmp_path / "untold.safetensors") is None
+    save_tora(tora, tmp_path / "named.safetensors", {"model": ZOO})
+    save_tora(tora, tmp_path / "unnamed.safetensors")
+    assert backbone_of_parts(tmp_path / "named.safetensors") == ZOO
+    assert backbone_of_parts(tmp_path / "unnamed.safetensors") is None
     with zoo_file(ZOO) as path:
         assert backbone_of_parts(path) is None

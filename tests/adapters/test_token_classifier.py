@@ -189,7 +189,7 @@ def test_a_longer_sequence_never_reaches_the_pool() -> None:
     )
 
 
-def test_what_is_printed_and_what_is_in_a_state_dict_tells_no_tokens() -> None:
+def test_neither_repr_nor_state_dict_contains_tokens() -> None:
     tokens = lively_tokens()
     model = TokenClassifier(classifier_of("vit"), tokens, salt=b"s" * 16)
     shown = f"{model!r} {model} {model.record} {list(model.state_dict())}"
@@ -230,7 +230,7 @@ def test_the_record_is_the_classifiers_with_a_note() -> None:
     assert model.record == classifier.record
 
 
-def test_mistakes_are_told() -> None:
+def test_user_errors_are_reported() -> None:
     classifier = classifier_of("vit")
     for count in (0, -1):
         with pytest.raises(UserError, match=rf"a count of at least 1, got {count}; the paper uses 10"):
@@ -437,7 +437,7 @@ def test_gradients_averaged_over_draws_are_those_of_the_same_draws() -> None:
     torch.testing.assert_close(slopes[0], torch.autograd.grad(mean.square().sum(), z)[0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_bank_tells_nothing_either() -> None:
+def test_nor_does_a_bank() -> None:
     bank = bank_of(classifier_of("vit"))
     shown = f"{bank!r} {bank.record}"
     assert "sets=4, tokens=3" in shown
@@ -458,7 +458,7 @@ def audited(model: Any) -> dict[str, Any]:
     return run_audit(target, request, join_processes("cpu")).results
 
 
-def test_the_audit_takes_it_and_tells_a_bank_from_a_fixed_set() -> None:
+def test_an_audit_takes_a_bank_and_distinguishes_it_from_a_fixed_set() -> None:
     size = open_dataset("shapes").read([0])[0]
     side = size.height  # type: ignore[union-attr]
     classes = len(open_dataset("shapes").classes)
@@ -473,7 +473,7 @@ def test_the_audit_takes_it_and_tells_a_bank_from_a_fixed_set() -> None:
     assert "random-outputs" in [finding["check"] for finding in findings]
 
 
-def test_an_audit_takes_a_tokened_model_as_it_is_and_tells_other_tokens_apart() -> None:
+def test_an_audit_takes_a_token_classifier_and_distinguishes_its_tokens() -> None:
     classifier = classifier_of("dinov2")
     subjects = [open_target(TokenClassifier(classifier, fresh_tokens(24, 3, seed=seed)), "shapes") for seed in (0, 1)]
     assert all(isinstance(target.model, TokenClassifier) for target in subjects)

@@ -95,7 +95,7 @@ def test_at_first_in_single_precision(settings: dict[str, Any]) -> None:
         torch.testing.assert_close(tora(x), tora.classifier(x), rtol=0, atol=1e-5)
 
 
-def test_other_classes_get_fresh_heads_told_by_the_seed() -> None:
+def test_other_classes_get_heads_initialized_from_the_seed() -> None:
     hosts = [(classifier_of(), seed) for seed in (3, 3, 4)]
     state = torch.get_rng_state()
     made = [Tora(host, ToraSettings(reduction=8), num_classes=7, seed=seed) for host, seed in hosts]

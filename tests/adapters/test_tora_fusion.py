@@ -160,7 +160,7 @@ def test_fresh_maps_are_one_half_everywhere() -> None:
     assert torch.equal(gate_maps(tora_of(), pixels("vit")), torch.full((2, 2, 4, 4), 0.5))
 
 
-def test_mistakes_are_told() -> None:
+def test_user_errors_are_reported() -> None:
     with pytest.raises(UserError, match="unknown row of gates 'clas'; did you mean class"):
         gate_maps(enlivened(tora_of()), pixels("vit"), row="clas")
     with pytest.raises(UserError, match="kind 'head' has no fusion and no gates"):

@@ -101,12 +101,12 @@ def test_subclasses_count_and_namesakes_do_not() -> None:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_an_unknown_family_is_told(wrapped: bool) -> None:
+def test_an_unknown_family_is_reported(wrapped: bool) -> None:
     inner: nn.Module = nn.Conv2d(3, 3, 1)
     model = Wrapping("module", Wrapping("backbone", inner)) if wrapped else inner
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         family_of(model)
-    message = str(told.value)
+    message = str(caught.value)
     assert "torch.nn.modules.conv.Conv2d" in message
     assert ", ".join(sorted(ANATOMIES)) in message
     assert "add a row to backbones/anatomy.py" in message
@@ -119,7 +119,7 @@ def test_two_backbones_are_one_too_many_unless_they_are_the_same() -> None:
     assert backbone_of(nn.ModuleList([one, one])) is one
 
 
-def test_an_unknown_attention_in_a_known_family_is_told() -> None:
+def test_an_unknown_attention_in_a_known_family_is_reported() -> None:
     model = make_vit("vit", attn_layer="diff", num_heads=2)
     assert len(blocks_of(model)) == 2
     with pytest.raises(UserError, match=r"block 'blocks\.0' attends by DiffAttention.* Known here: Attention,"):

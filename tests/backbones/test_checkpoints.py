@@ -55,14 +55,14 @@ def test_torch_files_of_both_formats(name: str, modern: bool, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "key", ["state_dict", "model", "model_state_dict", "net", "ema", "model_ema", "state_dict_ema"]
 )
-def test_containers_are_opened_and_the_choice_is_told(key: str, tmp_path: Path) -> None:
+def test_containers_are_opened_and_the_choice_is_noted(key: str, tmp_path: Path) -> None:
     torch.save({"epoch": 3, key: WEIGHTS, "args": argparse.Namespace(lr=0.1)}, tmp_path / "w.pt")
     found = read_checkpoint(tmp_path / "w.pt")
     assert same(found.weights, WEIGHTS)
     assert found.notes == (f"weights taken from '{key}'",)
 
 
-def test_averaged_weights_come_first_and_that_is_told(tmp_path: Path) -> None:
+def test_averaged_weights_come_first_and_are_noted(tmp_path: Path) -> None:
     averaged = {key: value + 1 for key, value in WEIGHTS.items()}
     torch.save({"model": WEIGHTS, "model_ema": averaged, "optimizer": {"state": {}}}, tmp_path / "w.pt")
     found = read_checkpoint(tmp_path / "w.pt")

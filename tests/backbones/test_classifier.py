@@ -142,11 +142,11 @@ def test_wrapping_leaves_every_mode_as_it_was() -> None:
     assert modules_in_train_mode(model.eval()) == []
 
 
-def test_wrap_records_what_it_was_told_and_what_the_module_tells() -> None:
+def test_wrap_records_its_arguments_and_the_classes_of_the_module() -> None:
     module = ChannelMeans()
     assert wrap(module).record == ModelRecord("wrapped")
-    told = wrap(module, (0.5,), (0.25,), input_size=8, num_classes=3).record
-    assert (told.mean, told.std, told.input_size, told.num_classes) == ((0.5,) * 3, (0.25,) * 3, (8, 8), 3)
+    record = wrap(module, (0.5,), (0.25,), input_size=8, num_classes=3).record
+    assert (record.mean, record.std, record.input_size, record.num_classes) == ((0.5,) * 3, (0.25,) * 3, (8, 8), 3)
     module.num_classes = 7  # type: ignore[assignment]
     assert wrap(module).record.num_classes == 7
     module.num_classes = None  # type: ignore[assignment]
@@ -227,7 +227,7 @@ def test_bad_logits_are_refused(logits: Tensor, said: str) -> None:
         check_logits(logits, num_classes=10)
 
 
-def test_probabilities_are_told_from_logits() -> None:
+def test_probabilities_are_distinguished_from_logits() -> None:
     logits = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
     assert looks_like_probabilities(logits.softmax(1))
     assert not looks_like_probabilities(logits)

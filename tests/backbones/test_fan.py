@@ -77,8 +77,8 @@ def test_sizes_and_costs_are_those_of_the_papers_table(name: str) -> None:
 
 
 def test_all_names_are_listed_with_their_paper() -> None:
-    told = model_names()
-    assert {told[name] for name in (*TABLE, *SMALL)} == {"A fully attentional network, FAN (Zhou et al., ICML 2022)."}
+    names = model_names()
+    assert {names[name] for name in (*TABLE, *SMALL)} == {"A fully attentional network, FAN (Zhou et al., ICML 2022)."}
     assert set(timm.list_models("fan_*")) == {*TABLE, *SMALL}
 
 
@@ -307,7 +307,7 @@ def test_half_precision_runs() -> None:
     assert model.bfloat16()(x.bfloat16()).dtype is torch.bfloat16
 
 
-def test_weights_start_as_told() -> None:
+def test_initial_weights() -> None:
     torch.manual_seed(0)
     model = timm.create_model("fan_tiny_hybrid_32", head_init_scale=0.001)
     assert model.blocks[0].channels.mlp.fc1.weight.std().item() == pytest.approx(0.02, rel=0.02)
@@ -349,7 +349,7 @@ def test_loaded_adapted_given_a_head_and_written(name: str, tmp_path: Path) -> N
     assert torch.equal(again(x), model(x))
 
 
-def test_other_image_sizes_are_loaded_and_leftovers_are_told() -> None:
+def test_other_image_sizes_are_loaded_and_leftovers_are_reported() -> None:
     model = load_model("fan_tiny_8_p4_hybrid", weights="random", num_classes=5, input_size=64, kwargs=TINY)
     assert model.record.input_size == (64, 64)
     assert model(torch.rand(1, 3, 64, 64)).shape == model(torch.rand(1, 3, 32, 96)).shape == (1, 5)
@@ -368,6 +368,6 @@ def test_other_image_sizes_are_loaded_and_leftovers_are_told() -> None:
         ("fan_tiny_hybrid_32", {"patch_size": 2}, "patches of 4, 8, 12, 16 ... pixels, not of 2"),
     ],
 )
-def test_what_cannot_be_built_is_told(name: str, kwargs: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_built_is_reported(name: str, kwargs: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         timm.create_model(name, **kwargs)

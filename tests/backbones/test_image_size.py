@@ -1,4 +1,4 @@
-"""Sizes that patches do not divide are told before a pass, and only where the model would really fail."""
+"""Sizes that patches do not divide are refused before a pass, but only if the model would fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vits import make_vit
 
 VIT = "vit_tiny_patch16_224"
 SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 24, "num_heads": 3}
-TOLD = (
+MESSAGE = (
     r"images of 36 x 40 pixels cannot be cut into patches of 8 x 8 by '{}'.*The nearest sizes are 32 x 40 and 40 x 40; "
 )
 
@@ -48,9 +48,9 @@ def test_a_multiple_is_needed_with_and_without_tokens() -> None:
     classifier = wrap(dynamic())
     model, x = TokenClassifier(classifier, fresh_tokens(24, 2)), torch.rand(2, 3, 36, 40)
     for each in (classifier, model):
-        with pytest.raises(UserError, match=TOLD.format("wrapped")):
+        with pytest.raises(UserError, match=MESSAGE.format("wrapped")):
             each(x)
-        with pytest.raises(UserError, match=TOLD.format("wrapped")):
+        with pytest.raises(UserError, match=MESSAGE.format("wrapped")):
             make("features-2")(each, x, torch.zeros(2, dtype=torch.long))
         assert each(x[:, :, :32]).shape == (2, 5)  # 32 x 40: another size, whole patches
 
@@ -79,13 +79,13 @@ def test_what_timm_takes_is_taken() -> None:
 
 def test_wrapped_models_are_asked_before_they_are_doubted() -> None:
     inside, resizing = wrap(Normalised(dynamic())), wrap(Normalised(dynamic(), size=32))
-    with pytest.raises(UserError, match=TOLD.format("mine")):
+    with pytest.raises(UserError, match=MESSAGE.format("mine")):
         check_images_fit(inside, (36, 40), "mine")
     check_images_fit(inside, (40, 40), "mine")
     check_images_fit(resizing, (36, 40), "mine")
 
 
-def test_a_run_is_told_before_its_first_image() -> None:
+def test_a_run_fails_before_its_first_image() -> None:
     model = wrap(Normalised(make_vit("vit", patch_size=16, dynamic_img_size=True)), input_size=40)
     target = Target(model, "mine", open_dataset("shapes"), "shapes")
     with pytest.raises(UserError, match=r"40 x 40 pixels .* patches of 16 x 16 by 'mine'.*32 x 32 and 48 x 48"):
@@ -93,7 +93,7 @@ def test_a_run_is_told_before_its_first_image() -> None:
 
 
 @pytest.mark.parametrize("options", [{"input_size": 36, "kwargs": SMALL}, {"kwargs": {**SMALL, "img_size": 36}}])
-def test_loading_tells_it(options: dict[str, Any]) -> None:
+def test_loading_reports_it(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"36 x 36 pixels cannot be cut .* The nearest sizes are 32 x 32 and 40 x 40"):
         load_model(VIT, weights="random", num_classes=3, **options)
     with pytest.raises(UserError, match="at least 1 pixel, input size 0"):

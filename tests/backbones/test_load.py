@@ -90,7 +90,7 @@ def test_a_wrapped_models_file_gives_its_normalisation(tmp_path: Path) -> None:
     assert torch.equal(model(images()), reference(images()))
 
 
-def test_a_normalising_layer_in_the_file_is_used_and_told(tmp_path: Path) -> None:
+def test_a_normalization_layer_in_the_file_is_used_and_noted(tmp_path: Path) -> None:
     model = timm.create_model(VIT, **KWARGS, num_classes=10).eval()
     weights = {f"model.{key}": value for key, value in model.state_dict().items()}
     weights |= {"normalize.mean": torch.tensor([0.25] * 3), "normalize.std": torch.tensor([0.75] * 3)}
@@ -100,7 +100,7 @@ def test_a_normalising_layer_in_the_file_is_used_and_told(tmp_path: Path) -> Non
     assert "normalize.mean" in loaded.record.notes["weights"]
 
 
-def test_prefixes_are_told_in_the_notes(tmp_path: Path) -> None:
+def test_removed_prefixes_are_in_the_notes(tmp_path: Path) -> None:
     model = plain_file(tmp_path / "w.pt")
     torch.save({"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "w.pt")
     loaded = load_model(VIT, weights=tmp_path / "w.pt", num_classes=10, kwargs=KWARGS)

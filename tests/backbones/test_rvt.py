@@ -279,7 +279,7 @@ def test_loading_resizing_saving_and_loading_again(tmp_path: Path) -> None:
     assert fresh(x).shape == (2, 5)
 
 
-def test_a_file_of_the_other_kind_is_told(tmp_path: Path) -> None:
+def test_a_file_of_the_other_kind_is_reported(tmp_path: Path) -> None:
     few = {"depths": (1,), "widths": (24,), "heads": (3,)}
     for name in ("rvt_micro_32", "rvt_micro_plus_32"):
         blocks = {**few, "scaled_blocks": int("plus" in name)}
@@ -326,11 +326,11 @@ def test_where_the_learned_scores_start_and_that_they_do_not_decay() -> None:
         ({"pretrained": True}, "there are no pretrained weights for 'rvt_tiny' to download"),
     ],
 )
-def test_what_cannot_be_built_is_told(settings: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_built_is_reported(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         small(**settings)
 
 
-def test_pretrained_weights_are_told_to_be_missing() -> None:
+def test_missing_pretrained_weights_are_reported() -> None:
     with pytest.raises(UserError, match=r"^there are no pretrained weights for 'rvt_tiny' to download\. Give a file"):
         load_model("rvt_tiny", weights="pretrained")

@@ -154,7 +154,7 @@ def test_severities_are_one_to_five(severity):
         corrupt(pictures(1, 8, 8), "fog", severity)
 
 
-def test_what_cannot_be_corrupted_is_told():
+def test_what_cannot_be_corrupted_is_reported():
     x = pictures(2, 32, 32)
     with pytest.raises(UserError, match="did you mean gaussian_noise, gaussian_blur"):
         corrupt(x, "gausian_noise", 1)

@@ -80,7 +80,7 @@ def test_the_spread_of_additive_noise(name, spread):
     assert abs(change.std() / (spread**2 + 1 / 12) ** 0.5 - 1) < 4 / (2 * count) ** 0.5
 
 
-def test_every_severity_draws_anew():
+def test_every_severity_has_its_own_stream():
     x = torch.full((1, 3, 32, 32), 0.5)
     first, second = (corrupt(x, "gaussian_noise", severity, SampleRNG.of_samples(0, [0])) - x for severity in (1, 2))
     assert abs(torch.corrcoef(torch.stack((first.flatten(), second.flatten())))[0, 1]) < 0.08

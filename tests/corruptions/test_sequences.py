@@ -162,7 +162,7 @@ def test_gaussian_blur_is_scikit_images():
         assert_levels_agree(array(frames[frame, 0]), np.uint8(255 * soft))
 
 
-def test_what_is_not_a_sequence_is_told():
+def test_what_is_not_a_sequence_is_reported():
     x = pictures(1, 32, 32)
     with pytest.raises(UserError, match="did you mean"):
         sequence(x, "rotation")

@@ -155,7 +155,7 @@ def test_a_mistake_within_reading_reaches_the_caller() -> None:
     assert readers() == []
 
 
-def test_threads_must_be_positive_and_this_is_told_at_once() -> None:
+def test_threads_must_be_positive_and_this_is_checked_at_once() -> None:
     with pytest.raises(UserError, match="at least 1, got 0"):
         read_batches(Counted(), CHUNKS, Preprocess(8), threads=0)
 

@@ -100,7 +100,7 @@ def test_paths_with_an_at_sign_brackets_or_a_tilde(tmp_path: Path, monkeypatch: 
         ("folder:{}/bare(size=3)", "no setting 'size'"),
     ],
 )
-def test_what_cannot_be_opened_is_told_with_its_path(spec: str, message: str, tmp_path: Path) -> None:
+def test_errors_name_the_path_that_cannot_be_opened(spec: str, message: str, tmp_path: Path) -> None:
     write_png(tmp_path / "file.png", 0)
     write_png(tmp_path / "flat" / "x.png", 0)
     for name in ("a", "b"):

@@ -20,7 +20,7 @@ def test_wordnet_ids_become_the_usual_numbers(tmp_path: Path) -> None:
     source = open_dataset(f"imagenet:{tmp_path}")
     assert source.labels().tolist() == [0, 6, 99]
     assert [source.classes[label] for label in (0, 6, 99)] == ["tench", "stingray", "goose"]
-    assert len(source.classes) == len(set(source.classes)) == 1000  # the two cranes are told apart
+    assert len(source.classes) == len(set(source.classes)) == 1000  # the two cranes have different names
     assert source.name(2) == f"{GOOSE}/ILSVRC2012_val_1.JPEG"
     assert np.array_equal(pixels_of(source.read([2])[0]), picture(0))
 

@@ -1,4 +1,4 @@
-"""Images with masks: both are cut alike, values mean what was told, and what is missing is told."""
+"""Images with masks: both are cropped alike, values follow the settings, and errors name the sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def encoded(values, form="PNG"):
 
 
 def striped(number, height=6, width=8):
-    """An image whose red tells the row and whose green tells the column, and a mask of the row's number modulo 3."""
+    """An image whose red is the row and whose green is the column, and a mask of the row's number modulo 3."""
     rows, columns = np.mgrid[:height, :width]
     image = np.stack([rows * 10, columns * 10, np.full_like(rows, number)], axis=2)
     return image, rows % 3
@@ -94,7 +94,7 @@ def test_columns_are_found_or_named(tmp_path):
         open_masked(f"parquet:{file}(mask=truht)", classes=3)
 
 
-def test_data_without_masks_is_told(tmp_path):
+def test_data_without_masks_is_reported(tmp_path):
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"img": [encoded(striped(0)[0])], "label": [3]}), file)
     with pytest.raises(UserError, match="has no masks"):
@@ -110,19 +110,19 @@ def test_data_without_masks_is_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mask", "told"),
+    ("mask", "message"),
     [
         (np.zeros((6, 7)), "6 x 8 pixels and its mask 6 x 7"),
         (np.zeros((6, 8, 3)), "a color image"),
     ],
 )
-def test_masks_that_do_not_fit_are_told_with_the_sample(tmp_path, mask, told):
+def test_masks_that_do_not_fit_are_reported_with_the_sample(tmp_path, mask, message):
     file = write_parquet(tmp_path / "a.parquet", [(striped(0)[0], mask)])
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         open_masked(f"parquet:{file}", classes=3).read([0], ResizeCrop((6, 8)))
 
 
-def test_a_broken_mask_is_told_with_the_sample(tmp_path):
+def test_a_broken_mask_is_reported_with_the_sample(tmp_path):
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"img": [encoded(striped(0)[0])], "mask": [b"nothing"]}), file)
     with pytest.raises(UserError, match=r"a\.parquet row 0.*cannot be read"):
@@ -145,7 +145,7 @@ def test_folders_pair_images_and_masks_by_name(tmp_path, layout):
     assert masks[0, :, 0].tolist() == [0, 1, 2, 0, 1, 2]
 
 
-def test_palettes_hold_classes_and_missing_masks_are_told(tmp_path):
+def test_palettes_hold_classes_and_missing_masks_are_reported(tmp_path):
     (tmp_path / "images").mkdir()
     image, mask = striped(0)
     Image.fromarray(image.astype(np.uint8)).save(tmp_path / "images" / "a.png")

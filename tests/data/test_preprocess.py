@@ -64,7 +64,7 @@ def test_settings_are_checked(settings: dict[str, object], message: str) -> None
         Preprocess(**settings)  # type: ignore[arg-type]
 
 
-def test_it_can_be_told_in_words() -> None:
+def test_its_description() -> None:
     assert Preprocess(224, 0.875).about == "shorter side to 256 pixels (bicubic), then the central 224 x 224"
     squashed = Preprocess(32, 1.0, "bilinear", "squash")
     assert squashed.about == "squashed to 32 x 32 pixels (bilinear), then the central 32 x 32"

@@ -28,7 +28,7 @@ def test_rows_of_any_group_in_any_order_and_nothing_is_loaded_twice() -> None:
     assert loads == [2, 0, 1]
 
 
-def test_a_full_spool_starts_again_and_still_tells_the_truth() -> None:
+def test_a_full_cache_starts_again_with_correct_rows() -> None:
     loads: list[int] = []
 
     def load(group: int) -> Iterator[bytes]:
@@ -76,7 +76,7 @@ def test_threads_see_the_same_rows() -> None:
     assert wrong == []
 
 
-def test_a_full_disk_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(io.BytesIO):
         def write(self, _: object) -> int:
             raise OSError(28, "No space left on device")

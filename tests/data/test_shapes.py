@@ -78,7 +78,7 @@ def cue_of_texture(texture: float) -> float:
     return float((scores.argmax(1) == labels).float().mean())
 
 
-def test_the_texture_tells_the_class_and_without_it_nothing_fine_does() -> None:
+def test_the_texture_reveals_the_class_and_no_other_fine_detail_does() -> None:
     assert cue_of_texture(5 / 255) > 0.9  # agreement is 0.95 plus a tenth of the rest
     chance, deviation = 0.1, (0.1 * 0.9 / 1000) ** 0.5
     assert abs(cue_of_texture(0.0) - chance) < 4 * deviation
@@ -101,9 +101,9 @@ def test_two_thousand_images_a_second_on_one_thread() -> None:
         shapes = Shapes()
         best = 0.0
         for attempt in range(8):
-            begun = time.process_time()
+            start = time.process_time()
             shapes.render(range(attempt * 512, attempt * 512 + 512))
-            best = max(best, 512 / (time.process_time() - begun))
+            best = max(best, 512 / (time.process_time() - start))
     finally:
         torch.set_num_threads(threads)
     assert best > 2000

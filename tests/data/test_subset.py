@@ -62,7 +62,7 @@ def test_which_classes_get_one_more_depends_on_the_seed() -> None:
 
 
 def test_leaving_samples_out_moves_no_other() -> None:
-    """Only the places of the missing ones are filled anew, since the draw belongs to the stable index."""
+    """Only the places of the missing ones are refilled, since the draw belongs to the stable index."""
     full = balanced_subset(LABELS, 28, seed=3)
     missing = int(full[5])
     index = torch.tensor([i for i in range(100) if i != missing])

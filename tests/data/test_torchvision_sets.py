@@ -121,7 +121,7 @@ def test_traffic_signs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", TORCHVISION_SETS)
-def test_missing_files_are_told_and_nothing_is_fetched(
+def test_missing_files_are_reported_and_nothing_is_downloaded(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forbidden(*_: object, **__: object) -> None:

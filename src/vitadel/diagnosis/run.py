@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from vitadel.adapters.adapted_model import open_model
 from vitadel.attacks.threats import make_threat
+from vitadel.data.bad_samples import BadSample
 from vitadel.data.batches import Batch, read_batches
 from vitadel.data.subset import balanced_subset
-from vitadel.data.validation import BadSample
 from vitadel.diagnosis.examination import Examination, Images, Level, level_named
 from vitadel.diagnosis.runner import CHECKS, Diagnosis, cost_of, recommended_command, run_checks, summarize
 from vitadel.errors import UserError

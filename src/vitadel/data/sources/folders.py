@@ -11,9 +11,9 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from vitadel.data.bad_samples import skip_advice
 from vitadel.data.images import IMAGE_EXTENSIONS, LabeledImages, decode
 from vitadel.data.spec import SPLIT_NAMES, DataRequest, pick_split
-from vitadel.data.validation import skip_advice
 from vitadel.errors import UserError
 
 __all__ = ["ImageFiles", "class_folders", "files_below", "open_folder", "split_folder"]

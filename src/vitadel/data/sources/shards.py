@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
+from vitadel.data.bad_samples import skip_advice
 from vitadel.data.files import matching_files
 from vitadel.data.images import IMAGE_EXTENSIONS, LabeledImages, decode
 from vitadel.data.labels import number_labels, read_class_names
 from vitadel.data.spec import DataRequest
-from vitadel.data.validation import skip_advice
 from vitadel.errors import UserError
 
 __all__ = ["ShardImages", "open_shards"]

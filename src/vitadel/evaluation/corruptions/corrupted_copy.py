@@ -19,10 +19,10 @@ from torch import Tensor
 
 from vitadel.corruptions import COMMON, SEVERITIES, corrupt
 from vitadel.data import balanced_subset, check_labels, read_batches
+from vitadel.data.bad_samples import skipped
 from vitadel.data.batches import Batch
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.sources.folders import ImageFiles
-from vitadel.data.validation import skipped
 from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.corruptions.request import check_corruptions, check_severities
 from vitadel.evaluation.corruptions.sizes import benchmark_preprocess, in_bytes

@@ -47,10 +47,11 @@ def test_of_a_weight_file_with_more_classes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kept", "told"), [([0, 99], "there is none of 99"), ([-1, 2], "none of -1"), ([1, 1], "each once"), ([3], "two")]
+    ("kept", "message"),
+    [([0, 99], "there is none of 99"), ([-1, 2], "none of -1"), ([1, 1], "each once"), ([3], "two")],
 )
-def test_classes_that_cannot_be_kept(kept, told):
-    with pytest.raises(UserError, match=f"numbers from 0 to 9: .*{told}"):
+def test_classes_that_cannot_be_kept(kept, message):
+    with pytest.raises(UserError, match=f"numbers from 0 to 9: .*{message}"):
         load_model(ZOO, head_classes=kept)
 
 
