@@ -15,12 +15,14 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
 from vitadel.runtime.distributed import join_processes
 
-# Single steps have no public name: `train` runs all of them at once, so candidates could not take turns.
-from vitadel.training.loop import Run, _Learner
+# One step at a time is nobody else's business, so it has no public name; `train` would take all of them at once, and
+# contenders could not take turns.
+from vitadel.training.loop import _Trainer
 from vitadel.training.metrics import Metrics
 from vitadel.training.progress_table import ProgressTable
 from vitadel.training.recipes.build import Recipe
 from vitadel.training.run import make_optimizer, open_training
+from vitadel.training.training_state import TrainingState
 
 __all__ = ["Step", "opened", "our_step", "ratios_to", "take_turns"]
 
@@ -40,11 +42,11 @@ def our_step(recipe: Recipe, model: nn.Module, x: Tensor, y: Tensor) -> Step:
     accelerator = Accelerator(cpu=True)
     prepared, optimizer = accelerator.prepare(model, make_optimizer(recipe.optimizer, model))
     board, folder = ProgressTable(10**6, 1, shown=False), Path(tempfile.mkdtemp())
-    run = Run(recipe, model, 10, setup.stream, setup.held_out, processes, folder, board, Metrics(None))
-    learner = _Learner(run, prepared, optimizer, accelerator, asked=lambda: False)
+    run = TrainingState(recipe, model, 10, setup.stream, setup.held_out, processes, folder, board, Metrics(None))
+    learner = _Trainer(run, prepared, optimizer, accelerator, asked=lambda: False)
     (part,) = next(setup.stream.steps(0, 1))
     part = type(part)(part.names, x, y)
-    return lambda: learner.take([part])
+    return lambda: learner.take_step([part])
 
 
 def take_turns(

@@ -31,7 +31,7 @@ from vitadel.evaluation.engine.run import environment
 from vitadel.instrument.tokens import token_width
 from vitadel.runtime.run_folder import write_json
 from vitadel.training.recipes.build import build_recipe
-from vitadel.training.recipes.documents import compose
+from vitadel.training.recipes.compose import compose
 
 EPS, LENGTH, RATE, COUNT = 8 / 255, 2 / 255, 1e-3, 10
 AT_MOST = 1.1

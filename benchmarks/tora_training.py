@@ -37,7 +37,7 @@ from vitadel.adapters.tora.tora_vit import Tora
 from vitadel.evaluation.engine.run import environment
 from vitadel.runtime.run_folder import write_json
 from vitadel.training.recipes.build import build_recipe
-from vitadel.training.recipes.documents import compose
+from vitadel.training.recipes.compose import compose
 
 MODELS = ("zoo:shapes-standard", "deit_tiny_patch16_224")
 WHOLE = "all weights, PGD-AT"

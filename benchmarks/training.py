@@ -42,7 +42,7 @@ from vitadel.evaluation.engine.run import environment
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.run_folder import write_json
 from vitadel.training.recipes.build import build_recipe
-from vitadel.training.recipes.documents import compose
+from vitadel.training.recipes.compose import compose
 
 EPS, LENGTH, BETA, CLIP = 8 / 255, 2 / 255, 6.0, 1.0
 

@@ -36,8 +36,8 @@ PUBLIC = {
         "vitadel.corruptions",
     ],
     "Training": [
-        "vitadel.training.recipes.documents",
-        "vitadel.training.protocols",
+        "vitadel.training.recipes.compose",
+        "vitadel.training.interfaces",
         "vitadel.adapters.tora.tora_files",
     ],
     "Analyses of the papers": ["vitadel.studies"],

@@ -27,7 +27,7 @@ import vitadel
 from vitadel.adapters.tora.tora_files import save_tora
 from vitadel.adapters.tora.tora_vit import Tora
 from vitadel.statistics import wilson
-from vitadel.training.recipes.documents import compose, texts
+from vitadel.training.recipes.compose import compose, texts
 
 ALONE = """each attack ran alone on all correctly classified images; the worst case counts an image only if every attack
 fails on it."""

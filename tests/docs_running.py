@@ -35,7 +35,8 @@ from vitadel.backbones.load import load_model
 from vitadel.backbones.timm_models import create_backbone
 from vitadel.cli.main import app
 from vitadel.errors import UserError
-from vitadel.training.recipes.documents import compose, shipped_recipes, source
+from vitadel.training.recipes.compose import compose, source
+from vitadel.training.recipes.yaml_files import shipped_recipes
 
 __all__ = ["World", "WronglyTyped", "parsed", "verb_in"]
 

@@ -35,7 +35,7 @@ from vitadel.attacks.registry import ATTACKS, PREFIXES
 from vitadel.diagnosis import examination
 from vitadel.evaluation.audit import protocols
 from vitadel.evaluation.stability import run as stability
-from vitadel.training.recipes import documents as recipes
+from vitadel.training.recipes import compose as recipes
 
 __all__ = ["FLAGS", "IN_SNIPPETS", "KEPT_FLAGS", "LISTED", "MOST", "NAMES", "TINY", "shrink"]
 

@@ -20,7 +20,7 @@ from vitadel.backbones.load import load_model
 from vitadel.backbones.record import ModelRecord
 from vitadel.errors import UserError
 from vitadel.instrument import extra_tokens
-from vitadel.training.objectives.robustness_tokens import RobustnessTokens
+from vitadel.training.objectives.token_features import RobustnessTokens
 from vits import VITS, make_vit, pixels
 
 EPS = 8 / 255

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 import command_line
 from vitadel.cli.main import app
 from vitadel.errors import UserError
-from vitadel.training.recipes.documents import compose, rows, shipped_recipes, source
+from vitadel.training.recipes.compose import compose, rows, source
+from vitadel.training.recipes.yaml_files import shipped_recipes
 
 SHIPPED = "shapes/trades"
 FAULTY = "extends: shapes/trades\ntrain: {epoch: 3}\nobjective: {betta: 1}\n"

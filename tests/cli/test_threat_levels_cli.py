@@ -15,8 +15,7 @@ from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.backbones.load import load_model
 from vitadel.cli.main import app
 from vitadel.errors import UserError
-from vitadel.heads.head_files import save_head
-from vitadel.heads.linear_probe import Probe, linear_layer
+from vitadel.heads.linear_probe import Probe, linear_layer, save_head
 
 SHORT = ["--limit", "10", "--eps", "1/255,4/255", "--steps", "2", "--white-box", "", "--device", "cpu"]
 

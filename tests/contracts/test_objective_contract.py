@@ -14,7 +14,7 @@ from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training import objectives
-from vitadel.training.protocols import Objective
+from vitadel.training.interfaces import Objective
 from vits import VITS, make_vit
 
 CLASSES = 5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vitadel.training.recipes.documents import merge
+from vitadel.training.recipes.compose import merge
 
 MODEL = {
     "name": "vit_tiny_patch16_224",

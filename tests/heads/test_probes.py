@@ -24,19 +24,20 @@ from vitadel.backbones.record import ModelRecord
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
 from vitadel.heads.frozen_features import token_features
-from vitadel.heads.head_files import load_head, save_head
 from vitadel.heads.linear_probe import (
-    RATES,
     Features,
     HeadSetting,
     Probe,
     ProbeReport,
     cached_features,
+    load_head,
+    save_head,
     train_heads,
     train_probe,
 )
 from vitadel.instrument import extra_tokens
 from vitadel.runtime.rng import SampleRNG
+from vitadel.training.recipes.probe_sections import LEARNING_RATES
 from vits import make_vit, pixels
 
 PREPROCESS = Preprocess(32)
@@ -157,7 +158,7 @@ def test_separable_features_are_separated() -> None:
     labels = torch.arange(60) % 3
     tokens = 0.1 * SampleRNG.of_samples(2, range(60)).normal(2, 5)
     tokens[:, 0, :3] += F.one_hot(labels, 3)
-    (heads,) = train_heads(Features(tokens, labels), 3, [(1, False)], RATES, steps=200, batch_size=30)
+    (heads,) = train_heads(Features(tokens, labels), 3, [(1, False)], LEARNING_RATES, steps=200, batch_size=30)
     right = (heads.logits(tokens).argmax(2) == labels[:, None]).float().mean(0)
     assert right[-1] == 1.0
     assert len(right) == 13

@@ -16,7 +16,7 @@ from vitadel.data.sources.masks import ResizeCrop, open_masked
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import Interrupted, UserError
 from vitadel.heads import probe, train_segmentation
-from vitadel.heads.head_files import head_about, load_head
+from vitadel.heads.linear_probe import head_about, load_head
 from vitadel.heads.probe_recipe import build_probe, pixel_attack, with_tokens
 from vitadel.heads.segmentation import Segmenter
 from vitadel.runtime.distributed import Processes

@@ -9,13 +9,12 @@ import yaml
 from small_probes import LINEAR, MASKS, linear, masks
 
 from vitadel.errors import UserError
-from vitadel.heads.linear_probe import RATES
-from vitadel.heads.probe_recipe import build_probe, build_probe_check, pixel_attack, with_tokens
-from vitadel.heads.recipe_sections import LinearHead, MaskData, PatchHead
+from vitadel.heads.probe_recipe import build_probe, check_probe, pixel_attack, with_tokens
 from vitadel.heads.segmentation import OnPixels
 from vitadel.training.recipes.build import Faulty, build_recipe, check_recipe
-from vitadel.training.recipes.documents import compose, rows
-from vitadel.training.recipes.write import recipe_text
+from vitadel.training.recipes.compose import compose, rows
+from vitadel.training.recipes.probe_sections import LEARNING_RATES, LinearHead, MaskData, PatchHead
+from vitadel.training.recipes.yaml_files import recipe_text
 
 
 def faults(document: dict[str, Any]) -> tuple[str, ...]:
@@ -98,21 +97,21 @@ def test_each_verb_tells_the_other():
 
 
 def test_the_model_must_have_the_tokens_that_the_head_takes():
-    build_probe_check(build_probe(linear(), "toy"), "toy")
+    check_probe(linear(), "toy")
     with pytest.raises(Faulty, match="last 3 blocks were asked for; the model has 2"):
-        build_probe_check(build_probe(linear(head={"blocks": [3]}), "toy"), "toy")
+        check_probe(linear(head={"blocks": [3]}), "toy")
     swin = linear(model={"name": "swin_tiny_patch4_window7_224", "kwargs": {}})
     swin["model"]["kwargs"] = {}
     with pytest.raises(Faulty, match="no class and patch tokens"):
-        build_probe_check(build_probe(swin, "toy"), "toy")
+        check_probe(swin, "toy")
 
 
 def test_check_knows_both_kinds(tmp_path):
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text(yaml.safe_dump(MASKS))
     bad.write_text(yaml.safe_dump({**LINEAR, "train": {"step": 3}}))
-    assert check_recipe(str(good)) is None
-    assert "did you mean steps" in str(check_recipe(str(bad)))
+    assert check_recipe(str(good), check_probe) is None
+    assert "did you mean steps" in str(check_recipe(str(bad), check_probe))
 
 
 def test_overrides_know_the_sections_of_a_head():
@@ -154,7 +153,7 @@ def test_the_papers_recipes_are_its_settings():
     )
     head = linear_heads.head
     assert isinstance(head, LinearHead)
-    assert (head.blocks, head.average, head.lrs) == ((1, 4), (False, True), RATES)
+    assert (head.blocks, head.average, head.lrs) == ((1, 4), (False, True), LEARNING_RATES)
     assert (linear_heads.train.steps, linear_heads.train.batch_size) == (12_500, 128)
     assert (patches.head, patches.train.steps, patches.train.batch_size) == (PatchHead(), 40_000, 16)
     assert rows("probes/paper") == rows("segmentation/paper")

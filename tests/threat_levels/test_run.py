@@ -33,7 +33,7 @@ from vitadel.threat_levels.request import ThreatLevelsRequest
 from vitadel.threat_levels.run import run_threat_levels
 from vitadel.threat_levels.table import ThreatLevelTable
 from vitadel.training.recipes.build import build_recipe
-from vitadel.training.recipes.documents import compose
+from vitadel.training.recipes.compose import compose
 
 CPU = join_processes("cpu")
 EPS = (1 / 255, 4 / 255)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vitadel.training.recipes.build import build_recipe
-from vitadel.training.recipes.documents import merge
+from vitadel.training.recipes.compose import merge
 
 BASE = {
     "model": {

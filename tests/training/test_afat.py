@@ -153,9 +153,9 @@ def test_the_opponent_wants_the_opposite_and_learns_through_the_corrupted_images
 
 
 def seed_of_opponent(run):
-    from vitadel.training.data_stream import whole_key
+    from vitadel.training.data_stream import derive_seed
 
-    return whole_key(run.seed, "opponent")
+    return derive_seed(run.seed, "opponent")
 
 
 def training(model, x):
@@ -181,7 +181,7 @@ def test_uphill_is_against_the_gradient_that_the_model_follows(selector):
     start = flat(CorruptionModel(4, 4, 8, 3, torch.Generator().manual_seed(seed_of_opponent(run))).parameters())
     slopes = []
     objective = Afat(**settings)
-    objective.patch_selector._climb = lambda run: slopes.append(
+    objective.patch_selector._ascend = lambda run: slopes.append(
         flat(w.grad for w in objective.patch_selector._model.parameters())
     )
     step(objective, run, model, x)
@@ -395,7 +395,7 @@ def test_masks_are_new_at_every_step_and_blind_to_the_batch():
 
 
 @pytest.mark.parametrize(("settings", "told"), [
-    ({"share": 1.5}, "share is a share"), ({"weight": -1}, "must not be negative"),
+    ({"share": 1.5}, r"share must be in"), ({"weight": -1}, "weight must be a finite number of at least 0"),
     ({"noise": "pixels"}, "did you mean"),
     ({"lr": 0}, "lr must be"), ({"fill": "drop", "share": 1}, "no token would be left"),
     ({"fill": "drop", "same_paths": True}, "leave out same_paths"),
@@ -442,7 +442,7 @@ def test_broken_off_and_resumed_it_ends_with_the_same_bits(tmp_path, monkeypatch
     from vitadel.training import loop
 
     whole = trained(tmp_path / "whole", model=RVT)
-    real, taken = loop._Learner.take, 0
+    real, taken = loop._Trainer.take_step, 0
 
     def fragile(self, parts):
         nonlocal taken
@@ -451,7 +451,7 @@ def test_broken_off_and_resumed_it_ends_with_the_same_bits(tmp_path, monkeypatch
             raise RuntimeError("power cut")
         real(self, parts)
 
-    monkeypatch.setattr(loop._Learner, "take", fragile)
+    monkeypatch.setattr(loop._Trainer, "take_step", fragile)
     with pytest.raises(RuntimeError, match="power cut"):
         trained(tmp_path / "cut", model=RVT)
     monkeypatch.undo()

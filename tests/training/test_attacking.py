@@ -19,7 +19,7 @@ from vitadel.attacks.steppers import Steepest
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import count_passes
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training.inner_attack import craft
+from vitadel.training.inner_attack import run_inner_attack
 from vitadel.types import Calibrated
 from vits import VITS, make_vit
 
@@ -85,7 +85,7 @@ def test_every_attack_of_the_catalogue_can_be_trained_against(name, mixed):
     model, x, y = make_vit("vit", classes=3).train(), images(4, side=VITS["vit"].size), torch.arange(4) % 3
     model.blocks[0].eval()
     modes = [module.training for module in model.modules()]
-    z = craft(attack, model, x, soft(y) if mixed else y, SampleRNG.of_samples(0, range(4)))
+    z = run_inner_attack(attack, model, x, soft(y) if mixed else y, SampleRNG.of_samples(0, range(4)))
     assert z.shape == x.shape
     assert ((z >= 0) & (z <= 1)).all()
     assert not z.requires_grad
@@ -128,7 +128,7 @@ def test_training_goes_all_the_way():
 def test_the_training_form_pushes_the_loss_higher():
     model, x = TinyNet().eval(), images(30)
     y = model(x).argmax(1)
-    first, last = (craft(each, model, x, y) for each in (make("pgd-10"), training_form(make("pgd-10"))))
+    first, last = (run_inner_attack(each, model, x, y) for each in (make("pgd-10"), training_form(make("pgd-10"))))
     assert cross_entropy(model(last), y).mean() > cross_entropy(model(first), y).mean()
 
 
@@ -157,7 +157,7 @@ def test_the_attack_meets_the_mode_that_was_asked_for(mode, name):
     weights = [p.clone() for p in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 7.0)
-    z = craft(make(name), model, x, y, SampleRNG.of_samples(0, range(6)), mode)
+    z = run_inner_attack(make(name), model, x, y, SampleRNG.of_samples(0, range(6)), mode)
     assert set(model.seen) == {(mode == "train", mode == "train", False)}
     assert [m.training for m in model.modules()] == modes
     assert [p.requires_grad for p in model.parameters()] == flags
@@ -170,9 +170,9 @@ def test_the_attack_meets_the_mode_that_was_asked_for(mode, name):
 def test_flags_come_back_after_an_error():
     model = TinyNet().train()
     with pytest.raises(UserError, match="pixels"):
-        craft(make("pgd-3"), model, images(4) * 255, torch.zeros(4, dtype=torch.int64), mode="train")
+        run_inner_attack(make("pgd-3"), model, images(4) * 255, torch.zeros(4, dtype=torch.int64), mode="train")
     with pytest.raises(RuntimeError):
-        craft(make("pgd-3"), model, images(4, side=9), torch.zeros(4, dtype=torch.int64), mode="train")
+        run_inner_attack(make("pgd-3"), model, images(4, side=9), torch.zeros(4, dtype=torch.int64), mode="train")
     assert all(m.training for m in model.modules())
     assert all(p.requires_grad for p in model.parameters())
 
@@ -181,10 +181,10 @@ def test_only_train_mode_moves_statistics_and_the_generator():
     model, x = TinyNet().train(), images(6)
     y = torch.arange(6) % 3
     state, rng = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
-    craft(training_form(make("pgd-3")), model, x, y, mode="eval")
+    run_inner_attack(training_form(make("pgd-3")), model, x, y, mode="eval")
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), rng)
-    craft(training_form(make("pgd-3")), model, x, y, mode="train")
+    run_inner_attack(training_form(make("pgd-3")), model, x, y, mode="train")
     assert int(model.features[1].num_batches_tracked - state["features.1.num_batches_tracked"]) == 3
     assert not torch.equal(model.features[1].running_mean, state["features.1.running_mean"])
     assert not torch.equal(torch.get_rng_state(), rng)
@@ -195,7 +195,7 @@ def test_attacks_that_look_inside_work_in_both_modes(name):
     """Without dropout and batch norm the modes are the same, and so are the images."""
     model, x = make_vit("vit", classes=3).train(), images(3, side=VITS["vit"].size)
     attack, rng = training_form(make(name)), SampleRNG.of_samples(0, range(3))
-    evaluated, trained = (craft(attack, model, x, torch.arange(3), rng, mode) for mode in ("eval", "train"))
+    evaluated, trained = (run_inner_attack(attack, model, x, torch.arange(3), rng, mode) for mode in ("eval", "train"))
     assert torch.equal(evaluated, trained)
     assert not torch.equal(evaluated, x)
 
@@ -204,7 +204,7 @@ def test_attacks_that_look_inside_work_in_both_modes(name):
 def test_no_budget_costs_nothing(name):
     model, x = make_vit("vit", classes=3), images(3, side=VITS["vit"].size)
     with count_passes(model) as cost:
-        z = craft(at_eps(make(name), 0.0), model, x, torch.arange(3))
+        z = run_inner_attack(at_eps(make(name), 0.0), model, x, torch.arange(3))
     assert torch.equal(z, x)
     assert (cost.gradients, cost.forwards) == (0, 0)
 
@@ -216,7 +216,7 @@ def test_pgd_uses_mixed_labels_as_they_are(name):
     # All but even: the gradient then points elsewhere than that of the likeliest class alone.
     even = 0.34 * nn.functional.one_hot(y, 3).float() + 0.22
     attack, rng = training_form(make(name)), SampleRNG.of_samples(0, range(12))
-    z = craft(attack, model, x, even, rng)
+    z = run_inner_attack(attack, model, x, even, rng)
     assert torch.equal(z, attack(model, x, even, rng))
     assert not torch.equal(z, attack(model, x, y, rng))
 
@@ -226,7 +226,7 @@ def test_losses_of_one_class_take_the_likeliest(name):
     model, x = TinyNet().eval(), images(12)
     y = torch.arange(12) % 3
     attack, rng = training_form(make(name)), SampleRNG.of_samples(0, range(12))
-    mixed, hard = (craft(attack, model, x, each, rng) for each in (soft(y), y))
+    mixed, hard = (run_inner_attack(attack, model, x, each, rng) for each in (soft(y), y))
     assert mixed.isfinite().all()
     if not name.startswith("fgsm"):
         assert torch.equal(mixed, hard)
@@ -237,13 +237,13 @@ def test_other_attacks_get_the_likeliest_class(name):
     model, x = TinyNet().eval(), images(6)
     y = torch.arange(6) % 3
     rng = SampleRNG.of_samples(0, range(6))
-    assert torch.equal(craft(make(name), model, x, soft(y), rng), make(name)(model, x, y, rng))
+    assert torch.equal(run_inner_attack(make(name), model, x, soft(y), rng), make(name)(model, x, y, rng))
 
 
 def test_wrapped_attacks_that_compare_labels_get_the_likeliest_class():
     model, x = make_vit("vit", classes=3), images(3, side=VITS["vit"].size)
     y, rng, attack = torch.arange(3), SampleRNG.of_samples(0, range(3)), make("scale:0.1+pgd-2")
-    assert torch.equal(craft(attack, model, x, soft(y), rng), attack(model, x, y, rng))
+    assert torch.equal(run_inner_attack(attack, model, x, soft(y), rng), attack(model, x, y, rng))
 
 
 def test_rescaled_cross_entropy_of_mixed_labels():

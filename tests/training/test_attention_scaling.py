@@ -16,8 +16,8 @@ from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
+from vitadel.training.interfaces import BeforeEpoch
 from vitadel.training.plugins.attention_scaling import AttentionScaling
-from vitadel.training.protocols import BeforeEpoch
 from vits import make_vit, pixels
 
 

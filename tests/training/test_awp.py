@@ -11,8 +11,8 @@ from training_toys import FakeTraining
 
 from toys import TinyNet, images
 from vitadel.errors import UserError
+from vitadel.training.interfaces import AroundStep
 from vitadel.training.plugins.awp import AWP
-from vitadel.training.protocols import AroundStep
 from vits import make_vit, pixels
 
 

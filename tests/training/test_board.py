@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from vitadel.training import progress_table as module
-from vitadel.training.progress_table import ProgressTable, board
+from vitadel.training.progress_table import ProgressTable, open_progress_table
 
 STEP = {"loss": 2.0, "accuracy": 0.25, "eps": 8 / 255}
 EPOCH = {"validation_clean": 0.5, "validation_robust": 0.25}
@@ -26,13 +26,13 @@ def terminal(monkeypatch):
 
 
 def test_on_a_terminal_a_table_grows_by_a_row_per_epoch_above_a_bar(terminal):
-    with board(steps=6, epochs=2, shown=True) as seen:
+    with open_progress_table(steps=6, epochs=2, shown=True) as seen:
         assert seen.live is not None
         seen.note("4 BatchNorm layers [of the loss]")
         for step in (1, 2, 3):
-            seen.stepped(step, {**STEP, "loss": float(step)}, 60.0)
-        seen.epoch_over(0, EPOCH, best=True)
-        seen.stepped(4, STEP, 60.0)
+            seen.add_step(step, {**STEP, "loss": float(step)}, 60.0)
+        seen.add_epoch(0, EPOCH, best=True)
+        seen.add_step(4, STEP, 60.0)
         seen.live.refresh()
     told = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())  # without what moves the cursor
     assert "4 BatchNorm layers [of the loss]" in told  # as it is: no markup
@@ -47,15 +47,15 @@ def test_on_a_terminal_a_table_grows_by_a_row_per_epoch_above_a_bar(terminal):
 def test_elsewhere_epochs_are_lines_and_steps_only_now_and_then(capsys, monkeypatch):
     later, real = 0.0, time.monotonic
     monkeypatch.setattr(module.time, "monotonic", lambda: real() + later)
-    with board(steps=6, epochs=2, shown=True) as seen:
+    with open_progress_table(steps=6, epochs=2, shown=True) as seen:
         assert seen.live is None
-        seen.stepped(1, STEP, 1.0)
+        seen.add_step(1, STEP, 1.0)
         assert capsys.readouterr().err == ""
         later = 31.0
-        seen.stepped(2, STEP, 1.0)
+        seen.add_step(2, STEP, 1.0)
         assert capsys.readouterr().err == ("step 2/6, loss 2.000, accuracy in training 25.0 %, eps 8/255, 0:04 left\n")
-        seen.epoch_over(0, {"validation_clean": 0.5}, best=False)
-        seen.epoch_over(1, {}, best=False)  # resumed at its end: no step of it was seen
+        seen.add_epoch(0, {"validation_clean": 0.5}, best=False)
+        seen.add_epoch(1, {}, best=False)  # resumed at its end: no step of it was seen
     assert capsys.readouterr().err.splitlines() == [
         "epoch 1/2: loss 2.000, accuracy in training 25.0 %, eps 8/255, held out: clean 50.0 %",
         "epoch 2/2: no loss yet, eps 8/255",
@@ -63,10 +63,10 @@ def test_elsewhere_epochs_are_lines_and_steps_only_now_and_then(capsys, monkeypa
 
 
 def test_processes_that_are_not_the_first_say_nothing(capsys, terminal):
-    with board(steps=2, epochs=1, shown=False) as seen:
+    with open_progress_table(steps=2, epochs=1, shown=False) as seen:
         seen.note("hello")
-        seen.stepped(1, STEP, 1.0)
-        seen.epoch_over(0, EPOCH, best=True)
+        seen.add_step(1, STEP, 1.0)
+        seen.add_epoch(0, EPOCH, best=True)
     assert capsys.readouterr() == ("", "")
     assert terminal.getvalue() == ""
 
@@ -74,5 +74,5 @@ def test_processes_that_are_not_the_first_say_nothing(capsys, terminal):
 def test_only_the_last_epochs_are_in_view():
     seen = ProgressTable(steps=100, epochs=40, shown=False)
     for epoch in range(40):
-        seen.epoch_over(epoch, EPOCH, best=False)
-    assert [row[0] for row in seen.epochs_over] == [f"{number}/40" for number in range(26, 41)]
+        seen.add_epoch(epoch, EPOCH, best=False)
+    assert [row[0] for row in seen.rows] == [f"{number}/40" for number in range(26, 41)]

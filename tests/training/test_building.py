@@ -12,12 +12,13 @@ import torch
 from vitadel.attacks import PGD
 from vitadel.backbones.timm_models import create_backbone
 from vitadel.errors import UserError
+from vitadel.heads.probe_recipe import check_probe
 from vitadel.training.recipes import check
-from vitadel.training.recipes.build import Faulty, Recipe, build_check, build_recipe, check_recipe
-from vitadel.training.recipes.check import check_tracker, sketched_model
-from vitadel.training.recipes.components import component_names
-from vitadel.training.recipes.documents import compose, merge, shipped_recipes
-from vitadel.training.recipes.write import recipe_text
+from vitadel.training.recipes.build import Faulty, Recipe, build_recipe, check_model, check_recipe
+from vitadel.training.recipes.check import check_tracker, meta_model
+from vitadel.training.recipes.compose import compose, merge
+from vitadel.training.recipes.instantiate import component_names
+from vitadel.training.recipes.yaml_files import recipe_text, shipped_recipes
 from vitadel.training.starting_model import starting_model
 
 GOOD: dict[str, Any] = {
@@ -53,7 +54,7 @@ def test_a_recipe_is_built_as_it_says():
     assert recipe.audit.attacks == ("pgd-2", "fgsm-rs(reach=1.5,restarts=2)")
     assert recipe.about == {"about": "a toy"}
     assert recipe.validation.attack == "pgd-10"
-    build_check(recipe, "toy")
+    check_model(recipe, "toy")
 
 
 def test_how_images_come_to_their_size_reaches_the_model():
@@ -193,9 +194,9 @@ def test_sections_speak_for_themselves():
         ({"data": {"train": "shapes(agreement=0.98)@test"}}, r"data.train: .* are the images of data.test"),
         ({"data": {"extra": "shapes@train"}}, r"data.extra: .* the images that models are selected on"),
         ({"plugins": {"epsilon-warmup": {"epochs": 2}}, "objective": {"use": "standard"}},
-         r"plugins.epsilon_warmup: this objective makes no attack"),
+         r"plugins.epsilon_warmup: this objective has no attack"),
         ({"plugins": {"random_dropping": {}}, "objective": {"use": "standard"}},
-         r"plugins.random_dropping: this objective makes no attack"),
+         r"plugins.random_dropping: this objective has no attack"),
         ({"schedule": {"shape": "constant", "min_lr": 0.1}}, r"schedule: the shape 'constant' has no min_lr"),
         ({"train": {"epochs": True}}, r"train.epochs: should be a valid integer, got True"),
     ],
@@ -233,7 +234,7 @@ class Mine:
 class Telling:
     every: int = 1
     def after_step(self, run):
-        run.tell("step")
+        run.report("step")
 """
 
 
@@ -492,14 +493,14 @@ def test_folders_are_the_same_if_their_images_are(tmp_path, monkeypatch):
 
 
 def test_names_are_found_by_walking():
-    assert {"adversarial", "mart", "standard", "trades"} <= set(component_names("objectives"))
-    assert "terms" not in component_names("objectives")
-    assert {"awp", "epsilon_warmup", "weight_average"} <= set(component_names("plugins"))
+    assert {"adversarial", "mart", "standard", "trades"} <= set(component_names("objective"))
+    assert "terms" not in component_names("objective")
+    assert {"awp", "epsilon_warmup", "weight_average"} <= set(component_names("plug-in"))
 
 
 def check_faults(**changes: Any) -> tuple[str, ...]:
     with pytest.raises(Faulty) as caught:
-        build_check(built(**changes), "toy")
+        check_model(built(**changes), "toy")
     return caught.value.faults
 
 
@@ -532,7 +533,7 @@ def test_such_arguments_are_mistakes_when_the_model_is_made_too(kwargs):
 def test_plugins_that_do_not_go_with_the_model_are_told_together():
     document = GOOD | {"model": {"name": "resnet18"}, "plugins": {"attention_scaling": {}, "random_dropping": {}}}
     with pytest.raises(Faulty) as caught:
-        build_check(build_recipe(document, "toy"), "toy")
+        check_model(build_recipe(document, "toy"), "toy")
     scaling, dropping = caught.value.faults
     assert scaling.startswith("plugins.attention_scaling: no anatomy known")
     assert dropping.startswith("plugins.random_dropping: no anatomy known")
@@ -545,7 +546,7 @@ def test_plugins_that_do_not_go_with_the_model_are_told_together():
 def test_an_adapter_that_does_not_go_with_the_model_is_told(name, placement, told):
     document = GOOD | {"model": {"name": name}, "adapter": {"use": "tokens", "placement": placement}}
     with pytest.raises(Faulty) as caught:
-        build_check(build_recipe(document, "toy"), "toy")
+        check_model(build_recipe(document, "toy"), "toy")
     (fault,) = caught.value.faults
     assert fault.startswith("adapter: ")
     assert told in fault
@@ -561,7 +562,7 @@ def test_numbers_of_classes_must_agree():
 
 
 def test_a_zoo_model_with_another_head_is_good():
-    assert sketched_model('{"name": "zoo:shapes-standard", "num_classes": 100}').record.num_classes == 100
+    assert meta_model('{"name": "zoo:shapes-standard", "num_classes": 100}').record.num_classes == 100
 
 
 TABLE = """
@@ -576,7 +577,7 @@ sweep:
 def test_faults_of_a_table_name_their_rows(tmp_path):
     file = tmp_path / "table.yaml"
     file.write_text(TABLE)
-    told = check_recipe(str(file))
+    told = check_recipe(str(file), check_probe)
     assert told is not None
     first, *lines = told.splitlines()
     assert first == f"recipe {file} has 2 problems:"
@@ -585,16 +586,16 @@ def test_faults_of_a_table_name_their_rows(tmp_path):
     assert lines[1].startswith("  - threat.eps: ")
     assert lines[1].endswith("(row c)")
     file.write_text(TABLE.replace("a: {}", "a: {train.epoch: 3}"))
-    assert check_recipe(str(file)).splitlines()[1].endswith("did you mean epochs?")  # type: ignore[union-attr]
+    assert check_recipe(str(file), check_probe).splitlines()[1].endswith("did you mean epochs?")  # type: ignore[union-attr]
 
 
 def test_a_recipe_that_cannot_be_read_is_one_fault(tmp_path):
-    assert "no recipe file" in str(check_recipe(str(tmp_path / "missing.yaml")))
+    assert "no recipe file" in str(check_recipe(str(tmp_path / "missing.yaml"), check_probe))
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_row_of_every_shipped_recipe_is_good(name):
-    assert check_recipe(name) is None
+    assert check_recipe(name, check_probe) is None
 
 
 def test_a_composed_recipe_is_a_recipe(tmp_path):

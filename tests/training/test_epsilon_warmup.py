@@ -12,10 +12,9 @@ from vitadel.attacks import PGD, Linf
 from vitadel.attacks.steppers import Steepest
 from vitadel.attacks.wrappers import Restarts
 from vitadel.errors import UserError
-from vitadel.training.objectives.adversarial import Adversarial
-from vitadel.training.objectives.standard import Standard
+from vitadel.training.interfaces import ChangesAttack
+from vitadel.training.objectives.cross_entropy import Adversarial, Standard
 from vitadel.training.plugins.epsilon_warmup import EpsilonWarmup
-from vitadel.training.protocols import ChangesAttack
 
 
 class Budgetless:
@@ -73,9 +72,9 @@ def test_unknown_shape():
 
 
 @pytest.mark.parametrize("start_eps", [-1 / 255, float("inf"), float("nan")])
-def test_a_first_budget_that_makes_no_sense(first):
+def test_a_start_eps_that_makes_no_sense(start_eps):
     with pytest.raises(UserError, match="must be at least 0"):
-        EpsilonWarmup(3, start_eps=first)
+        EpsilonWarmup(3, start_eps=start_eps)
 
 
 def test_a_first_budget_above_the_full_one_is_told_before_and_in_training():
@@ -86,7 +85,7 @@ def test_a_first_budget_above_the_full_one_is_told_before_and_in_training():
     with pytest.raises(UserError, match=r"to 4/255 cannot start at 5/255"):
         warm_up.change_attack(FakeTraining(nn.Identity(), threat=Linf(4 / 255)), attack)
     warm_up.check_objective(Adversarial(attack), Linf(5 / 255))
-    with pytest.raises(UserError, match="makes no attack whose budget could grow"):
+    with pytest.raises(UserError, match="has no attack whose eps could grow"):
         warm_up.check_objective(Standard(), Linf(5 / 255))
 
 

@@ -24,14 +24,14 @@ from vitadel.backbones.load import load_model
 from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import UserError
 from vitadel.runtime.distributed import join_processes
-from vitadel.training import loop
 from vitadel.training import run as harden_module
-from vitadel.training.cost import plan_training
+from vitadel.training import training_state
+from vitadel.training.held_out import HeldOut, Score
 from vitadel.training.recipes.build import build_recipe
-from vitadel.training.recipes.sections import ModelSection, OptimizerSection, Schedule
+from vitadel.training.recipes.training_sections import ModelSection, OptimizerSection, Schedule
 from vitadel.training.run import make_optimizer, open_training, run_harden
 from vitadel.training.starting_model import check_answer, starting_model
-from vitadel.training.validation import HeldOut, Score
+from vitadel.training.training_cost import plan_training
 
 CPU = join_processes("cpu")
 
@@ -116,8 +116,8 @@ def test_plug_ins_for_which_a_training_is_too_short_are_told(tmp_path, capsys):
     told = " ".join(capsys.readouterr().err.split())
     assert "plugins.awp" not in told  # it has one of the two epochs
     for name, first in (("weight_average", 3), ("overfitting_guard", 2), ("attention_scaling", 2)):
-        assert f"plugins.{name}: begins at epoch {first} (from 0), and there are 2: it will do nothing" in told
-    assert "plugins.epsilon_warmup: lasts 2 epochs, and there are 2: eps never gets full" in told
+        assert f"plugins.{name}: starts at epoch {first} (from 0) of 2: it has no effect" in told
+    assert "plugins.epsilon_warmup: takes 2 of 2 epochs: full eps is never reached" in told
     assert "schedule: there are 2 epochs, so nothing happens at 2, 5" in told
 
 
@@ -147,15 +147,15 @@ def test_a_model_must_read_its_own_state_back():
             return {"note": "no tensor"}
 
     def asked(module):
-        check_answer(vitadel.wrap(module), (4, 4), "mine", 10, learns=True)
+        check_answer(vitadel.wrap(module), (4, 4), "mine", 10, trains_model=True)
 
     good = Flat().train()
     asked(good)
     assert good.training
     assert not good[2].running_mean.any()
-    with pytest.raises(UserError, match="'mine' cannot read its own state_dict back"):
+    with pytest.raises(UserError, match="'mine' cannot load its own state_dict"):
         asked(Forgetful())
-    with pytest.raises(UserError, match="the state of 'mine' holds what is no tensor"):
+    with pytest.raises(UserError, match="the state_dict of 'mine' has entries that are no tensors"):
         asked(Talkative())
 
 
@@ -179,7 +179,9 @@ def test_what_is_said_to_people_does_not_decide_whether_a_run_goes_on(tmp_path):
 def test_pairs_to_mix_must_fit_each_process():
     built = recipe(augmentation={"mixup": 0.8}, train={"batch_size": 6})
     open_training(built, CPU)
-    with pytest.raises(UserError, match=r"each of 2 processes would get 3 images at once; choose a multiple of 4"):
+    with pytest.raises(
+        UserError, match=r"each of 2 processes would get micro-batches of 3 images; choose a multiple of 4"
+    ):
         open_training(built, replace(CPU, count=2))
 
 
@@ -299,7 +301,7 @@ def test_another_tracker_by_name_gets_the_settings_and_every_step(tmp_path, monk
         ),
         (ssl.SSLCertVerificationError(1, "verify failed"), r"'wandb' cannot be reached: .*verify failed"),
         (OSError(24, "Too many open files"), r"cannot write .*tracker: .*Too many open files"),
-        (ValueError("no project"), r"'wandb' cannot be used: no project\. Mend that"),
+        (ValueError("no project"), r"'wandb' cannot be used: no project\. Correct it"),
     ],
 )
 @pytest.mark.parametrize("moment", ["store_init_configuration", "log", "finish"])
@@ -318,7 +320,7 @@ def test_a_tracker_that_fails_is_told_and_the_training_goes_on_later(tmp_path, m
 
 
 def test_an_optimiser_that_this_machine_lacks_leaves_no_folder(tmp_path):
-    with pytest.raises(UserError, match=r"optimizer 'fusedlamb' cannot be made .*CUDA"):
+    with pytest.raises(UserError, match=r"optimizer 'fusedlamb' cannot be built .*CUDA"):
         run_harden(recipe(optimizer={"name": "fusedlamb"}), "small", CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -387,7 +389,7 @@ def test_of_a_head_for_more_classes_a_recipe_keeps_those_of_its_data(tmp_path):
     kept = [11, 3, 4, 5, 6, 7, 8, 9, 1, 0]
     changed = document()
     changed["model"] = {"name": "vit_tiny_patch16_224", "kwargs": small, "head_classes": kept}
-    with pytest.raises(UserError, match="starts from fresh weights"):
+    with pytest.raises(UserError, match="this model has random weights"):
         open_training(build_recipe(changed, "small"), CPU)
     changed["model"]["weights"] = str(tmp_path / "twelve.safetensors")
     setup = open_training(build_recipe(changed, "small"), CPU)
@@ -456,4 +458,4 @@ def test_a_guard_may_end_a_training(tmp_path, monkeypatch):
     assert results["training"]["stopped"] == "it overfits"
     assert results["training"]["steps"] == 3
     assert (folder.path / "weights" / "last.safetensors").exists()
-    assert loop.read_state(folder.path)["stopped"] == "it overfits"
+    assert training_state.read_checkpoint(folder.path)["stopped"] == "it overfits"

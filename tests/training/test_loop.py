@@ -20,13 +20,13 @@ from small_recipes import TRADES, document, recipe
 import vitadel
 from vitadel.errors import Interrupted, UserError
 from vitadel.runtime.distributed import join_processes
-from vitadel.training import loop
+from vitadel.training import loop, training_state
 from vitadel.training import run as harden_module
+from vitadel.training.held_out import HeldOut
 from vitadel.training.metrics import Metrics
 from vitadel.training.plugins.awp import AWP
 from vitadel.training.plugins.overfitting_guard import OverfittingGuard
 from vitadel.training.run import run_harden
-from vitadel.training.validation import HeldOut
 
 CPU = join_processes("cpu")
 EVERYTHING = {
@@ -56,14 +56,14 @@ def lines(folder):
 
 
 def stopped_at_the_first_save(built, folder, monkeypatch):
-    save = loop._save
+    save = loop.save_checkpoint
 
     def once(*arguments):
         save(*arguments)
         raise Interrupted(folder)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "_save", once)
+        patched.setattr(loop, "save_checkpoint", once)
         with pytest.raises(Interrupted):
             run_harden(built, "small", CPU, out=folder)
 
@@ -104,7 +104,7 @@ def test_metrics_tell_of_every_step_and_epoch(finished):
 def broken_off(folder, monkeypatch, cut, **changes):
     """A training that ended for good in the middle of a step, after so many of them, and was resumed."""
     taken = 0
-    real = loop._Learner.take
+    real = loop._Trainer.take_step
 
     def fragile(self, parts):
         nonlocal taken
@@ -115,7 +115,7 @@ def broken_off(folder, monkeypatch, cut, **changes):
         real(self, parts)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop._Learner, "take", fragile)
+        patched.setattr(loop._Trainer, "take_step", fragile)
         with pytest.raises(RuntimeError, match="power cut"):
             run_harden(recipe(**changes), "small", CPU, out=folder)
     run_harden(recipe(**changes), "small", CPU, out=folder, resume=True)
@@ -259,13 +259,13 @@ def test_what_a_kill_left_half_written_is_taken_away(tmp_path, monkeypatch):
 
 
 def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_checkpoint(tmp_path, monkeypatch):
-    real = loop._Learner._backward
+    real = loop._Trainer._backward
 
     def poisoned(self, batch):
         numbers = real(self, batch)
         return {**numbers, "robust": torch.tensor(float("nan"))} if self.run.step == 4 else numbers
 
-    monkeypatch.setattr(loop._Learner, "_backward", poisoned)
+    monkeypatch.setattr(loop._Trainer, "_backward", poisoned)
     with pytest.raises(UserError, match=r"robust = nan at step 5 \(epoch 2\).*checkpoint of step 4 is kept"):
         run_harden(recipe(), "small", CPU, out=tmp_path / "run")
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 4
@@ -275,14 +275,14 @@ def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_checkpoint(tm
 
 def test_weights_that_give_no_answer_are_neither_judged_nor_saved(tmp_path, monkeypatch):
     """They may be numbers, and the loss of the step that made them, too."""
-    real = loop._Learner.take
+    real = loop._Trainer.take_step
 
     def thrown(self, parts):
         real(self, parts)
         if self.run.step == 4:
             next(self.run.model.parameters()).data.fill_(1e38)
 
-    monkeypatch.setattr(loop._Learner, "take", thrown)
+    monkeypatch.setattr(loop._Trainer, "take_step", thrown)
     with pytest.raises(UserError, match=r"NaN or infinite logits at step 4 .*checkpoint of step 3 is kept"):
         run_harden(recipe(), "small", CPU, out=tmp_path / "run")
     monkeypatch.undo()
@@ -298,7 +298,7 @@ def test_a_real_overflow_is_told(tmp_path):
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
-    real = loop.write_state
+    real = training_state.write_checkpoint
     states = []
 
     def full(folder, state, secret):
@@ -310,7 +310,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     def no_room(_file):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(loop, "write_state", full)
+    monkeypatch.setattr(training_state, "write_checkpoint", full)
     with pytest.raises(UserError, match="no space left"):
         run_harden(recipe(), "small", CPU, out=tmp_path / "run")
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 2
@@ -321,7 +321,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
 
 def test_a_gradient_that_is_no_number_never_reaches_the_checkpoint(tmp_path, monkeypatch):
     """With a finite loss and no clipping, too."""
-    real = loop._Learner._backward
+    real = loop._Trainer._backward
 
     def poisoned(self, batch):
         numbers = real(self, batch)
@@ -329,7 +329,7 @@ def test_a_gradient_that_is_no_number_never_reaches_the_checkpoint(tmp_path, mon
             next(self.run.model.parameters()).grad.view(-1)[0] = float("nan")
         return numbers
 
-    monkeypatch.setattr(loop._Learner, "_backward", poisoned)
+    monkeypatch.setattr(loop._Trainer, "_backward", poisoned)
     with pytest.raises(UserError, match=r"gradient_norm = nan at step 4"):
         run_harden(recipe(optimizer={"clip_grad_norm": None}), "small", CPU, out=tmp_path / "run")
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
@@ -337,7 +337,7 @@ def test_a_gradient_that_is_no_number_never_reaches_the_checkpoint(tmp_path, mon
 
 
 def test_a_kill_between_metrics_and_checkpoint_leaves_no_hole(finished, tmp_path, monkeypatch):
-    real = loop.write_state
+    real = training_state.write_checkpoint
     written = 0
 
     def torn(folder, state, secret):
@@ -347,7 +347,7 @@ def test_a_kill_between_metrics_and_checkpoint_leaves_no_hole(finished, tmp_path
             raise RuntimeError("power cut")
         real(folder, state, secret)
 
-    monkeypatch.setattr(loop, "write_state", torn)
+    monkeypatch.setattr(training_state, "write_checkpoint", torn)
     with pytest.raises(RuntimeError, match="power cut"):
         run_harden(recipe(plugins=EVERYTHING), "small", CPU, out=tmp_path / "run")
     assert lines(tmp_path / "run")[-1]["step"] == 3  # ahead of the checkpoint
@@ -374,14 +374,14 @@ def test_a_plug_in_that_stops_lets_the_epoch_end(tmp_path):
 
 
 def test_ctrl_c_finishes_the_step_and_saves(tmp_path, monkeypatch):
-    real = loop._Learner.take
+    real = loop._Trainer.take_step
 
     def interrupted(self, parts):
         if self.run.step == 2:
             os.kill(os.getpid(), signal.SIGINT)
         real(self, parts)
 
-    monkeypatch.setattr(loop._Learner, "take", interrupted)
+    monkeypatch.setattr(loop._Trainer, "take_step", interrupted)
     with pytest.raises(Interrupted):
         run_harden(recipe(), "small", CPU, out=tmp_path / "run")
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 3
@@ -406,13 +406,13 @@ def test_ctrl_c_while_the_last_epoch_is_judged_is_heeded(tmp_path, monkeypatch):
 
 def test_attacks_in_train_mode_meet_it_from_the_first_step_of_every_life(tmp_path, monkeypatch):
     settings = {"model": {"drop_path": 0.4}, "train": {"attack_mode": "train", "checkpoint_every": 1}}
-    modes, real = [], loop.craft
+    modes, real = [], loop.run_inner_attack
 
     def watched(attack, model, *rest):
         modes.append(model.training)
         return real(attack, model, *rest)
 
-    monkeypatch.setattr(loop, "craft", watched)
+    monkeypatch.setattr(loop, "run_inner_attack", watched)
     run_harden(recipe(**settings), "small", CPU, out=tmp_path / "whole")
     broken_off(tmp_path / "cut", monkeypatch, 2, **settings)
     assert all(modes)
@@ -421,7 +421,7 @@ def test_attacks_in_train_mode_meet_it_from_the_first_step_of_every_life(tmp_pat
 
 def test_attacks_leave_no_trace_on_a_training(tmp_path, monkeypatch):
     """No gradient reaches a parameter while an attack runs, and every module has its own mode before and after."""
-    real = loop.craft
+    real = loop.run_inner_attack
     seen = []
 
     def watched(attack, model, x, y, rng, mode):
@@ -433,7 +433,7 @@ def test_attacks_leave_no_trace_on_a_training(tmp_path, monkeypatch):
         model.train()
         return z
 
-    monkeypatch.setattr(loop, "craft", watched)
+    monkeypatch.setattr(loop, "run_inner_attack", watched)
     for mode in ("eval", "train"):
         run_harden(recipe(train={"epochs": 1, "attack_mode": mode}), "small", CPU, out=tmp_path / mode)
     assert len(seen) == 12
@@ -494,10 +494,10 @@ def test_an_overfitted_epoch_is_rolled_back_and_the_good_one_deployed(tmp_path, 
         at_each.append({name: tensor.clone() for name, tensor in run.model.backbone.state_dict().items()})
         return next(left)
 
-    monkeypatch.setattr(OverfittingGuard, "_left_by", left_by)
+    monkeypatch.setattr(OverfittingGuard, "_accuracy", left_by)
     built = recipe(train={"epochs": 4}, plugins={"overfitting_guard": {"action": "rollback"}})
     results, folder, _ = run_harden(built, "small", CPU, out=tmp_path / "run")
-    assert "the weights of the last epoch without alarm are back" in results["training"]["stopped"]
+    assert "the weights of the last epoch without alarm are restored" in results["training"]["stopped"]
     assert results["training"]["steps"] == 9
     first, good, overfitted = at_each[::2]
     kept = weights(folder.path)
@@ -511,7 +511,7 @@ def test_an_overfitted_epoch_is_rolled_back_and_the_good_one_deployed(tmp_path, 
 
 def test_an_epoch_that_was_gone_back_to_is_judged_if_it_was_not_yet(tmp_path, monkeypatch):
     left = iter([0.5, 0.5, 0.9, 0.1])
-    monkeypatch.setattr(OverfittingGuard, "_left_by", lambda *_: next(left))
+    monkeypatch.setattr(OverfittingGuard, "_accuracy", lambda *_: next(left))
     plugins = {"overfitting_guard": {"action": "rollback"}}
     built = recipe(train={"epochs": 4}, validation={"every": 3}, plugins=plugins)
     results, folder, _ = run_harden(built, "small", CPU, out=tmp_path / "run")

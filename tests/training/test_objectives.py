@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf, make
+from vitadel.attacks.losses import kl_divergence
 from vitadel.errors import UserError
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training.objectives.adversarial import Adversarial
+from vitadel.training.objectives.cross_entropy import Adversarial, Standard
 from vitadel.training.objectives.mart import Mart
-from vitadel.training.objectives.standard import Standard
-from vitadel.training.objectives.terms import accuracy, cross_entropy, forward_both, has_batch_norm, kl_divergence
+from vitadel.training.objectives.terms import accuracy, cross_entropy, forward_both, has_batch_norm
 from vitadel.training.objectives.trades import Trades
 from vits import make_vit
 
@@ -230,7 +230,7 @@ def test_batch_norm_keeps_clean_and_perturbed_apart():
     [
         (lambda: Standard(1.5), r"label_smoothing.*\[0, 1\], got 1.5"),
         (lambda: Adversarial(ATTACK, clean_share=-0.1), r"clean_share.*\[0, 1\], got -0.1"),
-        (lambda: Trades(ATTACK, beta=-1), "beta.*negative, got -1"),
+        (lambda: Trades(ATTACK, beta=-1), "beta must be .*at least 0, got -1"),
         (lambda: Mart(ATTACK, beta=float("nan")), "beta.*got nan"),
     ],
 )

@@ -13,8 +13,8 @@ from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_toke
 from vitadel.attacks import Linf
 from vitadel.backbones.load import load_model
 from vitadel.errors import UserError
+from vitadel.training.interfaces import AfterEpoch, Stateful
 from vitadel.training.plugins.overfitting_guard import OverfittingGuard
-from vitadel.training.protocols import AfterEpoch, Remembering
 
 EPS = 8 / 255
 
@@ -60,7 +60,7 @@ def epochs(guard: OverfittingGuard, run: FakeTraining, *states: dict[str, float]
 def test_both_accuracies_are_measured(state, left):
     guard, run, model = guarded(images=12)
     assert isinstance(guard, AfterEpoch)
-    assert isinstance(guard, Remembering)
+    assert isinstance(guard, Stateful)
     epochs(guard, run, state)
     assert run.logged == {"fgsm_accuracy": left[0], "pgd_accuracy": left[1]}
     assert run.asked == [12, 12]
@@ -71,17 +71,19 @@ def test_both_accuracies_are_measured(state, left):
 def test_a_gap_is_told_and_training_goes_on():
     guard, run, _ = guarded()
     epochs(guard, run, HEALTHY, OVERFITTED)
-    assert run.told == ["catastrophic overfitting in epoch 2: FGSM leaves 100% of the held-out images, PGD-10 0%"]
+    assert run.reported == [
+        "catastrophic overfitting in epoch 2: held-out accuracy is 100% under FGSM and 0% under PGD-10"
+    ]
     assert not run.stopped
 
 
 def test_a_fall_counts_only_against_the_epoch_before():
     guard, run, _ = guarded()
     epochs(guard, run, BEATEN, BEATEN)
-    assert run.told == []
+    assert run.reported == []
     epochs(guard, run, HEALTHY, BEATEN, BEATEN)
-    assert run.told == [
-        "catastrophic overfitting in epoch 4: PGD-10 leaves 0% of the held-out images, 100% an epoch ago"
+    assert run.reported == [
+        "catastrophic overfitting in epoch 4: held-out accuracy under PGD-10 is 0%, after 100% an epoch ago"
     ]
 
 
@@ -102,7 +104,7 @@ def test_new_attention_factors_are_no_fall():
 def test_limits_are_settings():
     guard, run, _ = guarded(gap=1.0, fall=1.0)
     epochs(guard, run, HEALTHY, OVERFITTED)
-    assert run.told == []
+    assert run.reported == []
 
 
 def test_stop():
@@ -110,7 +112,7 @@ def test_stop():
     epochs(guard, run, HEALTHY)
     assert not run.stopped
     epochs(guard, run, OVERFITTED)
-    assert run.stopped == run.told[0]
+    assert run.stopped == run.reported[0]
     assert model.wave.item() == 1
 
 
@@ -119,7 +121,7 @@ def test_rollback_puts_the_last_good_epoch_back():
     epochs(guard, run, HEALTHY, {"slope": 0.125}, OVERFITTED)
     assert (model.wave.item(), model.slope.item(), int(model.epochs_seen)) == (0, 0.125, 2)
     assert run.back_to == 1
-    assert run.stopped.endswith("the weights of the last epoch without alarm are back")
+    assert run.stopped.endswith("the weights of the last epoch without alarm are restored")
 
 
 def test_rollback_without_a_good_epoch_says_so():
@@ -136,7 +138,7 @@ def test_rollback_puts_secret_tokens_back(monkeypatch):
     )
     good, guard, run = model.tokens.detach().clone(), OverfittingGuard("rollback"), FakeTraining(model)
     left = iter([0.5, 0.5, 0.9, 0.1])  # FGSM and PGD after two epochs, the second overfitted
-    monkeypatch.setattr(OverfittingGuard, "_left_by", lambda *_: next(left))
+    monkeypatch.setattr(OverfittingGuard, "_accuracy", lambda *_: next(left))
     guard.after_epoch(run)
     assert [name for name in guard.state() if "classifier.backbone" in name] == []  # frozen: nothing to put back
     resumed = OverfittingGuard("rollback")
@@ -145,7 +147,7 @@ def test_rollback_puts_secret_tokens_back(monkeypatch):
         model.tokens.add_(1.0)
     resumed.after_epoch(run)
     assert torch.equal(model.tokens, good)
-    assert run.stopped.endswith("are back")
+    assert run.stopped.endswith("are restored")
 
 
 @pytest.mark.parametrize("action", ["stop", "rollback"])

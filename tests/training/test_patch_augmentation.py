@@ -16,10 +16,10 @@ from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
 from vitadel.runtime.distributed import join_processes
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training.data_stream import Part
+from vitadel.training.data_stream import MicroBatch
+from vitadel.training.interfaces import ChangesBatch
 from vitadel.training.plugins.patch_augmentation import PatchAugmentation, augment_patches
-from vitadel.training.protocols import ChangesBatch
-from vitadel.training.recipes.build import build_check
+from vitadel.training.recipes.build import check_model
 from vitadel.training.run import run_harden
 
 NOTHING = {"crop": 0.0, "noise": 0.0, "flip": 0.0}
@@ -118,7 +118,7 @@ def test_a_batch_is_followed_by_its_varied_twin():
     plugin = PatchAugmentation(patch_size=8, crop=0, flip=0, noise=1)
     assert isinstance(plugin, ChangesBatch)
     x = 0.25 + 0.5 * images(50, side=16)
-    part = Part(torch.arange(50), x, torch.arange(50) % 3)
+    part = MicroBatch(torch.arange(50), x, torch.arange(50) % 3)
     changed = plugin.change_batch(run, part)
     assert torch.equal(changed.x[:50], x)
     assert torch.equal(changed.y, part.y.repeat(2))
@@ -170,4 +170,4 @@ def test_patches_that_leave_a_rest_are_told_before_training():
     with pytest.raises(UserError, match=message):
         augment_patches(images(1, side=16), rng(1), 6)
     with pytest.raises(UserError, match=message):
-        build_check(recipe(plugins={"patch_augmentation": {"patch_size": 6}}), "small")
+        check_model(recipe(plugins={"patch_augmentation": {"patch_size": 6}}), "small")

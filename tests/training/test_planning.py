@@ -15,11 +15,11 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.data import open_dataset
 from vitadel.evaluation.engine import cost as engine_cost
 from vitadel.runtime.distributed import Processes
-from vitadel.training import cost
-from vitadel.training.cost import plan_training
+from vitadel.training import training_cost as cost
 from vitadel.training.recipes.build import build_recipe
-from vitadel.training.recipes.documents import compose
+from vitadel.training.recipes.compose import compose
 from vitadel.training.run import open_training
+from vitadel.training.training_cost import plan_training
 
 CPU = Processes(0, 1, torch.device("cpu"))
 
@@ -96,7 +96,7 @@ def test_recipes_with_adapters_are_planned_as_they_are_trained(monkeypatch, name
         monkeypatch.setattr(module, "seconds_of", once)
     monkeypatch.setattr(
         cost,
-        "craft",
+        "run_inner_attack",
         lambda attack, model, *rest, **more: (seen.append(model), real(attack, model, *rest, **more))[1],
     )
     attack = "objective.attack=features-2" if name.startswith("tokens") else "objective.attack=pgd-2"

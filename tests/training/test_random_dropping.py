@@ -20,18 +20,17 @@ from vitadel.attacks.wrappers import Restarts
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training.inner_attack import craft
-from vitadel.training.objectives.adversarial import Adversarial
-from vitadel.training.objectives.standard import Standard
+from vitadel.training.inner_attack import run_inner_attack
+from vitadel.training.interfaces import ChangesAttack
+from vitadel.training.objectives.cross_entropy import Adversarial, Standard
 from vitadel.training.plugins.random_dropping import (
     RandomDropping,
     _Dropping,
-    _from_reset,
+    _dropping_goal,
     _Reset,
+    _reset_goal,
     _StepsFromReset,
-    _through_fewer,
 )
-from vitadel.training.protocols import ChangesAttack
 from vits import make_vit, pixels
 
 ATTACK = PGD(Linf(8 / 255), stepper=Steepest(2 / 255), steps=4, stop_when_fooled=False)
@@ -79,7 +78,7 @@ def test_keeping_all_is_plain_pgd_to_the_last_bit(attack):
     reset = _Reset(dropping, (4, 4))
     made = replace(
         attack,
-        goal=_from_reset(_through_fewer(attack.goal, dropping), reset),
+        goal=_reset_goal(_dropping_goal(attack.goal, dropping), reset),
         stepper=_StepsFromReset(attack.stepper, reset),
     )
     assert torch.equal(made(model, x, y, DRAWS), attack(model, x, y, DRAWS))
@@ -172,9 +171,9 @@ def test_gradients_pass_the_branches_that_were_drawn(keep):
 
 def test_how_often_branches_and_patches_are_kept():
     dropping = _Dropping(SampleRNG.of_samples(0, [7]), 0.3, 10)
-    kept = torch.tensor([dropping.kept(turn, 500) for turn in range(10)]).double()
+    kept = torch.tensor([dropping.kept_branches(turn, 500) for turn in range(10)]).double()
     assert float(kept.mean()) == pytest.approx(0.3, abs=0.03)  # four standard deviations
-    out = torch.stack([dropping.left_out(turn, 100) for turn in range(200)]).double()
+    out = torch.stack([dropping.reset_patches(turn, 100) for turn in range(200)]).double()
     assert out.sum(1).unique().tolist() == [70]
     assert float(out.mean(0).min()) > 0.7 - 5 * (0.21 / 200) ** 0.5
 
@@ -210,18 +209,18 @@ def test_stays_inside_the_budget_and_takes_mixed_labels_and_another_eps():
     x, y = batch()
     made = at_eps(changed(0.5, model), 3 / 255)
     mixed = nn.functional.one_hot(y, 5) * 0.6 + 0.08
-    z = craft(made, model, x, mixed, DRAWS)
+    z = run_inner_attack(made, model, x, mixed, DRAWS)
     assert float((z - x).abs().max()) == pytest.approx(3 / 255, abs=1e-6)
     assert float(z.min()) >= 0
     assert float(z.max()) <= 1
-    assert not torch.equal(z, craft(made, model, x, y.flip(0), DRAWS))
+    assert not torch.equal(z, run_inner_attack(made, model, x, y.flip(0), DRAWS))
 
 
 @pytest.mark.parametrize("family", ["xcit", "cait", "swin", "levit", "siglip", "rvt", "fan"])
 def test_gradients_always_find_a_way_where_there_is_no_class_token_among_the_patches(family):
     model = make_vit(family)
     x, y = batch(family)
-    aim = _through_fewer(ATTACK.goal, _Dropping(DRAWS[torch.tensor([0])], 0.0, 4))(model, x, y)
+    aim = _dropping_goal(ATTACK.goal, _Dropping(DRAWS[torch.tensor([0])], 0.0, 4))(model, x, y)
     z = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad(aim.evaluate(z, 0.0)[0].sum(), z)
     assert bool((grad.flatten(1).abs().amax(1) > 0).all())
@@ -242,7 +241,7 @@ def test_what_it_cannot_change_is_told_before_training():
     with pytest.raises(UserError, match="training attack is Restarts"):
         RandomDropping().check_objective(Adversarial(Restarts(ATTACK, 2)), ATTACK.threat)
     RandomDropping().check_objective(Adversarial(ATTACK), ATTACK.threat)
-    with pytest.raises(UserError, match="makes no attack that could begin weak"):
+    with pytest.raises(UserError, match="has no attack to weaken"):
         RandomDropping().check_objective(Standard(), ATTACK.threat)
     parallel = wrap(make_vit("vit", block_fn=timm.models.vision_transformer.ParallelScalingBlock))
     with pytest.raises(UserError, match="ParallelScalingBlock computes attention and MLP at once"):

@@ -12,8 +12,8 @@ import yaml
 import vitadel
 from vitadel.errors import UserError
 from vitadel.training.recipes.build import build_recipe
-from vitadel.training.recipes.documents import SECTIONS, TEXTS, compose, merge, rows, shipped_recipes, source, texts
-from vitadel.training.recipes.write import recipe_text
+from vitadel.training.recipes.compose import SECTIONS, compose, merge, rows, source, texts
+from vitadel.training.recipes.yaml_files import TEXTS, recipe_text, shipped_recipes
 
 SHELF = Path(vitadel.__file__).parent / "recipes"
 BASE = """
@@ -155,9 +155,9 @@ def test_rows_must_be_chosen_and_exist(write):
 @pytest.mark.parametrize(
     ("sweep", "said"),
     [
-        ("{a: {}}", "sweep is a list of axes"),
-        ("[]", "sweep is a list of axes"),
-        ("[{a: 3}]", "sweep is a list of axes"),
+        ("{a: {}}", "sweep must be a list of axes"),
+        ("[]", "sweep must be a list of axes"),
+        ("[{a: 3}]", "sweep must be a list of axes"),
         ("[{'': {}}]", "without a name"),
         ("[{a: {}, ab: {}}, {'': {}, b: {}}]", "are called 'ab'"),
     ],

@@ -10,9 +10,9 @@ from PIL import Image
 
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
-from vitadel.training.augmentation import augment
+from vitadel.training.augmentation import make_augment
 from vitadel.training.data_stream import DataStream
-from vitadel.training.recipes.sections import Augmentation
+from vitadel.training.recipes.training_sections import Augmentation
 
 NOTHING = Augmentation()
 
@@ -45,7 +45,7 @@ class Numbered:
 def stream(size=100, batch_size=16, section=NOTHING, **settings):
     preprocess = Preprocess(8)
     return DataStream(
-        Numbered(size), torch.arange(size), preprocess, augment(section, preprocess), batch_size, **settings
+        Numbered(size), torch.arange(size), preprocess, make_augment(section, preprocess), batch_size, **settings
     )
 
 

@@ -12,8 +12,8 @@ from vitadel.attacks.settings import training_form
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.instrument import extra_tokens
-from vitadel.training.inner_attack import craft
-from vitadel.training.objectives.robustness_tokens import RobustnessTokens
+from vitadel.training.inner_attack import run_inner_attack
+from vitadel.training.objectives.token_features import RobustnessTokens
 from vits import make_vit
 
 EPS = 8 / 255
@@ -41,7 +41,7 @@ def test_attacked_images_and_targets_carry_no_graph() -> None:
     classifier, x = classifier_of(), photos().requires_grad_()
     tokened = TokenClassifier(classifier, fresh_tokens(24, 3, scale=1.0))
     objective = RobustnessTokens(make("features-2"))
-    z = craft(training_form(objective.attack), tokened.classifier, x, Y)
+    z = run_inner_attack(training_form(objective.attack), tokened.classifier, x, Y)
     assert not z.requires_grad
     assert z.grad_fn is None
     loss = objective(tokened, x, z, Y)["loss"]

@@ -23,17 +23,17 @@ from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
 from vitadel.instrument import extra_tokens
 from vitadel.runtime.distributed import join_processes
-from vitadel.training import loop
-from vitadel.training.objectives.robustness_tokens import RobustnessTokens
+from vitadel.training import loop, training_state
+from vitadel.training.held_out import HeldOut
+from vitadel.training.objectives.token_features import RobustnessTokens
 from vitadel.training.recipes.build import build_recipe
-from vitadel.training.recipes.check import sketched_model
-from vitadel.training.recipes.documents import compose, rows
+from vitadel.training.recipes.check import meta_model
+from vitadel.training.recipes.compose import compose, rows
 from vitadel.training.run import open_training, run_harden
-from vitadel.training.validation import HeldOut
 
 CPU = join_processes("cpu")
 OBJECTIVE = {"use": "robustness_tokens", "attack": "features-3"}
-SETTINGS = {"weight_decay": 0.0, "name": "adam", "rate": 1e-2}
+SETTINGS = {"weight_decay": 0.0, "name": "adam", "lr": 1e-2}
 
 
 def recipe(adapter=None, **changes):
@@ -115,12 +115,12 @@ def test_only_tokens_are_saved_and_only_their_owner_reads_them(trained):
 
 
 def test_a_checkpoint_that_others_can_read_is_not_gone_on_from(tmp_path, trained):
-    loop.write_state(tmp_path, {"step": 1}, secret=True)
-    assert loop.read_state(tmp_path, secret=True) == {"step": 1}
+    training_state.write_checkpoint(tmp_path, {"step": 1}, secret=True)
+    assert training_state.read_checkpoint(tmp_path, secret=True) == {"step": 1}
     (tmp_path / "checkpoint.pt").chmod(0o644)
     with pytest.raises(UserError, match=r"mode 0644: others than its owner .* `chmod 600 .*checkpoint.pt`\.$"):
-        loop.read_state(tmp_path, secret=True)
-    assert loop.read_state(tmp_path) == {"step": 1}  # of what is no secret
+        training_state.read_checkpoint(tmp_path, secret=True)
+    assert training_state.read_checkpoint(tmp_path) == {"step": 1}  # of what is no secret
     unfinished = shutil.copytree(trained[1].path, tmp_path / "run")
     (unfinished / "results.json").unlink()
     (unfinished / "checkpoint.pt").chmod(0o640)
@@ -135,7 +135,7 @@ def test_the_backbone_stays_as_it_was(trained):
 
 
 def test_a_resumed_training_ends_with_the_same_tokens(trained, tmp_path, monkeypatch):
-    real = loop._Learner.take
+    real = loop._Trainer.take_step
 
     def fragile(self, parts):
         real(self, parts)
@@ -143,7 +143,7 @@ def test_a_resumed_training_ends_with_the_same_tokens(trained, tmp_path, monkeyp
             tmp_path.joinpath("cut").touch()
             raise RuntimeError("power cut")
 
-    monkeypatch.setattr(loop._Learner, "take", fragile)
+    monkeypatch.setattr(loop._Trainer, "take_step", fragile)
     with pytest.raises(RuntimeError, match="power cut"):
         run_harden(recipe(), "tokens", CPU, out=tmp_path / "run")
     run_harden(recipe(), "tokens", CPU, out=tmp_path / "run", resume=True)
@@ -162,9 +162,9 @@ def test_without_a_seed_nobody_else_can_train_the_same_tokens(tmp_path):
 @pytest.mark.parametrize("through", [False, True])
 def test_attacks_see_the_tokens_only_if_told_to(tmp_path, monkeypatch, through):
     seen = []
-    real = loop.craft
+    real = loop.run_inner_attack
     monkeypatch.setattr(
-        loop, "craft", lambda attack, model, *rest: (seen.append(type(model)), real(attack, model, *rest))[1]
+        loop, "run_inner_attack", lambda attack, model, *rest: (seen.append(type(model)), real(attack, model, *rest))[1]
     )
     run_harden(recipe({"through": through}, train={"epochs": 1}), "tokens", CPU, out=tmp_path / "run")
     assert all(issubclass(kind, TokenClassifier) == through for kind in seen)
@@ -306,8 +306,7 @@ def test_the_papers_rows_have_the_released_settings(row):
 def test_rows_without_a_classifier_are_not_audited(name):
     built = [build_recipe(compose(name, row), name) for row in rows(name)]
     assert all(
-        (each.data.test is None) == (has_no_head(each.model.name) or "clip_grad_norm" in each.model.name)
-        for each in built
+        (each.data.test is None) == (has_no_head(each.model.name) or "clip" in each.model.name) for each in built
     )
 
 
@@ -318,7 +317,7 @@ def test_rows_without_a_classifier_are_not_audited(name):
 def test_images_are_seen_as_by_the_released_code(name, row):
     section = asdict(build_recipe(compose(name, row), name).model)
     shallow = {**section, "num_classes": 7, "kwargs": {**section["kwargs"], "depth": 1}}
-    record = sketched_model(json.dumps(shallow)).record
+    record = meta_model(json.dumps(shallow)).record
     assert (record.mean, record.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     seen = Preprocess(record.input_size, record.crop_pct, record.interpolation, record.crop_mode)
     assert seen == Preprocess((224, 224), 1.0, "bilinear", "squash")
@@ -335,7 +334,7 @@ def test_what_is_told_as_robust_is_of_attacked_images_and_both_decide():
 
     held_out = HeldOut(source, rows, Preprocess(16))
     model = small_model()
-    score = held_out.measured(model, model, lambda model, x, y, rng: x + 0.25, measure, "cosine", CPU, 0)
+    score = held_out.measure(model, model, lambda model, x, y, rng: x + 0.25, measure, "cosine", CPU, 0)
     assert (score.clean, score.n, score.measure) == (0.75, 5, "cosine")
     assert score.robust == pytest.approx(0.25)
     assert score.decisive == pytest.approx((0.5, 0.25))
@@ -358,6 +357,6 @@ def test_the_cosines_are_clean_and_attacked():
 def test_a_resumed_training_compares_epochs_by_the_same_number(trained):
     results, folder = trained
     state = torch.load(folder.path / "checkpoint.pt", weights_only=True)
-    again = loop.Score(*state["best"])
+    again = training_state.Score(*state["best"])
     assert asdict(again) == results["training"]["held_out"]
     assert again.decisive == pytest.approx(((again.clean + again.robust) / 2, again.robust))

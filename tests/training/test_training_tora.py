@@ -16,10 +16,10 @@ from vitadel.attacks import make
 from vitadel.backbones.load import load_model
 from vitadel.errors import UserError
 from vitadel.runtime.distributed import join_processes
-from vitadel.training.objectives.tora import TwoBranches
+from vitadel.training.objectives.two_branches import TwoBranches
 from vitadel.training.recipes.build import build_recipe
 from vitadel.training.run import run_harden
-from vitadel.training.trainables.tora import ToraParts
+from vitadel.training.trainables.tora_parts import ToraParts
 
 CPU = join_processes("cpu")
 OBJECTIVE = {"use": "tora", "attack": "pgd-1(step=2/255)"}
@@ -174,7 +174,7 @@ def test_phase_two_changes_the_fusion_only_and_is_opened_again(pretrained, first
 def test_broken_off_and_resumed_it_ends_with_the_same_bits(pretrained, first_phase, tmp_path, monkeypatch):
     from vitadel.training import loop
 
-    real, taken = loop._Learner.take, 0
+    real, taken = loop._Trainer.take_step, 0
 
     def fragile(self, parts):
         nonlocal taken
@@ -183,7 +183,7 @@ def test_broken_off_and_resumed_it_ends_with_the_same_bits(pretrained, first_pha
             raise RuntimeError("power cut")
         real(self, parts)
 
-    monkeypatch.setattr(loop._Learner, "take", fragile)
+    monkeypatch.setattr(loop._Trainer, "take_step", fragile)
     with pytest.raises(RuntimeError, match="power cut"):
         run_harden(recipe(pretrained), "tora", CPU, out=tmp_path / "run")
     monkeypatch.undo()
@@ -236,7 +236,7 @@ def test_a_training_with_attention_scaling_goes_on_with_its_factors(pretrained, 
 
     built = recipe(pretrained, epochs=3, plugins=SCALING)
     _, whole, _ = run_harden(built, "tora", CPU, out=tmp_path / "whole")
-    real, taken = loop._Learner.take, 0
+    real, taken = loop._Trainer.take_step, 0
 
     def fragile(self, parts):
         nonlocal taken
@@ -245,7 +245,7 @@ def test_a_training_with_attention_scaling_goes_on_with_its_factors(pretrained, 
             raise RuntimeError("power cut")
         real(self, parts)
 
-    monkeypatch.setattr(loop._Learner, "take", fragile)
+    monkeypatch.setattr(loop._Trainer, "take_step", fragile)
     with pytest.raises(RuntimeError, match="power cut"):
         run_harden(built, "tora", CPU, out=tmp_path / "cut")
     monkeypatch.undo()

@@ -8,8 +8,8 @@ from torch import nn
 from training_toys import FakeTraining
 
 from vitadel.errors import UserError
+from vitadel.training.interfaces import AfterEpoch, AfterStep, ChangesEvaluation, Stateful
 from vitadel.training.plugins.weight_average import WeightAverage
-from vitadel.training.protocols import AfterEpoch, AfterStep, ChangesEvaluation, Remembering
 
 
 class OneNumber(nn.Module):
@@ -39,7 +39,7 @@ def deployed(plugin: WeightAverage, run: FakeTraining) -> float:
 
 def test_exponential_average_with_warm_up():
     plugin, run = WeightAverage(decay=0.25), FakeTraining(OneNumber())
-    assert all(isinstance(plugin, shape) for shape in (AfterStep, AfterEpoch, ChangesEvaluation, Remembering))
+    assert all(isinstance(plugin, shape) for shape in (AfterStep, AfterEpoch, ChangesEvaluation, Stateful))
     steps(plugin, run, [3.0])
     assert deployed(plugin, run) == 3
     steps(plugin, run, [5.0, -1.0, 8.0])  # t = 1, 2, 3: d = 2/11, then 3/12 = decay, then decay

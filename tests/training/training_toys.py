@@ -27,7 +27,7 @@ class FakeTraining:
     step: int = 0
     steps_per_epoch: int = 10
     logged: dict[str, float] = field(default_factory=dict)
-    told: list[str] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
     stopped: str = ""
     back_to: int | None = None
     asked: list[int] = field(default_factory=list)
@@ -41,8 +41,8 @@ class FakeTraining:
     def log(self, values: Mapping[str, float]) -> None:
         self.logged.update(values)
 
-    def tell(self, message: str) -> None:
-        self.told.append(message)
+    def report(self, message: str) -> None:
+        self.reported.append(message)
 
     def stop(self, reason: str, back_to: int | None = None) -> None:
         self.stopped, self.back_to = reason, back_to

@@ -27,7 +27,7 @@ def harden(
     """
     from vitadel.runtime.distributed import join_processes
     from vitadel.training.recipes.build import build_recipe
-    from vitadel.training.recipes.documents import compose
+    from vitadel.training.recipes.compose import compose
     from vitadel.training.run import run_harden, title_of
 
     title = title_of(recipe, row)

@@ -56,7 +56,8 @@ def _rows(kind: Kind, search: str) -> dict[str, str]:
 
         return dict(known_specs())
     if kind is Kind.recipes:
-        from vitadel.training.recipes.documents import rows, shipped_recipes, texts
+        from vitadel.training.recipes.compose import rows, texts
+        from vitadel.training.recipes.yaml_files import shipped_recipes
 
         counts = {name: len(rows(name)) for name in shipped_recipes()}
         return {name: texts(name)["about"] + (f" [{count} rows]" if count else "") for name, count in counts.items()}

@@ -85,10 +85,10 @@ def _plan_training(
 ) -> None:
     from vitadel.reporting.terminal import show_training_plan
     from vitadel.runtime.distributed import join_processes
-    from vitadel.training.cost import plan_training
     from vitadel.training.recipes.build import build_recipe
-    from vitadel.training.recipes.documents import compose
+    from vitadel.training.recipes.compose import compose
     from vitadel.training.run import open_training, title_of
+    from vitadel.training.training_cost import plan_training
 
     title = title_of(name, row)
     processes = join_processes(device)

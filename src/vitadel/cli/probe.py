@@ -32,7 +32,7 @@ def probe(
     from vitadel.heads.probe_recipe import build_probe, with_tokens
     from vitadel.reporting.kinds.probe import show_probe_plan
     from vitadel.runtime.distributed import join_processes
-    from vitadel.training.recipes.documents import compose
+    from vitadel.training.recipes.compose import compose
     from vitadel.training.run import title_of
 
     title = title_of(recipe, row)

@@ -36,7 +36,7 @@ def show(
 @app.command()
 def copy(name: Name, target: Annotated[Path, typer.Argument(help="the .yaml file to write")]) -> None:
     """Copy a recipe, with its comments, for editing."""
-    from vitadel.training.recipes.documents import source
+    from vitadel.training.recipes.compose import source
 
     if target.suffix not in (".yaml", ".yml"):
         raise UserError(f"'{target}' does not end in .yaml, as recipe files must; try {target}.yaml")
@@ -55,12 +55,14 @@ def copy(name: Name, target: Annotated[Path, typer.Argument(help="the .yaml file
 @app.command()
 def check(names: Names = None) -> None:
     """Build every row of the recipes, without training, and report all errors."""
+    from vitadel.heads.probe_recipe import check_probe
     from vitadel.training.recipes.build import check_recipe
-    from vitadel.training.recipes.documents import rows, shipped_recipes
+    from vitadel.training.recipes.compose import rows
+    from vitadel.training.recipes.yaml_files import shipped_recipes
 
     faults = []
     for name in names or shipped_recipes():
-        fault = check_recipe(name)
+        fault = check_recipe(name, check_probe)
         if fault is not None:
             faults.append(fault)
             continue

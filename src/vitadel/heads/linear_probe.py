@@ -1,20 +1,27 @@
-"""Linear probe on frozen features in the manner of DINOv2 (Oquab et al., 2023): many heads at once, the best kept.
+"""Linear probes on frozen features as in DINOv2 (Oquab et al., 2023): train many heads at once and keep the best.
 
 Heads differ in their inputs (class tokens of the last n blocks, with or without the mean of the last block's patch
-tokens) and in their learning rate. They see the same batches. The best is chosen on held-out training images: choosing
-on the test set, as the released code does, would flatter every number that follows.
+tokens) and in their learning rate. They see the same batches. The best is chosen on held-out training images; choosing
+on the test set, as the released code does, would bias the results.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitadel.adapters.adapter_file import backbone_fingerprint
+from vitadel.backbones.checkpoints import read_checkpoint, read_metadata
+from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess
@@ -23,10 +30,11 @@ from vitadel.heads.frozen_features import Tokens, feature_width, token_features
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.progress import progress
 from vitadel.runtime.rng import SampleRNG
+from vitadel.runtime.run_folder import write_atomically
+from vitadel.training.recipes.probe_sections import LEARNING_RATES
 from vitadel.types import Source
 
 __all__ = [
-    "RATES",
     "Features",
     "HeadResult",
     "HeadSetting",
@@ -34,17 +42,18 @@ __all__ = [
     "Probe",
     "ProbeReport",
     "cached_features",
+    "head_metadata",
     "linear_layer",
-    "record_of",
+    "load_head",
+    "save_head",
     "train_heads",
     "train_probe",
 ]
 
-RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
-"""DINOv2's base learning rates, for batches of 256; they are scaled in proportion for others."""
-
-_RATE_BATCH = 256
+_LR_REFERENCE_BATCH = 256
 _MOMENTUM = 0.9
+_METADATA_KEY = "vitadel-probe"
+_SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class HeadSetting:
 
 @dataclass(frozen=True)
 class HeadResult:
-    """How a head did on the held-out images; `loss` is infinite for one that diverged."""
+    """The result of a head on the held-out images; `loss` is infinite for one that diverged."""
 
     setting: HeadSetting
     correct: int
@@ -72,7 +81,7 @@ class HeadResult:
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """The chosen setting and every head's held-out result; the chosen one's is the best of many, so a little rosy."""
+    """The chosen setting and every head's held-out result; the chosen one's, the best of many, is optimistic."""
 
     chosen: HeadSetting
     heads: tuple[HeadResult, ...]
@@ -82,7 +91,7 @@ class ProbeReport:
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """What is kept of each image: class tokens of the last blocks in running order, then the mean patch token."""
+    """Features of each image: class tokens of the last blocks in order, then the mean patch token."""
 
     tokens: Tensor  # (images, blocks + 1, dim)
     labels: Tensor
@@ -102,15 +111,15 @@ class Heads:
     bias: Tensor  # (heads, classes)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """(images, heads, classes) from what `Features` keeps."""
+        """(images, heads, classes) from the tokens of `Features`."""
         return torch.einsum("bf,kcf->bkc", _inputs(tokens, self.blocks, self.average), self.weight) + self.bias
 
 
 class Probe(nn.Module):
-    """Pixels in [0, 1] to logits: a model as it is, and a linear head on its frozen features.
+    """Pixels in [0, 1] to logits: a model and a linear head on its frozen features.
 
-    Any attack takes it. An audit takes it as it is if the model is a classifier, else `vitadel.wrap` makes it one.
-    Gradients reach the pixels through the model; its mode and parameters stay the caller's.
+    Works with any attack, and with an audit if the model is a classifier; others need `vitadel.wrap`. Gradients reach
+    the pixels through the model; its mode and parameters are left to the caller.
     """
 
     def __init__(
@@ -123,7 +132,7 @@ class Probe(nn.Module):
                 f"a head for {head.in_features} inputs does not fit this model: {blocks} class tokens"
                 f"{' and the mean patch token' if average else ''} are {wanted}. Give the model it was trained on."
             )
-        # The head first: its precision, not that of a model in half precision, is the one that pixels are passed in.
+        # The head first: pixels are passed in the precision of the first parameter, and the model may be in half.
         self.head = head.train(model.training)
         self.model = model
         self.blocks = blocks
@@ -135,7 +144,7 @@ class Probe(nn.Module):
     @property
     def record(self) -> ModelRecord | None:
         """The model's, with the classes of the head; None if the model has none."""
-        record = record_of(self.model)
+        record = _record_of(self.model)
         if record is None:
             return None
         inputs = f"{self.blocks} class tokens{' and the mean patch token' if self.average else ''}"
@@ -156,7 +165,7 @@ def train_probe(
     *,
     blocks: Sequence[int] = (1, 4),
     average: Sequence[bool] = (False, True),
-    rates: Sequence[float] = RATES,
+    rates: Sequence[float] = LEARNING_RATES,
     steps: int = 12_500,
     batch_size: int = 128,
     seed: int = 0,
@@ -164,22 +173,22 @@ def train_probe(
     half: bool = False,
     shown: bool = False,
 ) -> tuple[Probe, ProbeReport]:
-    """A head for every combination of `blocks`, `average` and `rates`, trained on `rows`, chosen on `held_out_rows`.
+    """Train a head for every combination of `blocks`, `average` and `rates` on `rows`; choose on `held_out_rows`.
 
     Features are computed once per image, without augmentation, and kept in main memory: images * (n + 1) * dim * 4
     bytes (2 with `half`) for n = max(blocks); 50,000 images on a ViT-B with n = 4 take 0.77 GB. Ties in accuracy go to
     the lower held-out loss. Defaults follow Robustness Tokens' runs. The model must be on `device` already. With
-    `shown`, progress is told on standard error.
+    `shown`, progress is printed on standard error.
     """
-    settings = _checked_settings(blocks, average, rates, steps, batch_size)
-    train_on, hold_out = _checked_rows(source, rows, held_out_rows)
+    settings = _check_settings(blocks, average, rates, steps, batch_size)
+    train_on, hold_out = _check_rows(source, rows, held_out_rows)
     read = (preprocess, max(blocks), batch_size, device, half, shown)
     train, held_out = cached_features(model, source, train_on, *read), cached_features(model, source, hold_out, *read)
     classes = len(source.classes)
     trained = train_heads(
         train, classes, settings, rates, steps=steps, batch_size=batch_size, seed=seed, device=device, shown=shown
     )
-    results = [result for heads in trained for result in _judged(heads, held_out, batch_size)]
+    results = [result for heads in trained for result in _evaluate(heads, held_out, batch_size)]
     best = min(range(len(results)), key=lambda place: (-results[place].correct, results[place].loss))
     heads, number = trained[best // len(rates)], best % len(rates)
     head = linear_layer(heads.weight[number], heads.bias[number])
@@ -199,7 +208,7 @@ def cached_features(
     half: bool = False,
     shown: bool = False,
 ) -> Features:
-    """Features of the images at `rows`, in main memory; the model runs in eval mode and is left as it was."""
+    """Features of the images at `rows`, in main memory; the model runs in eval mode and is restored."""
     dtype = torch.float16 if half else torch.float32
     tokens = torch.empty(len(rows), blocks + 1, feature_width(model), dtype=dtype)
     labels, first = torch.empty(len(rows), dtype=torch.int64), 0
@@ -240,7 +249,7 @@ def train_heads(
         weight = weight.repeat(len(rates), 1, 1).to(device)
         trained.append(Heads(blocks, average, tuple(rates), weight, weight.new_zeros(len(rates), classes)))
     speeds = [(torch.zeros_like(heads.weight), torch.zeros_like(heads.bias)) for heads in trained]
-    rate = torch.tensor(rates, device=device) * (batch_size / _RATE_BATCH)
+    rate = torch.tensor(rates, device=device) * (batch_size / _LR_REFERENCE_BATCH)
     with progress("heads", steps, shown) as meter:
         for step, chosen in enumerate(_order(len(features), steps * batch_size, seed).split(batch_size)):
             tokens, labels = features.tokens[chosen].to(device).float(), features.labels[chosen].to(device)
@@ -259,13 +268,13 @@ def _stacked(tokens: Sequence[Tokens]) -> Tensor:
 
 
 def _inputs(tokens: Tensor, blocks: int, average: bool) -> Tensor:
-    """The last class tokens and, next to them, the mean patch token if it is wanted."""
+    """The last class tokens, followed by the mean patch token with `average`."""
     mean = tokens.shape[1] - 1
     return tokens[:, mean - blocks : mean + average].flatten(1)
 
 
 def _gradient(heads: Heads, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Of every head's mean cross-entropy: softmax less truth, times inputs; heads do not touch each other."""
+    """The gradient of every head's mean cross-entropy: softmax minus one-hot label, times inputs."""
     logits = heads.logits(tokens)
     error = logits.softmax(2) - F.one_hot(labels, logits.shape[2]).to(logits)[:, None]
     error = error / len(labels)
@@ -273,12 +282,12 @@ def _gradient(heads: Heads, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Ten
 
 
 def _order(count: int, wanted: int, seed: int) -> Tensor:
-    """Positions in one random order after the other, so that every image comes equally often."""
+    """Positions, one random permutation after another, so that all images occur equally often."""
     rounds = SampleRNG.of_samples(seed, range(-(-wanted // count))).stream("probe order")
     return rounds.permutation(count).flatten()[:wanted]
 
 
-def _judged(heads: Heads, held_out: Features, batch_size: int) -> list[HeadResult]:
+def _evaluate(heads: Heads, held_out: Features, batch_size: int) -> list[HeadResult]:
     correct = torch.zeros(len(heads.rates), dtype=torch.int64)
     loss = torch.zeros(len(heads.rates), dtype=torch.float64)
     for tokens, labels in zip(held_out.tokens.split(batch_size), held_out.labels.split(batch_size), strict=True):
@@ -294,7 +303,7 @@ def _judged(heads: Heads, held_out: Features, batch_size: int) -> list[HeadResul
 
 
 def linear_layer(weight: Tensor, bias: Tensor) -> nn.Linear:
-    """A layer with copies of these."""
+    """A layer with copies of these parameters."""
     head = nn.Linear(weight.shape[1], weight.shape[0], device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
         head.weight.copy_(weight)
@@ -302,13 +311,13 @@ def linear_layer(weight: Tensor, bias: Tensor) -> nn.Linear:
     return head
 
 
-def record_of(model: nn.Module) -> ModelRecord | None:
-    """That of the classifier inside, if there is one."""
+def _record_of(model: nn.Module) -> ModelRecord | None:
+    """The record of the classifier inside, if there is one."""
     records = (getattr(module, "record", None) for module in model.modules())
     return next((record for record in records if isinstance(record, ModelRecord)), None)
 
 
-def _checked_settings(
+def _check_settings(
     blocks: Sequence[int], average: Sequence[bool], rates: Sequence[float], steps: int, batch_size: int
 ) -> list[tuple[int, bool]]:
     if not blocks or not average or not rates:
@@ -320,7 +329,7 @@ def _checked_settings(
     return [(count, mean) for count in blocks for mean in average]
 
 
-def _checked_rows(
+def _check_rows(
     source: Source, rows: Sequence[int] | Tensor, held_out_rows: Sequence[int] | Tensor
 ) -> tuple[Tensor, Tensor]:
     train, held_out = (torch.as_tensor(each, dtype=torch.int64) for each in (rows, held_out_rows))
@@ -344,3 +353,75 @@ def _checked_rows(
             "Leave images without a usable label out of the rows."
         )
     return train, held_out
+
+
+# Files of heads
+
+
+def save_head(probe: Probe, path: str | Path, more: Mapping[str, Any] | None = None) -> None:
+    """Write the head as safetensors, with its model's name and `more` in the metadata; the model is not written."""
+    about = {
+        **(more or {}),
+        "schema": _SCHEMA,
+        "model": _record_name(probe.model),
+        "blocks": probe.blocks,
+        "average": probe.average,
+        "classes": list(probe.classes),
+    }
+    weights = {key: value.detach().cpu().contiguous() for key, value in probe.head.state_dict().items()}
+    write_atomically(Path(path), safetensors.torch.save(weights, metadata={_METADATA_KEY: json.dumps(about)}))
+
+
+def head_metadata(path: str | Path) -> dict[str, Any]:
+    """The metadata that `save_head` wrote."""
+    text = read_metadata(path).get(_METADATA_KEY)
+    if text is None:
+        raise UserError(
+            f"'{path}' is not the head of a probe. Give the weights/head.safetensors of a run of `vitadel probe` (in "
+            "Python: a file written by save_head)."
+        )
+    try:
+        about = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"'{path}' is a damaged head of a probe ({error!r}). Train and save it again.") from error
+    return about if isinstance(about, dict) else {}
+
+
+def load_head(path: str | Path, model: nn.Module) -> Probe:
+    """Load the head of `save_head` for `model`, on its device; refused if the model has another name or width.
+
+    A model has the same name with and without extra tokens: an attacker may use the defender's head.
+    """
+    checkpoint, about = read_checkpoint(path), head_metadata(path)
+    try:
+        schema, trained_for, blocks, average = (
+            about["schema"],
+            about["model"],
+            int(about["blocks"]),
+            bool(about["average"]),
+        )
+        head = linear_layer(checkpoint.weights["weight"], checkpoint.weights["bias"])
+        classes = [str(name) for name in about["classes"]]
+    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+        raise UserError(f"'{path}' is a damaged head of a probe ({error!r}). Train and save it again.") from error
+    if schema != _SCHEMA:
+        raise UserError(f"'{path}' is a head of schema {schema}, this version reads {_SCHEMA}. Update vitadel.")
+    here = _record_name(model)
+    trained_on, bare = about.get("backbone_fingerprint"), getattr(model, "classifier", model)
+    if trained_on is not None and isinstance(bare, Classifier):  # names of the same weights may differ, e.g. by a tag
+        if trained_on != backbone_fingerprint(bare):
+            raise UserError(
+                f"'{path}' is a head for other weights, of '{trained_for}'; the model is '{here}'. Give the model it "
+                "was trained on."
+            )
+    elif trained_for is not None and here is not None and trained_for != here:
+        raise UserError(
+            f"'{path}' is a head for '{trained_for}', the model is '{here}'. Give the model it was trained on."
+        )
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return Probe(model, head.to(device), blocks, average, classes)
+
+
+def _record_name(model: nn.Module) -> str | None:
+    record = _record_of(model)
+    return None if record is None else record.name

@@ -25,17 +25,24 @@ from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute
 from vitadel.evaluation.engine.target import Target
 from vitadel.heads.frozen_features import feature_width, token_features
-from vitadel.heads.head_files import head_about, load_head, save_head
-from vitadel.heads.linear_probe import HeadResult, Probe, ProbeReport, train_probe
+from vitadel.heads.linear_probe import (
+    HeadResult,
+    Probe,
+    ProbeReport,
+    head_metadata,
+    load_head,
+    save_head,
+    train_probe,
+)
 from vitadel.heads.probe_recipe import ProbeRecipe, build_probe, with_tokens
-from vitadel.heads.recipe_sections import LinearHead, MaskData, ProbeData
-from vitadel.heads.train_segmentation import open_mask_job
+from vitadel.heads.segmentation_probe import open_mask_job
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes, join_processes
-from vitadel.training.recipes.documents import TEXTS, compose, deciding
-from vitadel.training.recipes.old_keys import translate_settings
-from vitadel.training.recipes.sections import ModelSection
-from vitadel.training.recipes.write import recipe_text
+from vitadel.training.recipes.compose import compose, deciding
+from vitadel.training.recipes.key_names import translate_settings
+from vitadel.training.recipes.probe_sections import LinearHead, MaskData, ProbeData
+from vitadel.training.recipes.training_sections import ModelSection
+from vitadel.training.recipes.yaml_files import TEXTS, recipe_text
 from vitadel.types import Source
 
 __all__ = ["probe", "run_probe"]
@@ -183,7 +190,7 @@ class _LinearJob:
     def run(self, name: str, run: Run) -> dict[str, Any]:
         path = run.path / HEAD_FILE
         trained = load_head(path, self.model) if path.exists() else self._train(path, run.processes, run.show_progress)
-        report = head_about(path)["report"]
+        report = head_metadata(path)["report"]
         recipe, audit = self.recipe, self.recipe.audit
         target = Target(cast(Classifier, trained), recipe.model.name, self.test, recipe.data.test, self.root)
         request = AuditRequest(

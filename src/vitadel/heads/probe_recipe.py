@@ -1,4 +1,4 @@
-"""From the document of a recipe for a head on frozen features to its sections; all that is wrong is told at once."""
+"""Build recipes for heads on frozen features; everything that is wrong with them is reported at once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,22 @@ from vitadel.attacks.goals import OnLogits
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.parse import make
 from vitadel.attacks.pgd import PGD
-from vitadel.data.overlap import same_images
 from vitadel.data.sources.masks import MASKED_KINDS
 from vitadel.data.spec import DATA_KINDS
 from vitadel.errors import UserError
 from vitadel.heads.frozen_features import token_features
-from vitadel.heads.recipe_sections import (
+from vitadel.heads.segmentation import OnPixels
+from vitadel.training.recipes.check import (
+    check_model_name,
+    check_not_test,
+    class_count,
+    meta_model,
+    names_split,
+    read_data_spec,
+)
+from vitadel.training.recipes.compose import PROBE_SECTIONS, is_probe, section_types, unknown_section
+from vitadel.training.recipes.instantiate import Faults, as_mapping, instantiate
+from vitadel.training.recipes.probe_sections import (
     HEADS,
     HeadTraining,
     LinearHead,
@@ -26,23 +36,20 @@ from vitadel.heads.recipe_sections import (
     ProbeAudit,
     ProbeData,
 )
-from vitadel.heads.segmentation import OnPixels
-from vitadel.training.recipes.check import check_model_name, class_count, read_data_spec, sketched_model
-from vitadel.training.recipes.documents import PROBE_SECTIONS, TEXTS, is_probe, section_types, unknown_section
-from vitadel.training.recipes.instantiate import Faults, Faulty, as_mapping, settled
-from vitadel.training.recipes.sections import ModelSection
+from vitadel.training.recipes.training_sections import ModelSection
+from vitadel.training.recipes.yaml_files import TEXTS
 from vitadel.types import Attack
 
-__all__ = ["ProbeRecipe", "build_probe", "build_probe_check", "pixel_attack", "with_tokens"]
+__all__ = ["ProbeRecipe", "build_probe", "check_probe", "pixel_attack", "with_tokens"]
 
 _NEEDED = ("model", "data", "head", "train")
 
 
 @dataclass(frozen=True)
 class ProbeRecipe:
-    """A recipe ready to be run; `head` and `data` are of one kind. `tokens` is a file of robustness tokens, or None.
+    """A probe recipe ready to be run; `tokens` is a file of robustness tokens, or None.
 
-    `about` holds its texts, `document` the plain composed document that it was built from.
+    `about` holds its texts, `document` the composed document it was built from.
     """
 
     about: dict[str, str]
@@ -72,34 +79,32 @@ def build_probe(document: Mapping[str, Any], where: str) -> ProbeRecipe:
     types = section_types(document) if "head" in document and use in HEADS else {}
     given = {name: head if name == "head" else as_mapping(name, document.get(name), faults) for name in types}
     parts = {
-        name: settled(name, types[name], values, faults)
+        name: instantiate(name, types[name], values, faults)
         for name, values in given.items()
         if name in document or name not in _NEEDED
     }
     _check_values(parts, faults)
-    if faults.all():
-        raise Faulty(where, faults.all())
+    faults.raise_if_any(where)
     about = {key: document[key] for key in TEXTS if key in document}
     sections = cast(dict[str, Any], parts)
     return ProbeRecipe(about=about, tokens=document.get("tokens"), document=dict(document), **sections)
 
 
-def build_probe_check(recipe: ProbeRecipe, where: str) -> None:
-    """Build the model as well, without memory for its weights, and look whether it has the tokens for the head."""
-    faults = Faults()
+def check_probe(document: Mapping[str, Any], where: str) -> None:
+    """Build the recipe and its model, without memory for weights, and check that it has the tokens the head needs."""
+    recipe, faults = build_probe(document, where), Faults()
     counts = {spec: class_count(spec) for spec in (recipe.data.train, recipe.data.test)}
     if isinstance(recipe.data, ProbeData) and None not in counts.values() and len(set(counts.values())) > 1:
-        told = ", ".join(f"{spec} {count}" for spec, count in counts.items())
-        faults.wrong.append(f"data: the numbers of classes do not agree: {told}")
+        listed = ", ".join(f"{spec} {count}" for spec, count in counts.items())
+        faults.wrong.append(f"data: the numbers of classes do not agree: {listed}")
     section = replace(recipe.model, num_classes=recipe.model.num_classes or 10)
-    model = faults.attempt("model", sketched_model, json.dumps(asdict(section), default=str))
+    model = faults.attempt("model", meta_model, json.dumps(asdict(section), default=str))
     if model is not None:
         blocks = max(recipe.head.blocks) if isinstance(recipe.head, LinearHead) else 1
         height, width = model.record.input_size or (224, 224)
         pixels = model.mean.new_zeros(1, 3, height, width)
         faults.attempt("head", token_features, model, pixels, blocks)
-    if faults.all():
-        raise Faulty(where, faults.all())
+    faults.raise_if_any(where)
 
 
 def _attack(name: str, audit: ProbeAudit) -> Attack:
@@ -107,7 +112,7 @@ def _attack(name: str, audit: ProbeAudit) -> Attack:
 
 
 def pixel_attack(name: str, audit: ProbeAudit) -> PGD:
-    """PGD of the catalogue, with its steps and start, on the cross-entropy of pixels."""
+    """The named PGD attack, on the cross-entropy of pixels."""
     attack: object = _attack(name, audit)
     if not isinstance(attack, PGD) or attack.goal != OnLogits(cross_entropy):
         raise UserError(
@@ -117,7 +122,7 @@ def pixel_attack(name: str, audit: ProbeAudit) -> PGD:
 
 
 def _check_values(parts: Mapping[str, Any], faults: Faults) -> None:
-    """Of the sections that could be built: whether what they name exists."""
+    """Check that what the sections name exists."""
     model, data, audit = (parts.get(name) for name in ("model", "data", "audit"))
     if model is not None:
         faults.attempt("model.name", check_model_name, model.name)
@@ -139,18 +144,10 @@ def _check_data(data: ProbeData | MaskData, faults: Faults) -> None:
                 faults.wrong.append(f"data.{name}: '{request.spec}' has no masks; there is {known}")
         if train is not None and train.kind in MASKED_KINDS[1:] and data.classes is None:
             faults.missing.append("data: needs 'classes', the number of classes of the masks")
-    if train is None or test is None:
-        return
-    if train.split is None and ":" not in DATA_KINDS[train.kind].form:
-        faults.wrong.append(f"data.train: '{train.spec}' means the test images; write {train.spec}@train")
-        return
-    if faults.attempt("data.train", same_images, train, test):
-        faults.wrong.append(
-            f"data.train: '{train.spec}' are the images of data.test, '{test.spec}': a head trained on them is not "
-            "tested by them; choose another split"
-        )
+    if train is not None and test is not None and names_split(train, faults):
+        check_not_test("data.train", train, test, "trained", faults)
 
 
 def with_tokens(document: Mapping[str, Any], tokens: str | Path | None) -> dict[str, Any]:
-    """The document with another file of tokens, if one is given."""
+    """The document with `tokens` replaced, if given."""
     return dict(document) if tokens is None else {**document, "tokens": str(tokens)}

@@ -13,9 +13,9 @@ from vitadel.attacks.features import pixels_per_unit
 from vitadel.errors import UserError
 from vitadel.runtime.distributed import Processes
 from vitadel.training.recipes.build import Recipe, build_recipe
-from vitadel.training.recipes.documents import compose, rows
+from vitadel.training.recipes.compose import compose, rows
 from vitadel.training.run import open_training, run_harden
-from vitadel.training.trainables.tokens import Tokens
+from vitadel.training.trainables.secret_tokens import SecretTokens
 
 __all__ = ["TokenRecipe", "TokenTraining", "Trainer", "control_changes", "read_recipe"]
 

@@ -1,4 +1,4 @@
-"""Training pictures, varied: torchvision's v2 transforms and timm's, each picture with random numbers of its own."""
+"""Augmentation of training images by transforms of torchvision and timm, with a seed per image."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from torchvision.transforms.v2 import functional as pictures
 
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
-from vitadel.training.recipes.sections import Augmentation
+from vitadel.training.recipes.training_sections import Augmentation
 
-__all__ = ["Augment", "augment", "mixing", "seed_everything"]
+__all__ = ["Augment", "make_augment", "make_mixup", "seed_everything"]
 
 Augment = Callable[[Image.Image, int], Tensor]
-"""(picture, seed) -> uint8 pixels of the model's size."""
+"""(image, seed) -> uint8 pixels of the model's size."""
 
 
 def seed_everything(seed: int) -> None:
-    """torch, NumPy and Python: timm's transforms draw from the latter two."""
+    """Seed torch, NumPy and Python; timm's transforms draw from the latter two."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
-def augment(section: Augmentation, preprocess: Preprocess) -> Augment:
-    """The order is timm's: crop, flip, turn, RandAugment or colour jitter, erasing.
+def make_augment(section: Augmentation, preprocess: Preprocess) -> Augment:
+    """The transforms in timm's order: crop, flip, rotation, RandAugment or color jitter, random erasing.
 
-    Erasing paints with the mean colour: noise around zero, as in timm, is meant for normalised images and would leave
-    the box of pixels.
+    Erasing fills with the mean color: noise around zero, as in timm, is meant for normalized images and would leave the
+    range of pixels.
     """
     how = v2.InterpolationMode(section.interpolation)
     steps: list[Callable[..., object]] = []
@@ -52,14 +52,14 @@ def augment(section: Augmentation, preprocess: Preprocess) -> Augment:
         steps.append(v2.RandomHorizontalFlip(section.hflip))
     if section.rotation:
         steps.append(v2.RandomRotation(section.rotation, interpolation=v2.InterpolationMode.BILINEAR))
-    mean = preprocess.mean if any(preprocess.mean) else IMAGENET_DEFAULT_MEAN  # raw pixels have a mean, too
+    mean = preprocess.mean if any(preprocess.mean) else IMAGENET_DEFAULT_MEAN
     color = tuple(round(255 * part) for part in mean)
     if section.auto_augment:
         try:
             policy = rand_augment_transform(section.auto_augment, {"img_mean": color})
         except (AssertionError, ValueError, NotImplementedError, KeyError) as error:
             raise UserError(
-                f"auto_augment {section.auto_augment!r} is not in timm's way of writing: {error}. "
+                f"auto_augment {section.auto_augment!r} is not in timm's notation: {error}. "
                 "Write it like rand-m9-mstd0.5-inc1."
             ) from error
         steps += [_as_picture, policy]
@@ -68,12 +68,12 @@ def augment(section: Augmentation, preprocess: Preprocess) -> Augment:
     steps.append(_as_pixels)
     if section.reprob:
         steps.append(v2.RandomErasing(section.reprob, value=list(color)))
-    return _Varied(tuple(steps))
+    return _Transforms(tuple(steps))
 
 
 @dataclass(frozen=True)
-class _Varied:
-    """One step after the other. A class, as worker processes that are spawned get theirs pickled."""
+class _Transforms:
+    """Transforms in sequence; a class, because spawned worker processes pickle it."""
 
     steps: tuple[Callable[..., object], ...]
 
@@ -96,8 +96,8 @@ def _as_pixels(image: Image.Image | Tensor) -> Tensor:
     return pixels
 
 
-def mixing(section: Augmentation, num_classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """timm's MixUp and CutMix on a batch, which makes labels probabilities; None where the recipe has neither."""
+def make_mixup(section: Augmentation, num_classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """timm's MixUp and CutMix of a batch, which turn labels into probabilities; None if the recipe has neither."""
     if not (section.mixup or section.cutmix):
         return None
     mixup: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = Mixup(

@@ -1,4 +1,4 @@
-"""Which images a training step sees: a pure function of (seed, step), whatever the number of processes or a resume."""
+"""The images of a training step: a pure function of (seed, step), for any number of processes and after a resume."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.training.augmentation import Augment
 from vitadel.types import Source
 
-__all__ = ["DataStream", "Part", "whole_key"]
+__all__ = ["DataStream", "MicroBatch", "derive_seed"]
 
-_EXTRA = 1 << 40  # where the names of the second source's samples begin
-_COPY = 1 << 44  # and those of a sample's further versions
-_PASSES = 1 << 15  # versions of the second source's samples, which are told apart
+_EXTRA = 1 << 40  # offset of the names of the second source's samples
+_COPY = 1 << 44  # offset of the names of a sample's further versions
+_PASSES = 1 << 15  # versions of the second source's samples with names of their own
 
 
-def whole_key(seed: int, name: str, *numbers: int) -> int:
-    """One seed for a generator that is not ours, e.g. torch's, for one purpose and moment."""
+def derive_seed(seed: int, name: str, *numbers: int) -> int:
+    """A seed for another generator, e.g. torch's, for one purpose and moment."""
     return int(SampleRNG.of_samples(seed, [0]).stream(name, *numbers).bits()[0]) % 2**62
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one process sees at once. `names` are stable: draws for a sample are keyed by them."""
+class MicroBatch:
+    """The images one process sees at once. Random numbers of a sample are keyed by its name in `names`."""
 
     names: Tensor
     x: Tensor
     y: Tensor
 
-    def to(self, device: torch.device) -> Part:
-        return Part(self.names, self.x.to(device), self.y.to(device))
+    def to(self, device: torch.device) -> MicroBatch:
+        return MicroBatch(self.names, self.x.to(device), self.y.to(device))
 
 
 @dataclass(frozen=True)
 class _Pool:
-    """Usable samples of a source, in another order in every pass."""
+    """Usable samples of a source, shuffled for every pass."""
 
     rows: Tensor
     orders: dict[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def take(self, first: int, count: int, seed: int, name: str) -> Tensor:
-        """Rows number `first`, `first + 1`, ... of endless passes."""
+        """Rows number `first`, `first + 1`, ... of an endless sequence of passes."""
         places = torch.arange(first, first + count)
         passes = places // len(self.rows)
         taken = torch.empty(count, dtype=torch.int64)
@@ -64,11 +64,11 @@ class _Pool:
 
 @dataclass(frozen=True)
 class DataStream:
-    """Training images in batches of `batch_size` over all processes, `parts` per process and step.
+    """Training images in batches of `batch_size` over all processes, with `parts` micro-batches per process.
 
-    An epoch is one pass over the first source, less what does not fill a batch. `extra_share` of each batch comes from
-    the second source, if there is one. With `repeats` an epoch holds so many versions of as many fewer images. In the
-    first `easier_epochs` the first source's images are read from `easier`, under the same names.
+    An epoch is one pass over the first source, without the last incomplete batch. A share `extra_share` of each batch
+    comes from the second source, if there is one. With `repeats` an epoch has that many versions of as many fewer
+    images. In the first `easier_epochs` images of the first source are read from `easier`, under the same names.
     """
 
     source: Source
@@ -91,8 +91,8 @@ class DataStream:
     def __post_init__(self) -> None:
         if self.batch_size % (self.parts * self.processes):
             raise UserError(
-                f"a batch of {self.batch_size} images cannot be shared equally by {self.processes} processes in "
-                f"{self.parts} parts each; choose a multiple of {self.parts * self.processes} for train.batch_size"
+                f"a batch of {self.batch_size} images cannot be split equally between {self.processes} processes with "
+                f"{self.parts} micro-batches each; set train.batch_size to a multiple of {self.parts * self.processes}"
             )
         if self.steps_per_epoch < 1:
             raise UserError(
@@ -113,7 +113,7 @@ class DataStream:
         return len(self.rows) // self._own
 
     def names(self, step: int) -> Tensor:
-        """The batch of a step, all processes together: rows, with the second source's and further versions marked."""
+        """Names of the images of a step, all processes: rows, with offsets for the second source and for versions."""
         epoch, turn = divmod(step, self.steps_per_epoch)
         place = torch.arange(turn * self._own, (turn + 1) * self._own)
         pool = self._pools[0]
@@ -123,9 +123,9 @@ class DataStream:
         if not self._extra:
             return names
         place = torch.arange(step * self._extra, (step + 1) * self._extra)
-        passes = place // len(self._pools[1].rows) % _PASSES  # which make versions, too, however often in an epoch
+        passes = place // len(self._pools[1].rows) % _PASSES  # further passes are versions, too
         more = self._pools[1].take(int(place[0]), self._extra, self.seed, "extra order") + _EXTRA + passes * _COPY
-        # Mixed, so that every process gets its share of both.
+        # Shuffled, so that every process gets its share of both.
         order = SampleRNG.of_samples(self.seed, [step]).stream("mix").permutation(self.batch_size)[0]
         return torch.cat([names, more])[order]
 
@@ -133,28 +133,28 @@ class DataStream:
     def _pools(self) -> tuple[_Pool, _Pool]:
         return _Pool(self.rows), _Pool(self.rows if self.extra_rows is None else self.extra_rows)
 
-    def steps(self, first: int, last: int) -> Iterator[list[Part]]:
-        """This process's parts of the batches of steps `first` to `last - 1`; nothing before is read."""
-        dataset = _Tickets(self)
+    def steps(self, first: int, last: int) -> Iterator[list[MicroBatch]]:
+        """This process's micro-batches of steps `first` to `last - 1`; earlier images are not read."""
+        dataset = _Reader(self)
         size = self.batch_size // (self.parts * self.processes)
 
-        def tickets() -> Iterator[list[tuple[int, int]]]:
+        def requests() -> Iterator[list[tuple[int, int]]]:
             for step in range(first, last):
                 mine = self.names(step).view(self.processes, self.parts, size)[self.rank]
                 epoch = step // self.steps_per_epoch
                 for part in mine:
                     yield [(name, epoch) for name in part.tolist()]
 
-        loader: DataLoader[Part | UserError] = DataLoader(
-            cast("Dataset[Part | UserError]", dataset),
-            batch_sampler=cast("Iterable[list[int]]", tickets()),
+        loader: DataLoader[MicroBatch | UserError] = DataLoader(
+            cast("Dataset[MicroBatch | UserError]", dataset),
+            batch_sampler=cast("Iterable[list[int]]", requests()),
             num_workers=self.workers,
-            collate_fn=cast("Callable[[list[Any]], Any]", _whole),
+            collate_fn=cast("Callable[[list[Any]], Any]", _identity),
             prefetch_factor=2 if self.workers else None,
         )
-        parts: list[Part] = []
+        parts: list[MicroBatch] = []
         for part in loader:
-            if isinstance(part, UserError):  # raised here, since a worker process would bury it in its traceback
+            if isinstance(part, UserError):  # raised here, as a worker process would wrap it in a traceback
                 raise part
             parts.append(part)
             if len(parts) == self.parts:
@@ -162,12 +162,12 @@ class DataStream:
                 parts = []
 
 
-def _whole(part: Part | UserError) -> Part | UserError:
+def _identity(part: MicroBatch | UserError) -> MicroBatch | UserError:
     return part
 
 
-class _Tickets:
-    """What torch's loader asks for a batch, in this process or in workers."""
+class _Reader:
+    """The data set of torch's loader, in this process or in workers; a request is (name, epoch)."""
 
     def __init__(self, stream: DataStream) -> None:
         self.stream = stream
@@ -176,19 +176,19 @@ class _Tickets:
     def __len__(self) -> int:
         return len(self.stream.rows)
 
-    def __getitem__(self, ticket: tuple[int, int]) -> Part | UserError:
-        return self.__getitems__([ticket])
+    def __getitem__(self, request: tuple[int, int]) -> MicroBatch | UserError:
+        return self.__getitems__([request])
 
-    def __getitems__(self, tickets: Sequence[tuple[int, int]]) -> Part | UserError:
+    def __getitems__(self, requests: Sequence[tuple[int, int]]) -> MicroBatch | UserError:
         try:
-            return self._read(tickets)
-        except UserError as mistake:
-            return mistake
+            return self._read(requests)
+        except UserError as error:
+            return error
 
-    def _read(self, tickets: Sequence[tuple[int, int]]) -> Part:
-        stream, epoch = self.stream, tickets[0][1]
+    def _read(self, requests: Sequence[tuple[int, int]]) -> MicroBatch:
+        stream, epoch = self.stream, requests[0][1]
         own = stream.easier if stream.easier is not None and epoch < stream.easier_epochs else stream.source
-        names = torch.tensor([name for name, _ in tickets])
+        names = torch.tensor([name for name, _ in requests])
         rows, extra = names % _EXTRA, names // _EXTRA % (_COPY // _EXTRA) == 1
         keys = SampleRNG.of_samples(stream.seed, names).stream("augment", epoch).bits().tolist()
         x = torch.empty(len(names), 3, *stream.preprocess.shape)
@@ -201,8 +201,8 @@ class _Tickets:
             for place, row, image in zip(places, wanted, source.read(wanted), strict=True):
                 if isinstance(image, Exception):
                     raise UserError(
-                        f"training image {row} ({source.name(row)}) cannot be read: {image}. Replace it or take it out."
+                        f"training image {row} ({source.name(row)}) cannot be read: {image}. Replace or remove it."
                     ) from image
                 torch.div(stream.augment(image, keys[place] % 2**63), 255, out=x[place])
             y[places] = labels[rows[places]]
-        return Part(names, x, y)
+        return MicroBatch(names, x, y)

@@ -1,4 +1,4 @@
-"""Attacks inside training: on the bare model in either mode, with mixed labels where an attack takes them."""
+"""Attacks inside training: on the bare model in eval or train mode, with mixed labels where an attack takes them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vitadel.attacks.wrappers import Averaged, Restarts, WorstOf
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 
-__all__ = ["craft"]
+__all__ = ["run_inner_attack"]
 
 
-def craft(
+def run_inner_attack(
     attack: Attack,
     model: nn.Module,
     x: Tensor,
@@ -24,22 +24,22 @@ def craft(
     rng: SampleRNG | None = None,
     mode: Literal["eval", "train"] = "eval",
 ) -> Tensor:
-    """Perturbed images to train on. The model's modes, flags and parameters' gradients stay as they are.
+    """Attacked images to train on; the model's modes, flags and gradients are left as they are.
 
-    In mode 'train' the attack meets the model in the modes that training has set. Dropout then draws from torch's
-    global generator, and every pass of the attack moves the running statistics of batch norm.
+    In mode 'train' the attack sees the model in the modes that training has set: dropout draws from torch's global
+    generator, and every forward pass of the attack updates the running statistics of batch norm.
 
-    Mixed labels reach PGD as they are, also when it is repeated or averaged; other attacks get the likeliest class.
+    PGD gets mixed labels, also when it is repeated or averaged; other attacks get the likeliest class.
     """
     threats = threats_in(attack)
     if threats and all(threat.eps == 0 for threat in threats):
         return x.detach()
-    seen = _InItsOwnModes(model) if mode == "train" else model
+    seen = _KeepsModes(model) if mode == "train" else model
     return attack(seen, x, y if _takes_mixed_labels(attack) else hard_labels(y), rng)
 
 
-class _InItsOwnModes(nn.Module):
-    """A model whose modes nobody switches: attacks freeze what they are given, of which here only the flags remain."""
+class _KeepsModes(nn.Module):
+    """A model whose train and eval modes attacks cannot switch."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

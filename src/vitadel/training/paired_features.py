@@ -1,4 +1,4 @@
-"""Two versions of each image through one model, and what its blocks make of either: what AFAT compares."""
+"""Logits and block features of two versions of each image, which AFAT compares."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Pair", "pair_of", "pair_with_fewer_tokens"]
 
 @dataclass(frozen=True)
 class Pair:
-    """Logits of both versions, and their features, block by block, of which the first is the altered version's."""
+    """Logits of both versions, and features per block as pairs (altered, clean)."""
 
     altered: Tensor
     clean: Tensor
@@ -36,13 +36,13 @@ class Pair:
 
 
 def pair_of(model: nn.Module, altered: Tensor, clean: Tensor, kind: str, same_paths: bool) -> Pair:
-    """Both in one pass, the altered ones first: batch norms see the mixture, whose statistics are used in the end.
+    """Both versions in one forward pass, the altered one first; batch norm sees the statistics of the mixture.
 
-    Features are what 'blocks' or the 'attention' inside them give. With `same_paths` drop-path leaves out the same
-    paths in both versions of an image, so that they differ by what was altered alone.
+    Features are the outputs of 'blocks' or of the 'attention' inside them. With `same_paths` drop-path drops the same
+    paths in both versions of an image, so they differ only by what was altered.
     """
     seen: list[Tensor] = []
-    with _watching(model, kind, seen), hooked(model, _same_paths(model) if same_paths else []):
+    with _recording(model, kind, seen), hooked(model, _same_paths(model) if same_paths else []):
         logits = model(torch.cat([altered, clean]))
     halves = [tuple(each.chunk(2)) for each in seen]
     first, second = logits.chunk(2)
@@ -50,10 +50,10 @@ def pair_of(model: nn.Module, altered: Tensor, clean: Tensor, kind: str, same_pa
 
 
 def pair_with_fewer_tokens(model: nn.Module, x: Tensor, keep: Tensor, count: int, kind: str) -> Pair:
-    """The images as they are, and without the tokens of the `count` patches that are not kept; compared by the others.
+    """The images with all tokens, and without those of the `count` patches not kept; features of the common tokens.
 
-    `keep`, (batch, patches), is 1 or 0 and multiplies the tokens that stay, which lets gradients reach it. Two passes,
-    as the numbers of tokens differ.
+    `keep`, (batch, patches), is 1 or 0 and multiplies the tokens that stay, so that gradients reach it. Two forward
+    passes, as the numbers of tokens differ.
     """
     if family_of(model) != "vit":
         raise UserError(
@@ -65,10 +65,10 @@ def pair_with_fewer_tokens(model: nn.Module, x: Tensor, keep: Tensor, count: int
     patches = order.sort(dim=1).values
     places = torch.cat([torch.arange(prefix, device=x.device).expand(len(x), -1), patches + prefix], 1)[..., None]
 
-    def leave_out(tokens: Tensor) -> Tensor:
+    def drop_tokens(tokens: Tensor) -> Tensor:
         if tokens.shape[1] - prefix != keep.shape[1]:
             raise UserError(
-                f"fill: drop takes whole tokens away, so patches must be the model's own: it has "
+                f"fill: drop removes whole tokens, so patches must be the model's own: it has "
                 f"{tokens.shape[1] - prefix}, and patches of the given size are {keep.shape[1]}; set patch_size: 0"
             )
         stay = tokens.take_along_dim(places, 1)
@@ -78,16 +78,16 @@ def pair_with_fewer_tokens(model: nn.Module, x: Tensor, keep: Tensor, count: int
     entrance = "norm_pre"
     whole: list[Tensor] = []
     fewer: list[Tensor] = []
-    leaving_out = Edge(entrance, backbone_of(model).get_submodule(entrance), leave_out)
-    with _watching(model, kind, fewer), hooked(model, [leaving_out]):
+    dropping = Edge(entrance, backbone_of(model).get_submodule(entrance), drop_tokens)
+    with _recording(model, kind, fewer), hooked(model, [dropping]):
         altered = model(x)
-    with _watching(model, kind, whole):
+    with _recording(model, kind, whole):
         clean = model(x)
     return Pair(altered, clean, [(one, all_.take_along_dim(places, 1)) for one, all_ in zip(fewer, whole, strict=True)])
 
 
 @contextmanager
-def _watching(model: nn.Module, kind: str, seen: list[Tensor]) -> Iterator[None]:
+def _recording(model: nn.Module, kind: str, seen: list[Tensor]) -> Iterator[None]:
     whole, chosen = (attentions_of, main_attentions) if kind == "attention" else (blocks_of, main_blocks)
     parts: Sequence[Part | SoftmaxAttention] = whole(model)
     sites = [Edge(parts[number].name, parts[number].module, seen.append) for number in chosen(model)]
@@ -96,7 +96,7 @@ def _watching(model: nn.Module, kind: str, seen: list[Tensor]) -> Iterator[None]
 
 
 def _same_paths(model: nn.Module) -> list[Edge]:
-    """Both versions of an image as one longer sample while drop-path draws."""
+    """Treat both versions of an image as one longer sample while drop-path draws its mask."""
     dropping = [
         (name, module)
         for name, module in model.named_modules()

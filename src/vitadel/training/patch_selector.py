@@ -1,4 +1,4 @@
-"""AFAT's corruption model at work in a training: it learns beside the model, against it (CVPR 2023)."""
+"""AFAT's adversarial patch selector (CVPR 2023): a small network trained beside the model, against it."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from torch import Tensor, nn
 from vitadel.attacks.patches.corruption_model import CorruptionModel, normalize_like, save_corruption_model
 from vitadel.attacks.patches.patch_threat import count_of_share, patch_side_of, patches_in, strongest
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training.data_stream import whole_key
-from vitadel.training.protocols import Losses, Training
+from vitadel.training.data_stream import derive_seed
+from vitadel.training.interfaces import Losses, Training
 
 __all__ = ["PatchSelector"]
 
-_PROBES = 64  # images on which it is watched how the choice of patches moves
+_MONITORED = 64  # training images on which changes of the selected patches are measured
 _LAST, _MOMENTUM = "last", "momentum."
 
 
 @dataclass
 class PatchSelector:
-    """Which patches to corrupt, and the learning of it: SGD uphill, on gradients that the objective's loss leaves.
+    """Selects the patches to corrupt and trains the selection: gradient ascent by SGD on the objective's loss.
 
-    Gradients are averaged over processes and then given the length `grad_norm`, whatever they had ('normalised'),
-    or shortened to it ('clipped', the released code). The latter ran in half precision and clipped gradients that
-    were still multiplied by the scale of the loss, so that in effect all were of that length; in full precision they
-    are some hundred times shorter and the opponent stays where it started. A step with gradients that are not finite
-    is left out. What is told every epoch: the share of chosen patches that are others than at the start
-    (`masks_moved`) and than an epoch before (`masks_moved_last`), on training images without augmentation.
+    Gradients are averaged over processes and then scaled to the norm `grad_norm` ('normalized'), or clipped to it
+    ('clipped', the released code). The released code ran in half precision and clipped gradients that were still
+    multiplied by the loss scale, so in effect all had that norm; in full precision they are some hundred times shorter,
+    and the selector hardly changes. Steps with non-finite gradients are skipped. Logged after every epoch, on training
+    images without augmentation: the share of selected patches that differ from the start (`masks_moved`) and from the
+    previous epoch (`masks_moved_last`).
     """
 
     share: float
     rounding: str
     side: int
-    learns: bool
+    trained: bool
     lr: float
     momentum: float
     weight_decay: float
     gradient: str
     grad_norm: float
     _model: CorruptionModel | None = field(init=False, default=None, repr=False)
-    _climber: torch.optim.SGD | None = field(init=False, default=None, repr=False)
+    _optimizer: torch.optim.SGD | None = field(init=False, default=None, repr=False)
     _saved: dict[str, Tensor] = field(init=False, default_factory=dict, repr=False)
     _last: Tensor | None = field(init=False, default=None, repr=False)
     _side: int = field(init=False, default=0, repr=False)
     _key: int = field(init=False, default=0, repr=False)
 
     def rng(self, x: Tensor) -> SampleRNG:
-        """By the pixels and the step: blind to batches and processes, and new when an image comes again."""
+        """Random streams keyed by pixels and step: independent of batches and processes, new in every epoch."""
         return SampleRNG.of_pixels(x, self._key)
 
     def count(self, patches: int) -> int:
-        """How many patches are corrupted; 'quantile' is the released rule for scores that all differ."""
+        """How many patches are corrupted; 'quantile' is the released rule if no two scores are equal."""
         if self.rounding == "quantile" and self.share > 0:
             return int(self.share * (patches - 1)) + 1
         return count_of_share(self.share, patches)
@@ -64,28 +64,28 @@ class PatchSelector:
         return self._side
 
     def scores(self, model: nn.Module, x: Tensor) -> Tensor:
-        """One per patch, (batch, patches); the lowest are to be corrupted. Gradients reach the corruption model."""
+        """Scores (batch, patches), the lowest of which are corrupted; gradients reach the corruption model."""
         if self._model is None:  # called outside a training
-            self._model = _fresh(x, self.side_for(model, x), 0)
+            self._model = _untrained(x, self.side_for(model, x), 0)
         scores: Tensor = self._model(normalize_like(model, x))
         return scores
 
     @contextmanager
     def around_step(self, run: Training, losses: Losses) -> Iterator[None]:
-        self._key = whole_key(run.seed, "corruption", run.step)
-        if self._side == 0 or (self.learns and self._climber is None):
-            self._begin(run)
+        self._key = derive_seed(run.seed, "corruption", run.step)
+        if self._side == 0 or (self.trained and self._optimizer is None):
+            self._start(run)
         yield
-        if self.learns:
-            self._climb(run)
+        if self.trained:
+            self._ascend(run)
 
-    def _begin(self, run: Training) -> None:
+    def _start(self, run: Training) -> None:
         x, _ = next(iter(run.training_images(1)))
         side = self.side_for(run.model, x)
-        if not self.learns:
+        if not self.trained:
             return
-        self._model = _fresh(x, side, run.seed)
-        self._climber = torch.optim.SGD(
+        self._model = _untrained(x, side, run.seed)
+        self._optimizer = torch.optim.SGD(
             self._model.parameters(),
             self.lr,
             momentum=self.momentum,
@@ -97,12 +97,12 @@ class PatchSelector:
             for name, weight in self._model.named_parameters():
                 weight.data.copy_(self._saved[name])
                 if _MOMENTUM + name in self._saved:
-                    self._climber.state[weight]["momentum_buffer"] = self._saved[_MOMENTUM + name].to(weight.device)
+                    self._optimizer.state[weight]["momentum_buffer"] = self._saved[_MOMENTUM + name].to(weight.device)
 
     @torch.no_grad()
-    def _climb(self, run: Training) -> None:
+    def _ascend(self, run: Training) -> None:
         assert self._model is not None
-        assert self._climber is not None
+        assert self._optimizer is not None
         weights = list(self._model.parameters())
         grads = [run.processes.mean(torch.zeros_like(w) if w.grad is None else w.grad) for w in weights]
         length = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]))
@@ -111,15 +111,15 @@ class PatchSelector:
             factor = self.grad_norm / length.clamp(min=1e-30)
             for weight, grad in zip(weights, grads, strict=True):
                 weight.grad = grad * (factor.clamp(max=1) if self.gradient == "clipped" else factor)
-            self._climber.step()
-        self._climber.zero_grad()
+            self._optimizer.step()
+        self._optimizer.zero_grad()
 
     @torch.no_grad()
     def after_epoch(self, run: Training) -> None:
-        if self._model is None or not self.learns:
+        if self._model is None or not self.trained:
             return
-        batches = [x for x, _ in run.training_images(_PROBES)]
-        first = _fresh(batches[0], self._side, run.seed)
+        batches = [x for x, _ in run.training_images(_MONITORED)]
+        first = _untrained(batches[0], self._side, run.seed)
         at_start, now = (
             torch.cat([self._chosen(each, run.model, x) for x in batches]) for each in (first, self._model)
         )
@@ -134,12 +134,12 @@ class PatchSelector:
         return strongest(-scores, self.count(scores.shape[1]))
 
     def state(self) -> dict[str, Tensor]:
-        if self._model is None or self._climber is None:
+        if self._model is None or self._optimizer is None:
             return {}
         state = {} if self._last is None else {_LAST: self._last.cpu()}
         for name, weight in self._model.named_parameters():
             state[name] = weight.detach().cpu().clone()
-            momentum = self._climber.state[weight].get("momentum_buffer")
+            momentum = self._optimizer.state[weight].get("momentum_buffer")
             if momentum is not None:
                 state[_MOMENTUM + name] = momentum.cpu().clone()
         return state
@@ -149,9 +149,9 @@ class PatchSelector:
         self._last = self._saved.pop(_LAST, None)
 
 
-def _fresh(x: Tensor, side: int, seed: int) -> CorruptionModel:
-    """As it starts, in every process alike; `x` are images of the size that it is for."""
-    source = torch.Generator().manual_seed(whole_key(seed, "opponent"))
+def _untrained(x: Tensor, side: int, seed: int) -> CorruptionModel:
+    """The initial network for images of the size of `x`, the same in every process."""
+    source = torch.Generator().manual_seed(derive_seed(seed, "opponent"))
     return CorruptionModel(*patches_in(x, side), side, x.shape[1], source).to(x.device)
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a training: a table that grows by a row per epoch, above a bar; plain lines elsewhere."""
+"""Progress of a training: a table with a row per epoch above a bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["ProgressTable", "board"]
+__all__ = ["ProgressTable", "open_progress_table"]
 
 _ROWS = 15  # epochs in view
 _SECONDS_BETWEEN_LINES = 30.0
-_RECENT = 50  # steps that the time left is estimated from
+_RECENT = 50  # steps from which the remaining time is estimated
 
 
 def _span(seconds: float) -> str:
@@ -38,31 +38,31 @@ class ProgressTable:
     epochs: int
     shown: bool = True
     live: Live | None = None
-    pixels_per_unit: float = 1.0  # of the attack's budget, at most
+    pixels_per_unit: float = 1.0  # of the attack's eps, at most
     step: int = 0
     row: Mapping[str, float] = field(default_factory=dict)
     seen: list[Mapping[str, float]] = field(default_factory=list)  # this epoch's steps
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    epochs_over: deque[tuple[str, ...]] = field(default_factory=lambda: deque(maxlen=_ROWS))
+    rows: deque[tuple[str, ...]] = field(default_factory=lambda: deque(maxlen=_ROWS))
     last_line: float = field(default_factory=time.monotonic)
 
-    def stepped(self, step: int, row: Mapping[str, float], seconds: float) -> None:
+    def add_step(self, step: int, row: Mapping[str, float], seconds: float) -> None:
         self.step, self.row = step, row
         self.seen.append(row)
         self.seconds.append(seconds)
         if self.live is not None:
-            self.live.update(self._picture())
+            self.live.update(self._render())
         elif self.shown and time.monotonic() - self.last_line > _SECONDS_BETWEEN_LINES:
             self._line(f"step {step}/{self.steps}, {self._now()}, {self._left()} left")
 
-    def epoch_over(self, epoch: int, row: Mapping[str, float], best: bool) -> None:
+    def add_epoch(self, epoch: int, row: Mapping[str, float], best: bool) -> None:
         clean, robust = row.get("validation_clean"), row.get("validation_robust")
         mark = "best" if best else ""
         loss = self._mean("loss")
-        told = "" if loss is None else f"{loss:.3f}"
-        self.epochs_over.append((f"{epoch + 1}/{self.epochs}", told, _share(clean), _share(robust), mark))
+        shown_loss = "" if loss is None else f"{loss:.3f}"
+        self.rows.append((f"{epoch + 1}/{self.epochs}", shown_loss, _share(clean), _share(robust), mark))
         if self.live is not None:
-            self.live.update(self._picture())
+            self.live.update(self._render())
         elif self.shown:
             held_out = f", held out: clean {_share(clean)}" if clean is not None else ""
             held_out += f", robust {_share(robust)}" if robust is not None else ""
@@ -76,7 +76,7 @@ class ProgressTable:
             self._line(message)
 
     def _mean(self, name: str) -> float | None:
-        """Over the steps of this epoch so far."""
+        """The mean over the steps of this epoch so far."""
         values = [row[name] for row in self.seen if name in row]
         return sum(values) / len(values) if values else None
 
@@ -87,10 +87,10 @@ class ProgressTable:
         return seen + (f", eps {self._budget(eps)}" if eps else "")
 
     def _budget(self, eps: float) -> str:
-        told = f"{255 * eps:.3g}/255"
+        text = f"{255 * eps:.3g}/255"
         if self.pixels_per_unit == 1:
-            return told
-        return f"{told} in normalised units, at most {255 * eps * self.pixels_per_unit:.3g}/255 in pixels"
+            return text
+        return f"{text} in normalized units, at most {255 * eps * self.pixels_per_unit:.3g}/255 in pixels"
 
     def _left(self) -> str:
         each = sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
@@ -101,17 +101,17 @@ class ProgressTable:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
-    def _picture(self) -> RenderableType:
+    def _render(self) -> RenderableType:
         table = Table("epoch", "loss", "clean, held out", "robust, held out", "", box=None, pad_edge=False)
-        for over in self.epochs_over:
+        for over in self.rows:
             table.add_row(*over)
         bar = ProgressBar(total=self.steps, completed=self.step, width=40)
         return Group(table, bar, Text(f"step {self.step}/{self.steps}, {self._now()}, {self._left()} left"))
 
 
 @contextmanager
-def board(steps: int, epochs: int, shown: bool, pixels_per_unit: float = 1.0) -> Iterator[ProgressTable]:
-    """For one process to show; on a terminal it draws itself anew four times a second."""
+def open_progress_table(steps: int, epochs: int, shown: bool, pixels_per_unit: float = 1.0) -> Iterator[ProgressTable]:
+    """A progress table for one process; in a terminal it is redrawn four times a second."""
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
         yield ProgressTable(steps, epochs, shown, pixels_per_unit=pixels_per_unit)

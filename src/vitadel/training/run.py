@@ -1,4 +1,4 @@
-"""From a recipe to a hardened model: open, train, and audit what came out."""
+"""Run a recipe: open model and data, train, and audit the result."""
 
 from __future__ import annotations
 
@@ -30,24 +30,21 @@ from vitadel.evaluation.engine.run import Run as EngineRun
 from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.runtime.distributed import Processes, join_processes
-from vitadel.runtime.run_folder import RunFolder
-from vitadel.training.augmentation import augment, seed_everything
-from vitadel.training.batch_statistics import whose_statistics
+from vitadel.training.augmentation import make_augment, seed_everything
+from vitadel.training.batch_statistics import describe_statistics
 from vitadel.training.data_stream import DataStream
-from vitadel.training.loop import Run, train
-from vitadel.training.metrics import Metrics
-from vitadel.training.progress_table import board
-from vitadel.training.protocols import MindsLength, Prepares
-from vitadel.training.recipes.build import ChecksModel, Recipe, build_recipe
-from vitadel.training.recipes.documents import IDLE, compose, deciding, dotted
-from vitadel.training.recipes.old_keys import translate_settings
-from vitadel.training.recipes.sections import DataSection, OptimizerSection
-from vitadel.training.recipes.write import recipe_text
+from vitadel.training.held_out import HeldOut
+from vitadel.training.interfaces import ChecksLength, ChecksModel, PreparesModel, WarnsAtStart
+from vitadel.training.loop import train
+from vitadel.training.metrics import Metrics, end_tracking, start_tracking
+from vitadel.training.progress_table import open_progress_table
+from vitadel.training.recipes.build import Recipe, build_recipe
+from vitadel.training.recipes.compose import IDLE, compose, deciding, dotted
+from vitadel.training.recipes.key_names import translate_settings
+from vitadel.training.recipes.training_sections import DataSection, OptimizerSection
+from vitadel.training.recipes.yaml_files import recipe_text
 from vitadel.training.starting_model import StartingModel, check_answer, starting_model
-from vitadel.training.tracking import begin_tracking, end_tracking
-from vitadel.training.trainables.tokens import Tokens
-from vitadel.training.trainables.whole_model import WholeModel
-from vitadel.training.validation import HeldOut
+from vitadel.training.training_state import TrainingState
 from vitadel.types import Source
 
 __all__ = ["TrainingSetup", "harden", "make_optimizer", "open_training", "run_harden", "title_of"]
@@ -57,7 +54,7 @@ _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A recipe with its model and data at hand; the test set is open, but nothing of it is read before the audit."""
+    """A recipe with its model and data; the test set is open, but not read before the audit."""
 
     recipe: Recipe
     model: Classifier
@@ -77,12 +74,12 @@ def harden(
     device: str = "auto",
     data_root: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Train by a recipe from Python: `harden("shapes/trades", {"train.epochs": 3})`; returns what results.json holds.
+    """Train by a recipe from Python: `harden("shapes/trades", {"train.epochs": 3})`; returns results.json.
 
     Weights, metrics and the audit are in the run folder, below runs/ unless `out` names one.
     """
-    built = build_recipe(compose(recipe, row, overrides), title_of(recipe, row))
     name = title_of(recipe, row)
+    built = build_recipe(compose(recipe, row, overrides), name)
     return run_harden(built, name, join_processes(device), out=out, resume=resume, data_root=data_root).results
 
 
@@ -93,8 +90,9 @@ def title_of(recipe: str | Path, row: str | None) -> str:
 def open_training(
     recipe: Recipe, processes: Processes, data_root: str | Path | None = None, model: Classifier | None = None
 ) -> TrainingSetup:
-    """Open the data and build the model, with fresh weights drawn from the recipe's seed, unless it is given."""
-    _refuse_fp16_on_a_processor(recipe, processes)
+    """Open the data and build the model, with weights drawn from the recipe's seed, unless it is given."""
+    if recipe.train.amp_dtype == "fp16" and processes.device.type == "cpu":
+        raise UserError("train.amp_dtype fp16 needs a GPU; use bf16 or fp32 on a CPU")
     section = recipe.data
     root = section.root if data_root is None else data_root
     source = open_dataset(section.train, root=root)
@@ -102,12 +100,12 @@ def open_training(
         name: None if spec is None else _same_classes(open_dataset(spec, root=root), source, f"data.{name} ({spec})")
         for name, spec in (("validation", section.validation), ("extra", section.extra), ("test", section.test))
     }
-    rows, held_out_rows = _held_out(source, section, recipe.train.seed)
-    with _global_generators_kept():
+    rows, held_out_rows = _split_rows(source, section, recipe.train.seed)
+    with _global_rng_preserved():
         seed_everything(recipe.train.seed)
         given = None if model is None else StartingModel(model)
         start = given or starting_model(recipe.model, len(source.classes), section.train)
-    _refuse_to_judge_a_fresh_head(recipe, start.fresh_head)
+    _refuse_audit_of_new_head(recipe, start.fresh_head)
     model = start.classifier
     if "about" in recipe.about:
         notes = {**model.record.notes, "about": recipe.about["about"]}
@@ -117,7 +115,13 @@ def open_training(
     check_images_fit(model, size, recipe.model.name)
     if not record.can_be_rebuilt:
         model = model.to(processes.device)
-        check_answer(model, size, recipe.model.name, len(source.classes), learns=isinstance(recipe.adapter, WholeModel))
+        check_answer(
+            model,
+            size,
+            recipe.model.name,
+            len(source.classes),
+            trains_model=getattr(recipe.adapter, "trains_model", False),
+        )
     preprocess = Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
     validation_source = others["validation"] or source
     if validation_source is not source:
@@ -130,7 +134,7 @@ def open_training(
         source=source,
         rows=rows,
         preprocess=preprocess,
-        augment=augment(recipe.augmentation, preprocess),
+        augment=make_augment(recipe.augmentation, preprocess),
         batch_size=recipe.train.batch_size,
         seed=recipe.train.seed,
         repeats=recipe.augmentation.repeated_aug,
@@ -144,44 +148,39 @@ def open_training(
         processes=processes.count,
         workers=section.workers,
     )
-    _refuse_odd_pairs(recipe, processes)
+    _check_pairs(recipe, processes)
     held_out = HeldOut(validation_source, held_out_rows, preprocess)
     setup = TrainingSetup(recipe, model, stream, held_out, others["test"], start.fresh_head)
     _check_targets(setup)
     for name, plugin in recipe.plugins:
         if isinstance(plugin, ChecksModel):
-            with _complaining_as(f"plugins.{name}"):
+            with _errors_prefixed(f"plugins.{name}"):
                 plugin.check_model(model)
     return setup
 
 
-def _refuse_odd_pairs(recipe: Recipe, processes: Processes) -> None:
+def _check_pairs(recipe: Recipe, processes: Processes) -> None:
     each = recipe.train.batch_size // (recipe.train.grad_accum * processes.count)
     if each % 2 and (recipe.augmentation.mixup or recipe.augmentation.cutmix):
         raise UserError(
-            f"mixup and cutmix mix images in pairs, but each of {processes.count} processes would get {each} images at "
-            f"once; choose a multiple of {2 * recipe.train.grad_accum * processes.count} for train.batch_size"
+            f"mixup and cutmix mix images in pairs, but each of {processes.count} processes would get micro-batches of "
+            f"{each} images; choose a multiple of {2 * recipe.train.grad_accum * processes.count} for train.batch_size"
         )
 
 
-def _refuse_fp16_on_a_processor(recipe: Recipe, processes: Processes) -> None:
-    if recipe.train.amp_dtype == "fp16" and processes.device.type == "cpu":
-        raise UserError("train.amp_dtype fp16 needs a GPU; use bf16 or fp32 on a processor")
-
-
-def _refuse_to_judge_a_fresh_head(recipe: Recipe, fresh: bool) -> None:
-    """Tokens leave the head as it is: one that has learnt nothing would be audited as if it had."""
-    if fresh and recipe.data.test is not None and isinstance(recipe.adapter, Tokens):
+def _refuse_audit_of_new_head(recipe: Recipe, fresh: bool) -> None:
+    """Refuse an adapter that does not train the head together with an audit of an untrained head."""
+    if fresh and recipe.data.test is not None and getattr(recipe.adapter, "keeps_head", False):
         raise UserError(
-            f"the head of '{recipe.model.name}' for the classes of data.train is fresh, and training tokens does not "
-            f"train it: an audit on data.test ({recipe.data.test}) would judge a random head. Set data.test=null and "
-            "judge the features by `vitadel probe` with the trained tokens; or, if the model's own head knows these "
-            "classes, name them in model.head_classes."
+            f"the head of '{recipe.model.name}' for the classes of data.train is untrained, and this adapter does not "
+            f"train it: an audit on data.test ({recipe.data.test}) would test a random head. Set data.test=null and "
+            "evaluate the features by `vitadel probe` with the trained tokens; or, if the model's own head has these "
+            "classes, select them with model.head_classes."
         )
 
 
 def _same_classes(source: Source, training: Source, what: str) -> Source:
-    """A label must mean the same everywhere; sets that only number their classes are taken at their word."""
+    """Check that labels mean the same as in data.train; data sets that only number their classes are not checked."""
     theirs, ours = list(source.classes), list(training.classes)
     numbered = [str(number) for number in range(max(len(theirs), len(ours)))]
     if len(theirs) != len(ours):
@@ -191,7 +190,7 @@ def _same_classes(source: Source, training: Source, what: str) -> Source:
     if named and different is not None:
         number, there, here = different
         raise UserError(
-            f"{what}: its class {number} is '{there}', that of data.train is '{here}'; labels would be mixed up"
+            f"{what}: its class {number} is '{there}', that of data.train is '{here}'; labels would not mean the same"
         )
     return source
 
@@ -210,21 +209,21 @@ def _usable(source: Source, classes: int) -> Tensor:
     return ((labels >= 0) & (labels < classes)).nonzero()[:, 0]
 
 
-def _held_out(source: Source, section: DataSection, seed: int) -> tuple[Tensor, Tensor]:
-    """The rows to train on, and those kept aside, which do not depend on `limit`."""
+def _split_rows(source: Source, section: DataSection, seed: int) -> tuple[Tensor, Tensor]:
+    """Rows to train on and rows held out, which do not depend on `limit`."""
     rows = _usable(source, len(source.classes))
     labels = source.labels()
-    aside = torch.empty(0, dtype=torch.int64)
+    held_out = torch.empty(0, dtype=torch.int64)
     if section.validation is None:
         if section.held_out >= len(rows):
             raise UserError(
-                f"data.held_out keeps {section.held_out} images aside, but data.train has only {len(rows)}; keep fewer"
+                f"data.held_out is {section.held_out}, but data.train has only {len(rows)} images; hold out fewer"
             )
-        aside = balanced_subset(labels[rows], section.held_out, seed + 1, rows)
+        held_out = balanced_subset(labels[rows], section.held_out, seed + 1, rows)
         kept = torch.ones(len(labels), dtype=torch.bool)
-        kept[aside] = False
+        kept[held_out] = False
         rows = rows[kept[rows]]
-    return balanced_subset(labels[rows], section.limit, seed, rows), aside
+    return balanced_subset(labels[rows], section.limit, seed, rows), held_out
 
 
 def _first_size(source: Source, spec: str) -> tuple[int, int]:
@@ -235,8 +234,8 @@ def _first_size(source: Source, spec: str) -> tuple[int, int]:
 
 
 @contextmanager
-def _global_generators_kept() -> Iterator[None]:
-    """The caller's random numbers go on as if nothing had been drawn here."""
+def _global_rng_preserved() -> Iterator[None]:
+    """Restore the caller's global random generators afterwards."""
     state, array_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         try:
@@ -267,8 +266,7 @@ def run_harden(
 
     def work(run: EngineRun) -> dict[str, Any]:
         run.write("recipe.yaml", recipe_text(recipe.document).encode())
-        trained = _train(setup, adapted, processes, RunFolder(run.path), resume, run.show_progress)
-        return _audit(trained, setup, name, run, data_root)
+        return _audit(_train(setup, adapted, run, resume), setup, name, run, data_root)
 
     return execute(
         "harden", name, settings, processes, work, not_compared=IDLE, translate=translate_settings, **options
@@ -276,59 +274,48 @@ def run_harden(
 
 
 def _adapted(setup: TrainingSetup, processes: Processes) -> nn.Module:
-    """What is to be trained, where it is to be trained."""
+    """The module to train, on its device."""
     for _, plugin in setup.recipe.plugins:
-        if isinstance(plugin, Prepares):
+        if isinstance(plugin, PreparesModel):
             plugin.prepare(setup.model)
     return setup.recipe.adapter.attach(setup.model.to(processes.device)).to(processes.device)
 
 
-def _train(
-    setup: TrainingSetup, model: nn.Module, processes: Processes, folder: RunFolder, resume: bool, shown: bool
-) -> Run:
-    recipe, main = setup.recipe, processes.is_main
+def _train(setup: TrainingSetup, model: nn.Module, run: EngineRun, resume: bool) -> TrainingState:
+    recipe, processes, folder = setup.recipe, run.processes, run.path
     attack = recipe.objective.attack
-    accelerator = _accelerator(recipe, processes, folder.path)
+    accelerator = _accelerator(recipe, processes, folder)
     optimizer = make_optimizer(recipe.optimizer, model)
-    epochs = recipe.train.epochs + recipe.schedule.cooldown_epochs
+    epochs, unit = recipe.epochs, pixels_per_unit(attack)
     steps = setup.stream.steps_per_epoch * epochs
-    with _global_generators_kept(), board(steps, epochs, shown and main, pixels_per_unit(attack)) as seen:
-        metrics = Metrics(folder.path / "metrics.jsonl" if main else None)
-        run = Run(
-            recipe,
-            model,
-            len(setup.stream.source.classes),
-            setup.stream,
-            setup.held_out,
-            processes,
-            folder.path,
-            seen,
-            metrics,
+    shown = run.show_progress and processes.is_main
+    with _global_rng_preserved(), open_progress_table(steps, epochs, shown, unit) as table:
+        classes = len(setup.stream.source.classes)
+        metrics = Metrics(folder / "metrics.jsonl" if processes.is_main else None)
+        state = TrainingState(
+            recipe, model, classes, setup.stream, setup.held_out, processes, folder, table, metrics
         )
-        if told := attack and settings_of(attack).get("effective_eps"):
-            run.tell(f"attack in training: eps {told}")
-        if isinstance(recipe.adapter, Tokens) and recipe.adapter.seed is not None:
-            run.tell(
-                "adapter.seed stands in the recipe: who reads it can train the same tokens. Leave it out for tokens "
-                "to deploy."
-            )
+        if eps := attack and settings_of(attack).get("effective_eps"):
+            state.report(f"attack in training: eps {eps}")
+        if isinstance(recipe.adapter, WarnsAtStart) and (note := recipe.adapter.start_warning()):
+            state.report(note)
         if note := recipe.schedule.length_warning(epochs):
-            run.tell(f"schedule: {note}")
+            state.report(f"schedule: {note}")
         for name, plugin in recipe.plugins:
-            if isinstance(plugin, MindsLength) and (note := plugin.length_warning(epochs)):
-                run.tell(f"plugins.{name}: {note}")
+            if isinstance(plugin, ChecksLength) and (note := plugin.length_warning(epochs)):
+                state.report(f"plugins.{name}: {note}")
         if setup.fresh_head:
-            run.tell(f"the head of {recipe.model.name} is a fresh one, for the {run.num_classes} classes of data.train")
-        if note := whose_statistics(model, processes, recipe.train.attack_mode):
-            run.tell(note)
+            state.report(f"the head of {recipe.model.name} is new, for the {state.num_classes} classes of data.train")
+        if note := describe_statistics(model, processes, recipe.train.attack_mode):
+            state.report(note)
         with fastest_attention(model, processes.device, PRECISIONS[recipe.train.amp_dtype]):
-            train(run, accelerator, optimizer, resume)
-        end_tracking(accelerator, recipe.train.tracker, folder.path)
-    return run
+            train(state, accelerator, optimizer, resume)
+        end_tracking(accelerator, recipe.train.tracker, folder)
+    return state
 
 
 def make_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.Optimizer:
-    """timm's factory, which knows what not to decay, for what is not frozen; the rate is set anew at every step."""
+    """timm's optimizer, which knows what not to decay, of unfrozen parameters; the loop sets its rate each step."""
     if section.name not in (known := list_optimizers()):
         raise UserError(
             f"unknown optimizer '{section.name}'{nearest_names(section.name, known)}; timm has {len(known)}"
@@ -336,7 +323,7 @@ def make_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.O
     options: dict[str, Any] = {"eps": section.eps, "betas": section.betas}
     try:
         optimizer: torch.optim.Optimizer = create_optimizer_v2(
-            model.backbone if isinstance(model, Classifier) else model,  # whose names timm knows
+            model.backbone if isinstance(model, Classifier) else model,  # timm knows its parameter names
             opt=section.name,
             lr=section.lr,
             weight_decay=section.weight_decay,
@@ -344,24 +331,24 @@ def make_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.O
             **{key: value for key, value in options.items() if value is not None},
         )
     except (ValueError, AssertionError, TypeError) as error:
-        raise UserError(f"optimizer '{section.name}' cannot be made with these settings: {error}") from error
+        raise UserError(f"optimizer '{section.name}' cannot be built with these settings: {error}") from error
     return optimizer
 
 
 def _accelerator(recipe: Recipe, processes: Processes, folder: Path) -> Accelerator:
     tracker = recipe.train.tracker
-    AcceleratorState._reset_state()  # else a second training in this process could not have another precision
+    AcceleratorState._reset_state()  # or a second training in this process could not have another precision
     accelerator = Accelerator(
         cpu=processes.device.type == "cpu",
         mixed_precision=_PRECISIONS[recipe.train.amp_dtype],
-        device_placement=False,  # the model is where it belongs, which may be another GPU than the first
+        device_placement=False,  # the model is on its device already, which may not be the first GPU
         log_with=None if tracker == "none" else tracker,
         project_dir=folder,
-        # Statistics of BatchNorm belong to each process; sent around at every forward pass they would be changed
+        # Each process has its own BatchNorm statistics; broadcasting them at every forward pass would change them
         # between the two passes of one loss, which autograd refuses.
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
-    begin_tracking(accelerator, tracker, dotted(recipe.document), folder)
+    start_tracking(accelerator, tracker, dotted(recipe.document), folder)
     return accelerator
 
 
@@ -379,31 +366,31 @@ def _request(recipe: Recipe) -> AuditRequest:
 
 
 def _check_targets(setup: TrainingSetup) -> None:
-    """A class that an attack is to reach cannot be the label of what it attacks."""
+    """Refuse targeted attacks whose target is a label of the attacked images."""
     recipe, stream, held_out = setup.recipe, setup.stream, setup.held_out
-    learnt = stream.source.labels()[stream.rows]
+    trained = stream.source.labels()[stream.rows]
     if stream.extra is not None and stream.extra_rows is not None:
-        learnt = torch.cat([learnt, stream.extra.labels()[stream.extra_rows]])
+        trained = torch.cat([trained, stream.extra.labels()[stream.extra_rows]])
     attacks = {
-        "objective.attack": (recipe.document["objective"].get("attack"), learnt),
+        "objective.attack": (recipe.document["objective"].get("attack"), trained),
         "validation.attack": (recipe.validation.attack, held_out.source.labels()[held_out.rows]),
     }
     for key, (name, labels) in attacks.items():
         if name is not None:
-            with _complaining_as(key):
+            with _errors_prefixed(key):
                 check_targets(name, labels)
 
 
 @contextmanager
-def _complaining_as(key: str) -> Iterator[None]:
+def _errors_prefixed(key: str) -> Iterator[None]:
     try:
         yield
-    except UserError as mistake:
-        raise UserError(f"{key}: {mistake}") from mistake
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
 
 
 def _check_audit(setup: TrainingSetup, model: nn.Module, data_root: str | Path | None, device: torch.device) -> None:
-    """An attack that does not suit the model is told before it is trained, not after."""
+    """Refuse attacks of the final audit that do not fit the model before it is trained."""
     recipe = setup.recipe
     if setup.test is None or recipe.data.test is None:
         return
@@ -414,25 +401,25 @@ def _check_audit(setup: TrainingSetup, model: nn.Module, data_root: str | Path |
 
 
 def _audit(
-    trained: Run, setup: TrainingSetup, name: str, run: EngineRun, data_root: str | Path | None
+    state: TrainingState, setup: TrainingSetup, name: str, run: EngineRun, data_root: str | Path | None
 ) -> dict[str, Any]:
     """Audit the best epoch's weights on the test set by the recipe's attacks, in a folder inside the run's."""
-    recipe = trained.recipe
+    recipe = state.recipe
     run.processes.wait()
     training = {
         "recipe": name,
-        "epochs": trained.epochs,
-        "steps": trained.step,
+        "epochs": state.epochs,
+        "steps": state.step,
         "images_per_step": recipe.train.batch_size,
-        "stopped": trained.stopped or None,
-        "best_epoch": trained.best_epoch,
-        "held_out": None if trained.best is None else asdict(trained.best),
+        "stopped": state.stopped or None,
+        "best_epoch": state.best_epoch,
+        "held_out": None if state.best is None else asdict(state.best),
         "attack": None if recipe.objective.attack is None else settings_of(recipe.objective.attack),
     }
     results: dict[str, Any] = {"complete": True, "seed": recipe.train.seed}
     if setup.test is not None and recipe.data.test is not None:
         root = recipe.data.root if data_root is None else data_root
-        model = recipe.adapter.deployed(run.path / "weights" / "best.safetensors", trained.model)
+        model = recipe.adapter.deployed(run.path / "weights" / "best.safetensors", state.model)
         target = Target(cast(Classifier, model), str(run.path), setup.test, recipe.data.test, root)
         results = run_audit(target, _request(recipe), run.processes, **run.inside("audit")).results
         run.copy_from("audit", "samples.parquet", "examples.npz")

@@ -1,4 +1,4 @@
-"""The model that a training starts from: fresh, or as it was learnt, and whether its head fits the data."""
+"""The model that a training starts from: with random or pretrained weights and a head for the data's classes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model
 from vitadel.backbones.timm_models import is_timm_name
 from vitadel.errors import UserError
-from vitadel.training.recipes.sections import ModelSection
+from vitadel.training.recipes.training_sections import ModelSection
 
 __all__ = ["StartingModel", "check_answer", "starting_model"]
 
 
 @dataclass(frozen=True, eq=False)
 class StartingModel:
-    """`fresh_head`: the backbone has learnt something, its head has not."""
+    """`fresh_head`: the backbone is pretrained, its head is not."""
 
     classifier: Classifier
     fresh_head: bool = False
 
 
 def starting_model(section: ModelSection, classes: int, data: str) -> StartingModel:
-    """The model of a section with a head for so many classes; `data` names what has them."""
+    """The model of a section with a head for `classes` classes; `data` names the data in messages."""
     if section.num_classes is not None and section.num_classes != classes:
         raise UserError(
             f"model.num_classes is {section.num_classes}, but {data} has {classes} classes; drop it or take other data"
@@ -52,7 +52,9 @@ def starting_model(section: ModelSection, classes: int, data: str) -> StartingMo
     }
     if weights == "random":
         if kept is not None:
-            raise UserError("model.head_classes keeps what a model has learnt, but this one starts from fresh weights")
+            raise UserError(
+                "model.head_classes selects classes of a pretrained head, but this model has random weights"
+            )
         return StartingModel(load_model(section.name, num_classes=classes, **options))
     if kept is None and has_no_head(section.name, weights):
         return StartingModel(load_model(section.name, num_classes=classes, new_head=True, **options), fresh_head=True)
@@ -61,23 +63,25 @@ def starting_model(section: ModelSection, classes: int, data: str) -> StartingMo
     model = load_model(section.name, num_classes=section.num_classes, head_classes=kept, **options)
     if model.record.num_classes == classes:
         return StartingModel(model)
-    if model.record.num_classes is None:  # code of the user's that does not say, and is taken at its word
+    if model.record.num_classes is None:  # a user's own model that does not say
         return StartingModel(Classifier(model.backbone, replace(model.record, num_classes=classes)))
     return StartingModel(load_model(section.name, num_classes=classes, new_head=True, **options), fresh_head=True)
 
 
-def check_answer(model: Classifier, size: tuple[int, int], name: str, classes: int, learns: bool) -> None:
-    """Code of the user's is asked once, before it is trained for long: does it take these images, know all classes,
-    and tell what it would have to change? With `learns` its own parameters are to change."""
-    trainable = [each for each in model.parameters() if each.requires_grad] if learns else []
-    if learns and not trainable:
+def check_answer(model: Classifier, size: tuple[int, int], name: str, classes: int, trains_model: bool) -> None:
+    """Check a user's own model before a long training: images, classes, logits, gradients, and saving.
+
+    With `trains_model` its own parameters are trained.
+    """
+    trainable = [each for each in model.parameters() if each.requires_grad] if trains_model else []
+    if trains_model and not trainable:
         raise UserError(f"'{name}' has no parameters that require gradients, so there is nothing to train")
     _check_weights(model.backbone, name)
     halves = sorted({str(each.dtype) for each in trainable if each.dtype in (torch.float16, torch.bfloat16)})
     if halves:
         raise UserError(
             f"'{name}' has parameters of {', '.join(halves)}, which small steps would not change; return "
-            "model.float(), and set train.amp_dtype for half precision where it is safe"
+            "model.float(), and set train.amp_dtype for mixed precision"
         )
     x = torch.full((2, 3, *size), 0.5, device=model.mean.device, requires_grad=True)
     modes = [(module, module.training) for module in model.modules()]
@@ -86,44 +90,44 @@ def check_answer(model: Classifier, size: tuple[int, int], name: str, classes: i
             logits = model.eval()(x)
     except UserError:
         raise
-    except Exception as error:  # a module may raise whatever it likes
-        raise UserError(f"'{name}' failed on two grey images of {size[0]} x {size[1]} pixels: {error}") from error
+    except Exception as error:  # a user's module may raise anything
+        raise UserError(f"'{name}' failed on two gray images of {size[0]} x {size[1]} pixels: {error}") from error
     finally:
         for module, training in modes:
             module.training = training
     if logits.shape != (2, classes):
         raise UserError(
-            f"'{name}' answers two images with a tensor of shape {tuple(logits.shape)}, but data.train has {classes} "
+            f"'{name}' returns for two images a tensor of shape {tuple(logits.shape)}, but data.train has {classes} "
             f"classes; let it return logits of shape (batch, {classes})"
         )
     if not bool(logits.isfinite().all()):
-        raise UserError(f"'{name}' answers grey images with NaN or infinite logits; check its weights")
-    slopes = torch.autograd.grad(logits.sum(), [x, *trainable], allow_unused=True) if logits.requires_grad else ()
-    if not slopes or slopes[0] is None or (learns and all(slope is None for slope in slopes[1:])):
-        what = "pixels" if not slopes or slopes[0] is None else "parameters"
+        raise UserError(f"'{name}' gives NaN or infinite logits for gray images; check its weights")
+    gradients = torch.autograd.grad(logits.sum(), [x, *trainable], allow_unused=True) if logits.requires_grad else ()
+    if not gradients or gradients[0] is None or (trains_model and all(gradient is None for gradient in gradients[1:])):
+        what = "pixels" if not gradients or gradients[0] is None else "parameters"
         raise UserError(
-            f"no gradient of the answers of '{name}' reaches its {what}: is there a detach() or torch.no_grad() in its "
+            f"no gradient of the logits of '{name}' reaches its {what}: is there a detach() or torch.no_grad() in its "
             "forward?"
         )
 
 
 def _check_weights(backbone: nn.Module, name: str) -> None:
-    """What is trained is kept as the tensors of its state_dict and read back: that must work before hours are spent."""
+    """Check that the state_dict can be saved as tensors and loaded back."""
     state = backbone.state_dict()
     other = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
     if other:
-        raise UserError(f"the state of '{name}' holds what is no tensor, and could not be saved: {', '.join(other)}")
+        raise UserError(
+            f"the state_dict of '{name}' has entries that are no tensors and cannot be saved: {', '.join(other)}"
+        )
     try:
         backbone.load_state_dict(state)
     except Exception as error:
-        raise UserError(
-            f"'{name}' cannot read its own state_dict back, so it could not be opened again: {error}"
-        ) from error
+        raise UserError(f"'{name}' cannot load its own state_dict, so it could not be opened again: {error}") from error
 
 
 def _from_file(name: str, classes: int, options: Mapping[str, Any]) -> StartingModel:
-    """With the file's head, if that is one for so many classes: how many it has, few files say."""
+    """With the file's head if it fits; few files record their number of classes."""
     try:
         return StartingModel(load_model(name, num_classes=classes, **options))
-    except UserError:  # whatever else it is about is told again
+    except UserError:  # any other problem is raised again below
         return StartingModel(load_model(name, num_classes=classes, new_head=True, **options), fresh_head=True)

@@ -1,1 +1,1 @@
-"""What training minimises: each file one objective, `(model, x, z, y) -> {"loss": ..., ...}`."""
+"""Training objectives: `(model, x, z, y) -> {"loss": ..., ...}`."""

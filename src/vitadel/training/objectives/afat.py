@@ -1,4 +1,4 @@
-"""AFAT: features that stay put when an opponent corrupts a tenth of the patches (CVPR 2023; released as RSPC)."""
+"""AFAT (CVPR 2023; released as RSPC): align features of images with those of adversarially corrupted patches."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from vitadel.attacks.patches.corruption_model import alignment, corrupted, keep_
 from vitadel.attacks.patches.patch_threat import patches_in
 from vitadel.attacks.patches.random_patches import check_noise, normalization_of, uniform_noise
 from vitadel.errors import UserError
-from vitadel.training.objectives.terms import accuracy, check_share, check_weight, cross_entropy
+from vitadel.training.objectives.terms import accuracy, cross_entropy
 from vitadel.training.paired_features import Pair, pair_of, pair_with_fewer_tokens
 from vitadel.training.patch_selector import PatchSelector
-from vitadel.training.recipes.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, check_ranges
+from vitadel.training.recipes.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, check_ranges
 from vitadel.types import Attack
 
 __all__ = ["Afat"]
 
-_ENLARGED = 2.0**16  # the loss whose gradient is asked for beside the training's own: in fp16 it would be lost
+_LOSS_SCALE = 2.0**16  # of the selector's own loss, whose gradients would underflow in fp16
 
 
 @dataclass(frozen=True)
 class Afat:
-    """CE(p(x), y) + weight * mean over blocks of |F(x) - F(x')|^2, an element mean; x' has noise in some patches.
+    """CE(p(x), y) + weight * mean over blocks of |F(x) - F(x')|^2 (mean over elements); x' has some patches corrupted.
 
-    The answers to x' do not count. One pass over [x', x], with gradients through both (`detach_clean`: just x').
-    `share` of the patches (`patch_size` pixels, 0: the model's own) are corrupted: those that a `PatchSelector` picks,
-    which climbs the alignment term (`selector: alignment`) or CE(p(x'), y) ('cross-entropy', a second backward pass),
-    or 'random' ones. `fill` is 'noise' (in the space of `noise`), 'zero' (the mean colour), or 'drop', which takes the
-    tokens away and works for plain ViTs. `straight_through` is the gradient of choosing: 'identity', 'clamp'ed to
-    [-1, 1] as released, or only within the 'window' of scores from -1 to 1 (Hubara et al. 2016). For the rest see
-    `PatchSelector` and `paired_features`; the defaults are the paper's numbers, and docs/afat.md has the reasons.
+    Predictions for x' are not trained. One forward pass over [x', x], with gradients through both (`detach_clean`: only
+    x'). A `share` of the patches (`patch_size` pixels, 0: the model's own) is corrupted: those chosen by a
+    `PatchSelector` that maximizes the alignment term (`selector: alignment`) or CE(p(x'), y) ('cross-entropy', a second
+    backward pass), or 'random' ones. `fill` is 'noise' (in the space of `noise`), 'zero' (the mean color), or 'drop',
+    which removes the tokens and works for plain ViTs. `straight_through` is the gradient of the selection: 'identity',
+    'clamp'ed to [-1, 1] as released, or only within the 'window' of scores from -1 to 1 (Hubara et al. 2016). For the
+    other fields see `PatchSelector` and `paired_features`. Defaults are the paper's; docs/afat.md has the reasons.
     """
 
     weight: float = 5e-3
@@ -56,30 +56,26 @@ class Afat:
     patch_selector: PatchSelector = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_weight("weight", self.weight)
-        check_share("share", self.share)
-        check_share("label_smoothing", self.label_smoothing)
-        check_noise(self.share or 1, 1, self.noise)
         check_ranges(
             self,
-            lr=POSITIVE,
-            grad_norm=POSITIVE,
+            **dict.fromkeys(("share", "label_smoothing"), SHARE),
+            **dict.fromkeys(("weight", "weight_decay", "patch_size"), NOT_NEGATIVE),
+            **dict.fromkeys(("lr", "grad_norm"), POSITIVE),
             momentum=BELOW_ONE,
-            weight_decay=NOT_NEGATIVE,
-            patch_size=NOT_NEGATIVE,
         )
+        check_noise(self.share or 1, 1, self.noise)
         if self.fill == "drop" and self.share == 1:
             raise UserError("with fill: drop and share 1 no token would be left; choose a smaller share")
         if self.fill == "drop" and self.same_paths:
             raise UserError(
-                "fill: drop needs a pass for each version of an image, so that drop-path cannot leave out the same "
-                "paths in both; leave out same_paths"
+                "fill: drop needs a forward pass for each version of an image, so drop-path cannot drop the same paths "
+                "in both; leave out same_paths"
             )
         patch_selector = PatchSelector(
             share=self.share,
             rounding=self.rounding,
             side=self.patch_size,
-            learns=self.selector != "random",
+            trained=self.selector != "random",
             lr=self.lr,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
@@ -98,8 +94,8 @@ class Afat:
 
     def __call__(self, model: nn.Module, x: Tensor, z: Tensor, y: Tensor) -> dict[str, Tensor]:
         keep = self._kept(model, x)
-        climbs_ce = self.selector == "cross-entropy" and keep.requires_grad
-        used = keep.detach().requires_grad_() if climbs_ce else keep
+        maximizes_ce = self.selector == "cross-entropy" and keep.requires_grad
+        used = keep.detach().requires_grad_() if maximizes_ce else keep
         pair = self._pair(model, x, used)
         natural = cross_entropy(pair.clean, y, self.label_smoothing).mean()
         apart = alignment(
@@ -107,13 +103,13 @@ class Afat:
             [clean.detach() if self.detach_clean else clean for _, clean in pair.features],
         )
         loss = natural + self.weight * apart
-        if climbs_ce:
-            # The opponent's gradient as a product with numbers, so that the model learns nothing from these answers.
-            harm = cross_entropy(pair.altered, y, self.label_smoothing).mean()
-            (slope,) = torch.autograd.grad(_ENLARGED * harm, used, retain_graph=True)
-            # What overflows counts as nothing: in the loss it would leave the model nothing to learn from.
-            pull = (keep * (slope / _ENLARGED).nan_to_num(0.0, 0.0, 0.0)).sum()
-            loss = loss + pull - pull.detach()
+        if maximizes_ce:
+            # The selector's gradient enters as a product with constants: the model is not trained on these predictions.
+            corrupted_loss = cross_entropy(pair.altered, y, self.label_smoothing).mean()
+            (gradient,) = torch.autograd.grad(_LOSS_SCALE * corrupted_loss, used, retain_graph=True)
+            # Gradients that overflow are set to 0; in the loss they would spoil the model's own.
+            term = (keep * (gradient / _LOSS_SCALE).nan_to_num(0.0, 0.0, 0.0)).sum()
+            loss = loss + term - term.detach()
         return {
             "loss": loss,
             "natural": natural.detach(),
@@ -123,7 +119,7 @@ class Afat:
         }
 
     def _kept(self, model: nn.Module, x: Tensor) -> Tensor:
-        """1 for patches that stay, 0 for those to corrupt, with a way for gradients to an opponent who learns."""
+        """1 for patches to keep, 0 for those to corrupt, with gradients for a patch selector that is trained."""
         rows, columns = patches_in(x, self.patch_selector.side_for(model, x))
         count = self.patch_selector.count(rows * columns)
         if self.selector == "random":
@@ -133,7 +129,7 @@ class Afat:
             scores = torch.where(scores.abs() <= 1, scores, scores.detach())
         keep = keep_mask(scores, count)
         if self.straight_through == "clamp" and keep.requires_grad:
-            keep.register_hook(lambda slope: slope.clamp(-1, 1))
+            keep.register_hook(lambda gradient: gradient.clamp(-1, 1))
         return keep
 
     def _pair(self, model: nn.Module, x: Tensor, keep: Tensor) -> Pair:

@@ -1,4 +1,4 @@
-"""What objectives are made of: per-sample terms in float32 at least, and the forward passes that they need."""
+"""Terms that objectives share: per-sample losses in at least float32, and the forward passes they need."""
 
 from __future__ import annotations
 
@@ -7,18 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vitadel.attacks.losses import hard_labels, kl_divergence, precise
-from vitadel.errors import UserError
+from vitadel.attacks.losses import hard_labels, precise
 
-__all__ = [
-    "accuracy",
-    "check_share",
-    "check_weight",
-    "cross_entropy",
-    "forward_both",
-    "has_batch_norm",
-    "kl_divergence",
-]
+__all__ = ["accuracy", "cross_entropy", "forward_both", "has_batch_norm"]
 
 
 def cross_entropy(logits: Tensor, y: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -27,7 +18,7 @@ def cross_entropy(logits: Tensor, y: Tensor, smoothing: float = 0.0) -> Tensor:
 
 
 def accuracy(logits: Tensor, y: Tensor) -> Tensor:
-    """The share of samples given their label; where it is mixed, the likeliest class of it."""
+    """The share of correct predictions; the label of a mixed image is its likeliest class."""
     return (logits.detach().argmax(1) == hard_labels(y)).float().mean()
 
 
@@ -36,24 +27,14 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def forward_both(model: nn.Module, x: Tensor, z: Tensor, together: bool | None = None) -> tuple[Tensor, Tensor]:
-    """The logits of clean and perturbed images, from one pass over both or one pass over each.
+    """Logits of clean and attacked images, from one forward pass over both or one pass over each.
 
-    `together` None means one pass, unless the model has batch norm: there a common pass normalises both kinds of images
-    with statistics of the mixture.
+    `together` None means one pass, unless the model has batch norm, which would normalize both kinds of images with
+    the statistics of their mixture.
     """
     if together is None:
         together = not has_batch_norm(model)
     if not together:
         return model(x), model(z)
-    clean, perturbed = model(torch.cat([x, z])).chunk(2)
-    return clean, perturbed
-
-
-def check_share(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise UserError(f"{name} is a share and must lie in [0, 1], got {value:g}")
-
-
-def check_weight(name: str, value: float) -> None:
-    if not value >= 0:
-        raise UserError(f"{name} is the weight of a term and must not be negative, got {value:g}")
+    clean, attacked = model(torch.cat([x, z])).chunk(2)
+    return clean, attacked

@@ -1,4 +1,4 @@
-"""TRADES: accuracy on clean images, and the same answer around them (Zhang et al. 2019, arXiv:1901.08573)."""
+"""TRADES (Zhang et al. 2019, arXiv:1901.08573): a trade-off between clean accuracy and local consistency."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from vitadel.training.objectives.terms import (
-    accuracy,
-    check_share,
-    check_weight,
-    cross_entropy,
-    forward_both,
-    kl_divergence,
-)
+from vitadel.attacks.losses import kl_divergence
+from vitadel.training.objectives.terms import accuracy, cross_entropy, forward_both
+from vitadel.training.recipes.ranges import NOT_NEGATIVE, SHARE, check_ranges
 from vitadel.types import Attack
 
 __all__ = ["Trades"]
@@ -21,10 +16,10 @@ __all__ = ["Trades"]
 
 @dataclass(frozen=True)
 class Trades:
-    """CE(p(x), y) + beta * KL(p(x) || p(z)), with a gradient through both p(x) and p(z); labels only enter the first.
+    """CE(p(x), y) + beta * KL(p(x) || p(z)), with gradients through both p(x) and p(z).
 
-    The released attack is `kl-10` with steps of 0.007 at eps 0.031, beta 6. `together`: both passes in one; None leaves
-    the choice to whether there is batch norm (`terms.forward_both`).
+    The released attack is `kl-10` with steps of 0.007 at eps 0.031, beta 6. `together`: one forward pass over clean and
+    attacked images; None means yes, unless the model has batch norm (`terms.forward_both`).
     """
 
     attack: Attack
@@ -33,17 +28,16 @@ class Trades:
     together: bool | None = None
 
     def __post_init__(self) -> None:
-        check_weight("beta", self.beta)
-        check_share("label_smoothing", self.label_smoothing)
+        check_ranges(self, beta=NOT_NEGATIVE, label_smoothing=SHARE)
 
     def __call__(self, model: nn.Module, x: Tensor, z: Tensor, y: Tensor) -> dict[str, Tensor]:
-        clean, perturbed = forward_both(model, x, z, self.together)
+        clean, attacked = forward_both(model, x, z, self.together)
         natural = cross_entropy(clean, y, self.label_smoothing).mean()
-        robust = kl_divergence(clean, perturbed).mean()
+        robust = kl_divergence(clean, attacked).mean()
         return {
             "loss": natural + self.beta * robust,
             "natural": natural.detach(),
             "robust": robust.detach(),
-            "accuracy": accuracy(perturbed, y),
+            "accuracy": accuracy(attacked, y),
             "clean_accuracy": accuracy(clean, y),
         }

@@ -1,1 +1,1 @@
-"""What goes around a training step or an epoch: each file one plug-in, of the shapes in `defenses.protocols`."""
+"""Plug-ins around training steps and epochs, with the methods of `vitadel.training.interfaces`."""

@@ -1,4 +1,4 @@
-"""AAS-AT: train with attention scales that are moved away every few epochs (Jain & Dutta, CVPR 2024, section 5)."""
+"""AAS-AT: training with attention factors that change every few epochs (Jain & Dutta, CVPR 2024, section 5)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training.plugins.lengths import never_begins
-from vitadel.training.protocols import Training
+from vitadel.training.interfaces import Training, warn_late_start
 
 __all__ = ["AttentionScaling"]
 
 
 @dataclass
 class AttentionScaling:
-    """The scores of every softmax attention are multiplied by a factor, which is a part of the model.
+    """Multiplies the scores of every softmax attention by a factor, which is a part of the model.
 
-    Factors begin at 1. Before epochs `gap`, 2 * `gap`, ... new ones are sought on `images` training images as the AAS
-    attack seeks its own, from a random start in [0.01, 1]: those whose features are farthest, by `distance`, from the
-    features with the factors so far. `steps` and `pace` are those of the ascent. No weight changes meanwhile; how far
-    the clean loss jumps is logged. Objective, attack and averages see the model with its factors.
+    Factors start at 1. Before epochs `gap`, 2 * `gap`, ... new ones are searched on `images` training images as in the
+    AAS attack, from a random start in [0.01, 1]: gradient ascent with `steps` steps of size `pace` on the `distance`
+    from the features with the previous factors. Weights do not change meanwhile; the change of the clean loss is
+    logged. Objective, attack and weight averages see the model with its factors.
 
-    The ascent ends at the bounds: farthest from sharp attention is none at all. With the attack's 1e-7 as `smallest` it
-    is switched off, passes no gradient by which weights could answer, and is switched on again by the next factors.
+    The ascent ends at the bounds, because features are farthest without any attention. With the attack's 1e-7 as
+    `smallest`, attention would be switched off and pass no gradient until the next search.
     """
 
     gap: int = 10
@@ -55,7 +54,7 @@ class AttentionScaling:
             )
 
     def length_warning(self, epochs: int) -> str | None:
-        return never_begins(self.gap, epochs)
+        return warn_late_start(self.gap, epochs)
 
     def check_model(self, model: Classifier) -> None:
         if not attentions_of(model):
@@ -65,7 +64,7 @@ class AttentionScaling:
             )
 
     def prepare(self, model: nn.Module) -> None:
-        """Give the model its factors, all 1 unless it has some: before optimizers, averages and processes see it."""
+        """Add factors of 1 to a model that has none, before optimizer, averages and processes see it."""
         classifier = _classifier(model)
         self.check_model(classifier)
         if classifier.attention_factors is None:
@@ -76,27 +75,25 @@ class AttentionScaling:
         if run.epoch == 0 or run.epoch % self.gap:
             return
         batches = run.training_images(self.images)
-        # Found once and handed round: processes that rounded differently would train different models.
-        factors, jump = run.processes.on_main(lambda: self._sought(run.model, classifier, batches, run))
+        # Searched by the main process only: processes that round differently would train different models.
+        factors, jump = run.processes.on_main(lambda: self._search(run.model, classifier, batches, run))
         classifier.set_attention_factors(factors)
-        run.log(
-            {"scales_mean": sum(factors) / len(factors), "scales_min": min(factors), "loss_jump": jump},
-        )
+        run.log({"scales_mean": sum(factors) / len(factors), "scales_min": min(factors), "loss_jump": jump})
 
-    def _sought(
+    def _search(
         self, model: nn.Module, classifier: Classifier, batches: Iterable[tuple[Tensor, Tensor]], run: Training
     ) -> tuple[tuple[float, ...], float]:
-        """New factors, and by how much they change the mean loss on the first batch."""
+        """New factors, and the change of the mean loss on the first batch."""
         held = classifier.record.attention_factors
         assert held is not None, "`prepare` was not called"
         rng = SampleRNG.of_samples(run.seed, [run.epoch]).stream("attention scaling")
         first = next(iter(batches), None)
         if first is None:
-            raise UserError("attention scaling needs training images to find its factors on, and there are none")
+            raise UserError("attention scaling needs training images for its search, and there are none")
         with frozen(model):
             before = _loss(model, *first)
             try:
-                # The ascent multiplies what the model has; with ones there, it finds the factors themselves.
+                # The ascent multiplies the model's factors; from ones it finds the factors themselves.
                 classifier.set_attention_factors([1.0] * len(held))
                 found = search_factors(model, batches, rng, self.steps, self.pace, self.distance, held, self.smallest)
                 classifier.set_attention_factors(found)
@@ -106,12 +103,12 @@ class AttentionScaling:
 
 
 def _classifier(model: nn.Module) -> Classifier:
-    """Who has the factors: the model itself, or the frozen one that TORA stands on."""
+    """The classifier with the factors: the model itself, or the frozen one inside TORA."""
     if isinstance(model, Tora):
         if model.settings.fuses and model.trade_off is not None:
             raise UserError(
-                "attention scaling belongs to phase 1 of TORA: the fusions of all lambdas stand on one model, with the "
-                "factors that it had there. Leave plugins.attention_scaling out of phase 2."
+                "attention scaling belongs to phase 1 of TORA: the fusions of all lambdas share one model with the "
+                "factors of phase 1. Remove plugins.attention_scaling from phase 2."
             )
         return model.classifier
     if not isinstance(model, Classifier):

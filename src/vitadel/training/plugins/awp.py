@@ -11,18 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.errors import UserError
-from vitadel.training.plugins.lengths import never_begins
-from vitadel.training.protocols import Losses, Training
+from vitadel.training.interfaces import Losses, Training, warn_late_start
 
 __all__ = ["AWP"]
 
 
 @dataclass
 class AWP:
-    """Each step is taken at weights moved uphill, by `gamma` of each tensor's own length, and moved back afterwards.
+    """Computes each step's gradients at weights perturbed along the loss gradient, by `gamma` of each tensor's norm.
 
-    From epoch `from_epoch` on. Matrices and kernels move; norms, biases, tokens and positions stay. The paper takes
-    0.01 for PGD-AT from the start, and 0.005 for TRADES from epoch 10 on.
+    From epoch `from_epoch` on. Matrices and kernels are perturbed; norms, biases, tokens and positions are not. The
+    paper uses 0.01 for PGD-AT from the start, and 0.005 for TRADES from epoch 10 on.
     """
 
     gamma: float = 0.005
@@ -31,31 +30,31 @@ class AWP:
     def __post_init__(self) -> None:
         if not 0 < self.gamma < math.inf:
             raise UserError(
-                f"gamma, how far AWP moves each weight tensor, must be positive and finite, got {self.gamma:g}"
+                f"gamma, the relative size of the weight perturbation, must be positive and finite, got {self.gamma:g}"
             )
         if self.from_epoch < 0:
             raise UserError(f"from_epoch, the first epoch of AWP, must be at least 0, got {self.from_epoch}")
 
     def length_warning(self, epochs: int) -> str | None:
-        return never_begins(self.from_epoch, epochs)
+        return warn_late_start(self.from_epoch, epochs)
 
     @contextmanager
     def around_step(self, run: Training, losses: Losses) -> Iterator[None]:
         if run.epoch < self.from_epoch:
             yield
             return
-        weights = _movable(run.model)
-        moves = [self.gamma * way for way in _uphill(run, weights, losses)]
+        weights = _perturbed_weights(run.model)
+        perturbations = [self.gamma * each for each in _ascent_directions(run, weights, losses)]
         with torch.no_grad():
-            torch._foreach_add_(weights, moves)
+            torch._foreach_add_(weights, perturbations)
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_sub_(weights, moves)
+                torch._foreach_sub_(weights, perturbations)
 
 
-def _movable(model: nn.Module) -> list[Tensor]:
+def _perturbed_weights(model: nn.Module) -> list[Tensor]:
     return [
         weight
         for name, weight in model.named_parameters()
@@ -63,30 +62,30 @@ def _movable(model: nn.Module) -> list[Tensor]:
     ]
 
 
-def _uphill(run: Training, weights: list[Tensor], losses: Losses) -> list[Tensor]:
-    """For each weight tensor, the direction in which the mean loss grows, as long as the tensor itself."""
-    slopes = [torch.zeros_like(weight) for weight in weights]
-    with _statistics_held(run.model):
+def _ascent_directions(run: Training, weights: list[Tensor], losses: Losses) -> list[Tensor]:
+    """The gradient of the mean loss for each weight tensor, scaled to the norm of the tensor."""
+    gradients = [torch.zeros_like(weight) for weight in weights]
+    with _running_statistics_frozen(run.model):
         for loss in losses():
-            # Not backward(): gradients that the optimizer will use are none of our business.
-            for total, slope in zip(slopes, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
-                if slope is not None:
-                    total += slope
-    # Parts count alike, and lengths are taken below, so the sum of the parts does for their mean. Every process takes
-    # part for every tensor, used or not: all must move alike.
-    return [_as_long_as(weight, run.processes.mean(slope)) for weight, slope in zip(weights, slopes, strict=True)]
+            # Not backward(), which would add to the gradients of the optimizer.
+            for total, gradient in zip(gradients, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
+                if gradient is not None:
+                    total += gradient
+    # Gradients are rescaled, so the sum over micro-batches serves as their mean. Every process takes part for every
+    # tensor, used or not: all must be perturbed alike.
+    return [_with_norm_of(weight, run.processes.mean(each)) for weight, each in zip(weights, gradients, strict=True)]
 
 
-def _as_long_as(weight: Tensor, slope: Tensor) -> Tensor:
-    length = torch.linalg.vector_norm(slope)
-    way = torch.linalg.vector_norm(weight.detach()) / (length + 1e-20) * slope
-    # Half precision may overflow; the optimizer's step is then skipped, but a weight once NaN would stay so.
-    return torch.where(length.isfinite(), way, torch.zeros_like(way))
+def _with_norm_of(weight: Tensor, gradient: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(gradient)
+    scaled = torch.linalg.vector_norm(weight.detach()) / (norm + 1e-20) * gradient
+    # Half precision may overflow; the optimizer step is then skipped, but a weight that is NaN would stay NaN.
+    return torch.where(norm.isfinite(), scaled, torch.zeros_like(scaled))
 
 
 @contextmanager
-def _statistics_held(model: nn.Module) -> Iterator[None]:
-    """Batch norms use the batch's statistics and do not learn from it: this pass is not the one that counts."""
+def _running_statistics_frozen(model: nn.Module) -> Iterator[None]:
+    """Batch norms use the statistics of the batch and do not update the running ones in this extra pass."""
     norms = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
     for norm in norms:
         norm.track_running_stats = False  # type: ignore[assignment]

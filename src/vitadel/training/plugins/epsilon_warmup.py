@@ -1,4 +1,4 @@
-"""Epsilon warm-up: the budget grows over the first epochs (Debenedetti et al. 2022, arXiv:2209.07399)."""
+"""Epsilon warm-up: eps grows over the first epochs (Debenedetti et al. 2022, arXiv:2209.07399)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vitadel.attacks.settings import at_eps
 from vitadel.errors import UserError
 from vitadel.quantities import quantity_text
-from vitadel.training.protocols import Objective, Training
+from vitadel.training.interfaces import Objective, Training
 from vitadel.types import Attack, Threat
 
 __all__ = ["EpsilonWarmup"]
@@ -18,12 +18,12 @@ _SHAPES = ("linear", "sine")
 
 @dataclass
 class EpsilonWarmup:
-    """From clean images in the first `zero_epochs` + 1 epochs to the full budget from epoch `epochs` on (from 0).
+    """Grows eps from `start_eps` in the first `zero_epochs` + 1 epochs to full eps from epoch `epochs` on (from 0).
 
     eps changes once per epoch, in proportion ('linear') or as half a wave ('sine'). The paper's code divides by
-    `epochs` instead of `epochs - zero_epochs`, which leaves a jump at the end unless `zero_epochs` is 0. Only the
-    budget grows: an attack whose step is given keeps it, and its early perturbations lie in the corners of the ball.
-    With `start_eps` the warm-up starts at that budget instead of 0, for data whose fragile cues should never be learnt.
+    `epochs` instead of `epochs - zero_epochs`, which leaves a jump at the end unless `zero_epochs` is 0. Only eps
+    grows: an attack with a given step size keeps it, and its early perturbations lie in the corners of the ball. A
+    positive `start_eps` serves data with non-robust features that should never be learned.
     """
 
     epochs: int
@@ -40,22 +40,16 @@ class EpsilonWarmup:
                 f"epochs={self.epochs}, zero_epochs={self.zero_epochs}"
             )
         if not 0 <= self.start_eps < math.inf:
-            raise UserError(
-                f"start_eps, the budget that the warm-up starts at, must be at least 0, got {self.start_eps:g}"
-            )
+            raise UserError(f"start_eps must be at least 0, got {self.start_eps:g}")
 
     def length_warning(self, epochs: int) -> str | None:
-        return (
-            f"lasts {self.epochs} epochs, and there are {epochs}: eps never gets full"
-            if self.epochs >= epochs
-            else None
-        )
+        return f"takes {self.epochs} of {epochs} epochs: full eps is never reached" if self.epochs >= epochs else None
 
     def check_objective(self, objective: Objective, threat: Threat) -> None:
         self._check_budget(threat.eps)
         if objective.attack is None:
-            raise UserError("this objective makes no attack whose budget could grow; leave epsilon_warmup out")
-        at_eps(objective.attack, threat.eps)  # tells if there is no budget in it that could grow
+            raise UserError("this objective has no attack whose eps could grow; remove epsilon_warmup")
+        at_eps(objective.attack, threat.eps)  # raises if the attack has no eps
 
     def _check_budget(self, full: float) -> None:
         if self.start_eps > full:
@@ -65,7 +59,7 @@ class EpsilonWarmup:
             )
 
     def eps_at(self, epoch: int, full: float) -> float:
-        """The budget of an epoch; `full` itself, not a rounded neighbour, once the warm-up is over."""
+        """The eps of an epoch; exactly `full` once the warm-up is over."""
         if epoch >= self.epochs:
             return full
         share = max(0.0, (epoch - self.zero_epochs) / (self.epochs - self.zero_epochs))

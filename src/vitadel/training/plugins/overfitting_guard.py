@@ -1,4 +1,4 @@
-"""A guard against catastrophic overfitting: a model that withstands one step and no more (Wong et al. 2020)."""
+"""Detection of catastrophic overfitting: robust to one attack step, not to several (Wong et al. 2020)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from vitadel.attacks.steppers import Steepest
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training.plugins.lengths import never_begins
-from vitadel.training.protocols import Training
+from vitadel.training.interfaces import ChangesEvaluation, Plugin, Training, warn_late_start
 from vitadel.types import Attack
 
 __all__ = ["OverfittingGuard"]
@@ -25,13 +24,13 @@ _LAST, _FACTORS, _PREFIX = "pgd_accuracy", "attention_factors", "good."
 
 @dataclass
 class OverfittingGuard:
-    """After each epoch, held-out images are attacked at full eps by FGSM and by PGD with `steps` steps.
+    """Attacks held-out images after each epoch, at full eps, by FGSM and by PGD with `steps` steps.
 
-    There is an alarm if the accuracy under FGSM is more than `gap` above that under PGD, or if the latter is more than
-    `fall` below what it was an epoch ago. 'warn' only tells, 'stop' ends training, 'rollback' ends it with the weights
-    of the last epoch without alarm, as in arXiv:2001.03994. A model that has met no attack yet looks much like a
-    collapsed one: with an epsilon warm-up, let the guard begin at the epoch where eps is full (`from_epoch`). An epoch
-    that began with new attention factors (AAS-AT) is not compared with the one before.
+    An alarm is raised if the accuracy under FGSM is more than `gap` above that under PGD, or if the latter is more than
+    `fall` below that of the previous epoch. 'warn' only prints it, 'stop' ends training, 'rollback' ends it with the
+    weights of the last epoch without alarm, as in arXiv:2001.03994. A model that is not adversarially trained yet looks
+    much like a collapsed one: with an epsilon warm-up, set `from_epoch` to the epoch where eps is full. An epoch with
+    new attention factors (AAS-AT) is not compared with the previous one.
     """
 
     action: str = "warn"
@@ -53,15 +52,22 @@ class OverfittingGuard:
             )
 
     def length_warning(self, epochs: int) -> str | None:
-        return never_begins(self.from_epoch, epochs)
+        return warn_late_start(self.from_epoch, epochs)
+
+    def check_plugins(self, plugins: Iterable[Plugin]) -> None:
+        if self.action == "rollback" and any(isinstance(plugin, ChangesEvaluation) for plugin in plugins):
+            raise UserError(
+                "overfitting_guard can roll back weights, but not an average that already contains the overfitted "
+                "epoch; with weight_average use action: stop, after which weights/best is still there"
+            )
 
     def after_epoch(self, run: Training) -> None:
         if run.epoch < self.from_epoch:
             return
         one_step = PGD(run.threat, stepper=Steepest(run.threat.eps), steps=1, random_start=False)
-        # Found once and handed round: processes must not come to different decisions.
+        # Computed by the main process only: processes must not come to different decisions.
         fgsm, pgd = run.processes.on_main(
-            lambda: (self._left_by(one_step, run), self._left_by(PGD(run.threat, steps=self.steps), run))
+            lambda: (self._accuracy(one_step, run), self._accuracy(PGD(run.threat, steps=self.steps), run))
         )
         run.log({"fgsm_accuracy": fgsm, "pgd_accuracy": pgd})
         factors = _factors_of(run.model)
@@ -76,9 +82,9 @@ class OverfittingGuard:
 
     def _alarm(self, fgsm: float, pgd: float) -> str:
         if fgsm - pgd > self.gap:
-            return f"FGSM leaves {fgsm:.0%} of the held-out images, PGD-{self.steps} {pgd:.0%}"
+            return f"held-out accuracy is {fgsm:.0%} under FGSM and {pgd:.0%} under PGD-{self.steps}"
         if self._last is not None and self._last - pgd > self.fall:
-            return f"PGD-{self.steps} leaves {pgd:.0%} of the held-out images, {self._last:.0%} an epoch ago"
+            return f"held-out accuracy under PGD-{self.steps} is {pgd:.0%}, after {self._last:.0%} an epoch ago"
         return ""
 
     def _act(self, run: Training, alarm: str) -> None:
@@ -89,14 +95,14 @@ class OverfittingGuard:
                     for name, each in _changing(run.model).items():
                         each.copy_(self._good[name])
                 back_to = run.epoch - 1  # the first alarm ends the training, so there was none before
-                message += "; the weights of the last epoch without alarm are back"
+                message += "; the weights of the last epoch without alarm are restored"
             else:
                 message += "; there was no epoch without alarm to go back to"
-        run.tell(message)
+        run.report(message)
         if self.action != "warn":
             run.stop(message, back_to)
 
-    def _left_by(self, attack: Attack, run: Training) -> float:
+    def _accuracy(self, attack: Attack, run: Training) -> float:
         return _accuracy(attack, run.model, run.held_out_images(self.images), run.seed)
 
     def state(self) -> dict[str, Tensor]:
@@ -114,19 +120,19 @@ class OverfittingGuard:
 
 
 def _factors_of(model: nn.Module) -> Tensor | None:
-    """The attention factors that the model, or what it is built around, has; as AAS-AT sets them."""
+    """The attention factors of the model or of a model inside it, as AAS-AT sets them."""
     named = (each for name, each in model.named_buffers() if name.rpartition(".")[2] == "attention_factors")
     return next((each.detach().to("cpu", copy=True) for each in named), None)
 
 
 def _changing(model: nn.Module) -> dict[str, Tensor]:
-    """What training changes, itself and not by `state_dict`, which keeps secret tokens to itself."""
+    """The tensors that training changes; not by `state_dict`, which leaves out secret tokens."""
     learning = {name: each for name, each in model.named_parameters() if each.requires_grad}
     return learning | dict(model.named_buffers())
 
 
 def _accuracy(attack: Attack, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], seed: int) -> float:
-    """The share of images that keep their label; draws are the same after every epoch."""
+    """The share of images classified correctly under attack; random starts are the same after every epoch."""
     right = count = 0
     with frozen(model):
         for x, y in batches:

@@ -17,24 +17,24 @@ from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.instrument.patch_grid import patch_grid
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training.protocols import Objective, Training
+from vitadel.training.interfaces import Objective, Training
 from vitadel.types import Aim, Attack, Goal, Step, Stepper, Threat
 
 __all__ = ["RandomDropping"]
 
-# No branches: all that the head learns of the patches (class attention) or all that goes on (LeViT's stages) comes
-# through them, so that without their gradients there would be none at all.
-_ONLY_WAYS = ("ClassAttn", "AttentionDownsample")
+# Without a residual connection around them: dropping their gradients would leave no gradient at all (class attention,
+# the stages of LeViT).
+_NOT_RESIDUAL = ("ClassAttn", "AttentionDownsample")
 
 
 @dataclass
 class RandomDropping:
-    """The training attack begins weak and becomes plain PGD over the first `epochs`, growing with every step.
+    """Weakens the training attack at first; it becomes plain PGD over the first `epochs`.
 
-    With keeping probability r = min(t / epochs, 1), t the epochs done so far, as a fraction: `attention` lets gradients
-    pass the attention branch of each block with probability r only, drawn anew for every step of the attack; `patches`
-    takes the perturbation off a share 1 - r of the patches, drawn anew, before every step of the attack, which then
-    moves all patches. Both are the same for all images. Neither changes how the model computes, nor its training.
+    With r = min(t / epochs, 1), t the (fractional) epochs done so far: `attention` keeps the gradient of each block's
+    attention branch with probability r, drawn for every attack step; `patches` resets the perturbation of a share 1 - r
+    of the patches, drawn for every attack step, before the step moves all patches. Both are the same for all images and
+    change neither the model's outputs nor its training.
     """
 
     epochs: float = 10
@@ -48,11 +48,11 @@ class RandomDropping:
 
     def length_warning(self, epochs: int) -> str | None:
         short = self.epochs >= epochs
-        return f"lasts {self.epochs:g} epochs, and there are {epochs}: the attack never gets full" if short else None
+        return f"takes {self.epochs:g} of {epochs} epochs: the full attack is never reached" if short else None
 
     def check_objective(self, objective: Objective, threat: Threat) -> None:
         if objective.attack is None:
-            raise UserError("this objective makes no attack that could begin weak; leave random_dropping out")
+            raise UserError("this objective has no attack to weaken; remove random_dropping")
         _as_pgd(objective.attack)
 
     def check_model(self, model: Classifier) -> None:
@@ -66,12 +66,12 @@ class RandomDropping:
         if keep == 1:
             return attack
         dropping = _Dropping(SampleRNG.of_samples(run.seed, [run.step]).stream("random dropping"), keep, attack.steps)
-        goal = _through_fewer(attack.goal, dropping) if self.attention else attack.goal
+        goal = _dropping_goal(attack.goal, dropping) if self.attention else attack.goal
         if not self.patches:
             return replace(attack, goal=goal)
         reset = _Reset(dropping, self._patches_of(run))
-        goal, stepper = _from_reset(goal, reset), _StepsFromReset(attack.stepper, reset)
-        # What fools the model after a reset need not fool it before: the search goes on to its end.
+        goal, stepper = _reset_goal(goal, reset), _StepsFromReset(attack.stepper, reset)
+        # An image that is misclassified after a reset need not be misclassified before: do not stop early.
         return replace(attack, goal=goal, stepper=stepper, stop_when_fooled=False)
 
     def _patches_of(self, run: Training) -> tuple[int, int]:
@@ -92,7 +92,7 @@ def _as_pgd(attack: Attack) -> PGD:
 
 @dataclass(frozen=True)
 class _Dropping:
-    """One training step's draws; a turn is a step of the attack."""
+    """Random choices of one training step; a turn is a step of the attack."""
 
     rng: SampleRNG
     keep: float
@@ -101,41 +101,41 @@ class _Dropping:
     def turn(self, progress: float) -> int:
         return round(progress * self.steps)
 
-    def kept(self, turn: int, count: int) -> list[bool]:
+    def kept_branches(self, turn: int, count: int) -> list[bool]:
         return (self.rng.stream("attention", turn).uniform(count)[0] < self.keep).tolist()
 
-    def left_out(self, turn: int, count: int) -> Tensor:
-        """Which of so many patches lose their perturbation."""
+    def reset_patches(self, turn: int, count: int) -> Tensor:
+        """Which of `count` patches lose their perturbation."""
         order = self.rng.stream("patches", turn).permutation(count)[0]
         return torch.zeros(count, dtype=torch.bool).scatter(0, order[: int(count * (1 - self.keep))], True)
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """A goal whose aim is seen in another way, told by the model and the clean images."""
+class _WrappedGoal:
+    """A goal whose aim is wrapped, given the model and the clean images."""
 
     goal: Goal
-    another_way: Callable[[Aim, nn.Module, Tensor], Aim]
+    wrap: Callable[[Aim, nn.Module, Tensor], Aim]
 
     @property
     def forwards(self) -> int:
         return self.goal.forwards
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
-        return self.another_way(self.goal(model, x, y), model, x)
+        return self.wrap(self.goal(model, x, y), model, x)
 
 
-def _through_fewer(goal: Goal, dropping: _Dropping) -> Goal:
-    return _Seen(goal, lambda aim, model, _x: _FewerAim(aim, model, dropping))
+def _dropping_goal(goal: Goal, dropping: _Dropping) -> Goal:
+    return _WrappedGoal(goal, lambda aim, model, _x: _DroppedAim(aim, model, dropping))
 
 
-def _from_reset(goal: Goal, reset: _Reset) -> Goal:
-    return _Seen(goal, lambda aim, _model, x: _ResetAim(aim, x, reset))
+def _reset_goal(goal: Goal, reset: _Reset) -> Goal:
+    return _WrappedGoal(goal, lambda aim, _model, x: _ResetAim(aim, x, reset))
 
 
 @dataclass(frozen=True)
-class _FewerAim:
-    """Gradients pass through some of the attention branches only."""
+class _DroppedAim:
+    """An aim whose gradients pass through some of the attention branches only."""
 
     aim: Aim
     model: nn.Module
@@ -147,22 +147,16 @@ class _FewerAim:
 
     def _dropped(self, turn: int) -> AbstractContextManager[None]:
         branches = _branches(self.model)
-        kept = self.dropping.kept(turn, len(branches))
-        return hooked(
-            self.model,
-            [
-                Edge(name, module, Tensor.detach)
-                for (name, module), keep in zip(branches, kept, strict=True)
-                if not keep
-            ],
-        )
+        kept = self.dropping.kept_branches(turn, len(branches))
+        detached = [branch for branch, keep in zip(branches, kept, strict=True) if not keep]
+        return hooked(self.model, [Edge(name, module, Tensor.detach) for name, module in detached])
 
     def keep(self, chosen: Tensor) -> Aim:
         return replace(self, aim=self.aim.keep(chosen))
 
 
 def _branches(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The attention modules of blocks that signals can also go around."""
+    """Attention modules with a residual connection around them."""
     blocks = [block.name for block in blocks_of(model)]
     branches = []
     for attention in attentions_of(model):
@@ -172,21 +166,21 @@ def _branches(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 f"{kind} computes attention and MLP at once, so gradients cannot be kept from the attention alone: "
                 "set attention to false in random_dropping, or train another model"
             )
-        if kind not in _ONLY_WAYS and any(attention.name.startswith(f"{block}.") for block in blocks):
+        if kind not in _NOT_RESIDUAL and any(attention.name.startswith(f"{block}.") for block in blocks):
             branches.append((attention.name, attention.module))
     return branches
 
 
 @dataclass(frozen=True)
 class _Reset:
-    """Takes the perturbation off some patches."""
+    """Resets some patches to the clean image."""
 
     dropping: _Dropping
     grid: tuple[int, int]
 
     def __call__(self, z: Tensor, x: Tensor, turn: int) -> Tensor:
         rows, columns = self.grid
-        chosen = self.dropping.left_out(turn, rows * columns).to(z.device).view(rows, columns)
+        chosen = self.dropping.reset_patches(turn, rows * columns).to(z.device).view(rows, columns)
         height, width = z.shape[-2:]
         row = torch.arange(height, device=z.device) * rows // height
         column = torch.arange(width, device=z.device) * columns // width
@@ -195,7 +189,7 @@ class _Reset:
 
 @dataclass(frozen=True)
 class _ResetAim:
-    """Looked at after the reset."""
+    """An aim evaluated after the reset."""
 
     aim: Aim
     x: Tensor
@@ -203,7 +197,7 @@ class _ResetAim:
 
     def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         here = self.reset(z.detach(), self.x, self.reset.dropping.turn(progress))
-        # The value at the reset point, and its gradient in all patches: the last term is zero but for its slope.
+        # The value after the reset, with gradients in all patches: the last term is zero except for its gradient.
         return self.aim.evaluate(here + (z - z.detach()), progress)
 
     def keep(self, chosen: Tensor) -> Aim:
@@ -212,7 +206,7 @@ class _ResetAim:
 
 @dataclass(frozen=True)
 class _StepsFromReset:
-    """A stepper that leaves from where the goal was looked at."""
+    """A stepper that starts from the point after the reset."""
 
     stepper: Stepper
     reset: _Reset

@@ -1,4 +1,4 @@
-"""Averaged weights are deployed: the exponential mean of steps, or the mean of epochs (Izmailov et al. 2018)."""
+"""Weight averaging: the exponential moving average of steps, or the mean of epochs (Izmailov et al. 2018)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.errors import UserError
-from vitadel.training.plugins.lengths import never_begins
-from vitadel.training.protocols import Training
+from vitadel.training.interfaces import Training, warn_late_start
 
 __all__ = ["WeightAverage"]
 
@@ -21,12 +20,12 @@ _COUNT, _PREFIX = "count", "average."
 
 @dataclass
 class WeightAverage:
-    """From epoch `from_epoch` on, validate and save averaged weights instead of the last ones, which go on learning.
+    """Validates and saves averaged weights from epoch `from_epoch` on; training continues with the last ones.
 
     'ema': after every step, average = d * average + (1 - d) * weights with d = min(decay, (1 + t) / (10 + t)), t the
-    number of steps averaged before, so that early weights are soon forgotten. 'mean': of the weights that epochs ended
-    with. Buffers are always the latest: statistics of batch norms belong to the last weights then, and scales of
-    attention are what the weights were trained with.
+    number of steps averaged before, so that early weights fade quickly. 'mean': the mean of the weights at the ends of
+    epochs. Buffers are always the latest: batch-norm statistics belong to the last weights, and attention factors are
+    those that the weights were trained with.
     """
 
     decay: float = 0.999
@@ -39,29 +38,29 @@ class WeightAverage:
         if self.kind not in _KINDS:
             raise UserError(f"unknown kind {self.kind!r} of weight average; allowed: {', '.join(_KINDS)}")
         if not 0 <= self.decay < 1:
-            raise UserError(f"decay must lie in [0, 1), got {self.decay:g}; 0.999 forgets over a thousand steps")
+            raise UserError(f"decay must lie in [0, 1), got {self.decay:g}; 0.999 averages over about a thousand steps")
 
     def length_warning(self, epochs: int) -> str | None:
-        return never_begins(self.from_epoch, epochs)
+        return warn_late_start(self.from_epoch, epochs)
 
     def after_step(self, run: Training) -> None:
         if self.kind == "ema" and run.epoch >= self.from_epoch:
             decay = min(self.decay, (1 + self._count) / (10 + self._count))
-            self._take_in(run.model, 1 - decay)
+            self._update(run.model, 1 - decay)
 
     def after_epoch(self, run: Training) -> None:
         if self.kind == "mean" and run.epoch >= self.from_epoch:
-            self._take_in(run.model, 1 / (1 + self._count))
+            self._update(run.model, 1 / (1 + self._count))
 
     @torch.no_grad()
-    def _take_in(self, model: nn.Module, share: float) -> None:
+    def _update(self, model: nn.Module, share: float) -> None:
         for name, weight in _weights(model):
-            # Never in half precision: shares of a thousandth would round to nothing.
-            now = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            # Never in half precision, where small updates would round to zero.
+            current = weight.to(torch.promote_types(weight.dtype, torch.float32))
             if self._count == 0:
-                self._average[name] = now.clone()
+                self._average[name] = current.clone()
             else:
-                self._average[name] = self._average[name].to(now.device).lerp_(now, share)
+                self._average[name] = self._average[name].to(current.device).lerp_(current, share)
         self._count += 1
 
     @contextmanager
@@ -69,12 +68,12 @@ class WeightAverage:
         if not self._average:
             yield
             return
-        live = {name: weight.detach().clone() for name, weight in _weights(run.model)}
-        _put(run.model, self._average)
+        trained = {name: weight.detach().clone() for name, weight in _weights(run.model)}
+        _set_weights(run.model, self._average)
         try:
             yield
         finally:
-            _put(run.model, live)
+            _set_weights(run.model, trained)
 
     def state(self) -> dict[str, Tensor]:
         return {_COUNT: torch.tensor(self._count), **{_PREFIX + name: each for name, each in self._average.items()}}
@@ -89,6 +88,6 @@ def _weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 @torch.no_grad()
-def _put(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+def _set_weights(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     for name, weight in _weights(model):
         weight.copy_(values[name])

@@ -1,8 +1,9 @@
-"""Whether the names in a recipe mean something: models, data, optimizers; each says so before anything is opened."""
+"""Checks of the values in a recipe: models, data, optimizers, trackers, batch sizes; no data is opened."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,20 +17,26 @@ from timm.data import rand_augment_transform
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model, zoo_names
 from vitadel.backbones.timm_models import is_timm_name, suggest_models
+from vitadel.data.overlap import identity, same_images
 from vitadel.data.spec import DATA_KINDS, DataRequest, parse_spec
 from vitadel.errors import UserError, nearest_names
-from vitadel.training.recipes.sections import Augmentation, DataSection, ModelSection, TrainSection
+from vitadel.training.recipes.instantiate import Faults
+from vitadel.training.recipes.training_sections import Augmentation, DataSection, ModelSection, TrainSection
 
 __all__ = [
     "check_auto_augment",
     "check_extra_share",
+    "check_micro_batches",
     "check_model_name",
+    "check_not_test",
     "check_optimizer_name",
-    "check_parts",
     "check_tracker",
+    "check_training_data",
     "class_count",
+    "data_specs",
+    "meta_model",
+    "names_split",
     "read_data_spec",
-    "sketched_model",
 ]
 
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt")
@@ -54,7 +61,7 @@ _CLASSES = {
 
 
 def check_model_name(name: str) -> None:
-    """A timm name, a zoo model that is there, or something that only opening can tell about."""
+    """Refuse names that are no timm model, zoo model or path; others are checked when they are opened."""
     kind, colon, _ = name.partition(":")
     if colon and kind == "zoo" and name not in zoo_names():
         there = ", ".join(zoo_names()) or "none in this installation"
@@ -73,11 +80,11 @@ def check_optimizer_name(name: str) -> None:
     known = timm.optim.list_optimizers()
     if name not in known:
         raise UserError(
-            f"timm has no optimizer '{name}'{nearest_names(name, known) or '; usual are adamw and momentum'}"
+            f"timm has no optimizer '{name}'{nearest_names(name, known) or '; common ones are adamw and momentum'}"
         )
     if name == "adahessian":
         raise UserError(
-            "'adahessian' needs second derivatives, which the loop does not compute; usual are adamw, momentum"
+            "'adahessian' needs second derivatives, which the loop does not compute; use e.g. adamw or momentum"
         )
 
 
@@ -99,15 +106,15 @@ def check_tracker(name: str) -> None:
         )
 
 
-def check_parts(train: TrainSection, augmentation: Augmentation) -> None:
-    """Whether the batch can be cut as the recipe says; with several processes each part is cut further."""
+def check_micro_batches(train: TrainSection, augmentation: Augmentation) -> None:
+    """Refuse a batch that `grad_accum` does not divide; several processes divide each micro-batch further."""
     size, over = divmod(train.batch_size, train.grad_accum)
     if over:
-        raise UserError(f"a batch of {train.batch_size} images cannot be cut into {train.grad_accum} equal parts")
+        raise UserError(f"a batch of {train.batch_size} images cannot be split into {train.grad_accum} equal parts")
     if size % 2 and (augmentation.mixup or augmentation.cutmix):
         raise UserError(
-            f"mixup and cutmix mix images in pairs, so each part of a batch needs an even number of them; batch_size "
-            f"{train.batch_size} in {train.grad_accum} of them (grad_accum) gives {size}"
+            f"mixup and cutmix mix images in pairs, so each micro-batch needs an even number of images; batch_size "
+            f"{train.batch_size} with grad_accum {train.grad_accum} gives {size}"
         )
 
 
@@ -122,7 +129,7 @@ def check_extra_share(data: DataSection, train: TrainSection) -> None:
 
 
 def read_data_spec(spec: str, root: str | None) -> DataRequest:
-    """A data spec taken apart, if its kind is known and has the path that it needs; the data is not opened."""
+    """Parse a data spec and check its kind and path; the data is not opened."""
     request = parse_spec(spec, root=Path(root or "data"), split=None)
     kind = DATA_KINDS.get(request.kind)
     if kind is None:
@@ -136,16 +143,16 @@ def read_data_spec(spec: str, root: str | None) -> DataRequest:
 
 
 def class_count(spec: str) -> int | None:
-    """The number of classes, where the kind of data tells it without being opened."""
+    """The number of classes, for kinds of data where it is known without opening them."""
     return _CLASSES.get(read_data_spec(spec, None).kind)
 
 
 @lru_cache(maxsize=64)
-def sketched_model(section: str) -> Classifier | None:
-    """The model of a section, given as JSON because rows of a table mostly share theirs; `UserError` if there is none.
+def meta_model(section: str) -> Classifier | None:
+    """The model of a section without memory for its weights, after a forward pass; `UserError` if it cannot be built.
 
-    Weights are fresh and take no memory; a zoo model is loaded. An image was sent through it. Not to be changed. None
-    for files and code of the user's, which are left for later.
+    The section is JSON, so that rows of a table share a cached model; do not change it. Zoo models are loaded. None for
+    files and the user's own code, which are checked when the training starts.
     """
     model = ModelSection(**json.loads(section))
     from_zoo = model.name.startswith("zoo:")
@@ -174,8 +181,60 @@ def sketched_model(section: str) -> Classifier | None:
         raise UserError(str(mistake).splitlines()[0]) from mistake
     except Exception as error:  # arguments that make no sense fail inside timm's models in every way there is
         reason = (str(error).splitlines() or [""])[0]
-        raise UserError(f"'{model.name}' cannot be used as it is: {type(error).__name__}: {reason}") from error
+        raise UserError(f"'{model.name}' cannot be built: {type(error).__name__}: {reason}") from error
     expected = (2, model.num_classes)
     if logits.shape != expected:
-        raise UserError(f"gives logits of shape {tuple(logits.shape)}, expected {expected}")
+        raise UserError(f"it gives logits of shape {tuple(logits.shape)}, expected {expected}")
     return classifier
+
+
+def data_specs(data: DataSection) -> dict[str, str]:
+    specs = {name: getattr(data, name) for name in ("train", "test", "validation", "extra", "easier")}
+    return {name: spec for name, spec in specs.items() if spec is not None}
+
+
+def check_training_data(data: DataSection, faults: Faults) -> None:
+    """Check all data specs, and that no model is selected or tested on images it is trained on."""
+    requests = {name: _request(f"data.{name}", spec, data, faults) for name, spec in data_specs(data).items()}
+    train, test = requests["train"], requests.pop("test", None)
+    _check_selection(data, requests, faults)
+    if not names_split(train, faults):
+        del requests["train"]
+    for name, request in requests.items():
+        check_not_test(f"data.{name}", request, test, "selected" if name == "validation" else "trained", faults)
+
+
+def names_split(train: DataRequest | None, faults: Faults) -> bool:
+    """Whether training data of a kind with splits names its split; a fault is added if not."""
+    if train is None or train.split is not None or ":" in DATA_KINDS[train.kind].form:
+        return True
+    faults.wrong.append(f"data.train: '{train.spec}' means the test images; write {train.spec}@train")
+    return False
+
+
+def check_not_test(path: str, request: DataRequest | None, test: DataRequest | None, use: str, faults: Faults) -> None:
+    """Add a fault if the images are those of the test set; they are `use`d ('trained', 'selected') on."""
+    if request is not None and test is not None and faults.attempt(path, same_images, request, test):
+        faults.wrong.append(
+            f"{path}: '{request.spec}' are the images of data.test, '{test.spec}': a model {use} on them is not tested "
+            "by them; choose another split"
+        )
+
+
+def _request(path: str, spec: str, data: DataSection, faults: Faults) -> DataRequest | None:
+    """The parsed spec; None if it is wrong, which is reported once, whatever it is compared with later."""
+    request = faults.attempt(path, read_data_spec, spec, data.root)
+    return request if request is not None and faults.attempt(path, identity, request) is not None else None
+
+
+def _check_selection(data: DataSection, requests: Mapping[str, DataRequest | None], faults: Faults) -> None:
+    """Models are selected on data.validation, or on images held out from data.train: never on what they train on."""
+    trained = ("train", "easier", "extra") if data.validation is not None else ("extra",)
+    selected = requests["train"] if data.validation is None else requests["validation"]
+    for name in trained:
+        request = requests.get(name)
+        if request and selected and same_images(request, selected):
+            faults.wrong.append(
+                f"data.{name}: '{request.spec}' holds the images that models are selected on, '{selected.spec}'; "
+                "choose another split"
+            )

@@ -1,4 +1,4 @@
-"""Ranges that the numbers of a recipe must lie in, with the words for a person who left one."""
+"""Allowed ranges of the numbers in a recipe, and one message for all that lie outside."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Range:
     holds: Callable[[float], bool]
 
 
-# Written so that they are false for NaN, which every comparison is.
+# All are false for NaN.
 POSITIVE = Range("a finite number above 0", lambda value: 0 < value < inf)
 NOT_NEGATIVE = Range("a finite number of at least 0", lambda value: 0 <= value < inf)
 AT_LEAST_ONE = Range("at least 1", lambda value: 1 <= value < inf)
@@ -28,7 +28,7 @@ SEED = Range("a whole number from 0 to 2**62", lambda value: 0 <= value <= 2**62
 
 
 def check_ranges(section: object, **ranges: Range) -> None:
-    """One `UserError` about all fields of `section` that lie outside; None, where a field may be that, is no number."""
+    """Raise one `UserError` for all fields of `section` that lie outside their range; None is not checked."""
     wrong = []
     for name, allowed in ranges.items():
         value = getattr(section, name)

@@ -1,1 +1,1 @@
-"""What is added to a frozen model: each file one method, with only its own parameters to train and to save."""
+"""Adapters: what a training trains and saves, the whole model or a small addition to a frozen one."""

@@ -1,4 +1,4 @@
-"""The usual case: every weight of the classifier is trained, and saved with it."""
+"""The default adapter: train and save all weights of the classifier."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ __all__ = ["WholeModel"]
 @dataclass(frozen=True)
 class WholeModel:
     secret: ClassVar[bool] = False
+    trains_model: ClassVar[bool] = True
 
     def attach(self, model: Classifier) -> nn.Module:
         return model
@@ -38,7 +39,6 @@ class WholeModel:
         classifier = cast(Classifier, adapted)
         if classifier.record.can_be_rebuilt:
             return load_classifier(path)
-        # Code of the user's cannot be built from a record, nor is every module to be copied: the one at hand, which
-        # nobody needs any more, takes the weights.
+        # A user's own module cannot be rebuilt from a record, and not every module can be copied: load into this one.
         load_strict(classifier.backbone, read_checkpoint(path).weights, str(path))
         return Classifier(classifier.backbone, read_record(path) or classifier.record).eval()

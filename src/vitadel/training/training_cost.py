@@ -17,8 +17,8 @@ from vitadel.evaluation.engine.cost import PassTimes, seconds_of
 from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes
-from vitadel.training.inner_attack import craft
-from vitadel.training.protocols import Measures
+from vitadel.training.inner_attack import run_inner_attack
+from vitadel.training.interfaces import HasOwnMetric
 from vitadel.training.recipes.build import Recipe
 from vitadel.training.run import TrainingSetup, make_optimizer
 
@@ -53,7 +53,7 @@ def plan_training(setup: TrainingSetup, processes: Processes) -> dict[str, Any]:
     def attack_once() -> Tensor:
         assert at_work is not None
         with in_half(half if half == torch.bfloat16 else None):  # fp16 is for the loss only, as in the loop
-            return craft(at_work, shown, x, y, mode=recipe.train.attack_mode)
+            return run_inner_attack(at_work, shown, x, y, mode=recipe.train.attack_mode)
 
     attack = recipe.objective.attack
     at_work = None if attack is None else training_form(attack)
@@ -71,7 +71,9 @@ def plan_training(setup: TrainingSetup, processes: Processes) -> dict[str, Any]:
 
     def validating() -> float:
         objective = recipe.objective
-        if isinstance(objective, Measures) and attack is not None:  # judged by its own measure, under its own attack
+        if (
+            isinstance(objective, HasOwnMetric) and attack is not None
+        ):  # judged by its own measure, under its own attack
             with frozen(model), torch.no_grad():
                 return attacking + measured(lambda: objective.measure(model, x, x)[0])
         return times.forward + (at_most(recipe.validation.attack) if recipe.validation.attack else 0.0)

@@ -1,4 +1,4 @@
-"""What a recipe for a head on frozen features may say, section by section; `head.use` decides between the two kinds."""
+"""The sections of a recipe for heads on frozen features; `head.use` decides between the two kinds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from dataclasses import dataclass
 
 from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError
-from vitadel.heads.linear_probe import RATES
-from vitadel.training.recipes.ranges import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, SEED, Range, check_ranges
-from vitadel.training.recipes.sections import ModelSection
+from vitadel.training.recipes.ranges import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    Range,
+    check_ranges,
+)
+from vitadel.training.recipes.training_sections import ModelSection
 from vitadel.types import Threat
 
 __all__ = [
     "HEADS",
+    "LEARNING_RATES",
     "HeadTraining",
     "LinearHead",
     "MaskData",
@@ -23,14 +31,20 @@ __all__ = [
     "probe_types",
 ]
 
+LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
+"""DINOv2's base learning rates, for batches of 256; they are scaled in proportion for others."""
+
 _MASK_CLASSES = Range("from 2 to 255, as 255 marks pixels to leave out", lambda value: 2 <= value <= 255)
 _MASK_VALUE = Range("from 0 to 255, what a mask's pixel can hold", lambda value: 0 <= value <= 255)
 
 
 @dataclass(frozen=True)
 class ProbeData:
-    """`train` and `test` are --data specs. Heads are compared on `held_out` class-balanced images of the training data,
-    which no head is trained on; `limit` uses a class-balanced part of the others."""
+    """Data of a linear probe: `train` and `test` are --data specs.
+
+    Heads are compared on `held_out` class-balanced images of the training data, on which no head is trained; `limit`
+    uses a class-balanced part of the others.
+    """
 
     train: str
     test: str
@@ -44,10 +58,13 @@ class ProbeData:
 
 @dataclass(frozen=True)
 class MaskData:
-    """`train` and `test` are specs of images with masks. `size` is (height, width), the model's own if absent: pictures
-    are made to cover it and cut at the centre, masks alike. `classes` of the masks must be told, except for shapes;
-    pixels of the values `void` are left out. With `from_one`, classes count from 1 and 0 is left out, as in ADE20K.
-    Patch tokens are computed once and kept if they take no more than `cache_mb` of main memory."""
+    """Data of a segmentation head: `train` and `test` are specs of images with masks.
+
+    Images and masks are resized to cover `size`, (height, width), by default the model's, and center-cropped. The
+    number of `classes` of the masks must be given, except for shapes; pixels with the values `void` are ignored. With
+    `from_one` classes count from 1 and 0 is ignored, as in ADE20K. Patch tokens are computed once and kept if they take
+    no more than `cache_mb` of main memory.
+    """
 
     train: str
     test: str
@@ -72,13 +89,15 @@ class MaskData:
 
 @dataclass(frozen=True)
 class LinearHead:
-    """A linear layer for every combination of inputs (class tokens of the last `blocks` blocks, with or without the
-    `average` of the patch tokens) and learning rate; `lrs` are for batches of 256 and scaled in proportion. `half`
-    keeps features in half precision."""
+    """Linear layers, one for every combination of inputs and learning rate.
+
+    Inputs are the class tokens of the last `blocks` blocks, with or without the `average` of the patch tokens. `lrs`
+    are for batches of 256 and scaled in proportion. `half` keeps features in half precision.
+    """
 
     blocks: tuple[int, ...] = (1, 4)
     average: tuple[bool, ...] = (False, True)
-    lrs: tuple[float, ...] = RATES
+    lrs: tuple[float, ...] = LEARNING_RATES
     half: bool = False
 
     def __post_init__(self) -> None:
@@ -104,7 +123,7 @@ class PatchHead:
 
 @dataclass(frozen=True)
 class HeadTraining:
-    """Every head is trained for `steps` batches of `batch_size` images."""
+    """The training of every head: `steps` batches of `batch_size` images."""
 
     steps: int
     batch_size: int = 128
@@ -116,8 +135,10 @@ class HeadTraining:
 
 @dataclass(frozen=True)
 class ProbeAudit:
-    """How the chosen head is judged: clean, and by `attacks` through model and head, on `limit` test images or all.
-    For masks attacks are pgd-K, on the mean cross-entropy of the pixels; clean and attacked images are cut alike."""
+    """The audit of the chosen head: clean, and under `attacks` through model and head, on `limit` test images or all.
+
+    For segmentation the attacks are pgd-K on the mean cross-entropy of the pixels.
+    """
 
     attacks: tuple[str, ...] = ()
     eps: float = 8 / 255
@@ -141,7 +162,7 @@ HEADS: Mapping[str, Mapping[str, type]] = {
 
 
 def probe_types(head: object) -> dict[str, type]:
-    """The dataclasses of a probe recipe with this head section; those of `linear` if it does not say what it is."""
+    """The dataclasses of a probe recipe with this head section; those of `linear` if `use` is missing."""
     use = head.get("use") if isinstance(head, Mapping) else None
     own = HEADS.get(use, HEADS["linear"]) if isinstance(use, str) else HEADS["linear"]
     return {"model": ModelSection, **own, "train": HeadTraining, "audit": ProbeAudit}

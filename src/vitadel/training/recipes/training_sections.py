@@ -1,4 +1,4 @@
-"""What a recipe may say, section by section: the fields are the keys, the defaults what is meant if they are absent."""
+"""The sections of a training recipe: fields are keys, defaults hold where a key is absent."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ __all__ = [
 class ModelSection:
     """The model to train: a MODEL spec and what `load_model` takes with it.
 
-    Without `weights` training starts from fresh ones, drawn with the training's seed. `num_classes` is the data's if
-    absent, and a checkpoint with another number then gets a new head; if it is given, the checkpoint must have a head
-    of that many. `input_size` resamples positions; `crop_pct` and `interpolation` say how images come to that size;
-    `small_images` is the patch size (4) to which a patch-16 model is adapted for 32 px. `head_classes` keeps these of a
-    checkpoint's classes, in the order of the data's. Without `drop_path` it is as in the checkpoint, or none.
+    Without `weights` training starts from random ones, drawn with the training's seed. `num_classes` defaults to the
+    data's, and a checkpoint with another number gets a new head; if it is given, the checkpoint must have a head of
+    that size. `input_size` resamples position embeddings; `crop_pct` and `interpolation` define how images are resized
+    to it; `small_images` is the patch size (4) to which a patch-16 model is adapted for 32 px. `head_classes` selects
+    classes of the checkpoint's head, in the order of the data's. `drop_path` defaults to the checkpoint's, or 0.
     """
 
     name: str
@@ -63,12 +63,12 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class DataSection:
-    """`train` and `test` are --data specs; the test set is only used for the audit at the end.
+    """The data: `train` and `test` are --data specs; the test set is only used for the audit at the end.
 
-    Models are selected on `validation`, another spec, or on `held_out` class-balanced images taken from the training
-    data. `limit` uses a class-balanced part of the training data. `extra` is a second source of training images, for
-    example generated ones; `extra_share` of every batch comes from it, and an epoch is one pass over `train`. In the
-    first `easier_epochs` the images come from `easier`, a variant of `train` with the same samples in the same order.
+    Models are selected on `validation`, another spec, or on `held_out` class-balanced images of the training data.
+    `limit` uses a class-balanced part of the training data. `extra` is a second source of training images, for example
+    generated ones; a share `extra_share` of every batch comes from it, and an epoch is one pass over `train`. In the
+    first `easier_epochs` images are read from `easier`, a variant of `train` with the same samples in the same order.
     """
 
     train: str
@@ -93,11 +93,13 @@ class DataSection:
             workers=NOT_NEGATIVE,
         )
         if (self.easier is None) != (self.easier_epochs == 0):
-            raise UserError("easier and easier_epochs belong together: a data spec, and for how many epochs it is used")
+            raise UserError(
+                "easier and easier_epochs belong together: a data spec, and the number of epochs that use it"
+            )
         if self.validation is None and self.held_out < 1:
             raise UserError(
                 "there is nothing to select models on: give validation, a data spec, or held_out, a number of training "
-                "images to keep aside. The test set is never used for it."
+                "images to hold out. The test set is never used for it."
             )
 
 
@@ -143,7 +145,7 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class ThreatSection:
-    """The budget that the model is to withstand: for training, validation and the audit at the end."""
+    """The threat model of training, validation and the audit at the end."""
 
     eps: float = 8 / 255
     norm: str = "linf"
@@ -189,6 +191,13 @@ class OptimizerSection:
             clip_grad_norm=POSITIVE,
         )
 
+    def lr_factor(self, batch_size: int) -> float:
+        """The factor of all learning rates for batches of this size."""
+        if self.lr_reference_batch is None:
+            return 1.0
+        ratio = batch_size / self.lr_reference_batch
+        return math.sqrt(ratio) if self.lr_scaling == "sqrt" else ratio
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -230,6 +239,25 @@ class Schedule:
         if list(self.milestones) != sorted(set(self.milestones)):
             raise UserError(f"milestones must be epochs in ascending order, got {list(self.milestones)}")
 
+    def lr_at(self, lr: float, epochs: int, progress: float) -> float:
+        """The learning rate after `progress` epochs of a training of `epochs` (cooldown not counted), at most `lr`.
+
+        A pure function, so that a resumed run needs no scheduler state. As in timm, the cosine starts with the training
+        and not with the end of the warm-up.
+        """
+        if self.shape != "cyclic" and progress < self.warmup_epochs:
+            return self.warmup_lr + (lr - self.warmup_lr) * progress / self.warmup_epochs
+        done = min(progress / epochs, 1.0)
+        if self.shape == "cosine":
+            return self.min_lr + (lr - self.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+        if self.shape == "cyclic":
+            rising = done < self.pct_start
+            low = self.warmup_lr if rising else self.min_lr
+            return low + (lr - low) * (done / self.pct_start if rising else (1 - done) / (1 - self.pct_start))
+        if self.shape == "steps":
+            return lr * self.decay_rate ** sum(progress >= milestone for milestone in self.milestones)
+        return lr
+
     def length_warning(self, epochs: int) -> str | None:
         """A sentence if the training is too short for this schedule."""
         if self.warmup_epochs >= epochs:
@@ -263,8 +291,10 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class Validation:
-    """After every so many epochs (`every`, and the last), `limit` held-out images are attacked at full eps; the epoch
-    with the best robust accuracy is kept. Without an attack the clean accuracy decides."""
+    """Attack `limit` held-out images at full eps after every `every` epochs and the last one.
+
+    The weights of the epoch with the best robust accuracy are kept; without an attack, with the best clean accuracy.
+    """
 
     attack: str | None = "pgd-10"
     every: int = 1
@@ -276,7 +306,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class AuditSection:
-    """The light suite at the end, on the test set."""
+    """The audit at the end, on the test set."""
 
     attacks: tuple[str, ...] = ("pgd-20", "apgd-ce")
     limit: int | None = 500

@@ -1,4 +1,4 @@
-"""Robustness tokens as what is trained (Pulfer et al., ECCV 2024): a frozen backbone, and tokens that stay secret."""
+"""Robustness tokens (Pulfer et al., ECCV 2024): train secret tokens for a frozen backbone."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.tokens import PLACEMENTS, check_placement, token_width
 
-__all__ = ["Tokens"]
+__all__ = ["SecretTokens"]
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """`count` tokens, at first `scale` times normal noise, after the class and register tokens (`placement`).
+class SecretTokens:
+    """`count` tokens, initialized with normal noise times `scale`, after the class and register tokens (`placement`).
 
-    Without a `seed` the noise comes from the operating system: a seed in a recipe is no secret, and with it anybody
-    can train the same tokens again. In the paper attacks in training do not see the tokens; `through` lets them.
+    Without a `seed` the noise comes from the operating system: with a seed from a recipe anyone can train the same
+    tokens again. In the paper attacks in training do not see the tokens; with `through` they do.
     """
 
     secret: ClassVar[bool] = True
+    keeps_head: ClassVar[bool] = True
 
     count: int = 10
     scale: float = 0.01
@@ -37,7 +38,7 @@ class Tokens:
     through: bool = False
 
     def __post_init__(self) -> None:
-        fresh_tokens(1, min(self.count, 1), self.scale, self.seed or 0)  # says what is wrong with any of them
+        fresh_tokens(1, min(self.count, 1), self.scale, self.seed or 0)  # validates these settings
         if self.placement not in PLACEMENTS:
             near = nearest_names(self.placement, PLACEMENTS)
             raise UserError(f"unknown placement of tokens {self.placement!r}{near}; known: {', '.join(PLACEMENTS)}")
@@ -46,6 +47,11 @@ class Tokens:
         """A `UserError` if this model takes no tokens, or not at this place."""
         token_width(model)
         check_placement(model, self.placement)
+
+    def start_warning(self) -> str | None:
+        if self.seed is None:
+            return None
+        return "adapter.seed is in the recipe: anyone with it can train the same tokens; remove it to deploy them."
 
     def attach(self, model: Classifier) -> nn.Module:
         seed = secrets.randbits(62) if self.seed is None else self.seed

@@ -1,4 +1,4 @@
-"""Robustness Tokens (Pulfer et al., ECCV 2024): with the tokens, clean and attacked images look as they did without."""
+"""The objective of Robustness Tokens (Pulfer et al., ECCV 2024): features with tokens match clean features without."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["RobustnessTokens"]
 
 @dataclass(frozen=True)
 class RobustnessTokens:
-    """Two minus the cosines of f(tokens, x) and of f(tokens, z) with f(x), each a mean over the batch; no labels.
+    """Two minus the mean cosines of f(tokens, x) and of f(tokens, z) with f(x); labels are not used.
 
     The released code runs `features-30(paper=true)`, which sees the backbone without tokens, and takes the cosine of
     each channel over tokens (`axis: channel`); per token over channels is the natural reading and our default. For
@@ -38,20 +38,19 @@ class RobustnessTokens:
         check_kind(self.features, self.axis)
 
     def __call__(self, model: nn.Module, x: Tensor, z: Tensor, y: Tensor) -> dict[str, Tensor]:
-        kept, regained = self.measure(model, x, z)
-        loss = self.invariance * (1 - kept.mean()) + self.recovery * (1 - regained.mean())
-        return {"loss": loss, "invariance": kept.mean().detach(), "recovery": regained.mean().detach()}
+        clean, attacked = self.measure(model, x, z)
+        loss = self.invariance * (1 - clean.mean()) + self.recovery * (1 - attacked.mean())
+        return {"loss": loss, "invariance": clean.mean().detach(), "recovery": attacked.mean().detach()}
 
     def measure(self, model: nn.Module, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines of features with tokens, clean and attacked, with token-free clean ones; one of each per image."""
+        """Per image, cosines of features with tokens, clean and attacked, with clean features without tokens."""
         with torch.no_grad():
-            target = final_features(_tokened(model).classifier, x, self.features)
+            target = final_features(_find_tokened(model).classifier, x, self.features)
         clean, attacked = final_features(model, torch.cat([x, z]), self.features).chunk(2)
         return feature_cosine(clean, target, self.axis), feature_cosine(attacked, target, self.axis)
 
 
-def _tokened(model: nn.Module) -> TokenClassifier:
-    """Inside what several processes wrap around it."""
+def _find_tokened(model: nn.Module) -> TokenClassifier:
     found = next((module for module in model.modules() if isinstance(module, TokenClassifier)), None)
     if found is None:
         raise UserError("the objective robustness_tokens trains tokens: give the recipe `adapter: {use: tokens}`")

@@ -1,4 +1,4 @@
-"""Clean and robust accuracy on held-out training images, at full eps: what models are selected by."""
+"""Validation on held-out images at full eps, by which models are selected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BATCH = 128
 
 @dataclass(frozen=True)
 class Score:
-    """Shares of `n` held-out images, or means of another `measure`; `robust` is None where no attack was made."""
+    """Clean and robust accuracy of `n` held-out images, or means of another `measure`; `robust` may be None."""
 
     clean: float
     robust: float | None
@@ -32,15 +32,21 @@ class Score:
 
     @property
     def decisive(self) -> tuple[float, float]:
-        """What epochs are compared by: the robust accuracy, among equal ones the clean one; of other measures the mean.
+        """The key by which epochs are compared: robust accuracy, then clean accuracy; of other measures the mean.
 
-        Equal ones are common: none of a standard model's epochs withstands anything.
+        Ties are common: a standard model has a robust accuracy of 0 in every epoch.
         """
         if self.robust is None:
             return self.clean, 0.0
         if self.measure == "accuracy":
             return self.robust, self.clean
         return (self.clean + self.robust) / 2, self.robust
+
+    def as_metrics(self) -> dict[str, float]:
+        """The values under their names in metrics.jsonl."""
+        prefix = "validation_" if self.measure == "accuracy" else f"validation_{self.measure}_"
+        values = {f"{prefix}clean": self.clean}
+        return values if self.robust is None else {**values, f"{prefix}robust": self.robust}
 
 
 @dataclass(frozen=True)
@@ -51,17 +57,17 @@ class HeldOut:
     rows: Tensor
     preprocess: Preprocess
 
-    def measured(
+    def measure(
         self,
         model: nn.Module,
         shown: nn.Module,
         attack: Attack,
-        measure: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]],
+        metric: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]],
         name: str,
         processes: Processes,
         seed: int,
     ) -> Score:
-        """Means of an objective's own measure; the attack sees what is `shown` of the model."""
+        """Means of an objective's own metric; the attack sees the model `shown`."""
         sums = torch.zeros(2, dtype=torch.float64, device=processes.device)
         chunks = [part.tolist() for part in self.rows[processes.rank :: processes.count].split(_BATCH)]
         with frozen(model):
@@ -70,12 +76,12 @@ class HeldOut:
                 rng = SampleRNG.of_samples(seed, batch.indices, batch.x.device).stream("validation")
                 z = attack(shown, batch.x, batch.y, rng)
                 with torch.no_grad():
-                    sums += torch.stack([values.double().sum() for values in measure(model, batch.x, z)])
+                    sums += torch.stack([values.double().sum() for values in metric(model, batch.x, z)])
         clean, robust = (processes.mean(sums) * processes.count / len(self.rows)).tolist()
         return Score(clean, robust, len(self.rows), name)
 
     def score(self, model: nn.Module, attack: Attack | None, threat: Threat, processes: Processes, seed: int) -> Score:
-        """Judged as an audit judges; every process takes its share of the images."""
+        """Clean and robust accuracy, judged as in an audit; every process takes its share of the images."""
         clean = robust = 0
         chunks = [part.tolist() for part in self.rows[processes.rank :: processes.count].split(_BATCH)]
         with frozen(model):

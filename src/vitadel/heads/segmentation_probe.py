@@ -27,7 +27,6 @@ from vitadel.evaluation.engine.stages import TOLERANCE, FolderCache
 from vitadel.evaluation.engine.verdicts import result_header
 from vitadel.heads.frozen_features import feature_width
 from vitadel.heads.probe_recipe import ProbeRecipe, pixel_attack
-from vitadel.heads.recipe_sections import MaskData, PatchHead
 from vitadel.heads.segmentation import Confusion, SegmentationHead, Segmenter, train_patch_head
 from vitadel.instrument.hooks import frozen
 from vitadel.instrument.patch_grid import patch_grid
@@ -36,6 +35,7 @@ from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import RESUMED, Meter, progress
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder, write_atomically
+from vitadel.training.recipes.probe_sections import MaskData, PatchHead
 from vitadel.types import Threat
 
 __all__ = ["OWN_HEAD", "PUBLIC", "open_mask_job"]

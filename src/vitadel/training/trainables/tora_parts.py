@@ -1,4 +1,4 @@
-"""TORA-ViT as what is trained (Li & Xu, CVPR 2023): adapters and fusion first, then one fusion for each lambda."""
+"""TORA-ViT (Li & Xu, CVPR 2023): train adapters and fusion first, then one fusion for each lambda."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _FACTORS = "classifier.attention_factors"
 
 @dataclass(frozen=True)
 class ToraParts:
-    """Phase 1 without `start`: everything of `kind` learns. Phase 2 with it: the fusion alone, for one `trade_off`.
+    """Phase 1 without `start` trains all parts of `kind`; phase 2 with it trains the fusion alone, for one `trade_off`.
 
     `start` is the run folder of phase 1, or its weights. `trade_off` is lambda, the weight of the robust loss. Kinds
-    without a fusion have one phase, with a lambda. `train_heads` lets heads learn in phase 2, too. The rest is as in
-    `ToraSettings`; in phase 2 it is that of phase 1.
+    without a fusion have one phase, with a lambda. `train_heads` also trains the heads in phase 2. The other fields are
+    those of `ToraSettings`; phase 2 uses those of phase 1.
     """
 
     secret: ClassVar[bool] = False
@@ -49,7 +49,7 @@ class ToraParts:
             check_trade_off(self.trade_off)
         if settings.fuses and (self.start is None) != (self.trade_off is None):
             raise UserError(
-                "TORA has two phases: without start and trade_off everything learns, with both the fusion alone learns "
+                "TORA has two phases: without start and trade_off all parts are trained, with both only the fusion "
                 f"for one lambda. Got start {self.start!r} and trade_off {self.trade_off!r}."
             )
         if not settings.fuses and (self.start is not None or self.trade_off is None):
@@ -61,18 +61,18 @@ class ToraParts:
         else:
             tora = load_tora(parts_file(self.start), model)
             tora.trade_off = self.trade_off
-            taught = trainable_parameters(tora, 2, heads=self.train_heads)
+            trained = trainable_parameters(tora, 2, heads=self.train_heads)
             for name, parameter in tora.named_parameters():
-                parameter.requires_grad_(name in taught)
+                parameter.requires_grad_(name in trained)
         return tora
 
     def shown(self, adapted: nn.Module) -> nn.Module:
         return BranchClassifier(cast(Tora, adapted), "rob")
 
     def state(self, adapted: nn.Module) -> dict[str, Tensor]:
-        learnt = {name: each.detach() for name, each in adapted.named_parameters() if each.requires_grad}
-        factors = cast(Tora, adapted).classifier.attention_factors  # of AAS-AT, which changes them between epochs
-        return learnt if factors is None else {**learnt, _FACTORS: factors}
+        trained = {name: each.detach() for name, each in adapted.named_parameters() if each.requires_grad}
+        factors = cast(Tora, adapted).classifier.attention_factors  # AAS-AT changes them between epochs
+        return trained if factors is None else {**trained, _FACTORS: factors}
 
     def load_state(self, adapted: nn.Module, state: Mapping[str, Tensor]) -> None:
         own = dict(adapted.named_parameters())

@@ -1,4 +1,4 @@
-"""Recipe keys of earlier versions: still accepted, translated to the names that PyTorch and timm use."""
+"""Names of recipe keys: those of earlier versions are translated, those of other libraries suggest ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,24 @@ from typing import Any
 
 from vitadel.errors import UserError
 
-__all__ = ["translate", "translate_settings"]
+__all__ = ["OTHER_WORDS", "translate", "translate_settings"]
+
+OTHER_WORDS = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "max_norm": "clip_grad_norm",
+    "clip_grad": "clip_grad_norm",
+    "opt": "name",
+    "sched": "shape",
+    "grad_accum_steps": "grad_accum",
+    "amp": "amp_dtype",
+    "aa": "auto_augment",
+    "random_erasing": "reprob",
+    "smoothing": "label_smoothing",
+    "num_workers": "workers",
+    "lambda": "beta",
+}
+"""What PyTorch, timm and papers also call some of the keys, where no spelling leads from one to the other."""
 
 _SECTIONS = {"optimiser": "optimizer"}
 

@@ -11,15 +11,16 @@ import torch
 from small_recipes import document, recipe
 
 from vitadel.errors import Interrupted, UserError
-from vitadel.heads.recipe_sections import LinearHead, PatchHead
 from vitadel.runtime.distributed import join_processes
 from vitadel.training import loop
 from vitadel.training.objectives.afat import Afat
 from vitadel.training.plugins.epsilon_warmup import EpsilonWarmup
-from vitadel.training.recipes import old_keys, sections
+from vitadel.training.recipes import key_names
+from vitadel.training.recipes import training_sections as sections
 from vitadel.training.recipes.build import build_recipe
-from vitadel.training.recipes.documents import compose, deciding
-from vitadel.training.recipes.old_keys import translate, translate_settings
+from vitadel.training.recipes.compose import compose, deciding
+from vitadel.training.recipes.key_names import translate, translate_settings
+from vitadel.training.recipes.probe_sections import LinearHead, PatchHead
 from vitadel.training.run import run_harden
 
 CPU = join_processes("cpu")
@@ -44,7 +45,7 @@ plugins: {epsilon_warmup: {epochs: 2, start_eps: 1/255}}
 
 @pytest.fixture(autouse=True)
 def nothing_reported(monkeypatch):
-    monkeypatch.setattr(old_keys, "_reported", set())
+    monkeypatch.setattr(key_names, "_reported", set())
 
 
 def written(folder: Path, text: str, name: str = "mine.yaml") -> str:
@@ -69,7 +70,7 @@ def test_every_new_name_is_a_field():
         "objective.afat": (Afat,),
         "plugins.epsilon_warmup": (EpsilonWarmup,),
     }
-    for section, keys in old_keys._KEYS.items():
+    for section, keys in key_names._KEYS.items():
         known = {field.name for cls in classes[section] for field in fields(cls)}
         assert set(keys.values()) <= known
         assert not set(keys) & known
@@ -153,7 +154,7 @@ def old_names(settings: dict[str, object]) -> dict[str, object]:
     """What an earlier version recorded for the same recipe."""
     renamed = {
         f"{'optimiser' if section == 'optimizer' else section}.{old}": f"{section}.{new}"
-        for section, keys in old_keys._KEYS.items()
+        for section, keys in key_names._KEYS.items()
         for old, new in keys.items()
     }
     back = {new: old for old, new in renamed.items()}
@@ -171,7 +172,7 @@ def test_a_run_folder_with_old_names_resumes(tmp_path, monkeypatch):
     whole, _ = run_harden(recipe(), "small", CPU, out=tmp_path / "whole")
     folder = tmp_path / "old"
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_save", interrupted_after(loop._save))
+        patch.setattr(loop, "save_checkpoint", interrupted_after(loop.save_checkpoint))
         with pytest.raises(Interrupted):
             run_harden(recipe(), "small", CPU, out=folder)
     command = json.loads((folder / "command.json").read_text())

@@ -1,0 +1,154 @@
+"""Recipe files: find them, read YAML with numbers and fractions, and write a composed recipe back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from functools import lru_cache
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from vitadel.errors import UserError, nearest_names
+from vitadel.quantities import read_quantity
+
+__all__ = [
+    "FILE_ENDINGS",
+    "TEXTS",
+    "convert_numbers",
+    "find_recipe",
+    "parse_recipe",
+    "read_text",
+    "read_yaml",
+    "recipe_text",
+    "shipped_recipes",
+]
+
+TEXTS = ("about", "paper", "expected", "hardware")
+"""Keys for human readers; `expected` is what the paper reports, `hardware` what it ran on and for how long."""
+
+FILE_ENDINGS = (".yaml", ".yml")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?( ?/ ?(\d+\.?\d*|\.\d+))?", re.IGNORECASE)
+
+
+def shipped_recipes() -> list[str]:
+    """The recipes that come with the package, as 'paper/job'."""
+    folders = [folder for folder in _shipped_folder().iterdir() if folder.is_dir()]
+    files = [f"{folder.name}/{file.name}" for folder in folders for file in folder.iterdir()]
+    return sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
+
+
+def _shipped_folder() -> Traversable:
+    return resources.files("vitadel") / "recipes"
+
+
+def find_recipe(name: str, beside: Traversable | None = None) -> Traversable:
+    """The file of a recipe; a path is relative to the folder of the file that names it, or to the working folder."""
+    if name.endswith(FILE_ENDINGS):
+        path = Path(name).expanduser()
+        if isinstance(beside, Path):
+            path = beside.parent / path
+        if not path.is_file():
+            raise UserError(f"there is no recipe file '{path}'; make one with `vitadel recipes copy NAME {name}`")
+        return path
+    known = shipped_recipes()
+    if name not in known:
+        raise UserError(
+            f"unknown recipe '{name}'{nearest_names(name, known) or '.'} See `vitadel list recipes`; "
+            "name a file of your own by its path, ending in .yaml"
+        )
+    return _shipped_folder() / f"{name}.yaml"
+
+
+def read_text(file: Traversable, name: str) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe '{name}' cannot be read: {error}") from error
+
+
+@lru_cache(maxsize=256)
+def parse_recipe(text: str, name: str) -> Mapping[str, Any]:
+    """The document of a recipe's text. Cached, as many recipes extend the same ones; do not change it in place."""
+    document = read_yaml(text, f"recipe '{name}'")
+    if not isinstance(document, dict):
+        raise UserError(
+            f"recipe '{name}' is not a document of keys and values; see `vitadel recipes show shapes/pgd-at`"
+        )
+    return {str(key): value if key in TEXTS else convert_numbers(value) for key, value in document.items()}
+
+
+def read_yaml(text: str, what: str) -> Any:
+    try:
+        _check_node(yaml.compose(text, Loader=yaml.SafeLoader), what)
+        return yaml.safe_load(text)
+    except UserError:
+        raise
+    except RecursionError:
+        raise UserError(f"{what} is nested too deeply to be read") from None
+    except Exception as error:  # values such as !!int x or 2020-99-99 raise whatever Python raises for them
+        raise UserError(f"{what} is not readable as YAML: {error}") from error
+
+
+def _check_node(node: yaml.Node | None, what: str, around: tuple[yaml.Node, ...] = ()) -> None:
+    """Refuse equal keys, of which YAML's reader silently keeps the last, and lists that contain themselves."""
+    if any(node is outer for outer in around):
+        raise UserError(f"{what} has something that contains itself in line {around[-1].start_mark.line + 1}")
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):  # others are refused when the document is made
+                if key.value in seen:
+                    line = key.start_mark.line + 1
+                    raise UserError(
+                        f"{what} has '{key.value}' twice in one place, again in line {line}; keep one of them"
+                    )
+                seen.add(key.value)
+            _check_node(value, what, (*around, node))
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _check_node(value, what, (*around, node))
+
+
+def convert_numbers(value: Any) -> Any:
+    """Convert fractions, 1e-3 (a text in YAML), numpy scalars and tensors of one number to Python numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): convert_numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [convert_numbers(entry) for entry in value]
+    if isinstance(value, str) and _NUMBER.fullmatch(value) and ("/" in value or "e" in value.lower()):
+        return read_quantity(value)
+    single = isinstance(value, np.generic) or getattr(value, "ndim", None) == 0
+    return value.item() if single else value
+
+
+def recipe_text(document: Mapping[str, Any]) -> str:
+    """A document as YAML, texts first, fractions as fractions; it reads back as the same document."""
+    texts = "".join(_text_entry(key, document[key]) for key in TEXTS if key in document)
+    rest = {key: _with_fractions(value) for key, value in document.items() if key not in TEXTS}
+    return texts + yaml.safe_dump(rest, sort_keys=False, allow_unicode=True, width=118)
+
+
+def _text_entry(key: str, text: object) -> str:
+    lines = str(text).strip().splitlines()
+    if len(lines) < 2:
+        return yaml.safe_dump({key: str(text).strip()}, allow_unicode=True, width=118)
+    return f"{key}: |-\n" + "".join(f"  {line}\n" for line in lines)
+
+
+def _with_fractions(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_fractions(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_fractions(entry) for entry in value]
+    if isinstance(value, float) and len(repr(value)) > 12:  # not 0.2, which is 51/255 as well
+        near, levels = Fraction(value).limit_denominator(12), round(value * 255, 6)
+        if float(near) == value:
+            return str(near)
+        return f"{levels:g}/255" if levels / 255 == value else value
+    return value
