@@ -292,9 +292,7 @@ def _train(setup: TrainingSetup, model: nn.Module, run: EngineRun, resume: bool)
     with _global_rng_preserved(), open_progress_table(steps, epochs, shown, unit) as table:
         classes = len(setup.stream.source.classes)
         metrics = Metrics(folder / "metrics.jsonl" if processes.is_main else None)
-        state = TrainingState(
-            recipe, model, classes, setup.stream, setup.held_out, processes, folder, table, metrics
-        )
+        state = TrainingState(recipe, model, classes, setup.stream, setup.held_out, processes, folder, table, metrics)
         if eps := attack and settings_of(attack).get("effective_eps"):
             state.report(f"attack in training: eps {eps}")
         if isinstance(recipe.adapter, WarnsAtStart) and (note := recipe.adapter.start_warning()):
