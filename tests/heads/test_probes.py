@@ -326,7 +326,7 @@ def test_heads_that_do_not_belong_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="head for 'vit', the model is 'deit3'"):
         load_head(path, classifier("deit3"))
     save_head(probe, path, {"backbone_fingerprint": backbone_fingerprint(cast(Classifier, probe.model))})
-    with pytest.raises(UserError, match="head for other weights, those of 'vit'; the model is 'deit3'"):
+    with pytest.raises(UserError, match="head for other weights, of 'vit'; the model is 'deit3'"):
         load_head(path, classifier("deit3"))
     same = cast(Classifier, probe.model)
     load_head(

@@ -15,8 +15,8 @@ from vitadel.data.preprocess import Preprocess
 from vitadel.data.sources.masks import ResizeCrop, open_masked
 from vitadel.data.subset import balanced_subset
 from vitadel.errors import Interrupted, UserError
-from vitadel.heads import probe, train_segmentation
-from vitadel.heads.linear_probe import head_about, load_head
+from vitadel.heads import probe, segmentation_probe
+from vitadel.heads.linear_probe import head_metadata, load_head
 from vitadel.heads.probe_recipe import build_probe, pixel_attack, with_tokens
 from vitadel.heads.segmentation import Segmenter
 from vitadel.runtime.distributed import Processes
@@ -64,7 +64,7 @@ def test_a_probe_is_judged_with_the_model_it_was_trained_on(tmp_path, tokens, wi
     best = max(told["heads"], key=lambda head: (head["correct"], -head["loss"]))
     assert {key: best[key] for key in ("blocks", "average", "rate")} == told["chosen"]
     assert told["tokens"] == (model.fingerprint if with_them else None)
-    about = head_about(tmp_path / "run" / "weights" / "head.safetensors")
+    about = head_metadata(tmp_path / "run" / "weights" / "head.safetensors")
     assert (about["blocks"], len(about["classes"]), len(about["backbone_fingerprint"])) == (
         told["chosen"]["blocks"],
         10,
@@ -142,9 +142,9 @@ def test_a_segmentation_head_is_judged_by_hand(tmp_path, tokens):
     results = run(document, tmp_path / "run", tokens)
     told, recipe = results["segmentation"], build_probe(document, "toy")
     tokened = load_tokens(tokens, model_of(masks())).eval()
-    head, _ = train_segmentation._load_head(tmp_path / "run" / "weights" / "head.safetensors", tokened)
+    head, _ = segmentation_probe._load_head(tmp_path / "run" / "weights" / "head.safetensors", tokened)
     deployed, public = Segmenter(tokened, head).eval(), Segmenter(tokened.classifier, head).eval()
-    own, trained_without = train_segmentation._load_head(
+    own, trained_without = segmentation_probe._load_head(
         tmp_path / "run" / "weights" / "attackers-head.safetensors", tokened
     )
     attackers = Segmenter(tokened.classifier, own).eval()
@@ -189,7 +189,7 @@ def test_patch_tokens_kept_or_made_anew_train_the_same_head(tmp_path):
 
 def test_a_segmentation_that_was_stopped_goes_on(tmp_path, monkeypatch):
     whole, calls = run(masks(), tmp_path / "whole"), []
-    lawful = train_segmentation._lawful
+    lawful = segmentation_probe._lawful
 
     def stop_at_third(*args):
         calls.append(args)
@@ -197,10 +197,10 @@ def test_a_segmentation_that_was_stopped_goes_on(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return lawful(*args)
 
-    monkeypatch.setattr(train_segmentation, "_lawful", stop_at_third)
+    monkeypatch.setattr(segmentation_probe, "_lawful", stop_at_third)
     with pytest.raises(Interrupted):
         run(masks(), tmp_path / "run")
-    monkeypatch.setattr(train_segmentation, "train_patch_head", None)
+    monkeypatch.setattr(segmentation_probe, "train_patch_head", None)
     assert run(masks(), tmp_path / "run", resume=True) == whole
     assert len(calls) == 4  # three batches of the attack: two were kept, the third was made again
     assert json.loads((tmp_path / "run" / "results.json").read_text()) == whole

@@ -60,9 +60,9 @@ def test_no_test_image_is_read_before_the_audit(tmp_path, monkeypatch):
     read = []
     real = Shapes.read
     monkeypatch.setattr(Shapes, "read", lambda self, rows: (read.append(self.split), real(self, rows))[1])
-    monkeypatch.setattr(harden_module, "_audit", lambda *_: {"read before": set(read)})
+    monkeypatch.setattr(harden_module, "_audit", lambda *_: {"read before": sorted(set(read))})
     results, _, _ = run_harden(recipe(train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
-    assert results["read before"] == {"train"}
+    assert results["read before"] == ["train"]
 
 
 def test_without_a_test_set_nothing_is_audited(tmp_path):

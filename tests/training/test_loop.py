@@ -212,7 +212,7 @@ def test_other_images_cannot_go_on_with_a_run(tmp_path, monkeypatch):
     content = taken.read_bytes()
     taken.rename(photos / "1" / "renamed.png")
     for _ in range(2):  # under another name, and then not at all
-        with pytest.raises(UserError, match=r"not those that .*run was begun with.*put them back"):
+        with pytest.raises(UserError, match=r"not those that .*run started with.*Restore the images"):
             run_harden(built, "small", CPU, out=tmp_path / "run", resume=True)
         (photos / "1" / "renamed.png").unlink(missing_ok=True)
     taken.write_bytes(content)
@@ -220,13 +220,13 @@ def test_other_images_cannot_go_on_with_a_run(tmp_path, monkeypatch):
 
 
 def test_another_recipe_cannot_go_on_with_a_run(finished):
-    with pytest.raises(UserError, match="other settings"):
+    with pytest.raises(UserError, match="different settings"):
         run_harden(recipe(plugins={}), "small", CPU, out=finished[0], resume=True)
 
 
 def test_the_checkpoint_of_another_recipe_is_refused_and_nothing_is_lost(finished, tmp_path):
     """Brought into the folder of a training that has not saved anything yet."""
-    folder, _, _ = run_harden(recipe(train={"epochs": 1}), "small", CPU, out=tmp_path / "run")[1].path, None
+    folder = run_harden(recipe(train={"epochs": 1}), "small", CPU, out=tmp_path / "run").folder.path
     (folder / "results.json").unlink()
     foreign = (finished[0] / "checkpoint.pt").read_bytes()
     (folder / "checkpoint.pt").write_bytes(foreign)
@@ -239,7 +239,7 @@ def test_the_checkpoint_of_another_recipe_is_refused_and_nothing_is_lost(finishe
     changed = {file for file, content in before.items() if file.read_bytes() != content}
     assert {file.name for file in changed} <= {"environment.json"}
     torch.save({"weights": torch.zeros(2)}, folder / "checkpoint.pt")
-    with pytest.raises(UserError, match="is no checkpoint of `vitadel harden`"):
+    with pytest.raises(UserError, match="is not a checkpoint of `vitadel harden`"):
         run_harden(recipe(train={"epochs": 1}), "small", CPU, out=folder, resume=True)
 
 
@@ -263,10 +263,12 @@ def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_checkpoint(tm
 
     def poisoned(self, batch):
         numbers = real(self, batch)
-        return {**numbers, "robust": torch.tensor(float("nan"))} if self.run.step == 4 else numbers
+        return {**numbers, "robust": torch.tensor(float("nan"))} if self.state.step == 4 else numbers
 
     monkeypatch.setattr(loop._Trainer, "_backward", poisoned)
-    with pytest.raises(UserError, match=r"robust = nan at step 5 \(epoch 2\).*checkpoint of step 4 is kept"):
+    with pytest.raises(
+        UserError, match=r"diverged at step 5 \(epoch 2\): robust = nan; the checkpoint of step 4 is kept"
+    ):
         run_harden(recipe(), "small", CPU, out=tmp_path / "run")
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 4
     monkeypatch.undo()
@@ -279,11 +281,13 @@ def test_weights_that_give_no_answer_are_neither_judged_nor_saved(tmp_path, monk
 
     def thrown(self, parts):
         real(self, parts)
-        if self.run.step == 4:
-            next(self.run.model.parameters()).data.fill_(1e38)
+        if self.state.step == 4:
+            next(self.state.model.parameters()).data.fill_(1e38)
 
     monkeypatch.setattr(loop._Trainer, "take_step", thrown)
-    with pytest.raises(UserError, match=r"NaN or infinite logits at step 4 .*checkpoint of step 3 is kept"):
+    with pytest.raises(
+        UserError, match=r"diverged at step 4 .*NaN or infinite logits; the checkpoint of step 3 is kept"
+    ):
         run_harden(recipe(), "small", CPU, out=tmp_path / "run")
     monkeypatch.undo()
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 3
@@ -291,7 +295,7 @@ def test_weights_that_give_no_answer_are_neither_judged_nor_saved(tmp_path, monk
 
 
 def test_a_real_overflow_is_told(tmp_path):
-    with pytest.raises(UserError, match="so the training was stopped"):
+    with pytest.raises(UserError, match="training diverged at step"):
         run_harden(
             recipe(optimizer={"lr": 1e30, "clip_grad_norm": None, "name": "sgd"}), "small", CPU, out=tmp_path / "run"
         )
@@ -325,12 +329,12 @@ def test_a_gradient_that_is_no_number_never_reaches_the_checkpoint(tmp_path, mon
 
     def poisoned(self, batch):
         numbers = real(self, batch)
-        if self.run.step == 3:
-            next(self.run.model.parameters()).grad.view(-1)[0] = float("nan")
+        if self.state.step == 3:
+            next(self.state.model.parameters()).grad.view(-1)[0] = float("nan")
         return numbers
 
     monkeypatch.setattr(loop._Trainer, "_backward", poisoned)
-    with pytest.raises(UserError, match=r"gradient_norm = nan at step 4"):
+    with pytest.raises(UserError, match=r"diverged at step 4 .*gradient_norm = nan"):
         run_harden(recipe(optimizer={"clip_grad_norm": None}), "small", CPU, out=tmp_path / "run")
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
@@ -377,7 +381,7 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path, monkeypatch):
     real = loop._Trainer.take_step
 
     def interrupted(self, parts):
-        if self.run.step == 2:
+        if self.state.step == 2:
             os.kill(os.getpid(), signal.SIGINT)
         real(self, parts)
 
@@ -557,6 +561,6 @@ def test_a_batch_norm_backbone_trains_and_says_whose_statistics_it_uses(tmp_path
 
     results, folder, _ = run_harden(build_recipe(base, "small"), "small", CPU, out=tmp_path / "run", show_progress=True)
     assert results["complete"]
-    assert "BatchNorm layers gather the statistics of the images of the loss" in capsys.readouterr().err
+    assert "BatchNorm layers collect the statistics of the images of the loss" in capsys.readouterr().err
     moved = weights(folder.path)
     assert any(key.endswith("num_batches_tracked") and int(value) == 6 for key, value in moved.items())

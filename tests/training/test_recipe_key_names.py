@@ -169,7 +169,7 @@ def test_recorded_settings_are_translated():
 
 def test_a_run_folder_with_old_names_resumes(tmp_path, monkeypatch):
     """The settings in command.json and the recipe inside the checkpoint, as an earlier version wrote them."""
-    whole, _ = run_harden(recipe(), "small", CPU, out=tmp_path / "whole")
+    whole = run_harden(recipe(), "small", CPU, out=tmp_path / "whole").results
     folder = tmp_path / "old"
     with monkeypatch.context() as patch:
         patch.setattr(loop, "save_checkpoint", interrupted_after(loop.save_checkpoint))
@@ -182,7 +182,7 @@ def test_a_run_folder_with_old_names_resumes(tmp_path, monkeypatch):
     assert state["step"] == 2
     state["recipe"] = old_names(state["recipe"])
     torch.save(state, folder / "checkpoint.pt")
-    resumed, _ = run_harden(recipe(), "small", CPU, out=folder, resume=True)
+    resumed = run_harden(recipe(), "small", CPU, out=folder, resume=True).results
     assert resumed["training"] == whole["training"]
 
 

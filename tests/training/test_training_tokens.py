@@ -139,7 +139,7 @@ def test_a_resumed_training_ends_with_the_same_tokens(trained, tmp_path, monkeyp
 
     def fragile(self, parts):
         real(self, parts)
-        if self.run.step == 3 and not tmp_path.joinpath("cut").exists():
+        if self.state.step == 3 and not tmp_path.joinpath("cut").exists():
             tmp_path.joinpath("cut").touch()
             raise RuntimeError("power cut")
 
