@@ -335,7 +335,7 @@ def test_heads_that_do_not_belong_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not fit this model"):
         load_head(path, make_vit("vit", embed_dim=48))
     weights = dict(probe.head.state_dict())
-    for text, message in (("{", "damaged"), ('{"schema": 1}', "damaged"), (None, "no probe's head")):
+    for text, message in (("{", "damaged"), ('{"schema": 1}', "damaged"), (None, "is not the head of a probe")):
         metadata = None if text is None else {"vitadel-probe": text}
         path.write_bytes(safetensors.torch.save(weights, metadata=metadata))
         with pytest.raises(UserError, match=message):

@@ -266,9 +266,7 @@ def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_checkpoint(tm
         return {**numbers, "robust": torch.tensor(float("nan"))} if self.state.step == 4 else numbers
 
     monkeypatch.setattr(loop._Trainer, "_backward", poisoned)
-    with pytest.raises(
-        UserError, match=r"diverged at step 5 \(epoch 2\): robust = nan; the checkpoint of step 4 is kept"
-    ):
+    with pytest.raises(UserError, match=r"diverged at step 5 \(epoch 2\): robust = nan; .* of step 4 is kept"):
         run_harden(recipe(), "small", CPU, out=tmp_path / "run")
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 4
     monkeypatch.undo()
@@ -285,9 +283,7 @@ def test_weights_that_give_no_answer_are_neither_judged_nor_saved(tmp_path, monk
             next(self.state.model.parameters()).data.fill_(1e38)
 
     monkeypatch.setattr(loop._Trainer, "take_step", thrown)
-    with pytest.raises(
-        UserError, match=r"diverged at step 4 .*NaN or infinite logits; the checkpoint of step 3 is kept"
-    ):
+    with pytest.raises(UserError, match=r"diverged at step 4 .*NaN or infinite logits; .* of step 3 is kept"):
         run_harden(recipe(), "small", CPU, out=tmp_path / "run")
     monkeypatch.undo()
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 3

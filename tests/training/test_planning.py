@@ -91,7 +91,7 @@ def test_recipes_with_adapters_are_planned_as_they_are_trained(monkeypatch, name
         works.append(work)
         return float(len(works))  # every piece of work takes a second more than the one before
 
-    real = cost.craft
+    real = cost.run_inner_attack
     for module in (cost, engine_cost):
         monkeypatch.setattr(module, "seconds_of", once)
     monkeypatch.setattr(

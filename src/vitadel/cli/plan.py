@@ -32,7 +32,7 @@ def plan(
 
     Times come from a short measurement on this machine.
     """
-    from vitadel.training.recipes.documents import shipped_recipes
+    from vitadel.training.recipes.yaml_files import shipped_recipes
 
     shipped = shipped_recipes()
     if model in shipped or model.endswith((".yaml", ".yml")):

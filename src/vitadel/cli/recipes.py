@@ -22,8 +22,8 @@ def show(
     composed: Annotated[bool, typer.Option("--composed", help="with everything it extends")] = False,
 ) -> None:
     """Print a recipe: its file with its comments, or one row."""
-    from vitadel.training.recipes.documents import compose, rows, source
-    from vitadel.training.recipes.write import recipe_text
+    from vitadel.training.recipes.compose import compose, rows, source
+    from vitadel.training.recipes.yaml_files import recipe_text
 
     if row is not None or composed:
         typer.echo(recipe_text(compose(name, row)), nl=False)

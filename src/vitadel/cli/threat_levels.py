@@ -65,7 +65,7 @@ def threat_levels(
     At each level the attacker knows more, up to the tokens themselves.
     """
     from vitadel.backbones.load import load_model
-    from vitadel.heads.head_files import load_head
+    from vitadel.heads.linear_probe import load_head
     from vitadel.runtime.distributed import join_processes
     from vitadel.threat_levels.run import run_threat_levels
 

@@ -62,7 +62,7 @@ def read_recipe(text: str) -> TokenRecipe:
         )
     recipe = TokenRecipe(text, name, row or None)
     built = recipe.build()
-    if not isinstance(built.adapter, Tokens):
+    if not isinstance(built.adapter, SecretTokens):
         use = dict(built.document.get("adapter") or {}).get("use", "whole_model")
         raise UserError(
             f"--recipe {text} trains no robustness tokens (its adapter is {use}). Name the recipe of the victim's "
