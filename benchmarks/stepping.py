@@ -15,8 +15,7 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
 from vitadel.runtime.distributed import join_processes
 
-# One step at a time is nobody else's business, so it has no public name; `train` would take all of them at once, and
-# contenders could not take turns.
+# Single steps have no public name: `train` runs all of them at once, so candidates could not take turns.
 from vitadel.training.loop import _Trainer
 from vitadel.training.metrics import Metrics
 from vitadel.training.progress_table import ProgressTable
