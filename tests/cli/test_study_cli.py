@@ -94,6 +94,8 @@ def audit(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, obj
 
 def test_curves_of_an_audit_agree_with_it(audit: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
     folder, before = audit
+    opening = json.loads((folder / "command.json").read_text())["opening"]
+    assert (opening["model"], opening["data"], opening["seed"]) == ("zoo:shapes-standard", "shapes", 1)
     results = vitadel.study(
         "curves", folder, attack="pgd-2", budgets=(2 / 255,), steps=(), restarts=(), out=tmp_path / "study"
     )
@@ -137,7 +139,7 @@ def test_defaults_of_the_flags_are_those_of_the_request(name: str) -> None:
     [
         (["curves", "--steps=1,x"], "--steps takes whole numbers"),
         (["curves", "--budgets=0,0"], "--budgets must rise"),
-        (["saturation", "--attack=aas+pgd-2"], "take a plain one"),
+        (["saturation", "--attack=aas+pgd-2"], "use a plain attack"),
         (["scaled-blocks", "--ways=frist"], "did you mean first"),
         (["accumulation", "--classes=cat,dog"], "--classes takes whole numbers"),
     ],

@@ -11,7 +11,7 @@ import typer.main
 
 from vitadel.cli.main import app
 from vitadel.errors import UserError
-from vitadel.runtime.opening import Opening, next_command, recorded_opening
+from vitadel.runtime.opening import Opening, next_command, recorded_opening, typed_words
 
 COMMANDS = typer.main.get_command(app).commands
 FIELDS = {each.name for each in fields(Opening)} - {"new_head", "kwargs"}
@@ -56,6 +56,13 @@ def test_the_field_is_read_as_it_was_written():
 
 def test_folders_without_the_field_are_read_from_the_words_typed():
     assert recorded_opening(OLD_COMMAND) == OPENED
+
+
+@pytest.mark.parametrize(("first", "typed"), [("audit", True), ("corruptions", True), ("x.py", False), ("", False)])
+def test_runs_of_the_command_line_are_known_by_their_verb(first, typed):
+    """The runs of suites are recorded as audits, whichever verb started them."""
+    words = [first, "m", "--seed", "1"]
+    assert typed_words({"verb": "audit", "argv": words}) == (words if typed else [])
 
 
 def test_words_of_another_program_are_not_read():
