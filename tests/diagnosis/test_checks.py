@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from toys import TinyNet, images, trained_toy
 from vitadel.diagnosis.checks import attack_comparisons as comparisons
-from vitadel.diagnosis.checks import attention, gradients, inputs, outputs
+from vitadel.diagnosis.checks import attention_saturation as attention
+from vitadel.diagnosis.checks import gradients, inputs, outputs
 from vitadel.diagnosis.examination import LEVELS, Examination, level_named, probing_threat
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined
 from vitadel.diagnosis.surrogate_student import train_student

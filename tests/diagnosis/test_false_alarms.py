@@ -17,7 +17,8 @@ from vitadel.adapters.adapted_model import open_model
 from vitadel.backbones.classifier import wrap
 from vitadel.diagnosis.broken_defenses import quantize_by_attention
 from vitadel.diagnosis.checks import attack_comparisons as comparisons
-from vitadel.diagnosis.checks import attention, gradients, inputs, outputs
+from vitadel.diagnosis.checks import attention_saturation as attention
+from vitadel.diagnosis.checks import gradients, inputs, outputs
 from vitadel.diagnosis.examination import Examination
 from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined
 from vitadel.diagnosis.run import DiagnosisRequest, diagnose, examination_of

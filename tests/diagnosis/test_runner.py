@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from toys import TinyNet, trained_toy
 from vitadel.diagnosis import run
 from vitadel.diagnosis.examination import LEVELS, Examination
-from vitadel.diagnosis.finding import OK
+from vitadel.diagnosis.finding import OK, Finding
 from vitadel.diagnosis.run import DiagnosisRequest, diagnose
 from vitadel.diagnosis.runner import CHECKS, Check, Diagnosis, cost_of, recommended_command, run_checks, summarize
 from vitadel.errors import Interrupted, UserError
@@ -117,10 +117,10 @@ def test_an_interrupted_diagnosis_resumes(tmp_path, monkeypatch):
 
 def test_a_diagnosis_interrupted_in_an_earlier_version_resumes():
     old = {"check": "gradients are there", "verdict": "ok", "evidence": {}, "advice": ""}
-    diagnosis = Diagnosis.from_dict({"findings": [old], "not_examined": {"no staircase": "why"}})
-    (finding,) = diagnosis.findings
-    assert (finding.check, finding.title) == ("zero-gradients", "Gradients vanish on correctly classified images")
-    assert diagnosis.not_examined == {"staircase": "why"}
+    new = Finding("zero-gradients", "ok", {}, "", "Gradients vanish")
+    saved = {"findings": [old, new.as_dict()], "not_examined": {"no staircase": "why", "staircase": "because"}}
+    diagnosis = Diagnosis.from_dict(saved)
+    assert diagnosis == Diagnosis((new,), {"staircase": "because"})  # the others run again
     assert Diagnosis.from_dict(diagnosis.as_dict()) == diagnosis
 
 

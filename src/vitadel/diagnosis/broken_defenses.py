@@ -40,36 +40,41 @@ class BrokenDefense:
         return self.build(load_model(self.base))
 
 
+Change = Callable[[Tensor], Tensor]
+Build = Callable[[nn.Module], nn.Module]
+
+
 class _Around(nn.Module):
-    """A module around an honest model, in the mode of that model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.training = model.training
-
-
-class _Wrapped(_Around):
-    """An honest model with a change of its pixels before and of its logits after."""
+    """A module around an honest model, in the mode of that model; `rule` gives its logits."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        before: Callable[[Tensor], Tensor] = lambda x: x,
-        after: Callable[[Tensor], Tensor] = lambda logits: logits,
+        self, model: nn.Module, rule: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x)
     ) -> None:
-        super().__init__(model)
-        self.before = before
-        self.after = after
+        super().__init__()
+        self.model = model
+        self.rule = rule
+        self.training = model.training
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.model(self.before(x)))
+        return self.rule(self.model, x)
+
+
+def _around(rule: Callable[[nn.Module, Tensor], Tensor]) -> Build:
+    return lambda model: _Around(model, rule)
+
+
+def _before(change: Change) -> Build:
+    return _around(lambda model, x: model(change(x)))
+
+
+def _after(change: Change) -> Build:
+    return _around(lambda model, x: change(model(x)))
 
 
 # --- hidden or replaced gradients -----------------------------------------------------------------------------------
 
 
-def _rounded_to(bits: int) -> Callable[[Tensor], Tensor]:
+def _rounded_to(bits: int) -> Change:
     levels = 2**bits - 1
     return lambda x: (x * levels).round() / levels
 
@@ -89,31 +94,20 @@ def _jpeg(x: Tensor) -> Tensor:
     return torch.stack(pictures).to(x) / 255
 
 
-class _NoisyGradient(torch.autograd.Function):
-    """Identity, with much noise in the backward pass."""
+def _with_gradient(change: Change) -> Change:
+    """The identity, with a change of the gradient in the backward pass."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
+    def identity(x: Tensor) -> Tensor:
+        z = x.clone()
+        if z.requires_grad:
+            z.register_hook(change)
+        return z
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (grad,) = grads
-        return grad + 100 * grad.abs().amax() * torch.randn_like(grad)
-
-
-class _ReversedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return -grads[0]
+    return identity
 
 
-def _applied(function: type[torch.autograd.Function]) -> Callable[[Tensor], Tensor]:
-    return lambda x: cast(Tensor, function.apply(x))
+def _noisy(grad: Tensor) -> Tensor:
+    return grad + 100 * grad.abs().amax() * torch.randn_like(grad)
 
 
 def _rounded_activations(model: nn.Module) -> nn.Module:
@@ -138,7 +132,7 @@ def _saturated(model: nn.Module) -> nn.Module:
     return cast(nn.Module, changed)
 
 
-def _rippled(width: float, steepness: float, anywhere: bool = False) -> Callable[[Tensor], Tensor]:
+def _rippled(width: float, steepness: float, anywhere: bool = False) -> Change:
     """Add a sine to the pixels, `width` levels of 255 wide and `steepness` times as steep as the pixels.
 
     All gradients are correct, and most of them follow the ripple. `anywhere`: the ripple is shifted at every call.
@@ -155,28 +149,12 @@ def _rippled(width: float, steepness: float, anywhere: bool = False) -> Callable
 # --- logits that mislead --------------------------------------------------------------------------------------------
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(1)
-
-
-def _percentages(logits: Tensor) -> Tensor:
-    return 100 * (2 * logits).softmax(1)
-
-
-def _refused(model: nn.Module) -> nn.Module:
-    """Return NaN for images that look noisy: their prediction is then never seen to change."""
-
-    def refuse(x: Tensor) -> Tensor:
-        return x.masked_fill(_looks_noisy(x, 0.006)[:, None, None, None], math.nan)
-
-    return _Wrapped(model, before=refuse)
+def _nan_if_noisy(x: Tensor) -> Tensor:
+    """NaN for images that look noisy: their prediction is then never seen to change."""
+    return x.masked_fill(_looks_noisy(x, 0.006)[:, None, None, None], math.nan)
 
 
 # --- random outputs -------------------------------------------------------------------------------------------------
-
-
-def _noise(x: Tensor) -> Tensor:
-    return (x + 0.05 * torch.randn_like(x)).clamp(0, 1)
 
 
 def _resized(x: Tensor) -> Tensor:
@@ -193,10 +171,6 @@ def _dropout_left(model: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Dropout2d(0.2), copy.deepcopy(model)).train()
 
 
-def _dropout_always(logits: Tensor) -> Tensor:
-    return F.dropout(logits, 0.3, training=True)
-
-
 # --- outputs that depend on the batch, on earlier images, on gradient mode --------------------------------------------
 
 
@@ -208,7 +182,7 @@ def _batch_norm_left(model: nn.Module) -> nn.Module:
 def _batch_statistics(model: nn.Module) -> nn.Module:
     """Put batch norm without running statistics before the model: it mixes the images of a batch in eval mode, too."""
     norm = nn.BatchNorm2d(3, affine=False, track_running_stats=False)
-    return nn.Sequential(norm, _Wrapped(model, lambda x: x * 0.25 + 0.5)).eval()
+    return nn.Sequential(norm, _before(lambda x: x * 0.25 + 0.5)(model)).eval()
 
 
 class _Drifting(_Around):
@@ -232,19 +206,16 @@ def _looks_noisy(x: Tensor, level: float) -> Tensor:
     return (x - _smoothed(x)).abs().flatten(1).quantile(0.2, dim=1) > level
 
 
-def _on_noisy_only(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _on_noisy_only(change: Change) -> Change:
     def changed(x: Tensor) -> Tensor:
         return torch.where(_looks_noisy(x, 0.006)[:, None, None, None], change(x), x)
 
     return changed
 
 
-class _Detector(_Around):
-    """Classifies a smoothed copy, without gradients, if an image looks noisy."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        noisy = _looks_noisy(x, 0.006)
-        return torch.where(noisy[:, None], self.model(_smoothed(x)).detach(), self.model(x))
+def _detector(model: nn.Module, x: Tensor) -> Tensor:
+    """Classify a smoothed copy, without gradients, if an image looks noisy."""
+    return torch.where(_looks_noisy(x, 0.006)[:, None], model(_smoothed(x)).detach(), model(x))
 
 
 class _BentAtOneStep(_Around):
@@ -258,18 +229,16 @@ class _BentAtOneStep(_Around):
         return torch.where(_looks_noisy(x, 0.011)[:, None], self.robust(x), self.model(x))
 
 
-class _AntiAdversary(_Around):
-    """Moves every image deeper into its predicted class first (Alfarra et al. 2022, arXiv:2103.14347); gradients
-    ignore the move."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            z = x.detach().clone()
-            for _ in range(3):
-                logits = self.model(z.requires_grad_())
-                (grad,) = torch.autograd.grad(F.cross_entropy(logits, logits.argmax(1), reduction="sum"), z)
-                z = (z - 8 / 255 * grad.sign()).detach()
-        return cast(Tensor, self.model(x + (z - x).detach()))
+def _anti_adversary(model: nn.Module, x: Tensor) -> Tensor:
+    """Move every image deeper into its predicted class first (Alfarra et al. 2022, arXiv:2103.14347); gradients ignore
+    the move."""
+    with torch.enable_grad():
+        z = x.detach().clone()
+        for _ in range(3):
+            logits = model(z.requires_grad_())
+            (grad,) = torch.autograd.grad(F.cross_entropy(logits, logits.argmax(1), reduction="sum"), z)
+            z = (z - 8 / 255 * grad.sign()).detach()
+    return cast(Tensor, model(x + (z - x).detach()))
 
 
 class _SecretTokens(_Around):
@@ -330,14 +299,6 @@ def quantize_by_attention(model: nn.Module, shades: int, gap: float) -> nn.Modul
 # --- the list -------------------------------------------------------------------------------------------------------
 
 
-def _before(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: _Wrapped(model, before=change)
-
-
-def _after(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: _Wrapped(model, after=change)
-
-
 _ROBUST = "zoo:shapes-robust"  # for defenses that would cost the standard model its clean accuracy
 
 BROKEN_DEFENSES: tuple[BrokenDefense, ...] = (
@@ -347,14 +308,18 @@ BROKEN_DEFENSES: tuple[BrokenDefense, ...] = (
         _after(lambda z: 1000 * z),
         ("zero-gradients", "loss-sensitivity", "unbounded-attack"),
     ),
-    BrokenDefense("softmax output", "probabilities instead of logits", _after(_softmax), ("probability-outputs",)),
+    BrokenDefense(
+        "softmax output", "probabilities instead of logits", _after(lambda z: z.softmax(1)), ("probability-outputs",)
+    ),
     BrokenDefense(
         "percentages",
         "probabilities of logits x 2, times 100",
-        _after(_percentages),
+        _after(lambda z: 100 * (2 * z).softmax(1)),
         ("probability-outputs", "zero-gradients", "small-gradients", "loss-sensitivity"),
     ),
-    BrokenDefense("NaN as an answer", "images that look noisy are refused", _refused, ("non-finite-outputs",)),
+    BrokenDefense(
+        "NaN as an answer", "images that look noisy are refused", _before(_nan_if_noisy), ("non-finite-outputs",)
+    ),
     BrokenDefense("another order", "the classes of another list", _after(lambda z: z.roll(1, 1)), ("clean-accuracy",)),
     BrokenDefense(
         "bit depth",
@@ -377,13 +342,13 @@ BROKEN_DEFENSES: tuple[BrokenDefense, ...] = (
     BrokenDefense(
         "gradient noise",
         "noise on the way back",
-        _before(_applied(_NoisyGradient)),
+        _before(_with_gradient(_noisy)),
         ("random-gradients", "wrong-gradients", "uninformative-gradients"),
     ),
     BrokenDefense(
         "gradient reversed",
         "the sign turned on the way back",
-        _before(_applied(_ReversedGradient)),
+        _before(_with_gradient(torch.neg)),
         ("wrong-gradients",),
     ),
     BrokenDefense(
@@ -405,7 +370,12 @@ BROKEN_DEFENSES: tuple[BrokenDefense, ...] = (
             "transfer",
         ),
     ),
-    BrokenDefense("random noise", "noise added to pixels", _before(_noise), ("random-outputs",)),
+    BrokenDefense(
+        "random noise",
+        "noise added to pixels",
+        _before(lambda x: (x + 0.05 * torch.randn_like(x)).clamp(0, 1)),
+        ("random-outputs",),
+    ),
     BrokenDefense("random resizing", "shrunk and padded at random", _before(_resized), ("random-outputs",), _ROBUST),
     BrokenDefense(
         "wandering ripples",
@@ -423,7 +393,7 @@ BROKEN_DEFENSES: tuple[BrokenDefense, ...] = (
     BrokenDefense(
         "dropout always on",
         "logits dropped in eval mode, too",
-        _after(_dropout_always),
+        _after(lambda z: F.dropout(z, 0.3, training=True)),
         ("random-outputs", "zero-budget"),
     ),
     BrokenDefense("batch norm left in train mode", "model.eval() forgotten", _batch_norm_left, ("train-mode",)),
@@ -432,7 +402,7 @@ BROKEN_DEFENSES: tuple[BrokenDefense, ...] = (
     BrokenDefense(
         "detector",
         "noisy images are smoothed and detached",
-        _Detector,
+        _around(_detector),
         ("zero-gradients", "wrong-gradients"),
         _ROBUST,
     ),
@@ -445,7 +415,7 @@ BROKEN_DEFENSES: tuple[BrokenDefense, ...] = (
     BrokenDefense(
         "anti-adversary",
         "images are moved away from other classes first",
-        _AntiAdversary,
+        _around(_anti_adversary),
         ("test-time-optimization", "wrong-gradients"),
         _ROBUST,
     ),

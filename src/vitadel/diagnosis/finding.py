@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vitadel.findings import BROKEN, OK, SUSPICIOUS, Evidence, Finding, Verdict
 
@@ -61,11 +61,10 @@ def explanation_of(check: Callable[..., object]) -> Explanation:
 class Check:
     """A check, which is called with an `Examination`.
 
-    `identifier` goes into results.json; `title` says what is wrong if the check is raised; `former_name` is what
-    earlier versions called it. `attacks` names the attacks it compares, which run once for all checks; `own_cost` is
-    what it takes besides. `as_given`: the check sees the model in the mode it came in, not in eval mode. `vital`: if it
-    is broken, the checks after it mean nothing. `if_random`: it applies only to models with random outputs. `next`
-    are the attacks to run if it is raised.
+    `identifier` goes into results.json; `title` says what is wrong if the check is raised. `attacks` names the attacks
+    it compares, which run once for all checks; `own_cost` is what it takes besides. `as_given`: the check sees the
+    model in the mode it came in, not in eval mode. `vital`: if it is broken, the checks after it mean nothing.
+    `if_random`: it applies only to models with random outputs. `next` are the attacks to run if it is raised.
     """
 
     identifier: str
@@ -77,7 +76,6 @@ class Check:
     vital: bool = False
     if_random: bool = False
     next: str | None = None
-    former_name: str = ""
 
     def __call__(self, e: Examination) -> Outcome:
         return self.run(e)
@@ -88,21 +86,8 @@ class Check:
 
 
 def check(
-    identifier: str,
-    title: str,
-    *,
-    cost: Cost | Callable[[Level], Cost] = (0, 0),
-    attacks: Callable[[Level], tuple[str, ...]] = lambda level: (),
-    as_given: bool = False,
-    vital: bool = False,
-    if_random: bool = False,
-    next: str | None = None,
-    former_name: str = "",
+    identifier: str, title: str, *, cost: Cost | Callable[[Level], Cost] = (0, 0), **more: Any
 ) -> Callable[[Callable[[Examination], Outcome]], Check]:
-    """Declare a function below `diagnosis/checks/` as a check; see `Check` for the arguments."""
-
-    def declare(run: Callable[[Examination], Outcome]) -> Check:
-        own_cost = cost if callable(cost) else lambda level: cost
-        return Check(identifier, title, run, own_cost, attacks, as_given, vital, if_random, next, former_name)
-
-    return declare
+    """Declare a function below `diagnosis/checks/` as a check; `more` are further fields of `Check`."""
+    own_cost = cost if callable(cost) else lambda level: cost
+    return lambda run: Check(identifier, title, run, own_cost, **more)

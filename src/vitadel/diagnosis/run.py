@@ -31,7 +31,6 @@ from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, result
 from vitadel.findings import SUSPICIOUS, Finding, can_diagnose
 from vitadel.quantities import read_quantity
 from vitadel.runtime.distributed import Processes, join_processes
-from vitadel.runtime.opening import Opening
 from vitadel.runtime.run_folder import write_json
 from vitadel.types import Source
 
@@ -98,7 +97,7 @@ def diagnose(
     Modules are returned to their device and modes.
     """
     named = surrogate if isinstance(surrogate, str) else None
-    plan = DiagnosisRequest(
+    request = DiagnosisRequest(
         level, read_quantity(eps, "eps"), norm, named, limit=limit, batch_size=batch_size, seed=seed
     )
     processes = join_processes(device)
@@ -106,10 +105,10 @@ def diagnose(
     with _restored(model), _restored(surrogate):
         if isinstance(data, tuple):
             opened = open_model(model, model_options, **secrets) if isinstance(model, str) else model
-            e = _examination_of_tensors(opened, *data, plan, processes, surrogate)
+            e = _examination_of_tensors(opened, *data, request, processes, surrogate)
         else:
             target = open_target(model, data, data_root=data_root, model_options=model_options, **secrets)
-            e = examination_of(target, plan, processes, surrogate)[0]
+            e = examination_of(target, request, processes, surrogate)[0]
         _check_enough(len(e.x))
         diagnosis = run_checks(e)
     titles = {check.identifier: check.title for check in CHECKS}
@@ -135,11 +134,6 @@ def _restored(module: object) -> Iterator[None]:
             parts[0].to(home)
 
 
-def _open_surrogate(surrogate: str | nn.Module | None, model: nn.Module, processes: Processes) -> nn.Module | None:
-    opened = open_model(surrogate) if isinstance(surrogate, str) else surrogate
-    return None if opened is None else subset_like(model, opened.to(processes.device).eval())
-
-
 def _check_enough(images: int) -> None:
     if images < FEWEST:
         raise UserError(f"diagnose needs at least {FEWEST} images: fewer prove nothing; got {images}")
@@ -149,7 +143,7 @@ def _examination_of_tensors(
     model: nn.Module,
     pixels: Tensor,
     labels: Tensor,
-    plan: DiagnosisRequest,
+    request: DiagnosisRequest,
     processes: Processes,
     surrogate: str | nn.Module | None,
 ) -> Examination:
@@ -163,7 +157,7 @@ def _examination_of_tensors(
     if int(labels.min()) < 0:
         raise UserError(f"labels must be 0 or more, got {int(labels.min())}; leave out images without a label")
     known = labels.cpu().long()
-    chosen = balanced_subset(known, plan.images, plan.seed)
+    chosen = balanced_subset(known, request.images, request.seed)
     rest = torch.ones(len(known), dtype=torch.bool)
     rest[chosen] = False
     spare = rest.nonzero()[:, 0]
@@ -172,55 +166,56 @@ def _examination_of_tensors(
         return pixels[rows.to(pixels.device)].to(processes.device), known[rows].to(processes.device)
 
     def others(count: int) -> Images:
-        rows = balanced_subset(known[spare], count, plan.seed, spare)
+        rows = balanced_subset(known[spare], count, request.seed, spare)
         return [select(part) for part in rows.split(BATCH)] if len(rows) else []
 
-    return _examination(model, *select(chosen), plan, processes, others, surrogate)
+    return _examine(model, *select(chosen), request, processes, others, surrogate)
 
 
-def _examination(
+def _examine(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    plan: DiagnosisRequest,
+    request: DiagnosisRequest,
     processes: Processes,
-    others: Callable[[int], Images],
+    other_images: Callable[[int], Images],
     surrogate: str | nn.Module | None,
 ) -> Examination:
+    named = request.surrogate if surrogate is None else surrogate
+    other = open_model(named) if isinstance(named, str) else named
     return Examination(
         model.to(processes.device),
         x,
         y,
-        norm=plan.norm,
-        eps=plan.eps,
-        level=plan.depth,
-        seed=plan.seed,
-        batch_size=plan.batch_size,
-        other_images=others,
-        surrogate=_open_surrogate(plan.surrogate if surrogate is None else surrogate, model, processes),
+        norm=request.norm,
+        eps=request.eps,
+        level=request.depth,
+        seed=request.seed,
+        batch_size=request.batch_size,
+        other_images=other_images,
+        surrogate=None if other is None else subset_like(model, other.to(processes.device).eval()),
     )
 
 
 def examination_of(
-    target: Target, plan: DiagnosisRequest, processes: Processes, surrogate: str | nn.Module | None = None
+    target: Target, request: DiagnosisRequest, processes: Processes, surrogate: str | nn.Module | None = None
 ) -> tuple[Examination, Batch, Sequence[BadSample]]:
     """Load the images onto the model's device; also returns their batch and the samples left out for their label."""
     target = apply_class_subset(target)
-    indices, mislabeled = target.selection(plan.images, plan.seed, plan.skip_bad)
-    (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess, skip_bad=plan.skip_bad)
+    indices, mislabeled = target.selection(request.images, request.seed, request.skip_bad)
+    (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess, skip_bad=request.skip_bad)
     check_any_readable(len(batch.y))
     batch = batch.to(processes.device)
 
     def others(count: int) -> Images:
         try:
-            source, rows = calibration_images(target, indices, None, count, plan.seed)
+            source, rows = calibration_images(target, indices, None, count, request.seed)
         except UserError:  # all images are examined
             return []
         return list(CalibrationImages(source, rows, target.preprocess, processes.device, skip_bad=True))
 
     model = cast(nn.Module, target.model.to(processes.device))
-    e = _examination(model, batch.x, batch.y, plan, processes, others, surrogate)
-    return e, batch, mislabeled
+    return _examine(model, batch.x, batch.y, request, processes, others, surrogate), batch, mislabeled
 
 
 def _expected_cost(e: Examination) -> dict[str, Any]:
@@ -233,7 +228,7 @@ def _expected_cost(e: Examination) -> dict[str, Any]:
 
 def run_diagnosis(
     target: Target,
-    plan: DiagnosisRequest,
+    request: DiagnosisRequest,
     processes: Processes,
     *,
     show_cost: Callable[[Mapping[str, Any]], None] = lambda cost: None,
@@ -243,9 +238,9 @@ def run_diagnosis(
     if processes.count > 1:
         raise UserError("diagnose runs in one process; start it without torchrun")
     target = apply_class_subset(target)
-    e, batch, mislabeled = examination_of(target, plan, processes)
+    e, batch, mislabeled = examination_of(target, request, processes)
     _check_enough(len(e.x))
-    settings = run_settings(target, plan, batch.indices)
+    settings = run_settings(target, request, batch.indices)
 
     def work(run: Run) -> dict[str, Any]:
         cost = _expected_cost(e)
@@ -257,48 +252,28 @@ def run_diagnosis(
             e, shown=run.show_progress, done=done, save=lambda each: write_json(so_far, each.as_dict())
         )
         cost["seconds"] = round(time.monotonic() - start, 1)
-        return _results(target, plan, settings, e, batch, mislabeled, diagnosis, cost, run.opening or Opening())
+        bad = [dataclasses.asdict(sample) for sample in (*mislabeled, *batch.bad)]
+        verdicts = Verdicts(batch.indices, batch.y.cpu(), e.logits.argmax(1).cpu(), bad)
+        written = diagnosis.as_dict()
+        opened = (target.model_spec, target.data_spec, request.norm, request.eps)
+        return {
+            **result_header(request.seed),
+            **describe_target(target, verdicts, settings["model_fingerprint"]),
+            "threat": {"norm": request.norm, "eps": request.eps, "eps_text": settings["eps"]},
+            "batch_size": request.batch_size,
+            **verdicts.summary(),
+            "findings": written["findings"],
+            "diagnosis": {
+                "level": request.level,
+                "verdict": diagnosis.worst,
+                "sentence": summarize(diagnosis, len(e.x)),
+                "next": recommended_command(diagnosis, *opened, opening=run.opening),
+                "not_examined": written["not_examined"],
+                "cost": cost,
+            },
+        }
 
     outcome = execute("diagnose", target.model_spec, settings, processes, work, target=target, **options)
     assert outcome.folder is not None
     (outcome.folder.path / _SO_FAR).unlink(missing_ok=True)
     return outcome
-
-
-def _results(
-    target: Target,
-    plan: DiagnosisRequest,
-    settings: Mapping[str, Any],
-    e: Examination,
-    batch: Batch,
-    mislabeled: Sequence[BadSample],
-    diagnosis: Diagnosis,
-    cost: Mapping[str, Any],
-    opening: Opening,
-) -> dict[str, Any]:
-    bad = [dataclasses.asdict(sample) for sample in (*mislabeled, *batch.bad)]
-    written = diagnosis.as_dict()
-    verdicts = Verdicts(batch.indices, batch.y.cpu(), e.logits.argmax(1).cpu(), bad)
-    return {
-        **result_header(plan.seed),
-        **describe_target(target, verdicts, settings["model_fingerprint"]),
-        "threat": {"norm": plan.norm, "eps": plan.eps, "eps_text": settings["eps"]},
-        "batch_size": plan.batch_size,
-        **verdicts.summary(),
-        "findings": written["findings"],
-        "diagnosis": {
-            "level": plan.level,
-            "verdict": diagnosis.worst,
-            "sentence": summarize(diagnosis, len(e.x)),
-            "next": recommended_command(
-                diagnosis,
-                target.model_spec,
-                target.data_spec,
-                plan.norm,
-                plan.eps,
-                opening=opening,
-            ),
-            "not_examined": written["not_examined"],
-            "cost": dict(cost),
-        },
-    }

@@ -9,7 +9,7 @@ from vitadel.diagnosis.finding import Check
 
 __all__ = ["load_checks"]
 
-_FIRST = ("inputs", "outputs", "gradients", "attack_comparisons", "attention")
+_FIRST = ("inputs", "outputs", "gradients", "attack_comparisons", "attention_saturation")
 
 
 def load_checks() -> tuple[Check, ...]:

@@ -18,18 +18,6 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.statistics import exceeds_share, significantly_fewer
 from vitadel.types import Attack
 
-__all__ = [
-    "Transferred",
-    "black_box",
-    "loss_sensitivity",
-    "random_noise",
-    "restart_sensitivity",
-    "single_step",
-    "step_sensitivity",
-    "transfer",
-    "unbounded_attack",
-]
-
 _STUDENT_IMAGES = 256
 
 # All as shares of all images.
@@ -47,7 +35,6 @@ _HARDLY = 0.05  # that one step may break of a model that hides from it
     cost=(2, 2),
     attacks=lambda level: (level.plain,),
     next="pgd-100(restarts=5)",
-    former_name="many steps beat one",
 )
 def single_step(e: Examination) -> Outcome:
     """Raised if one large step fails on most images that many small ones break, although it breaks hardly any or half
@@ -85,7 +72,6 @@ def _correct_after_one_step(e: Examination, eps: float) -> Tensor:
     cost=lambda level: attack_cost(level.longer),  # with steps of half the length
     attacks=lambda level: (level.plain, level.longer),
     next="apgd-ce",
-    former_name="more steps",
 )
 def step_sensitivity(e: Examination) -> Outcome:
     """Raised if twice the steps, or twice as many of half the length, break clearly more images, or clearly fewer.
@@ -111,7 +97,6 @@ def step_sensitivity(e: Examination) -> Outcome:
     "More restarts find more",
     attacks=lambda level: (level.plain, level.restarted),
     next="autoattack",
-    former_name="more restarts",
 )
 def restart_sensitivity(e: Examination) -> Outcome:
     """Raised if further random starts break clearly more images.
@@ -131,7 +116,6 @@ def restart_sensitivity(e: Examination) -> Outcome:
     "Images withstand an attack without a real bound",
     cost=lambda level: attack_cost(level.plain),
     next="square,apgd-t",
-    former_name="a huge eps breaks everything",
 )
 def unbounded_attack(e: Examination) -> Outcome:
     """Raised if images withstand an attack whose budget is half of the pixel range, with steps to match.
@@ -153,7 +137,6 @@ def unbounded_attack(e: Examination) -> Outcome:
     "A different loss finds more",
     attacks=lambda level: (level.plain, *level.other_losses),
     next="apgd-t,mifpe-100",
-    former_name="other losses do no better",
 )
 def loss_sensitivity(e: Examination) -> Outcome:
     """Raised if the same search on another loss (margin, DLR, MIFPE) breaks clearly more images than on cross-entropy.
@@ -203,7 +186,6 @@ def _weaker_attacker(e: Examination, strong: str, left: Tensor, weak: str, broke
     "Random noise breaks images that gradients do not",
     attacks=lambda level: (level.plain, level.noise),
     next="square",
-    former_name="gradients beat noise",
 )
 def random_noise(e: Examination) -> Outcome:
     """Raised if random noise of the same size breaks images that the gradient attack does not.
@@ -222,7 +204,6 @@ def random_noise(e: Examination) -> Outcome:
     "A black-box attack breaks images that gradients do not",
     attacks=lambda level: (level.plain, level.margin, level.square),
     next="autoattack",
-    former_name="gradients beat queries",
 )
 def black_box(e: Examination) -> Outcome:
     """Raised if Square, which uses logits only, breaks images that gradient attacks with two losses do not.
@@ -242,7 +223,6 @@ def black_box(e: Examination) -> Outcome:
     cost=lambda level: (0, level.steps + _STUDENT_IMAGES / level.images),
     attacks=lambda level: (level.plain, level.margin),
     next="autoattack",
-    former_name="gradients beat transfer",
 )
 def transfer(e: Examination) -> Outcome:
     """Raised if adversarial examples of another model break images that gradient attacks on this one do not.

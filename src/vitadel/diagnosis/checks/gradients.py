@@ -12,15 +12,6 @@ from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outco
 from vitadel.statistics import wilson
 from vitadel.types import Loss
 
-__all__ = [
-    "random_gradients",
-    "small_gradients",
-    "staircase",
-    "uninformative_gradients",
-    "wrong_gradients",
-    "zero_gradients",
-]
-
 # Images are moved inward from 0 and 1, where a model that clips has a kink, to values where no rounding scheme has a
 # tie.
 _LOW, _WIDTH = 0.0213, 0.9571
@@ -46,13 +37,7 @@ def _gradients(
     return torch.cat(values), torch.cat(gradients)
 
 
-@check(
-    "zero-gradients",
-    "Gradients vanish on correctly classified images",
-    cost=(2, 0),
-    next="cw-100,square",
-    former_name="gradients are there",
-)
+@check("zero-gradients", "Gradients vanish on correctly classified images", cost=(2, 0), next="cw-100,square")
 def zero_gradients(e: Examination) -> Outcome:
     """Raised if gradients of the cross-entropy or of the margin are NaN or infinite, or zero in every pixel, for some
     images, clean or noisy.
@@ -74,13 +59,7 @@ def zero_gradients(e: Examination) -> Outcome:
     return (SUSPICIOUS if shares["zero, cross-entropy"] > 0.02 else OK), shares
 
 
-@check(
-    "small-gradients",
-    "Gradients are too small to reach another class",
-    cost=(1, 0),
-    next="square,aas+pgd-100",
-    former_name="gradients reach",
-)
+@check("small-gradients", "Gradients are too small to reach another class", cost=(1, 0), next="square,aas+pgd-100")
 def small_gradients(e: Examination) -> Outcome:
     """Raised if for most images the margin's gradient predicts less than a tenth of the way to another class, even with
     a budget of half the pixel range.
@@ -117,7 +96,6 @@ def _odd(x: Tensor) -> Tensor:
     "Gradients disagree with finite differences",
     cost=lambda level: (0.25, 0.5 + 0.5 * level.directions),
     next="square",
-    former_name="gradients are true",
 )
 def wrong_gradients(e: Examination) -> Outcome:
     """Raised if the slope that autograd gives along random directions is not the one that small moves of the images
@@ -161,13 +139,7 @@ def _seeded_logits(e: Examination, x: Tensor) -> Tensor:
         return e.logits_of(x, e.double_model)
 
 
-@check(
-    "random-gradients",
-    "Gradients differ between two identical calls",
-    cost=(0.5, 0),
-    next="eot:20+pgd-100,square",
-    former_name="same gradient twice",
-)
+@check("random-gradients", "Gradients differ between two identical calls", cost=(0.5, 0), next="eot:20+pgd-100,square")
 def random_gradients(e: Examination) -> Outcome:
     """Raised if the model gives the same output twice but two different gradients.
 
@@ -186,7 +158,7 @@ def random_gradients(e: Examination) -> Outcome:
     return (BROKEN if change > 0.01 else OK), {"relative change": change}
 
 
-@check("staircase", "Output is piecewise constant", cost=(0, 0.75), next="square", former_name="no staircase")
+@check("staircase", "Output is piecewise constant", cost=(0, 0.75), next="square")
 def staircase(e: Examination) -> Outcome:
     """Raised if outputs do not change at all when images move a little, but do when they move a lot.
 
@@ -203,13 +175,7 @@ def staircase(e: Examination) -> Outcome:
     return (BROKEN if constant > 0.1 else OK), {"images that stay": constant, "when every pixel moves by": little}
 
 
-@check(
-    "uninformative-gradients",
-    "Gradient steps raise the loss no more than random steps",
-    cost=(1, 2),
-    next="square",
-    former_name="gradients lead uphill",
-)
+@check("uninformative-gradients", "Gradient steps raise the loss no more than random steps", cost=(1, 2), next="square")
 def uninformative_gradients(e: Examination) -> Outcome:
     """Raised if a short step along the gradient does not raise the margin more than one along random signs.
 

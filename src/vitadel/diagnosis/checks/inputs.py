@@ -17,8 +17,6 @@ from vitadel.findings import PROBABILITY_OUTPUTS, TRAIN_MODE
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.statistics import binomial_tail, significantly_fewer
 
-__all__ = ["clean_accuracy", "finite_outputs", "normalization", "pixel_range", "probability_outputs", "train_mode"]
-
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _HALF = ((0.5,) * 3, (0.5,) * 3)
 _UNLIKELY = 0.01
@@ -26,7 +24,7 @@ _WEAK = 0.2  # of the way from chance level to perfect accuracy
 _SLACK = 0.3  # by which resizing may overshoot black and white; normalized pixels are further out
 
 
-@check("pixel-range", "Images are not pixels in [0, 1]", vital=True, former_name="pixel range")
+@check("pixel-range", "Images are not pixels in [0, 1]", vital=True)
 def pixel_range(e: Examination) -> Outcome:
     """Raised if the images are not pixels in [0, 1], or fill only a 255th of that range.
 
@@ -43,7 +41,7 @@ def pixel_range(e: Examination) -> Outcome:
     return (SUSPICIOUS if high <= 1.01 / 255 else OK), evidence
 
 
-@check("non-finite-outputs", "Outputs are NaN or infinite", cost=(0, 1), vital=True, former_name="finite outputs")
+@check("non-finite-outputs", "Outputs are NaN or infinite", cost=(0, 1), vital=True)
 def finite_outputs(e: Examination) -> Outcome:
     """Raised if the model returns NaN or infinity for the images, or for black, white and noise images.
 
@@ -59,7 +57,7 @@ def finite_outputs(e: Examination) -> Outcome:
     return (BROKEN if bad + bad_odd else OK), {"images": bad, "of": len(e.x), "odd images": bad_odd}
 
 
-@check(*TRAIN_MODE, cost=(0, 0.5), as_given=True, former_name="evaluation mode")
+@check(*TRAIN_MODE, cost=(0, 0.5), as_given=True)
 def train_mode(e: Examination) -> Outcome:
     """Raised if modules are in train mode; broken if that changes predictions.
 
@@ -92,7 +90,7 @@ def _restored_buffers(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-@check("normalization", "Normalization is missing or applied twice", cost=(0, 6.4), former_name="normalisation")
+@check("normalization", "Normalization is missing or applied twice", cost=(0, 6.4))
 def normalization(e: Examination) -> Outcome:
     """Raised if accuracy is clearly higher when images are normalized first, when a normalization is undone, when they
     are bytes, or when their channels are swapped; or if the model's own normalization does not receive pixels.
@@ -161,7 +159,7 @@ def _other_preprocessing(e: Examination) -> dict[str, Tensor]:
     return images
 
 
-@check("clean-accuracy", "Clean accuracy is at chance level", vital=True, former_name="clean accuracy")
+@check("clean-accuracy", "Clean accuracy is at chance level", vital=True)
 def clean_accuracy(e: Examination) -> Outcome:
     """Raised if clean accuracy is at chance level, on so many images that even a weak model would be better.
 
@@ -182,7 +180,7 @@ def clean_accuracy(e: Examination) -> Outcome:
     raise NotExamined(f"{right} of {n} images are correct: too few images to distinguish a weak model from guessing")
 
 
-@check(*PROBABILITY_OUTPUTS, former_name="outputs are logits")
+@check(*PROBABILITY_OUTPUTS)
 def probability_outputs(e: Examination) -> Outcome:
     """Raised if the outputs are probabilities or percentages: none below 0, and every row adds up to 1 or to 100.
 

@@ -14,19 +14,10 @@ from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outco
 from vitadel.findings import RANDOM_OUTPUTS
 from vitadel.statistics import significantly_fewer
 
-__all__ = [
-    "batch_dependence",
-    "eot",
-    "gradient_mode",
-    "inference_gradients",
-    "random_outputs",
-    "zero_budget",
-]
-
 _FLOOR = 0.05  # of all images: how many more an averaged attack may break
 
 
-@check(*RANDOM_OUTPUTS, cost=(0, 1.75), next="autoattack-rand", former_name="same answer twice")
+@check(*RANDOM_OUTPUTS, cost=(0, 1.75), next="autoattack-rand")
 def random_outputs(e: Examination) -> Outcome:
     """Raised if the same images get different logits in a second call, after other images.
 
@@ -38,12 +29,7 @@ def random_outputs(e: Examination) -> Outcome:
     return (SUSPICIOUS if e.is_random else OK), {"change of logits": e.output_noise}
 
 
-@check(
-    "batch-dependence",
-    "Outputs depend on the other images of the batch",
-    cost=(0, 0.6),
-    former_name="same answer in any batch",
-)
+@check("batch-dependence", "Outputs depend on the other images of the batch", cost=(0, 0.6))
 def batch_dependence(e: Examination) -> Outcome:
     """Raised if the output for an image depends on the other images of its batch.
 
@@ -70,13 +56,7 @@ def _refuse_random(e: Examination) -> None:
         raise NotExamined("the model's outputs are random, so two passes differ anyway")
 
 
-@check(
-    "gradient-mode",
-    "Outputs change when gradients are enabled",
-    cost=(0, 0.5),
-    next="square",
-    former_name="same answer with gradients",
-)
+@check("gradient-mode", "Outputs change when gradients are enabled", cost=(0, 0.5), next="square")
 def gradient_mode(e: Examination) -> Outcome:
     """Raised if outputs differ between a pass with gradients enabled and one without.
 
@@ -111,13 +91,7 @@ class _GradientCounter(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@check(
-    "test-time-optimization",
-    "The model computes gradients at inference",
-    cost=(0, 0.1),
-    next="square",
-    former_name="answers without gradients",
-)
+@check("test-time-optimization", "The model computes gradients at inference", cost=(0, 0.1), next="square")
 def inference_gradients(e: Examination) -> Outcome:
     """Raised if the model computes gradients of its own during a forward pass.
 
@@ -134,7 +108,7 @@ def inference_gradients(e: Examination) -> Outcome:
     return (SUSPICIOUS if counter.count else OK), {"gradients taken per answer": counter.count}
 
 
-@check("zero-budget", "An attack with eps 0 changes predictions", cost=(3, 1), former_name="eps 0 is clean")
+@check("zero-budget", "An attack with eps 0 changes predictions", cost=(3, 1))
 def zero_budget(e: Examination) -> Outcome:
     """Raised if an attack with a budget of zero changes an image or a prediction.
 
@@ -156,7 +130,6 @@ def zero_budget(e: Examination) -> Outcome:
     attacks=lambda level: (level.plain,),
     if_random=True,
     next="autoattack-rand",
-    former_name="averaging does no better",
 )
 def eot(e: Examination) -> Outcome:
     """Raised if averaging over the model's randomness makes the attack clearly stronger.

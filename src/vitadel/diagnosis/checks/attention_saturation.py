@@ -15,8 +15,6 @@ from vitadel.instrument.attention import scaled_attention, score_statistics
 from vitadel.statistics import significantly_fewer
 from vitadel.types import Calibrated
 
-__all__ = ["attention_saturation", "attention_scaling", "softening_factors"]
-
 _ROUNDS_TO_ONE = {torch.float64: 36.7, torch.float32: 16.6, torch.float16: 7.6, torch.bfloat16: 5.5}
 _LEAVES_NORMAL = {torch.float64: 708.0, torch.float32: 87.3, torch.float16: 9.7, torch.bfloat16: 87.3}
 _SATURATED = 0.25  # share of a block's rows
@@ -41,13 +39,7 @@ def _score_gaps(e: Examination) -> list[Tensor]:
     return [gap[gap.isfinite()] for gap in whole]  # a row with a single key has no second score
 
 
-@check(
-    "attention-saturation",
-    "Attention is saturated",
-    cost=(0, 0.25),
-    next="aas+pgd-100",
-    former_name="attention is not saturated",
-)
+@check("attention-saturation", "Attention is saturated", cost=(0, 0.25), next="aas+pgd-100")
 def attention_saturation(e: Examination) -> Outcome:
     """Raised if in some block a quarter of all attention rows are one-hot to the last bit of the model's precision.
 
@@ -103,7 +95,6 @@ def _scaling_cost(level: Level) -> tuple[float, float]:
     cost=_scaling_cost,
     attacks=lambda level: (level.restarted,),
     next="aas+gama-100",
-    former_name="softened attention does no better",
 )
 def attention_scaling(e: Examination) -> Outcome:
     """Raised if an attack through softened attention breaks clearly more images than at least as many plain steps.
