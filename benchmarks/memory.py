@@ -20,8 +20,8 @@ print(json.dumps({"n": results["data"]["n"], "mb": resource.getrusage(resource.R
 
 def peak(model: str, data: str, limit: int) -> dict[str, float]:
     command = [sys.executable, "-c", PROBE, model, data, str(limit)]
-    told: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return told
+    measured: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return measured
 
 
 def main() -> None:

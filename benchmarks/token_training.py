@@ -111,9 +111,9 @@ def main() -> None:
         table.add_row(name, f"{median(seconds[FLOOR]):.3f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}", good)
     Console().print(table)
     if options.out:
-        told = {key: str(value) for key, value in vars(options).items()}
+        used = {key: str(value) for key, value in vars(options).items()}
         machine = environment(torch.device("cpu"), 1)
-        write_json(options.out / "token_training.json", {"options": told, "environment": machine, "seconds": results})
+        write_json(options.out / "token_training.json", {"options": used, "environment": machine, "seconds": results})
 
 
 if __name__ == "__main__":

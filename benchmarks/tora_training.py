@@ -3,7 +3,7 @@
     python benchmarks/tora_training.py                     # the tiny ViT of the zoo, and DeiT-Ti with random weights
     python benchmarks/tora_training.py --models deit_tiny_patch16_224 --batch 8 --rounds 9 --out runs/tora-cost
 
-All are steps of our own loop on the same images, with the same optimiser and attack steps; the reference is adversarial
+All are steps of our own loop on the same images, with the same optimizer and attack steps; the reference is adversarial
 training of all weights. TORA's losses need a clean and an attacked pass, adversarial training only the latter, so
 TRADES on all weights stands beside it, which needs both, too. Contenders take turns and are compared within their
 round; time is that of this process on the processor, so that other jobs on the machine count little.
@@ -101,7 +101,7 @@ class Candidate:
         sizes = [(each.numel() * each.element_size(), each.requires_grad) for each in self.model.parameters()]
         trained = sum(size for size, learns in sizes if learns)
         weights = sum(size for size, _ in sizes)
-        return {"activations": held.peak, "weights and optimiser": weights + _OF_ADAMW * trained, "trained": trained}
+        return {"activations": held.peak, "weights and optimizer": weights + _OF_ADAMW * trained, "trained": trained}
 
 
 def candidates(name: str, x: Tensor, y: Tensor, steps: int) -> dict[str, Candidate]:
@@ -138,16 +138,16 @@ def measure(name: str, batch: int, steps: int, rounds: int) -> dict[str, Any]:
     return {"seconds": seconds, "bytes": {who: each.memory() for who, each in crew.items()}}
 
 
-def told(name: str, found: Mapping[str, Any], title: str) -> Table:
+def table(name: str, found: Mapping[str, Any], title: str) -> Table:
     """Ratios to adversarial training of all weights."""
     table = Table(title=f"{name}: {title}", title_justify="left")
-    for heading in ("", "time, ratio", "quartiles", "activations, ratio", "weights and optimiser, ratio", "trained"):
+    for heading in ("", "time, ratio", "quartiles", "activations, ratio", "weights and optimizer, ratio", "trained"):
         table.add_column(heading, justify="left" if heading in ("", "quartiles") else "right")
     reference = found["bytes"][WHOLE]
     for who, ratios in ratios_to(WHOLE, found["seconds"]).items():
         low, _, high = quantiles(ratios, n=4)
         here = found["bytes"][who]
-        shares = [f"{here[each] / reference[each]:.2f}" for each in ("activations", "weights and optimiser")]
+        shares = [f"{here[each] / reference[each]:.2f}" for each in ("activations", "weights and optimizer")]
         trained = f"{here['trained'] / reference['trained']:.1%}"
         table.add_row(who, f"{median(ratios):.2f}", f"{low:.2f} to {high:.2f}", *shares, trained)
     table.caption = (
@@ -171,7 +171,7 @@ def main() -> None:
     results = {}
     for name in options.models:
         results[name] = measure(name, options.batch, options.steps, options.rounds)
-        Console().print(told(name, results[name], title))
+        Console().print(table(name, results[name], title))
     if options.out:
         asked = {key: str(value) for key, value in vars(options).items()}
         machine = environment(torch.device("cpu"), options.threads)

@@ -165,7 +165,7 @@ def measure(name: str, x: Tensor, y: Tensor, steps: int, trades: bool, rounds: i
     return take_turns(crew, rounds, time.process_time)
 
 
-def told(ratios: list[float]) -> str:
+def ratio_text(ratios: list[float]) -> str:
     low, middle, high = quantiles(ratios, n=4)
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
@@ -176,10 +176,10 @@ def promises(job: str, seconds: dict[str, list[float]]) -> list[str]:
     for who in (OURS, SCALED):
         to_floor = ratios_to(FLOOR, seconds)[who]
         yes = _yes(median(to_floor) <= AT_MOST)
-        kept.append(f"{job}, {who}: {told(to_floor)} of the bare passes, at most {AT_MOST}: {yes}")
+        kept.append(f"{job}, {who}: {ratio_text(to_floor)} of the bare passes, at most {AT_MOST}: {yes}")
     for other in OTHERS:
         ratios = ratios_to(other, seconds)[OURS]
-        kept.append(f"{job}: {told(ratios)} of '{other}', not slower: {_yes(quantiles(ratios, n=4)[0] <= 1)}")
+        kept.append(f"{job}: {ratio_text(ratios)} of '{other}', not slower: {_yes(quantiles(ratios, n=4)[0] <= 1)}")
     return kept
 
 
@@ -206,7 +206,7 @@ def main() -> None:
     print(f"medians of {options.rounds} rounds (quartiles), the bare passes being 1\n")
     print("| | PGD-AT | TRADES |\n|---|---|---|")
     for who in (name for name in CONTENDERS if name != FLOOR):
-        print(f"| {who} | {' | '.join(told(ratios_to(FLOOR, seconds)[who]) for seconds in results.values())} |")
+        print(f"| {who} | {' | '.join(ratio_text(ratios_to(FLOOR, seconds)[who]) for seconds in results.values())} |")
     print()
     for job, seconds in results.items():
         print("\n".join(promises(job, seconds)))

@@ -128,7 +128,7 @@ def summary(
 
 
 @dataclass
-class Begun:
+class Progress:
     """What an interrupted comparison has so far."""
 
     batches: int = 0
@@ -137,20 +137,20 @@ class Begun:
     them: Side = field(default_factory=Side)
 
     @classmethod
-    def read(cls, path: Path, settings: Settings) -> Begun:
-        told = json.loads(path.read_text()) if path.exists() else {}
-        if told.get("settings") != asdict(settings):
+    def read(cls, path: Path, settings: Settings) -> Progress:
+        found = json.loads(path.read_text()) if path.exists() else {}
+        if found.get("settings") != asdict(settings):
             return cls()
 
         def side(name: str, broken: list[int]) -> Side:
-            cost = Cost(told[name]["gradients"], told[name]["forwards"])
-            return Side(sorted(broken + told["both_break"]), told[name]["void"], cost)
+            cost = Cost(found[name]["gradients"], found[name]["forwards"])
+            return Side(sorted(broken + found["both_break"]), found[name]["void"], cost)
 
-        us, them = side("ours", told["only_ours_breaks"]), side("theirs", told["only_theirs_breaks"])
-        return cls(told["batches"], sorted({*us.broken, *them.broken, *told["both_hold"]}), us, them)
+        us, them = side("ours", found["only_ours_breaks"]), side("theirs", found["only_theirs_breaks"])
+        return cls(found["batches"], sorted({*us.broken, *them.broken, *found["both_hold"]}), us, them)
 
 
-def told_by_audit(folder: Path, settings: Settings, target: Target) -> Side:
+def read_audit(folder: Path, settings: Settings, target: Target) -> Side:
     """What an audit says that `autoattack` broke, as it is in the paper; the whole cost is its own."""
     length = (settings.steps, settings.targets, settings.queries)
     assert length == (100, 9, 5000), f"audits run autoattack with 100 steps, 9 targets, 5,000 queries, not {length}"
@@ -190,14 +190,14 @@ def compare(settings: Settings, out: Path) -> bool:
     """Both attacks batch by batch; whether ours is as strong as is asked."""
     target, ball = open_target(settings.model, settings.data), Linf(settings.eps)
     path = out / "comparison.json"
-    begun = Begun.read(path, settings)
-    us, them, attacked = begun.us, begun.them, begun.attacked
-    whole = None if settings.audit is None else told_by_audit(Path(settings.audit), settings, target)
+    saved = Progress.read(path, settings)
+    us, them, attacked = saved.us, saved.them, saved.attacked
+    whole = None if settings.audit is None else read_audit(Path(settings.audit), settings, target)
     model, twin = target.model, copy.deepcopy(target.model)
     chosen = target.selection(settings.limit, settings.seed, skip_bad=False)[0].tolist()
     chunks = [chosen[at : at + settings.batch_size] for at in range(0, len(chosen), settings.batch_size)]
-    left = read_batches(target.source, chunks[begun.batches :], target.preprocess)
-    for done, read in enumerate(left, start=begun.batches + 1):
+    left = read_batches(target.source, chunks[saved.batches :], target.preprocess)
+    for done, read in enumerate(left, start=saved.batches + 1):
         with torch.no_grad():
             right = model(read.x).argmax(1) == read.y
         batch = (read.indices[right], read.x[right], read.y[right])
@@ -207,9 +207,9 @@ def compare(settings: Settings, out: Path) -> bool:
         else:
             us = Side([index for index in whole.broken if index in set(attacked)], cost=whole.cost)
         them.attack(theirs(settings), twin, ball, batch, settings.seed)
-        told = summary(settings, attacked, us, them, done, complete=done == len(chunks))
-        write_json(path, told)
-        print(f"{len(attacked)} attacked: {told['counts']}", flush=True)
+        found = summary(settings, attacked, us, them, done, complete=done == len(chunks))
+        write_json(path, found)
+        print(f"{len(attacked)} attacked: {found['counts']}", flush=True)
     show(settings, len(attacked), us, them)
     print(path)
     return bool(summary(settings, attacked, us, them, len(chunks), complete=True)["as_strong"])
