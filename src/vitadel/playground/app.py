@@ -112,7 +112,7 @@ def _image_choice(cache: ModelCache, chosen: gr.State, page: gr.Blocks) -> None:
     quiet: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
     number.change(by_number, number, [chosen, preview], **quiet)
     page.load(by_number, number, [chosen, preview], **quiet)
-    # Gradio's own reading of the file leaves another one behind, and `take_upload` looks where the file lies itself.
+    # Gradio's own reading of the file would leave a copy behind; `take_upload` checks the path itself.
     upload.upload(by_file, upload, [chosen, preview], preprocess=False, **quiet)
 
 

@@ -178,8 +178,8 @@ def _pictures(crafted: CraftedImage, names: Names) -> Markup:
         remark = Markup("")
         top = float(max(each.max() for each in (maps[0], maps[1])))  # one scale, so that the two can be compared
         for each, when in zip((maps[0], maps[1]), ("before", "after"), strict=True):
-            said = f"last layer, brightest {float(each.max()):.1%}"
-            figures.append(_figure(_heat(each / top), f"attention {when} the attack", f"Attention {when}", said))
+            note = f"last layer, brightest {float(each.max()):.1%}"
+            figures.append(_figure(_heat(each / top), f"attention {when} the attack", f"Attention {when}", note))
     return Markup('<div class="row">{}</div>{}').format(Markup("").join(figures), remark)
 
 
@@ -231,7 +231,7 @@ def _downloads(crafted: CraftedImage) -> Markup:
     return Markup('<div class="downloads">{}</div><p class="muted">{}</p>').format(joined, remark)
 
 
-def _figure(pixels: Tensor, alt: str, title: str, said: str = "") -> Markup:
+def _figure(pixels: Tensor, alt: str, title: str, note: str = "") -> Markup:
     """`pixels` (3, height, width), floats in [0, 1] or uint8; small images are enlarged without smoothing."""
     if pixels.is_floating_point():
         pixels = (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
@@ -240,7 +240,7 @@ def _figure(pixels: Tensor, alt: str, title: str, said: str = "") -> Markup:
     picture = picture.resize((picture.width * times, picture.height * times), Image.Resampling.NEAREST)
     return Markup(
         '<figure><img src="data:image/png;base64,{}" alt="{}"><figcaption>{}<br><small>{}</small></figcaption></figure>'
-    ).format(_base64(_png(picture)), alt, title, said)
+    ).format(_base64(_png(picture)), alt, title, note)
 
 
 def _fitting(picture: Image.Image) -> Image.Image:

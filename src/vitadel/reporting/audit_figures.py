@@ -212,7 +212,7 @@ def _draw_class(axes: Any, y: float, score: ClassScore) -> None:
 
 
 def draw_examples(run: Run) -> Picture | None:
-    """Clean images, what an attack added, what came out, and where the model looked; None without examples."""
+    """Clean images, perturbations, perturbed images, and the attention on both; None without examples."""
     if run.examples is None or len(run.examples["x"]) == 0:
         return None
     columns = 8 if max(run.examples["x"].shape[2:]) <= _SMALL_IMAGE else 4

@@ -172,8 +172,8 @@ class Pairing:
 
 def pairings(runs: Sequence[Run]) -> list[Pairing]:
     """Every two runs that have verdicts of single images, or will have, with what may be compared between them."""
-    labelled = zip(runs, run_labels(runs), strict=True)
-    able = [(run, label) for run, label in labelled if _clean_known(run) or _verdicts_to_come(run)]
+    labeled = zip(runs, run_labels(runs), strict=True)
+    able = [(run, label) for run, label in labeled if _clean_known(run) or _verdicts_to_come(run)]
     drafts = [
         Pairing(name, other_name, tuple(pair_rows(run, other)), remark=_remark(run, other))
         for (run, name), (other, other_name) in itertools.combinations(able, 2)

@@ -87,7 +87,7 @@ def _short(value: object) -> str:
 
 
 def show_findings(findings: Sequence[Mapping[str, Any]]) -> None:
-    """What makes a number less trustworthy than it looks."""
+    """Print what casts doubt on the numbers."""
     console = Console()
     for finding in findings:
         text = f"{title_of(finding)}: {evidence_text(finding['evidence'])}; {finding['advice']}"
@@ -96,7 +96,7 @@ def show_findings(findings: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show_effective_eps(name: str, settings: Mapping[str, Any], console: Console) -> None:
-    """Budgets in other units than pixels look larger than they are."""
+    """Print a budget in other units than pixels, which seems larger than it is."""
     if settings.get("effective_eps"):
         console.print(f"[yellow]{escape(name)}: eps {escape(settings['effective_eps'])}[/]")
 

@@ -73,9 +73,9 @@ def _tables(found: Results) -> list[Table]:
 
 def _remarks(found: Results) -> list[str]:
     usual, trained = found["harm"]["usual"], found["trained_here"]
-    whose = "trained here against this very model, on other images" if trained else "taken from a file"
+    origin = "trained here against this very model, on other images" if trained else "taken from a file"
     return [
-        f"The patch selector was {whose}. Its commonest positions, used in every image, cost "
+        f"The patch selector was {origin}. Its commonest positions, used in every image, cost "
         f"{percent(usual['difference'])} ({interval_text(usual['ci95'])}) beyond random patches: any further "
         "loss comes from looking at the image.",
         f"Two random masks have {percent(found['overlap_by_chance'])} of their patches in common on average. With so "

@@ -58,7 +58,7 @@ def _heading(found: Results, curve: Results) -> str:
 
 def _sentence(found: Results) -> str:
     """Both ends of each curve, and every place where it rises."""
-    of_steps = "" if found["steps"] is None else f" ({found['steps']} steps unless said otherwise)"
+    of_steps = "" if found["steps"] is None else f" ({found['steps']} steps unless stated otherwise)"
     parts = [
         f"{percent(first['robust_accuracy'])} at {_at(curve, first)} to {percent(last['robust_accuracy'])} at "
         f"{_at(curve, last)}"

@@ -51,11 +51,11 @@ def _draw(run: Run) -> Picture | None:
 def _draw_block(axes: Any, found: Results, arrays: Any, block: int) -> None:
     edges = arrays["edges"][::_TOGETHER]
     for place, condition in enumerate(found["conditions"]):
-        look = _LINES.get((condition["attention"], condition["images"]))
+        line = _LINES.get((condition["attention"], condition["images"]))
         counts = arrays["counts"][place, block]
-        if look is None or counts.sum() == 0:
+        if line is None or counts.sum() == 0:
             continue
-        color, style, label = look
+        color, style, label = line
         inside = np.add.reduceat(counts[1:-1], np.arange(0, len(counts) - 2, _TOGETHER))
         axes.stairs(inside / counts.sum(), edges, color=COLORS[color], linestyle=style, label=label)
     limits = found["thresholds"][found["precision"]]

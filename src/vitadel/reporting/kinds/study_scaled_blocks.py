@@ -102,7 +102,7 @@ def _remarks(found: Results) -> list[str]:
 
 KIND = study(
     "AAS with some blocks scaled",
-    "Red: judged on the deployed model, together with the plain attack (dotted, grey). Orange: the paper's way of "
+    "Red: judged on the deployed model, together with the plain attack (dotted, gray). Orange: the paper's way of "
     "counting. Bands are 95 % intervals.",
     _sentence,
     _draw,

@@ -99,54 +99,51 @@ def show_threat_levels(run: Run) -> None:
         f"({levels['fingerprint']}), n = {results['data']['n']}, seed {results['seed']}, Linf; accuracy in % with its "
         "95 % interval"
     )
-    table = _narrow_table("attacker and attack", levels, title)
     clean = _accuracy(results["clean"], "accuracy")
-    table.add_row("clean", *[clean] * len(levels["budgets"]))
-    for attacker, rows in itertools.groupby(level_table(levels).rows, key=lambda row: row[0]):
-        table.add_section()
-        table.add_row(f"[bold]{escape(str(attacker))}[/]")
-        for _, _, attack, *cells in rows:
-            table.add_row(escape(str(attack)), *(escape(str(cell)) for cell in cells))
-    if levels["worst_case"]:
-        table.add_section()
-        worst = [_accuracy(entry, "robust_accuracy") for entry in levels["worst_case"]]
-        table.add_row("[bold]worst case per image[/]", *worst)
-    console.print(table)
+    parts: dict[str, list[Sequence[Any]]] = {"": [("clean", *[clean] * len(levels["budgets"]))]}
+    for attacker, _, *row in level_table(levels).rows:
+        parts.setdefault(str(attacker), []).append(row)
+    worst = [_accuracy(entry, "robust_accuracy") for entry in levels["worst_case"]]
+    parts["all levels"] = [("worst case per image", *worst)] if worst else []
+    console.print(_narrow_table("attacker and attack", levels, title, parts))
     if levels["controls"]:
-        console.print(_shown_controls(levels))
+        title = "Controls, under attacks that know none of them (T2)"
+        console.print(_narrow_table("instead of the tokens", levels, title, _control_parts(levels)))
     for remark in level_remarks(levels):
         console.print(f"[dim]{escape(remark)}[/]")
     show_findings(results.get("findings") or [])
 
 
-def _shown_controls(levels: Levels) -> Shown:
-    """As narrow as the table of levels: a part for clean images and for each attack, a row per control."""
-    table = _narrow_table("instead of the tokens", levels, "Controls, under attacks that know none of them (T2)")
+def _control_parts(levels: Levels) -> dict[str, list[Sequence[Any]]]:
+    """A part for clean images and for each attack, a row per control."""
     budgets = [budget["eps"] for budget in levels["budgets"]]
     clean = {entry["control"]: _accuracy(entry["clean"], "accuracy") for entry in levels["controls"]}
-    table.add_row("[bold]clean[/]")
-    for name, accuracy in clean.items():
-        table.add_row(escape(name), *[accuracy] * len(budgets))
+    parts: dict[str, list[Sequence[Any]]] = {
+        "clean": [(name, *[accuracy] * len(budgets)) for name, accuracy in clean.items()]
+    }
     for attack in dict.fromkeys(entry["attack"] for entry in levels["controls"]):
         entries = [entry for entry in levels["controls"] if entry["attack"] == attack]
         units = "" if entries[0]["in_pixels"] else f", {entries[0]['eps_text']} normalized"
-        table.add_section()
-        table.add_row(f"[bold]{escape(attack + units)}[/]")
+        rows = parts.setdefault(attack + units, [])
         for name in clean:
             found = {each["eps"]: _accuracy(each, "robust_accuracy") for each in entries if each["control"] == name}
-            if units:  # of a budget that has no column
-                table.add_row(escape(f"{name}: {', '.join(found.values())}"))
-            else:
-                table.add_row(escape(name), *(found.get(eps, "") for eps in budgets))
-    return table
+            # A budget in other units has no column.
+            rows.append((f"{name}: {', '.join(found.values())}",) if units else (name, *map(found.get, budgets)))
+    return parts
 
 
-def _narrow_table(heading: str, levels: Levels, title: str) -> Shown:
+def _narrow_table(heading: str, levels: Levels, title: str, parts: Mapping[str, Sequence[Sequence[Any]]]) -> Shown:
     """A column of words and one per budget. Four budgets fit into 80 columns: numbers are never cut, words wrap."""
     table = Shown(title=title, title_justify="left")
     table.add_column(heading, overflow="fold")
     for budget in levels["budgets"]:
         table.add_column(budget["eps_text"], justify="right", min_width=len("(10.0\u2013100.0)"))
+    for name, rows in parts.items():
+        if rows and name:
+            table.add_section()
+            table.add_row(f"[bold]{escape(name)}[/]")
+        for row in rows:
+            table.add_row(*(escape(cell or "") for cell in row))
     return table
 
 
