@@ -108,7 +108,7 @@ def test_what_may_not_be_compared_is_said(tmp_path: Path) -> None:
     assert why_not_paired(base, same) == ""
     (pair,) = pairings([base, same])
     assert (pair.first, pair.second, pair.remark) == ("a", "b", "")
-    assert pair.adjusted == (1, 1)
+    assert [row.p_holm for row in pair.rows] == [1, 1]
     (pair,) = pairings([base, made("c", data="cifar10")])
     assert pair.rows == ()
     assert pair.remark == "Not compared: they saw different data (shapes, cifar10)."
@@ -172,4 +172,4 @@ def test_p_values_are_adjusted_over_all_pairs(tmp_path: Path) -> None:
     assert [(pair.first, pair.second) for pair in found] == [("0", "1"), ("0", "2"), ("1", "2")]
     smallest = found[1].rows[1].p_value
     assert smallest == 2 / 2**10
-    assert found[1].adjusted[1] == 6 * smallest  # six comparisons in all
+    assert found[1].rows[1].p_holm == 6 * smallest  # six comparisons in all

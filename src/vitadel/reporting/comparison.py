@@ -120,29 +120,21 @@ def _held(run: Run) -> int:
 
 
 def _by_how_much(pairs: Sequence[Pairing], first: str, second: str) -> str:
-    row, p_of_all, turned = _between(pairs, first, second)
-    if row is None:
+    pair = next((pair for pair in pairs if {pair.first, pair.second} == {first, second}), None)
+    row = next((row for row in pair.rows if row.what == "worst case"), None) if pair else None
+    if pair is None or row is None:
         return ""
-    low, high = sorted(100 * turned * end for end in row.ci95)
-    verdict = "That is" if p_of_all < _SIGNIFICANT else "Too close to call:"
+    points = 100 if pair.first == first else -100
+    low, high = sorted(points * end for end in row.ci95)
+    verdict = "That is" if row.p_holm < _SIGNIFICANT else "Too close to call:"
     return (
-        f" {verdict} {100 * turned * row.difference:+.1f} points (95 % interval {low:+.1f} to {high:+.1f}, "
-        f"p {p_text(p_of_all)} by Holm over all comparisons)."
+        f" {verdict} {points * row.difference:+.1f} points (95 % interval {low:+.1f} to {high:+.1f}, "
+        f"p {p_text(row.p_holm)} by Holm over all comparisons)."
     )
 
 
 def _judged(run: Run) -> bool:
     return run.complete and kind_of(run).one_budget and bool(run.results.get("worst_case")) and bool(run.attacks)
-
-
-def _between(pairs: Sequence[Pairing], first: str, second: str) -> tuple[PairRow | None, float, int]:
-    """The paired worst cases of two runs, p by Holm, and -1 if they were compared the other way round."""
-    for pair in pairs:
-        if {pair.first, pair.second} == {first, second}:
-            for row, p_of_all in zip(pair.rows, pair.adjusted, strict=True):
-                if row.what == "worst case":
-                    return row, p_of_all, 1 if pair.first == first else -1
-    return None, 1.0, 1
 
 
 @dataclass(frozen=True)
@@ -157,6 +149,7 @@ class PairRow:
     difference: float
     ci95: tuple[float, float]
     p_value: float
+    p_holm: float = 1.0  # by Holm (1979), over all rows of all pairs
 
 
 @dataclass(frozen=True)
@@ -166,7 +159,6 @@ class Pairing:
     first: str
     second: str
     rows: tuple[PairRow, ...]
-    adjusted: tuple[float, ...] = ()  # p-values of the rows by Holm (1979), over all rows of all pairs
     remark: str = ""
 
 
@@ -179,7 +171,7 @@ def pairings(runs: Sequence[Run]) -> list[Pairing]:
         for (run, name), (other, other_name) in itertools.combinations(able, 2)
     ]
     adjusted = iter(holm([row.p_value for draft in drafts for row in draft.rows]))
-    return [replace(draft, adjusted=tuple(itertools.islice(adjusted, len(draft.rows)))) for draft in drafts]
+    return [replace(draft, rows=tuple(replace(row, p_holm=next(adjusted)) for row in draft.rows)) for draft in drafts]
 
 
 def _clean_known(run: Run) -> bool:

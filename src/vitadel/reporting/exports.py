@@ -112,10 +112,10 @@ def _pairs(pairs: Sequence[Pairing]) -> Table:
     )
     rows: list[tuple[Cell, ...]] = []
     for pair in pairs:
-        for row, p_of_all in zip(pair.rows, pair.adjusted, strict=True):
+        for row in pair.rows:
             points = [100 * value for value in (row.difference, *row.ci95)]
             counts = (row.both, row.only_first, row.only_second, row.neither)
-            rows.append((pair.first, pair.second, row.what, *points, row.p_value, p_of_all, *counts))
+            rows.append((pair.first, pair.second, row.what, *points, row.p_value, row.p_holm, *counts))
     return Table("Runs on the same images, one by one.", columns, tuple(rows), "pairs")
 
 
