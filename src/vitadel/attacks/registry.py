@@ -113,14 +113,6 @@ def _pgd_on(
     return with_restarts(PGD(threat, goal, Steepest(length), steps, start_noise=start_noise), restarts)
 
 
-def eot(attack: Attack, times: int = 20) -> Attack:
-    return Averaged(attack, times)
-
-
-def targeted(attack: Attack, target: str = "least") -> Attack:
-    return Targeted(attack, target)
-
-
 def _settings(build: Callable[..., Attack]) -> dict[str, object]:
     """Names and defaults of the settings in brackets: all parameters but the first and the keyword-only ones."""
     parameters = list(inspect.signature(build).parameters.values())[1:]
@@ -229,6 +221,6 @@ PREFIXES: dict[str, PrefixEntry] = {
         aas_paper, "adaptive attention scaling exactly as in the paper, for comparison", needs_vit=True
     ),
     "scale": PrefixEntry(scale, "attention scores multiplied by one factor", "factor", needs_vit=True),
-    "eot": PrefixEntry(eot, "expectation over transformation, mean of several passes (Athalye et al. 2018)", "times"),
-    "targeted": PrefixEntry(targeted, "towards a target class: its number, or next, least, random", "target"),
+    "eot": PrefixEntry(Averaged, "EOT: mean logits of several passes (Athalye et al. 2018)", "times"),
+    "targeted": PrefixEntry(Targeted, "towards a target class: its number, or next, least, random", "target"),
 }

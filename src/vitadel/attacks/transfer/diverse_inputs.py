@@ -25,7 +25,7 @@ from vitadel.instrument.tokens import extra_tokens, token_width
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim, Loss, Threat
 
-__all__ = ["Diverse", "DiverseInputs", "shrunk"]
+__all__ = ["Diverse", "shrunk"]
 
 LOSSES: dict[str, Loss] = {"ce": cross_entropy, "margin": margin}
 
@@ -51,64 +51,53 @@ class _DiverseAim(PerSample):
     model: nn.Module
     y: Tensor
     rng: SampleRNG
-    goal: DiverseInputs
+    attack: Diverse
 
     def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         # Keyed by progress, so that the goal needs neither a counter nor the number of steps.
         now = self.rng.stream("diverse", round(progress * 2**32))
         with self._random_tokens(now):
             logits = self.model(self._shown(z, now))
-        return self.goal.loss(logits, self.y), self._fooled(z)
+        return LOSSES[self.attack.loss](logits, self.y), self._fooled(z)
 
     def _shown(self, z: Tensor, now: SampleRNG) -> Tensor:
         chance, size = now.stream("chance").uniform(), now.stream("size").uniform()
-        full = chance >= self.goal.probability
-        size = torch.where(full, torch.ones_like(size), self.goal.smallest + (1 - self.goal.smallest) * size)
+        full = chance >= self.attack.probability
+        size = torch.where(full, torch.ones_like(size), self.attack.smallest + (1 - self.attack.smallest) * size)
         small = shrunk(z, size.to(z.dtype), now.stream("corner").uniform(2).to(z.dtype))
         return torch.where(full.view(-1, 1, 1, 1), z, small)
 
     def _random_tokens(self, now: SampleRNG) -> AbstractContextManager[None]:
-        if self.goal.tokens == 0:
+        if self.attack.tokens == 0:
             return nullcontext()
         width = token_width(self.model)
-        tokens = self.goal.scale * now.stream("tokens").normal(self.goal.tokens, width)
+        tokens = self.attack.scale * now.stream("tokens").normal(self.attack.tokens, width)
         return extra_tokens(self.model, tokens)
 
     def _fooled(self, z: Tensor) -> Tensor:
         """The verdict on the image itself, not on the input of the loss."""
-        if not self.goal.verdicts:
+        if not self.attack.stop_when_fooled:
             return torch.zeros(len(z), dtype=torch.bool, device=z.device)
         return deployed_fooled(self.model, z, self.y)
 
 
 @dataclass(frozen=True)
-class DiverseInputs:
-    """A loss of the logits of a changed image: with `probability`, shrunk to between `smallest` and 1 of its size.
-
-    `tokens` is the number of additional random tokens of size `scale`, new ones for each image and step. The goal holds
-    the random numbers of one batch. Without `verdicts` no sample counts as fooled, which saves a pass.
-    """
-
+class _DiverseGoal:
     rng: SampleRNG
-    loss: Loss = margin
-    probability: float = 0.7
-    smallest: float = 0.9
-    tokens: int = 0
-    scale: float = 0.01
-    verdicts: bool = True
-
+    attack: Diverse
     forwards: ClassVar[int] = 0
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
-        return _DiverseAim(model, y, self.rng, self)
+        return _DiverseAim(model, y, self.rng, self.attack)
 
 
 @dataclass(frozen=True)
 class Diverse:
-    """MI-FGSM on diverse inputs.
+    """MI-FGSM on diverse inputs: with `probability` an image is shrunk to between `smallest` and 1 of its size.
 
-    For transfer it does not stop when the model is fooled, unless `stop_when_fooled`, and returns the last iterate. The
-    default `length` is eps / steps.
+    `tokens` is the number of additional random tokens of size `scale`, new ones for each image and step. For transfer
+    it does not stop when the model is fooled, unless `stop_when_fooled`, and returns the last iterate. The default
+    `length` is eps / steps.
     """
 
     threat: Threat
@@ -136,16 +125,7 @@ class Diverse:
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
         rng = SampleRNG.of_pixels(x) if rng is None else rng
-        goal = DiverseInputs(
-            rng,
-            LOSSES[self.loss],
-            self.probability,
-            self.smallest,
-            self.tokens,
-            self.scale,
-            verdicts=self.stop_when_fooled,
-        )
-        stepper = Momentum(self.decay, self.length)
+        goal, stepper = _DiverseGoal(rng, self), Momentum(self.decay, self.length)
         search = PGD(self.threat, goal, stepper, self.steps, random_start=False, stop_when_fooled=self.stop_when_fooled)
         return search(model, x, y, rng)
 
