@@ -69,7 +69,6 @@ def run_attacks(
     precheck: bool = False,
 ) -> Outcome:
     """Open the model and attack it; with `precheck`, the fast checks of `diagnose` come first."""
-    from vitadel.diagnosis.precheck import run_precheck
     from vitadel.evaluation.audit.audit import run_audit
     from vitadel.reporting import terminal
     from vitadel.runtime.distributed import join_processes
@@ -78,7 +77,11 @@ def run_attacks(
     target = open_target(model, how, data, device=run.device)
     if processes.is_main:
         terminal.show_notes(target.model.record.notes)
-    checks: dict[str, Any] = {"examine": lambda opened: run_precheck(opened, request, processes)} if precheck else {}
+    checks: dict[str, Any] = {}
+    if precheck:
+        from vitadel.diagnosis.precheck import run_precheck
+
+        checks["examine"] = lambda opened: run_precheck(opened, request, processes)
     return run_audit(target, request, processes, verb=verb, **checks, **run_options(run))
 
 

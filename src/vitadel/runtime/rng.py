@@ -23,9 +23,9 @@ def _signed(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 64-bit patterns as torch's signed integers
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
 _CELLS_AT_ONCE = 1 << 20  # bounds the int64 scratch memory of one draw to a few times 8 MB
 
 

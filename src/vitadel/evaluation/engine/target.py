@@ -68,8 +68,9 @@ class Target:
             if first is None:
                 raise UserError(f"no image of {self.data_spec} can be read, and the model names no input size")
             size = (first.height, first.width)
+        preprocess = Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
         check_images_fit(self.model, size, self.model_spec)
-        return Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
+        return preprocess
 
     @property
     def family(self) -> str:
