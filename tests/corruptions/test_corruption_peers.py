@@ -64,7 +64,7 @@ def test_an_enlargement_is_scipys_cut_on_all_sides(zoom, size):
     larger = ndimage.zoom(inner, zoom, order=1)
     top, left = ((have - want) // 2 for have, want in zip(larger.shape, size, strict=True))
     rows, columns = filtering.zoom_crop(size, zoom)
-    ours = filtering.clipped_zoom(torch.from_numpy(plane)[None, None, rows, columns], zoom, size)
+    ours = filtering.zoom_and_crop(torch.from_numpy(plane)[None, None, rows, columns], zoom, size)
     np.testing.assert_allclose(ours[0, 0], larger[top : top + size[0], left : left + size[1]], atol=1e-12)
 
 
@@ -82,7 +82,7 @@ def test_glass_copies_pixel_after_pixel_from_the_bottom_right(height, width, rea
     offsets = blur.glass_offsets(SampleRNG.of_samples(3, range(4)), reach, height, width)
     assert offsets.min() == -reach
     assert offsets.max() == reach - 1
-    found = blur.shuffled_positions(offsets, reach, height, width)
+    found = blur.shuffle_positions(offsets, reach, height, width)
     for sample in range(4):
         image = np.arange(height * width).reshape(height, width)
         for h in range(height - reach, reach, -1):
@@ -98,7 +98,7 @@ def test_glass_is_blur_shuffle_blur():
     soft = np.uint8(filters.gaussian(array(x[0]) / 255, sigma=1, channel_axis=-1) * 255)
     for turn in range(3):
         offsets = blur.glass_offsets(rng.stream("glass_blur", 3).stream("round", turn), 2, 40, 36)
-        places = blur.shuffled_positions(offsets, 2, 40, 36)[0].numpy()
+        places = blur.shuffle_positions(offsets, 2, 40, 36)[0].numpy()
         soft = soft.reshape(-1, 3)[places].reshape(soft.shape)
     # A level that the first blur rounds the other way is carried on by the shuffle and shared out by the second.
     assert_levels_agree(array(ours[0]), np.uint8(filters.gaussian(soft / 255, sigma=1, channel_axis=-1) * 255), 0.02)
@@ -109,7 +109,7 @@ def test_glass_is_blur_shuffle_blur():
 def test_motion_blur_along_an_angle_is_the_peers(angle, radius, sigma):
     x = pictures(1, 50, 64)[0]
     taps = filtering.motion_taps(radius, sigma, angle, 50, 64)
-    ours = filtering.motion_blurred(x.mul(255).round().to(torch.uint8), taps)
+    ours = filtering.blur_by_taps(x.mul(255).round().to(torch.uint8), taps)
     theirs = np.uint8(parts._motion_blur(array(x), radius, sigma, angle))
     # Along an axis much of the edge is flat. Flat stays flat here; theirs may lose a level to rounding.
     assert_levels_agree(ours.permute(1, 2, 0).numpy(), theirs, 0.05 if angle % 90 == 0 else 1e-3)
@@ -117,7 +117,7 @@ def test_motion_blur_along_an_angle_is_the_peers(angle, radius, sigma):
 
 def test_a_ray_longer_than_the_image_ends_as_the_peers_does():
     x = pictures(1, 32, 32)[0]
-    ours = filtering.motion_blurred(x.mul(255).round().to(torch.uint8), filtering.motion_taps(20, 15, 10.0, 32, 32))
+    ours = filtering.blur_by_taps(x.mul(255).round().to(torch.uint8), filtering.motion_taps(20, 15, 10.0, 32, 32))
     assert_levels_agree(ours.permute(1, 2, 0).numpy(), np.uint8(parts._motion_blur(array(x), 20, 15, 10.0)))
 
 
@@ -129,7 +129,7 @@ def test_fallen_snow_lies_as_in_the_formula(mix):
     grey = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)[..., None]
     white = (layer / 255)[..., None]
     expected = mix * image + (1 - mix) * np.maximum(image, grey * 1.5 + 0.5) + white + np.rot90(white, 2)
-    ours = weather.snowed(x.mul(255).round().to(torch.uint8), torch.from_numpy(layer)[None, None], mix)
+    ours = weather.add_snow(x.mul(255).round().to(torch.uint8), torch.from_numpy(layer)[None, None], mix)
     assert_levels_agree(ours[0].permute(1, 2, 0).numpy(), np.uint8(np.clip(expected, 0, 1) * 255))
 
 
@@ -182,7 +182,7 @@ def test_three_points_move_the_image_as_in_opencv(height, width):
     image = np.float32(array(x[0]))
     matrix = cv2.getAffineTransform(before, np.float32(before + moves))
     expected = cv2.warpAffine(image, matrix, (width, height), borderMode=cv2.BORDER_REFLECT_101)
-    ours = digital.affine_points(x * 255, torch.from_numpy(moves)[None])[0].permute(1, 2, 0)
+    ours = digital.move_points(x * 255, torch.from_numpy(moves)[None])[0].permute(1, 2, 0)
     # OpenCV may look positions up in steps of 1/32 pixel.
     assert np.abs(ours.numpy() - expected).mean() < 1.0
 
@@ -196,7 +196,7 @@ def test_displacements_are_scipys(alpha, sigma):
     expected = [
         ndimage.map_coordinates(plane, (rows + dy, columns + dx), order=1, mode="reflect") for plane in x[0].numpy()
     ]
-    ours = digital.displaced(x, torch.from_numpy(noise).float()[None], alpha, sigma)
+    ours = digital.displace(x, torch.from_numpy(noise).float()[None], alpha, sigma)
     np.testing.assert_allclose(ours[0], expected, atol=1e-3)
 
 
@@ -224,7 +224,7 @@ def test_images_along_their_own_angles_are_blurred_one_by_one():
     pixels = pictures(6, 40, 36).mul(255).round().to(torch.uint8)
     angles = torch.tensor([30.0, -44.0, 30.0, 0.0, 29.9, -100.0], dtype=torch.float64)
     for nearest in (False, True):
-        together = filtering.blurred_along(pixels, angles, 20, 8, nearest)
+        together = filtering.blur_along(pixels, angles, 20, 8, nearest)
         for image, angle, blurred in zip(pixels, angles.tolist(), together, strict=True):
             taps = filtering.motion_taps(20, 8, angle, 40, 36)
             padded = np.pad(image.numpy().astype(np.int64), ((0, 0), (64, 64), (64, 64)), mode="edge")
@@ -285,7 +285,7 @@ def test_water_is_what_opencv_makes_of_the_same_drops(seed):
     shine = np.float32(wet) * cv2.blur(lit, (3, 3))
     cover = (shine / shine.max() * 0.6)[..., None]
     expected = np.clip(array(x[0]) / 255 + cover * np.array([175, 238, 238]) / 255, 0, 1) * 255
-    ours = spatter.splashed(x.mul(255).round().to(torch.uint8), layer, 0.6)
+    ours = spatter.add_water(x.mul(255).round().to(torch.uint8), layer, 0.6)
     assert_levels_agree(ours[0].permute(1, 2, 0).numpy(), np.uint8(expected))
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from vitadel.corruptions.filtering import (
     FLOAT32_SLACK,
-    blurred_along,
-    bytes_below,
-    clipped_zoom,
+    blur_along,
     correlate,
     disk,
-    smoothed,
+    smooth,
+    to_bytes,
+    zoom_and_crop,
     zoom_crop,
 )
 from vitadel.corruptions.randomness import between, words
@@ -28,14 +28,14 @@ __all__ = [
     "glass_blur",
     "glass_offsets",
     "motion_blur",
-    "shuffled_positions",
+    "shuffle_positions",
     "zoom_blur",
 ]
 
 
 def gaussian_blur(pixels: Tensor, rng: SampleRNG, sigma: float) -> Tensor:
     """Blur each channel, with the kernel truncated at 4 sigmas and replicated edges."""
-    return bytes_below(smoothed(pixels.float(), sigma), FLOAT32_SLACK)
+    return to_bytes(smooth(pixels.float(), sigma), FLOAT32_SLACK)
 
 
 def defocus_blur(pixels: Tensor, rng: SampleRNG, radius: float, alias_sigma: float) -> Tensor:
@@ -49,7 +49,7 @@ def motion_blur(pixels: Tensor, rng: SampleRNG, radius: float, sigma: float) -> 
     Values are truncated to whole levels, as in the package imagecorruptions. Snow and sequences round them, as
     ImageMagick does.
     """
-    return blurred_along(pixels, between(rng, -45, 45), radius, sigma)
+    return blur_along(pixels, between(rng, -45, 45), radius, sigma)
 
 
 def zoom_blur(pixels: Tensor, rng: SampleRNG, stop: float, step: float) -> Tensor:
@@ -64,9 +64,9 @@ def zoom_blur(pixels: Tensor, rng: SampleRNG, stop: float, step: float) -> Tenso
     for zoom, (before, shape) in zip(zooms, pairwise([None, *shapes]), strict=True):
         if shape != before:  # on small images several factors give the same enlargement
             rows, columns = zoom_crop(size, zoom)
-            layer = clipped_zoom(wide[:, :, rows, columns], zoom, size).float()
+            layer = zoom_and_crop(wide[:, :, rows, columns], zoom, size).float()
         total.add_(layer)
-    return bytes_below(total.add_(image).div_(len(zooms) + 1).mul_(255))
+    return to_bytes(total.add_(image).div_(len(zooms) + 1).mul_(255))
 
 
 def _shape(size: tuple[int, int], zoom: float) -> list[tuple[int, int]]:
@@ -78,12 +78,12 @@ def _shape(size: tuple[int, int], zoom: float) -> list[tuple[int, int]]:
 def glass_blur(pixels: Tensor, rng: SampleRNG, sigma: float, reach: float, rounds: float) -> Tensor:
     """Blur, displace pixels at random, blur. As in the benchmark, pixels are copied where swapping was intended."""
     n, _, height, width = pixels.shape
-    soft = bytes_below(smoothed(pixels.float(), sigma), FLOAT32_SLACK).flatten(2)
+    soft = to_bytes(smooth(pixels.float(), sigma), FLOAT32_SLACK).flatten(2)
     for turn in range(int(rounds)):
         offsets = glass_offsets(rng.stream("round", turn), int(reach), height, width)
-        places = shuffled_positions(offsets, int(reach), height, width)
+        places = shuffle_positions(offsets, int(reach), height, width)
         soft = soft.gather(2, places[:, None].expand(n, 3, height * width))
-    return bytes_below(smoothed(soft.view_as(pixels).float(), sigma), FLOAT32_SLACK)
+    return to_bytes(smooth(soft.view_as(pixels).float(), sigma), FLOAT32_SLACK)
 
 
 def glass_offsets(rng: SampleRNG, reach: int, height: int, width: int) -> Tensor:
@@ -96,7 +96,7 @@ def glass_offsets(rng: SampleRNG, reach: int, height: int, width: int) -> Tensor
     return ((bits + 2**31) * (2 * reach) >> 32) - reach
 
 
-def shuffled_positions(offsets: Tensor, reach: int, height: int, width: int) -> Tensor:
+def shuffle_positions(offsets: Tensor, reach: int, height: int, width: int) -> Tensor:
     """The flat position each pixel's value comes from, when pixels are copied one after another from the bottom right.
 
     A pixel that copies from an already visited one (further down, or right in the same row) gets its new value, from

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitadel.corruptions.filtering import bytes_below
+from vitadel.corruptions.filtering import to_bytes
 
 __all__ = ["Color", "hue_saturation_value", "of_hue_saturation_value"]
 
@@ -49,4 +49,4 @@ def _middle(image: Tensor, value: Tensor, span: Tensor) -> Tensor:
 
 def of_hue_saturation_value(color: Color) -> Tensor:
     image = (color.place * color.saturation).neg_().add_(1).mul_(color.value)
-    return bytes_below(image.mul_(255))
+    return to_bytes(image.mul_(255))

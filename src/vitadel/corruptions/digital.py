@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from torchvision.io import ImageReadMode
 
 from vitadel.corruptions.color import hue_saturation_value, of_hue_saturation_value
-from vitadel.corruptions.filtering import FLOAT32_SLACK, bytes_below, smoother
+from vitadel.corruptions.filtering import FLOAT32_SLACK, smoothing_matrix, to_bytes
 from vitadel.corruptions.randomness import uniform_field
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["affine_points", "contrast", "displaced", "elastic_transform", "jpeg_compression", "pixelate", "saturate"]
+__all__ = ["contrast", "displace", "elastic_transform", "jpeg_compression", "move_points", "pixelate", "saturate"]
 
-_TRUNCATE = 3.0  # displacements are smoothed with a shorter kernel than pictures
+_TRUNCATE = 3.0  # displacements are smoothed with a shorter kernel than images
 _FIXED_BITS = 22  # of Pillow's averages
 _FIXED_POINT = 1 << _FIXED_BITS
 
@@ -29,7 +29,7 @@ _FIXED_POINT = 1 << _FIXED_BITS
 def contrast(pixels: Tensor, rng: SampleRNG, factor: float) -> Tensor:
     """Move pixels towards the mean of each channel of each image."""
     mean = pixels.sum((2, 3), keepdim=True).double().div_(255 * pixels[0, 0].numel())
-    return bytes_below(pixels.double().div_(255).sub_(mean).mul_(factor).add_(mean).mul_(255))
+    return to_bytes(pixels.double().div_(255).sub_(mean).mul_(factor).add_(mean).mul_(255))
 
 
 def saturate(pixels: Tensor, rng: SampleRNG, factor: float, offset: float) -> Tensor:
@@ -112,13 +112,13 @@ def elastic_transform(pixels: Tensor, rng: SampleRNG, alpha: float, sigma: float
     """A random affine map of the image, then smooth random displacements of its pixels."""
     height, width = pixels.shape[2:]
     corners = rng.stream("affine").uniform(3, 2).double().mul_(2).sub_(1).mul_(jitter)
-    image = affine_points(pixels.float(), corners)
+    image = move_points(pixels.float(), corners)
     if alpha:
-        image = displaced(image, uniform_field(rng, 2, height, width).mul_(2).sub_(1), alpha, sigma)
-    return bytes_below(image, FLOAT32_SLACK)
+        image = displace(image, uniform_field(rng, 2, height, width).mul_(2).sub_(1), alpha, sigma)
+    return to_bytes(image, FLOAT32_SLACK)
 
 
-def affine_points(image: Tensor, moves: Tensor) -> Tensor:
+def move_points(image: Tensor, moves: Tensor) -> Tensor:
     """The affine map that moves three points around the center by `moves` (n, 3, (right, down)); mirrored edges."""
     height, width = image.shape[2:]
     arm = min(height, width) // 3
@@ -137,10 +137,10 @@ def affine_points(image: Tensor, moves: Tensor) -> Tensor:
     return F.grid_sample(image, grid.float(), padding_mode="reflection", align_corners=True)
 
 
-def displaced(image: Tensor, noise: Tensor, alpha: float, sigma: float) -> Tensor:
+def displace(image: Tensor, noise: Tensor, alpha: float, sigma: float) -> Tensor:
     """Displace pixels by `alpha` times the smoothed `noise` (n, (right, down), height, width); mirrored edges."""
     height, width = image.shape[2:]
-    down, across = smoother(height, sigma, _TRUNCATE), smoother(width, sigma, _TRUNCATE).T.contiguous()
+    down, across = smoothing_matrix(height, sigma, _TRUNCATE), smoothing_matrix(width, sigma, _TRUNCATE).T.contiguous()
     # Image by image: rounding of a batched product may depend on the batch size.
     moves = torch.stack([down @ field.clone() @ across for field in noise.flatten(0, 1)]).view_as(noise).mul_(alpha)
     x = torch.arange(width, dtype=torch.float32)

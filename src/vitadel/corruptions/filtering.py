@@ -15,16 +15,16 @@ from torch.nn import functional as F
 
 __all__ = [
     "FLOAT32_SLACK",
-    "blurred_along",
-    "bytes_below",
-    "clipped_zoom",
+    "blur_along",
+    "blur_by_taps",
     "correlate",
     "disk",
-    "mirrored",
-    "motion_blurred",
+    "mirrored_positions",
     "motion_taps",
-    "smoothed",
-    "smoother",
+    "smooth",
+    "smoothing_matrix",
+    "to_bytes",
+    "zoom_and_crop",
     "zoom_crop",
 ]
 
@@ -39,7 +39,7 @@ _SHIFTS_AT_MOST = 32  # kernels with more taps are cheaper by Fourier transform
 _NEGLIGIBLE = 1e-12  # a tap that changes no pixel of 8 bits
 
 
-def bytes_below(values: Tensor, slack: float = 0.0) -> Tensor:
+def to_bytes(values: Tensor, slack: float = 0.0) -> Tensor:
     """Clip values to 0 to 255 and truncate them to 8 bits, as the benchmark does. Works in place.
 
     `slack` compensates for float32 arithmetic: a flat region of level 7 may be 6.9999 after a blur.
@@ -61,7 +61,7 @@ def _gaussian(sigma: float, radius: int) -> list[float]:
     return [weight / total for weight in raw]
 
 
-def smoothed(planes: Tensor, sigma: float, truncate: float = 4.0) -> Tensor:
+def smooth(planes: Tensor, sigma: float, truncate: float = 4.0) -> Tensor:
     """Gaussian blur of float planes (n, c, height, width) with replicated edges, truncated at `truncate` sigmas."""
     radius = int(truncate * sigma + 0.5)
     weights = _gaussian(sigma, radius)
@@ -77,7 +77,7 @@ def smoothed(planes: Tensor, sigma: float, truncate: float = 4.0) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def smoother(length: int, sigma: float, truncate: float) -> Tensor:
+def smoothing_matrix(length: int, sigma: float, truncate: float) -> Tensor:
     """The same blur as a matrix, with mirrored edges (d c b a | a b c d): for kernels longer than the image."""
     radius = int(truncate * sigma + 0.5)
     weights = _gaussian(sigma, radius)
@@ -108,7 +108,7 @@ def disk(radius: float, alias_sigma: float) -> NDArray[np.float32]:
     return kernel[reach - used : reach + used + 1, reach - used : reach + used + 1]
 
 
-def mirrored(length: int, reach: int) -> Tensor:
+def mirrored_positions(length: int, reach: int) -> Tensor:
     """Positions -reach ... length - 1 + reach, mirrored about the first and last pixel (d c b | a b c d | c b a)."""
     period = max(2 * (length - 1), 1)
     folded = torch.arange(-reach, length + reach) % period
@@ -119,18 +119,18 @@ def correlate(pixels: Tensor, kernel: NDArray[np.float32]) -> Tensor:
     """8-bit planes (n, c, height, width) under a square kernel, with mirrored edges."""
     height, width = pixels.shape[2:]
     reach = len(kernel) // 2
-    padded = pixels.index_select(2, mirrored(height, reach)).index_select(3, mirrored(width, reach))
+    padded = pixels.index_select(2, mirrored_positions(height, reach)).index_select(3, mirrored_positions(width, reach))
     taps = np.argwhere(kernel > _NEGLIGIBLE).tolist()
     if len(taps) > _SHIFTS_AT_MOST:
         response = _response(kernel.tobytes(), *padded.shape[2:])
         values = torch.stack([_by_fourier(image, *response)[:, :height, :width] for image in padded.float()])
-        return bytes_below(values, FLOAT32_SLACK)
+        return to_bytes(values, FLOAT32_SLACK)
     # In float64: a disk of few equal taps often gives a whole level, where the last digit matters.
     padded = padded.double()
     values = torch.zeros_like(pixels, dtype=torch.float64)
     for dy, dx in taps:
         values.add_(padded[:, :, dy : dy + height, dx : dx + width], alpha=float(kernel[dy, dx]))
-    return bytes_below(values)
+    return to_bytes(values)
 
 
 def _fourier_length(least: int) -> int:
@@ -166,7 +166,7 @@ def zoom_crop(size: tuple[int, int], zoom: float) -> tuple[slice, slice]:
     return slice(starts[0], starts[0] + lengths[0]), slice(starts[1], starts[1] + lengths[1])
 
 
-def clipped_zoom(planes: Tensor, zoom: float, size: tuple[int, int]) -> Tensor:
+def zoom_and_crop(planes: Tensor, zoom: float, size: tuple[int, int]) -> Tensor:
     """Enlarge float64 planes (n, c, ...) bilinearly from corner to corner and keep the central `size`.
 
     `planes` is the part that `zoom_crop` leaves of an image of that size.
@@ -200,22 +200,22 @@ def motion_taps(radius: float, sigma: float, angle: float, height: int, width: i
     return taps
 
 
-def motion_blurred(image: Tensor, taps: list[Tap], nearest: bool = False) -> Tensor:
+def blur_by_taps(image: Tensor, taps: list[Tap], nearest: bool = False) -> Tensor:
     """Average 8-bit planes (c, height, width) over `taps`, replicated edges; truncate to bytes or round (`nearest`)."""
-    return _averaged(image[None], [taps], nearest)[0]
+    return _average(image[None], [taps], nearest)[0]
 
 
-def blurred_along(pixels: Tensor, angles: Tensor, radius: float, sigma: float, nearest: bool = False) -> Tensor:
+def blur_along(pixels: Tensor, angles: Tensor, radius: float, sigma: float, nearest: bool = False) -> Tensor:
     """Motion blur of images (n, c, height, width), each along its own angle in degrees."""
     height, width = pixels.shape[2:]
     # In the order of the angles: neighbors in the batch then share most of their taps.
     ascending, order = angles.sort()
     taps = [motion_taps(radius, sigma, angle, height, width) for angle in ascending.tolist()]
-    return _averaged(pixels.index_select(0, order), taps, nearest).index_select(0, order.argsort())
+    return _average(pixels.index_select(0, order), taps, nearest).index_select(0, order.argsort())
 
 
-def _averaged(pixels: Tensor, taps: list[list[Tap]], nearest: bool) -> Tensor:
-    """Each image under its own taps; neighbours in the batch with the same tap are added in one call."""
+def _average(pixels: Tensor, taps: list[list[Tap]], nearest: bool) -> Tensor:
+    """Each image under its own taps; neighbors in the batch with the same tap are added in one call."""
     height, width = pixels.shape[2:]
     downs, rights, _ = zip(*(tap for rays in taps for tap in rays), strict=True)
     top, bottom, left, right = min(downs), max(downs), min(rights), max(rights)  # the first tap is (0, 0)

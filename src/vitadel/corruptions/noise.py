@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitadel.corruptions.filtering import bytes_below
+from vitadel.corruptions.filtering import to_bytes
 from vitadel.corruptions.randomness import normal_field, uniform_field, words
 from vitadel.runtime.rng import SampleRNG
 
@@ -21,12 +21,12 @@ _WALKS = 3
 
 def gaussian_noise(pixels: Tensor, rng: SampleRNG, sigma: float) -> Tensor:
     """x + N(0, sigma)."""
-    return bytes_below(normal_field(rng, *pixels.shape[1:]).mul_(255 * sigma).add_(pixels))
+    return to_bytes(normal_field(rng, *pixels.shape[1:]).mul_(255 * sigma).add_(pixels))
 
 
 def speckle_noise(pixels: Tensor, rng: SampleRNG, sigma: float) -> Tensor:
     """x + x N(0, sigma)."""
-    return bytes_below(normal_field(rng, *pixels.shape[1:]).mul_(sigma).add_(1).mul_(pixels))
+    return to_bytes(normal_field(rng, *pixels.shape[1:]).mul_(sigma).add_(1).mul_(pixels))
 
 
 def impulse_noise(pixels: Tensor, rng: SampleRNG, amount: float) -> Tensor:

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitadel.corruptions.apply import as_bytes, as_floats, check_images, sample_streams
-from vitadel.corruptions.filtering import FLOAT32_SLACK, bytes_below, motion_blurred, motion_taps, smoothed
+from vitadel.corruptions.filtering import FLOAT32_SLACK, blur_by_taps, motion_taps, smooth, to_bytes
 from vitadel.corruptions.noise import gaussian_noise, shot_noise, speckle_noise
 from vitadel.corruptions.randomness import normal_field
-from vitadel.corruptions.spatter import liquid, splashed
-from vitadel.corruptions.weather import brightness, flakes, snowed
+from vitadel.corruptions.spatter import add_water, liquid
+from vitadel.corruptions.weather import add_snow, brightness, flakes
 from vitadel.errors import UserError, nearest_names
 from vitadel.runtime.rng import SampleRNG
 
@@ -146,52 +146,52 @@ def sequence(x: Tensor, name: str, rng: SampleRNG | None = None, difficulty: int
     return as_floats(torch.stack(list(frames)), x)
 
 
-def _noisy(batch: _Batch, add: Callable[[Tensor, SampleRNG, float], Tensor], amount: float) -> Iterator[Tensor]:
+def _add_noise(batch: _Batch, add: Callable[[Tensor, SampleRNG, float], Tensor], amount: float) -> Iterator[Tensor]:
     yield batch.crop
     for frame in range(1, FRAMES):
         yield add(batch.crop, batch.rng.stream("frame", frame), amount)
 
 
 def _gaussian_noise(batch: _Batch) -> Iterator[Tensor]:
-    return _noisy(batch, gaussian_noise, batch.motion.noise[batch.difficulty - 1])
+    return _add_noise(batch, gaussian_noise, batch.motion.noise[batch.difficulty - 1])
 
 
 def _shot_noise(batch: _Batch) -> Iterator[Tensor]:
-    return _noisy(batch, shot_noise, batch.motion.photons[batch.difficulty - 1])
+    return _add_noise(batch, shot_noise, batch.motion.photons[batch.difficulty - 1])
 
 
 def _speckle_noise(batch: _Batch) -> Iterator[Tensor]:
-    return _noisy(batch, speckle_noise, batch.motion.speckle[batch.difficulty - 1])
+    return _add_noise(batch, speckle_noise, batch.motion.speckle[batch.difficulty - 1])
 
 
-def _motion_blurred(planes: Tensor, radius: float, sigma: float, angle: float) -> Tensor:
+def _blur_along(planes: Tensor, radius: float, sigma: float, angle: float) -> Tensor:
     taps = motion_taps(radius, sigma, angle, *planes.shape[2:])
-    return motion_blurred(planes.flatten(0, 1), taps, nearest=True).view_as(planes)
+    return blur_by_taps(planes.flatten(0, 1), taps, nearest=True).view_as(planes)
 
 
 def _motion_blur(batch: _Batch) -> Iterator[Tensor]:
     frames, radius, sigma, step = batch.motion.ray
-    return (_motion_blurred(batch.crop, radius, sigma, (frame - frames + 1) * step) for frame in range(frames))
+    return (_blur_along(batch.crop, radius, sigma, (frame - frames + 1) * step) for frame in range(frames))
 
 
 def _zoom_blur(batch: _Batch) -> Iterator[Tensor]:
     total = torch.zeros_like(batch.crop, dtype=torch.int32)
     for frame in range(FRAMES):
-        total += _warped(batch, _about_center(batch, np.eye(2) / (1 + 0.004 * frame)))
+        total += _warp(batch, _about_center(batch, np.eye(2) / (1 + 0.004 * frame)))
         yield total.div(frame + 1, rounding_mode="floor").to(torch.uint8)
 
 
 def _gaussian_blur(batch: _Batch) -> Iterator[Tensor]:
     first, step, truncate = batch.motion.sigma
     image = batch.crop.float()
-    return (bytes_below(smoothed(image, first + step * frame, truncate), FLOAT32_SLACK) for frame in range(FRAMES))
+    return (to_bytes(smooth(image, first + step * frame, truncate), FLOAT32_SLACK) for frame in range(FRAMES))
 
 
 def _snow(batch: _Batch) -> Iterator[Tensor]:
     zoom, radius, sigma = batch.motion.snow
     image = batch.crop
     layer = flakes(batch.rng, (image.shape[2], image.shape[3]), 0.05, 0.3, zoom, 0.5)
-    return (snowed(image, _motion_blurred(layer, radius, sigma, 4 * frame - 150), 0.85) for frame in range(FRAMES))
+    return (add_snow(image, _blur_along(layer, radius, sigma, 4 * frame - 150), 0.85) for frame in range(FRAMES))
 
 
 def _brightness(batch: _Batch) -> Iterator[Tensor]:
@@ -206,7 +206,7 @@ def _spatter(batch: _Batch) -> Iterator[Tensor]:
     height = image.shape[2]
     above = len(batch.motion.drip) - 2
     for _ in range(FRAMES):
-        yield splashed(image, layer, 0.6)
+        yield add_water(image, layer, 0.6)
         padded = F.pad(layer, (0, 0, above, 1))
         layer = torch.zeros_like(layer)
         for row, weight in enumerate(reversed(batch.motion.drip)):
@@ -226,7 +226,7 @@ def _about_center(batch: _Batch, turn: Matrix, shift: int = 0) -> Matrix:
     return back
 
 
-def _warped(batch: _Batch, back: Matrix, fading: bool = False) -> Tensor:
+def _warp(batch: _Batch, back: Matrix, fading: bool = False) -> Tensor:
     """Warp the image by the inverse map `back`, bilinearly and black outside, and crop the window.
 
     Images end at the outer edge of their last pixels and values are truncated to 8 bits, as in Pillow; with `fading`
@@ -246,11 +246,11 @@ def _warped(batch: _Batch, back: Matrix, fading: bool = False) -> Tensor:
     if fading:
         return image.round_().to(torch.uint8)
     inside = (from_x >= -0.5) & (from_x < width - 0.5) & (from_y >= -0.5) & (from_y < height - 0.5)
-    return bytes_below(image.mul_(inside), FLOAT32_SLACK)
+    return to_bytes(image.mul_(inside), FLOAT32_SLACK)
 
 
 def _translate(batch: _Batch) -> Iterator[Tensor]:
-    return (_warped(batch, _about_center(batch, np.eye(2), shift)) for shift in batch.motion.shifts)
+    return (_warp(batch, _about_center(batch, np.eye(2), shift)) for shift in batch.motion.shifts)
 
 
 def _degrees(step: float = 1.0) -> Iterator[float]:
@@ -260,16 +260,16 @@ def _degrees(step: float = 1.0) -> Iterator[float]:
 def _rotate(batch: _Batch) -> Iterator[Tensor]:
     for angle in _degrees():
         turn = np.array([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]])
-        yield _warped(batch, _about_center(batch, turn))
+        yield _warp(batch, _about_center(batch, turn))
 
 
 def _shear(batch: _Batch) -> Iterator[Tensor]:
-    return (_warped(batch, _about_center(batch, np.array([[1, math.tan(angle)], [0, 1]]))) for angle in _degrees())
+    return (_warp(batch, _about_center(batch, np.array([[1, math.tan(angle)], [0, 1]]))) for angle in _degrees())
 
 
 def _scale(batch: _Batch) -> Iterator[Tensor]:
     first, step = batch.motion.scale
-    return (_warped(batch, _about_center(batch, np.eye(2) / (first + step * frame))) for frame in range(FRAMES))
+    return (_warp(batch, _about_center(batch, np.eye(2) / (first + step * frame))) for frame in range(FRAMES))
 
 
 def _tilt(batch: _Batch) -> Iterator[Tensor]:
@@ -284,7 +284,7 @@ def _tilt(batch: _Batch) -> Iterator[Tensor]:
         placed = about_x @ about_y @ np.array([[1, 0, -width / 2], [0, 1, -height / 2], [0, 0, 1]])
         placed[2, 2] += focal
         camera = np.array([[focal, 0, width / 2], [0, focal, height / 2], [0, 0, 1]])
-        yield _warped(batch, np.linalg.inv(camera @ placed), fading=True)
+        yield _warp(batch, np.linalg.inv(camera @ placed), fading=True)
 
 
 _SEQUENCES: dict[str, Callable[[_Batch], Iterator[Tensor]]] = {

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitadel.corruptions.filtering import FLOAT32_SLACK, bytes_below, smoothed
+from vitadel.corruptions.filtering import FLOAT32_SLACK, smooth, to_bytes
 from vitadel.corruptions.randomness import normal_field
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["chamfer", "edges", "equalize", "liquid", "spatter", "splashed"]
+__all__ = ["add_water", "chamfer", "edges", "equalize", "liquid", "spatter"]
 
 _WATER = (175 / 255, 238 / 255, 238 / 255)
 _MUD = (63 / 255, 42 / 255, 20 / 255)
@@ -53,36 +53,36 @@ def spatter(
     """Cover the image where smoothed noise exceeds a threshold; `mud` is 1 or 0, `strength` the opacity of water or the
     blur of mud."""
     layer = liquid(normal_field(rng, 1, *pixels.shape[2:]).mul_(scale).add_(loc), sigma, threshold)
-    return _muddy(pixels, layer, strength) if mud else splashed(pixels, layer, strength)
+    return _add_mud(pixels, layer, strength) if mud else add_water(pixels, layer, strength)
 
 
 def liquid(noise: Tensor, sigma: float, threshold: float) -> Tensor:
     """Smooth noise (n, 1, height, width) and set it to zero below the threshold."""
-    layer = smoothed(noise, sigma)
+    layer = smooth(noise, sigma)
     return layer.masked_fill_(layer < threshold, 0)
 
 
-def _muddy(pixels: Tensor, layer: Tensor, sigma: float) -> Tensor:
-    cover = smoothed((layer > 0).float(), sigma)
+def _add_mud(pixels: Tensor, layer: Tensor, sigma: float) -> Tensor:
+    cover = smooth((layer > 0).float(), sigma)
     cover.masked_fill_(cover < 0.8, 0)
     color = torch.tensor(_MUD)[:, None, None] * 255
-    return bytes_below((1 - cover).mul(pixels).add_(cover * color), FLOAT32_SLACK)
+    return to_bytes((1 - cover).mul(pixels).add_(cover * color), FLOAT32_SLACK)
 
 
-def splashed(pixels: Tensor, layer: Tensor, strength: float) -> Tensor:
+def add_water(pixels: Tensor, layer: Tensor, strength: float) -> Tensor:
     """Add water lit from one side; its relief is the distance from the edges of the drops."""
     wet = (layer * 255).to(torch.uint8)[:, 0]
     relief = _sum_of_nine(chamfer(edges(wet, 50, 150)).numpy()) // (9 * _UNIT)
-    lit = np.clip(_embossed(equalize(torch.from_numpy(relief)).numpy()), 0, 255)
+    lit = np.clip(_emboss(equalize(torch.from_numpy(relief)).numpy()), 0, 255)
     soft = (2 * _sum_of_nine(lit) + 9) // 18  # the mean, rounded
     shine = torch.from_numpy(np.multiply(soft, wet.numpy(), dtype=np.int32)).float()
     brightest = shine.amax((1, 2), keepdim=True)
     shine = shine.div_(brightest.masked_fill_(brightest == 0, 1)).mul_(strength)[:, None]
     color = torch.tensor(_WATER)[:, None, None]
-    return bytes_below((shine * color).mul_(255).add_(pixels), FLOAT32_SLACK)
+    return to_bytes((shine * color).mul_(255).add_(pixels), FLOAT32_SLACK)
 
 
-def _framed(planes: Whole, inwards: int) -> Whole:
+def _pad(planes: Whole, inwards: int) -> Whole:
     """Pad by one row and column on every side, copied from `inwards` of the edge (0: the edge itself)."""
     n, height, width = planes.shape
     framed = np.empty((n, height + 2, width + 2), planes.dtype)
@@ -93,7 +93,7 @@ def _framed(planes: Whole, inwards: int) -> Whole:
 
 
 def _sum_of_nine(planes: Whole) -> Whole:
-    framed = _framed(planes, 1)
+    framed = _pad(planes, 1)
     tall = framed[:, :-2] + framed[:, 1:-1]
     tall += framed[:, 2:]
     total = tall[:, :, :-2] + tall[:, :, 1:-1]
@@ -101,9 +101,9 @@ def _sum_of_nine(planes: Whole) -> Whole:
     return total
 
 
-def _embossed(planes: Whole) -> Whole:
+def _emboss(planes: Whole) -> Whole:
     """Correlate with -2 -1 0, -1 1 1, 0 1 2: lower right minus upper left."""
-    framed = _framed(planes, 1)
+    framed = _pad(planes, 1)
     total = framed[:, 2:, 2:] - framed[:, :-2, :-2]
     total *= 2
     total += framed[:, 2:, 1:-1]
@@ -132,7 +132,7 @@ def edges(planes: Tensor, low: int, high: int) -> Tensor:
 
     Most pixels have almost no gradient; the later steps only handle the others, by their positions in memory.
     """
-    framed = _framed(planes.numpy().astype(np.int16), 0)
+    framed = _pad(planes.numpy().astype(np.int16), 0)
     dx, dy, size = np.empty_like(framed), np.empty_like(framed), np.zeros_like(framed)
     inner = np.s_[:, 1:-1, 1:-1]
     tall = framed[:, :-2] + framed[:, 2:]
@@ -145,7 +145,7 @@ def edges(planes: Tensor, low: int, high: int) -> Tensor:
     broad, sizes = framed.shape[2], size.ravel()
     places = np.flatnonzero(sizes > low)
     places = places[_ridges(sizes, dx.ravel()[places], dy.ravel()[places], places, broad)]
-    found = _grown(places[sizes[places] > high], places, broad, len(sizes))
+    found = _connect(places[sizes[places] > high], places, broad, len(sizes))
     return torch.from_numpy(found.reshape(size.shape)[inner])
 
 
@@ -162,7 +162,7 @@ def _ridges(sizes: Whole, dx: Whole, dy: Whole, places: Whole, broad: int) -> ND
     return ridge
 
 
-def _grown(front: Whole, places: Whole, broad: int, count: int) -> NDArray[np.bool_]:
+def _connect(front: Whole, places: Whole, broad: int, count: int) -> NDArray[np.bool_]:
     """Mark the `front` and all `places` connected to it."""
     found, waiting = np.zeros(count, bool), np.zeros(count, bool)
     waiting[places] = True

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitadel.corruptions.color import hue_saturation_value, of_hue_saturation_value
-from vitadel.corruptions.filtering import blurred_along, bytes_below, clipped_zoom, zoom_crop
+from vitadel.corruptions.filtering import blur_along, to_bytes, zoom_and_crop, zoom_crop
 from vitadel.corruptions.randomness import between, normal_field, uniform_field
 from vitadel.errors import UserError
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["PHOTOS", "brightness", "flakes", "fog", "frost", "frost_photo", "plasma", "snow", "snowed"]
+__all__ = ["PHOTOS", "add_snow", "brightness", "flakes", "fog", "frost", "frost_photo", "plasma", "snow"]
 
 _WIBBLE = 100.0
 
@@ -41,7 +41,7 @@ def snow(
     """Add flakes, made of enlarged noise above a threshold and blurred along a ray, to a paler image."""
     layer = flakes(rng, (pixels.shape[2], pixels.shape[3]), loc, scale, zoom, threshold)
     angles = between(rng.stream("angle"), -135, -45)
-    return snowed(pixels, blurred_along(layer, angles, radius, sigma, nearest=True), mix)
+    return add_snow(pixels, blur_along(layer, angles, radius, sigma, nearest=True), mix)
 
 
 def flakes(rng: SampleRNG, size: tuple[int, int], loc: float, scale: float, zoom: float, threshold: float) -> Tensor:
@@ -49,18 +49,18 @@ def flakes(rng: SampleRNG, size: tuple[int, int], loc: float, scale: float, zoom
     rows, columns = zoom_crop(size, zoom)
     # Only the part of the noise that is enlarged is drawn.
     noise = normal_field(rng, 1, rows.stop - rows.start, columns.stop - columns.start).mul_(scale).add_(loc)
-    layer = clipped_zoom(noise.double(), zoom, size)
-    return bytes_below(torch.where(layer < threshold, 0.0, layer).mul_(255))
+    layer = zoom_and_crop(noise.double(), zoom, size)
+    return to_bytes(torch.where(layer < threshold, 0.0, layer).mul_(255))
 
 
-def snowed(pixels: Tensor, fallen: Tensor, mix: float) -> Tensor:
+def add_snow(pixels: Tensor, fallen: Tensor, mix: float) -> Tensor:
     """Mix the image with a paler version of itself, and add the flakes and the flakes rotated by 180 degrees."""
     image = pixels.float()
     red, green, blue = image.unbind(1)
     gray = (0.299 * red).add_(green, alpha=0.587).add_(blue, alpha=0.114).mul_(1.5).add_(127.5)[:, None]
     pale = torch.maximum(image, gray).mul_(1 - mix)
     drifts = fallen.float()
-    return bytes_below(image.mul_(mix).add_(pale).add_(drifts.add(drifts.flip(2, 3))))
+    return to_bytes(image.mul_(mix).add_(pale).add_(drifts.add(drifts.flip(2, 3))))
 
 
 def frost(pixels: Tensor, rng: SampleRNG, keep: float, lay: float, scale: float) -> Tensor:
@@ -74,7 +74,7 @@ def frost(pixels: Tensor, rng: SampleRNG, keep: float, lay: float, scale: float)
         top, left = int(down * (ice.shape[1] - height)), int(right * (ice.shape[2] - width))
         pieces.append(ice[:, top : top + height, left : left + width])
     ice = torch.stack(pieces).double().mul_(lay)
-    return bytes_below(pixels.double().mul_(keep).add_(ice))
+    return to_bytes(pixels.double().mul_(keep).add_(ice))
 
 
 def fog(pixels: Tensor, rng: SampleRNG, weight: float, decay: float) -> Tensor:
@@ -84,7 +84,7 @@ def fog(pixels: Tensor, rng: SampleRNG, weight: float, decay: float) -> Tensor:
     field = plasma(uniform_field(rng, size * size - 1).mul_(2).sub_(1), size, decay)[:, None, :height, :width]
     brightest = pixels.amax((1, 2, 3), keepdim=True).double().div_(255)
     share = (brightest / (brightest + weight)).float()
-    return bytes_below(pixels.float().add_(field.mul_(255 * weight)).mul_(share))
+    return to_bytes(pixels.float().add_(field.mul_(255 * weight)).mul_(share))
 
 
 def plasma(chances: Tensor, size: int, decay: float) -> Tensor:

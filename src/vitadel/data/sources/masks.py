@@ -49,24 +49,24 @@ class ResizeCrop:
     size: tuple[int, int]
     interpolation: str = "bicubic"
 
-    def image(self, picture: Image.Image) -> Tensor:
+    def image(self, image: Image.Image) -> Tensor:
         """uint8, (3, height, width)."""
         resampling = _RESAMPLING.get(self.interpolation, Image.Resampling.BICUBIC)
-        return torch.from_numpy(np.array(self._crop(picture, resampling), dtype=np.uint8)).permute(2, 0, 1).contiguous()
+        return torch.from_numpy(np.array(self._crop(image, resampling), dtype=np.uint8)).permute(2, 0, 1).contiguous()
 
     def mask(self, values: Values) -> Tensor:
         """int64, (height, width)."""
-        picture = Image.fromarray(values.astype(np.int32))
-        return torch.from_numpy(np.array(self._crop(picture, Image.Resampling.NEAREST), dtype=np.int64))
+        image = Image.fromarray(values.astype(np.int32))
+        return torch.from_numpy(np.array(self._crop(image, Image.Resampling.NEAREST), dtype=np.int64))
 
-    def _crop(self, picture: Image.Image, resampling: Image.Resampling) -> Image.Image:
+    def _crop(self, image: Image.Image, resampling: Image.Resampling) -> Image.Image:
         height, width = self.size
-        scale = max(height / picture.height, width / picture.width)
-        covering = (max(width, round(picture.width * scale)), max(height, round(picture.height * scale)))
-        if covering != picture.size:
-            picture = picture.resize(covering, resampling)
-        left, top = (picture.width - width) // 2, (picture.height - height) // 2
-        return picture.crop((left, top, left + width, top + height))
+        scale = max(height / image.height, width / image.width)
+        covering = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
+        if covering != image.size:
+            image = image.resize(covering, resampling)
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        return image.crop((left, top, left + width, top + height))
 
 
 class _Pairs(Protocol):
@@ -106,17 +106,17 @@ class MaskedImages:
 
     def _pair(self, index: int, crop: ResizeCrop) -> tuple[Tensor, Tensor]:
         try:
-            picture, stored = self.pairs.pair(index)
+            image, stored = self.pairs.pair(index)
         except UserError:
             raise
         except Exception as fault:  # decoders fail on damaged bytes in many ways
             raise UserError(f"sample {index} ({self.name(index)}) cannot be read: {fault}. Replace it.") from fault
-        if stored.shape != (picture.height, picture.width):
+        if stored.shape != (image.height, image.width):
             raise UserError(
-                f"sample {index} ({self.name(index)}): its image is {picture.height} x {picture.width} pixels and its "
+                f"sample {index} ({self.name(index)}): its image is {image.height} x {image.width} pixels and its "
                 f"mask {stored.shape[0]} x {stored.shape[1]}; both must have the same size. Use masks of these images."
             )
-        return crop.image(picture), crop.mask(self._classes_of(stored, index))
+        return crop.image(image), crop.mask(self._classes_of(stored, index))
 
     def _classes_of(self, stored: Values, index: int) -> Values:
         ignored = np.isin(stored, [VOID, *self.void, *([0] if self.from_one else [])])
@@ -274,8 +274,8 @@ def _image_and_mask_folders(request: DataRequest, path: Path) -> tuple[Path, Pat
 def _decode_mask(content: bytes) -> Values:
     """Class numbers of an image with one channel; for a palette the indices, not the colors."""
     try:
-        with Image.open(io.BytesIO(content)) as picture:
-            mode, values = picture.mode, np.array(picture)
+        with Image.open(io.BytesIO(content)) as image:
+            mode, values = image.mode, np.array(image)
     except UnidentifiedImageError:
         raise ValueError(f"its mask is not an image in a format that Pillow knows ({len(content)} bytes)") from None
     if values.ndim != 2 or mode == "F":
