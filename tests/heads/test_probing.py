@@ -31,7 +31,7 @@ def run(document, out, tokens=None, **more):
 
 
 def model_of(document):
-    return probe._frozen_model(build_probe(document, "toy").model, 0)
+    return probe._load_frozen(build_probe(document, "toy").model, 0)
 
 
 @pytest.fixture
@@ -211,8 +211,8 @@ def test_a_segmentation_that_was_stopped_goes_on(tmp_path, monkeypatch):
     [
         (masks(data={"size": [18, 16]}), r"cannot be cut into patches of 4 x 4.*\[16, 16\] or \[20, 16\]"),
         (masks(data={"size": [32, 16]}), "dynamic_img_size=true"),
-        (masks(data={"held_out": 60_000}), "keep fewer"),
-        (linear(data={"held_out": 60_000}), "keep fewer"),
+        (masks(data={"held_out": 60_000}), "hold out fewer"),
+        (linear(data={"held_out": 60_000}), "hold out fewer"),
         (linear(model={"weights": None}), "no weights for"),
         (linear(head={"blocks": [9]}), "last 9 blocks were asked for; the model has"),
         ({**linear(), "model": {"name": "resnet18", "weights": "random"}}, "no anatomy known"),

@@ -1,35 +1,51 @@
-"""What a frozen transformer offers to a head: normed class and patch tokens of its last blocks, as DINOv2's probes use.
+"""Features of a frozen transformer for heads: normed class and patch tokens of its last blocks, as in DINOv2's probes.
 
-Registers and tokens of `extra_tokens` take part in the model's computation and are left out of what is returned, so a
-mean over patches is one over patches, whatever else stands in the sequence.
+Registers and tokens of `extra_tokens` take part in the model's computation but are not returned, so that a mean over
+patches is one over patches only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from vitadel.adapters.adapter_file import backbone_fingerprint
 from vitadel.backbones.anatomy import Part, anatomy_of, backbone_of, blocks_of, family_of, prefix_tokens_of
+from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.instrument.tokens import own_tokens
 
-__all__ = ["Tokens", "feature_width", "token_features"]
+__all__ = ["BlockTokens", "FrozenModel", "feature_width", "token_features"]
 
 _FAMILIES = ("vit", "eva", "beit")  # prefix and patch tokens go side by side through every block
 
 
-class Tokens(NamedTuple):
-    """What one block leaves, after the final norm, in float32 at least."""
+@dataclass(frozen=True, eq=False)
+class FrozenModel:
+    """A frozen classifier that heads are trained on, alone or with secret tokens."""
+
+    model: Classifier  # whose features are used: the classifier itself, or the classifier with tokens
+    classifier: Classifier  # the public part
+    tokens: str | None = None  # the fingerprint of the tokens
+
+    @property
+    def fingerprint(self) -> str:
+        return backbone_fingerprint(self.classifier)
+
+
+class BlockTokens(NamedTuple):
+    """Tokens of one block after the final norm, in at least float32."""
 
     class_token: Tensor  # (batch, dim)
     patch_tokens: Tensor  # (batch, patches, dim), row by row
 
 
-def token_features(model: nn.Module, x: Tensor, blocks: int = 1) -> list[Tokens]:
+def token_features(model: nn.Module, x: Tensor, blocks: int = 1) -> list[BlockTokens]:
     """Tokens of the last `blocks` blocks, the last one last, each with the model's final norm applied.
 
     `class_token` is the mean of both where there are two (distilled DeiT). Where there is none, or the final norm comes
@@ -39,7 +55,7 @@ def token_features(model: nn.Module, x: Tensor, blocks: int = 1) -> list[Tokens]
     One pass of the whole model, in the mode it is in, with its graph if gradients are on.
     """
     chosen, backbone, prefix = _last_blocks(model, blocks), backbone_of(model), prefix_tokens_of(model)
-    found: dict[int, Tokens] = {}
+    found: dict[int, BlockTokens] = {}
     with own_tokens(model) as own:
 
         def keep(place: int) -> Callable[[Tensor], None]:
@@ -76,7 +92,7 @@ def _last_blocks(model: nn.Module, count: int) -> list[Part]:
     return parts[len(parts) - count :]
 
 
-def _split(backbone: Any, tokens: Tensor, prefix: int) -> Tokens:
+def _split(backbone: Any, tokens: Tensor, prefix: int) -> BlockTokens:
     # `forward`, past the hooks: those on the norm are for the model's own pass, and `extra_tokens` drops tokens there.
     normed: Tensor = backbone.norm.forward(tokens)
     patch_tokens, late = normed[:, prefix:], isinstance(backbone.norm, nn.Identity)
@@ -86,7 +102,9 @@ def _split(backbone: Any, tokens: Tensor, prefix: int) -> Tokens:
         class_token = _pooled(backbone, normed)
     else:
         class_token = normed[:, :own].mean(1)
-    return Tokens(_precise(class_token), _precise(backbone.fc_norm.forward(patch_tokens) if late else patch_tokens))
+    return BlockTokens(
+        _precise(class_token), _precise(backbone.fc_norm.forward(patch_tokens) if late else patch_tokens)
+    )
 
 
 def _pooled(backbone: Any, tokens: Tensor) -> Tensor:

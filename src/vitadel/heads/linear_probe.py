@@ -26,7 +26,7 @@ from vitadel.backbones.record import ModelRecord
 from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
-from vitadel.heads.frozen_features import Tokens, feature_width, token_features
+from vitadel.heads.frozen_features import BlockTokens, feature_width, token_features
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.progress import progress
 from vitadel.runtime.rng import SampleRNG
@@ -262,7 +262,7 @@ def train_heads(
     return trained
 
 
-def _stacked(tokens: Sequence[Tokens]) -> Tensor:
+def _stacked(tokens: Sequence[BlockTokens]) -> Tensor:
     """(batch, blocks + 1, dim), as `Features` keeps them."""
     return torch.stack([*(each.class_token for each in tokens), tokens[-1].patch_tokens.mean(1)], dim=1)
 

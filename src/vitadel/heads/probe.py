@@ -10,8 +10,6 @@ from typing import Any, Protocol, Unpack, cast
 import torch
 from torch import Tensor
 
-from vitadel.adapters.adapter_file import backbone_fingerprint
-from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.adapters.tokens.token_files import load_tokens
 from vitadel.attacks.parse import make
 from vitadel.backbones.classifier import Classifier
@@ -24,7 +22,7 @@ from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute
 from vitadel.evaluation.engine.target import Target
-from vitadel.heads.frozen_features import feature_width, token_features
+from vitadel.heads.frozen_features import FrozenModel, feature_width, token_features
 from vitadel.heads.linear_probe import (
     HeadResult,
     Probe,
@@ -51,14 +49,14 @@ HEAD_FILE = Path("weights") / "head.safetensors"
 
 
 class Job(Protocol):
-    """A recipe with its model and data at hand."""
+    """A recipe with its model and data."""
 
     def plan(self) -> str:
         """What it will cost, in images and passes."""
         ...
 
     def run(self, name: str, run: Run) -> dict[str, Any]:
-        """Train what the folder does not hold yet, judge it, and give what results.json is to hold."""
+        """Train what the folder does not contain yet, evaluate it, and return the results."""
         ...
 
 
@@ -74,7 +72,7 @@ def probe(
     device: str = "auto",
     data_root: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Train and judge heads by a recipe from Python: `probe("probes/shapes")`; returns what results.json holds."""
+    """Train and evaluate heads by a recipe from Python: `probe("probes/shapes")`; returns results.json."""
     name = f"{recipe}:{row}" if row else str(recipe)
     built = build_probe(with_tokens(compose(recipe, row, overrides), tokens), name)
     processes = join_processes(device)
@@ -95,14 +93,16 @@ def run_probe(
 ) -> Outcome:
     """Train heads in a run folder and evaluate the best. `show_plan` gets the expected cost as a sentence."""
     if processes.count > 1:
-        raise UserError(f"heads are trained in one process, and {processes.count} were started; leave the launcher out")
+        raise UserError(
+            f"heads are trained in one process, and {processes.count} were started; start without a launcher"
+        )
     root = recipe.data.root if data_root is None else data_root
-    job, model = _open_job(recipe, root, processes, allow_readable)
+    job, base = _open_job(recipe, root, processes, allow_readable)
     settings = {
         **deciding(recipe.document),
         "--data-root": None if data_root is None else str(data_root),
-        "backbone": backbone_fingerprint(_bare(model)),
-        "tokens fingerprint": model.fingerprint if isinstance(model, TokenClassifier) else None,
+        "backbone": base.fingerprint,
+        "tokens fingerprint": base.tokens,
     }
 
     def work(run: Run) -> dict[str, Any]:
@@ -117,21 +117,22 @@ def run_probe(
 
 def _open_job(
     recipe: ProbeRecipe, root: str | Path | None, processes: Processes, allow_readable: bool
-) -> tuple[Job, Classifier | TokenClassifier]:
-    """Model and data are opened before there is a folder: a mistake about them leaves none behind."""
-    classifier = _frozen_model(recipe.model, recipe.train.seed).to(processes.device)
-    model: Classifier | TokenClassifier = classifier
+) -> tuple[Job, FrozenModel]:
+    """Open model and data, before the run folder is created: an error leaves no folder."""
+    classifier = _load_frozen(recipe.model, recipe.train.seed).to(processes.device)
+    base = FrozenModel(classifier, classifier)
     if recipe.tokens is not None:
         if "," in recipe.tokens and not Path(recipe.tokens).exists():
             raise UserError(f"a head is trained beside one set of tokens, got '{recipe.tokens}': give one file")
-        model = load_tokens(recipe.tokens, classifier, allow_readable=allow_readable).to(processes.device).eval()
+        tokened = load_tokens(recipe.tokens, classifier, allow_readable=allow_readable).to(processes.device).eval()
+        base = FrozenModel(cast(Classifier, tokened), classifier, tokened.fingerprint)
     if isinstance(recipe.data, MaskData):
-        return open_mask_job(recipe, model, root, HEAD_FILE), model
-    return _open_linear(recipe, recipe.data, model, root), model
+        return open_mask_job(recipe, base, root, HEAD_FILE), base
+    return _open_linear(recipe, recipe.data, base, root), base
 
 
-def _frozen_model(section: ModelSection, seed: int) -> Classifier:
-    """The model with its own head, which is not used; one that has none gets a fresh one, the same every time."""
+def _load_frozen(section: ModelSection, seed: int) -> Classifier:
+    """The model with its own head, which is not used, or with a random one drawn from `seed`."""
     headless = has_no_head(section.name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -152,17 +153,13 @@ def _frozen_model(section: ModelSection, seed: int) -> Classifier:
     return model.requires_grad_(False)
 
 
-def _bare(model: Classifier | TokenClassifier) -> Classifier:
-    return model.classifier if isinstance(model, TokenClassifier) else model
-
-
 # Linear probes
 
 
 @dataclass(frozen=True, eq=False)
 class _LinearJob:
     recipe: ProbeRecipe
-    model: Classifier | TokenClassifier
+    base: FrozenModel
     train: Source
     rows: Tensor
     held_out: Tensor
@@ -177,7 +174,7 @@ class _LinearJob:
     def plan(self) -> str:
         head, images = self.head, len(self.rows) + len(self.held_out)
         heads = len(head.blocks) * len(head.average) * len(head.lrs)
-        size = images * (max(head.blocks) + 1) * feature_width(self.model) * (2 if head.half else 4) / 1e6
+        size = images * (max(head.blocks) + 1) * feature_width(self.base.model) * (2 if head.half else 4) / 1e6
         audit, train = self.recipe.audit, self.recipe.train
         gradients = sum(make(name, eps=audit.eps, norm=audit.norm).passes()[0] for name in audit.attacks)
         n = min(len(self.test), audit.limit or len(self.test))
@@ -189,7 +186,9 @@ class _LinearJob:
 
     def run(self, name: str, run: Run) -> dict[str, Any]:
         path = run.path / HEAD_FILE
-        trained = load_head(path, self.model) if path.exists() else self._train(path, run.processes, run.show_progress)
+        trained = (
+            load_head(path, self.base.model) if path.exists() else self._train(path, run.processes, run.show_progress)
+        )
         report = head_metadata(path)["report"]
         recipe, audit = self.recipe, self.recipe.audit
         target = Target(cast(Classifier, trained), recipe.model.name, self.test, recipe.data.test, self.root)
@@ -203,13 +202,12 @@ class _LinearJob:
         )
         outcome = run_audit(target, request, run.processes, **run.inside("audit"))
         run.copy_from("audit", "samples.parquet", "examples.npz")
-        told = {"recipe": name, "tokens": _fingerprint(self.model), **report}
-        return {**outcome.results, "probe": told}
+        return {**outcome.results, "probe": {"recipe": name, "tokens": self.base.tokens, **report}}
 
     def _train(self, path: Path, processes: Processes, shown: bool) -> Probe:
         head, train = self.head, self.recipe.train
         trained, report = train_probe(
-            self.model,
+            self.base.model,
             self.train,
             self.rows,
             self.held_out,
@@ -224,11 +222,10 @@ class _LinearJob:
             half=head.half,
             shown=shown,
         )
-        about = {"backbone_fingerprint": backbone_fingerprint(_bare(self.model)), "report": self._told(report)}
-        save_head(trained, path, about)
+        save_head(trained, path, {"backbone_fingerprint": self.base.fingerprint, "report": self._summarize(report)})
         return trained
 
-    def _told(self, report: ProbeReport) -> dict[str, Any]:
+    def _summarize(self, report: ProbeReport) -> dict[str, Any]:
         return {
             "train": self.recipe.data.train,
             "trained_on": report.trained_on,
@@ -243,31 +240,25 @@ class _LinearJob:
 
 
 def _head_entry(result: HeadResult) -> dict[str, Any]:
-    """A head that diverged has no loss that JSON could hold."""
-    loss = result.loss if result.loss < float("inf") else None
+    loss = result.loss if result.loss < float("inf") else None  # JSON has no infinity
     return {**asdict(result.setting), "correct": result.correct, "n": result.n, "loss": loss}
 
 
-def _fingerprint(model: Classifier | TokenClassifier) -> str | None:
-    return model.fingerprint if isinstance(model, TokenClassifier) else None
-
-
-def _open_linear(
-    recipe: ProbeRecipe, section: ProbeData, model: Classifier | TokenClassifier, root: str | Path | None
-) -> _LinearJob:
+def _open_linear(recipe: ProbeRecipe, section: ProbeData, base: FrozenModel, root: str | Path | None) -> _LinearJob:
+    model = base.model
     train, test = open_dataset(section.train, root=root), open_dataset(section.test, root=root)
     _check_classes(train, test, section)
     rows, held_out = _split(train, section, recipe.train.seed)
-    preprocess = Target(cast(Classifier, model), recipe.model.name, train, section.train).preprocess
+    preprocess = Target(model, recipe.model.name, train, section.train).preprocess
     (first,) = read_batches(train, [rows[:1].tolist()], preprocess)
     device, blocks = next(model.parameters()).device, cast(LinearHead, recipe.head).blocks
-    with frozen(model), torch.no_grad():  # a model without such tokens, or with fewer blocks, is told at once
+    with frozen(model), torch.no_grad():  # raises if the model has no such tokens or fewer blocks
         token_features(model, first.to(device).x, max(blocks))
-    return _LinearJob(recipe, model, train, rows, held_out, test, root, preprocess)
+    return _LinearJob(recipe, base, train, rows, held_out, test, root, preprocess)
 
 
 def _check_classes(train: Source, test: Source, section: ProbeData) -> None:
-    """A label must mean the same in both; sets that only number their classes are taken at their word."""
+    """Check that labels mean the same in both; data sets that only number their classes are not checked."""
     ours, theirs = list(train.classes), list(test.classes)
     numbered = [str(number) for number in range(len(ours))]
     if len(ours) != len(theirs) or (ours != theirs and numbered not in (ours, theirs)):
@@ -283,9 +274,9 @@ def _split(source: Source, section: ProbeData, seed: int) -> tuple[Tensor, Tenso
     rows = ((labels >= 0) & (labels < len(source.classes))).nonzero()[:, 0]
     if section.held_out >= len(rows):
         raise UserError(
-            f"data.held_out keeps {section.held_out} images aside, but data.train has only {len(rows)}; keep fewer"
+            f"data.held_out is {section.held_out}, but data.train has only {len(rows)} images; hold out fewer"
         )
-    aside = balanced_subset(labels[rows], section.held_out, seed + 1, rows)
-    rows = rows[~torch.isin(rows, aside)]
-    # By a seed of its own: with the audit's, few images of many classes would be of the very classes that are tested.
-    return balanced_subset(labels[rows], section.limit, seed + 2, rows), aside
+    held_out = balanced_subset(labels[rows], section.held_out, seed + 1, rows)
+    rows = rows[~torch.isin(rows, held_out)]
+    # Another seed than the audit's, which would select few images of exactly the tested classes.
+    return balanced_subset(labels[rows], section.limit, seed + 2, rows), held_out

@@ -1,4 +1,4 @@
-"""Linear segmentation as a run: patch tokens kept, a head per rate, the best judged clean and under attack."""
+"""Linear segmentation heads by recipe: one per learning rate; the best is evaluated clean and under attack."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from vitadel.adapters.adapter_file import backbone_fingerprint
-from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.attacks.settings import settings_of
 from vitadel.backbones.anatomy import backbone_of, family_of
 from vitadel.backbones.checkpoints import load_strict, read_checkpoint
@@ -25,7 +23,7 @@ from vitadel.errors import UserError
 from vitadel.evaluation.engine.run import Run
 from vitadel.evaluation.engine.stages import TOLERANCE, FolderCache
 from vitadel.evaluation.engine.verdicts import result_header
-from vitadel.heads.frozen_features import feature_width
+from vitadel.heads.frozen_features import FrozenModel, feature_width
 from vitadel.heads.probe_recipe import ProbeRecipe, pixel_attack
 from vitadel.heads.segmentation import Confusion, SegmentationHead, Segmenter, train_patch_head
 from vitadel.instrument.hooks import frozen
@@ -88,14 +86,14 @@ class _PatchMaps:
         )
         for places in order[: steps * batch_size].split(batch_size):
             batch = self[places]
-            meter.advance(1)  # before it is given: nobody asks again after the last
+            meter.advance(1)  # before the yield: nothing runs after the last one
             yield batch
 
 
 @dataclass(frozen=True, eq=False)
 class _MaskJob:
     recipe: ProbeRecipe
-    model: Classifier | TokenClassifier
+    base: FrozenModel
     train: MaskedImages
     rows: Tensor
     held_out: Tensor
@@ -103,6 +101,10 @@ class _MaskJob:
     test_rows: Tensor
     cut: ResizeCrop
     head_file: Path
+
+    @property
+    def model(self) -> Classifier:
+        return self.base.model
 
     @property
     def head(self) -> PatchHead:
@@ -130,9 +132,9 @@ class _MaskJob:
             else f"{rates * train.steps * train.batch_size:,} images through the model ({size} exceed data.cache_mb)"
         )
         gradients = sum(pixel_attack(name, audit).steps for name in audit.attacks)
-        gradients *= 3 if isinstance(self.model, TokenClassifier) else 1
+        gradients *= 1 if self.base.tokens is None else 3
         attacked = f", {gradients} gradients each under {', '.join(audit.attacks)}" if audit.attacks else ""
-        if attacked and isinstance(self.model, TokenClassifier):
+        if attacked and self.base.tokens is not None:
             attacked += "; and the same training once more for an attacker's own head, without the tokens"
         return (
             f"{passes}, {rates} {'head' if rates == 1 else 'heads'} in {train.steps:,} steps of {train.batch_size}; "
@@ -148,21 +150,20 @@ class _MaskJob:
         segmenter = Segmenter(self.model, head.to(processes.device)).eval()
         clean = self._judge("clean", segmenter, None, None, folder, shown)
         makers = {_DEPLOYED: segmenter}
-        if self.recipe.audit.attacks and isinstance(self.model, TokenClassifier):
-            makers[PUBLIC] = Segmenter(self.model.classifier, segmenter.head).eval()
+        if self.recipe.audit.attacks and self.base.tokens is not None:
+            makers[PUBLIC] = Segmenter(self.base.classifier, segmenter.head).eval()
             makers[OWN_HEAD] = self._attackers(path.with_name(_ATTACKERS), processes, shown)
         attacks = [
             self._judge(attack, segmenter, maker, where, folder, shown)
             for attack in self.recipe.audit.attacks
             for where, maker in makers.items()
         ]
-        tokens = self.model.fingerprint if isinstance(self.model, TokenClassifier) else None
-        told = {"recipe": name, "tokens": tokens, **report, "clean": clean, "attacks": attacks}
-        return {**self._about(), "segmentation": told}
+        summary = {"recipe": name, "tokens": self.base.tokens, **report, "clean": clean, "attacks": attacks}
+        return {**self._about(), "segmentation": summary}
 
     def _attackers(self, path: Path, processes: Processes, shown: bool) -> Segmenter:
         """The public backbone with a head that was trained as the defender's, but without the tokens."""
-        public = replace(self, model=cast(TokenClassifier, self.model).classifier)
+        public = replace(self, base=FrozenModel(self.base.classifier, self.base.classifier))
         if not path.exists():
             public._train(path, processes, shown)
         head, _ = _load_head(path, public.model)
@@ -203,7 +204,7 @@ class _MaskJob:
             "chosen": {"rate": self.head.lrs[best]},
             "heads": [{"rate": r, "held_out_mean_iou": s} for r, s in zip(self.head.lrs, scores, strict=True)],
         }
-        _save_head(heads[best], path, self.model, self.train.classes, report)
+        _save_head(heads[best], path, self.base, self.train.classes, report)
 
     def _judge(
         self,
@@ -247,7 +248,6 @@ class _MaskJob:
         return {"name": attack, "made_on": where, "judged_on": _DEPLOYED, "settings": settings, "void": void, **scores}
 
     def _about(self) -> dict[str, Any]:
-        classifier = self.model.classifier if isinstance(self.model, TokenClassifier) else self.model
         audit, classes = self.recipe.audit, self.test.classes
         return {
             **result_header(self.recipe.train.seed),
@@ -255,7 +255,7 @@ class _MaskJob:
                 "spec": self.recipe.model.name,
                 "parameters": sum(p.numel() for p in self.model.parameters()),
                 "family": family_of(self.model),
-                "fingerprint": backbone_fingerprint(classifier),
+                "fingerprint": self.base.fingerprint,
                 "notes": {key: note for key, note in self.model.record.notes.items() if key != "about"},
             },
             "data": {
@@ -269,11 +269,9 @@ class _MaskJob:
         }
 
 
-def open_mask_job(
-    recipe: ProbeRecipe, model: Classifier | TokenClassifier, root: str | Path | None, head_file: Path
-) -> _MaskJob:
+def open_mask_job(recipe: ProbeRecipe, base: FrozenModel, root: str | Path | None, head_file: Path) -> _MaskJob:
     """Open images and masks, and see that the model takes images of their size; `head_file` lies in the run folder."""
-    section = cast(MaskData, recipe.data)
+    section, model = cast(MaskData, recipe.data), base.model
     size = section.size or model.record.input_size
     if size is None:
         raise UserError("the model names no input size; give data.size, [height, width]")
@@ -282,22 +280,22 @@ def open_mask_job(
     train, test = (open_masked(spec, root=root, **options) for spec in (section.train, section.test))
     if section.held_out >= len(train):
         raise UserError(
-            f"data.held_out keeps {section.held_out} images aside, but data.train has only {len(train)}; keep fewer"
+            f"data.held_out is {section.held_out}, but data.train has only {len(train)} images; hold out fewer"
         )
     seed, cut = recipe.train.seed, ResizeCrop(size, model.record.interpolation)
     aside = _some(torch.arange(len(train)), section.held_out, seed + 1)
     rest = torch.arange(len(train))
     rest = _some(rest[~torch.isin(rest, aside)], section.limit, seed)
     test_rows = _some(torch.arange(len(test)), recipe.audit.limit, seed)
-    train.read(rest[:1], cut), test.read(test_rows[:1], cut)  # what is wrong with all of them is told at once
-    return _MaskJob(recipe, model, train, rest, aside, test, test_rows, cut, head_file)
+    train.read(rest[:1], cut), test.read(test_rows[:1], cut)  # raises if none can be read
+    return _MaskJob(recipe, base, train, rest, aside, test, test_rows, cut, head_file)
 
 
 def _some(rows: Tensor, count: int | None, seed: int) -> Tensor:
     return balanced_subset(torch.zeros(len(rows), dtype=torch.int64), count, seed, rows)
 
 
-def _check_size(model: Classifier | TokenClassifier, size: tuple[int, int]) -> None:
+def _check_size(model: Classifier, size: tuple[int, int]) -> None:
     backbone: Any = backbone_of(model)
     patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", 1)
     tall, wide = patch if isinstance(patch, tuple) else (patch, patch)
@@ -351,15 +349,14 @@ def _scores(confusion: Confusion, classes: tuple[str, ...], seed: int) -> dict[s
 def _save_head(
     head: SegmentationHead,
     path: Path,
-    model: Classifier | TokenClassifier,
+    base: FrozenModel,
     classes: tuple[str, ...],
     report: dict[str, Any],
 ) -> None:
-    classifier = model.classifier if isinstance(model, TokenClassifier) else model
     about = {
         "schema": _SCHEMA,
-        "model": classifier.record.name,
-        "backbone_fingerprint": backbone_fingerprint(classifier),
+        "model": base.classifier.record.name,
+        "backbone_fingerprint": base.fingerprint,
         "classes": list(classes),
         "report": report,
     }
@@ -367,7 +364,7 @@ def _save_head(
     write_atomically(path, safetensors.torch.save(weights, metadata={_METADATA_KEY: json.dumps(about)}))
 
 
-def _load_head(path: Path, model: Classifier | TokenClassifier) -> tuple[SegmentationHead, dict[str, Any]]:
+def _load_head(path: Path, model: Classifier) -> tuple[SegmentationHead, dict[str, Any]]:
     checkpoint = read_checkpoint(path)
     try:
         about = json.loads(checkpoint.metadata[_METADATA_KEY])

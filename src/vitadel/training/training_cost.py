@@ -32,9 +32,9 @@ def plan_training(setup: TrainingSetup, processes: Processes) -> dict[str, Any]:
     recipe, device = setup.recipe, processes.device
     model = recipe.adapter.attach(setup.model.to(device)).to(device)
     shown = recipe.adapter.shown(model)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     part = next(setup.stream.steps(0, 1))[0].to(device)
-    reading = (time.perf_counter() - begun) / len(part.y)
+    reading = (time.perf_counter() - start) / len(part.y)
     x, y = part.x[:_IMAGES], part.y[:_IMAGES]
     half = PRECISIONS[recipe.train.amp_dtype]
 
