@@ -46,7 +46,8 @@ def run_study(
 
     make_request, measure = find_study(name)
     reopened = reopen(run_or_model, settings, given)
-    own = {field: value for field, value in settings.items() if field not in OPENING_SETTINGS}
+    # A setting of None is one that was not given: the request has its default.
+    own = {field: value for field, value in settings.items() if field not in OPENING_SETTINGS and value is not None}
     request = make_request(**reopened.request, **own)
     processes = join_processes(reopened.opening.device)
     outcome: Outcome = measure(reopened.open_target(), request, processes, **options)
