@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from vitadel.cli import options
-from vitadel.cli.execution import open_target, present, run_options
+from vitadel.cli.execution import open_target, present, run_options, show_notes
 from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, ThreatFlags, expand_groups
 
 
@@ -29,7 +29,6 @@ def diagnose(
     """
     from vitadel.diagnosis.run import DiagnosisRequest, run_diagnosis
     from vitadel.quantities import read_quantity
-    from vitadel.reporting import terminal
     from vitadel.reporting.kinds.diagnosis import show_cost
     from vitadel.runtime.distributed import join_processes
 
@@ -42,6 +41,6 @@ def diagnose(
     )
     processes = join_processes(run.device)
     target = open_target(model, how, data, device=run.device)
-    terminal.show_notes(target.model.record.notes)
+    show_notes(target.model.record.notes)
     outcome = run_diagnosis(target, request, processes, show_cost=show_cost, **run_options(run))
     present(outcome, run)

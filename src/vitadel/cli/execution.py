@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from vitadel.evaluation.engine.run import Outcome, RunOptions
     from vitadel.evaluation.engine.target import Target
 
-__all__ = ["audit_request", "open_target", "present", "run_attacks", "run_options"]
+__all__ = ["audit_request", "open_target", "present", "run_attacks", "run_options", "show_notes"]
 
 
 def open_target(
@@ -70,19 +71,25 @@ def run_attacks(
 ) -> Outcome:
     """Open the model and attack it; with `precheck`, the fast checks of `diagnose` come first."""
     from vitadel.evaluation.audit.audit import run_audit
-    from vitadel.reporting import terminal
     from vitadel.runtime.distributed import join_processes
 
     processes = join_processes(run.device)
     target = open_target(model, how, data, device=run.device)
     if processes.is_main:
-        terminal.show_notes(target.model.record.notes)
+        show_notes(target.model.record.notes)
     checks: dict[str, Any] = {}
     if precheck:
         from vitadel.diagnosis.precheck import run_precheck
 
         checks["examine"] = lambda opened: run_precheck(opened, request, processes)
     return run_audit(target, request, processes, verb=verb, **checks, **run_options(run))
+
+
+def show_notes(notes: Mapping[str, str]) -> None:
+    """Print what loading the model found worth mentioning, on standard error."""
+    for what, note in notes.items():
+        if what != "about":
+            typer.echo(f"{typer.style(f'{what}:', fg='yellow')} {note}", err=True)
 
 
 def present(outcome: Outcome, run: RunFlags, *, report: bool = True) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli.execution import present, run_options
+from vitadel.cli.execution import present, run_options, show_notes
 from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, RunOrModel, ThreatFlags, expand_groups, given_flags
 
 
@@ -26,10 +26,7 @@ def inspect(
     On clean and attacked images, without and with robustness tokens.
     """
     from vitadel.evaluation.activations import run_inspection
-    from vitadel.reporting import terminal
 
     values = {**asdict(threat), **asdict(data), **asdict(how), "device": run.device}
-    outcome = run_inspection(
-        model, attack, values, given_flags(ctx), show_notes=terminal.show_notes, **run_options(run)
-    )
+    outcome = run_inspection(model, attack, values, given_flags(ctx), show_notes=show_notes, **run_options(run))
     present(outcome, run)

@@ -23,7 +23,6 @@ __all__ = [
     "show_findings",
     "show_heading",
     "show_names",
-    "show_notes",
     "show_plan",
     "show_run",
     "show_section",
@@ -99,14 +98,6 @@ def show_effective_eps(name: str, settings: Mapping[str, Any], console: Console)
     """Print a budget in other units than pixels, which seems larger than it is."""
     if settings.get("effective_eps"):
         console.print(f"[yellow]{escape(name)}: eps {escape(settings['effective_eps'])}[/]")
-
-
-def show_notes(notes: Mapping[str, str]) -> None:
-    """What loading the model found worth mentioning; on standard error, where it does not mix with results."""
-    console = Console(stderr=True)
-    for what, note in notes.items():
-        if what != "about":
-            console.print(f"[yellow]{escape(what)}:[/] {escape(note)}")
 
 
 def show_plan(cost: dict[str, Any]) -> None:
