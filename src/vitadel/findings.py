@@ -19,7 +19,6 @@ __all__ = [
     "Evidence",
     "Finding",
     "Verdict",
-    "can_diagnose",
     "title_of",
 ]
 
@@ -74,8 +73,3 @@ def _json_value(value: Any) -> Any:
 def title_of(finding: Mapping[str, Any]) -> str:
     """What to show for an entry of `results.json`; earlier versions wrote a phrase into `check`, and no title."""
     return str(finding.get("title") or finding["check"])
-
-
-def can_diagnose(norm: str, eps: float) -> bool:
-    """Whether `diagnose` accepts a budget: above 0, and in linf too small to make every image gray."""
-    return eps > 0 and not (norm == "linf" and eps >= 0.5)

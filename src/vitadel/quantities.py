@@ -1,4 +1,4 @@
-"""Numbers as people write them: '8/255', '0.5', '2e-3'."""
+"""Numbers as people write them ('8/255', '0.5', '2e-3'), and budgets that make sense."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from vitadel.errors import UserError
 
-__all__ = ["quantity_text", "read_quantity", "read_value"]
+__all__ = ["can_diagnose", "quantity_text", "read_quantity", "read_value"]
 
 
 def read_quantity(text: str | float, what: str = "number") -> float:
@@ -45,3 +45,8 @@ def read_value(text: str) -> float | int | bool | str:
         return read_quantity(lowered)
     except UserError:
         return text.strip()
+
+
+def can_diagnose(norm: str, eps: float) -> bool:
+    """Whether `diagnose` accepts a budget: above 0, and in linf too small to make every image gray."""
+    return eps > 0 and not (norm == "linf" and eps >= 0.5)

@@ -16,7 +16,7 @@ from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
 from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess
-from vitadel.data.subset import balanced_subset
+from vitadel.data.selection import balanced_subset
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation import activations
 from vitadel.evaluation.activations import ActivationsRequest, inspect_activations

@@ -12,8 +12,8 @@ from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.adapters.tokens.token_files import load_tokens, save_tokens
 from vitadel.data import open_dataset, read_batches
 from vitadel.data.preprocess import Preprocess
+from vitadel.data.selection import balanced_subset
 from vitadel.data.sources.masks import ResizeCrop, open_masked
-from vitadel.data.subset import balanced_subset
 from vitadel.errors import Interrupted, UserError
 from vitadel.heads import probe, segmentation_probe
 from vitadel.heads.linear_probe import head_metadata, load_head

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
 from vitadel.cli import options
-from vitadel.cli.execution import open_target, present, run_options, show_notes
+from vitadel.cli.execution import open_with_notes, present, run_options
 from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, ThreatFlags, expand_groups
 
 
@@ -29,8 +30,6 @@ def diagnose(
     """
     from vitadel.diagnosis.run import DiagnosisRequest, run_diagnosis
     from vitadel.quantities import read_quantity
-    from vitadel.reporting.kinds.diagnosis import show_cost
-    from vitadel.runtime.distributed import join_processes
 
     request = DiagnosisRequest(
         level=level,
@@ -39,8 +38,14 @@ def diagnose(
         surrogate=surrogate,
         **data.for_request(),
     )
-    processes = join_processes(run.device)
-    target = open_target(model, how, data, device=run.device)
-    show_notes(target.model.record.notes)
-    outcome = run_diagnosis(target, request, processes, show_cost=show_cost, **run_options(run))
-    present(outcome, run)
+    processes, target = open_with_notes(model, how, data, run)
+    present(run_diagnosis(target, request, processes, show_cost=_show_cost, **run_options(run)), run)
+
+
+def _show_cost(cost: Mapping[str, Any]) -> None:
+    """Print the most that a diagnosis can take, on standard error, where it does not mix with results."""
+    typer.echo(
+        f"{cost['images']} images, at most {cost['gradients']:.0f} gradients and {cost['forwards']:.0f} forwards each: "
+        f"{cost['seconds_at_most']:.0f} s on this machine; images that are misclassified early cost less.",
+        err=True,
+    )

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from vitadel.evaluation.audit.audit import AuditRequest
     from vitadel.evaluation.engine.run import Outcome, RunOptions
     from vitadel.evaluation.engine.target import Target
+    from vitadel.runtime.distributed import Processes
 
-__all__ = ["audit_request", "open_target", "present", "run_attacks", "run_options", "show_notes"]
+__all__ = ["audit_request", "open_target", "open_with_notes", "present", "run_attacks", "run_options", "show_notes"]
 
 
 def open_target(
@@ -30,6 +31,17 @@ def open_target(
 
     opening = Opening.read(model=model, device=device, **asdict(how), **asdict(data))
     return open_as(opening, for_features=for_features)
+
+
+def open_with_notes(model: str, how: ModelFlags, data: DataFlags, run: RunFlags) -> tuple[Processes, Target]:
+    """Join the other processes, open model and data, and show what had to be assumed about the model."""
+    from vitadel.runtime.distributed import join_processes
+
+    processes = join_processes(run.device)
+    target = open_target(model, how, data, device=run.device)
+    if processes.is_main:
+        show_notes(target.model.record.notes)
+    return processes, target
 
 
 def run_options(run: RunFlags, **opened: Any) -> RunOptions:
@@ -71,12 +83,8 @@ def run_attacks(
 ) -> Outcome:
     """Open the model and attack it; with `precheck`, the fast checks of `diagnose` come first."""
     from vitadel.evaluation.audit.audit import run_audit
-    from vitadel.runtime.distributed import join_processes
 
-    processes = join_processes(run.device)
-    target = open_target(model, how, data, device=run.device)
-    if processes.is_main:
-        show_notes(target.model.record.notes)
+    processes, target = open_with_notes(model, how, data, run)
     checks: dict[str, Any] = {}
     if precheck:
         from vitadel.diagnosis.precheck import run_precheck

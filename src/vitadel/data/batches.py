@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vitadel.data.bad_samples import BadSample, skip_advice
 from vitadel.data.preprocess import Preprocess
+from vitadel.data.selection import BadSample, skip_advice
 from vitadel.errors import UserError
 from vitadel.types import Source
 

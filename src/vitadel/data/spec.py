@@ -46,25 +46,22 @@ class DataKind:
     opener: str  # 'module:function' below `sources`, imported when it is needed
 
 
-def _torchvision(name: str, about: str) -> DataKind:
-    return DataKind(name, about, "torchvision_sets:open_torchvision")
-
-
+_TORCHVISION = "torchvision_sets:open_torchvision"
 _CIFAR_C, _IMAGENET = "cifar_c:open_cifar_c", "imagenet:open_imagenet"
 DATA_KINDS: Mapping[str, DataKind] = {
     "shapes": DataKind("shapes", "ten generated shapes, built in: shapes(size=64,texture=0)", "shapes:open_shapes"),
-    "cifar10": _torchvision("cifar10", "CIFAR-10, 32 px, 10 classes, below --data-root"),
-    "cifar100": _torchvision("cifar100", "CIFAR-100, 32 px, 100 classes, below --data-root"),
-    "mnist": _torchvision("mnist", "MNIST, 28 px, 10 digits"),
-    "fashion-mnist": _torchvision("fashion-mnist", "Fashion-MNIST, 28 px, 10 classes"),
-    "svhn": _torchvision("svhn", "Street View House Numbers, 32 px, 10 digits"),
-    "stl10": _torchvision("stl10", "STL-10, 96 px, 10 classes"),
-    "flowers102": _torchvision("flowers102", "Oxford 102 Flowers"),
-    "oxford-pets": _torchvision("oxford-pets", "Oxford-IIIT Pets, 37 breeds"),
-    "food101": _torchvision("food101", "Food-101"),
-    "dtd": _torchvision("dtd", "Describable Textures, 47 classes"),
-    "fgvc-aircraft": _torchvision("fgvc-aircraft", "FGVC Aircraft, 100 variants"),
-    "gtsrb": _torchvision("gtsrb", "German traffic signs, 43 classes"),
+    "cifar10": DataKind("cifar10", "CIFAR-10, 32 px, 10 classes, below --data-root", _TORCHVISION),
+    "cifar100": DataKind("cifar100", "CIFAR-100, 32 px, 100 classes, below --data-root", _TORCHVISION),
+    "mnist": DataKind("mnist", "MNIST, 28 px, 10 digits", _TORCHVISION),
+    "fashion-mnist": DataKind("fashion-mnist", "Fashion-MNIST, 28 px, 10 classes", _TORCHVISION),
+    "svhn": DataKind("svhn", "Street View House Numbers, 32 px, 10 digits", _TORCHVISION),
+    "stl10": DataKind("stl10", "STL-10, 96 px, 10 classes", _TORCHVISION),
+    "flowers102": DataKind("flowers102", "Oxford 102 Flowers", _TORCHVISION),
+    "oxford-pets": DataKind("oxford-pets", "Oxford-IIIT Pets, 37 breeds", _TORCHVISION),
+    "food101": DataKind("food101", "Food-101", _TORCHVISION),
+    "dtd": DataKind("dtd", "Describable Textures, 47 classes", _TORCHVISION),
+    "fgvc-aircraft": DataKind("fgvc-aircraft", "FGVC Aircraft, 100 variants", _TORCHVISION),
+    "gtsrb": DataKind("gtsrb", "German traffic signs, 43 classes", _TORCHVISION),
     "cifar10-c": DataKind("cifar10-c[/CORRUPTION[/SEVERITY]]", "CIFAR-10-C below --data-root", _CIFAR_C),
     "cifar100-c": DataKind("cifar100-c[/CORRUPTION[/SEVERITY]]", "CIFAR-100-C below --data-root", _CIFAR_C),
     "folder": DataKind("folder:DIR", "images in one sub-folder per class", "folders:open_folder"),

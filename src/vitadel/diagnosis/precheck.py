@@ -16,8 +16,8 @@ from vitadel.findings import (
     SUSPICIOUS,
     TRAIN_MODE,
     Finding,
-    can_diagnose,
 )
+from vitadel.quantities import can_diagnose
 from vitadel.runtime.distributed import Processes
 
 __all__ = ["IMAGES", "run_precheck"]

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from vitadel.adapters.adapted_model import open_model
 from vitadel.attacks.threats import make_threat
-from vitadel.data.bad_samples import BadSample
 from vitadel.data.batches import Batch, read_batches
-from vitadel.data.subset import balanced_subset
+from vitadel.data.selection import BadSample, balanced_subset
 from vitadel.diagnosis.examination import Examination, Images, Level, level_named
 from vitadel.diagnosis.runner import CHECKS, Diagnosis, cost_of, recommended_command, run_checks, summarize
 from vitadel.errors import UserError
@@ -28,8 +27,8 @@ from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, 
 from vitadel.evaluation.engine.stages import check_any_readable
 from vitadel.evaluation.engine.target import Target, apply_class_subset, open_target, subset_like
 from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, result_header
-from vitadel.findings import SUSPICIOUS, Finding, can_diagnose
-from vitadel.quantities import read_quantity
+from vitadel.findings import SUSPICIOUS, Finding
+from vitadel.quantities import can_diagnose, read_quantity
 from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.runtime.run_folder import write_json
 from vitadel.types import Source

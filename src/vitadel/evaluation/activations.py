@@ -23,7 +23,7 @@ from vitadel.attacks.settings import settings_of, training_form
 from vitadel.attacks.threats import make_threat
 from vitadel.backbones.anatomy import blocks_of
 from vitadel.data.batches import Batch
-from vitadel.data.subset import balanced_subset
+from vitadel.data.selection import balanced_subset
 from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.engine.reopen import OPENING_SETTINGS, reopen
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings

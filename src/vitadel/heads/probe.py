@@ -17,7 +17,7 @@ from vitadel.backbones.load import has_no_head, load_model
 from vitadel.data import open_dataset
 from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess
-from vitadel.data.subset import balanced_subset
+from vitadel.data.selection import balanced_subset
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute

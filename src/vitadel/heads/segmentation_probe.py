@@ -17,8 +17,8 @@ from vitadel.attacks.settings import settings_of
 from vitadel.backbones.anatomy import backbone_of, family_of
 from vitadel.backbones.checkpoints import load_strict, read_checkpoint
 from vitadel.backbones.classifier import Classifier
+from vitadel.data.selection import balanced_subset
 from vitadel.data.sources.masks import MaskedImages, ResizeCrop, open_masked
-from vitadel.data.subset import balanced_subset
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.run import Run
 from vitadel.evaluation.engine.stages import TOLERANCE, FolderCache

@@ -22,7 +22,7 @@ from vitadel.backbones.classifier import Classifier, fastest_attention
 from vitadel.backbones.model_checks import check_images_fit
 from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
-from vitadel.data.subset import balanced_subset
+from vitadel.data.selection import balanced_subset
 from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.audit.audit import AuditRequest, check_request, check_targets, run_audit
 from vitadel.evaluation.engine.run import Outcome, RunOptions, execute

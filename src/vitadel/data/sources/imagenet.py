@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from timm.data import ImageNetInfo
 
-from vitadel.data.bad_samples import skip_advice
+from vitadel.data.selection import skip_advice
 from vitadel.data.sources.folders import ImageFiles, class_folders, files_below, split_folder
 from vitadel.data.spec import DataRequest
 from vitadel.errors import UserError

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
-from vitadel.data.bad_samples import skip_advice
 from vitadel.data.files import matching_files
 from vitadel.data.images import IMAGE_EXTENSIONS, LabeledImages, decode
 from vitadel.data.labels import number_labels, read_class_names
+from vitadel.data.selection import skip_advice
 from vitadel.data.spec import DataRequest
 from vitadel.errors import UserError
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitadel.attacks.parse import make, needs_known_family, numbered_targets, split_attack_list
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import make_threat
-from vitadel.data.bad_samples import BadSample
+from vitadel.data.selection import BadSample
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.evidence import findings_about, findings_about_mode, findings_about_outputs
 from vitadel.evaluation.audit.examples import ExampleSaver, count_saved, example_arrays

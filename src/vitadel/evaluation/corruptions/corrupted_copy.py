@@ -19,9 +19,9 @@ from torch import Tensor
 
 from vitadel.corruptions import COMMON, SEVERITIES, corrupt
 from vitadel.data import balanced_subset, check_labels, read_batches
-from vitadel.data.bad_samples import skipped
 from vitadel.data.batches import Batch
 from vitadel.data.preprocess import Preprocess
+from vitadel.data.selection import skipped
 from vitadel.data.sources.folders import ImageFiles
 from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.corruptions.request import check_corruptions, check_severities

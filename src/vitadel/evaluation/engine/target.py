@@ -26,9 +26,8 @@ from vitadel.backbones.model_checks import check_images_fit
 from vitadel.backbones.record import ModelRecord
 from vitadel.backbones.timm_models import is_timm_name
 from vitadel.data import open_dataset
-from vitadel.data.bad_samples import BadSample, check_labels, skipped
 from vitadel.data.preprocess import Preprocess
-from vitadel.data.subset import balanced_subset
+from vitadel.data.selection import BadSample, balanced_subset, check_labels, skipped
 from vitadel.errors import UserError
 from vitadel.runtime.opening import Opening
 from vitadel.types import Source

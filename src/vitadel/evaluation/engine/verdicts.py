@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitadel.attacks.attention_scaling.aas import PAPER_STYLE
-from vitadel.data.bad_samples import BadSample, skipped
+from vitadel.data.selection import BadSample, skipped
 from vitadel.evaluation.engine.stages import (
     NOTE,
     BatchRecord,

@@ -21,7 +21,7 @@ from vitadel.attacks.branch_attacks import BranchAttack
 from vitadel.attacks.parse import make, split_attack_list
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import Linf
-from vitadel.data.bad_samples import BadSample
+from vitadel.data.selection import BadSample
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.evidence import findings_about
 from vitadel.evaluation.audit.protocols import RVT

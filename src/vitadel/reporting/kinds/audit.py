@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitadel.findings import PRECHECK, can_diagnose, title_of
+from vitadel.findings import PRECHECK, title_of
+from vitadel.quantities import can_diagnose
 from vitadel.reporting.audit_figures import draw_accuracies, draw_classes, draw_examples, shows_attention
 from vitadel.reporting.kind import Kind, Section, Trust, doubts, kind_of
 from vitadel.reporting.read_runs import Run, aspects, class_scores, threat_text

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -15,7 +12,7 @@ from vitadel.reporting.read_runs import Run
 from vitadel.reporting.terminal import VERDICT_COLORS, evidence_text
 from vitadel.reporting.text import percent
 
-__all__ = ["KIND", "show_cost", "show_diagnosis"]
+__all__ = ["KIND", "show_diagnosis"]
 
 
 def _sentence(run: Run) -> str:
@@ -38,14 +35,6 @@ def _sections(run: Run) -> list[Section]:
         most = f"at most {cost['gradients']:,.0f} gradients and {cost['forwards']:,.0f} forwards each"
         remarks.insert(0, f"Cost: {cost['images']:,} images, {most}{took}.")
     return [Section("Extent of the diagnosis", remarks=remarks)] if remarks else []
-
-
-def show_cost(cost: Mapping[str, Any]) -> None:
-    """The most a diagnosis can take; on standard error, where it does not mix with results."""
-    Console(stderr=True).print(
-        f"[dim]{cost['images']} images, at most {cost['gradients']:.0f} gradients and {cost['forwards']:.0f} forwards "
-        f"each: {cost['seconds_at_most']:.0f} s on this machine; images that are misclassified early cost less.[/]"
-    )
 
 
 def show_diagnosis(run: Run) -> None:
