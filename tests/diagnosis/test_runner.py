@@ -109,7 +109,7 @@ def test_an_interrupted_diagnosis_resumes(tmp_path, monkeypatch):
     target, plan, cpu = open_target("zoo:shapes-standard", "shapes"), DiagnosisRequest(limit=16), join_processes("cpu")
     with pytest.raises(Interrupted):
         run.run_diagnosis(target, plan, cpu, out=tmp_path / "run")
-    results, _ = run.run_diagnosis(target, plan, cpu, out=tmp_path / "run", resume=True)
+    results = run.run_diagnosis(target, plan, cpu, out=tmp_path / "run", resume=True).results
     assert asked == ["pixels", "outputs", "outputs"]
     assert [finding["evidence"].get("turn") for finding in results["findings"]] == [1, 3, None]
     assert not (tmp_path / "run" / "findings.json").exists()
