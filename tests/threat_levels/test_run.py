@@ -309,18 +309,19 @@ def test_the_worst_case_keeps_what_was_found_at_smaller_budgets(target):
     for eps, verdicts in held.items():
         name, in_pixels = ("released", False) if eps == 8 / 255 else ("pgd", True)
         table.rows.append({"level": "T2", "attack": name, "eps": eps, "in_pixels": in_pixels})
-        table.held[f"T2 {name}", eps] = torch.tensor(verdicts)
+        table.robust[f"T2 {name}", eps] = torch.tensor(verdicts)
     assert table.worst(EPS[0]).tolist() == [True, False, True, True]
     assert table.worst(EPS[1]).tolist() == [False, False, False, True]  # the released attack changes 2 grey levels
-    assert table.level("T2", EPS[1]).tolist() == [True, True, False, True]
+    by_level = {(code, eps): robust.tolist() for code, eps, robust in table.by_level()}
+    assert by_level["T2", EPS[1]] == [True, True, False, True]
     bank = ThreatLevelTable(
         ThreatLevelsRequest(eps=EPS, levels=("T8",), recipe="x"), verdicts, AttackerAssets(target.model), {}
     )
     bank.rows.append({"level": "T8", "attack": "pgd", "eps": EPS[0], "in_pixels": True})
-    bank.held["T8 pgd", EPS[0]] = torch.tensor([False] * 4)
+    bank.robust["T8 pgd", EPS[0]] = torch.tensor([False] * 4)
     assert bank.worst(EPS[1]) is None
     table.rows.append({"level": "T8", "attack": "pgd", "eps": EPS[0], "in_pixels": True})
-    table.held["T8 pgd", EPS[0]] = torch.tensor([False] * 4)  # for some set of the bank
+    table.robust["T8 pgd", EPS[0]] = torch.tensor([False] * 4)  # for some set of the bank
     table.by_victim["T8 pgd", EPS[0]] = torch.tensor([True, True, True, False])
     assert table.worst(EPS[0]).tolist() == [True, False, True, False]
 
@@ -336,8 +337,8 @@ def test_who_sees_verdicts_keeps_what_it_found_by_moving_features(target):
             zero = np.asarray(0)
             piece = {"right:tokens": np.asarray(right), "void": np.zeros(3, bool), "seconds": zero}
             table.add(attack, eps, [{**piece, "gradients": zero, "forwards": zero}], torch.ones(3, dtype=torch.bool))
-    assert table.held["T6 features-3", EPS[1]].tolist() == [False, True, False]
-    assert table.held["T2 features-3", EPS[1]].tolist() == [True, True, False]
+    assert table.robust["T6 features-3", EPS[1]].tolist() == [False, True, False]
+    assert table.robust["T2 features-3", EPS[1]].tolist() == [True, True, False]
 
 
 def test_the_secret_itself_is_no_surrogate(target, sets, recipe, tmp_path):
