@@ -1,10 +1,8 @@
-"""One contract over every objective that lies in the objectives folder."""
+"""One contract over every objective that recipes can name."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import pkgutil
 
 import pytest
 import torch
@@ -13,25 +11,16 @@ from torch import Tensor, nn
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training import objectives
 from vitadel.training.interfaces import Objective
+from vitadel.training.recipes.instantiate import component_names, find_component
 from vits import VITS, make_vit
 
 CLASSES = 5
 LOOKS_INSIDE = {"Afat"}  # needs a model with blocks
-ADAPTED = {"robustness_tokens", "tora"}  # on adapted models only: tests/defenses/test_training_{tokens,tora}.py
+ADAPTED = {"robustness_tokens", "tora"}  # on adapted models only: tests/training/test_training_{tokens,tora}.py
 
 
-def found() -> dict[str, type]:
-    """The first public name of every module, where that is a class: what a recipe's `use` names."""
-    firsts = {}
-    for each in pkgutil.iter_modules(objectives.__path__):
-        module = importlib.import_module(f"{objectives.__name__}.{each.name}")
-        firsts[each.name] = getattr(module, module.__all__[0])
-    return {name: first for name, first in firsts.items() if isinstance(first, type) and name not in ADAPTED}
-
-
-OBJECTIVES = found()
+OBJECTIVES = {name: find_component("objective", name) for name in component_names("objective") if name not in ADAPTED}
 
 
 @pytest.fixture(params=OBJECTIVES)

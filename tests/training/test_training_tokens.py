@@ -94,7 +94,7 @@ def test_a_step_costs_thirty_attack_passes_and_three_of_training(tmp_path):
 
 
 def test_training_brings_features_back(trained):
-    _, folder = trained
+    _, folder, _ = trained
     rows = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
     assert not any("validation_robust" in row for row in rows)  # a cosine is no accuracy
     assert 0 < rows[-1]["validation_cosine_robust"] <= rows[-1]["validation_cosine_clean"] <= 1
@@ -103,7 +103,7 @@ def test_training_brings_features_back(trained):
 
 
 def test_only_tokens_are_saved_and_only_their_owner_reads_them(trained):
-    results, folder = trained
+    results, folder, _ = trained
     for name in ("weights/best.safetensors", "weights/last.safetensors", "checkpoint.pt"):
         assert stat.S_IMODE((folder.path / name).stat().st_mode) == 0o600, name
     file = read_tokens(folder.path / "weights" / "best.safetensors")
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_others_can_read_is_not_gone_on_from(tmp_path, trained
     training_state.write_checkpoint(tmp_path, {"step": 1}, secret=True)
     assert training_state.read_checkpoint(tmp_path, secret=True) == {"step": 1}
     (tmp_path / "checkpoint.pt").chmod(0o644)
-    with pytest.raises(UserError, match=r"mode 0644: others than its owner .* `chmod 600 .*checkpoint.pt`\.$"):
+    with pytest.raises(UserError, match=r"mode 0644: users other than its owner .* `chmod 600 .*checkpoint.pt`\.$"):
         training_state.read_checkpoint(tmp_path, secret=True)
     assert training_state.read_checkpoint(tmp_path) == {"step": 1}  # of what is no secret
     unfinished = shutil.copytree(trained[1].path, tmp_path / "run")
@@ -129,7 +129,7 @@ def test_a_checkpoint_that_others_can_read_is_not_gone_on_from(tmp_path, trained
 
 
 def test_the_backbone_stays_as_it_was(trained):
-    _, folder = trained
+    _, folder, _ = trained
     state = torch.load(folder.path / "checkpoint.pt", weights_only=True)
     assert set(state["model"]) == {"tokens", "salt"}
 
@@ -172,8 +172,8 @@ def test_attacks_see_the_tokens_only_if_told_to(tmp_path, monkeypatch, through):
 
 
 def test_tokens_go_back_on_the_model_they_were_made_for(trained):
-    _, folder = trained
-    with pytest.raises(UserError, match="made for other weights"):
+    _, folder, _ = trained
+    with pytest.raises(UserError, match="trained on other weights"):
         load_tokens(folder.path / "weights" / "best.safetensors", small_model())
 
 
@@ -190,7 +190,7 @@ def test_mistakes_are_told(tmp_path):
     [
         ({"count": 0}, "count of at least 1, got 0"),
         ({"count": -2}, "count of at least 1, got -2"),
-        ({"scale": float("nan")}, "scale of fresh tokens must be a finite number"),
+        ({"scale": float("nan")}, "scale of fresh tokens must be finite"),
         ({"placement": "prefx"}, "unknown placement of tokens 'prefx'.*did you mean prefix.*known: prefix, append"),
     ],
 )
@@ -355,7 +355,7 @@ def test_the_cosines_are_clean_and_attacked():
 
 
 def test_a_resumed_training_compares_epochs_by_the_same_number(trained):
-    results, folder = trained
+    results, folder, _ = trained
     state = torch.load(folder.path / "checkpoint.pt", weights_only=True)
     again = training_state.Score(*state["best"])
     assert asdict(again) == results["training"]["held_out"]

@@ -150,7 +150,7 @@ def first_phase(pretrained, tmp_path_factory):
 
 
 def test_phase_two_changes_the_fusion_only_and_is_opened_again(pretrained, first_phase, tmp_path):
-    results, folder = first_phase
+    results, folder, _ = first_phase
     assert results["complete"]
     assert results["clean"]["n"] == 20
     built = recipe(pretrained, start=str(folder.path), trade_off=0.7)
@@ -188,7 +188,7 @@ def test_broken_off_and_resumed_it_ends_with_the_same_bits(pretrained, first_pha
         run_harden(recipe(pretrained), "tora", CPU, out=tmp_path / "run")
     monkeypatch.undo()
     _, again, _ = run_harden(recipe(pretrained), "tora", CPU, out=tmp_path / "run", resume=True)
-    _, folder = first_phase
+    _, folder, _ = first_phase
     one, other = (open_model(str(each.path)).state_dict() for each in (folder, again))
     assert all(torch.equal(one[name], other[name]) for name in one)
 

@@ -128,7 +128,7 @@ def test_batch_norm_in_two_processes_and_control_c_in_one_of_them(tmp_path):
     plugins = {"stopping.ControlC": {"at_step": 2, "rank": 1}}
     recipe = document(objective=TRADES, model=XCIT, train={"epochs": 1}, plugins=plugins)
     whole, told = trained_by_two(recipe, tmp_path / "whole")
-    assert "in each of 2 processes its own, averaged after every epoch" in told
+    assert "separately in 2 processes, averaged after every epoch" in told
     cut, told = trained_by_two(recipe, tmp_path / "cut", ends_well=False, CONTROL_C="1")
     assert "interrupted; what is done is saved" in told
     assert torch.load(cut / "checkpoint.pt", weights_only=True)["step"] == 3
