@@ -130,7 +130,7 @@ def test_batch_norm_in_two_processes_and_control_c_in_one_of_them(tmp_path):
     whole, told = trained_by_two(recipe, tmp_path / "whole")
     assert "separately in 2 processes, averaged after every epoch" in told
     cut, told = trained_by_two(recipe, tmp_path / "cut", ends_well=False, CONTROL_C="1")
-    assert "interrupted; what is done is saved" in told
+    assert "interrupted; finished work is saved" in told
     assert torch.load(cut / "checkpoint.pt", weights_only=True)["step"] == 3
     trained_by_two(recipe, tmp_path / "cut", "--resume")
     first, second = weights(whole), weights(cut)
