@@ -28,10 +28,9 @@ from torch import nn
 from vitadel.adapters.adapted_model import open_model
 from vitadel.backbones.load import zoo_names
 from vitadel.diagnosis.broken_defenses import BROKEN_DEFENSES
+from vitadel.diagnosis.checks import OK
 from vitadel.diagnosis.examination import LEVELS
-from vitadel.diagnosis.finding import OK
-from vitadel.diagnosis.run import DiagnosisRequest, examination_of
-from vitadel.diagnosis.runner import CHECKS, Check, run_checks
+from vitadel.diagnosis.run import CHECKS, Check, DiagnosisRequest, examination_of, run_checks
 from vitadel.evaluation.engine.run import environment
 from vitadel.evaluation.engine.target import open_target
 from vitadel.quantities import quantity_text, read_quantity

@@ -17,8 +17,7 @@ from vitadel.runtime.distributed import join_processes
 
 # Single steps have no public name: `train` runs all of them at once, so candidates could not take turns.
 from vitadel.training.loop import _Trainer
-from vitadel.training.metrics import Metrics
-from vitadel.training.progress_table import ProgressTable
+from vitadel.training.metrics import Metrics, ProgressTable
 from vitadel.training.recipes.build import Recipe
 from vitadel.training.run import make_optimizer, open_training
 from vitadel.training.training_state import TrainingState

@@ -41,7 +41,7 @@ PUBLIC = {
         "vitadel.adapters.tora.tora_files",
     ],
     "Analyses of the papers": ["vitadel.studies"],
-    "Diagnosis": ["vitadel.diagnosis.runner", "vitadel.diagnosis.finding", "vitadel.diagnosis.broken_defenses"],
+    "Diagnosis": ["vitadel.diagnosis.run", "vitadel.diagnosis.checks", "vitadel.diagnosis.broken_defenses"],
     "Protocols and errors": ["vitadel.types", "vitadel.errors"],
 }
 """Public modules by subject; each contributes the names in its `__all__`."""
@@ -155,7 +155,7 @@ def _first_paragraph(text: str | None) -> str:
 def checks() -> str:
     """The checks of the diagnosis and the broken defenses that test them, from their docstrings."""
     from vitadel.diagnosis.broken_defenses import BROKEN_DEFENSES  # imports torch; the other pages need none
-    from vitadel.diagnosis.runner import CHECKS
+    from vitadel.diagnosis.run import CHECKS
 
     about = (
         "Every check of `vitadel diagnose`: when it is raised, why it matters, what to do. "

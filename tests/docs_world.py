@@ -94,8 +94,8 @@ def shrink(world: Path, patch: pytest.MonkeyPatch) -> None:
     _shrink_data(world, patch)
     for name, level in examination.LEVELS.items():
         patch.setitem(examination.LEVELS, name, replace(level, images=IMAGES, directions=1, student_epochs=1))
-    small = {name: replace(each, images=IMAGES, image_list=None) for name, each in protocols.PROTOCOLS.items()}
-    patch.setattr(protocols, "PROTOCOLS", small)
+    small = {name: replace(each, images=IMAGES, image_list=None) for name, each in protocols.protocols().items()}
+    patch.setattr(protocols, "protocols", lambda: small)
     patch.setattr(stability, "StabilityRequest", partial(stability.StabilityRequest, training_steps=MOST))
 
 

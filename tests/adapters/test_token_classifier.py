@@ -26,7 +26,7 @@ from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.instrument import attention_maps, block_features, extra_tokens, frozen
-from vitadel.instrument.patch_grid import patch_grid
+from vitadel.instrument.tokens import patch_grid
 from vitadel.runtime.distributed import join_processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Calibrated

@@ -17,7 +17,7 @@ from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import count_passes
 from vitadel.instrument import extra_tokens
 from vitadel.instrument.attention import constant_attention
-from vitadel.instrument.patch_grid import patch_grid
+from vitadel.instrument.tokens import patch_grid
 from vitadel.runtime.rng import SampleRNG
 from vits import VITS, make_vit, pixels, precise_vit
 

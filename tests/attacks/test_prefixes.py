@@ -10,8 +10,8 @@ import torch
 from toys import images
 from vitadel.attacks import make
 from vitadel.attacks.attention_scaling.aas import PAPER_STYLE, Rescaled
+from vitadel.attacks.per_sample import ReportsSampleInfo
 from vitadel.attacks.registry import PREFIXES
-from vitadel.attacks.sample_info import ReportsSampleInfo
 from vitadel.attacks.settings import settings_of
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit

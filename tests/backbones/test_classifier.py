@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vitadel.backbones.classifier import Classifier, logits_of, wrap
-from vitadel.backbones.model_checks import check_logits, check_pixels, looks_like_probabilities, modules_in_train_mode
+from vitadel.backbones.classifier import (
+    Classifier,
+    check_logits,
+    check_pixels,
+    logits_of,
+    looks_like_probabilities,
+    modules_in_train_mode,
+    wrap,
+)
 from vitadel.backbones.record import ModelRecord
 from vitadel.errors import UserError
 

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from command_line import vitadel
 from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.attacks.parse import make
-from vitadel.backbones.classifier import wrap
+from vitadel.backbones.classifier import check_image_size, check_images_fit, wrap
 from vitadel.backbones.load import load_model
-from vitadel.backbones.model_checks import check_image_size, check_images_fit
 from vitadel.data import open_dataset
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import Target

@@ -19,7 +19,7 @@ from vitadel.backbones.checkpoints import load_classifier, save_classifier
 from vitadel.backbones.families.rvt import VARIANTS, Attention, ConvFeedForward, Stem
 from vitadel.errors import UserError
 from vitadel.instrument import attention_maps, block_features
-from vitadel.instrument.patch_grid import patch_grid
+from vitadel.instrument.tokens import patch_grid
 from vits import make_vit, precise_vit
 
 TINY = {"img_size": 32, "patch_size": 8, "depths": (2,), "widths": (24,), "heads": (3,)}

@@ -11,10 +11,9 @@ from torch import nn
 
 from vitadel.adapters.adapted_model import open_model
 from vitadel.diagnosis.broken_defenses import BROKEN_DEFENSES
+from vitadel.diagnosis.checks import OK
 from vitadel.diagnosis.examination import Examination
-from vitadel.diagnosis.finding import OK
-from vitadel.diagnosis.run import DiagnosisRequest, examination_of
-from vitadel.diagnosis.runner import CHECKS, run_checks
+from vitadel.diagnosis.run import CHECKS, DiagnosisRequest, examination_of, run_checks
 from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from toys import TinyNet, images, trained_toy
+from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, NotExamined, gradients, inputs, outputs
 from vitadel.diagnosis.checks import attack_comparisons as comparisons
 from vitadel.diagnosis.checks import attention_saturation as attention
-from vitadel.diagnosis.checks import gradients, inputs, outputs
+from vitadel.diagnosis.checks.attack_comparisons import train_student
 from vitadel.diagnosis.examination import LEVELS, Examination, level_named, probing_threat
-from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined
-from vitadel.diagnosis.surrogate_student import train_student
 from vitadel.errors import UserError
 
 toy = cache(trained_toy)

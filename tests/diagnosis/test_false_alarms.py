@@ -16,13 +16,11 @@ from toys import trained_toy
 from vitadel.adapters.adapted_model import open_model
 from vitadel.backbones.classifier import wrap
 from vitadel.diagnosis.broken_defenses import quantize_by_attention
+from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, NotExamined, gradients, inputs, outputs
 from vitadel.diagnosis.checks import attack_comparisons as comparisons
 from vitadel.diagnosis.checks import attention_saturation as attention
-from vitadel.diagnosis.checks import gradients, inputs, outputs
 from vitadel.diagnosis.examination import Examination
-from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined
-from vitadel.diagnosis.run import DiagnosisRequest, diagnose, examination_of
-from vitadel.diagnosis.runner import CHECKS, Check, run_checks, summarize
+from vitadel.diagnosis.run import CHECKS, Check, DiagnosisRequest, diagnose, examination_of, run_checks, summarize
 from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
 from vitadel.runtime.rng import SampleRNG

@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 
-from vitadel.diagnosis.finding import Finding, explanation_of
-from vitadel.diagnosis.runner import CHECKS
+from vitadel.diagnosis.checks import Finding, explanation_of
+from vitadel.diagnosis.run import CHECKS
 from vitadel.statistics import binomial_tail, exceeds_share, sign_test, significantly_fewer
 
 

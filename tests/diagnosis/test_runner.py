@@ -13,10 +13,19 @@ from typer.testing import CliRunner
 
 from toys import TinyNet, trained_toy
 from vitadel.diagnosis import run
+from vitadel.diagnosis.checks import OK, Finding
 from vitadel.diagnosis.examination import LEVELS, Examination
-from vitadel.diagnosis.finding import OK, Finding
-from vitadel.diagnosis.run import DiagnosisRequest, diagnose
-from vitadel.diagnosis.runner import CHECKS, Check, Diagnosis, cost_of, recommended_command, run_checks, summarize
+from vitadel.diagnosis.run import (
+    CHECKS,
+    Check,
+    Diagnosis,
+    DiagnosisRequest,
+    cost_of,
+    diagnose,
+    recommended_command,
+    run_checks,
+    summarize,
+)
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.engine.stages import count_passes
 from vitadel.evaluation.engine.target import open_target

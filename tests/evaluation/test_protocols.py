@@ -20,7 +20,6 @@ from vitadel.errors import UserError
 from vitadel.evaluation.audit import protocols
 from vitadel.evaluation.audit.audit import AuditRequest, audit
 from vitadel.evaluation.audit.protocols import (
-    PROTOCOLS,
     Protocol,
     compare_with_protocols,
     differences,
@@ -28,6 +27,8 @@ from vitadel.evaluation.audit.protocols import (
     settings,
 )
 from vitadel.evaluation.engine.target import Target
+
+PROTOCOLS = protocols.protocols()
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def test_five_thousand_images_are_not_yet_those_of_the_list(monkeypatch):
     assert "images: other 5,000 images than those of imagenet:DIR(list=FILE)" in message
     names = [target.source.name(index) for index in range(5_000)]
     right = replace(PROTOCOLS["robustbench-imagenet"], image_list=list_digest(reversed(names)))
-    monkeypatch.setattr(protocols, "PROTOCOLS", {right.name: right})
+    monkeypatch.setattr(protocols, "protocols", lambda: {right.name: right})
     assert told(request_of("robustbench-imagenet"), target)["name"] == "robustbench-imagenet"
 
 
@@ -237,7 +238,7 @@ def test_unknown_names_are_told_with_the_known_ones():
 
 def test_audits_write_it_down_and_refuse_before_they_run(monkeypatch, tmp_path):
     tiny = Protocol("tiny", "nobody", "no paper", ("shapes",), 20, "8/255", ("fgsm",))
-    monkeypatch.setattr(protocols, "PROTOCOLS", {"tiny": tiny})
+    monkeypatch.setattr(protocols, "protocols", lambda: {"tiny": tiny})
     monkeypatch.setitem(SPLITS, "test", 20)
     done = audit(out=tmp_path / "run", **settings("tiny"))
     assert done["protocol"]["comparable_with"] == "nobody"

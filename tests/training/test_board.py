@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from vitadel.training import progress_table as module
-from vitadel.training.progress_table import ProgressTable, open_progress_table
+from vitadel.training.metrics import ProgressTable, open_progress_table
 
 STEP = {"loss": 2.0, "accuracy": 0.25, "eps": 8 / 255}
 EPOCH = {"validation_clean": 0.5, "validation_robust": 0.25}

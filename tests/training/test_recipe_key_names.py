@@ -15,12 +15,12 @@ from vitadel.runtime.distributed import join_processes
 from vitadel.training import loop
 from vitadel.training.objectives.afat import Afat
 from vitadel.training.plugins.epsilon_warmup import EpsilonWarmup
-from vitadel.training.recipes import key_names
 from vitadel.training.recipes import training_sections as sections
+from vitadel.training.recipes import yaml_files
 from vitadel.training.recipes.build import build_recipe
 from vitadel.training.recipes.compose import compose, deciding
-from vitadel.training.recipes.key_names import translate, translate_settings
 from vitadel.training.recipes.probe_sections import LinearHead, PatchHead
+from vitadel.training.recipes.yaml_files import translate, translate_settings
 from vitadel.training.run import run_harden
 
 CPU = join_processes("cpu")
@@ -45,7 +45,7 @@ plugins: {epsilon_warmup: {epochs: 2, start_eps: 1/255}}
 
 @pytest.fixture(autouse=True)
 def nothing_reported(monkeypatch):
-    monkeypatch.setattr(key_names, "_reported", set())
+    monkeypatch.setattr(yaml_files, "_reported", set())
 
 
 def written(folder: Path, text: str, name: str = "mine.yaml") -> str:
@@ -70,7 +70,7 @@ def test_every_new_name_is_a_field():
         "objective.afat": (Afat,),
         "plugins.epsilon_warmup": (EpsilonWarmup,),
     }
-    for section, keys in key_names._KEYS.items():
+    for section, keys in yaml_files._KEYS.items():
         known = {field.name for cls in classes[section] for field in fields(cls)}
         assert set(keys.values()) <= known
         assert not set(keys) & known
@@ -154,7 +154,7 @@ def old_names(settings: dict[str, object]) -> dict[str, object]:
     """What an earlier version recorded for the same recipe."""
     renamed = {
         f"{'optimiser' if section == 'optimizer' else section}.{old}": f"{section}.{new}"
-        for section, keys in key_names._KEYS.items()
+        for section, keys in yaml_files._KEYS.items()
         for old, new in keys.items()
     }
     back = {new: old for old, new in renamed.items()}

@@ -17,7 +17,7 @@ from vitadel.attacks.losses import dlr, lead, likeliest_wrong, targeted_dlr
 from vitadel.attacks.per_sample import PerSample, per_sample
 from vitadel.attacks.threats import L1, Linf
 from vitadel.attacks.wrappers import with_restarts
-from vitadel.backbones.model_checks import check_pixels
+from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from vitadel.adapters.tora.tora_settings import BRANCHES
 from vitadel.adapters.tora.tora_vit import Tora
-from vitadel.attacks.sample_info import InfoAttack, SampleInfo, run_attack
+from vitadel.attacks.per_sample import InfoAttack, SampleInfo, run_attack
 from vitadel.attacks.surrogate import Surrogate, deployed
-from vitadel.backbones.model_checks import check_pixels
+from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.runtime.rng import SampleRNG

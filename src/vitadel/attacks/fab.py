@@ -17,7 +17,7 @@ from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import likeliest_wrong
 from vitadel.attacks.per_sample import per_sample
 from vitadel.attacks.threats import L1, L2, Linf, dual_order
-from vitadel.backbones.model_checks import check_pixels
+from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG

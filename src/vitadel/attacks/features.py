@@ -17,8 +17,8 @@ from vitadel.attacks.steppers import Steepest, usual_length
 from vitadel.attacks.threats import Linf
 from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of, prefix_tokens_of
+from vitadel.backbones.classifier import check_pixels
 from vitadel.backbones.classifier_head import project
-from vitadel.backbones.model_checks import check_pixels
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.features import block_features, token_sequence
 from vitadel.instrument.hooks import Edge, hooked
@@ -37,7 +37,6 @@ __all__ = [
     "feature_cosine",
     "features",
     "final_features",
-    "pixels_per_unit",
 ]
 
 AXES = ("token", "channel", "flat")
@@ -262,12 +261,6 @@ class _Region:
         return torch.tensor(self.units, dtype=like.dtype, device=like.device).view(-1, 1, 1)
 
 
-def pixels_per_unit(attack: object) -> float:
-    """The largest unit of an attack's budget in pixels: 1, less for `paper=true`."""
-    inner = getattr(attack, "attack", attack)  # inside restarts
-    return max(_IMAGENET_STD) if isinstance(inner, FeatureAttack) and inner.paper else 1.0
-
-
 def effective_eps(eps: float) -> str:
     """A budget of `paper=true`, in normalized units, in pixels for red, green and blue."""
     levels = ", ".join(f"{255 * eps * unit:.2f}" for unit in _IMAGENET_STD)
@@ -301,6 +294,11 @@ class FeatureAttack:
     paper: bool = False
     stop_when_fooled: bool = True
     effective_eps: str | None = field(default=None, init=False)  # recorded, as eps is not in pixels
+
+    @property
+    def pixels_per_unit(self) -> float:
+        """The largest unit of the budget in pixels: 1, less for `paper`."""
+        return max(_IMAGENET_STD) if self.paper else 1.0
 
     def __post_init__(self) -> None:
         if self.psnr < 0:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.per_sample import per_sample
 from vitadel.attacks.wrappers import with_restarts
-from vitadel.backbones.model_checks import check_pixels
+from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError, nearest_names
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat

@@ -1,15 +1,19 @@
-"""Values with one entry per sample: shape them for a batch, and select samples from dataclasses that hold them."""
+"""Values with one entry per sample: state that an attack keeps, and what it reports about single samples."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self, cast
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol, Self, cast, runtime_checkable
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from vitadel.runtime.rng import SampleRNG
+from vitadel.types import Attack
 
-__all__ = ["PerSample", "per_sample"]
+__all__ = ["InfoAttack", "PerSample", "ReportsSampleInfo", "SampleInfo", "merge_info", "per_sample", "run_attack"]
 
 
 def per_sample(values: Tensor, like: Tensor) -> Tensor:
@@ -33,3 +37,56 @@ def _select(value: Any, chosen: Tensor) -> Any:
     if isinstance(value, tuple) and all(isinstance(each, Tensor) for each in value):
         return tuple(each[chosen] for each in value)
     return value
+
+
+SampleInfo = dict[str, Tensor]
+"""One value per sample under each name."""
+
+
+@runtime_checkable
+class ReportsSampleInfo(Protocol):
+    """An attack that can report more about each sample than the image it proposes."""
+
+    def run_with_info(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    ) -> tuple[Tensor, SampleInfo]:
+        """The images that `__call__` returns, and the sample info, which may cost further passes."""
+        ...
+
+
+class InfoAttack:
+    """Base of attacks that report sample info: they define `_run`, which may skip the info."""
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        return self._run(model, x, y, SampleRNG.of_pixels(x) if rng is None else rng, with_info=False)[0]
+
+    def run_with_info(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    ) -> tuple[Tensor, SampleInfo]:
+        return self._run(model, x, y, SampleRNG.of_pixels(x) if rng is None else rng, with_info=True)
+
+    def _run(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
+    ) -> tuple[Tensor, SampleInfo]:
+        raise NotImplementedError
+
+
+def run_attack(
+    attack: Attack, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None, with_info: bool = True
+) -> tuple[Tensor, SampleInfo]:
+    """An attack's images and its sample info; empty unless `with_info`, and for attacks that report none."""
+    if with_info and isinstance(attack, ReportsSampleInfo):
+        return attack.run_with_info(model, x, y, rng)
+    return attack(model, x, y, rng), {}
+
+
+def merge_info(info: SampleInfo, new: Mapping[str, Tensor], place: Tensor, count: int) -> None:
+    """Write `new`, about the samples at `place` of a batch of `count`, into `info`; later values replace earlier ones.
+
+    Samples without a value get NaN, -1 for whole numbers, or False.
+    """
+    for name, values in new.items():
+        if name not in info:
+            missing = math.nan if values.dtype.is_floating_point else -int(values.dtype != torch.bool)
+            info[name] = values.new_full((count,), missing)
+        info[name][place] = values

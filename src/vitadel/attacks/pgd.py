@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.goals import OnLogits, gradient
 from vitadel.attacks.steppers import Steepest
-from vitadel.backbones.model_checks import check_pixels
+from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG

@@ -14,7 +14,7 @@ from vitadel.errors import UserError
 from vitadel.quantities import quantity_text
 from vitadel.types import Attack, Threat
 
-__all__ = ["at_eps", "settings_of", "threats_in", "training_form"]
+__all__ = ["at_eps", "pixels_per_unit", "settings_of", "threats_in", "training_form"]
 
 _INNER = "inner."  # before a setting of the inner attack, where its wrapper has one of the same name
 
@@ -122,3 +122,9 @@ def _rebuild(
 def _replace(part: object, **new: object) -> object:
     changed: object = dataclasses.replace(cast(Any, part), **new)
     return changed
+
+
+def pixels_per_unit(attack: object) -> float:
+    """The largest unit of an attack's budget in pixels: 1, unless the attack has units of its own."""
+    inner = getattr(attack, "attack", attack)  # inside restarts
+    return float(getattr(inner, "pixels_per_unit", 1.0))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from vitadel.attacks.goals import deployed_fooled
 from vitadel.attacks.losses import check_classes, likeliest_wrong
-from vitadel.attacks.sample_info import InfoAttack, SampleInfo, merge_info, run_attack
+from vitadel.attacks.per_sample import InfoAttack, SampleInfo, merge_info, run_attack
 from vitadel.attacks.surrogate import View, deployed, seen_through
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen

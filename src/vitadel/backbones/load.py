@@ -25,10 +25,9 @@ from vitadel.backbones.checkpoints import (
     read_checkpoint,
     read_record,
 )
-from vitadel.backbones.classifier import Classifier, wrap
+from vitadel.backbones.classifier import Classifier, check_multiple, modules_in_train_mode, wrap
 from vitadel.backbones.classifier_head import keep_classes, keep_projection
 from vitadel.backbones.compatibility import class_count, find_mismatch
-from vitadel.backbones.model_checks import check_multiple, modules_in_train_mode
 from vitadel.backbones.record import ModelRecord, three_numbers
 from vitadel.backbones.small_images import adapt_to_small_images
 from vitadel.backbones.third_party import call_factory, load_hugging_face

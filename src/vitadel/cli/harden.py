@@ -32,6 +32,6 @@ def harden(
 
     title = title_of(recipe, row)
     built = build_recipe(compose(recipe, row, overrides or ()), title)
-    processes = join_processes(run.device)
-    outcome = run_harden(built, title, processes, data_root=data_root, **run_options(run, data_root=data_root))
+    flags = run_options(run, data_root=data_root)
+    outcome = run_harden(built, title, join_processes(run.device), data_root=data_root, **flags)
     present(outcome, run, report="clean" in outcome.results)

@@ -62,9 +62,9 @@ def _rows(kind: Kind, search: str) -> dict[str, str]:
         counts = {name: len(rows(name)) for name in shipped_recipes()}
         return {name: texts(name)["about"] + (f" [{count} rows]" if count else "") for name, count in counts.items()}
     if kind is Kind.protocols:
-        from vitadel.evaluation.audit.protocols import PROTOCOLS
+        from vitadel.evaluation.audit.protocols import protocols
 
-        return {name: protocol.about for name, protocol in PROTOCOLS.items()}
+        return {name: protocol.about for name, protocol in protocols().items()}
     import timm
 
     from vitadel.backbones.load import model_names

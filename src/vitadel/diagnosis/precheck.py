@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitadel.diagnosis.run import DiagnosisRequest, examination_of
-from vitadel.diagnosis.runner import CHECKS, run_checks
+from vitadel.diagnosis.run import CHECKS, DiagnosisRequest, examination_of, run_checks
 from vitadel.evaluation.audit.audit import AuditRequest
 from vitadel.evaluation.engine.target import Target
 from vitadel.findings import (

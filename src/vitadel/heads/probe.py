@@ -37,10 +37,9 @@ from vitadel.heads.segmentation_probe import open_mask_job
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.training.recipes.compose import compose, deciding
-from vitadel.training.recipes.key_names import translate_settings
 from vitadel.training.recipes.probe_sections import LinearHead, MaskData, ProbeData
 from vitadel.training.recipes.training_sections import ModelSection
-from vitadel.training.recipes.yaml_files import TEXTS, recipe_text
+from vitadel.training.recipes.yaml_files import TEXTS, recipe_text, translate_settings
 from vitadel.types import Source
 
 __all__ = ["probe", "run_probe"]

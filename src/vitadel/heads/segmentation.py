@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from vitadel.errors import UserError
 from vitadel.heads.frozen_features import feature_width, token_features
 from vitadel.instrument.hooks import frozen
-from vitadel.instrument.patch_grid import patch_grid
+from vitadel.instrument.tokens import patch_grid
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim
 

@@ -27,7 +27,7 @@ from vitadel.heads.frozen_features import FrozenModel, feature_width
 from vitadel.heads.probe_recipe import ProbeRecipe, pixel_attack
 from vitadel.heads.segmentation import Confusion, SegmentationHead, Segmenter, train_patch_head
 from vitadel.instrument.hooks import frozen
-from vitadel.instrument.patch_grid import patch_grid
+from vitadel.instrument.tokens import patch_grid
 from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import RESUMED, Meter, progress

@@ -21,8 +21,7 @@ from vitadel.backbones.anatomy import (
 )
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import AttentionHook, frozen, hooked
-from vitadel.instrument.patch_grid import grid_of_keys
-from vitadel.instrument.tokens import own_tokens
+from vitadel.instrument.tokens import grid_of_keys, own_tokens
 
 __all__ = [
     "CENTER",

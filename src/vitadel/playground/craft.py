@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from vitadel.attacks.parse import make
 from vitadel.attacks.threats import make_threat
-from vitadel.backbones.model_checks import check_logits
+from vitadel.backbones.classifier import check_logits
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.examples import in_8_bits
 from vitadel.evaluation.engine.attack_preparation import BATCH, calibrate, needs_calibration

@@ -9,7 +9,7 @@ from typing import Any
 
 from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.adapters.tokens.token_files import load_tokens
-from vitadel.attacks.features import pixels_per_unit
+from vitadel.attacks.settings import pixels_per_unit
 from vitadel.errors import UserError
 from vitadel.runtime.distributed import Processes
 from vitadel.training.recipes.build import Recipe, build_recipe

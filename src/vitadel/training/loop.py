@@ -22,14 +22,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from vitadel.attacks.features import pixels_per_unit
 from vitadel.attacks.parse import make
-from vitadel.attacks.settings import threats_in, training_form
+from vitadel.attacks.settings import pixels_per_unit, threats_in, training_form
 from vitadel.errors import Interrupted, UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.augmentation import make_mixup, seed_everything
-from vitadel.training.batch_statistics import average_statistics
 from vitadel.training.data_stream import MicroBatch, derive_seed
 from vitadel.training.held_out import Score
 from vitadel.training.inner_attack import run_inner_attack
@@ -44,7 +42,7 @@ from vitadel.training.interfaces import (
     HasOwnMetric,
 )
 from vitadel.training.metrics import track
-from vitadel.training.training_state import TrainingState, find_checkpoint, restore, save_checkpoint
+from vitadel.training.training_state import TrainingState, average_statistics, find_checkpoint, restore, save_checkpoint
 from vitadel.types import Attack
 
 __all__ = ["train"]

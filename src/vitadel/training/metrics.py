@@ -1,4 +1,4 @@
-"""Metrics of a training: the lines of metrics.jsonl, and trackers such as TensorBoard, through accelerate."""
+"""Metrics of a training: metrics.jsonl, trackers such as TensorBoard through accelerate, and the progress table."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import errno
 import json
 import socket
 import ssl
+import sys
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,11 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from vitadel.errors import UserError
 from vitadel.runtime.run_folder import append, disk_errors_reported, write_atomically
 
-__all__ = ["Metrics", "end_tracking", "start_tracking", "track"]
+__all__ = ["Metrics", "ProgressTable", "end_tracking", "open_progress_table", "start_tracking", "track"]
 
 _FOLDER = "tracker"
 _NETWORK_ERRNOS = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.EADDRNOTAVAIL}
@@ -104,3 +112,106 @@ def _is_network_error(error: OSError) -> bool:
     """By type first, as some have an errno that means something else on a disk; libraries' own types have none."""
     kinds = (ConnectionError, TimeoutError, ssl.SSLError, socket.gaierror)
     return isinstance(error, kinds) or error.errno is None or error.errno in _NETWORK_ERRNOS
+
+
+_ROWS = 15  # epochs in view
+_SECONDS_BETWEEN_LINES = 30.0
+_RECENT = 50  # steps from which the remaining time is estimated
+
+
+def _span(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+@dataclass
+class ProgressTable:
+    steps: int
+    epochs: int
+    shown: bool = True
+    live: Live | None = None
+    pixels_per_unit: float = 1.0  # of the attack's eps, at most
+    step: int = 0
+    row: Mapping[str, float] = field(default_factory=dict)
+    seen: list[Mapping[str, float]] = field(default_factory=list)  # this epoch's steps
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    rows: deque[tuple[str, ...]] = field(default_factory=lambda: deque(maxlen=_ROWS))
+    last_line: float = field(default_factory=time.monotonic)
+
+    def add_step(self, step: int, row: Mapping[str, float], seconds: float) -> None:
+        self.step, self.row = step, row
+        self.seen.append(row)
+        self.seconds.append(seconds)
+        if self.live is not None:
+            self.live.update(self._render())
+        elif self.shown and time.monotonic() - self.last_line > _SECONDS_BETWEEN_LINES:
+            self._line(f"step {step}/{self.steps}, {self._now()}, {self._left()} left")
+
+    def add_epoch(self, epoch: int, row: Mapping[str, float], best: bool) -> None:
+        clean, robust = row.get("validation_clean"), row.get("validation_robust")
+        mark = "best" if best else ""
+        loss = self._mean("loss")
+        shown_loss = "" if loss is None else f"{loss:.3f}"
+        self.rows.append((f"{epoch + 1}/{self.epochs}", shown_loss, _share(clean), _share(robust), mark))
+        if self.live is not None:
+            self.live.update(self._render())
+        elif self.shown:
+            held_out = f", held out: clean {_share(clean)}" if clean is not None else ""
+            held_out += f", robust {_share(robust)}" if robust is not None else ""
+            self._line(f"epoch {epoch + 1}/{self.epochs}: {self._now()}{held_out}{f' ({mark})' if mark else ''}")
+        self.seen.clear()
+
+    def note(self, message: str) -> None:
+        if self.live is not None:
+            self.live.console.print(message, markup=False, highlight=False)
+        elif self.shown:
+            self._line(message)
+
+    def _mean(self, name: str) -> float | None:
+        """The mean over the steps of this epoch so far."""
+        values = [row[name] for row in self.seen if name in row]
+        return sum(values) / len(values) if values else None
+
+    def _now(self) -> str:
+        eps, loss, accuracy = self.row.get("eps", 0.0), self._mean("loss"), self._mean("accuracy")
+        seen = "no loss yet" if loss is None else f"loss {loss:.3f}"
+        seen += "" if accuracy is None else f", accuracy in training {_share(accuracy)}"
+        return seen + (f", eps {self._budget(eps)}" if eps else "")
+
+    def _budget(self, eps: float) -> str:
+        text = f"{255 * eps:.3g}/255"
+        if self.pixels_per_unit == 1:
+            return text
+        return f"{text} in normalized units, at most {255 * eps * self.pixels_per_unit:.3g}/255 in pixels"
+
+    def _left(self) -> str:
+        each = sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
+        return _span((self.steps - self.step) * each)
+
+    def _line(self, text: str) -> None:
+        self.last_line = time.monotonic()
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+    def _render(self) -> RenderableType:
+        table = Table("epoch", "loss", "clean, held out", "robust, held out", "", box=None, pad_edge=False)
+        for over in self.rows:
+            table.add_row(*over)
+        bar = ProgressBar(total=self.steps, completed=self.step, width=40)
+        return Group(table, bar, Text(f"step {self.step}/{self.steps}, {self._now()}, {self._left()} left"))
+
+
+@contextmanager
+def open_progress_table(steps: int, epochs: int, shown: bool, pixels_per_unit: float = 1.0) -> Iterator[ProgressTable]:
+    """A progress table for one process; in a terminal it is redrawn four times a second."""
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield ProgressTable(steps, epochs, shown, pixels_per_unit=pixels_per_unit)
+        return
+    with Live(console=console, refresh_per_second=4) as live:
+        yield ProgressTable(steps, epochs, shown, live, pixels_per_unit)

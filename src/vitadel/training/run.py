@@ -16,10 +16,8 @@ from accelerate.state import AcceleratorState
 from timm.optim import create_optimizer_v2, list_optimizers
 from torch import Tensor, nn
 
-from vitadel.attacks.features import pixels_per_unit
-from vitadel.attacks.settings import settings_of
-from vitadel.backbones.classifier import Classifier, fastest_attention
-from vitadel.backbones.model_checks import check_images_fit
+from vitadel.attacks.settings import pixels_per_unit, settings_of
+from vitadel.backbones.classifier import Classifier, check_images_fit, fastest_attention
 from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.selection import balanced_subset
@@ -31,20 +29,17 @@ from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.training.augmentation import make_augment, seed_everything
-from vitadel.training.batch_statistics import describe_statistics
 from vitadel.training.data_stream import DataStream
 from vitadel.training.held_out import HeldOut
 from vitadel.training.interfaces import ChecksLength, ChecksModel, PreparesModel, WarnsAtStart
 from vitadel.training.loop import train
-from vitadel.training.metrics import Metrics, end_tracking, start_tracking
-from vitadel.training.progress_table import open_progress_table
+from vitadel.training.metrics import Metrics, end_tracking, open_progress_table, start_tracking
 from vitadel.training.recipes.build import Recipe, build_recipe
 from vitadel.training.recipes.compose import IDLE, compose, deciding, dotted
-from vitadel.training.recipes.key_names import translate_settings
 from vitadel.training.recipes.training_sections import DataSection, OptimizerSection
-from vitadel.training.recipes.yaml_files import recipe_text
+from vitadel.training.recipes.yaml_files import recipe_text, translate_settings
 from vitadel.training.starting_model import StartingModel, check_answer, starting_model
-from vitadel.training.training_state import TrainingState
+from vitadel.training.training_state import TrainingState, describe_statistics
 from vitadel.types import Source
 
 __all__ = ["TrainingSetup", "harden", "make_optimizer", "open_training", "run_harden", "title_of"]

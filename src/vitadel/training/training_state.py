@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.attack_preparation import CalibrationImages
@@ -20,15 +22,13 @@ from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import write_atomically
 from vitadel.runtime.secrets import read_secret, write_secret
-from vitadel.training.batch_statistics import gather_statistics, restore_statistics
 from vitadel.training.data_stream import DataStream
 from vitadel.training.held_out import HeldOut, Score
 from vitadel.training.interfaces import Stateful
-from vitadel.training.metrics import Metrics
-from vitadel.training.progress_table import ProgressTable
+from vitadel.training.metrics import Metrics, ProgressTable
 from vitadel.training.recipes.build import Recipe
 from vitadel.training.recipes.compose import IDLE, deciding
-from vitadel.training.recipes.key_names import translate_settings
+from vitadel.training.recipes.yaml_files import translate_settings
 from vitadel.types import Source, Threat
 
 __all__ = ["TrainingState", "find_checkpoint", "read_checkpoint", "restore", "save_checkpoint", "write_checkpoint"]
@@ -230,3 +230,41 @@ def _check_same_recipe(folder: Path, checkpoint: Mapping[str, Any], settings: Ma
             + "\n  ".join(different)
             + "\nRemove it, or start a new run with a different --out."
         )
+
+
+def _batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+
+
+def average_statistics(model: nn.Module, processes: Processes) -> None:
+    """As in the light recipe (dist_bn = reduce): cheap, and every process then has the same model."""
+    if processes.count == 1:
+        return
+    for norm in _batch_norms(model):
+        for running in (norm.running_mean, norm.running_var):
+            if running is not None:
+                running.copy_(processes.mean(running))
+
+
+def gather_statistics(model: nn.Module, processes: Processes) -> list[list[Tensor]]:
+    """The statistics of every process, for a checkpoint in the middle of an epoch."""
+    own = [buffer.detach().cpu().clone() for norm in _batch_norms(model) for buffer in norm.buffers()]
+    all_statistics: list[list[Tensor]] = gather_object([own]) if processes.count > 1 else [own]
+    return all_statistics
+
+
+def restore_statistics(model: nn.Module, processes: Processes, all_statistics: Sequence[Sequence[Tensor]]) -> None:
+    """Restore each process's own statistics; with another number of processes those of the first."""
+    own = all_statistics[processes.rank if len(all_statistics) == processes.count else 0]
+    for buffer, value in zip((b for norm in _batch_norms(model) for b in norm.buffers()), own, strict=True):
+        buffer.copy_(value)
+
+
+def describe_statistics(model: nn.Module, processes: Processes, attack_mode: str) -> str:
+    """One sentence about the statistics of a model with BatchNorm; empty for one without."""
+    norms = len(_batch_norms(model))
+    if not norms:
+        return ""
+    of = "the images of the loss" if attack_mode == "eval" else "the images of the loss and of every attack step"
+    shared = f", separately in {processes.count} processes, averaged after every epoch" if processes.count > 1 else ""
+    return f"{norms} BatchNorm layers collect the statistics of {of}{shared}"

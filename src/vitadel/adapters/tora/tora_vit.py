@@ -28,12 +28,10 @@ from vitadel.adapters.tora.tora_fusion import (
 from vitadel.adapters.tora.tora_settings import BRANCHES, ToraSettings, check_host, check_trade_off, describe
 from vitadel.backbones.anatomy import prefix_tokens_of
 from vitadel.backbones.attention_hooks import scaled_scores
-from vitadel.backbones.classifier import Classifier
-from vitadel.backbones.model_checks import check_image_size
+from vitadel.backbones.classifier import Classifier, check_image_size
 from vitadel.backbones.record import ModelRecord
 from vitadel.errors import UserError, nearest_names
-from vitadel.instrument.patch_grid import patch_grid
-from vitadel.instrument.tokens import extra_tokens
+from vitadel.instrument.tokens import extra_tokens, patch_grid
 
 __all__ = ["ROWS", "BranchClassifier", "Tora", "gate_maps", "part_of", "trainable_parameters"]
 

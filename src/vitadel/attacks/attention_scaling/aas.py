@@ -22,12 +22,12 @@ from vitadel.attacks.attention_scaling.factors import (
     search_factors_as_printed,
 )
 from vitadel.attacks.losses import cross_entropy
+from vitadel.attacks.per_sample import InfoAttack, SampleInfo, merge_info, run_attack
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.sample_info import InfoAttack, SampleInfo, merge_info, run_attack
 from vitadel.attacks.surrogate import Surrogate, changed, deployed, seen_through
 from vitadel.attacks.wrappers import not_fooled
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.backbones.model_checks import check_pixels
+from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.attention import scaled_attention
 from vitadel.instrument.hooks import frozen

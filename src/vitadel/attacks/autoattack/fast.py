@@ -26,14 +26,14 @@ from vitadel.attacks.autoattack.nearest_targets import nearest_targets
 from vitadel.attacks.fab import FAB
 from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import cross_entropy, lead, margin, probability_margin, targeted_dlr
+from vitadel.attacks.per_sample import InfoAttack, SampleInfo
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.sample_info import InfoAttack, SampleInfo
 from vitadel.attacks.square import Square
 from vitadel.attacks.steppers import Scripted
 from vitadel.attacks.surrogate import changed, seen_through
 from vitadel.attacks.threats import dual_order
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.backbones.model_checks import check_pixels
+from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.attention import scaled_attention
 from vitadel.instrument.hooks import frozen

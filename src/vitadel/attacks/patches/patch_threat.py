@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.anatomy import prefix_tokens_of
-from vitadel.backbones.model_checks import check_pixels
+from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError
-from vitadel.instrument.patch_grid import patch_grid
+from vitadel.instrument.tokens import patch_grid
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 

@@ -19,7 +19,7 @@ from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.per_sample import PerSample
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
-from vitadel.backbones.model_checks import check_pixels
+from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.tokens import extra_tokens, token_width
 from vitadel.runtime.rng import SampleRNG

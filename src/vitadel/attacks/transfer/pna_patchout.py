@@ -15,10 +15,10 @@ from vitadel.attacks.per_sample import PerSample
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.surrogate import deployed
-from vitadel.backbones.model_checks import check_pixels
+from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.attention import constant_attention
-from vitadel.instrument.patch_grid import patch_grid
+from vitadel.instrument.tokens import patch_grid
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim, Threat
 

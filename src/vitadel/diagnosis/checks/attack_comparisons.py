@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
+from vitadel.attacks.losses import kl_divergence
 from vitadel.attacks.parse import make
 from vitadel.attacks.settings import training_form
 from vitadel.attacks.steppers import usual_length
 from vitadel.attacks.surrogate import Surrogate
+from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.examination import Examination, attack_cost, probing_threat
-from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
-from vitadel.diagnosis.surrogate_student import train_student
+from vitadel.instrument.hooks import frozen
 from vitadel.quantities import quantity_text
 from vitadel.runtime.rng import SampleRNG
 from vitadel.statistics import exceeds_share, significantly_fewer
@@ -242,3 +245,48 @@ def transfer(e: Examination) -> Outcome:
     attack = make(e.level.plain, eps=e.eps, norm=e.norm)
     broken = 0 if surrogate is None else e.broken_among(left, "transfer", Transferred(attack, surrogate))
     return _weaker_attacker(e, "white-box", left, "transfer", broken)
+
+
+_RATE = 3e-3
+
+
+def train_student(
+    teacher: nn.Module, data: Sequence[tuple[Tensor, Tensor]], epochs: int, seed: int = 0, *, batch_size: int = 64
+) -> nn.Module:
+    """Train on batches of images to give the teacher's probabilities (Hinton et al. 2015); labels are not used.
+
+    `batch_size` is that of the teacher.
+    """
+    with frozen(teacher), torch.no_grad():
+        targets = [torch.cat([teacher(part) for part in x.split(batch_size)]) for x, _ in data]
+    first = data[0][0]
+    student = _network(targets[0].shape[1], first.shape[1], first.shape[-1], seed).to(first.device)
+    optimizer = torch.optim.AdamW(student.parameters(), _RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(data))
+    with torch.enable_grad():
+        for _ in range(epochs):
+            for (x, _), target in zip(data, targets, strict=True):
+                optimizer.zero_grad()
+                kl_divergence(target, student(x)).mean().backward()
+                optimizer.step()
+                schedule.step()
+    return student.eval().requires_grad_(False)
+
+
+def _network(classes: int, channels: int, side: int, seed: int) -> nn.Module:
+    stride = max(1, side // 32)  # large images are processed coarsely
+    with torch.random.fork_rng():  # layers draw initial weights, which are replaced below
+        student = nn.Sequential(
+            nn.Conv2d(channels, 32, 4 * stride, 2 * stride, stride),
+            nn.GELU(),
+            nn.Conv2d(32, 64, 3, 2, 1),
+            nn.GELU(),
+            nn.AdaptiveAvgPool2d(8),
+            nn.Flatten(),
+            nn.Linear(64 * 64, classes),
+        )
+    for number, weight in enumerate(student.parameters()):
+        fan = max(1, weight[0].numel())
+        noise = SampleRNG.of_samples(seed, range(len(weight))).stream("student", number).normal(*weight.shape[1:])
+        weight.data = noise * (2 / fan) ** 0.5 if weight.ndim > 1 else torch.zeros_like(weight)
+    return student

@@ -8,8 +8,8 @@ from torch import Tensor
 from vitadel.attacks.attention_scaling.aas import AAS, Rescaled
 from vitadel.attacks.parse import make
 from vitadel.backbones.anatomy import attentions_of
+from vitadel.diagnosis.checks import OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.examination import Examination, Level
-from vitadel.diagnosis.finding import OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.errors import UserError
 from vitadel.instrument.attention import scaled_attention, score_statistics
 from vitadel.statistics import significantly_fewer

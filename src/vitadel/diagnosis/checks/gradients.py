@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.threats import make_threat
+from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.examination import Examination, probing_threat
-from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.statistics import wilson
 from vitadel.types import Loss
 

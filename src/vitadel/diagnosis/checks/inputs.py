@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitadel.backbones.model_checks import looks_like_probabilities, modules_in_train_mode
+from vitadel.backbones.classifier import looks_like_probabilities, modules_in_train_mode
+from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.examination import Examination, relative_change
-from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.errors import UserError
 from vitadel.findings import PROBABILITY_OUTPUTS, TRAIN_MODE
 from vitadel.instrument.hooks import Edge, hooked

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vitadel.attacks.parse import make
+from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.examination import Examination, attack_cost, relative_change
-from vitadel.diagnosis.finding import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.findings import RANDOM_OUTPUTS
 from vitadel.statistics import significantly_fewer
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.autoattack.fast import STAGES
-from vitadel.backbones.model_checks import looks_like_probabilities, modules_in_train_mode
+from vitadel.backbones.classifier import looks_like_probabilities, modules_in_train_mode
 from vitadel.data.batches import read_batches
 from vitadel.evaluation.engine.stages import NOTE, MemberResult, RunContext
 from vitadel.findings import BROKEN, OK, PROBABILITY_OUTPUTS, RANDOM_OUTPUTS, SUSPICIOUS, TRAIN_MODE, Finding

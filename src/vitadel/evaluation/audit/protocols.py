@@ -6,6 +6,7 @@ differs in anything is refused, with all differences at once; for other runs the
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
     from vitadel.types import Attack
 
 __all__ = [
-    "PROTOCOLS",
     "RVT",
     "Protocol",
     "compare_with_protocols",
     "differences",
     "list_digest",
     "protocol_named",
+    "protocols",
     "settings",
 ]
 
@@ -135,9 +136,11 @@ RVT = Protocol(
 
 _LISTED = "imagenet:DIR(list=FILE), where FILE is RobustBench's imagenet_test_image_ids.txt"
 
-PROTOCOLS: Mapping[str, Protocol] = {
-    protocol.name: protocol
-    for protocol in (
+
+@functools.cache
+def protocols() -> Mapping[str, Protocol]:
+    """All protocols by name."""
+    known = (
         _robustbench("cifar10", "CIFAR-10, Linf 8/255", "cifar10", 10_000, "8/255", pixels=32),
         _robustbench("cifar10-l2", "CIFAR-10, L2 0.5", "cifar10", 10_000, "0.5", norm="l2", pixels=32),
         _robustbench("cifar100", "CIFAR-100, Linf 8/255", "cifar100", 10_000, "8/255", pixels=32),
@@ -154,14 +157,14 @@ PROTOCOLS: Mapping[str, Protocol] = {
         _aas("cifar10", "CIFAR-10"),
         _aas("cifar100", "CIFAR-100"),
     )
-}
+    return {protocol.name: protocol for protocol in known}
 
 
 def protocol_named(name: str) -> Protocol:
-    if name not in PROTOCOLS:
-        known = ", ".join(PROTOCOLS)
-        raise UserError(f"unknown protocol {name!r}{nearest_names(name, PROTOCOLS) or '.'} Known: {known}.")
-    return PROTOCOLS[name]
+    if name not in protocols():
+        known = ", ".join(protocols())
+        raise UserError(f"unknown protocol {name!r}{nearest_names(name, protocols()) or '.'} Known: {known}.")
+    return protocols()[name]
 
 
 def settings(name: str) -> dict[str, Any]:
@@ -196,7 +199,7 @@ def compare_with_protocols(request: AuditRequest, target: Target, indices: Tenso
             )
         return _comparison(protocol, {})
     kind = _kind(target)[0]
-    candidates = [protocol for protocol in PROTOCOLS.values() if kind in protocol.data]
+    candidates = [protocol for protocol in protocols().values() if kind in protocol.data]
     compared = [(differences(each, request, target, indices), each) for each in candidates]
     if not compared:
         return {"name": None, "comparable_with": None, "nearest": None, "differences": {}, "remark": ""}

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.sample_info import run_attack
+from vitadel.attacks.per_sample import run_attack
 from vitadel.attacks.wrappers import MEMBER, WorstOf
-from vitadel.backbones.classifier import fastest_attention
-from vitadel.backbones.model_checks import check_logits
+from vitadel.backbones.classifier import check_logits, fastest_attention
 from vitadel.data.batches import Batch, read_batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError

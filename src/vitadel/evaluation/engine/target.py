@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from vitadel.adapters.adapted_model import open_model, options_for_features
 from vitadel.backbones.anatomy import family_of
-from vitadel.backbones.classifier import Classifier, wrap
+from vitadel.backbones.classifier import Classifier, check_images_fit, wrap
 from vitadel.backbones.load import zoo_names
-from vitadel.backbones.model_checks import check_images_fit
 from vitadel.backbones.record import ModelRecord
 from vitadel.backbones.timm_models import is_timm_name
 from vitadel.data import open_dataset

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from vitadel.quantities import SHARE, check_ranges
 from vitadel.training.objectives.terms import accuracy, cross_entropy, forward_both
-from vitadel.training.recipes.ranges import SHARE, check_ranges
 from vitadel.types import Attack
 
 __all__ = ["Adversarial", "Standard"]

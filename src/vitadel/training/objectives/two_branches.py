@@ -17,8 +17,8 @@ from vitadel.adapters.tora.tora_vit import Tora, trainable_parameters
 from vitadel.attacks.losses import kl_divergence
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, hooked
+from vitadel.quantities import NOT_NEGATIVE, SHARE, check_ranges
 from vitadel.training.objectives.terms import accuracy, cross_entropy
-from vitadel.training.recipes.ranges import NOT_NEGATIVE, SHARE, check_ranges
 from vitadel.types import Attack
 
 __all__ = ["TwoBranches"]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
+from vitadel.quantities import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, check_ranges
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.data_stream import MicroBatch
 from vitadel.training.interfaces import Training
-from vitadel.training.recipes.ranges import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, check_ranges
 
 __all__ = ["PatchAugmentation", "augment_patches"]
 

@@ -15,7 +15,7 @@ from vitadel.backbones.anatomy import attentions_of, blocks_of
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, hooked
-from vitadel.instrument.patch_grid import patch_grid
+from vitadel.instrument.tokens import patch_grid
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.interfaces import Objective, Training
 from vitadel.types import Aim, Attack, Goal, Step, Stepper, Threat

@@ -12,15 +12,16 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from vitadel.errors import UserError, nearest_names
-from vitadel.training.recipes.key_names import OTHER_WORDS, translate
 from vitadel.training.recipes.yaml_files import (
     FILE_ENDINGS,
+    OTHER_WORDS,
     TEXTS,
     convert_numbers,
     find_recipe,
     parse_recipe,
     read_text,
     read_yaml,
+    translate,
 )
 
 __all__ = [

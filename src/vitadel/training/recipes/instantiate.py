@@ -14,8 +14,8 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from vitadel.attacks.parse import make, split_attack_list
 from vitadel.backbones.third_party import user_code
 from vitadel.errors import UserError, nearest_names
-from vitadel.training.recipes.key_names import OTHER_WORDS
 from vitadel.training.recipes.training_sections import ThreatSection
+from vitadel.training.recipes.yaml_files import OTHER_WORDS
 from vitadel.types import Attack, Calibrated
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError
-from vitadel.training.recipes.ranges import (
+from vitadel.quantities import (
     AT_LEAST_ONE,
     BELOW_ONE,
     NOT_NEGATIVE,

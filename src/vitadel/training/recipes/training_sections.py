@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError
-from vitadel.training.recipes.ranges import (
+from vitadel.quantities import (
     AT_LEAST_ONE,
     BELOW_ONE,
     BETWEEN,
