@@ -7,7 +7,7 @@ import torch
 
 from toys import TinyNet, images
 from vitadel.attacks import make
-from vitadel.attacks.noise import Noise
+from vitadel.attacks.random_noise import Noise
 from vitadel.attacks.threats import Linf
 from vitadel.errors import UserError
 from vitadel.runtime.rng import SampleRNG

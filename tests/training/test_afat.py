@@ -16,7 +16,7 @@ from vitadel.attacks.patches.corruption_model import CorruptionModel, load_corru
 from vitadel.attacks.patches.patch_threat import changed_patches
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
-from vitadel.instrument.features import block_features
+from vitadel.instrument.hooks import block_features
 from vitadel.runtime.distributed import join_processes
 from vitadel.training.objectives.afat import Afat
 from vitadel.training.paired_features import pair_of

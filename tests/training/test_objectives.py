@@ -12,9 +12,15 @@ from vitadel.attacks import PGD, Linf, make
 from vitadel.attacks.losses import kl_divergence
 from vitadel.errors import UserError
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training.objectives.cross_entropy import Adversarial, Standard
+from vitadel.training.objectives.cross_entropy import (
+    Adversarial,
+    Standard,
+    accuracy,
+    cross_entropy,
+    forward_both,
+    has_batch_norm,
+)
 from vitadel.training.objectives.mart import Mart
-from vitadel.training.objectives.terms import accuracy, cross_entropy, forward_both, has_batch_norm
 from vitadel.training.objectives.trades import Trades
 from vits import make_vit
 

@@ -20,8 +20,7 @@ from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of, prefix
 from vitadel.backbones.classifier import check_pixels
 from vitadel.backbones.classifier_head import project
 from vitadel.errors import UserError, nearest_names
-from vitadel.instrument.features import block_features, token_sequence
-from vitadel.instrument.hooks import Edge, hooked
+from vitadel.instrument.hooks import Edge, block_features, hooked, token_sequence
 from vitadel.instrument.tokens import own_tokens
 from vitadel.quantities import quantity_text
 from vitadel.runtime.rng import SampleRNG

@@ -19,11 +19,11 @@ from vitadel.attacks.autoattack.standard import autoattack, autoattack_plus, aut
 from vitadel.attacks.fab import fab, fab_t
 from vitadel.attacks.features import features
 from vitadel.attacks.goals import FromClean, Gama, OnLogits
-from vitadel.attacks.noise import noise
 from vitadel.attacks.patches.learned_patches import LearnedPatches
 from vitadel.attacks.patches.patch_fool import patch_fool
 from vitadel.attacks.patches.random_patches import RandomPatches
 from vitadel.attacks.pgd import PGD
+from vitadel.attacks.random_noise import noise
 from vitadel.attacks.square import square
 from vitadel.attacks.steppers import Dropping, Fading, Filling, Momentum, Steepest, usual_length
 from vitadel.attacks.threats import L1

@@ -31,6 +31,7 @@ def diagnose(
     from vitadel.diagnosis.run import DiagnosisRequest, run_diagnosis
     from vitadel.quantities import read_quantity
 
+    flags = run_options(run)
     request = DiagnosisRequest(
         level=level,
         eps=read_quantity(threat.eps, "eps"),
@@ -39,7 +40,7 @@ def diagnose(
         **data.for_request(),
     )
     processes, target = open_with_notes(model, how, data, run)
-    present(run_diagnosis(target, request, processes, show_cost=_show_cost, **run_options(run)), run)
+    present(run_diagnosis(target, request, processes, show_cost=_show_cost, **flags), run)
 
 
 def _show_cost(cost: Mapping[str, Any]) -> None:

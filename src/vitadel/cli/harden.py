@@ -30,8 +30,8 @@ def harden(
     from vitadel.training.recipes.compose import compose
     from vitadel.training.run import run_harden, title_of
 
+    flags = run_options(run, data_root=data_root)
     title = title_of(recipe, row)
     built = build_recipe(compose(recipe, row, overrides or ()), title)
-    flags = run_options(run, data_root=data_root)
     outcome = run_harden(built, title, join_processes(run.device), data_root=data_root, **flags)
     present(outcome, run, report="clean" in outcome.results)

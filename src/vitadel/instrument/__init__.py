@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from vitadel.instrument.attention import attention_maps, scaled_attention, score_statistics
-from vitadel.instrument.features import block_features
-from vitadel.instrument.hooks import frozen, hooked
+from vitadel.instrument.hooks import block_features, frozen, hooked
 from vitadel.instrument.tokens import extra_tokens
 
 __all__ = [

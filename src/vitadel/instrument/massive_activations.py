@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import backbone_of, blocks_of, prefix_tokens_of
 from vitadel.errors import UserError
-from vitadel.instrument.features import token_sequence
-from vitadel.instrument.hooks import Edge, frozen, hooked
+from vitadel.instrument.hooks import Edge, frozen, hooked, token_sequence
 from vitadel.instrument.tokens import OwnTokens, own_tokens
 
 __all__ = ["CLASS", "EXTRA", "REGISTER", "MassiveActivations", "massive_activations", "quartiles"]

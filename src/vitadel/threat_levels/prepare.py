@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.adapters.tokens.token_files import load_tokens
-from vitadel.data.overlap import same_images
+from vitadel.data.spec import same_images
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.attack_preparation import CalibrationImages, calibration_images
 from vitadel.evaluation.engine.stages import RunContext

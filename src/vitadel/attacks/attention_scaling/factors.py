@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import gradient
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.instrument.attention import Factors, scaled_attention
-from vitadel.instrument.features import block_features, token_sequence
+from vitadel.instrument.hooks import block_features, token_sequence
 from vitadel.runtime.rng import SampleRNG
 
 __all__ = [

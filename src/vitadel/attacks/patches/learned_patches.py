@@ -28,8 +28,7 @@ from vitadel.attacks.patches.patch_threat import (
 from vitadel.attacks.patches.random_patches import check_noise, uniform_noise, worst_of
 from vitadel.backbones.anatomy import main_blocks
 from vitadel.errors import UserError, nearest_names
-from vitadel.instrument.features import block_features
-from vitadel.instrument.hooks import frozen
+from vitadel.instrument.hooks import block_features, frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 

@@ -18,8 +18,7 @@ from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.surrogate import deployed
 from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of
 from vitadel.backbones.classifier import check_pixels
-from vitadel.instrument.features import block_features
-from vitadel.instrument.hooks import Edge, hooked
+from vitadel.instrument.hooks import Edge, block_features, hooked
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim, Loss, Threat
 

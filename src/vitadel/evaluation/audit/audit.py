@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
+import numpy as np
 import torch
+from PIL import Image
+from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from vitadel.attacks.parse import make, needs_known_family, numbered_targets, split_attack_list
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import make_threat
+from vitadel.data.batches import Batch, read_batches
 from vitadel.data.selection import BadSample
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.evidence import findings_about, findings_about_mode, findings_about_outputs
-from vitadel.evaluation.audit.examples import ExampleSaver, count_saved, example_arrays
 from vitadel.evaluation.audit.protocols import compare_with_protocols, protocol_named
 from vitadel.evaluation.engine.attack_preparation import calibrate, calibration_images, needs_calibration, preflight
 from vitadel.evaluation.engine.cost import compile_if_faster
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, request_from, run_settings
-from vitadel.evaluation.engine.stages import PRECISIONS, MemberResult, RunContext, attack_stage, check_budget, rules_of
+from vitadel.evaluation.engine.stages import (
+    NOTE,
+    PRECISIONS,
+    MemberResult,
+    RunContext,
+    Verdict,
+    attack_stage,
+    check_budget,
+    rules_of,
+)
 from vitadel.evaluation.engine.target import Target, apply_class_subset, open_target
 from vitadel.evaluation.engine.verdicts import (
     Verdicts,
@@ -32,9 +46,12 @@ from vitadel.evaluation.engine.verdicts import (
     result_header,
     samples_table,
 )
+from vitadel.instrument.attention_rows import attention_over_patches
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import read_quantity
 from vitadel.runtime.distributed import Processes, join_processes
+from vitadel.runtime.rng import SampleRNG
+from vitadel.runtime.run_folder import write_atomically
 from vitadel.types import Attack, Source, Threat
 
 __all__ = [
@@ -42,9 +59,13 @@ __all__ = [
     "DEFAULT_DATA",
     "DEFAULT_MODEL",
     "AuditRequest",
+    "ExampleSaver",
     "audit",
     "check_request",
     "check_targets",
+    "count_saved",
+    "example_arrays",
+    "in_8_bits",
     "run_audit",
 ]
 
@@ -266,3 +287,85 @@ def _compile(context: RunContext) -> tuple[RunContext, Any]:
 def _cost_of(named: tuple[str, Attack]) -> int:
     gradients, forwards = named[1].passes()
     return 2 * gradients + forwards
+
+
+IMAGES, PICTURES = "adversarial", "png"
+_EXAMPLES = 8  # samples with their perturbed versions, for the report
+PNG_HOLDS = "png_holds"
+"""The note of a saved image: the model classifies its 8-bit version correctly."""
+
+
+def in_8_bits(z: Tensor, x: Tensor) -> Tensor:
+    """The nearest 8-bit image that is no farther from `x` than `z` is, where there is one."""
+    levels = z * 255
+    towards = torch.where(z > x, (levels + 1e-3).floor(), (levels - 1e-3).ceil())
+    return torch.where(z == x, levels.round(), towards).clamp(0, 255).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class ExampleSaver:
+    """Writes what fooled `model` into a folder: one safetensors file per batch, one picture per image."""
+
+    folder: Path
+    model: nn.Module
+    png: bool = False
+
+    def save(self, stage: str, number: int, batch: Batch, z: Tensor, verdict: Verdict) -> dict[str, Tensor]:
+        """Save the successes of a batch; with pictures, the note `PNG_HOLDS` of every sample."""
+        fooled = ~verdict.held
+        name = re.sub(r"[^a-zA-Z0-9.-]+", "-", stage).strip("-")
+        if bool(fooled.any()):
+            tensors = {
+                "images": z[fooled],
+                "clean": batch.x[fooled],
+                "index": batch.indices[fooled.cpu()],
+                "label": batch.y[fooled],
+                "prediction": verdict.prediction[fooled],
+            }
+            content = save_tensors({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
+            write_atomically(self.folder / IMAGES / f"{name}-{number:05d}.safetensors", content)
+        if not self.png:
+            return {}
+        pictures = in_8_bits(z, batch.x)
+        with torch.no_grad():
+            right = self.model(pictures.to(z.dtype) / 255).argmax(1) == batch.y
+        for row in fooled.nonzero()[:, 0].tolist():
+            buffer = io.BytesIO()
+            Image.fromarray(pictures[row].permute(1, 2, 0).cpu().numpy()).save(buffer, format="PNG")
+            write_atomically(self.folder / PICTURES / f"{int(batch.indices[row]):06d}-{name}.png", buffer.getvalue())
+        return {PNG_HOLDS: right & fooled}
+
+
+def count_saved(members: Sequence[MemberResult], png: bool) -> dict[str, Any]:
+    """How many images were saved, and of how many the 8-bit picture no longer fools the model."""
+    records = [record for member in members for record in member.records]
+    lost = sum(int(record[f"{NOTE}{PNG_HOLDS}"].sum()) for record in records) if png else None
+    return {
+        "images": sum(member.broken for member in members),
+        "folder": IMAGES,
+        "pictures": PICTURES if png else None,
+        "undone_by_8_bits": lost,
+    }
+
+
+def example_arrays(context: RunContext, verdicts: Verdicts, name: str, attack: Attack) -> bytes | None:
+    """`examples.npz`: a few samples, clean and as this attack perturbs them, for the report. It runs once more."""
+    rows = verdicts.index[verdicts.correct][:_EXAMPLES].tolist()
+    if not rows:
+        return None
+    (batch,) = read_batches(context.source, [rows], context.preprocess, skip_bad=context.skip_bad)
+    batch = batch.to(context.processes.device)
+    with context.arithmetic():
+        z = attack(context.model, batch.x, batch.y, SampleRNG.of_samples(context.seed, batch.indices, batch.x.device))
+        with torch.no_grad():
+            prediction = context.model(z).argmax(1)
+        try:
+            shown = {"attention_x": batch.x, "attention_z": z}
+            maps = {key: attention_over_patches(context.model, images) for key, images in shown.items()}
+        except UserError:  # no attention maps over patches
+            maps = {}
+    arrays = {"index": batch.indices, "x": batch.x, "z": z, "label": batch.y, "prediction": prediction, **maps}
+    about = {"attack": np.asarray(name), "own_rules": np.asarray(rules_of(attack) is not None)}
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **(about | {key: tensor.cpu().numpy() for key, tensor in arrays.items()}))
+    return buffer.getvalue()

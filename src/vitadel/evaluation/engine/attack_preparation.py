@@ -16,10 +16,9 @@ from vitadel.attacks.parse import numbered_targets
 from vitadel.attacks.wrappers import WorstOf
 from vitadel.data import open_dataset
 from vitadel.data.batches import read_batches
-from vitadel.data.overlap import same_images
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.selection import balanced_subset
-from vitadel.data.spec import parse_spec
+from vitadel.data.spec import parse_spec, same_images
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import RunContext
 from vitadel.evaluation.engine.target import Target, relabel_like

@@ -48,8 +48,7 @@ from vitadel.evaluation.stability.measures import (
     steps_below_one,
 )
 from vitadel.instrument.attention import attention_maps
-from vitadel.instrument.features import block_features
-from vitadel.instrument.hooks import frozen
+from vitadel.instrument.hooks import block_features, frozen
 from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG

@@ -13,7 +13,7 @@ from vitadel.attacks.patches.patch_threat import patches_in
 from vitadel.attacks.patches.random_patches import check_noise, normalization_of, uniform_noise
 from vitadel.errors import UserError
 from vitadel.quantities import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, check_ranges
-from vitadel.training.objectives.terms import accuracy, cross_entropy
+from vitadel.training.objectives.cross_entropy import accuracy, cross_entropy
 from vitadel.training.paired_features import Pair, pair_of, pair_with_fewer_tokens
 from vitadel.training.patch_selector import PatchSelector
 from vitadel.types import Attack

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.losses import hard_labels, precise
 from vitadel.quantities import NOT_NEGATIVE, check_ranges
-from vitadel.training.objectives.terms import accuracy, cross_entropy, forward_both
+from vitadel.training.objectives.cross_entropy import accuracy, cross_entropy, forward_both
 from vitadel.types import Attack
 
 __all__ = ["Mart"]

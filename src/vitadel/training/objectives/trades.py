@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.losses import kl_divergence
 from vitadel.quantities import NOT_NEGATIVE, SHARE, check_ranges
-from vitadel.training.objectives.terms import accuracy, cross_entropy, forward_both
+from vitadel.training.objectives.cross_entropy import accuracy, cross_entropy, forward_both
 from vitadel.types import Attack
 
 __all__ = ["Trades"]

@@ -18,7 +18,7 @@ from vitadel.attacks.losses import kl_divergence
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.quantities import NOT_NEGATIVE, SHARE, check_ranges
-from vitadel.training.objectives.terms import accuracy, cross_entropy
+from vitadel.training.objectives.cross_entropy import accuracy, cross_entropy
 from vitadel.types import Attack
 
 __all__ = ["TwoBranches"]

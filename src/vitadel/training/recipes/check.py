@@ -17,8 +17,7 @@ from timm.data import rand_augment_transform
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model, zoo_names
 from vitadel.backbones.timm_models import is_timm_name, suggest_models
-from vitadel.data.overlap import identity, same_images
-from vitadel.data.spec import DATA_KINDS, DataRequest, parse_spec
+from vitadel.data.spec import DATA_KINDS, DataRequest, identity, parse_spec, same_images
 from vitadel.errors import UserError, nearest_names
 from vitadel.training.recipes.instantiate import Faults
 from vitadel.training.recipes.training_sections import Augmentation, DataSection, ModelSection, TrainSection
