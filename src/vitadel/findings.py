@@ -7,21 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-__all__ = [
-    "BROKEN",
-    "OK",
-    "PRECHECK",
-    "PROBABILITY_OUTPUTS",
-    "RANDOM_OUTPUTS",
-    "SUSPICIOUS",
-    "TRAIN_MODE",
-    "CheckName",
-    "Evidence",
-    "Finding",
-    "Verdict",
-    "title_of",
-]
-
 Verdict = Literal["ok", "suspicious", "broken"]
 OK: Verdict = "ok"
 SUSPICIOUS: Verdict = "suspicious"

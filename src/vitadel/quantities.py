@@ -9,22 +9,6 @@ from math import inf
 
 from vitadel.errors import UserError
 
-__all__ = [
-    "AT_LEAST_ONE",
-    "BELOW_ONE",
-    "BETWEEN",
-    "NOT_NEGATIVE",
-    "POSITIVE",
-    "SEED",
-    "SHARE",
-    "Range",
-    "can_diagnose",
-    "check_ranges",
-    "quantity_text",
-    "read_quantity",
-    "read_value",
-]
-
 
 def read_quantity(text: str | float, what: str = "number") -> float:
     """A finite number; fractions such as 8/255 are read everywhere a number is."""

@@ -9,20 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "ALPHA",
-    "binomial_tail",
-    "bootstrap_mean",
-    "difference_interval",
-    "exceeds_share",
-    "holm",
-    "mcnemar",
-    "share",
-    "sign_test",
-    "significantly_fewer",
-    "wilson",
-]
-
 ALPHA = 1e-3
 """Significance level of a single comparison; a diagnosis makes about ten of them."""
 

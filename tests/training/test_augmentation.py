@@ -11,7 +11,7 @@ from PIL import Image
 
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
-from vitadel.training.augmentation import make_augment, make_mixup, seed_everything
+from vitadel.training.data_stream import make_augment, make_mixup, seed_everything
 from vitadel.training.recipes.training_sections import Augmentation
 
 RAMP = Image.fromarray(np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3))

@@ -10,8 +10,7 @@ from PIL import Image
 
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
-from vitadel.training.augmentation import make_augment
-from vitadel.training.data_stream import DataStream
+from vitadel.training.data_stream import DataStream, make_augment
 from vitadel.training.recipes.training_sections import Augmentation
 
 NOTHING = Augmentation()

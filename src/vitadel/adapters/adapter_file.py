@@ -17,8 +17,6 @@ from vitadel.backbones.checkpoints import metadata_in, tensor_hash
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 
-__all__ = ["AdapterFile", "backbone_fingerprint"]
-
 _SCHEMA = 1
 _SIZED = "pos_embed"  # resampled for other image sizes
 _HEADS = ("head.", "head_dist.")  # adapters end before them, and downstream tasks replace them

@@ -23,8 +23,6 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim, Attack, Goal, Threat
 
-__all__ = ["APGD", "OverTargets", "TowardsClass", "TowardsRank", "apgd_ce", "apgd_dlr", "apgd_t", "checkpoints"]
-
 _WALL = 1e-5  # a pixel this close to black or white counts as black or white
 _DEFAULT = 0.75  # the paper's rho and momentum
 _ROUNDING = 1e-7  # a smaller change of a pixel is a rounding error of the projection

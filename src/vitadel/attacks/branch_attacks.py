@@ -16,8 +16,6 @@ from vitadel.instrument.hooks import Edge, hooked
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 
-__all__ = ["BranchAttack"]
-
 
 class _BranchLogits(nn.Module):
     """The whole model with the logits of one branch in place of the joint ones."""

@@ -23,8 +23,6 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
-__all__ = ["FAB", "fab", "fab_t", "to_hyperplane"]
-
 _TINY = 1e-30
 _NEWTON_STEPS = 60  # about 5 are used; see `_least_effort`
 # The boundary is taken to lie this far beyond the tie of two logits, in units of the largest one: a search for the tie

@@ -26,18 +26,6 @@ from vitadel.quantities import quantity_text
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim, Attack, Threat
 
-__all__ = [
-    "AXES",
-    "KINDS",
-    "AwayFromFeatures",
-    "FeatureAttack",
-    "check_kind",
-    "effective_eps",
-    "feature_cosine",
-    "features",
-    "final_features",
-]
-
 AXES = ("token", "channel", "flat")
 """What a cosine compares in (batch, tokens, channels): each token, each channel over all tokens, or everything."""
 

@@ -12,16 +12,6 @@ from vitadel.errors import UserError, nearest_names
 from vitadel.quantities import read_quantity, read_value
 from vitadel.types import Attack
 
-__all__ = [
-    "AttackName",
-    "is_adaptive",
-    "make",
-    "needs_known_family",
-    "numbered_targets",
-    "read_attack_name",
-    "split_attack_list",
-]
-
 Setting = float | int | bool | str
 
 _NAME = re.compile(r"^(?P<base>[a-z][a-z-]*?)(?:-(?P<steps>\d+))?(?:\((?P<settings>.*)\))?$")

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 
-__all__ = ["InfoAttack", "PerSample", "ReportsSampleInfo", "SampleInfo", "merge_info", "per_sample", "run_attack"]
-
 
 def per_sample(values: Tensor, like: Tensor) -> Tensor:
     """One value per sample, in a shape that broadcasts with `like`."""

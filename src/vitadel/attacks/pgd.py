@@ -15,8 +15,6 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Goal, Stepper, Threat
 
-__all__ = ["PGD"]
-
 
 @dataclass(frozen=True)
 class PGD:

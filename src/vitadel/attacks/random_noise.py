@@ -14,8 +14,6 @@ from vitadel.errors import UserError, nearest_names
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
-__all__ = ["KINDS", "Noise", "noise"]
-
 KINDS = ("uniform", "surface", "gaussian")
 """Anywhere in the ball, on its surface (Linf: its corners), or normal noise projected to the ball."""
 

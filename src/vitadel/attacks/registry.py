@@ -34,8 +34,6 @@ from vitadel.attacks.wrappers import Averaged, Targeted, with_restarts
 from vitadel.errors import UserError
 from vitadel.types import Attack, Goal, Threat
 
-__all__ = ["ATTACKS", "PREFIXES", "AttackEntry", "PrefixEntry"]
-
 
 def fgsm(threat: Threat) -> Attack:
     stepper = Filling() if isinstance(threat, L1) else Steepest(threat.eps)

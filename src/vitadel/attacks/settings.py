@@ -14,8 +14,6 @@ from vitadel.errors import UserError
 from vitadel.quantities import quantity_text
 from vitadel.types import Attack, Threat
 
-__all__ = ["at_eps", "pixels_per_unit", "settings_of", "threats_in", "training_form"]
-
 _INNER = "inner."  # before a setting of the inner attack, where its wrapper has one of the same name
 
 

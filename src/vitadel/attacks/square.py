@@ -28,8 +28,6 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
-__all__ = ["Square", "share_of_pixels", "square"]
-
 _TINY = 1e-12
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # after these queries the share is halved
 _BLOCK = 64  # number of queries whose random numbers are drawn at once

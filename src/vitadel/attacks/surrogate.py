@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
-__all__ = ["Change", "Changed", "Surrogate", "View", "changed", "deployed", "seen_through"]
-
 Change = Callable[[nn.Module], AbstractContextManager[object]]
 """A `with` block around each forward pass of a model."""
 

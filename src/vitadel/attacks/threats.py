@@ -18,8 +18,6 @@ from vitadel.quantities import quantity_text
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 
-__all__ = ["L1", "L2", "NORMS", "Linf", "dual_order", "make_threat"]
-
 _TINY = 1e-12
 _HALF = (torch.float16, torch.bfloat16)  # so coarse that rounding alone can leave the ball
 _NEWTON_STEPS = 100  # about ten are used; see `_shift_to_budget`

@@ -19,8 +19,6 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 
-__all__ = ["MEMBER", "Averaged", "Restarts", "Targeted", "WorstOf", "not_fooled", "with_restarts"]
-
 MEMBER = "member"
 """The random stream of each member of an ensemble, together with its number."""
 

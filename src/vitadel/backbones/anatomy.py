@@ -23,23 +23,6 @@ from torch import nn
 
 from vitadel.errors import UserError
 
-__all__ = [
-    "ANATOMIES",
-    "Anatomy",
-    "Part",
-    "ScoreSeam",
-    "SoftmaxAttention",
-    "TokenSeam",
-    "anatomy_of",
-    "attentions_of",
-    "backbone_of",
-    "blocks_of",
-    "family_of",
-    "main_attentions",
-    "main_blocks",
-    "prefix_tokens_of",
-]
-
 
 class ScoreSeam(Enum):
     """Which part of the pre-softmax scores a factor multiplies."""

@@ -22,8 +22,6 @@ from torch.overrides import TorchFunctionMode
 from vitadel.backbones.anatomy import ScoreSeam, SoftmaxAttention, attentions_of
 from vitadel.errors import UserError
 
-__all__ = ["AttentionHook", "Factor", "check_all_ran", "notify_before", "scaled_scores"]
-
 _PRODUCTS = (torch.Tensor.matmul, torch.matmul)  # `a @ b` arrives as the first
 _SOFTMAXES = (torch.Tensor.softmax, torch.softmax, F.softmax)
 

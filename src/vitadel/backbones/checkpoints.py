@@ -25,21 +25,6 @@ from vitadel.backbones.timm_models import create_backbone
 from vitadel.errors import UserError
 from vitadel.runtime.run_folder import write_atomically
 
-__all__ = [
-    "Checkpoint",
-    "Fitted",
-    "build_classifier",
-    "fit_to",
-    "load_classifier",
-    "load_strict",
-    "metadata_in",
-    "read_checkpoint",
-    "read_metadata",
-    "read_record",
-    "save_classifier",
-    "tensor_hash",
-]
-
 _METADATA_KEY = "vitadel"
 
 # Averaged weights come first: timm evaluates them first, and papers report them.

@@ -17,20 +17,6 @@ from vitadel.backbones.attention_hooks import scaled_scores
 from vitadel.backbones.record import ModelRecord, three_numbers
 from vitadel.errors import UserError
 
-__all__ = [
-    "Classifier",
-    "check_image_size",
-    "check_images_fit",
-    "check_logits",
-    "check_multiple",
-    "check_pixels",
-    "fastest_attention",
-    "logits_of",
-    "looks_like_probabilities",
-    "modules_in_train_mode",
-    "wrap",
-]
-
 
 class Classifier(nn.Module):
     """A backbone behind its normalization, so that attacks, budgets and clipping live in [0, 1].

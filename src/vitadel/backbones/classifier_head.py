@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from vitadel.errors import UserError
 
-__all__ = ["keep_classes", "keep_projection", "project"]
-
 _WEIGHT, _BIAS = "projection_weight", "projection_bias"
 
 

@@ -11,8 +11,6 @@ import timm
 import torch
 from torch import Tensor, nn
 
-__all__ = ["class_count", "describe_mismatch", "find_mismatch"]
-
 Shape = tuple[int, ...]
 
 _SHOWN = 3

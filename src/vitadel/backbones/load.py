@@ -34,8 +34,6 @@ from vitadel.backbones.third_party import call_factory, load_hugging_face
 from vitadel.backbones.timm_models import DROP_RATES, create_backbone, is_timm_name, own_models, suggest_models
 from vitadel.errors import UserError, nearest_names
 
-__all__ = ["has_no_head", "load_model", "model_names", "zoo_file", "zoo_names"]
-
 _PREFIXES = ("zoo", "hf", "python")
 _FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt")
 _PREFERRED = ("best", "model", "last")

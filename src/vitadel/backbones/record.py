@@ -10,8 +10,6 @@ from typing import Any
 
 from vitadel.errors import UserError
 
-__all__ = ["ModelRecord", "three_numbers"]
-
 _SCHEMA = 1
 
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from vitadel.errors import UserError
 
-__all__ = ["adapt_to_small_images", "cannot_shrink", "set_stem_patch_size", "shrink_kernel", "sum_kernel_blocks"]
-
 Interpolation = Literal["bicubic", "bilinear"]
 
 

@@ -16,8 +16,6 @@ from torch import nn
 from vitadel.backbones.record import ModelRecord, three_numbers
 from vitadel.errors import UserError, nearest_names
 
-__all__ = ["call_factory", "load_hugging_face", "processor_normalization", "user_code"]
-
 Triple = tuple[float, float, float]
 
 _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}  # Pillow's numbers

@@ -28,10 +28,11 @@ def diagnose(
 
     Looks for masked gradients, weak attacks and setup errors.
     """
+    # First, so that wrong flags are reported before the slow imports.
+    flags = run_options(run)
     from vitadel.diagnosis.run import DiagnosisRequest, run_diagnosis
     from vitadel.quantities import read_quantity
 
-    flags = run_options(run)
     request = DiagnosisRequest(
         level=level,
         eps=read_quantity(threat.eps, "eps"),

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from vitadel.evaluation.engine.target import Target
     from vitadel.runtime.distributed import Processes
 
-__all__ = ["audit_request", "open_target", "open_with_notes", "present", "run_attacks", "run_options", "show_notes"]
-
 
 def open_target(
     model: str, how: ModelFlags, data: DataFlags, *, device: str = "auto", for_features: bool = False

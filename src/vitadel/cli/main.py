@@ -34,8 +34,6 @@ from vitadel.cli import list as list_verb
 from vitadel.errors import Interrupted, UserError, nearest_names
 from vitadel.version import __version__
 
-__all__ = ["app", "main"]
-
 _SUITES = ("corruptions", "stability", "threat-levels")
 _RENAMED_SUITES = {"ladder": "threat-levels"}
 _RENAMED_FLAGS = {"--doctor": "--precheck", "--no-doctor": "--no-precheck"}

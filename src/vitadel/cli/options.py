@@ -11,20 +11,6 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-__all__ = [
-    "AttackFlags",
-    "DataFlags",
-    "Model",
-    "ModelFlags",
-    "RunFlags",
-    "ThreatFlags",
-    "expand_groups",
-    "flag_names",
-    "given_flags",
-    "spell_flag",
-    "split_list",
-]
-
 RARE = "Rarely needed"
 
 Model = Annotated[

@@ -17,8 +17,6 @@ from vitadel.corruptions.weather import brightness, fog, frost, snow
 from vitadel.errors import UserError, nearest_names
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["as_bytes", "as_floats", "check_images", "corrupt", "minimum_size", "sample_streams"]
-
 _PIXELS_AT_ONCE = 1 << 16  # one image of 224 pixels, or 64 of 32
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     function.__name__: function

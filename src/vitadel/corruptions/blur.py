@@ -22,16 +22,6 @@ from vitadel.corruptions.filtering import (
 from vitadel.corruptions.randomness import between, words
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = [
-    "defocus_blur",
-    "gaussian_blur",
-    "glass_blur",
-    "glass_offsets",
-    "motion_blur",
-    "shuffle_positions",
-    "zoom_blur",
-]
-
 
 def gaussian_blur(pixels: Tensor, rng: SampleRNG, sigma: float) -> Tensor:
     """Blur each channel, with the kernel truncated at 4 sigmas and replicated edges."""

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from vitadel.corruptions.filtering import to_bytes
 
-__all__ = ["Color", "hue_saturation_value", "of_hue_saturation_value"]
-
 
 @dataclass(frozen=True)
 class Color:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from vitadel.errors import UserError, nearest_names
 
-__all__ = ["COMMON", "EXTRA", "SEVERITIES", "TABLES", "Table", "table_for"]
-
 COMMON = (
     *("gaussian_noise", "shot_noise", "impulse_noise"),
     *("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),

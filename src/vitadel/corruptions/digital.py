@@ -19,8 +19,6 @@ from vitadel.corruptions.filtering import FLOAT32_SLACK, smoothing_matrix, to_by
 from vitadel.corruptions.randomness import uniform_field
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["contrast", "displace", "elastic_transform", "jpeg_compression", "move_points", "pixelate", "saturate"]
-
 _TRUNCATE = 3.0  # displacements are smoothed with a shorter kernel than images
 _FIXED_BITS = 22  # of Pillow's averages
 _FIXED_POINT = 1 << _FIXED_BITS

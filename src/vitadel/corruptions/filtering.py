@@ -13,21 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = [
-    "FLOAT32_SLACK",
-    "blur_along",
-    "blur_by_taps",
-    "correlate",
-    "disk",
-    "mirrored_positions",
-    "motion_taps",
-    "smooth",
-    "smoothing_matrix",
-    "to_bytes",
-    "zoom_and_crop",
-    "zoom_crop",
-]
-
 Tap = tuple[int, int, int]  # down, right, weight
 
 FLOAT32_SLACK = 1e-4

@@ -13,8 +13,6 @@ from vitadel.corruptions.filtering import to_bytes
 from vitadel.corruptions.randomness import normal_field, uniform_field, words
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["gaussian_noise", "impulse_noise", "shot_noise", "speckle_noise"]
-
 _GUIDES = 256
 _WALKS = 3
 

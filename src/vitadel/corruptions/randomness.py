@@ -10,8 +10,6 @@ from torch import Tensor
 
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["between", "normal_field", "uniform_field", "words"]
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIXING = (  # SplitMix64's finalizer, as in `SampleRNG`: shift, then factor
     (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),

@@ -25,17 +25,6 @@ from vitadel.corruptions.weather import add_snow, brightness, flakes
 from vitadel.errors import UserError, nearest_names
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = [
-    "CIFAR_SEQUENCES",
-    "FRAMES",
-    "IMAGENET_MOTION",
-    "IMAGENET_SEQUENCES",
-    "NOISE_SEQUENCES",
-    "SMALL",
-    "VALIDATION_SEQUENCES",
-    "sequence",
-]
-
 IMAGENET_SEQUENCES = (
     *("gaussian_noise", "shot_noise", "motion_blur", "zoom_blur"),
     *("snow", "brightness", "translate", "rotate", "tilt", "scale"),

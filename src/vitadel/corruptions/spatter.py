@@ -19,8 +19,6 @@ from vitadel.corruptions.filtering import FLOAT32_SLACK, smooth, to_bytes
 from vitadel.corruptions.randomness import normal_field
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["add_water", "chamfer", "edges", "equalize", "liquid", "spatter"]
-
 _WATER = (175 / 255, 238 / 255, 238 / 255)
 _MUD = (63 / 255, 42 / 255, 20 / 255)
 _FARTHEST = 20

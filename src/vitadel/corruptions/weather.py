@@ -22,8 +22,6 @@ from vitadel.corruptions.randomness import between, normal_field, uniform_field
 from vitadel.errors import UserError
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["PHOTOS", "add_snow", "brightness", "flakes", "fog", "frost", "frost_photo", "plasma", "snow"]
-
 _WIBBLE = 100.0
 
 

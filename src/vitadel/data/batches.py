@@ -15,8 +15,6 @@ from vitadel.data.selection import BadSample, skip_advice
 from vitadel.errors import UserError
 from vitadel.types import Source
 
-__all__ = ["Batch", "read_batches"]
-
 _Outcome = tuple[int, Tensor | Exception]
 _Chunks = Generator[list[_Outcome], None, None]
 

@@ -11,8 +11,6 @@ from braceexpand import braceexpand
 from vitadel.data.spec import SPLIT_NAMES, DataRequest, pick_split
 from vitadel.errors import UserError
 
-__all__ = ["matching_files"]
-
 
 def matching_files(request: DataRequest, ending: str) -> list[Path]:
     """All files that the request's argument matches, in the order of the pattern; globs and folders are sorted.

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from vitadel.errors import UserError
 
-__all__ = ["IMAGE_EXTENSIONS", "LabeledImages", "decode", "from_array", "read_each", "to_rgb"]
-
 IMAGE_EXTENSIONS = frozenset(["bmp", "jpeg", "jpg", "pbm", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"])
 
 Item = TypeVar("Item")

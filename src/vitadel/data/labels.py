@@ -10,8 +10,6 @@ from torch import Tensor
 
 from vitadel.errors import UserError, nearest_names
 
-__all__ = ["IMAGE_NAMES", "LABEL_NAMES", "number_labels", "pick_column", "read_class_names"]
-
 IMAGE_NAMES = ("img", "image", "images", "picture", "jpg", "png")
 LABEL_NAMES = ("label", "labels", "fine_label", "target", "targets", "class", "category", "cls", "y")
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from vitadel.errors import UserError, nearest_names
 
-__all__ = ["Preprocess"]
-
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 _CROP_MODES = ("center", "squash", "border")
 

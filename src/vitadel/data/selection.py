@@ -11,8 +11,6 @@ from vitadel.errors import UserError
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Source
 
-__all__ = ["BadSample", "balanced_subset", "check_labels", "skip_advice", "skipped"]
-
 
 @dataclass(frozen=True)
 class BadSample:

@@ -11,25 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from vitadel.errors import UserError, nearest_names
 from vitadel.quantities import read_quantity
 from vitadel.types import Source
-
-__all__ = [
-    "DATA_KINDS",
-    "SPLIT_NAMES",
-    "DataKind",
-    "DataRequest",
-    "identity",
-    "known_specs",
-    "open_dataset",
-    "parse_spec",
-    "pick_split",
-    "same_images",
-    "whole_number",
-]
 
 _SPLIT = re.compile(r"(.+)@([A-Za-z]\w*)")
 _BRACKETS = re.compile(r"(.+?)\(([^()]*=[^()]*)\)")  # with an equals sign, so that a folder "photos (2)" stays a path
@@ -102,9 +88,13 @@ def open_dataset(
         raise UserError(_unknown(request))
     if ":" in spec and ":" not in kind.form:
         raise UserError(f"'{spec}': {request.kind} takes no path; write {kind.form}, and --data-root DIR if need be")
-    module, _, function = kind.opener.partition(":")
-    opener = getattr(import_module(f"vitadel.data.sources.{module}"), function)
-    return cast("Callable[[DataRequest], Source]", opener)(request)
+    return cast(Source, _open(request))
+
+
+def _open(request: DataRequest) -> Any:
+    """Import the module of the source and let it open the request."""
+    module, _, function = DATA_KINDS[request.kind].opener.partition(":")
+    return getattr(import_module(f"vitadel.data.sources.{module}"), function)(request)
 
 
 def _unknown(request: DataRequest) -> str:
@@ -246,9 +236,7 @@ def same_images(one: DataRequest, other: DataRequest) -> bool:
 def identity(request: DataRequest) -> object:
     """What identifies the images, apart from settings; a `UserError` if settings of generated images are wrong."""
     if request.kind == "shapes":
-        from vitadel.data.sources.shapes import open_shapes
-
-        shapes = open_shapes(request)  # generated: opening costs nothing and fills in the defaults
+        shapes = _open(request)  # generated: opening costs nothing and fills in the defaults
         return request.kind, shapes.seed, shapes.split  # settings make variants of the same images
     if request.kind in _IN_FOLDERS:
         return request.kind, _folder(request)

@@ -20,17 +20,6 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
-__all__ = [
-    "LEVELS",
-    "Examination",
-    "Images",
-    "Level",
-    "attack_cost",
-    "level_named",
-    "probing_threat",
-    "relative_change",
-]
-
 _ROUNDING = 1e-4  # relative difference allowed between the logits of two float32 passes over the same image
 
 Images = Sequence[tuple[Tensor, Tensor]]

@@ -19,8 +19,6 @@ from vitadel.findings import (
 from vitadel.quantities import can_diagnose
 from vitadel.runtime.distributed import Processes
 
-__all__ = ["IMAGES", "run_precheck"]
-
 IMAGES = 16
 _MADE_BY_THE_AUDIT = {check.identifier for check in (TRAIN_MODE, PROBABILITY_OUTPUTS, RANDOM_OUTPUTS)}
 _NEED_MORE_IMAGES = {"clean-accuracy"}

@@ -37,18 +37,6 @@ from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Calibrated
 
-__all__ = [
-    "ENOUGH",
-    "ActivationsRequest",
-    "Condition",
-    "conditions_of",
-    "inspect_activations",
-    "inspect_batch",
-    "massive_activations",
-    "run_inspection",
-    "summarize",
-]
-
 ENOUGH = 100
 """The fewest images for which results carry no warning."""
 

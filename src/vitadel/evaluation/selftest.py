@@ -23,8 +23,6 @@ from vitadel.evaluation.engine.stages import judge
 from vitadel.instrument.attention import scaled_attention
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["Check", "LinearToy", "selftest"]
-
 _SIDE = 8
 _SAMPLES = 4
 _SHORT = {

@@ -20,8 +20,6 @@ from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.instrument.tokens import own_tokens
 
-__all__ = ["BlockTokens", "FrozenModel", "feature_width", "token_features"]
-
 _FAMILIES = ("vit", "eva", "beit")  # prefix and patch tokens go side by side through every block
 
 

@@ -34,22 +34,6 @@ from vitadel.runtime.run_folder import write_atomically
 from vitadel.training.recipes.probe_sections import LEARNING_RATES
 from vitadel.types import Source
 
-__all__ = [
-    "Features",
-    "HeadResult",
-    "HeadSetting",
-    "Heads",
-    "Probe",
-    "ProbeReport",
-    "cached_features",
-    "head_metadata",
-    "linear_layer",
-    "load_head",
-    "save_head",
-    "train_heads",
-    "train_probe",
-]
-
 _LR_REFERENCE_BATCH = 256
 _MOMENTUM = 0.9
 _METADATA_KEY = "vitadel-probe"

@@ -42,8 +42,6 @@ from vitadel.training.recipes.training_sections import ModelSection
 from vitadel.training.recipes.yaml_files import TEXTS, recipe_text, translate_settings
 from vitadel.types import Source
 
-__all__ = ["probe", "run_probe"]
-
 HEAD_FILE = Path("weights") / "head.safetensors"
 
 

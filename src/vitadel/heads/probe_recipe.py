@@ -40,8 +40,6 @@ from vitadel.training.recipes.training_sections import ModelSection
 from vitadel.training.recipes.yaml_files import TEXTS
 from vitadel.types import Attack
 
-__all__ = ["ProbeRecipe", "build_probe", "check_probe", "pixel_attack", "with_tokens"]
-
 _NEEDED = ("model", "data", "head", "train")
 
 

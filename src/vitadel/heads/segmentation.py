@@ -16,17 +16,6 @@ from vitadel.instrument.tokens import patch_grid
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim
 
-__all__ = [
-    "IGNORED",
-    "Confusion",
-    "OnPixels",
-    "SegmentationHead",
-    "Segmenter",
-    "rate_at",
-    "train_patch_head",
-    "train_segmentation",
-]
-
 IGNORED = 255
 """The label of pixels that count neither in the loss nor in any score."""
 

@@ -36,8 +36,6 @@ from vitadel.runtime.run_folder import RunFolder, write_atomically
 from vitadel.training.recipes.probe_sections import MaskData, PatchHead
 from vitadel.types import Threat
 
-__all__ = ["OWN_HEAD", "PUBLIC", "open_mask_job"]
-
 _METADATA_KEY = "vitadel-segmentation"
 _SCHEMA = 1
 

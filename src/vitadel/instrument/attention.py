@@ -17,8 +17,6 @@ from vitadel.backbones.attention_hooks import Factor
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import AttentionHook, Record, hooked
 
-__all__ = ["Factors", "attention_maps", "constant_attention", "scaled_attention", "score_statistics"]
-
 _Row = float | Tensor | Sequence[float | Tensor]
 Factors = float | Tensor | Sequence[_Row]
 """One number, one per attention module, or one per head: (modules, heads), ragged where head counts differ."""

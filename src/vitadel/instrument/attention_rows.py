@@ -23,19 +23,6 @@ from vitadel.errors import UserError
 from vitadel.instrument.hooks import AttentionHook, frozen, hooked
 from vitadel.instrument.tokens import grid_of_keys, own_tokens
 
-__all__ = [
-    "CENTER",
-    "CLASS",
-    "LAST",
-    "AttentionRow",
-    "attention_over_patches",
-    "check_block",
-    "check_query",
-    "find_row",
-    "over_patches",
-    "read_rows",
-]
-
 CENTER, CLASS, LAST = "centre", "class", "last"
 _PATCH = re.compile(r"(\d+),(\d+)")
 

@@ -18,8 +18,6 @@ from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, frozen, hooked, token_sequence
 from vitadel.instrument.tokens import OwnTokens, own_tokens
 
-__all__ = ["CLASS", "EXTRA", "REGISTER", "MassiveActivations", "massive_activations", "quartiles"]
-
 CLASS, REGISTER, EXTRA = -1, -2, -3
 """Stand for tokens that are not patches, where patches have their numbers."""
 

@@ -25,17 +25,6 @@ from vitadel.backbones.anatomy import (
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.hooks import AttentionHook, Edge, frozen, hooked
 
-__all__ = [
-    "PLACEMENTS",
-    "OwnTokens",
-    "check_placement",
-    "extra_tokens",
-    "grid_of_keys",
-    "own_tokens",
-    "patch_grid",
-    "token_width",
-]
-
 PLACEMENTS = ("prefix", "append")
 """After the class and register tokens, or at the end of the sequence."""
 

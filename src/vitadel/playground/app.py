@@ -27,7 +27,6 @@ try:
 except ImportError as error:
     raise UserError("the playground needs gradio, which is not installed: pip install 'vitadel[ui]'") from error
 
-__all__ = ["build", "serve"]
 
 ATTACKS = (
     "pgd-20",

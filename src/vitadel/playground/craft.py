@@ -26,19 +26,6 @@ from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 
-__all__ = [
-    "MOST_PASSES",
-    "AttackForm",
-    "CraftedImage",
-    "Prediction",
-    "TransferResult",
-    "craft",
-    "perturbation_image",
-    "predict",
-    "prepare_attack",
-    "transfer",
-]
-
 MOST_PASSES = 50_000
 """Limit for one attack on its image, and for its calibration over all images: a page should answer within minutes."""
 

@@ -24,8 +24,6 @@ from vitadel.evaluation.audit.audit import DEFAULT_MODEL
 from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.types import Source
 
-__all__ = ["ChosenImage", "ModelCache", "OpenedModel", "class_names"]
-
 _MOST_OPEN = 3
 _ZOO_CLASSES = {"shapes": CLASSES, "cifar10": CIFAR10_CLASSES}
 

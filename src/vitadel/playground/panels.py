@@ -16,8 +16,6 @@ from vitadel.playground.craft import AttackForm, CraftedImage, Prediction, Trans
 from vitadel.playground.models import ChosenImage
 from vitadel.quantities import quantity_text
 
-__all__ = ["CSS", "comparison_panel", "error_panel", "image_panel", "result_panel"]
-
 _SIDE = 192  # smaller images are shown at least this wide, in whole pixels
 _MOST_SIDE = 448
 _ANSWERS = 5

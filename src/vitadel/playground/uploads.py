@@ -10,8 +10,6 @@ from PIL import Image, ImageOps
 from vitadel.data.images import to_rgb
 from vitadel.errors import UserError
 
-__all__ = ["FORMATS", "MOST_BYTES", "MOST_PIXELS", "MOST_RATIO", "MOST_SIDE", "read_upload", "take_upload"]
-
 FORMATS = ("PNG", "JPEG", "WEBP")
 MOST_BYTES = 10 * 2**20
 MOST_PIXELS = 25_000_000

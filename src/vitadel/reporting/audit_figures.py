@@ -15,8 +15,6 @@ from vitadel.reporting.read_runs import ClassScore, Run, aspects, class_scores, 
 from vitadel.reporting.text import interval_text, percent, shorten
 from vitadel.statistics import wilson
 
-__all__ = ["draw_accuracies", "draw_classes", "draw_examples", "extreme_classes", "shows_attention"]
-
 _ROW = 20  # points, as are all lengths below
 _MOST_CLASSES = 20
 _MOST_RUNS_WITH_ATTACKS = 6  # beyond, the figure would be too crowded

@@ -18,8 +18,6 @@ from vitadel.reporting.read_runs import Array, Run, aspects, differing_aspects, 
 from vitadel.reporting.text import interval_text, listed, p_text, percent
 from vitadel.statistics import difference_interval, holm, mcnemar
 
-__all__ = ["PairRow", "Pairing", "headline", "overview", "pair_rows", "pairings", "why_not_paired"]
-
 
 def overview(runs: Sequence[Run], pairs: Sequence[Pairing]) -> list[Section]:
     """Sections about several runs together; `pairs` are the `pairings` of the same runs."""

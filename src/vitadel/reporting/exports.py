@@ -16,8 +16,6 @@ from vitadel.reporting.tables import FORMATS, Cell, Column, Table, share_cells, 
 from vitadel.reporting.text import plain
 from vitadel.runtime.run_folder import write_atomically
 
-__all__ = ["export", "tables_of"]
-
 
 def export(paths: Sequence[Path], out: Path) -> list[Path]:
     """Write DIR/tables and DIR/figures for papers; returns the files, which replace those of an earlier export."""

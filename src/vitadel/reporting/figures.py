@@ -26,20 +26,6 @@ from PIL import Image
 from vitadel.reporting.read_runs import Array
 from vitadel.reporting.text import printable, shorten
 
-__all__ = [
-    "COLORS",
-    "WIDTH",
-    "Picture",
-    "Strip",
-    "add_legend",
-    "as_images",
-    "interval_reach",
-    "lighten_images",
-    "new_figure",
-    "strip_figure",
-    "style_axes",
-]
-
 COLORS = {
     "ink": "#20242c",
     "muted": "#667080",

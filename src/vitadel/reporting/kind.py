@@ -20,19 +20,6 @@ from vitadel.reporting.read_runs import Array, Fields, Run, damaged, misfit, rea
 from vitadel.reporting.tables import Table
 from vitadel.reporting.text import listed
 
-__all__ = [
-    "Kind",
-    "Results",
-    "Section",
-    "Trust",
-    "doubts",
-    "kind_of",
-    "name_damage",
-    "read_study_arrays",
-    "study",
-    "study_names",
-]
-
 
 @dataclass(frozen=True)
 class Section:

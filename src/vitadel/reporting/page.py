@@ -28,8 +28,6 @@ from vitadel.runtime.opening import typed_words
 from vitadel.runtime.run_folder import write_atomically
 from vitadel.version import __version__
 
-__all__ = ["render", "write_report"]
-
 MOST_BYTES = 10_000_000
 """Size of a page that can still be mailed."""
 

@@ -16,24 +16,6 @@ import pyarrow.parquet as pq
 
 from vitadel.errors import UserError
 
-__all__ = [
-    "Array",
-    "ClassScore",
-    "Fields",
-    "Run",
-    "aspects",
-    "class_scores",
-    "damaged",
-    "differing_aspects",
-    "faced",
-    "misfit",
-    "read_all",
-    "read_arrays",
-    "read_run",
-    "run_labels",
-    "threat_text",
-]
-
 Table = Any  # pyarrow has no types
 Array = np.ndarray[Any, np.dtype[Any]]
 

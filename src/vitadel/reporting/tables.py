@@ -14,22 +14,6 @@ from typing import Any
 
 from vitadel.reporting.text import printable, round_percent
 
-__all__ = [
-    "FORMATS",
-    "Cell",
-    "Column",
-    "Table",
-    "as_csv",
-    "as_latex",
-    "as_markdown",
-    "fold_intervals",
-    "mean_cells",
-    "mean_columns",
-    "row_texts",
-    "share_cells",
-    "share_columns",
-]
-
 Cell = str | int | float | None
 
 

@@ -16,20 +16,6 @@ from vitadel.reporting.read_runs import Run, aspects, read_run
 from vitadel.reporting.tables import fold_intervals, row_texts
 from vitadel.reporting.text import duration
 
-__all__ = [
-    "VERDICT_COLORS",
-    "evidence_text",
-    "show_effective_eps",
-    "show_findings",
-    "show_heading",
-    "show_names",
-    "show_plan",
-    "show_run",
-    "show_section",
-    "show_sections",
-    "show_training_plan",
-]
-
 VERDICT_COLORS = {"ok": "green", "suspicious": "yellow", "broken": "red"}
 
 

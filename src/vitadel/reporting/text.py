@@ -5,18 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "duration",
-    "interval_text",
-    "listed",
-    "p_text",
-    "percent",
-    "plain",
-    "printable",
-    "share_text",
-    "shorten",
-]
-
 
 def percent(value: float) -> str:
     """'97.8 %'; a share that is neither none nor all is never rounded to 0.0 or 100.0."""

@@ -12,8 +12,6 @@ from accelerate.utils import broadcast_object_list, reduce
 
 from vitadel.errors import UserError
 
-__all__ = ["Processes", "join_processes"]
-
 T = TypeVar("T")
 
 

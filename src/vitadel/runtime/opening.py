@@ -11,8 +11,6 @@ from typing import Any
 from vitadel.errors import UserError
 from vitadel.quantities import read_quantity
 
-__all__ = ["Opening", "next_command", "recorded_opening", "typed_words"]
-
 _SUITE_VERBS = ("corruptions", "stability", "threat-levels")  # their runs are recorded as audits
 
 _MODEL_OPTIONS = [

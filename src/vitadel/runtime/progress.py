@@ -12,8 +12,6 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["RESUMED", "Meter", "progress"]
-
 RESUMED = "found again"
 """The note about what was finished before a run was resumed; always shown."""
 _SECONDS_BETWEEN_LINES = 10.0

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["SampleRNG"]
-
 
 def _signed(value: int) -> int:
     """The 64-bit pattern of `value` as torch's signed integer."""

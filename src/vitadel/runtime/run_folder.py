@@ -24,18 +24,6 @@ except ImportError:  # not a Unix: folders are not locked
 from vitadel.errors import UserError
 from vitadel.version import __version__
 
-__all__ = [
-    "Command",
-    "RunFolder",
-    "Translate",
-    "append",
-    "disk_errors_reported",
-    "open_run",
-    "read_command",
-    "write_atomically",
-    "write_json",
-]
-
 _COMMAND = "command.json"
 _PARTIAL = "partial"
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from vitadel.errors import UserError
 from vitadel.runtime.run_folder import write_atomically
 
-__all__ = ["fingerprint", "read_secret", "write_secret"]
-
 _OWNER_ONLY = 0o600
 _BY_OTHERS = stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 _SHORT = 16  # hexadecimal digits

@@ -29,8 +29,6 @@ from vitadel.studies.agreement import agreement, chance, permuted_agreement, top
 from vitadel.studies.reference_models import ReferenceModel, fingerprint_others, on_device, open_reference_models
 from vitadel.studies.run import StudyContext, StudyRequest, column, pixels_in_8_bits, run_study
 
-__all__ = ["OBJECTIVES", "STARTS", "AccumulationRequest", "Canvases", "ascend", "study_accumulation"]
-
 STARTS = ("noise", "grey")
 OBJECTIVES = ("logit", "probability")
 _GRAIN = 1 / 255  # noise on gray: without it, all images of a class would be the same

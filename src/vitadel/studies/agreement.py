@@ -12,8 +12,6 @@ from torch import Tensor
 
 from vitadel.statistics import share
 
-__all__ = ["TOP", "agreement", "chance", "permuted_agreement", "top_classes", "top_of"]
-
 TOP = 5
 """The k of top-k, for models with more classes than that."""
 

@@ -41,8 +41,6 @@ from vitadel.statistics import share
 from vitadel.studies.run import StudyContext, StudyRequest, column, pixels_in_8_bits, run_study
 from vitadel.types import Attack
 
-__all__ = ["HEADS", "AttentionRequest", "cosines", "mean_of_pairs", "study_attention", "unit_sum"]
-
 HEADS = ("mean", "each")
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 

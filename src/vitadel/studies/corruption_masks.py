@@ -40,8 +40,6 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.statistics import bootstrap_mean
 from vitadel.studies.run import StudyContext, StudyRequest, column, pixels_in_8_bits, run_study
 
-__all__ = ["CorruptionMasksRequest", "concentration", "overlap", "study_corruption_masks"]
-
 _FILE = "corruption-model.safetensors"
 _IN_RUNS = (_FILE, f"weights/{_FILE}")
 Choose = Callable[[Tensor, SampleRNG], Tensor]

@@ -41,8 +41,6 @@ from vitadel.statistics import binomial_tail, share
 from vitadel.studies.run import StudyContext, StudyRequest, run_study
 from vitadel.types import Aim, Attack, Goal
 
-__all__ = ["CurvesRequest", "Restart", "Timed", "beginnings", "rises", "study_curves", "variant"]
-
 STEPS = (1, 2, 5, 10, 20, 50, 100)
 _TIMES_EPS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0)
 _TURN = "turn"

@@ -29,8 +29,6 @@ from vitadel.studies.reference_models import ReferenceModel, fingerprint_others,
 from vitadel.studies.run import StudyContext, StudyRequest, column, pixels_in_8_bits, run_study
 from vitadel.types import Attack
 
-__all__ = ["PerturbationsRequest", "rescale", "scatter", "study_perturbations"]
-
 _PAPER = "thesis, table 9: scaled by eps, top answers for the label, all images"
 _KINDS = ("perturbation", "scattered")
 

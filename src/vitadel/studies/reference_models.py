@@ -18,8 +18,6 @@ from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import Target, apply_class_subset, subset_like
 from vitadel.instrument.hooks import frozen
 
-__all__ = ["ReferenceModel", "fingerprint_others", "on_device", "open_reference_models"]
-
 
 @dataclass(frozen=True, eq=False)
 class ReferenceModel:

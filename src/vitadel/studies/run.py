@@ -34,8 +34,6 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder
 from vitadel.types import Attack, Threat
 
-__all__ = ["SHOWN", "StudyContext", "StudyRequest", "Work", "column", "pixels_in_8_bits", "run_study"]
-
 VERB = "study"
 
 SHOWN = 8

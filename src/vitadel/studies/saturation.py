@@ -30,8 +30,6 @@ from vitadel.statistics import bootstrap_mean
 from vitadel.studies.run import StudyContext, run_study
 from vitadel.studies.scale_factors import ScaledRequest, ThroughScaled, find_factors
 
-__all__ = ["CONDITIONS", "EDGES", "SaturationRequest", "count_gaps", "quantile", "study_saturation", "thresholds"]
-
 _PER_DECADE, _LOWEST, _HIGHEST = 32, -3, 4
 EDGES: NDArray[np.float64] = 10.0 ** np.linspace(_LOWEST, _HIGHEST, _PER_DECADE * (_HIGHEST - _LOWEST) + 1)
 """Edges of the histograms; there is one more bin below the first and one above the last."""

@@ -24,8 +24,6 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.studies.run import StudyContext, StudyRequest
 from vitadel.types import Attack
 
-__all__ = ["ScaledRequest", "ThroughScaled", "find_factors", "scaled"]
-
 _STAGE = "factors"
 
 

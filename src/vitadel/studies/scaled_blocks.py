@@ -27,8 +27,6 @@ from vitadel.studies.run import StudyContext, run_study
 from vitadel.studies.scale_factors import ScaledRequest, ThroughScaled, find_factors, scaled
 from vitadel.types import Attack
 
-__all__ = ["WAYS", "ScaledBlocksRequest", "block_sets", "factors_within", "study_scaled_blocks"]
-
 WAYS = ("first", "single", "last")
 
 

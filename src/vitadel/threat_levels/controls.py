@@ -16,8 +16,6 @@ from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_toke
 from vitadel.runtime.rng import SampleRNG
 from vitadel.threat_levels.levels import Head
 
-__all__ = ["Resized", "add_weight_noise", "untrained_controls"]
-
 
 class Resized(nn.Module):
     """A model behind a tiny resize: images are enlarged by `ratio` and shrunk back, bilinearly."""

@@ -20,8 +20,6 @@ from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.threat_levels.levels import Head
 
-__all__ = ["EXPOSED", "Extracted", "extract_tokens", "read_extracted", "save_extracted"]
-
 EXPOSED = ("features", "scores")
 """What a victim may expose: class and patch tokens, or logits."""
 

@@ -20,8 +20,6 @@ from vitadel.attacks.threats import Linf
 from vitadel.errors import UserError, nearest_names
 from vitadel.types import Attack
 
-__all__ = ["LEVELS", "AttackerAssets", "Head", "Level", "LevelAttack", "MeanOf", "check_levels", "level_attacks"]
-
 RELEASED_EPS = 8 / 255
 """Budget of the released code's attack, in units of ImageNet's standard deviations."""
 

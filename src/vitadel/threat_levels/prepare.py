@@ -29,8 +29,6 @@ from vitadel.threat_levels.token_training import TokenRecipe, TokenTraining, Tra
 from vitadel.training.recipes.check import read_data_spec
 from vitadel.types import Source
 
-__all__ = ["Prepared", "Provided", "open_provided", "planned_assets", "prepare"]
-
 _BATCH = 16  # images to fit tokens to, at once
 _SETS = "sets"  # folder of token sets in the run folder
 _SURROGATES, _BANK, _CONTROLS, _EXTRACTION = 1, 101, 201, 301  # added to the seed for each

@@ -12,8 +12,6 @@ from vitadel.evaluation.engine.run import RunRequest
 from vitadel.evaluation.engine.stages import rules_of
 from vitadel.threat_levels.levels import LEVELS, check_levels
 
-__all__ = ["BUDGETS", "ThreatLevelsRequest"]
-
 BUDGETS = tuple(level / 255 for level in (1, 2, 4, 8))
 
 

@@ -40,8 +40,6 @@ from vitadel.threat_levels.prepare import Prepared, open_provided, planned_asset
 from vitadel.threat_levels.request import ThreatLevelsRequest
 from vitadel.threat_levels.table import ThreatLevelTable, threat_level_results
 
-__all__ = ["passes_at_most", "run_threat_levels"]
-
 VICTIM = "tokens"
 _PROBE = 8  # images
 

@@ -10,8 +10,6 @@ from vitadel.findings import SUSPICIOUS, Finding
 from vitadel.quantities import quantity_text
 from vitadel.statistics import wilson
 
-__all__ = ["findings_about_order"]
-
 _KNOWS_MORE = ("T2", "T3", "T4", "T6")
 
 Held = Mapping[str, Mapping[float, int]]

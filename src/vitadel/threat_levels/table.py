@@ -24,8 +24,6 @@ from vitadel.threat_levels.levels import LEVELS, RELEASED_PIXELS, AttackerAssets
 from vitadel.threat_levels.request import ThreatLevelsRequest
 from vitadel.threat_levels.sanity import findings_about_order
 
-__all__ = ["ThreatLevelTable", "attack_name", "threat_level_results"]
-
 
 def attack_name(row: Mapping[str, Any]) -> str:
     """The name of one attack at one budget in results and columns of samples."""

@@ -17,8 +17,6 @@ from vitadel.training.recipes.compose import compose, rows
 from vitadel.training.run import open_training, run_harden
 from vitadel.training.trainables.secret_tokens import SecretTokens
 
-__all__ = ["TokenRecipe", "TokenTraining", "Trainer", "control_changes", "read_recipe"]
-
 _AS_WRITTEN: dict[str, Any] = {}
 _CONTROLS: dict[str, dict[str, Any]] = {
     "tokens trained on noise": {"objective.attack": "noise"},

@@ -16,8 +16,6 @@ from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Source, Threat
 
-__all__ = ["HeldOut", "Score"]
-
 _BATCH = 128
 
 

@@ -13,8 +13,6 @@ from vitadel.attacks.wrappers import Averaged, Restarts, WorstOf
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 
-__all__ = ["run_inner_attack"]
-
 
 def run_inner_attack(
     attack: Attack,

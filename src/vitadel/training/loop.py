@@ -27,8 +27,7 @@ from vitadel.attacks.settings import pixels_per_unit, threats_in, training_form
 from vitadel.errors import Interrupted, UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training.augmentation import make_mixup, seed_everything
-from vitadel.training.data_stream import MicroBatch, derive_seed
+from vitadel.training.data_stream import MicroBatch, derive_seed, make_mixup, seed_everything
 from vitadel.training.held_out import Score
 from vitadel.training.inner_attack import run_inner_attack
 from vitadel.training.interfaces import (
@@ -44,8 +43,6 @@ from vitadel.training.interfaces import (
 from vitadel.training.metrics import track
 from vitadel.training.training_state import TrainingState, average_statistics, find_checkpoint, restore, save_checkpoint
 from vitadel.types import Attack
-
-__all__ = ["train"]
 
 _CHECKED = 16  # held-out images with finite logits that a model needs before it is saved
 

@@ -25,8 +25,6 @@ from rich.text import Text
 from vitadel.errors import UserError
 from vitadel.runtime.run_folder import append, disk_errors_reported, write_atomically
 
-__all__ = ["Metrics", "ProgressTable", "end_tracking", "open_progress_table", "start_tracking", "track"]
-
 _FOLDER = "tracker"
 _NETWORK_ERRNOS = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.EADDRNOTAVAIL}
 

@@ -23,8 +23,6 @@ from vitadel.backbones.anatomy import (
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, hooked
 
-__all__ = ["Pair", "pair_of", "pair_with_fewer_tokens"]
-
 
 @dataclass(frozen=True)
 class Pair:

@@ -15,8 +15,6 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.training.data_stream import derive_seed
 from vitadel.training.interfaces import Losses, Training
 
-__all__ = ["PatchSelector"]
-
 _MONITORED = 64  # training images on which changes of the selected patches are measured
 _LAST, _MOMENTUM = "last", "momentum."
 

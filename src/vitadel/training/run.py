@@ -28,8 +28,7 @@ from vitadel.evaluation.engine.run import Run as EngineRun
 from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.runtime.distributed import Processes, join_processes
-from vitadel.training.augmentation import make_augment, seed_everything
-from vitadel.training.data_stream import DataStream
+from vitadel.training.data_stream import DataStream, make_augment, seed_everything
 from vitadel.training.held_out import HeldOut
 from vitadel.training.interfaces import ChecksLength, ChecksModel, PreparesModel, WarnsAtStart
 from vitadel.training.loop import train
@@ -41,8 +40,6 @@ from vitadel.training.recipes.yaml_files import recipe_text, translate_settings
 from vitadel.training.starting_model import StartingModel, check_answer, starting_model
 from vitadel.training.training_state import TrainingState, describe_statistics
 from vitadel.types import Source
-
-__all__ = ["TrainingSetup", "harden", "make_optimizer", "open_training", "run_harden", "title_of"]
 
 _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 

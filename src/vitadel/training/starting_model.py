@@ -15,8 +15,6 @@ from vitadel.backbones.timm_models import is_timm_name
 from vitadel.errors import UserError
 from vitadel.training.recipes.training_sections import ModelSection
 
-__all__ = ["StartingModel", "check_answer", "starting_model"]
-
 
 @dataclass(frozen=True, eq=False)
 class StartingModel:

@@ -22,8 +22,6 @@ from vitadel.training.interfaces import HasOwnMetric
 from vitadel.training.recipes.build import Recipe
 from vitadel.training.run import TrainingSetup, make_optimizer
 
-__all__ = ["plan_training"]
-
 _IMAGES = 32
 
 

@@ -31,8 +31,6 @@ from vitadel.training.recipes.compose import IDLE, deciding
 from vitadel.training.recipes.yaml_files import translate_settings
 from vitadel.types import Source, Threat
 
-__all__ = ["TrainingState", "find_checkpoint", "read_checkpoint", "restore", "save_checkpoint", "write_checkpoint"]
-
 _NAMED = 1000  # images whose names a resumed run must find again
 _UNFINISHED = (".checkpoint.pt.*", ".metrics.jsonl.*", "weights/.*.safetensors.*")
 

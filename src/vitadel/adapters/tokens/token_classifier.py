@@ -19,8 +19,6 @@ from vitadel.instrument.tokens import check_placement, extra_tokens, token_width
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.secrets import fingerprint
 
-__all__ = ["TokenBank", "TokenClassifier", "fresh_tokens", "token_bytes"]
-
 _SALT = 16  # bytes
 
 

@@ -18,8 +18,6 @@ from vitadel.errors import UserError
 from vitadel.instrument.tokens import token_width
 from vitadel.runtime.secrets import fingerprint, read_secret, write_secret
 
-__all__ = ["load_bank", "load_tokens", "read_tokens", "save_tokens"]
-
 _FILE = AdapterFile("a file of robustness tokens", "vitadel_tokens")
 _TENSOR = "tokens"
 

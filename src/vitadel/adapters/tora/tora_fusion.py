@@ -17,18 +17,6 @@ from torch.nn.utils import skip_init
 
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = [
-    "Adapted",
-    "Bottleneck",
-    "GatedFusion",
-    "Gates",
-    "PfeifferFusion",
-    "Tokens",
-    "blank_linear",
-    "row_mass",
-    "start_linear",
-]
-
 _SCALE = 0.02  # standard deviation of fresh weights, in ViTs as in AdapterFusion
 _OFF_DIAGONAL = 1e-6  # of AdapterFusion's first value matrix
 

@@ -9,18 +9,6 @@ from vitadel.backbones.anatomy import ANATOMIES, backbone_of, family_of
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError, nearest_names
 
-__all__ = [
-    "BRANCHES",
-    "JOINTS",
-    "KINDS",
-    "SLOTS",
-    "SOFTMAXES",
-    "ToraSettings",
-    "check_host",
-    "check_trade_off",
-    "describe",
-]
-
 KINDS = ("tora", "adapterfusion", "single", "head")
 """TORA; AdapterFusion instead of gated fusion; one adapter, token and head for both losses; heads only."""
 

@@ -33,8 +33,6 @@ from vitadel.backbones.record import ModelRecord
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.tokens import extra_tokens, patch_grid
 
-__all__ = ["ROWS", "BranchClassifier", "Tora", "gate_maps", "part_of", "trainable_parameters"]
-
 _PARTS = {"acc": "acc", "rob": "rob", "single": "single", "fusion": "fusion", "classifier": "backbone"}
 _HEAD_SCALE = 0.02  # as timm's own
 _PULL = 0.01  # towards identity, AdapterFusion's own

@@ -34,8 +34,6 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
-__all__ = ["AAS", "PAPER_STYLE", "Rescaled", "aas", "aas_paper", "scale"]
-
 PAPER_STYLE = "paper_style"
 """The sample info of an attack on a changed model: whether that model still gives the label."""
 

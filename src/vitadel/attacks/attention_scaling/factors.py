@@ -14,16 +14,6 @@ from vitadel.instrument.attention import Factors, scaled_attention
 from vitadel.instrument.hooks import block_features, token_sequence
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = [
-    "DISTANCES",
-    "Calibration",
-    "eq3_distance",
-    "lpips_distance",
-    "scaled_features",
-    "search_factors",
-    "search_factors_as_printed",
-]
-
 _SMALLEST, _LARGEST = 1e-7, 1.0
 
 Calibration = Iterable[tuple[Tensor, Tensor]]

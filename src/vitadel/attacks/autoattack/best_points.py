@@ -15,8 +15,6 @@ from vitadel.attacks.per_sample import PerSample
 from vitadel.attacks.threats import L1
 from vitadel.types import Aim, Threat
 
-__all__ = ["BestPoints", "RecordBest", "Value"]
-
 Value = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """(logits, labels, places in the batch, progress) -> the value to maximize."""
 

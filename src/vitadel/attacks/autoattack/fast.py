@@ -40,8 +40,6 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
-__all__ = ["STAGES", "AutoAttackFast"]
-
 STAGES = (
     "clean",
     "cross-entropy",

@@ -14,8 +14,6 @@ from vitadel.attacks.losses import likeliest_wrong
 from vitadel.attacks.threats import dual_order
 from vitadel.types import Threat
 
-__all__ = ["linear_distances", "nearest_targets"]
-
 
 def linear_distances(model: nn.Module, x: Tensor, y: Tensor, classes: Tensor, order: float) -> Tensor:
     """The distance to the linearized boundary with each of `classes` (samples, number); infinite for a zero gradient.

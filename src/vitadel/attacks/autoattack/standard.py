@@ -13,8 +13,6 @@ from vitadel.attacks.threats import L1
 from vitadel.attacks.wrappers import Averaged, WorstOf
 from vitadel.types import Attack, Threat
 
-__all__ = ["autoattack", "autoattack_plus", "autoattack_rand"]
-
 
 def autoattack(threat: Threat, steps: int = 100, targets: int = 9, queries: int = 5000) -> Attack:
     """AutoAttack 'standard'. In L1, where starts matter more, APGD runs five times, and APGD-T towards five classes."""

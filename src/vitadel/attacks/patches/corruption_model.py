@@ -22,17 +22,6 @@ from vitadel.attacks.patches.random_patches import normalization_of
 from vitadel.errors import UserError
 from vitadel.runtime.run_folder import write_atomically
 
-__all__ = [
-    "CorruptionModel",
-    "alignment",
-    "corrupted",
-    "keep_mask",
-    "load_corruption_model",
-    "normalize_like",
-    "save_corruption_model",
-]
-
-
 _KEY = "vitadel.corruption_model"  # of the metadata in files
 
 

@@ -32,8 +32,6 @@ from vitadel.instrument.hooks import block_features, frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
-__all__ = ["LearnedPatches"]
-
 _OBJECTIVES = ("features", "ce")
 
 

@@ -29,8 +29,6 @@ from vitadel.instrument.tokens import OwnTokens, own_tokens
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Step, Threat
 
-__all__ = ["PatchFool", "attention_drawn", "patch_fool", "token_maps", "without_conflict"]
-
 _SELECTIONS = ("attention", "saliency", "random")
 _MILD: dict[str, type[Linf] | type[L2]] = {"linf": Linf, "l2": L2}
 _FIFTH = 4  # the layer by which the paper chooses patches, counted from 0

@@ -16,21 +16,6 @@ from vitadel.instrument.tokens import patch_grid
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 
-__all__ = [
-    "PatchGrid",
-    "Patches",
-    "changed_patches",
-    "check_images",
-    "count_of_share",
-    "cut",
-    "patch_grid_of",
-    "patch_side_of",
-    "patches_in",
-    "pixel_mask",
-    "strongest",
-    "threat_of_share",
-]
-
 _CHANGED = 1e-7  # a patch that differs by less counts as unchanged
 _ROUNDING = 1e-6  # what float rounding may add to the inner ball
 

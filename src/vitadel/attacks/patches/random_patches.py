@@ -18,8 +18,6 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 
-__all__ = ["NOISES", "RandomPatches", "check_noise", "normalization_of", "uniform_noise", "worst_of"]
-
 NOISES = ("normalised", "pixel")
 
 

@@ -25,8 +25,6 @@ from vitadel.instrument.tokens import extra_tokens, token_width
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim, Loss, Threat
 
-__all__ = ["Diverse", "shrunk"]
-
 LOSSES: dict[str, Loss] = {"ce": cross_entropy, "margin": margin}
 
 

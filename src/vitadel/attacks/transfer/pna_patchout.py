@@ -22,8 +22,6 @@ from vitadel.instrument.tokens import patch_grid
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim, Threat
 
-__all__ = ["PatchOut", "PnaPatchOut"]
-
 _SHARE = 130 / 196  # 130 of the 14 x 14 patches of a ViT with patches of 16 pixels
 
 

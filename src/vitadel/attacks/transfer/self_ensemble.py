@@ -22,8 +22,6 @@ from vitadel.instrument.hooks import Edge, block_features, hooked
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim, Loss, Threat
 
-__all__ = ["BlockLogits", "EveryBlock", "SelfEnsemble", "block_logits"]
-
 
 @dataclass
 class BlockLogits:

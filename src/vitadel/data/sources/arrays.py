@@ -28,8 +28,6 @@ from torch import Tensor
 from vitadel.data.images import from_array, read_each
 from vitadel.errors import UserError
 
-__all__ = ["ArrayRows", "image_rows", "label_tensor", "rows_of_npy", "rows_of_npz", "small_array"]
-
 _PIECE = 1 << 18
 
 

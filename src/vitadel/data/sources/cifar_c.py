@@ -15,8 +15,6 @@ from vitadel.data.sources.arrays import ArrayRows, image_rows, label_tensor, row
 from vitadel.data.spec import DataRequest
 from vitadel.errors import UserError, nearest_names
 
-__all__ = ["CIFAR10_CLASSES", "CIFAR100_CLASSES", "CorruptedArrays", "open_cifar_c"]
-
 # The corrupted sets come without class names.
 _TEN = "airplane automobile bird cat deer dog frog horse ship truck"
 

@@ -16,8 +16,6 @@ from vitadel.data.selection import skip_advice
 from vitadel.data.spec import SPLIT_NAMES, DataRequest, pick_split
 from vitadel.errors import UserError
 
-__all__ = ["ImageFiles", "class_folders", "files_below", "open_folder", "split_folder"]
-
 _ENDINGS = tuple(sorted("." + extension for extension in IMAGE_EXTENSIONS))
 
 

@@ -16,8 +16,6 @@ from vitadel.data.labels import IMAGE_NAMES, LABEL_NAMES, number_labels, pick_co
 from vitadel.data.spec import DataRequest, pick_split
 from vitadel.errors import UserError
 
-__all__ = ["HubImages", "open_hf"]
-
 
 @dataclass(frozen=True, eq=False)
 class HubImages(LabeledImages):

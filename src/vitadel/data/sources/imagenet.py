@@ -22,15 +22,6 @@ from vitadel.data.sources.folders import ImageFiles, class_folders, files_below,
 from vitadel.data.spec import DataRequest
 from vitadel.errors import UserError
 
-__all__ = [
-    "class_numbers",
-    "imagenet_classes",
-    "named_like_imagenet",
-    "open_imagenet",
-    "open_imagenet_c",
-    "wnid_number",
-]
-
 _WNID = re.compile(r"n\d{8}")
 
 

@@ -21,8 +21,6 @@ from vitadel.data.sources.shapes import CLASSES, Shapes, open_shapes
 from vitadel.data.spec import DATA_KINDS, SPLIT_NAMES, DataRequest, parse_spec, pick_split
 from vitadel.errors import UserError
 
-__all__ = ["MASKED_KINDS", "VOID", "MaskedImages", "ResizeCrop", "open_masked"]
-
 VOID = 255
 """The value of pixels to ignore."""
 

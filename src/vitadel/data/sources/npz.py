@@ -16,8 +16,6 @@ from vitadel.data.sources.arrays import ArrayRows, image_rows, label_tensor, row
 from vitadel.data.spec import SPLIT_NAMES, DataRequest, pick_split
 from vitadel.errors import UserError, nearest_names
 
-__all__ = ["ArrayImages", "open_npz"]
-
 _IMAGES = ("images", "image", "x", "data", "imgs")
 _LABELS = ("labels", "label", "y", "targets", "target")
 _CLASSES = ("classes", "class_names", "names")

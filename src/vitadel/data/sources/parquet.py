@@ -22,8 +22,6 @@ from vitadel.data.sources.row_group_cache import RowGroupCache
 from vitadel.data.spec import DataRequest
 from vitadel.errors import UserError
 
-__all__ = ["EncodedColumn", "ParquetFiles", "ParquetImages", "open_parquet"]
-
 _ROWS_AT_ONCE = 16
 _READ_BUFFER = 1 << 20  # with it, and without pre-buffering, Arrow holds a page or two and not a whole group
 

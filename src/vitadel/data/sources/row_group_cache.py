@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 
 from vitadel.errors import UserError
 
-__all__ = ["RowGroupCache"]
-
 
 def _temporary() -> IO[bytes]:
     return tempfile.TemporaryFile(prefix="vitadel-")  # without a name: it vanishes when closed, even by a crash

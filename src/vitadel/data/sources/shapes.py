@@ -24,8 +24,6 @@ from vitadel.errors import UserError
 from vitadel.quantities import read_quantity
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["CLASSES", "SPLITS", "Shapes", "open_shapes"]
-
 SPLITS = {"train": 50_000, "val": 2_000, "test": 10_000}
 _TILE = 4  # the texture repeats every 4 pixels
 

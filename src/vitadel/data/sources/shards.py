@@ -24,8 +24,6 @@ from vitadel.data.selection import skip_advice
 from vitadel.data.spec import DataRequest
 from vitadel.errors import UserError
 
-__all__ = ["ShardImages", "open_shards"]
-
 _JSON_KEYS = ("label", "cls", "class")
 _CLASS_FILES = ("classes.txt", "classnames.txt", "class_names.txt")
 

@@ -15,8 +15,6 @@ from vitadel.data.images import LabeledImages, to_rgb
 from vitadel.data.spec import DataRequest, pick_split
 from vitadel.errors import UserError
 
-__all__ = ["TORCHVISION_SETS", "TorchvisionImages", "open_torchvision"]
-
 _FLAG: Mapping[str, dict[str, Any]] = {"test": {"train": False}, "train": {"train": True}}
 
 

@@ -22,8 +22,6 @@ from vitadel.data.sources.imagenet import imagenet_classes, wnid_number
 from vitadel.data.spec import DataRequest
 from vitadel.errors import UserError
 
-__all__ = ["VideoFrames", "open_imagenet_p"]
-
 
 @dataclass(frozen=True, eq=False)
 class VideoFrames(LabeledImages):

@@ -16,8 +16,6 @@ from vitadel.evaluation.engine.stages import NOTE, MemberResult, RunContext
 from vitadel.findings import BROKEN, OK, PROBABILITY_OUTPUTS, RANDOM_OUTPUTS, SUSPICIOUS, TRAIN_MODE, Finding
 from vitadel.statistics import exceeds_share
 
-__all__ = ["findings_about", "findings_about_mode", "findings_about_outputs"]
-
 _FULL = "run the full ensemble: --attacks autoattack"
 _SURPRISE = 0.002  # share of all samples that Square may break after the gradients, and more by chance
 _CONVERGED = 0.003  # share of the survivors that the last restarts may still break

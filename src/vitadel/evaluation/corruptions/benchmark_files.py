@@ -16,8 +16,6 @@ from vitadel.data.sources.videos import VideoFrames
 from vitadel.errors import UserError, nearest_names
 from vitadel.types import Source
 
-__all__ = ["StoredImages", "VideoSequences", "in_clean_data", "stored_images", "video_sequences"]
-
 Part = tuple[str, int]
 _PART = re.compile(r"([^/]+)/([1-9])")
 _NAMED = 10  # missing files that a message names

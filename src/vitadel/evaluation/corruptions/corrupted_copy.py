@@ -35,8 +35,6 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import disk_errors_reported, write_atomically
 from vitadel.types import Source
 
-__all__ = ["FORMATS", "CorruptedCopyRequest", "usable_corruptions", "versions", "write_copy"]
-
 FORMATS = ("png", "jpeg", "npy")
 _ENDINGS = {"png": ".png", "jpeg": ".JPEG"}
 _QUALITY = 85  # of ImageNet-C's own files

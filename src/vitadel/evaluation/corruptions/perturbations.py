@@ -27,8 +27,6 @@ from vitadel.evaluation.corruptions.sizes import Sizes
 from vitadel.evaluation.engine.stages import BatchRecord, RunContext, refuse_lost_images, run_stage
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["sequence_stage", "usual_sequences", "video_stage"]
-
 _TOP = 5
 
 

@@ -10,8 +10,6 @@ from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.engine.run import RunRequest
 from vitadel.evaluation.engine.stages import PRECISIONS
 
-__all__ = ["CorruptionRequest", "check_corruptions", "check_severities"]
-
 
 @dataclass(frozen=True)
 class CorruptionRequest(RunRequest):

@@ -31,8 +31,6 @@ from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, parque
 from vitadel.statistics import bootstrap_mean, share
 from vitadel.types import Source
 
-__all__ = ["Origin", "PredictionSet", "Predictions", "SequenceScores", "corruption_results", "corruption_samples"]
-
 Predictions = dict[tuple[str, int], NDArray[np.int64]]
 """(corruption, severity) -> a class for each image."""
 

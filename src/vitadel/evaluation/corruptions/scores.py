@@ -14,19 +14,6 @@ from numpy.typing import NDArray
 from vitadel.corruptions.constants import SEVERITIES
 from vitadel.errors import UserError
 
-__all__ = [
-    "ALEXNET_CLEAN_ERROR",
-    "ALEXNET_ERRORS",
-    "ALEXNET_FLIPS",
-    "NOISE",
-    "Errors",
-    "corruption_errors",
-    "flip_rates",
-    "flips",
-    "relative_corruption_errors",
-    "top5_distances",
-]
-
 Errors = Mapping[str, Mapping[int, float]]
 """Corruption -> severity -> top-1 error."""
 

@@ -15,8 +15,6 @@ from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
 from vitadel.types import Source
 
-__all__ = ["IMAGENET_SHAPE", "Sizes", "benchmark_preprocess", "first_readable", "in_bytes"]
-
 IMAGENET_SHAPE = (224, 224)
 """The size of pictures of ImageNet-C and frames of ImageNet-P."""
 

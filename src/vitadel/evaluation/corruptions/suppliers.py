@@ -34,8 +34,6 @@ from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.types import Source
 
-__all__ = ["Supply", "supply_for"]
-
 
 class Supply(Protocol):
     """The images of a benchmark, and a model's predictions on all their versions."""

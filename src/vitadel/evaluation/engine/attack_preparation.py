@@ -26,8 +26,6 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Calibrated, Source
 
-__all__ = ["BATCH", "CalibrationImages", "calibrate", "calibration_images", "needs_calibration", "preflight"]
-
 BATCH = 64
 """Images per calibration batch: fixed, so that the result does not depend on the batch size of the run."""
 

@@ -18,8 +18,6 @@ from vitadel.evaluation.engine.attack_preparation import preflight
 from vitadel.evaluation.engine.target import Target
 from vitadel.instrument.hooks import frozen
 
-__all__ = ["WORTH", "Compilation", "PassTimes", "compile_if_faster", "plan", "seconds_of"]
-
 WORTH = 1.1
 """The least speedup of a gradient for which the compiled model is used."""
 

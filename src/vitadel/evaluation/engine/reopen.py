@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from vitadel.evaluation.engine.target import Target
     from vitadel.types import Source
 
-__all__ = ["OPENING_SETTINGS", "Reopened", "reopen"]
 
 _OPENING = [each.name for each in fields(Opening)]
 _FIXED_BY_AN_AUDIT = {*_OPENING, "limit", "eps", "norm"} - {"device"}

@@ -24,8 +24,6 @@ from vitadel.runtime.opening import Opening
 from vitadel.runtime.run_folder import Command, RunFolder, Translate, open_run, write_atomically, write_json
 from vitadel.version import __version__
 
-__all__ = ["Outcome", "Run", "RunOptions", "RunRequest", "environment", "execute", "request_from", "run_settings"]
-
 Request = TypeVar("Request", bound="RunRequest")
 
 _PACKAGES = ("torch", "torchvision", "timm", "numpy", "accelerate", "safetensors", "pillow", "pyarrow")

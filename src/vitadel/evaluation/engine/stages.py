@@ -32,29 +32,6 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder, write_atomically
 from vitadel.types import Attack, OwnRules, Source, Threat
 
-__all__ = [
-    "NOTE",
-    "PRECISIONS",
-    "TOLERANCE",
-    "BatchCache",
-    "BatchRecord",
-    "Cost",
-    "FolderCache",
-    "MemberResult",
-    "MemoryCache",
-    "RunContext",
-    "Verdict",
-    "attack_stage",
-    "check_any_readable",
-    "check_budget",
-    "clean_stage",
-    "count_passes",
-    "judge",
-    "refuse_lost_images",
-    "rules_of",
-    "run_stage",
-]
-
 NOTE = "note:"
 """Prefix of the arrays of a batch record that hold an attack's notes about each sample."""
 

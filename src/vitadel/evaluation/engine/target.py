@@ -31,17 +31,6 @@ from vitadel.errors import UserError
 from vitadel.runtime.opening import Opening
 from vitadel.types import Source
 
-__all__ = [
-    "SubsetLogits",
-    "SubsetSource",
-    "Target",
-    "apply_class_subset",
-    "open_target",
-    "relabel_like",
-    "sample_fingerprint",
-    "subset_like",
-]
-
 
 @dataclass(frozen=True)
 class Target:

@@ -28,8 +28,6 @@ from vitadel.evaluation.engine.target import SubsetLogits, SubsetSource, Target
 from vitadel.statistics import share
 from vitadel.version import __version__
 
-__all__ = ["Verdicts", "accuracy_among_all", "describe_target", "parquet_bytes", "result_header", "samples_table"]
-
 SCHEMA = 1
 
 

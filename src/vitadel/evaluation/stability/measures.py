@@ -15,17 +15,6 @@ from torch.nn import functional as F
 from vitadel.errors import UserError
 from vitadel.statistics import bootstrap_mean, share, wilson
 
-__all__ = [
-    "SIMILARITIES",
-    "drift",
-    "histogram",
-    "map_similarity",
-    "mean_with_interval",
-    "over_masks",
-    "quartiles_of",
-    "steps_below_one",
-]
-
 SIMILARITIES = ("map", "rows", "centre")
 _BINS = 40
 

@@ -53,8 +53,6 @@ from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["SUITE", "StabilityRequest", "run_stability"]
-
 SUITE = "stability"
 _SELECTOR = "corruption-model.safetensors"
 _NOT_TOKENS = ("xcit", "swin", "swinv2")  # whose maps are over channels, or over windows

@@ -27,8 +27,6 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.statistics import bootstrap_mean
 
-__all__ = ["PARTS", "RANDOM", "area", "deletion_and_insertion", "evaluate_maps", "patch_orders"]
-
 PARTS = 10
 """Into how many parts the patches are cut: the first is hidden, then the first two, and so on to all."""
 

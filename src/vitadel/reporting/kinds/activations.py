@@ -13,8 +13,6 @@ from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table
 from vitadel.reporting.text import percent
 
-__all__ = ["KIND", "activations_sentence", "activations_tables", "draw_activations"]
-
 _COLOR = {"clean": "clean", "attacked": "worst", "adaptive": "attack"}
 
 

@@ -19,8 +19,6 @@ from vitadel.reporting.text import interval_text, listed, percent, share_text
 from vitadel.runtime.opening import next_command, recorded_opening
 from vitadel.statistics import wilson
 
-__all__ = ["KIND", "accuracy_section", "audit_sections", "audit_sentence", "show_audit"]
-
 
 def audit_sentence(run: Run) -> str:
     """Clean accuracy and the worst case with everything that they depend on."""

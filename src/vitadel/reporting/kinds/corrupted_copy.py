@@ -5,8 +5,6 @@ from __future__ import annotations
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.read_runs import Run
 
-__all__ = ["KIND"]
-
 
 def _sentence(run: Run) -> str:
     copy, (height, width) = run.results["copy"], run.results["copy"]["size"]

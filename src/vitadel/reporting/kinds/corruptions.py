@@ -12,8 +12,6 @@ from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table
 from vitadel.reporting.text import percent
 
-__all__ = ["KIND", "draw_corruptions"]
-
 _ROW, _LEFT, _CELL, _FOOT = 19.0, 150.0, 78.0, 26.0  # points
 _DARK = 0.55  # errors above this are written in white
 

@@ -12,8 +12,6 @@ from vitadel.reporting.read_runs import Run
 from vitadel.reporting.terminal import VERDICT_COLORS, evidence_text
 from vitadel.reporting.text import percent
 
-__all__ = ["KIND", "show_diagnosis"]
-
 
 def _sentence(run: Run) -> str:
     clean = run.results["clean"]

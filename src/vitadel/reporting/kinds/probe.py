@@ -15,8 +15,6 @@ from vitadel.reporting.tables import Cell, Column, Table, share_cells, share_col
 from vitadel.reporting.terminal import show_heading, show_section
 from vitadel.reporting.text import percent
 
-__all__ = ["KIND", "show_heads", "show_probe_plan"]
-
 _BEST = 5  # heads that are shown
 
 

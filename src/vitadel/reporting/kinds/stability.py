@@ -16,8 +16,6 @@ from vitadel.reporting.tables import Cell, Column, Table, mean_cells, mean_colum
 from vitadel.reporting.terminal import show_sections
 from vitadel.reporting.text import percent, share_text
 
-__all__ = ["KIND", "draw_stability", "stability_tables"]
-
 _SELECTIONS = {"random": ("clean", "random"), "learned": ("worst", "learned"), "transfer": ("attack", "transferred")}
 _SIMILARITIES = {
     "map": "whole attention maps, each of a head and layer taken for one vector",

@@ -11,8 +11,6 @@ from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table, share_cells, share_columns
 from vitadel.reporting.text import percent, shorten
 
-__all__ = ["KIND"]
-
 _COURSE = 150  # points
 _LINES = ("-", "--", ":", "-.")
 _MOST = 10  # classes that are drawn

@@ -8,8 +8,6 @@ from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table
 from vitadel.reporting.text import percent
 
-__all__ = ["KIND"]
-
 _PANEL = 190  # points
 _MOST_HEADS = 6  # that are drawn, each in two rows
 _KINDS = {"attacked": ("worst", "attacked"), "random": ("clean", "changed at random")}

@@ -8,8 +8,6 @@ from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table, share_cells, share_columns
 from vitadel.reporting.text import interval_text, percent
 
-__all__ = ["KIND"]
-
 _SELECTIONS = {
     "learned": "chosen by the patch selector",
     "usual": "its commonest positions, in every image",

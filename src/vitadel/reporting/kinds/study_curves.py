@@ -11,8 +11,6 @@ from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table, share_cells, share_columns
 from vitadel.reporting.text import percent, share_text
 
-__all__ = ["KIND"]
-
 
 def _draw(run: Run) -> Picture:
     """One panel for each curve, with the points at equal distances: they grow by factors."""

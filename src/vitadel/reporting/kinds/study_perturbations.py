@@ -20,8 +20,6 @@ from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table, share_cells, share_columns
 from vitadel.reporting.text import percent, share_text, shorten
 
-__all__ = ["KIND", "against_chance", "draw_agreement", "panel_height"]
-
 _WHAT = {"label": "the label", "reached": "the class that the attack reached"}
 _PANEL = 34  # points for each model and target
 _FOOT = 40

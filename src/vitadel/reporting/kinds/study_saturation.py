@@ -12,8 +12,6 @@ from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table, share_cells, share_columns
 from vitadel.reporting.text import interval_text, percent
 
-__all__ = ["KIND"]
-
 _COLUMNS, _MOST = 4, 12
 _TOGETHER = 4  # bins of the file in one of the figure
 _LINES = {

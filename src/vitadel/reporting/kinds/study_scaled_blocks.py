@@ -10,8 +10,6 @@ from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table, share_cells, share_columns
 from vitadel.reporting.text import percent, share_text
 
-__all__ = ["KIND"]
-
 _AXES = {"first": "first k blocks scaled", "single": "only block k scaled", "last": "last k blocks scaled"}
 
 

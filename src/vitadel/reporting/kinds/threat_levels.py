@@ -18,8 +18,6 @@ from vitadel.reporting.tables import Column, Table, share_cells, share_columns
 from vitadel.reporting.terminal import show_findings
 from vitadel.reporting.text import percent
 
-__all__ = ["KIND", "compare_threat_levels", "draw_threat_levels", "show_threat_levels"]
-
 _BANK = "T8"  # attacks another model than the other levels, so no line leads to it
 _LINE_COLORS = ("clean", "attack", "worst", "ink")
 Levels = Mapping[str, Any]

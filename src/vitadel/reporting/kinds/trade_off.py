@@ -27,8 +27,6 @@ from vitadel.reporting.tables import Cell, Column, Table, mean_cells, mean_colum
 from vitadel.reporting.text import percent
 from vitadel.statistics import mcnemar
 
-__all__ = ["KIND", "draw_maps", "draw_trade_off", "map_table", "trade_off_remarks", "trade_off_tables"]
-
 _SERIES = {
     "tora": ("worst", "o", "TORA"),
     "knob": ("worst", ".", "between two fusions"),

@@ -17,8 +17,6 @@ from vitadel.reporting.tables import Column, Table
 from vitadel.reporting.terminal import show_effective_eps
 from vitadel.reporting.text import percent
 
-__all__ = ["KIND", "compare_trainings", "draw_training", "show_training"]
-
 _ACCURACIES = {"validation_clean": ("clean", "clean"), "validation_robust": ("worst", "under attack")}
 _STYLES = {"validation_clean": "--", "validation_robust": "-"}  # where colors distinguish trainings
 _COSINES = {

@@ -18,8 +18,6 @@ from vitadel.training.paired_features import Pair, pair_of, pair_with_fewer_toke
 from vitadel.training.patch_selector import PatchSelector
 from vitadel.types import Attack
 
-__all__ = ["Afat"]
-
 _LOSS_SCALE = 2.0**16  # of the selector's own loss, whose gradients would underflow in fp16
 
 

@@ -13,8 +13,6 @@ from vitadel.attacks.losses import hard_labels, precise
 from vitadel.quantities import SHARE, check_ranges
 from vitadel.types import Attack
 
-__all__ = ["Adversarial", "Standard", "accuracy", "cross_entropy", "forward_both", "has_batch_norm"]
-
 
 def cross_entropy(logits: Tensor, y: Tensor, smoothing: float = 0.0) -> Tensor:
     """Cross-entropy per sample; a share `smoothing` of every label, hard or soft, is spread evenly over all classes."""

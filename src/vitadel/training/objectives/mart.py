@@ -12,8 +12,6 @@ from vitadel.quantities import NOT_NEGATIVE, check_ranges
 from vitadel.training.objectives.cross_entropy import accuracy, cross_entropy, forward_both
 from vitadel.types import Attack
 
-__all__ = ["Mart"]
-
 # Constants of the released code: they keep logarithms finite and every sample's weight above 0.
 _TINY = 1e-12
 _ABOVE_ONE = 1.0001

@@ -13,8 +13,6 @@ from vitadel.attacks.features import check_kind, feature_cosine, final_features
 from vitadel.errors import UserError
 from vitadel.types import Attack
 
-__all__ = ["RobustnessTokens"]
-
 
 @dataclass(frozen=True)
 class RobustnessTokens:

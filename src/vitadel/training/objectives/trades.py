@@ -11,8 +11,6 @@ from vitadel.quantities import NOT_NEGATIVE, SHARE, check_ranges
 from vitadel.training.objectives.cross_entropy import accuracy, cross_entropy, forward_both
 from vitadel.types import Attack
 
-__all__ = ["Trades"]
-
 
 @dataclass(frozen=True)
 class Trades:

@@ -21,8 +21,6 @@ from vitadel.quantities import NOT_NEGATIVE, SHARE, check_ranges
 from vitadel.training.objectives.cross_entropy import accuracy, cross_entropy
 from vitadel.types import Attack
 
-__all__ = ["TwoBranches"]
-
 
 @dataclass(frozen=True)
 class TwoBranches:

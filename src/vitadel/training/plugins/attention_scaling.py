@@ -19,8 +19,6 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.interfaces import Training, warn_late_start
 
-__all__ = ["AttentionScaling"]
-
 
 @dataclass
 class AttentionScaling:

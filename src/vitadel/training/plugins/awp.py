@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from vitadel.errors import UserError
 from vitadel.training.interfaces import Losses, Training, warn_late_start
 
-__all__ = ["AWP"]
-
 
 @dataclass
 class AWP:

@@ -11,8 +11,6 @@ from vitadel.quantities import quantity_text
 from vitadel.training.interfaces import Objective, Training
 from vitadel.types import Attack, Threat
 
-__all__ = ["EpsilonWarmup"]
-
 _SHAPES = ("linear", "sine")
 
 

@@ -16,8 +16,6 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.training.interfaces import ChangesEvaluation, Plugin, Training, warn_late_start
 from vitadel.types import Attack
 
-__all__ = ["OverfittingGuard"]
-
 _ACTIONS = ("warn", "stop", "rollback")
 _LAST, _FACTORS, _PREFIX = "pgd_accuracy", "attention_factors", "good."
 

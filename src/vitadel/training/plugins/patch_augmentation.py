@@ -16,8 +16,6 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.training.data_stream import MicroBatch
 from vitadel.training.interfaces import Training
 
-__all__ = ["PatchAugmentation", "augment_patches"]
-
 _AUGMENTED = 1 << 60  # offset of the names of augmented images, so that attacks draw other numbers for them
 
 

@@ -20,8 +20,6 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.training.interfaces import Objective, Training
 from vitadel.types import Aim, Attack, Goal, Step, Stepper, Threat
 
-__all__ = ["RandomDropping"]
-
 # Without a residual connection around them: dropping their gradients would leave no gradient at all (class attention,
 # the stages of LeViT).
 _NOT_RESIDUAL = ("ClassAttn", "AttentionDownsample")

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from vitadel.errors import UserError
 from vitadel.training.interfaces import Training, warn_late_start
 
-__all__ = ["WeightAverage"]
-
 _KINDS = ("ema", "mean")
 _COUNT, _PREFIX = "count", "average."
 

@@ -56,8 +56,6 @@ from vitadel.training.recipes.training_sections import (
 from vitadel.training.recipes.yaml_files import TEXTS
 from vitadel.types import Calibrated
 
-__all__ = ["Recipe", "build_recipe", "check_model", "check_recipe"]
-
 _NEEDED = ("model", "data", "objective", "train")
 
 

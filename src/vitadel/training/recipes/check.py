@@ -22,22 +22,6 @@ from vitadel.errors import UserError, nearest_names
 from vitadel.training.recipes.instantiate import Faults
 from vitadel.training.recipes.training_sections import Augmentation, DataSection, ModelSection, TrainSection
 
-__all__ = [
-    "check_auto_augment",
-    "check_extra_share",
-    "check_micro_batches",
-    "check_model_name",
-    "check_not_test",
-    "check_optimizer_name",
-    "check_tracker",
-    "check_training_data",
-    "class_count",
-    "data_specs",
-    "meta_model",
-    "names_split",
-    "read_data_spec",
-]
-
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt")
 _CLASSES = {
     "shapes": 10,

@@ -18,18 +18,6 @@ from vitadel.training.recipes.training_sections import ThreatSection
 from vitadel.training.recipes.yaml_files import OTHER_WORDS
 from vitadel.types import Attack, Calibrated
 
-__all__ = [
-    "Faults",
-    "Faulty",
-    "as_mapping",
-    "component_names",
-    "find_component",
-    "given_values",
-    "guarded",
-    "instantiate",
-    "named_attack",
-]
-
 Made = TypeVar("Made")
 
 _COMPONENTS = {

@@ -19,18 +19,6 @@ from vitadel.quantities import (
 from vitadel.training.recipes.training_sections import ModelSection
 from vitadel.types import Threat
 
-__all__ = [
-    "HEADS",
-    "LEARNING_RATES",
-    "HeadTraining",
-    "LinearHead",
-    "MaskData",
-    "PatchHead",
-    "ProbeAudit",
-    "ProbeData",
-    "probe_types",
-]
-
 LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 """DINOv2's base learning rates, for batches of 256; they are scaled in proportion for others."""
 

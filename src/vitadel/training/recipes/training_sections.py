@@ -20,18 +20,6 @@ from vitadel.quantities import (
 )
 from vitadel.types import Threat
 
-__all__ = [
-    "AuditSection",
-    "Augmentation",
-    "DataSection",
-    "ModelSection",
-    "OptimizerSection",
-    "Schedule",
-    "ThreatSection",
-    "TrainSection",
-    "Validation",
-]
-
 
 @dataclass(frozen=True)
 class ModelSection:

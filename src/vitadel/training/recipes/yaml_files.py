@@ -18,21 +18,6 @@ import yaml
 from vitadel.errors import UserError, nearest_names
 from vitadel.quantities import read_quantity
 
-__all__ = [
-    "FILE_ENDINGS",
-    "OTHER_WORDS",
-    "TEXTS",
-    "convert_numbers",
-    "find_recipe",
-    "parse_recipe",
-    "read_text",
-    "read_yaml",
-    "recipe_text",
-    "shipped_recipes",
-    "translate",
-    "translate_settings",
-]
-
 TEXTS = ("about", "paper", "expected", "hardware")
 """Keys for human readers; `expected` is what the paper reports, `hardware` what it ran on and for how long."""
 

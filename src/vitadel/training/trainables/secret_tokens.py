@@ -17,8 +17,6 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.tokens import PLACEMENTS, check_placement, token_width
 
-__all__ = ["SecretTokens"]
-
 
 @dataclass(frozen=True)
 class SecretTokens:

@@ -16,8 +16,6 @@ from vitadel.adapters.tora.tora_vit import BranchClassifier, Tora, trainable_par
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 
-__all__ = ["ToraParts"]
-
 _FACTORS = "classifier.attention_factors"
 
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from vitadel.backbones.checkpoints import load_classifier, load_strict, read_checkpoint, read_record, save_classifier
 from vitadel.backbones.classifier import Classifier
 
-__all__ = ["WholeModel"]
-
 
 @dataclass(frozen=True)
 class WholeModel:
