@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 from PIL import Image
 
-from vitadel.cli.main import main
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "defenses"))
 from small_recipes import document
+from vitadel.cli.main import main
 
 
 @pytest.fixture

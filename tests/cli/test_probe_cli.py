@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
-from vitadel.cli.main import main
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "defenses"))
 from small_probes import LINEAR, MASKS
+from vitadel.cli.main import main
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 from run_folders import write_run
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
-from vitadel.findings import can_diagnose
+from vitadel.quantities import can_diagnose
 from vitadel.reporting.exports import export
 from vitadel.reporting.kind import Trust, kind_of
 from vitadel.reporting.page import write_report

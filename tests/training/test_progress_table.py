@@ -9,7 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
-from vitadel.training import progress_table as module
+from vitadel.training import metrics as module
 from vitadel.training.metrics import ProgressTable, open_progress_table
 
 STEP = {"loss": 2.0, "accuracy": 0.25, "eps": 8 / 255}
