@@ -31,17 +31,20 @@ def world(tmp_path_factory):
         yield World(tmp_path_factory.mktemp("docs"), patch, COMMANDS, SNIPPETS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", TYPED, ids=title)
 def test_command_runs(world, command):
     done = world.run(command.words)
     assert done.exit_code == 0, f"{done.exception!r}\n{done.output}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", dict.fromkeys(snippet.page for snippet in SNIPPETS))
 def test_snippets_run(world, page):
     assert world.execute(page) == sum(snippet.page == page for snippet in SNIPPETS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", INLINE, ids=title)
 def test_inline_commands_parse(command):
     words = [word.strip("[]") for word in command.words[1:] if word.strip("[]") != "..."]

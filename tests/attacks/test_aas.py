@@ -100,6 +100,7 @@ SHORT = "(images=4,steps=2,select=false)"
 NAMES = [f"aas{SHORT}", f"aas-bpda{SHORT}", "aas-paper(images=4)", "scale:0.5"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(VITS))
 @pytest.mark.parametrize("name", NAMES)
 def test_every_mode_attacks_every_family(family, name):
@@ -275,6 +276,7 @@ def test_a_model_without_attention_is_refused():
         make("scale:0.1+pgd-5")(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.int64))
 
 
+@pytest.mark.slow
 def test_an_audit_calibrates_on_other_images_and_reports_both_numbers():
     names = ["pgd-5", "aas(images=20,steps=2)+pgd-5"]
     results = audit("zoo:shapes-robust", attacks=names, limit=20, independent=True, eps="12/255")

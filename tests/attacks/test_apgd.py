@@ -151,6 +151,7 @@ def searched_by_hand(model, loss, x, label, start, eps, steps, norm, events):
     return np.stack(list(halving_by_hand(value_and_gradient, x, start, eps, steps, norm, events)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
 def test_every_iterate_agrees_with_a_plain_second_implementation(norm):
     model, x, y = tiny(10)
@@ -444,6 +445,7 @@ def trained() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model, x[right][:200], y[right][:200]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("norm", "eps"), [("Linf", 0.05), ("L2", 0.4)])
 @pytest.mark.parametrize("kind", ["ce", "dlr", "t"])
 def test_as_strong_as_torchattacks(kind, norm, eps, trained):

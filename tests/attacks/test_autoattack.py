@@ -87,6 +87,7 @@ def test_each_member_sees_what_the_others_left():
         WorstOf(crew, ("alone",))
 
 
+@pytest.mark.slow
 def test_an_audit_runs_members_as_stages_and_agrees_with_the_attack_itself():
     name = "autoattack(steps=8,targets=3,queries=60)"
     results = audit("zoo:shapes-robust", attacks=[name], limit=24, eps="16/255", batch_size=5)

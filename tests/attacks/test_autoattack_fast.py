@@ -63,6 +63,7 @@ def test_two_phases_fall_from_twice_eps_and_start_again():
     assert torch.equal(value(logits, y, place, 16 / 40), probability_margin(logits, y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ball", "seed"), [(Linf(0.02), 0), (Linf(0.01), 1), (L2(0.15), 0), (L1(1.0), 0)])
 def test_finds_what_full_runs_find(ball, seed):
     model, x = TinyNet(6, seed).eval(), images(60, seed)

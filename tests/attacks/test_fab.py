@@ -376,6 +376,7 @@ def test_ends_where_the_linearised_boundary_is_as_near_as_the_point(ball):
     assert ratio.quantile(0.95) < 1.02  # the rest may lie where two boundaries meet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ball", [Linf, L2], ids=["Linf", "L2"])
 @ROUTES
 def test_agrees_with_torchattacks(ball, targets):

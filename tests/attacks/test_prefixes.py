@@ -33,6 +33,7 @@ def prepared(attack, model, x):
     return attack.prepared(model, [(x, torch.arange(len(x)) % 2)]) if isinstance(attack, Calibrated) else attack
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("outer", "inner"), [pair for pair in product(PREFIXES, PREFIXES) if pair != TWICE])
 @pytest.mark.parametrize("core", ["pgd-2", "apgd-t(steps=3,targets=2)", "square(queries=4)"])
 def test_every_pair_runs_and_keeps_the_budget(outer, inner, core):
@@ -101,6 +102,7 @@ def test_settings_include_every_layer(name, expected):
     assert {key: settings[key] for key in expected} == expected
 
 
+@pytest.mark.slow
 def test_calibrated_layers_are_prepared_from_the_inside_out():
     name = "aas(images=4,steps=1)+aas(images=4,steps=1)+pgd-2"
     assert audit("zoo:shapes-robust", attacks=[name], limit=4)["complete"]

@@ -61,6 +61,7 @@ def macs(model: nn.Module, x: Tensor) -> tuple[int, int]:
     return layers, attention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_sizes_and_costs_are_those_of_the_papers_table(name: str) -> None:
     parameters, stem, block, class_block, layers, whole = TABLE[name]

@@ -60,6 +60,7 @@ def test_a_renamed_flag_works_and_says_its_new_name_once(tmp_path):
     assert "is now called" not in vitadel(*words[:3], "--no-precheck", *words[4:], "--resume").stderr
 
 
+@pytest.mark.slow
 def test_a_bare_audit_runs_and_ends_with_its_folder(tmp_path):
     done = from_a_shell("audit", "--limit", "20", "--attacks", "fgsm", cwd=tmp_path)
     folder = tmp_path / done.stdout.strip().splitlines()[-1]
@@ -79,6 +80,7 @@ def test_a_bare_audit_runs_and_ends_with_its_folder(tmp_path):
     assert "fgsm" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_from_a_timm_name_and_a_folder_of_images_to_a_robust_accuracy(tmp_path):
     for number in range(6):
         place = tmp_path / "photos" / "test" / f"class{number % 3}"
@@ -94,6 +96,7 @@ def test_from_a_timm_name_and_a_folder_of_images_to_a_robust_accuracy(tmp_path):
     assert results["threat"]["eps_text"] == "1/255"
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_printed_again_without_work(tmp_path):
     words = ["audit", "--limit=10", "--attacks=fgsm", f"--out={tmp_path / 'run'}", "--json"]
     first = vitadel(*words)
@@ -119,6 +122,7 @@ def test_lists():
     assert "deit_tiny_patch16_224" in vitadel("list", "models", "deit_tiny").stdout
 
 
+@pytest.mark.slow
 def test_selftest_passes():
     assert vitadel("selftest").stdout.strip().endswith("all checks passed")
 
@@ -164,6 +168,7 @@ def test_mistakes_get_one_message_and_exit_code_two(words, said, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_mistake_shows_no_traceback_in_a_shell(tmp_path):
     done = from_a_shell("audit", "--attacks", "pdg-20", cwd=tmp_path, code=2)
     assert done.stderr.startswith("vitadel: unknown attack 'pdg-20'")

@@ -49,6 +49,7 @@ def test_a_short_run_ends_with_table_report_and_folder(tokens, tmp_path):
     assert CliRunner().invoke(app, [*map(str, words), "--resume"]).exit_code == 0  # the same run by its own verb
 
 
+@pytest.mark.slow
 def test_heads_of_both_sides_come_from_files(tokens, tmp_path, monkeypatch):
     """As for a backbone without a classifier: the victim's own, and the attacker's."""
     model, files = load_model("zoo:shapes-standard"), [tmp_path / "victim.safetensors", tmp_path / "own.safetensors"]
@@ -76,6 +77,7 @@ def test_a_backbone_without_a_head_needs_one(tmp_path):
     assert "train a head by `vitadel probe`" in str(done.exception or done.output)
 
 
+@pytest.mark.slow
 def test_an_audit_through_the_tokens_names_them_by_fingerprint(tokens, tmp_path):
     out = tmp_path / "run"
     done = called("--tokens", tokens, "--attacks", "pgd-2", "--limit", "10", "--out", out, "--device", "cpu")
@@ -91,6 +93,7 @@ def bank(tokens):
     return f"{tokens},{other}"
 
 
+@pytest.mark.slow
 def test_a_bank_of_token_files_is_audited_as_what_answers_at_random(bank, tmp_path):
     out = tmp_path / "run"
     words = ("--tokens", bank, "--attacks", "fgsm", "--limit", "10", "--out", out, "--device", "cpu")
@@ -143,6 +146,7 @@ def test_a_run_folder_that_is_not_there(tmp_path):
     assert "nowhere' does not exist" in str(done.exception)
 
 
+@pytest.mark.slow
 def test_token_files_that_others_can_read(tokens, tmp_path):
     file = tmp_path / "open.safetensors"
     file.write_bytes(Path(tokens).read_bytes())

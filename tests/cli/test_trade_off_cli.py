@@ -75,6 +75,7 @@ def called(*words):
     return CliRunner().invoke(app, ["trade-off", *map(str, words)])
 
 
+@pytest.mark.slow
 def test_two_lambdas_a_baseline_and_a_knob(runs, tmp_path):
     out = tmp_path / "run"
     words = [*runs, *SHORT, "--knob", 1, "--maps", 2, "--out", out]

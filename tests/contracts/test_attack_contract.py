@@ -98,6 +98,7 @@ def rules_for(name: str, norm: str, model: nn.Module, x: Tensor) -> Threat:
     return make_threat(norm, BUDGETS[norm]) if own is None else own(model, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
 def test_stays_in_shape_box_and_budget(name, norm, model, batch):
     x, y = batch
@@ -111,6 +112,7 @@ def test_stays_in_shape_box_and_budget(name, norm, model, batch):
         assert excess(name, norm, model, z, x.to(dtype)) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "norm"), [each for each in EVERYTHING if not each.values[0].startswith(NOISE)])
 def test_fools_more_than_noise_of_the_same_size(name, norm, model):
     x = images_for(name, 40, seed=5)
@@ -121,6 +123,7 @@ def test_fools_more_than_noise_of_the_same_size(name, norm, model):
     assert held < (model(noise).argmax(1) == y).float().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "norm"), EVERY_NAME)
 def test_leaves_no_trace(name, norm, batch):
     x, y = batch
@@ -154,6 +157,7 @@ def test_leaves_no_trace(name, norm, batch):
         assert not any(hooks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
 def test_depends_on_seed_and_sample_only(name, norm, precise):
     model, x, y = precise
@@ -169,6 +173,7 @@ def test_depends_on_seed_and_sample_only(name, norm, precise):
     assert torch.allclose(whole, turned[backwards], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_another_seed_is_another_attack(name, precise):
     model, x, y = precise
@@ -190,6 +195,7 @@ def test_an_empty_batch_stays_empty(name, model, batch):
     assert run(name, "linf", model, x[:0], y[:0]).shape == (0, *x.shape[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "norm"), EVERY_NAME)
 def test_without_indices_draws_follow_the_pixels(name, norm, precise):
     model, x, y = precise
@@ -198,12 +204,14 @@ def test_without_indices_draws_follow_the_pixels(name, norm, precise):
     assert torch.allclose(whole, parts, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
 def test_no_budget_means_no_change(name, norm, model, batch):
     x, y = batch
     assert torch.equal(run(name, norm, model, x, y, eps=0.0), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
 def test_constant_logits_give_no_nan(name, norm, batch):
     x, y = batch
@@ -216,6 +224,7 @@ def test_constant_logits_give_no_nan(name, norm, batch):
     assert z.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
 def test_memory_layout_does_not_matter(name, norm, precise):
     model, x, y = precise
@@ -224,6 +233,7 @@ def test_memory_layout_does_not_matter(name, norm, precise):
         assert torch.allclose(run(name, norm, model, odd, y), plain, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
 def test_works_under_autocast(name, norm, model, batch):
     x, y = batch
@@ -233,6 +243,7 @@ def test_works_under_autocast(name, norm, model, batch):
     assert excess(name, norm, model, z, x) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_few_classes_work(name):
     """Losses that rank classes (DLR, targets) find images inside the budget with two, three or four of them."""
@@ -254,6 +265,7 @@ def test_pixels_outside_the_box_are_refused(name, norm, model, batch):
         run(name, norm, model, x * 255, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "norm"), EVERYTHING)
 def test_costs_no_more_than_it_says(name, norm):
     model, x = model_for(name, 10), images_for(name, 6)
@@ -305,6 +317,7 @@ def images_in_memory(like: Tensor) -> int:
     return round(sum(sizes.values()) / like.untyped_storage().nbytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUERYING)
 def test_holds_no_more_than_a_few_copies_of_a_batch(name):
     """Counted inside the model's forward pass, in the middle of the search."""

@@ -69,6 +69,7 @@ def done(name: str, measure: Measure, tmp_path_factory: pytest.TempPathFactory) 
     return out
 
 
+@pytest.mark.slow
 def test_results_are_whole(name: str, done: Path) -> None:
     results = json.loads((done / "results.json").read_text())
     assert results["complete"]
@@ -82,6 +83,7 @@ def test_results_are_whole(name: str, done: Path) -> None:
     assert not (done / "partial").exists()
 
 
+@pytest.mark.slow
 def test_it_is_reported(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = read_run(done)
     sentence = kind_of(run).sentence(run)
@@ -101,6 +103,7 @@ def test_it_is_reported(done: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert sentence[:20] in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_study_that_was_killed_comes_to_the_same(
     done: Path, measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +126,7 @@ def test_a_study_that_was_killed_comes_to_the_same(
     assert measure(tmp_path / "run", resume=True) == again
 
 
+@pytest.mark.slow
 def test_other_batches_give_the_same_numbers(done: Path, measure: Measure, tmp_path: Path) -> None:
     there = measure(tmp_path / "run", batch_size=4)["study"]
     assert list(_differences(there, json.loads((done / "results.json").read_text())["study"], "study")) == []

@@ -188,6 +188,7 @@ def test_photos_are_enlarged_where_they_would_not_cover(height, width):
     assert (corrupt(x, "frost", 5) > 0).float().mean() > 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gaussian_noise", "fog", "motion_blur", "jpeg_compression"])
 def test_a_model_is_as_accurate_on_ours_as_on_the_peers(name):
     with warnings.catch_warnings():

@@ -27,6 +27,7 @@ def examination(model: nn.Module, images: int) -> Examination:
     return examination_of(open_target(model, "shapes"), DiagnosisRequest(limit=images), join_processes("cpu"))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defense", BROKEN_DEFENSES, ids=lambda defense: defense.name)
 def test_every_broken_defense_raises_its_checks(defense):
     model = defense.build(copy.deepcopy(honest(defense.base)))
@@ -45,6 +46,7 @@ def test_every_check_has_a_broken_defense_or_a_test():
     assert [check.identifier for check in without if f".{check.run.__name__}(" not in tests] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_models_raise_nothing(name):
     diagnosis = run_checks(examination(honest(name), 16))

@@ -108,6 +108,7 @@ def test_attention_saturates_where_numbers_of_its_precision_do(precision):
     assert math.exp(-attention._LEAVES_NORMAL[precision]) == pytest.approx(torch.finfo(precision).tiny, rel=0.5)
 
 
+@pytest.mark.slow
 def test_a_saturated_book_hides_what_softened_attention_finds():
     model = open_model("zoo:shapes-standard")
 

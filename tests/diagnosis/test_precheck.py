@@ -30,6 +30,7 @@ def test_an_honest_model_gets_one_line():
     assert f"on {IMAGES} images raised nothing" in finding["evidence"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stop-gradient", "bit depth"])
 def test_a_broken_defense_raises_its_checks(name):
     defense = DEFENSES[name]
@@ -43,6 +44,7 @@ def test_budgets_that_diagnose_refuses_have_no_findings(eps):
     assert findings_about(load_model("zoo:shapes-standard"), eps) == []
 
 
+@pytest.mark.slow
 def test_it_respects_the_batch_size_and_ignores_accuracy():
     model = load_model("zoo:shapes-standard")
     largest = []
@@ -60,6 +62,7 @@ class Rolled(torch.nn.Module):
         return logits.roll(1, 1)
 
 
+@pytest.mark.slow
 def test_an_audit_begins_with_it_unless_switched_off(tmp_path):
     command = ["audit", "zoo:shapes-standard", "--attacks", "fgsm", "--limit", "10", "--device", "cpu", "--out"]
     for folder, more, checks in (("a", [], ["precheck"]), ("b", ["--no-doctor"], [])):

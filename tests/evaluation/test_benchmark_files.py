@@ -288,6 +288,7 @@ def sized(size: int, **more) -> Classifier:
     return Classifier(DarkTenches(), record).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [24, 224, 240])
 def test_large_pictures_are_corrupted_at_the_size_of_the_benchmark_whatever_the_model_takes(tmp_path, size):
     """Else a copy of the same pictures, read as ImageNet-C is, gives another number."""

@@ -63,6 +63,7 @@ def test_batches_can_be_gone_through_again():
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
 def test_an_attack_is_prepared_also_inside_a_wrapper():
     attack = make("targeted:next+aas(images=8,steps=1)+pgd-2")
     assert isinstance(attack, Targeted)

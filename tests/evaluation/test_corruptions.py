@@ -222,6 +222,7 @@ corruptions("zoo:shapes-standard", "shapes", limit=12, batch_size=4, corruptions
 """
 
 
+@pytest.mark.slow
 def test_two_processes_tell_what_one_tells(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
@@ -22,6 +23,7 @@ def test_8_bits_round_towards_the_clean_image():
     assert in_8_bits(z, x).flatten().tolist() == [101, 99, 100, 102, 0, 255]
 
 
+@pytest.mark.slow
 def test_images_on_disk_are_what_was_judged(tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "vitadel", "attack", "--limit", "12", "--eps", "16/255", "--attacks", "fgsm,pgd-3"]

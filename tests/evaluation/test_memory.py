@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROBE = """
 import resource, sys
 import torch, vitadel
@@ -28,5 +30,6 @@ def peak(limit: int) -> int:
     return int(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.slow
 def test_ten_times_the_images_take_the_same_memory():
     assert peak(10_000) <= 1.10 * peak(1_000)

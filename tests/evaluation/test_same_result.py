@@ -79,12 +79,14 @@ def undisturbed(tmp_path_factory) -> tuple[str, bytes]:
     return outcome(out)
 
 
+@pytest.mark.slow
 def test_two_processes_agree_with_one_byte_for_byte(tmp_path, undisturbed):
     launcher = ["torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
     finish(start(launcher, tmp_path / "two"))
     assert outcome(tmp_path / "two") == undisturbed
 
 
+@pytest.mark.slow
 def test_killed_three_times_and_resumed_agrees_byte_for_byte(tmp_path, undisturbed):
     out = tmp_path / "killed"
     chance = random.Random(0)
@@ -101,6 +103,7 @@ def test_killed_three_times_and_resumed_agrees_byte_for_byte(tmp_path, undisturb
     assert not list(out.rglob(".*")), "no temporary file is left behind"
 
 
+@pytest.mark.slow
 def test_batch_size_changes_nothing_but_rounding(tmp_path):
     held = {}
     for size in (1, 7, 64):
@@ -116,6 +119,7 @@ def test_batch_size_changes_nothing_but_rounding(tmp_path):
         assert different <= 1  # 1 in 200
 
 
+@pytest.mark.slow
 def test_interrupted_by_control_c_says_how_to_go_on(tmp_path, undisturbed):
     out = tmp_path / "stopped"
     process = start([], out)

@@ -113,6 +113,7 @@ def pixels(target, index):
     return batch.x, batch.y
 
 
+@pytest.mark.slow
 def test_every_head_is_judged_as_by_hand(crew, outcome, samples):
     x, y = pixels(crew[0].target, samples["index"])
     model = crew[0].tora
@@ -250,6 +251,7 @@ def test_a_joint_output_without_gradients_is_seen_through_and_told(tmp_path):
     assert told[-1]["verdict"] == "suspicious"
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed_it_tells_the_same(crew, outcome, tmp_path, monkeypatch):
     real, calls = trade_off.attack_stage, 0
 

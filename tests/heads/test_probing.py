@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
-from small_probes import linear, masks
 
+from small_probes import linear, masks
 from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.adapters.tokens.token_files import load_tokens, save_tokens
 from vitadel.data import open_dataset, read_batches
@@ -137,6 +137,7 @@ def mean_iou(predictions, truth):
     return sum(scores) / len(scores)
 
 
+@pytest.mark.slow
 def test_a_segmentation_head_is_judged_by_hand(tmp_path, tokens):
     document = masks(train={"steps": 150}, audit={"eps": 24 / 255})
     results = run(document, tmp_path / "run", tokens)

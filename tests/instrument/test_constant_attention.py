@@ -121,6 +121,7 @@ def test_checkpointing_agrees_inside_the_block() -> None:
         torch.testing.assert_close(slope(model, x), expected)
 
 
+@pytest.mark.slow
 @every_vit
 @fused_or_not
 def test_no_trace_is_left(name: str, fused: bool) -> None:

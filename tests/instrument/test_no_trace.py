@@ -96,6 +96,7 @@ class Trouble(Exception):
     pass
 
 
+@pytest.mark.slow
 @every_vit
 @fused_or_not
 @pytest.mark.parametrize("trouble", [None, "body", "attention"])

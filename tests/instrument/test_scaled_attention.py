@@ -84,6 +84,7 @@ def test_factor_one_changes_no_bit(name: str, fused: bool, gradients: bool) -> N
                 assert torch.equal(model(x), plain)
 
 
+@pytest.mark.slow
 @every_vit
 @fused_or_not
 @pytest.mark.parametrize("factor", [0.3, 0.01])

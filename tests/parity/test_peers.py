@@ -392,6 +392,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_breaks_the_same_images_of_the_shipped_model(name: str) -> None:
     pair, (model, x, y) = PAIRS[name], robust_model()

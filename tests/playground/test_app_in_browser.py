@@ -82,6 +82,7 @@ def uploaded() -> list[Path]:
     return [path for path in Path(os.environ["GRADIO_TEMP_DIR"]).rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 def test_an_attack_from_click_to_picture(visit: Visit, tmp_path: Path) -> None:
     page = visit.page
     choose(visit, "model", "zoo:shapes-standard")
@@ -218,6 +219,7 @@ def test_a_page_is_served_whatever_gradio_thinks_of_localhost(
     assert "no_proxy" not in os.environ or hindrance == "busy"
 
 
+@pytest.mark.slow
 def test_no_event_loop_is_left_open(address: str) -> None:
     """They would be complained of wherever they are collected: in a test that has nothing to do with them."""
     from vitadel.playground.app import serve
@@ -258,6 +260,7 @@ def test_a_port_that_is_taken_is_a_mistake(address: str) -> None:
             pass
 
 
+@pytest.mark.slow
 def test_without_gradio_the_way_to_get_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "vitadel.playground.app", raising=False)
     monkeypatch.setitem(sys.modules, "gradio", None)

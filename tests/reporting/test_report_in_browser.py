@@ -105,6 +105,7 @@ def visit(report: Path) -> Iterator[Visit]:
         assert visit.errors == visit.outside == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["plain_report", "report"])
 def test_no_wider_than_the_screen_in_any_light(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     address = request.getfixturevalue(which).as_uri()

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from vitadel.runtime.distributed import Processes
@@ -30,6 +31,7 @@ def test_alone_the_mean_is_the_tensor_itself():
     assert Processes(0, 1, torch.device("cpu")).mean(tensor) is tensor
 
 
+@pytest.mark.slow
 def test_two_processes_agree():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

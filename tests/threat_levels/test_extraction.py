@@ -18,6 +18,7 @@ def victim():
     return TokenClassifier(classifier, fresh_tokens(96, 10, seed=11)).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("exposed", "left"), [("features", 0.2), ("scores", 0.4)])
 def test_the_fit_answers_as_the_victim_does(victim, exposed, left):
     before = victim.tokens.detach().clone()

@@ -57,6 +57,7 @@ def run_with(tmp_path, tokens, processes):
     return json.loads((out / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_two_processes_tell_what_one_tells(tmp_path, tokens):
     one, two = (run_with(tmp_path, tokens, count) for count in (1, 2))
     assert one["complete"]

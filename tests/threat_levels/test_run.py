@@ -94,6 +94,7 @@ def finished(target, sets, recipe, classifier, tmp_path_factory):
     return run_threat_levels(target, request_of(sets, recipe), CPU, out=out, other=other).results, out
 
 
+@pytest.mark.slow
 def test_every_level_runs_at_every_budget(finished):
     results, _ = finished
     ladder = results["ladder"]
@@ -209,6 +210,7 @@ def test_no_token_and_no_salt_is_written(finished, target):
         assert file.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_broken_off_and_resumed_it_tells_the_same(finished, target, sets, recipe, tmp_path, monkeypatch):
     real, calls = run.judge, 0
 

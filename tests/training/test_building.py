@@ -593,6 +593,7 @@ def test_a_recipe_that_cannot_be_read_is_one_fault(tmp_path):
     assert "no recipe file" in str(check_recipe(str(tmp_path / "missing.yaml"), check_probe))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_row_of_every_shipped_recipe_is_good(name):
     assert check_recipe(name, check_probe) is None

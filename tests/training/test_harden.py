@@ -15,10 +15,10 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from small_recipes import document, recipe
 from timm.layers import DropPath
 
 import vitadel
+from small_recipes import document, recipe
 from vitadel.backbones.checkpoints import save_classifier
 from vitadel.backbones.load import load_model
 from vitadel.data.sources.shapes import Shapes
@@ -290,6 +290,7 @@ def test_another_tracker_by_name_gets_the_settings_and_every_step(tmp_path, monk
     assert list((tmp_path / "all" / "tracker").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "told"),
     [

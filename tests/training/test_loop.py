@@ -15,9 +15,9 @@ import torch
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
-from small_recipes import TRADES, document, recipe
 
 import vitadel
+from small_recipes import TRADES, document, recipe
 from vitadel.errors import Interrupted, UserError
 from vitadel.runtime.distributed import join_processes
 from vitadel.training import loop, training_state
@@ -121,6 +121,7 @@ def broken_off(folder, monkeypatch, cut, **changes):
     run_harden(recipe(**changes), "small", CPU, out=folder, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [1, 2, 3, 5])
 def test_a_training_that_broke_off_ends_with_the_same_bits(finished, tmp_path, monkeypatch, cut):
     """With a checkpoint every second step and at the end of an epoch."""
@@ -140,6 +141,7 @@ def test_in_half_precision_it_ends_with_the_same_bits_too(finished, tmp_path, mo
     assert not same(weights(tmp_path / "whole"), weights(finished[0]))  # so that it was another precision
 
 
+@pytest.mark.slow
 def test_killed_for_good_and_resumed_it_ends_with_the_same_bits(finished, tmp_path):
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(document(plugins=EVERYTHING)))
@@ -162,6 +164,7 @@ def test_killed_for_good_and_resumed_it_ends_with_the_same_bits(finished, tmp_pa
     assert same(weights(tmp_path / "run"), weights(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "objective", [{"use": "adversarial", "attack": "pgd-2(step=5/255)"}, TRADES], ids=["at", "trades"]
 )

@@ -378,6 +378,7 @@ def test_a_shipped_recipe_opens_with_what_one_wants_to_know(name):
         assert run[run.index("--row") + 1] in rows(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_a_shipped_recipe_says_its_own_things_only(name):
     document = yaml.safe_load(source(name))

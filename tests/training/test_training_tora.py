@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_recipes import document
 from torch.nn import functional as F
 
+from small_recipes import document
 from toras import tora_of
 from toys import images
 from vitadel.adapters.adapted_model import open_model
@@ -231,6 +231,7 @@ def test_attention_scaling_and_awp_go_with_phase_one(pretrained, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_training_with_attention_scaling_goes_on_with_its_factors(pretrained, tmp_path, monkeypatch):
     from vitadel.training import loop
 
