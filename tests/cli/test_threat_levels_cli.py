@@ -36,7 +36,7 @@ def test_a_short_run_ends_with_table_report_and_folder(tokens, tmp_path):
     done = called("--tokens", tokens, "--suite", "ladder", "--levels", "T0,T6", *SHORT, "--out", out)
     assert done.exit_code == 0, done.output
     assert done.output.splitlines()[-1] == str(out)
-    for words in ("T6 white box", "worst case", "at most", "an image"):
+    for words in ("T6 white box", "worst case", "at most", "per image"):
         assert words in done.output
     results = json.loads((out / "results.json").read_text())
     assert done.stderr.count("ladder is now called threat-levels") == 1
@@ -119,14 +119,14 @@ def test_a_bank_is_refused(bank, tmp_path):
     [
         (["--suite", "lader"], "unknown suite 'lader'; did you mean ladder?"),
         (["--suite", "treat-levels"], "did you mean threat-levels? Known: corruptions, stability, threat-levels."),
-        (["--suite", "ladder"], "Say with --recipe how the tokens were trained"),
-        (["--suite", "ladder", "--levels", "T6"], "judges secret tokens, and 'zoo:shapes-standard' has none"),
+        (["--suite", "ladder"], "Give the recipe of the tokens with --recipe"),
+        (["--suite", "ladder", "--levels", "T6"], "threat levels judge secret tokens, and 'zoo:shapes-standard' has none"),
         (
             ["--suite", "ladder", "--norm", "l2", "--compile"],
             "'vitadel threat-levels' has no --norm, --compile; 'vitadel audit' has.",
         ),
         (["--levels", "T6"], "'vitadel audit' has no --levels; 'vitadel threat-levels' has."),
-        (["--suite", "ladder", "--levels", "T2,T9"], "unknown level 'T9'"),
+        (["--suite", "ladder", "--levels", "T2,T9"], "unknown threat level 'T9'"),
         (["--suite", "ladder", "--levels", "T6", "--eps", "8"], "Did you mean 8/255?"),
         (["--suite", "ladder", "--levels", "T3", "--surrogates", "-1"], "--surrogates is a number of token sets"),
         (["--suite", "ladder", "--levels", "T8", "--bank", ""], "--bank is a number of token sets"),

@@ -206,6 +206,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
 
 
 def test_an_image_lost_between_two_stages_is_told_and_not_counted_as_robust(tmp_path, monkeypatch):
+    from vitadel.evaluation.audit import audit as audit_module
     from vitadel.evaluation.engine import verdicts as module
 
     save_pictures(tmp_path / "photos", 6)
@@ -218,7 +219,7 @@ def test_an_image_lost_between_two_stages_is_told_and_not_counted_as_robust(tmp_
         return pieces
 
     monkeypatch.setattr(module, "clean_stage", then_lose_them_all)
-    monkeypatch.setattr(module, "_findings_about_outputs", lambda context, verdicts: [])
+    monkeypatch.setattr(audit_module, "findings_about_outputs", lambda context, indices: [])
     with pytest.raises(UserError, match="cannot be read now"):
         vitadel.audit(Two().eval(), f"folder:{tmp_path}/photos", attacks="fgsm", skip_bad=True)
 
