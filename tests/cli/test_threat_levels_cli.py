@@ -120,7 +120,10 @@ def test_a_bank_is_refused(bank, tmp_path):
         (["--suite", "lader"], "unknown suite 'lader'; did you mean ladder?"),
         (["--suite", "treat-levels"], "did you mean threat-levels? Known: corruptions, stability, threat-levels."),
         (["--suite", "ladder"], "Give the recipe of the tokens with --recipe"),
-        (["--suite", "ladder", "--levels", "T6"], "threat levels judge secret tokens, and 'zoo:shapes-standard' has none"),
+        (
+            ["--suite", "ladder", "--levels", "T6"],
+            "threat levels judge secret tokens, and 'zoo:shapes-standard' has none",
+        ),
         (
             ["--suite", "ladder", "--norm", "l2", "--compile"],
             "'vitadel threat-levels' has no --norm, --compile; 'vitadel audit' has.",
