@@ -1,4 +1,4 @@
-"""Numbers as people write them ('8/255', '0.5', '2e-3'), their allowed ranges, and budgets that make sense."""
+"""Numbers as people write them ('8/255', '0.5', '2e-3'), their allowed ranges, and the budgets of a diagnosis."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vitadel.errors import UserError
 
 def read_quantity(text: str | float, what: str = "number") -> float:
     """A finite number; fractions such as 8/255 are read everywhere a number is."""
-    if isinstance(text, (int, float)):
-        value = float(text)
+    if not isinstance(text, str):
+        value = float(text)  # also of NumPy and torch
     else:
         above, slash, below = text.partition("/")
         try:

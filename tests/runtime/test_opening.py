@@ -6,7 +6,9 @@ import json
 import shlex
 from dataclasses import fields
 
+import numpy as np
 import pytest
+import torch
 import typer.main
 
 from vitadel.cli.main import app
@@ -52,6 +54,19 @@ def test_the_field_is_read_as_it_was_written():
     command = json.loads(json.dumps({"verb": "audit", "argv": ["x.py"], "opening": OPENED.to_json()}))
     assert recorded_opening(command) == OPENED
     assert recorded_opening({"verb": "audit", "opening": {"seed": 1, "of_a_newer_version": 2}}) == Opening(seed=1)
+
+
+@pytest.mark.parametrize("opening", [{"mean": 5}, {"seed": "x"}, {"crop_pct": []}, {"head_classes": 3}])
+def test_a_damaged_opening_is_reported(opening: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=r"command\.json does not say"):
+        recorded_opening({"verb": "audit", "opening": opening})
+
+
+def test_python_callers_may_give_arrays_and_patch_sizes() -> None:
+    opening = Opening.read(mean=torch.tensor([0.5, 0.25, 0.125]), std=np.float32([0.5]), small_images=4)
+    assert (opening.mean, opening.std) == ((0.5, 0.25, 0.125), (0.5, 0.5, 0.5))
+    assert "--small-images" in opening.flags()
+    assert "4" not in opening.flags()
 
 
 def test_folders_without_the_field_are_read_from_the_words_typed():

@@ -28,8 +28,6 @@ def diagnose(
 
     Looks for masked gradients, weak attacks and setup errors.
     """
-    # First, so that wrong flags are reported before the slow imports.
-    flags = run_options(run)
     from vitadel.diagnosis.run import DiagnosisRequest, run_diagnosis
     from vitadel.quantities import read_quantity
 
@@ -41,7 +39,7 @@ def diagnose(
         **data.for_request(),
     )
     processes, target = open_with_notes(model, how, data, run)
-    present(run_diagnosis(target, request, processes, show_cost=_show_cost, **flags), run)
+    present(run_diagnosis(target, request, processes, show_cost=_show_cost, **run_options(run)), run)
 
 
 def _show_cost(cost: Mapping[str, Any]) -> None:

@@ -25,8 +25,6 @@ def harden(
 
     Keeps the weights that are best on held-out images and audits them on the test set.
     """
-    # First, so that wrong flags are reported before the slow imports.
-    flags = run_options(run, data_root=data_root)
     from vitadel.runtime.distributed import join_processes
     from vitadel.training.recipes.build import build_recipe
     from vitadel.training.recipes.compose import compose
@@ -34,5 +32,6 @@ def harden(
 
     title = title_of(recipe, row)
     built = build_recipe(compose(recipe, row, overrides or ()), title)
-    outcome = run_harden(built, title, join_processes(run.device), data_root=data_root, **flags)
+    written = run_options(run, data_root=data_root)
+    outcome = run_harden(built, title, join_processes(run.device), data_root=data_root, **written)
     present(outcome, run, report="clean" in outcome.results)

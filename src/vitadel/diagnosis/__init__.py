@@ -1,1 +1,1 @@
-"""The doctor: can a robustness number of this model be trusted? Checks, what they found, and liars to try them on."""
+"""Whether a robustness number of a model can be trusted: checks, findings, and broken defenses that test the checks."""

@@ -427,14 +427,11 @@ BROKEN_DEFENSES: tuple[BrokenDefense, ...] = (
         ("normalization",),
     ),
     BrokenDefense(
-        "normalisation outside",
-        "expects normalised pixels, and is given pixels",
+        "normalization outside",
+        "expects normalized pixels, and is given pixels",
         _before(lambda x: 0.5 * x + 0.5),
         ("normalization",),
         _ROBUST,
     ),
     BrokenDefense("bytes expected", "divides by 255 itself", _before(lambda x: x / 255), ("normalization",)),
 )
-
-# Names of earlier versions.
-Liar, GALLERY = BrokenDefense, BROKEN_DEFENSES

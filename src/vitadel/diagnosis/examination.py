@@ -1,4 +1,4 @@
-"""What all checks share: the model, its images and clean logits, and attacks that run once and are remembered."""
+"""What all checks share: the model, its images and clean logits, and attacks that run only once."""
 
 from __future__ import annotations
 

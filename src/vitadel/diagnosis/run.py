@@ -49,10 +49,11 @@ __all__ = [
     "summarize",
 ]
 
-
+CHECKS = load_checks()
 FEWEST = 16
 """Images: a comparison of attacks needs ten that only one of them breaks."""
 _UNEXAMINED = "Repair the model, or use a smaller batch_size: a model that cannot be examined cannot be trusted."
+_FAILED = "left out: "
 _SO_FAR = "findings.json"
 
 
@@ -292,10 +293,6 @@ def run_diagnosis(
     return outcome
 
 
-CHECKS = load_checks()
-_FAILED = "left out: "
-
-
 @dataclass(frozen=True)
 class Diagnosis:
     """Findings in the order of the checks, and which checks do not apply or failed, with the reason."""
@@ -442,7 +439,3 @@ def recommended_command(
     if worst[0].next is None:
         return command("diagnose") + "  # after the repair"
     return command("audit", "--attacks", worst[0].next)
-
-
-# Names of earlier versions.
-Examined, examine, sentence = Diagnosis, run_checks, summarize

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitadel.errors import UserError
-from vitadel.quantities import read_quantity
+from vitadel.quantities import SEED, read_quantity
 
 _SUITE_VERBS = ("corruptions", "stability", "threat-levels")  # their runs are recorded as audits
 
@@ -48,8 +48,8 @@ class Opening:
     kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed <= 2**62:  # as in recipes
-            raise UserError(f"--seed must be a whole number from 0 to 2**62, got {self.seed}")
+        if not SEED.holds(self.seed):
+            raise UserError(f"--seed must be {SEED.words}, got {self.seed}")
 
     @classmethod
     def read(cls, **flags: Any) -> Opening:
@@ -78,7 +78,7 @@ class Opening:
             if each.name in ("model", "data", "new_head", "kwargs") or value == each.default:
                 continue
             flag = f"--{each.name.replace('_', '-')}"
-            if value is True:
+            if each.default is False:  # `small_images` may also be the patch size, which has no flag
                 words.append(flag)
             else:
                 words += [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
@@ -88,9 +88,10 @@ class Opening:
 def recorded_opening(command: Mapping[str, Any]) -> Opening:
     """How the run of this command.json opened model and data; folders of older versions have only the words typed."""
     recorded = command.get("opening")
-    if isinstance(recorded, Mapping):
-        return Opening.read(**recorded)
-    return Opening.read(**_flags_typed(typed_words(command)))
+    try:
+        return Opening.read(**(recorded if isinstance(recorded, Mapping) else _flags_typed(typed_words(command))))
+    except (TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"command.json does not say how model and data were opened: {error}") from error
 
 
 def typed_words(command: Mapping[str, Any]) -> list[str]:

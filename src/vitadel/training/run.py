@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
-from timm.optim import create_optimizer_v2, list_optimizers
+from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 
 from vitadel.attacks.settings import pixels_per_unit, settings_of
@@ -21,7 +21,7 @@ from vitadel.backbones.classifier import Classifier, check_images_fit, fastest_a
 from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.selection import balanced_subset
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import AuditRequest, check_request, check_targets, run_audit
 from vitadel.evaluation.engine.run import Outcome, RunOptions, execute
 from vitadel.evaluation.engine.run import Run as EngineRun
@@ -306,10 +306,6 @@ def _train(setup: TrainingSetup, model: nn.Module, run: EngineRun, resume: bool)
 
 def make_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.Optimizer:
     """timm's optimizer, which knows what not to decay, of unfrozen parameters; the loop sets its rate each step."""
-    if section.name not in (known := list_optimizers()):
-        raise UserError(
-            f"unknown optimizer '{section.name}'{nearest_names(section.name, known)}; timm has {len(known)}"
-        )
     options: dict[str, Any] = {"eps": section.eps, "betas": section.betas}
     try:
         optimizer: torch.optim.Optimizer = create_optimizer_v2(

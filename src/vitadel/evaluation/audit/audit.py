@@ -1,13 +1,12 @@
-"""The audit: clean accuracy, attacks and their worst case, with intervals and a verdict for every sample."""
+"""The audit: clean accuracy, attacks and their worst case, a verdict for every sample, and saved examples."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -73,6 +72,10 @@ DEFAULT_MODEL = "zoo:shapes-robust"
 DEFAULT_DATA = "shapes"
 DEFAULT_ATTACKS = ("fgsm", "pgd-20")
 KEEP = ("nothing", "images", "png")
+IMAGES, PICTURES = "adversarial", "png"  # folders of saved examples
+PNG_HOLDS = "png_holds"
+"""The note of a saved image: the model classifies its 8-bit version correctly."""
+_EXAMPLES = 8  # samples with their perturbed versions, for the report
 
 
 @dataclass(frozen=True)
@@ -281,18 +284,12 @@ class _Audit:
 def _compile(context: RunContext) -> tuple[RunContext, Any]:
     x = torch.full((context.batch_size, 3, *context.preprocess.shape), 0.5, device=context.processes.device)
     model, compilation = compile_if_faster(context.model, x, context.processes.from_main)
-    return dataclasses.replace(context, compiled=None if model is context.model else model), compilation
+    return replace(context, compiled=None if model is context.model else model), compilation
 
 
 def _cost_of(named: tuple[str, Attack]) -> int:
     gradients, forwards = named[1].passes()
     return 2 * gradients + forwards
-
-
-IMAGES, PICTURES = "adversarial", "png"
-_EXAMPLES = 8  # samples with their perturbed versions, for the report
-PNG_HOLDS = "png_holds"
-"""The note of a saved image: the model classifies its 8-bit version correctly."""
 
 
 def in_8_bits(z: Tensor, x: Tensor) -> Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from vitadel.errors import UserError
 from vitadel.quantities import read_quantity
 from vitadel.runtime.opening import Opening, recorded_opening
+from vitadel.runtime.run_folder import read_command
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,16 +89,13 @@ def reopen(run_or_model: str | Path | nn.Module, settings: Mapping[str, Any], gi
 
 def _audit_command(folder: Path) -> dict[str, Any] | None:
     """The command.json of an audit; None for anything that is opened as a model."""
-    try:
-        command = json.loads((folder / "command.json").read_text("utf-8"))
-        verb, settings = command["verb"], command["settings"]
-    except (OSError, ValueError, KeyError, TypeError):
+    command = read_command(folder)
+    if command is None or command["verb"] in _MODEL_VERBS or (folder / "recipe.yaml").exists():
         return None
-    if verb in _MODEL_VERBS or (folder / "recipe.yaml").exists():
-        return None
+    verb, settings = command["verb"], command["settings"]
     if verb != "audit" or not isinstance(settings, dict) or not {"model", "data"} <= settings.keys():
         raise UserError(f"{folder} holds a run of 'vitadel {verb}'. Give the run folder of an audit, or a MODEL.")
-    return cast(dict[str, Any], command)
+    return command
 
 
 def _check_unchanged(what: str, name: str, then: object, now: str) -> None:

@@ -37,6 +37,8 @@ NOTE = "note:"
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+TOLERANCE = 1e-6
+"""Allowance for float rounding in box and budget, in pixel units."""
 
 BatchRecord = dict[str, np.ndarray]
 
@@ -78,10 +80,6 @@ class FolderCache:
         buffer = io.BytesIO()
         np.savez(buffer, **record)  # type: ignore[arg-type]
         write_atomically(self.folder.batch_file(stage, number), buffer.getvalue())
-
-
-TOLERANCE = 1e-6
-"""Allowance for float rounding in box and budget, in pixel units."""
 
 
 @dataclass(frozen=True)

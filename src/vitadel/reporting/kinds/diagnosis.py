@@ -56,7 +56,8 @@ def show_diagnosis(run: Run) -> None:
         if finding["advice"]:
             console.print(f"[yellow]{escape(title_of(finding))}:[/] {escape(finding['advice'])}")
     console.print(f"[bold]{escape(found['sentence'])}[/]")
-    console.print(f"Next: {escape(found['next'])}")
+    if found["next"]:
+        console.print(f"Next: {escape(found['next'])}")
 
 
 _FIELDS = {
