@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import yaml
-from small_probes import LINEAR, MASKS, linear, masks
 
+from small_probes import LINEAR, MASKS, linear, masks
 from vitadel.errors import UserError
 from vitadel.heads.probe_recipe import build_probe, check_probe, pixel_attack, with_tokens
 from vitadel.heads.segmentation import OnPixels

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_recipes import document
 from torch.nn import functional as F
 from training_toys import FakeTraining
 
 import vitadel
+from small_recipes import document
 from vitadel.attacks.patches.corruption_model import CorruptionModel, load_corruption_model
 from vitadel.attacks.patches.patch_threat import changed_patches
 from vitadel.backbones.classifier import wrap

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_recipes import recipe
 from torch import Tensor, nn
 from training_toys import FakeTraining
 
+from small_recipes import recipe
 from toys import images
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_recipes import recipe
 
+from small_recipes import recipe
 from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.adapters.tora.tora_vit import BranchClassifier
 from vitadel.attacks.parse import make

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_recipes import document, recipe
 
+from small_recipes import document, recipe
 from vitadel.errors import Interrupted, UserError
 from vitadel.runtime.distributed import join_processes
 from vitadel.training import loop

@@ -10,8 +10,8 @@ from dataclasses import asdict
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_recipes import document
 
+from small_recipes import document
 from toys import images
 from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.adapters.tokens.token_files import load_tokens, read_tokens

@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from small_recipes import TRADES, document
 
+from small_recipes import TRADES, document
 from vitadel.backbones.checkpoints import save_classifier
 from vitadel.backbones.load import load_model
 from vitadel.runtime.distributed import join_processes
