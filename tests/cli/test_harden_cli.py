@@ -56,7 +56,7 @@ def test_a_training_ends_with_accuracies_intervals_and_its_folder(vitadel, mine,
         (["shapes/trades", "train.epochs"], "key=value"),
         (["shapes/trades", "train.epochs=many"], "many"),
         (["shapes/trades", "train.batch_size=100000"], "only"),
-        (["shapes/trades", "data.held_out=60000"], "keep fewer"),
+        (["shapes/trades", "data.held_out=60000"], "hold out fewer"),
         (["shapes/trades", "data.held_out=0"], "nothing to select models on"),
         (["shapes/trades", "objective.attack=pgdd-3"], "did you mean pgd"),
         (["missing.yaml"], "missing.yaml"),
@@ -80,7 +80,7 @@ def test_a_model_of_the_users_is_asked_first_and_what_it_prints_is_no_result(vit
     monkeypatch.chdir(tmp_path)
     own = ["model.name=python:chatty:make", "model.kwargs=null"]
     code, _, err = vitadel("harden", mine, *own, "--out", tmp_path / "run")
-    assert (code, "'python:chatty:make' failed on two grey images of 16 x 16 pixels" in err) == (2, True)
+    assert (code, "'python:chatty:make' failed on two gray images of 16 x 16 pixels" in err) == (2, True)
     code, _, err = vitadel("harden", mine, *own, "data.train=shapes@train", "data.test=null", "--out", tmp_path / "run")
     assert (code, "a tensor of shape (2, 12), but data.train has 10 classes" in err) == (2, True)
     (tmp_path / "chatty.py").write_text((tmp_path / "chatty.py").read_text().replace("12)", "10)"))
@@ -102,7 +102,7 @@ def test_a_model_of_the_users_is_asked_first_and_what_it_prints_is_no_result(vit
 SPOILT = {
     "quiet": (
         "x.flatten(1) @ self.weight.detach()",
-        "no gradient of the answers of 'python:spoilt:quiet' reaches its parameters",
+        "no gradient of the logits of 'python:spoilt:quiet' reaches its parameters",
     ),
     "blind": ("x.detach().flatten(1) @ self.weight", "reaches its pixels: is there a detach"),
     "broken": ("x.flatten(1) @ self.weight * float('nan')", "NaN or infinite logits"),
@@ -158,7 +158,7 @@ def test_a_fresh_head_is_told(vitadel, mine, tmp_path):
     words = ["harden", mine, *model, *data, "--out", tmp_path / "run", "--device", "cpu"]
     code, _, err = vitadel(*words)
     assert code == 0, err
-    assert "the head of zoo:shapes-standard is a fresh one, for the 3 classes of data.train" in " ".join(err.split())
+    assert "the head of zoo:shapes-standard is new, for the 3 classes of data.train" in " ".join(err.split())
 
 
 def test_a_test_image_that_cannot_be_read_is_told_without_a_flag_that_there_is_not(vitadel, mine, tmp_path):
@@ -211,7 +211,7 @@ def test_a_budget_in_normalised_units_is_told_in_pixels_from_the_start(vitadel, 
     assert code == 0, err
     first, *rest = err.splitlines()
     assert first == "attack in training: eps 8/255 in normalised units = 1.83, 1.79, 1.80 /255 in pixels"
-    assert "eps 8/255 in normalised units, at most 1.83/255 in pixels" in rest[0]
+    assert "eps 8/255 in normalized units, at most 1.83/255 in pixels" in rest[0]
     text = " ".join(out.split())
     held_out = json.loads((tmp_path / "run" / "results.json").read_text())["training"]["held_out"]
     assert f"clean {held_out['clean']:.3f}, robust {held_out['robust']:.3f}" in text
@@ -229,7 +229,7 @@ def test_a_budget_in_pixels_needs_no_more_words(vitadel, tmp_path):
     words = [*TOKENS, "objective.attack=features-1", "adapter.seed=1", "--out", tmp_path / "seeded"]
     code, _, err = vitadel("harden", *words, "--device", "cpu")
     assert code == 0, err
-    assert "who reads it can train the same tokens" in " ".join(err.split())
+    assert "anyone with it can train the same tokens" in " ".join(err.split())
 
 
 @pytest.mark.parametrize(
