@@ -39,6 +39,7 @@ def test_a_short_run_ends_with_tables_report_and_folder(tmp_path):
     again = called(*SHORT, "--share", 0.25, "--out", out, "--resume", "--json", verb=alias)
     assert again.exit_code == 0
     assert json.loads(again.stdout) == results
+    assert again.stderr.count("audit --suite stability is now called stability") == 1
 
 
 def test_wrong_settings_are_refused_before_anything_is_written(tmp_path):

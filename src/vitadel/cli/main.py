@@ -40,12 +40,12 @@ _RENAMED_FLAGS = {"--doctor": "--precheck", "--no-doctor": "--no-precheck"}
 
 
 class _Verbs(TyperGroup):
-    """The verbs. Renamed flags keep working and say their new name; `audit --suite X` runs the verb X."""
+    """The verbs. Renamed flags, and `audit --suite X` for the verb X, keep working and say the new name."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         verb, *words = args
         if verb == "audit":
-            verb, words = _suite_verb([_current(word, _RENAMED_FLAGS) for word in words])
+            verb, words = _suite_verb([_current_flag(word) for word in words])
         if verb in ("audit", *_SUITES):
             self._refuse_flags_of_others(ctx, verb, words)
         return super().resolve_command(ctx, [verb, *words])
@@ -64,11 +64,11 @@ def _flags(command: Any) -> set[str]:
     return {flag for each in command.params for flag in (*each.opts, *each.secondary_opts) if flag.startswith("--")}
 
 
-def _current(old: str, renamed: dict[str, str]) -> str:
-    """Return the present name for `old`; a former name is reported on standard error."""
-    if old in renamed:
-        typer.echo(f"vitadel: {old} is now called {renamed[old]}", err=True)
-    return renamed.get(old, old)
+def _current_flag(word: str) -> str:
+    """Return the present name of a flag; a former name is reported on standard error."""
+    if word in _RENAMED_FLAGS:
+        typer.echo(f"vitadel: {word} is now called {_RENAMED_FLAGS[word]}", err=True)
+    return _RENAMED_FLAGS.get(word, word)
 
 
 def _suite_verb(words: list[str]) -> tuple[str, list[str]]:
@@ -82,7 +82,9 @@ def _suite_verb(words: list[str]) -> tuple[str, list[str]]:
     if suite not in _SUITES and suite not in _RENAMED_SUITES:
         known = nearest_names(suite, [*_SUITES, *_RENAMED_SUITES]) or "."
         raise UserError(f"unknown suite {suite!r}{known} Known: {', '.join(_SUITES)}.")
-    return _current(suite, _RENAMED_SUITES), words[:place] + words[end:]
+    verb = _RENAMED_SUITES.get(suite, suite)
+    typer.echo(f"vitadel: audit --suite {suite} is now called {verb}", err=True)
+    return verb, words[:place] + words[end:]
 
 
 app = typer.Typer(
