@@ -25,7 +25,7 @@ class Mart:
     The boost is -log(1 - largest wrong probability). Gradients flow through the weight, which is largest for
     misclassified clean images. With mixed labels, y in p_y and in the wrong classes is the likeliest class. The
     released attack is PGD on the cross-entropy, 10 steps of 0.007 at eps 0.031. `together`: one forward pass over clean
-    and attacked images; None means yes, unless the model has batch norm (`terms.forward_both`).
+    and attacked images; None means yes, unless the model has batch norm (`cross_entropy.forward_both`).
     """
 
     attack: Attack

@@ -17,7 +17,7 @@ class Trades:
     """CE(p(x), y) + beta * KL(p(x) || p(z)), with gradients through both p(x) and p(z).
 
     The released attack is `kl-10` with steps of 0.007 at eps 0.031, beta 6. `together`: one forward pass over clean and
-    attacked images; None means yes, unless the model has batch norm (`terms.forward_both`).
+    attacked images; None means yes, unless the model has batch norm (`cross_entropy.forward_both`).
     """
 
     attack: Attack
