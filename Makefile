@@ -48,7 +48,7 @@ lint: setup
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 
-check: lint ## lint, type-check and run the fast tests (under 3 minutes on 2 cores)
+check: lint ## lint, type-check and run the fast tests
 	$(TEST) -m "not slow and not browser"
 
 test: lint ## lint, type-check and run all tests
