@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from vitadel.attacks.gain_ratio import GainRecorder
 from vitadel.attacks.goals import LogitAim, OnLogits, fooled, gradient
 from vitadel.attacks.losses import dlr, lead, likeliest_wrong, targeted_dlr
 from vitadel.attacks.per_sample import PerSample, per_sample
@@ -227,11 +228,18 @@ class APGD:
         return self.search(model, x, y, rng)[0]
 
     def search(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None, all_correct: bool = False
+        self,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        rng: SampleRNG | None = None,
+        all_correct: bool = False,
+        gains: GainRecorder | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The attack's images, and the places of the samples that are not fooled.
 
-        With `all_correct` the clean images are known to be classified correctly.
+        With `all_correct` the clean images are known to be classified correctly. `gains` records what steps promise
+        and deliver.
         """
         check_pixels(x)
         x = x.detach()
@@ -246,7 +254,7 @@ class APGD:
             else:
                 best = x.clone()
             for phase in phases:
-                active = self._search_phase(phase, active, best)
+                active = self._search_phase(phase, active, best, gains)
         return best, active.place
 
     def _phases(self) -> tuple[_Phase, ...]:
@@ -261,7 +269,7 @@ class APGD:
             _Phase(self.threat, 2 * third, self.steps - 2 * third),
         )
 
-    def _search_phase(self, phase: _Phase, active: _Active, best: Tensor) -> _Active:
+    def _search_phase(self, phase: _Phase, active: _Active, best: Tensor, gains: GainRecorder | None) -> _Active:
         """Search from `best` on, write better points into it, and return the samples that are not fooled."""
         if len(active.place) == 0:
             return active
@@ -274,6 +282,8 @@ class APGD:
             with torch.enable_grad():
                 z.requires_grad_(not last)
                 values, fooled = active.aim.evaluate(z, (phase.first + iteration) / self.steps)
+                if gains is not None:
+                    gains.arrive(active.place, values.detach())
                 done = self._done(phase, fooled, z.detach(), active.x)
                 if bool(done.all()):
                     best[active.place] = z.detach()
@@ -294,7 +304,10 @@ class APGD:
             best_value = torch.where(better, value, best_value)
             reset = sizes.review(value, best_value, best, active, iteration)
             z[reset], grad[reset] = best[active.place[reset]], best_grad[reset]
-            z = sizes.move(z, grad, active.x, iteration)
+            moved = sizes.move(z, grad, active.x, iteration)
+            if gains is not None:
+                gains.depart(active.place, torch.where(reset, best_value, value), grad, z, moved)
+            z = moved
         return active
 
     def _step_sizes(self, phase: _Phase, z: Tensor, x: Tensor) -> _StepSizes:

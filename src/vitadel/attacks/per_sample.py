@@ -38,7 +38,7 @@ def _select(value: Any, chosen: Tensor) -> Any:
 
 
 SampleInfo = dict[str, Tensor]
-"""One value per sample under each name."""
+"""Under each name a tensor with one row per sample."""
 
 
 @runtime_checkable
@@ -86,5 +86,5 @@ def merge_info(info: SampleInfo, new: Mapping[str, Tensor], place: Tensor, count
     for name, values in new.items():
         if name not in info:
             missing = math.nan if values.dtype.is_floating_point else -int(values.dtype != torch.bool)
-            info[name] = values.new_full((count,), missing)
+            info[name] = values.new_full((count, *values.shape[1:]), missing)
         info[name][place] = values

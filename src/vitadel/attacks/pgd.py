@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from vitadel.attacks.gain_ratio import GainRecorder
 from vitadel.attacks.goals import OnLogits, gradient
 from vitadel.attacks.steppers import Steepest
 from vitadel.backbones.classifier import check_pixels
@@ -48,12 +49,23 @@ class PGD:
             )
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        return self.search(model, x, y, rng)
+
+    def search(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        rng: SampleRNG | None = None,
+        gains: GainRecorder | None = None,
+    ) -> Tensor:
+        """The attack's images; `gains` records what its steps promise and deliver."""
         check_pixels(x)
         x = x.detach()
         with frozen(model):
-            return self._search(model, x, y, SampleRNG.of_pixels(x) if rng is None else rng)
+            return self._search(model, x, y, SampleRNG.of_pixels(x) if rng is None else rng, gains)
 
-    def _search(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG) -> Tensor:
+    def _search(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, gains: GainRecorder | None) -> Tensor:
         aim, step = self.goal(model, x, y), self.stepper.start(self.threat, self.steps, x)
         z = self._start(x, rng.stream("start"))
         found = z.clone()
@@ -62,17 +74,22 @@ class PGD:
             with torch.enable_grad():
                 z.requires_grad_()
                 values, fooled = aim.evaluate(z, turn / self.steps)
+                if gains is not None:
+                    gains.arrive(place, values.detach())
                 if self.stop_when_fooled and bool(fooled.all()):
                     found[place] = z.detach()
                     return found
                 grad = gradient(values, z)
-            z = z.detach()
+            z, value = z.detach(), values.detach()
             if self.stop_when_fooled and bool(fooled.any()):
                 found[place[fooled]] = z[fooled]
                 rest = ~fooled
-                place, z, x, grad = place[rest], z[rest], x[rest], grad[rest]
+                place, z, x, value, grad = place[rest], z[rest], x[rest], value[rest], grad[rest]
                 aim, step = aim.keep(rest), step.keep(rest)
-            z = self.threat.project(step.move(z, grad, turn), x)
+            moved = self.threat.project(step.move(z, grad, turn), x)
+            if gains is not None:
+                gains.depart(place, value, grad, z, moved)
+            z = moved
         found[place] = z
         return found
 

@@ -24,6 +24,7 @@ from vitadel.attacks.apgd import APGD
 from vitadel.attacks.autoattack.best_points import BestPoints, RecordBest, Value
 from vitadel.attacks.autoattack.nearest_targets import nearest_targets
 from vitadel.attacks.fab import FAB
+from vitadel.attacks.gain_ratio import GainRecorder
 from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import cross_entropy, lead, margin, probability_margin, targeted_dlr
 from vitadel.attacks.per_sample import InfoAttack, SampleInfo
@@ -81,12 +82,15 @@ class _AttackState:
     y: Tensor
     rng: SampleRNG
     best: BestPoints
+    gains: Tensor
 
     def run_apgd(self, place: Tensor, steps: int, value: Value, stream: str, turn: int = 0) -> None:
         """APGD from a random start, on the samples at `place`."""
         if len(place):
             attack = APGD(self.threat, RecordBest(place, self.best, value), steps)
-            attack.search(self.model, self.x[place], self.y[place], self.rng[place].stream(stream, turn))
+            gains = GainRecorder.of(self.threat, self.x[place])
+            attack.search(self.model, self.x[place], self.y[place], self.rng[place].stream(stream, turn), gains=gains)
+            self.gains[place] += gains.sums
 
     def run_pgd(
         self, place: Tensor, lengths: tuple[float, ...], value: Value, stream: str, turn: int = 0, scaled: bool = False
@@ -101,7 +105,11 @@ class _AttackState:
         attack = PGD(self.threat, goal, Scripted(lengths), len(lengths))
         rng = self.rng[place].stream(stream, turn)
         model = _with_scaled_gradients(self.model) if scaled else self.model
-        end = attack(model, self.x[place], self.y[place], rng)
+        # Gradients through scaled attention promise nothing about the model itself.
+        gains = None if scaled else GainRecorder.of(self.threat, self.x[place])
+        end = attack.search(model, self.x[place], self.y[place], rng, gains)
+        if gains is not None:
+            self.gains[place] += gains.sums
         rest = ~self.best.fooled[place]
         if bool(rest.any()):
             with torch.no_grad():
@@ -149,13 +157,16 @@ class AutoAttackFast(InfoAttack):
             with torch.no_grad():
                 logits = model(x)
                 best = BestPoints.of(self.threat, x, logits, y, fooled(model, x, logits, y))
-            state = _AttackState(self.threat, model, x, y, rng, best)
+            gains = GainRecorder.of(self.threat, x).sums
+            state = _AttackState(self.threat, model, x, y, rng, best, gains)
             info = {"fell_in": torch.where(best.fooled, 0, -1)}
             if self.threat.eps > 0:
                 for number, stage in enumerate(self._stages(state, logits, info), start=1):
                     before = best.fooled.clone()
                     stage()
                     info["fell_in"][best.fooled & ~before] = number
+        info["gains"] = gains
+        info["margin"] = best.margin
         return best.point, info
 
     def _stages(self, state: _AttackState, logits: Tensor, info: SampleInfo) -> list[Callable[[], None]]:

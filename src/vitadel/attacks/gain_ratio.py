@@ -1,0 +1,113 @@
+"""The gain ratio: what a step delivers against what its gradient promised.
+
+A step from z to z' promises <gradient, z' - z> and delivers value(z') - value(z). The ratio of the two is that of
+trust-region methods (Conn, Gould & Toint 2000): 1 for a linear model, between 0 and 1 where the value bends, and 0 or
+less, over most steps of one length, where gradients say nothing about moves of this length: they are masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.goals import gradient
+from vitadel.attacks.losses import margin
+from vitadel.instrument.hooks import frozen
+from vitadel.types import Loss, Threat
+
+STEP = 0.25
+"""The usual step of an attack, in units of eps."""
+
+SCALES = (0.25, 1.0, 4.0)
+"""The lengths at which gains are compared, in units of an attack's step."""
+
+_EDGES = tuple(STEP * 2 * scale for scale in SCALES[:-1])  # between the scales, in units of eps
+_MOST = 2.0  # ratios are clipped to -_MOST .. _MOST, so that no single step decides a mean
+
+_ROUNDING = 1e-5  # gains below this share of the values are rounding errors
+
+
+@dataclass(frozen=True)
+class Gains:
+    """What steps promised and delivered: tensors of shape (steps, samples); `counts` where both exceed rounding."""
+
+    promised: Tensor
+    delivered: Tensor
+    counts: Tensor
+
+    @property
+    def ratio(self) -> Tensor:
+        """Delivered over promised; NaN where the promise is zero or lost in rounding."""
+        return torch.where(self.counts, self.delivered / self.promised, torch.nan)
+
+
+def measure_gains(
+    model: nn.Module, z: Tensor, y: Tensor, threat: Threat, lengths: tuple[float, ...], loss: Loss = margin
+) -> Gains:
+    """The gains of one step of each of the `lengths` from `z`, along the threat's direction of steepest ascent.
+
+    Steps stay in the box [0, 1], but may leave the ball of the threat. It costs one gradient and one forward pass for
+    each length.
+    """
+    z = z.detach()
+    with frozen(model):
+        with torch.enable_grad():
+            start = z.clone().requires_grad_()
+            values = loss(model(start), y)
+            grad = gradient(values, start)
+        before = values.detach().double()
+        direction = threat.ascent(grad, z)
+        steps = [(z + length * direction).clamp(0, 1) for length in lengths]
+        with torch.no_grad():
+            after = torch.stack([loss(model(step), y).double() for step in steps])
+    promised = torch.stack([promised_gain(grad, z, step) for step in steps])
+    return Gains(promised, after - before, _exceeds_rounding(promised, before, after))
+
+
+def promised_gain(grad: Tensor, z: Tensor, step: Tensor) -> Tensor:
+    """<gradient, step - z>, one number per sample, in float64."""
+    gain: Tensor = torch.linalg.vecdot(grad.flatten(1), (step - z).flatten(1))
+    return gain.double()
+
+
+def _exceeds_rounding(promised: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    return promised > _ROUNDING * torch.maximum(before.abs(), after.abs())
+
+
+@dataclass
+class GainRecorder:
+    """Sums over the steps of searches, for each sample and each of the `SCALES`; costs no pass and no synchronization.
+
+    A search calls `arrive` after each evaluation and `depart` before it moves on. The last axis of `sums` holds the
+    steps, those that delivered nothing, and the sums of ratio, promised and delivered gain.
+    """
+
+    threat: Threat
+    sums: Tensor
+    value: Tensor
+    promised: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, threat: Threat, x: Tensor) -> GainRecorder:
+        nothing = torch.full((len(x),), torch.nan, dtype=torch.float64, device=x.device)
+        sums = torch.zeros(len(x), len(SCALES), 5, dtype=torch.float64, device=x.device)
+        return cls(threat, sums, nothing, nothing.clone(), torch.zeros_like(nothing, dtype=torch.int64))
+
+    def depart(self, place: Tensor, value: Tensor, grad: Tensor, z: Tensor, step: Tensor) -> None:
+        """The samples at `place` go from `z`, with this value and gradient, to `step`."""
+        self.value[place] = value.double()
+        self.promised[place] = promised_gain(grad, z, step)
+        length = self.threat.size(step, z) / self.threat.eps
+        self.scale[place] = sum((length > edge).long() for edge in _EDGES)
+
+    def arrive(self, place: Tensor, value: Tensor) -> None:
+        """The samples at `place` have this value where their last step ended."""
+        before, promised, after = self.value[place], self.promised[place], value.double()
+        delivered, counts = after - before, _exceeds_rounding(promised, before, after)
+        ratio = (delivered / promised).clamp(-_MOST, _MOST)
+        terms = torch.stack([torch.ones_like(ratio), (delivered <= 0).double(), ratio, promised, delivered], dim=1)
+        self.sums[place, self.scale[place]] += torch.where(counts[:, None], terms, 0.0)
+        self.promised[place] = torch.nan  # no step, until the next departure

@@ -1,0 +1,149 @@
+"""What steps deliver against what gradients promised: closed forms, and the recorder of searches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from toys import Constant, TinyNet, images
+from vitadel.attacks.apgd import APGD
+from vitadel.attacks.gain_ratio import SCALES, GainRecorder, measure_gains
+from vitadel.attacks.goals import OnLogits
+from vitadel.attacks.losses import margin
+from vitadel.attacks.pgd import PGD
+from vitadel.attacks.steppers import Scripted
+from vitadel.attacks.threats import L1, L2, Linf
+from vitadel.evaluation.engine.stages import count_passes
+from vitadel.runtime.rng import SampleRNG
+from vitadel.types import Threat
+
+EPS = 0.04
+BALLS = [Linf(EPS), L2(0.3), L1(1.0)]
+
+
+class Linear(nn.Module):
+    """Two classes; the margin is a linear function of the pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = SampleRNG.of_samples(3, [0]).normal(3, 8, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = (x.double() * self.weight).flatten(1).sum(1)
+        return torch.stack([50 + score, -score], dim=1)
+
+
+class Reversed(Linear):
+    """The same function; its gradient has the opposite sign."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(2 * x.detach() - x)
+
+
+class Rippled(Linear):
+    """A triangle wave on every pixel, finer than the steps of an attack: slopes of 2.5 and -0.5 instead of 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = x.double() / (EPS / 16)
+        return super().forward(x + 0.375 * EPS / 16 * (4 * (place - place.round()).abs() - 1))
+
+
+def gray(count: int) -> Tensor:
+    """Pixels away from black and white, and from the kinks of `Rippled`."""
+    return 0.2013 + 0.5971 * images(count)
+
+
+@pytest.mark.parametrize("threat", BALLS, ids=lambda ball: type(ball).__name__)
+def test_a_linear_model_delivers_what_it_promises(threat):
+    y = torch.zeros(6, dtype=torch.int64)
+    gains = measure_gains(Linear(), gray(6), y, threat, tuple(scale * threat.eps / 4 for scale in SCALES))
+    assert torch.allclose(gains.ratio, torch.ones(3, 6, dtype=torch.float64), atol=1e-4)
+
+
+def test_the_promise_in_linf_is_the_l1_norm_of_the_gradient():
+    model, y = Linear(), torch.zeros(4, dtype=torch.int64)
+    gains = measure_gains(model, gray(4), y, Linf(EPS), (0.01, 0.03))
+    slope = 2 * float(model.weight.abs().sum())
+    expected = torch.tensor([[0.01 * slope] * 4, [0.03 * slope] * 4], dtype=torch.float64)
+    assert torch.allclose(gains.promised, expected, rtol=1e-5)
+
+
+def test_a_reversed_gradient_delivers_the_opposite():
+    y = torch.zeros(6, dtype=torch.int64)
+    gains = measure_gains(Reversed(), gray(6), y, Linf(EPS), (0.01,))
+    assert torch.allclose(gains.ratio, -torch.ones(1, 6, dtype=torch.float64), atol=1e-4)
+
+
+def test_a_fine_ripple_keeps_short_promises_only():
+    y = torch.zeros(30, dtype=torch.int64)
+    gains = measure_gains(Rippled(), gray(30), y, Linf(EPS), (EPS / 1600, EPS))
+    assert gains.ratio[0].median() > 0.9
+    assert gains.ratio[1].abs().median() < 0.1
+
+
+def test_no_gradient_gives_no_ratio():
+    gains = measure_gains(Constant(), gray(3), torch.zeros(3, dtype=torch.int64), Linf(EPS), (0.01,))
+    assert gains.ratio.isnan().all()
+
+
+@pytest.mark.parametrize("threat", BALLS, ids=lambda ball: type(ball).__name__)
+@pytest.mark.parametrize("search", ["pgd", "apgd"])
+def test_a_recorder_sees_the_steps_of_a_search(threat: Threat, search: str):
+    """On a linear model every step delivers its promise, whatever the search; nothing is fooled at this distance."""
+    x, y, rng = gray(5), torch.zeros(5, dtype=torch.int64), SampleRNG.of_samples(0, range(5))
+    gains = GainRecorder.of(threat, x)
+    if search == "pgd":
+        lengths = (2.0, 1.0, 0.2, 0.05, 0.02)
+        PGD(threat, OnLogits(margin), Scripted(lengths), len(lengths)).search(Linear(), x, y, rng, gains)
+    else:
+        APGD(threat, OnLogits(margin), 12).search(Linear(), x, y, rng, gains=gains)
+    steps, failed, ratio, promised, delivered = gains.sums.sum(1).unbind(1)
+    assert (steps >= 1).all()
+    assert (steps <= 12).all()
+    assert (failed == 0).all()
+    assert torch.allclose(ratio, steps, atol=1e-2)
+    assert torch.allclose(promised, delivered, rtol=1e-3)
+
+
+def test_steps_are_sorted_by_their_length():
+    x, y, rng = gray(4), torch.zeros(4, dtype=torch.int64), SampleRNG.of_samples(0, range(4))
+    gains = GainRecorder.of(Linf(EPS), x)
+    attack = PGD(Linf(EPS), OnLogits(margin), Scripted((0.0625, 0.0625, 0.25, 1.0, 0.0)), 5, random_start=False)
+    attack.search(Linear(), x, y, rng, gains)
+    assert gains.sums[:, :, 0].tolist() == [[2.0, 1.0, 1.0]] * 4
+
+
+def test_a_recorder_costs_no_pass_and_changes_nothing():
+    model, x, rng = TinyNet(4).eval(), images(20), SampleRNG.of_samples(0, range(20))
+    y = model(x).argmax(1)
+    for attack in (PGD(Linf(0.02), steps=6), APGD(Linf(0.02), steps=10)):
+        runs = []
+        for gains in (None, GainRecorder.of(Linf(0.02), x)):
+            with count_passes(model) as cost:
+                runs.append((attack.search(model, x, y, rng, gains=gains), cost))
+        (plain, cheap), (recorded, dear) = runs
+        plain, recorded = (run[0] if isinstance(run, tuple) else run for run in (plain, recorded))
+        assert torch.equal(plain, recorded)
+        assert cheap == dear
+
+
+def test_the_recorder_agrees_with_an_independent_sum():
+    """Gains of PGD on a bent model, recomputed from its iterates."""
+    model, x, rng = TinyNet(4).eval(), images(6), SampleRNG.of_samples(0, range(6))
+    y, ball, seen = model(x).argmax(1), Linf(0.03), []
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        seen.append(logits)
+        return margin(logits, labels)
+
+    gains = GainRecorder.of(ball, x)
+    PGD(ball, OnLogits(loss), Scripted((1.0,) * 5), 5, stop_when_fooled=False).search(model, x, y, rng, gains)
+    values = torch.stack([margin(logits.detach(), y).double() for logits in seen])
+    changes = values.diff(dim=0)
+    assert math.isclose(
+        float(gains.sums[:, :, 4].sum()), float(changes.sum()), abs_tol=0.2 * float(changes.abs().sum())
+    )
+    assert (gains.sums[:, :, 0].sum(1) <= 4).all()
