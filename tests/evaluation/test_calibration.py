@@ -11,8 +11,7 @@ from vitadel.attacks.wrappers import Targeted
 from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
-from vitadel.evaluation.engine.attack_preparation import BATCH, CalibrationImages, calibration_images
-from vitadel.evaluation.engine.target import open_target
+from vitadel.evaluation.engine.target import CALIBRATION_BATCH, CalibrationImages, calibration_images, open_target
 
 
 def test_a_named_set_lends_its_training_split():
@@ -57,9 +56,11 @@ def test_nothing_left_is_told():
 
 def test_batches_can_be_gone_through_again():
     target = open_target("zoo:shapes-robust", "shapes@val")
-    images = CalibrationImages(target.source, torch.arange(BATCH + 6), target.preprocess, torch.device("cpu"))
+    images = CalibrationImages(
+        target.source, torch.arange(CALIBRATION_BATCH + 6), target.preprocess, torch.device("cpu")
+    )
     first, second = list(images), list(images)
-    assert [len(y) for _, y in first] == [BATCH, 6]
+    assert [len(y) for _, y in first] == [CALIBRATION_BATCH, 6]
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first, second, strict=True))
 
 

@@ -35,7 +35,7 @@ from vitadel.errors import UserError
 from vitadel.types import Attack, Goal, Threat
 
 
-def fgsm(threat: Threat) -> Attack:
+def fgsm(threat: Threat) -> PGD:
     stepper = Filling() if isinstance(threat, L1) else Steepest(threat.eps)
     return PGD(threat, stepper=stepper, steps=1, random_start=False)
 

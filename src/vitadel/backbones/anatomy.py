@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import cast
 
 from torch import nn
@@ -57,7 +58,7 @@ class Anatomy:
 
     classes: tuple[str, ...]
     blocks: tuple[str, ...]
-    attentions: Mapping[str, ScoreSeam] = field(default_factory=lambda: {"Attention": ScoreSeam.CONTENT})
+    attentions: Mapping[str, ScoreSeam] = field(default_factory=partial(dict, Attention=ScoreSeam.CONTENT))
     prefix: str | int = 0
     tokens: TokenSeam | None = None
     no_tokens: str = ""

@@ -64,9 +64,9 @@ class AttentionHook:
             fired()  # a longer prefix acts without any call
         hook = replace(
             self,
-            scale=None if self.scale is None else notify_before(fired, self.scale),
-            observe=None if self.observe is None else notify_before(fired, self.observe),
-            edit=None if self.edit is None else notify_before(fired, self.edit),
+            scale=None if self.scale is None else _notify_before(fired, self.scale),
+            observe=None if self.observe is None else _notify_before(fired, self.observe),
+            edit=None if self.edit is None else _notify_before(fired, self.edit),
         )
         forward = _HookedForward.of(self.attention)
         forward.hooks.append(hook)
@@ -234,7 +234,7 @@ def _attribute(module: nn.Module, name: str, value: int) -> Iterator[None]:
         setattr(module, name, before)
 
 
-def notify_before(fired: Callable[[], object], act: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+def _notify_before(fired: Callable[[], object], act: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """`act`, preceded by a call of `fired`."""
 
     def notified(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
@@ -272,15 +272,14 @@ def scaled_scores(backbone: nn.Module, factors: Tensor) -> Iterator[None]:
             hook = AttentionHook(part, partial(factors.select, 0, place))
             undo.callback(hook.attach(partial(silent.pop, place, None)))
         yield
-    check_all_ran(backbone, silent.values())
+    if silent:
+        raise not_reached(backbone, silent.values())
 
 
-def check_all_ran(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise a `UserError` if there are names of modules whose hooks never fired."""
-    unseen = ", ".join(map(repr, names))
-    if unseen:
-        raise UserError(
-            f"{type(model).__name__} ran, but nothing was seen at {unseen}: "
-            "these modules were skipped, or run compiled. Inside the block, call the plain model, without "
-            "torch.compile, so that its own modules run."
-        )
+def not_reached(model: nn.Module, names: Iterable[str]) -> UserError:
+    """The error about modules, given by name, whose hooks never fired."""
+    return UserError(
+        f"{type(model).__name__} ran, but nothing was seen at {', '.join(map(repr, names))}: these modules were "
+        "skipped, or run compiled. Inside the block, call the plain model, without torch.compile, so that its own "
+        "modules run."
+    )

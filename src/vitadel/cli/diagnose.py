@@ -10,6 +10,7 @@ import typer
 from vitadel.cli import options
 from vitadel.cli.execution import open_with_notes, present, run_options
 from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, ThreatFlags, expand_groups
+from vitadel.quantities import read_quantity
 
 
 @expand_groups
@@ -28,12 +29,12 @@ def diagnose(
 
     Looks for masked gradients, weak attacks and setup errors.
     """
+    eps = read_quantity(threat.eps, "eps")  # a mistake in it is reported before torch is loaded
     from vitadel.diagnosis.run import DiagnosisRequest, run_diagnosis
-    from vitadel.quantities import read_quantity
 
     request = DiagnosisRequest(
         level=level,
-        eps=read_quantity(threat.eps, "eps"),
+        eps=eps,
         norm=threat.norm,
         surrogate=surrogate,
         **data.for_request(),

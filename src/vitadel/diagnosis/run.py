@@ -21,11 +21,18 @@ from vitadel.data.selection import BadSample, balanced_subset
 from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, Check, Finding, NotExamined, load_checks
 from vitadel.diagnosis.examination import Examination, Images, Level, attack_cost, level_named
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.attack_preparation import BATCH, CalibrationImages, calibration_images
 from vitadel.evaluation.engine.cost import PassTimes
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
 from vitadel.evaluation.engine.stages import check_any_readable
-from vitadel.evaluation.engine.target import Target, apply_class_subset, open_target, subset_like
+from vitadel.evaluation.engine.target import (
+    CALIBRATION_BATCH,
+    CalibrationImages,
+    Target,
+    apply_class_subset,
+    calibration_images,
+    open_target,
+    subset_like,
+)
 from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, result_header
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import can_diagnose, quantity_text, read_quantity
@@ -181,7 +188,7 @@ def _examination_of_tensors(
 
     def others(count: int) -> Images:
         rows = balanced_subset(known[spare], count, request.seed, spare)
-        return [select(part) for part in rows.split(BATCH)] if len(rows) else []
+        return [select(part) for part in rows.split(CALIBRATION_BATCH)] if len(rows) else []
 
     return _examine(model, *select(chosen), request, processes, others, surrogate)
 
@@ -328,9 +335,10 @@ def cost_of(level: Level, checks: Sequence[Check] = CHECKS) -> dict[str, Any]:
 
     Every attack includes one forward to judge its result. A check that does not apply to the model costs nothing.
     """
-    costs = {"clean": (0.0, 1.0)}
-    costs |= {name: attack_cost(name) for check in checks for name in check.attacks(level)}
-    costs |= {check.identifier: check.own_cost(level) for check in checks if any(check.own_cost(level))}
+    attacks = list(dict.fromkeys(name for check in checks for name in check.attacks(level)))
+    own = {check.identifier: check.own_cost(level) for check in checks}
+    costs = {"clean": (0.0, 1.0)} | {name: attack_cost(name) for name in attacks}
+    costs |= {name: cost for name, cost in own.items() if any(cost)}
     rows = [{"name": name, "gradients": float(g), "forwards": float(f)} for name, (g, f) in costs.items()]
     total = {
         "gradients": sum(float(g) for g, _ in costs.values()),

@@ -16,7 +16,7 @@ from typing import Any, overload
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import backbone_of, blocks_of
-from vitadel.backbones.attention_hooks import AttentionHook, check_all_ran, notify_before
+from vitadel.backbones.attention_hooks import AttentionHook, not_reached
 from vitadel.errors import UserError
 
 __all__ = ["AttentionHook", "Edge", "Record", "block_features", "frozen", "hooked", "token_sequence"]
@@ -37,14 +37,15 @@ class Edge:
 
     def attach(self, fired: Callable[[], object]) -> Callable[[], None]:
         """Set the hook; returns a function that removes it."""
-        act = notify_before(fired, self.act)
 
         def enter(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            changed = act(args[0])
+            fired()
+            changed = self.act(args[0])
             return None if changed is None else (changed, *args[1:])
 
         def leave(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-            return act(output)
+            fired()
+            return self.act(output)
 
         if self.before:
             return self.module.register_forward_pre_hook(enter, prepend=self.first).remove
@@ -64,8 +65,8 @@ def hooked(model: nn.Module, sites: Sequence[Edge | AttentionHook]) -> Iterator[
         for place, site in enumerate(sites):
             undo.callback(site.attach(partial(silent.pop, place, None)))
         yield
-    if runs:
-        check_all_ran(model, silent.values())
+    if runs and silent:
+        raise not_reached(model, silent.values())
 
 
 @contextmanager

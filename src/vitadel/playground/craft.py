@@ -17,8 +17,9 @@ from vitadel.attacks.threats import make_threat
 from vitadel.backbones.classifier import check_logits
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import in_8_bits
-from vitadel.evaluation.engine.attack_preparation import BATCH, calibrate, needs_calibration
+from vitadel.evaluation.engine.attack_preparation import calibrate, needs_calibration
 from vitadel.evaluation.engine.stages import MemoryCache, RunContext, count_passes, judge, rules_of
+from vitadel.evaluation.engine.target import CALIBRATION_BATCH
 from vitadel.instrument.attention_rows import attention_over_patches
 from vitadel.instrument.hooks import frozen
 from vitadel.playground.models import OpenedModel
@@ -126,7 +127,9 @@ def prepare_attack(
             "Start the playground with --data SPEC, or choose an attack without calibration."
         )
     target, here = opened.target, Processes(0, 1, opened.device)
-    context = RunContext(target.model, target.source, target.preprocess, MemoryCache(), here, BATCH, form.seed)
+    context = RunContext(
+        target.model, target.source, target.preprocess, MemoryCache(), here, CALIBRATION_BATCH, form.seed
+    )
     attacked = torch.tensor([] if index is None else [index], dtype=torch.int64)
     with _report_passes(target.model, None, report, calibration_of=form.attack):
         return calibrate(attack, context, target, attacked, None)

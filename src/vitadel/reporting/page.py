@@ -16,7 +16,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vitadel.errors import UserError
-from vitadel.reporting.audit_figures import draw_accuracies
 from vitadel.reporting.comparison import headline, overview, pairings
 from vitadel.reporting.figures import Picture, lighten_images
 from vitadel.reporting.kind import Section, Trust, kind_of, name_damage
@@ -43,9 +42,7 @@ def write_report(runs: Sequence[Path], out: Path) -> None:
     page = _render(found, views)  # first: if anything cannot be shown, nothing is written
     for run, view in zip(found, views, strict=True):
         if out.resolve().is_relative_to(run.path.resolve()):
-            pictures = [draw_accuracies([run]) if kind_of(run).one_budget else None]
-            pictures += [section.picture for section in view.sections]
-            for picture in filter(None, pictures):
+            for picture in filter(None, [section.picture for section in (*_accuracies(run), *view.sections)]):
                 write_atomically(run.path / "figures" / f"{picture.name}.png", picture.png())
     write_atomically(out, page.encode("utf-8", errors="replace"))
 
@@ -101,7 +98,7 @@ def _render(runs: Sequence[Run], views: Sequence[_View]) -> str:
         title=f"{len(runs)} runs compared" if several else f"{views[0].label} on {aspects(runs[0])['data']}",
         headline=headline(runs, pairs) if several else "",
         doubted=[view for view in views if view.trust and view.trust.verdict in ("broken", "suspicious")],
-        overview=overview(runs, pairs) if several else list(filter(None, [accuracy_section(runs)])),
+        overview=overview(runs, pairs) if several else _accuracies(runs[0]),
         runs=views,
         script=Markup(_script()),
         script_hash=f"sha256-{base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()}",
@@ -118,6 +115,12 @@ def _render(runs: Sequence[Run], views: Sequence[_View]) -> str:
     figures = iter(_fit(drawn, MOST_BYTES - _bytes_of(words)))
     whole: str = page(inline=lambda picture: next(figures))
     return whole
+
+
+def _accuracies(run: Run) -> list[Section]:
+    """The chart of accuracies; of a run without attacks the gauge of clean images already says it all."""
+    section = accuracy_section([run]) if run.attacks else None
+    return [] if section is None else [section]
 
 
 def _fit(drawn: Sequence[str], room: int) -> list[Markup]:

@@ -15,9 +15,8 @@ from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.adapters.tokens.token_files import load_tokens
 from vitadel.data.spec import same_images
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.attack_preparation import CalibrationImages, calibration_images
 from vitadel.evaluation.engine.stages import RunContext
-from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.target import CalibrationImages, Target, calibration_images
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import progress
 from vitadel.runtime.run_folder import RunFolder

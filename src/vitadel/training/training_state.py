@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.attack_preparation import CalibrationImages
+from vitadel.evaluation.engine.target import CalibrationImages
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import write_atomically

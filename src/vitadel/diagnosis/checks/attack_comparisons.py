@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.losses import kl_divergence
 from vitadel.attacks.parse import make
-from vitadel.attacks.settings import training_form
+from vitadel.attacks.registry import fgsm
 from vitadel.attacks.steppers import usual_length
 from vitadel.attacks.surrogate import Surrogate
+from vitadel.attacks.threats import make_threat
 from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.examination import Examination, attack_cost, probing_threat
 from vitadel.instrument.hooks import frozen
@@ -65,7 +66,7 @@ def single_step(e: Examination) -> Outcome:
 
 
 def _correct_after_one_step(e: Examination, eps: float) -> Tensor:
-    step = training_form(make("fgsm", eps=eps, norm=e.norm))
+    step = replace(fgsm(make_threat(e.norm, eps)), stop_when_fooled=False)  # misclassified images move, too
     return e.logits_of(e.craft(step)).argmax(1) == e.y
 
 

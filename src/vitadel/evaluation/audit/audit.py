@@ -24,7 +24,7 @@ from vitadel.data.selection import BadSample
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.evidence import findings_about, findings_about_mode, findings_about_outputs
 from vitadel.evaluation.audit.protocols import compare_with_protocols, protocol_named
-from vitadel.evaluation.engine.attack_preparation import calibrate, calibration_images, needs_calibration, preflight
+from vitadel.evaluation.engine.attack_preparation import calibrate, needs_calibration, preflight
 from vitadel.evaluation.engine.cost import compile_if_faster
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, request_from, run_settings
 from vitadel.evaluation.engine.stages import (
@@ -37,7 +37,7 @@ from vitadel.evaluation.engine.stages import (
     check_budget,
     rules_of,
 )
-from vitadel.evaluation.engine.target import Target, apply_class_subset, open_target
+from vitadel.evaluation.engine.target import Target, apply_class_subset, calibration_images, open_target
 from vitadel.evaluation.engine.verdicts import (
     Verdicts,
     accuracy_among_all,

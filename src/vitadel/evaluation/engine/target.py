@@ -1,4 +1,5 @@
-"""What is evaluated: a model and its data, how they were opened, and the restriction to a benchmark's classes.
+"""What is evaluated: a model and its data, how they were opened, the restriction to a benchmark's classes, and
+images that are not evaluated.
 
 ImageNet-A and ImageNet-R have 200 of the 1000 classes. Published numbers (Hendrycks et al., arXiv:1907.07174 and
 2006.16241) take the largest of these 200 logits.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +26,10 @@ from vitadel.backbones.load import zoo_names
 from vitadel.backbones.record import ModelRecord
 from vitadel.backbones.timm_models import is_timm_name
 from vitadel.data import open_dataset
+from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.selection import BadSample, balanced_subset, check_labels, skipped
+from vitadel.data.spec import parse_spec, same_images
 from vitadel.errors import UserError
 from vitadel.runtime.opening import Opening
 from vitadel.types import Source
@@ -256,6 +259,77 @@ def relabel_like(other: Source, source: Source) -> Source:
     if not isinstance(source, SubsetSource) or len(other.classes) != len(source.source.classes):
         return other
     return SubsetSource(other, source.chosen)
+
+
+CALIBRATION_BATCH = 64
+"""Images per calibration batch: fixed, so that the result does not depend on the batch size of the run."""
+
+
+@dataclass(frozen=True)
+class CalibrationImages:
+    """Batches (pixels, labels) that can be iterated repeatedly and are not kept in memory."""
+
+    source: Source
+    indices: Tensor
+    preprocess: Preprocess
+    device: torch.device
+    skip_bad: bool | None = None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        chunks = [part.tolist() for part in self.indices.split(CALIBRATION_BATCH)]
+        for batch in read_batches(self.source, chunks, self.preprocess, skip_bad=self.skip_bad):
+            if len(batch.y):
+                batch = batch.to(self.device)
+                yield batch.x, batch.y
+
+
+def calibration_images(
+    target: Target, evaluated: Tensor, spec: str | None, wanted: int, seed: int, flag: str = "--calibration"
+) -> tuple[Source, Tensor]:
+    """Images from `spec` (the value of `flag`), or the training split of the data, or what the selection leaves out."""
+    source = _training_split(target) if spec is None else open_dataset(spec, root=target.data_root, skip_bad=True)
+    if spec is not None and _is_evaluated(target, spec):
+        raise UserError(
+            f"{flag} {spec} are the evaluated images, and an attack must not be calibrated on them. Give other data, "
+            "or leave the flag out: then the training split is used, or what --limit leaves out."
+        )
+    leftover = source is None
+    source = target.source if source is None else relabel_like(source, target.source)
+    labels = source.labels()
+    classes = target.model.record.num_classes or len(target.source.classes)
+    usable = (labels >= 0) & (labels < classes)
+    if leftover:
+        usable[evaluated] = False
+    rows = usable.nonzero()[:, 0]
+    if len(rows) == 0 and not leftover:
+        raise UserError(f"no image of the calibration data has one of the model's {classes} classes; give other data")
+    if len(rows) == 0:
+        raise UserError(
+            f"this attack needs calibration images that are not evaluated, and {target.data_spec} has no training "
+            f"split and no image left. Give some with {flag} SPEC, or leave some out with --limit."
+        )
+    return source, balanced_subset(labels[rows], min(wanted, len(rows)), seed, rows)
+
+
+def _is_evaluated(target: Target, spec: str) -> bool:
+    if target.given_as_object:
+        return False
+    root = Path("data" if target.data_root is None else target.data_root)
+    specs = (spec, target.data_spec)
+    return same_images(*(parse_spec(each, root=root, split=None) for each in specs))
+
+
+def _training_split(target: Target) -> Source | None:
+    """The training split of the data; None if they are not given by name, are that split already, or have none."""
+    spec = target.data_spec
+    head, _, split = spec.rpartition("@")
+    name = head if split in ("test", "val") and head else spec
+    if split == "train" or target.given_as_object or Path(spec).exists():
+        return None
+    try:
+        return open_dataset(f"{name}@train", root=target.data_root, skip_bad=True)
+    except UserError:
+        return None
 
 
 def _check_outputs(outputs: int | None, of: int, chosen: int, name: str) -> None:
