@@ -15,6 +15,7 @@ __all__ = [
     "Aim",
     "Attack",
     "Calibrated",
+    "Ensemble",
     "Goal",
     "Loss",
     "OwnRules",
@@ -56,6 +57,15 @@ class Calibrated(Protocol):
 
     def prepared(self, model: nn.Module, calibration: Iterable[tuple[Tensor, Tensor]], seed: int = 0) -> Attack:
         """The attack ready to run; `calibration` gives batches (pixels, labels) and can be gone through repeatedly."""
+        ...
+
+
+@runtime_checkable
+class Ensemble(Protocol):
+    """An attack made of several, each on the samples that the earlier ones did not fool."""
+
+    def members(self) -> Sequence[tuple[str, Attack]]:
+        """Its attacks in order, with their names in results."""
         ...
 
 

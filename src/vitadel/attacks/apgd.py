@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitadel.attacks.gain_ratio import GainRecorder
 from vitadel.attacks.goals import LogitAim, OnLogits, fooled, gradient
 from vitadel.attacks.losses import dlr, lead, likeliest_wrong, targeted_dlr
-from vitadel.attacks.per_sample import PerSample, per_sample
+from vitadel.attacks.per_sample import keep_samples, per_sample
 from vitadel.attacks.threats import L1, Linf
 from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.classifier import check_pixels
@@ -83,7 +83,7 @@ class _StepSizes(Protocol):
 
 
 @dataclass
-class _HalvedSteps(PerSample):
+class _HalvedSteps:
     """Steps with momentum, halved where few of them raised the value or the best value no longer grows (Linf, L2)."""
 
     threat: Threat
@@ -97,6 +97,8 @@ class _HalvedSteps(PerSample):
     last_best: Tensor
     halved: Tensor
     window: int = 0
+
+    keep = keep_samples
 
     @classmethod
     def start(cls, threat: Threat, steps: int, rho: float, momentum: float, z: Tensor) -> _HalvedSteps:
@@ -138,7 +140,7 @@ class _HalvedSteps(PerSample):
 
 
 @dataclass
-class _SparseSteps(PerSample):
+class _SparseSteps:
     """Equal steps in the pixels with the largest gradients: two thirds as many as the best point changes (L1).
 
     While the best point becomes sparser, steps are eps long; otherwise they shrink.
@@ -149,6 +151,8 @@ class _SparseSteps(PerSample):
     length: Tensor
     changed: Tensor
     count: Tensor
+
+    keep = keep_samples
 
     @classmethod
     def start(cls, threat: L1, every: int, z: Tensor, x: Tensor) -> _SparseSteps:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from vitadel.adapters.tora.tora_settings import BRANCHES
 from vitadel.adapters.tora.tora_vit import Tora
-from vitadel.attacks.per_sample import InfoAttack, SampleInfo, run_attack
+from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, run_attack
 from vitadel.attacks.surrogate import Surrogate, deployed
 from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError, nearest_names
@@ -40,7 +40,7 @@ class _BranchLogits(nn.Module):
 
 
 @dataclass(frozen=True)
-class BranchAttack(InfoAttack):
+class BranchAttack:
     """An attack that follows the loss of one branch and stops where the joint prediction is fooled.
 
     The joint prediction is the mean of two: where its own loss is flat, that of one branch may not be.
@@ -54,9 +54,10 @@ class BranchAttack(InfoAttack):
             near = nearest_names(self.branch, BRANCHES) or "."
             raise UserError(f"unknown branch {self.branch!r} to aim at{near} Known: {', '.join(BRANCHES)}.")
 
-    def _run(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
-    ) -> tuple[Tensor, SampleInfo]:
+    __call__ = images_of
+    run_with_info = images_and_info_of
+
+    def run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool) -> tuple[Tensor, SampleInfo]:
         check_pixels(x)
         own = rng.stream("aimed", BRANCHES.index(self.branch))
         joint = deployed(model)

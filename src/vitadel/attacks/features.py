@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitadel.attacks.goals import deployed_fooled, fooled
-from vitadel.attacks.per_sample import PerSample
+from vitadel.attacks.per_sample import keep_samples
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest, usual_length
 from vitadel.attacks.threats import Linf
@@ -88,12 +88,14 @@ def _check_axis(axis: str) -> None:
 
 
 @dataclass(frozen=True)
-class _FeatureAim(PerSample):
+class _FeatureAim:
     model: nn.Module
     x: Tensor
     y: Tensor
     clean: tuple[Tensor, ...]
     goal: AwayFromFeatures
+
+    keep = keep_samples
 
     def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         logits, features = self.goal.features(self.model, z)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.losses import cross_entropy, kl_divergence, margin, precise
-from vitadel.attacks.per_sample import PerSample
+from vitadel.attacks.per_sample import keep_samples
 from vitadel.attacks.surrogate import Surrogate, deployed
 from vitadel.errors import UserError
 from vitadel.types import Aim, Loss
@@ -52,13 +52,15 @@ def gradient(values: Tensor, z: Tensor, again: bool = False) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LogitAim(PerSample):
+class LogitAim:
     """A loss of the logits bound to a batch; `more` holds further arguments of the loss, one entry per sample each."""
 
     model: nn.Module
     y: Tensor
     loss: Callable[..., Tensor]
     more: tuple[Tensor, ...] = ()
+
+    keep = keep_samples
 
     def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         logits = self.model(z)
@@ -93,12 +95,14 @@ class FromClean:
 
 
 @dataclass
-class _GamaAim(PerSample):
+class _GamaAim:
     model: nn.Module
     y: Tensor
     guide: Tensor | None  # None: the probabilities of the first evaluation
     weight: float
     until: float
+
+    keep = keep_samples
 
     def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         logits = self.model(z)

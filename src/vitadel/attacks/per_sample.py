@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol, Self, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +13,22 @@ from torch import Tensor, nn
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
 
+_State = TypeVar("_State")
+
 
 def per_sample(values: Tensor, like: Tensor) -> Tensor:
     """One value per sample, in a shape that broadcasts with `like`."""
     return values.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
 
-class PerSample:
-    """Base of dataclasses whose tensors, tuples of tensors and random streams hold one entry per sample."""
+def keep_samples(state: _State, chosen: Tensor) -> _State:
+    """A copy of a dataclass for the chosen samples: its tensors, tuples of tensors and random streams are indexed.
 
-    def keep(self, chosen: Tensor) -> Self:
-        """A copy for the chosen samples; other fields stay as they are."""
-        part = cast(Any, self)
-        fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-        return cast(Self, dataclasses.replace(part, **{name: _select(value, chosen) for name, value in fields.items()}))
+    Goals and steppers assign it to `keep`, if their state has one entry per sample.
+    """
+    part = cast(Any, state)
+    fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    return cast(_State, dataclasses.replace(part, **{name: _select(value, chosen) for name, value in fields.items()}))
 
 
 def _select(value: Any, chosen: Tensor) -> Any:
@@ -52,21 +54,24 @@ class ReportsSampleInfo(Protocol):
         ...
 
 
-class InfoAttack:
-    """Base of attacks that report sample info: they define `_run`, which may skip the info."""
+class RunsWithInfo(Protocol):
+    """An attack whose `__call__` is `images_of` and whose `run_with_info` is `images_and_info_of`."""
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        return self._run(model, x, y, SampleRNG.of_pixels(x) if rng is None else rng, with_info=False)[0]
+    def run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool) -> tuple[Tensor, SampleInfo]:
+        """Images and sample info, which may be left out unless `with_info`."""
+        ...
 
-    def run_with_info(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
-    ) -> tuple[Tensor, SampleInfo]:
-        return self._run(model, x, y, SampleRNG.of_pixels(x) if rng is None else rng, with_info=True)
 
-    def _run(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
-    ) -> tuple[Tensor, SampleInfo]:
-        raise NotImplementedError
+def images_of(attack: RunsWithInfo, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+    """Run the attack without info that would cost further passes."""
+    return attack.run(model, x, y, SampleRNG.of_pixels(x) if rng is None else rng, with_info=False)[0]
+
+
+def images_and_info_of(
+    attack: RunsWithInfo, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+) -> tuple[Tensor, SampleInfo]:
+    """Run the attack with its sample info."""
+    return attack.run(model, x, y, SampleRNG.of_pixels(x) if rng is None else rng, with_info=True)
 
 
 def run_attack(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitadel.attacks.per_sample import PerSample, per_sample
+from vitadel.attacks.per_sample import keep_samples, per_sample
 from vitadel.attacks.threats import Linf
 from vitadel.errors import UserError
 from vitadel.types import Step, Threat
@@ -26,11 +26,13 @@ def usual_length(threat: Threat, steps: int) -> float:
 
 
 @dataclass(frozen=True)
-class _SteepestSteps(PerSample):
+class _SteepestSteps:
     """Steps along the direction of steepest ascent; the last of `lengths` repeats."""
 
     threat: Threat
     lengths: tuple[float, ...]
+
+    keep = keep_samples
 
     def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
         return z + self.lengths[min(turn, len(self.lengths) - 1)] * self.threat.ascent(grad, z)
@@ -70,8 +72,10 @@ class Dropping:
 
 
 @dataclass(frozen=True)
-class _Filling(PerSample):
+class _Filling:
     eps: float
+
+    keep = keep_samples
 
     def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
         slope, here = grad.flatten(1).double(), z.flatten(1).double()
@@ -94,11 +98,13 @@ class Filling:
 
 
 @dataclass
-class _MomentumSteps(PerSample):
+class _MomentumSteps:
     threat: Threat
     length: float
     decay: float
     memory: Tensor
+
+    keep = keep_samples
 
     def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
         size = grad.flatten(1).abs().mean(1).clamp(min=1e-12)
@@ -126,12 +132,14 @@ class Momentum:
 
 
 @dataclass
-class _FadingSteps(PerSample):
+class _FadingSteps:
     threat: Threat
     lengths: tuple[float, ...]
     keeping: float
     x: Tensor
     before: Tensor | None = None
+
+    keep = keep_samples
 
     def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
         ahead = self.threat.project(z + self.lengths[turn] * self.threat.ascent(grad, z), self.x)

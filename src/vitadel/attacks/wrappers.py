@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from vitadel.attacks.goals import deployed_fooled
 from vitadel.attacks.losses import check_classes, likeliest_wrong
-from vitadel.attacks.per_sample import InfoAttack, SampleInfo, merge_info, run_attack
+from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, merge_info, run_attack
 from vitadel.attacks.surrogate import View, deployed, seen_through
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
@@ -52,7 +52,7 @@ def _run_in_turn(
 
 
 @dataclass(frozen=True)
-class Restarts(InfoAttack):
+class Restarts:
     """Repeat an attack, with new random numbers, on the samples that it has not fooled yet."""
 
     attack: Attack
@@ -62,9 +62,10 @@ class Restarts(InfoAttack):
         if self.times < 1:
             raise UserError(f"restarts must be at least 1, got {self.times}")
 
-    def _run(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
-    ) -> tuple[Tensor, SampleInfo]:
+    __call__ = images_of
+    run_with_info = images_and_info_of
+
+    def run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool) -> tuple[Tensor, SampleInfo]:
         """With the info of each sample's last run."""
         runs = [(self.attack, "restart", number) for number in range(self.times)]
         return _run_in_turn(runs, model, x, y, rng, with_info)
@@ -80,7 +81,7 @@ def with_restarts(attack: Attack, restarts: int) -> Attack:
 
 
 @dataclass(frozen=True)
-class WorstOf(InfoAttack):
+class WorstOf:
     """Several attacks, each on the samples that the earlier ones did not fool: the worst case per sample.
 
     `names` are the members' names in results; `audit` runs the members as separate stages with the same random numbers.
@@ -103,9 +104,10 @@ class WorstOf(InfoAttack):
         names = self.names or tuple(str(number) for number in range(len(self.attacks)))
         return list(zip(names, self.attacks, strict=True))
 
-    def _run(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
-    ) -> tuple[Tensor, SampleInfo]:
+    __call__ = images_of
+    run_with_info = images_and_info_of
+
+    def run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool) -> tuple[Tensor, SampleInfo]:
         """With the info of the last member that ran on each sample."""
         runs = [(attack, MEMBER, number) for number, attack in enumerate(self.attacks)]
         return _run_in_turn(runs, model, x, y, rng, with_info)
@@ -128,7 +130,7 @@ def _mean_logits(model: nn.Module, x: Tensor, times: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Averaged(InfoAttack):
+class Averaged:
     """Expectation over transformation (Athalye et al. 2018, arXiv:1707.07397), for models with random outputs.
 
     Losses, gradients and verdicts come from the mean logits of `times` passes. Features and attention maps that the
@@ -142,9 +144,10 @@ class Averaged(InfoAttack):
         if self.times < 1:
             raise UserError(f"eot needs at least 1 pass to average, got {self.times}")
 
-    def _run(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
-    ) -> tuple[Tensor, SampleInfo]:
+    __call__ = images_of
+    run_with_info = images_and_info_of
+
+    def run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool) -> tuple[Tensor, SampleInfo]:
         mean = seen_through(model, partial(View, read=partial(_mean_logits, times=self.times)))
         return run_attack(self.attack, mean, x, y, rng, with_info)
 
@@ -174,7 +177,7 @@ def _pick(ranked: Tensor, uniform: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Targeted(InfoAttack):
+class Targeted:
     """Run an attack towards a target class: one number for all samples, or one class per sample by a rule.
 
     `next` is the most likely wrong class of the clean image, `least` the least likely one, `random` any wrong one. The
@@ -189,9 +192,10 @@ class Targeted(InfoAttack):
         if isinstance(self.target, str) and self.target not in _RULES:
             raise UserError(f"unknown target {self.target!r}; give the number of a class, or {', '.join(_RULES)}")
 
-    def _run(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
-    ) -> tuple[Tensor, SampleInfo]:
+    __call__ = images_of
+    run_with_info = images_and_info_of
+
+    def run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool) -> tuple[Tensor, SampleInfo]:
         targets = self._targets(model, x.detach(), y, rng)
         found, info = x.detach().clone(), SampleInfo()
         for target in targets.unique().tolist():

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from vitadel.attacks.losses import hard_labels
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.settings import threats_in
-from vitadel.attacks.wrappers import Averaged, Restarts, WorstOf
+from vitadel.attacks.wrappers import Averaged, Restarts
 from vitadel.runtime.rng import SampleRNG
-from vitadel.types import Attack
+from vitadel.types import Attack, Ensemble
 
 
 def run_inner_attack(
@@ -54,6 +54,6 @@ class _KeepsModes(nn.Module):
 def _takes_mixed_labels(attack: Attack) -> bool:
     if isinstance(attack, Restarts | Averaged):
         return _takes_mixed_labels(attack.attack)
-    if isinstance(attack, WorstOf):
-        return all(map(_takes_mixed_labels, attack.attacks))
+    if isinstance(attack, Ensemble):
+        return all(_takes_mixed_labels(member) for _, member in attack.members())
     return isinstance(attack, PGD)

@@ -22,7 +22,7 @@ from vitadel.attacks.attention_scaling.factors import (
     search_factors_as_printed,
 )
 from vitadel.attacks.losses import cross_entropy
-from vitadel.attacks.per_sample import InfoAttack, SampleInfo, merge_info, run_attack
+from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, merge_info, run_attack
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.surrogate import Surrogate, changed, deployed, seen_through
 from vitadel.attacks.wrappers import not_fooled
@@ -43,7 +43,7 @@ _STREAM = "rescaled"  # the random stream of a search through scaled attention
 
 
 @dataclass(frozen=True)
-class Rescaled(InfoAttack):
+class Rescaled:
     """An attack on the model with scaled attention, then the plain attack on the samples that are not fooled.
 
     `factors`: one number, or one per softmax attention. With `backward_only` the forward pass is that of the deployed
@@ -58,9 +58,10 @@ class Rescaled(InfoAttack):
     literal: bool = False
     paper_style: bool = False
 
-    def _run(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
-    ) -> tuple[Tensor, SampleInfo]:
+    __call__ = images_of
+    run_with_info = images_and_info_of
+
+    def run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool) -> tuple[Tensor, SampleInfo]:
         check_pixels(x)
         attentions_of(model)  # refuses a model without known attention before anything is computed
         view = seen_through(model, lambda inner: changed(inner, self._change))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.goals import fooled as is_fooled
 from vitadel.attacks.losses import margin
-from vitadel.attacks.per_sample import PerSample
+from vitadel.attacks.per_sample import keep_samples
 from vitadel.attacks.threats import L1
 from vitadel.types import Aim, Threat
 
@@ -56,12 +56,14 @@ def _rival(logits: Tensor, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _RecordingAim(PerSample):
+class _RecordingAim:
     model: nn.Module
     y: Tensor
     place: Tensor
     best: BestPoints
     value: Value
+
+    keep = keep_samples
 
     def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         logits = self.model(z)

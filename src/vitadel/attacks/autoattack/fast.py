@@ -27,7 +27,7 @@ from vitadel.attacks.fab import FAB
 from vitadel.attacks.gain_ratio import GainRecorder
 from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import cross_entropy, lead, margin, probability_margin, targeted_dlr
-from vitadel.attacks.per_sample import InfoAttack, SampleInfo
+from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.square import Square
 from vitadel.attacks.steppers import Scripted
@@ -117,7 +117,7 @@ class _AttackState:
 
 
 @dataclass(frozen=True)
-class AutoAttackFast(InfoAttack):
+class AutoAttackFast:
     """The stages of `STAGES` with their numbers of steps.
 
     `targets` x `target_steps` short runs and `best_targets` x `best_steps` long ones towards wrong classes, up to seven
@@ -143,9 +143,10 @@ class AutoAttackFast(InfoAttack):
             name, value = next(iter(small.items()))
             raise UserError(f"{name} of autoattack-fast must be at least 1, got {value}")
 
-    def _run(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool
-    ) -> tuple[Tensor, SampleInfo]:
+    __call__ = images_of
+    run_with_info = images_and_info_of
+
+    def run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool) -> tuple[Tensor, SampleInfo]:
         """With info about each sample, which costs nothing.
 
         The stage that fooled it (`fell_in`), its distance from the boundary before the restarts (`missing`), its number

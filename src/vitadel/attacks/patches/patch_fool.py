@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.patches.patch_threat import Patches, PatchGrid, check_images, cut, patch_grid_of, pixel_mask
-from vitadel.attacks.per_sample import PerSample
+from vitadel.attacks.per_sample import keep_samples
 from vitadel.attacks.threats import L2, Linf
 from vitadel.attacks.wrappers import with_restarts
 from vitadel.errors import UserError, nearest_names
@@ -76,7 +76,7 @@ def without_conflict(grad: Tensor, main: Tensor, squared: bool = True) -> Tensor
 
 
 @dataclass
-class _Adam(PerSample):
+class _Adam:
     """Gradient ascent by Adam (Kingma & Ba 2015); the rate is multiplied by `decay` every `every` steps."""
 
     rate: float
@@ -84,6 +84,8 @@ class _Adam(PerSample):
     every: int
     mean: Tensor
     square: Tensor
+
+    keep = keep_samples
 
     def move(self, z: Tensor, grad: Tensor, turn: int) -> Tensor:
         self.mean = 0.9 * self.mean + 0.1 * grad
@@ -93,13 +95,15 @@ class _Adam(PerSample):
 
 
 @dataclass(frozen=True)
-class _PatchBatch(PerSample):
+class _PatchBatch:
     """The samples under attack: clean images, labels and, per sample, the numbers of the chosen patches."""
 
     x: Tensor
     y: Tensor
     picked: Tensor
     grid: PatchGrid
+
+    keep = keep_samples
 
     @property
     def area(self) -> Tensor:

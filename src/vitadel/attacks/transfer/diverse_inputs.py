@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from vitadel.attacks.goals import deployed_fooled
 from vitadel.attacks.losses import cross_entropy, margin
-from vitadel.attacks.per_sample import PerSample
+from vitadel.attacks.per_sample import keep_samples
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.backbones.classifier import check_pixels
@@ -45,11 +45,13 @@ def shrunk(z: Tensor, size: Tensor, corner: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _DiverseAim(PerSample):
+class _DiverseAim:
     model: nn.Module
     y: Tensor
     rng: SampleRNG
     attack: Diverse
+
+    keep = keep_samples
 
     def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         # Keyed by progress, so that the goal needs neither a counter nor the number of steps.

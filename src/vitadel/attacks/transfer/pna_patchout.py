@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.goals import deployed_fooled
 from vitadel.attacks.losses import cross_entropy
-from vitadel.attacks.per_sample import PerSample
+from vitadel.attacks.per_sample import keep_samples
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.surrogate import deployed
@@ -26,7 +26,7 @@ _SHARE = 130 / 196  # 130 of the 14 x 14 patches of a ViT with patches of 16 pix
 
 
 @dataclass(frozen=True)
-class _PatchAim(PerSample):
+class _PatchAim:
     model: nn.Module
     x: Tensor
     y: Tensor
@@ -35,6 +35,8 @@ class _PatchAim(PerSample):
     share: float
     weight: float
     verdicts: bool
+
+    keep = keep_samples
 
     def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         logits = self.model(self._shown(z, progress))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.goals import fooled
 from vitadel.attacks.losses import cross_entropy
-from vitadel.attacks.per_sample import PerSample
+from vitadel.attacks.per_sample import keep_samples
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.attacks.surrogate import deployed
@@ -75,11 +75,13 @@ def _in_place_of(own: Tensor, block: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _EveryBlockAim(PerSample):
+class _EveryBlockAim:
     model: nn.Module
     y: Tensor
     loss: Loss
     seen: BlockLogits
+
+    keep = keep_samples
 
     def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         own = self.model(z)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.parse import numbered_targets
-from vitadel.attacks.wrappers import WorstOf
 from vitadel.evaluation.engine.stages import RunContext
 from vitadel.evaluation.engine.target import CalibrationImages, Target, calibration_images
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
-from vitadel.types import Attack, Calibrated
+from vitadel.types import Attack, Calibrated, Ensemble
 
 
 def needs_calibration(attack: Attack) -> bool:
@@ -66,7 +65,7 @@ def preflight(model: nn.Module, attacks: Sequence[tuple[str, Attack]], shape: tu
 
 def _first_steps(attack: Attack, model: nn.Module, x: Tensor, y: Tensor) -> Iterator[Callable[[], object]]:
     """The first steps of an attack: of each member of an ensemble, of the calibration, and of what it wraps."""
-    if isinstance(attack, WorstOf):
+    if isinstance(attack, Ensemble):
         for _, member in attack.members():
             yield from _first_steps(member, model, x, y)
     elif not needs_calibration(attack):

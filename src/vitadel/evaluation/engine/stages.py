@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.per_sample import run_attack
-from vitadel.attacks.wrappers import MEMBER, WorstOf
+from vitadel.attacks.wrappers import MEMBER
 from vitadel.backbones.classifier import check_logits, fastest_attention
 from vitadel.data.batches import Batch, read_batches
 from vitadel.data.preprocess import Preprocess
@@ -30,7 +30,7 @@ from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import RESUMED, progress
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder, write_atomically
-from vitadel.types import Attack, OwnRules, Source, Threat
+from vitadel.types import Attack, Ensemble, OwnRules, Source, Threat
 
 NOTE = "note:"
 """Prefix of the arrays of a batch record that hold an attack's notes about each sample."""
@@ -282,7 +282,7 @@ def attack_stage(
     """Attack these samples; the members of an ensemble run one after another, each on what the earlier ones left."""
     if needs_known_family:
         context = replace(context, compiled=None)
-    if not isinstance(attack, WorstOf):
+    if not isinstance(attack, Ensemble):
         return [MemberResult("", _one_attack(context, stage, attack, threat, indices, lambda rng: rng))]
     results: list[MemberResult] = []
     for number, (name, member) in enumerate(attack.members()):
