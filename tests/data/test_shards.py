@@ -106,7 +106,7 @@ def test_what_cannot_be_used(tmp_path: Path) -> None:
         ("nothing.tar", "holds no samples"),
         ("unlabelled.tar", r"no sample has a label; expected a member such as 0.cls"),
         ("missing-{0..3}.tar", "nothing matches '.*missing-0.tar'"),
-        ("unlabelled.tar(classes=none.txt)", "class names in 'none.txt' cannot be read"),
+        ("unlabelled.tar(classes=none.txt)", "'none.txt' does not exist"),
     ):
         with pytest.raises(UserError, match=message):
             open_dataset(f"shards:{tmp_path}/{name}")

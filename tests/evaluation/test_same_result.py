@@ -24,8 +24,7 @@ AUDIT = [
     "--batch-size=8",
     "--attacks=fgsm,pgd-4(restarts=2),autoattack(steps=3,targets=2,queries=6)",
     "--eps=1/255",
-    "--device=cpu",
-]
+]  # without --device: processes must join on a machine without an accelerator, too
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 

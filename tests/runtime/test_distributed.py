@@ -10,12 +10,13 @@ import sys
 import pytest
 import torch
 
-from vitadel.runtime.distributed import Processes
+from vitadel.errors import UserError
+from vitadel.runtime.distributed import Processes, check_all_joined
 
 _WORK = """
 import torch
 from vitadel.runtime.distributed import join_processes
-us = join_processes("cpu")
+us = join_processes()
 mine = torch.tensor([1.0, 10.0]) * (us.rank + 1)
 mean = us.mean(mine)
 assert mean.tolist() == [1.5, 15.0], mean
@@ -49,3 +50,9 @@ def test_two_processes_agree():
     for process in both:
         _, complaint = process.communicate(timeout=120)
         assert process.returncode == 0, complaint
+
+
+def test_processes_that_did_not_join_are_an_error(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as a launcher that this process never heard of would set it
+    with pytest.raises(UserError, match=r"started 2 processes .* only 1 joined"):
+        check_all_joined(1, "cuda")

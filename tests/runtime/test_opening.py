@@ -58,7 +58,7 @@ def test_the_field_is_read_as_it_was_written():
 
 @pytest.mark.parametrize("opening", [{"mean": 5}, {"seed": "x"}, {"crop_pct": []}, {"head_classes": 3}])
 def test_a_damaged_opening_is_reported(opening: dict[str, object]) -> None:
-    with pytest.raises(UserError, match=r"command\.json does not say"):
+    with pytest.raises(UserError, match=r"command\.json, field 'opening': .* is wrong"):
         recorded_opening({"verb": "audit", "opening": opening})
 
 

@@ -110,7 +110,7 @@ def test_the_file_behind_a_link_counts(tmp_path: Path) -> None:
 def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"'.*nothing' does not exist"):
         read_secret(tmp_path / "nothing")
-    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+    with pytest.raises(UserError, match="is a folder, a file was expected"):
         read_secret(tmp_path)
 
     def forbidden(*_args: Any) -> Any:

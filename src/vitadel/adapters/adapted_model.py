@@ -18,6 +18,7 @@ from vitadel.backbones.checkpoints import read_record
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model, zoo_file, zoo_names
 from vitadel.errors import UserError
+from vitadel.runtime.safe_reading import read_text_file
 
 __all__ = ["open_model", "options_for_features", "token_run"]
 
@@ -90,9 +91,10 @@ class _AdaptedRun:
 def _adapted_run(spec: str) -> _AdaptedRun | None:
     """The run of token or TORA training in folder `spec`, or None."""
     try:
-        recipe = yaml.safe_load((Path(spec) / "recipe.yaml").read_text("utf-8"))
+        file = Path(spec) / "recipe.yaml"
+        recipe = yaml.safe_load(read_text_file(file, "recipe")) if file.is_file() else {}
         run = _AdaptedRun(str(recipe["adapter"]["use"]), dict(recipe["model"]), dict(recipe["adapter"]))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+    except (UserError, yaml.YAMLError, RecursionError, KeyError, TypeError, ValueError):
         return None
     return run if run.use in ("tokens", "tora") else None
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from vitadel.backbones.checkpoints import metadata_in, tensor_hash
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
+from vitadel.runtime.safe_reading import parse_json_object
 
 _SCHEMA = 1
 _SIZED = "pos_embed"  # resampled for other image sizes
@@ -47,7 +48,7 @@ class AdapterFile:
         """Description and tensors, without running code. Takes bytes, as the file may change between two reads."""
         with self.reading(path):
             text = metadata_in(content).get(self.key)
-            about: dict[str, Any] | None = None if text is None else dict(json.loads(text))
+            about = None if text is None else parse_json_object(text, "its description")
             schema = None if about is None else about["schema"]
             weights = safetensors.torch.load(content)
         if about is None:
@@ -61,7 +62,7 @@ class AdapterFile:
         """Report missing and wrong fields that are read inside the block as damage."""
         try:
             yield
-        except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
+        except (SafetensorError, RecursionError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise self.damaged(path, f"{type(error).__name__}: {error}") from error
 
     def damaged(self, path: str | Path, reason: str) -> UserError:

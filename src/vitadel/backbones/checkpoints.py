@@ -24,6 +24,7 @@ from vitadel.backbones.small_images import adapt_to_small_images
 from vitadel.backbones.timm_models import create_backbone
 from vitadel.errors import UserError
 from vitadel.runtime.run_folder import write_atomically
+from vitadel.runtime.safe_reading import check_regular_file
 
 _METADATA_KEY = "vitadel"
 
@@ -103,12 +104,9 @@ def _is_safetensors(path: Path) -> bool:
     if path.is_dir():
         raise UserError(f"'{path}' is a folder, a weight file was expected. Give one of the files in it.")
     try:
+        check_regular_file(path, "weight file")
         with path.open("rb") as file:
             head = file.read(64)
-    except FileNotFoundError:
-        raise UserError(
-            f"weight file '{path}' does not exist. Check the path (it is relative to {Path.cwd()})."
-        ) from None
     except OSError as error:
         raise UserError(
             f"weight file '{path}' cannot be read: {error.strerror or error}. Check its permissions."
@@ -249,6 +247,7 @@ def load_strict(module: nn.Module, weights: Mapping[str, Tensor], source: str) -
     own, file = ({k: v.shape for k, v in side.items()} for side in (module.state_dict(), fitted.weights))
     if own != file:
         raise UserError(describe_mismatch(module, fitted.weights, source, fitted.notes))
+    _check_kinds(module, fitted.weights, source)
     _check_finite(module, fitted.weights, source)
     module.load_state_dict(fitted.weights, strict=True)
     stored = sorted(
@@ -257,6 +256,18 @@ def load_strict(module: nn.Module, weights: Mapping[str, Tensor], source: str) -
     if stored and stored != ["float32"]:
         return Fitted(fitted.weights, (*fitted.notes, f"weights stored as {', '.join(stored)}"), fitted.normalizer)
     return fitted
+
+
+def _check_kinds(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Loading would silently truncate: whole numbers where the model has floating-point weights are quantized ones."""
+    own = module.state_dict()
+    odd = [key for key, value in weights.items() if own[key].is_floating_point() and not value.is_floating_point()]
+    if odd:
+        kind = str(weights[odd[0]].dtype).removeprefix("torch.")
+        raise UserError(
+            f"{source}: '{odd[0]}' is stored as {kind} ({len(odd)} tensors are), the model has floating-point weights. "
+            "The file is quantized, or was converted wrongly. Give the weights before quantization."
+        )
 
 
 def _check_finite(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:

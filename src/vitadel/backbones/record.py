@@ -9,8 +9,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vitadel.errors import UserError
+from vitadel.runtime.safe_reading import parse_json_object, validated
 
 _SCHEMA = 1
+LARGEST_SIDE = 16384
+"""Pixels; a batch of larger images does not fit into any memory."""
 
 
 def three_numbers(values: Sequence[float], what: str) -> tuple[float, float, float]:
@@ -56,6 +59,8 @@ class ModelRecord:
         object.__setattr__(self, "mean", three_numbers(self.mean, "mean"))
         object.__setattr__(self, "std", three_numbers(self.std, "std"))
         if self.input_size is not None:
+            if not all(1 <= side <= LARGEST_SIDE for side in self.input_size):
+                raise UserError(f"input_size must be from 1 to {LARGEST_SIDE} pixels, got {self.input_size}.")
             object.__setattr__(self, "input_size", tuple(self.input_size))
         if self.attention_factors is not None:
             object.__setattr__(self, "attention_factors", tuple(self.attention_factors))
@@ -78,13 +83,10 @@ class ModelRecord:
 
     @classmethod
     def from_json(cls, text: str, source: str = "record") -> ModelRecord:
-        try:
-            values = json.loads(text)
-            schema = values.pop("schema")
-            if schema == _SCHEMA:
-                return cls(**values)
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise UserError(f"{source}: its model record cannot be read ({error}). Save the model again.") from error
-        raise UserError(
-            f"{source}: its model record has schema {schema}, this version reads {_SCHEMA}. Update vitadel."
-        )
+        values = parse_json_object(text, f"{source}: its model record")
+        schema = values.pop("schema", None)
+        if schema != _SCHEMA:
+            raise UserError(
+                f"{source}: its model record has schema {schema}, this version reads {_SCHEMA}. Update vitadel."
+            )
+        return validated(cls, values, f"{source}: its model record")

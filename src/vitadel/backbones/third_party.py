@@ -57,7 +57,7 @@ def call_factory(spec: str) -> nn.Module:
                 f"there is no Python module '{error.name}' for 'python:{spec}'. Install it, or run from the folder "
                 f"it is in (now {Path.cwd()})."
             ) from error
-        except Exception as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything, or call sys.exit()
             raise UserError(f"importing '{module_name}' failed: {_cause(error)}. Repair the module.") from error
         factory = getattr(module, function_name, None)
         if factory is None:
@@ -68,7 +68,7 @@ def call_factory(spec: str) -> nn.Module:
             raise UserError(f"'python:{spec}' is a {type(factory).__name__}, not a function that returns an nn.Module.")
         try:
             made = factory()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(f"'python:{spec}' was called without arguments and failed: {_cause(error)}.") from error
     if not isinstance(made, nn.Module):
         raise UserError(

@@ -32,8 +32,10 @@ from vitadel.cli import (
 )
 from vitadel.cli import list as list_verb
 from vitadel.errors import Interrupted, UserError, nearest_names
+from vitadel.runtime.safe_reading import check_name
 from vitadel.version import __version__
 
+_PATH_ERRORS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS)
 _SUITES = ("corruptions", "stability", "threat-levels")
 _RENAMED_SUITES = {"ladder": "threat-levels"}
 _RENAMED_FLAGS = {"--doctor": "--precheck", "--no-doctor": "--no-precheck"}
@@ -154,6 +156,8 @@ def resuming_command(argv: list[str], folder: Path) -> str:
 def main() -> None:
     """Run the console script. Wrong flags end inside `app` with exit code 2, Ctrl-C before a run with 130."""
     try:
+        for word in sys.argv[1:]:
+            check_name(word.replace("\n", " ") if "=" in word else word, "argument")  # overrides may be YAML
         app()
     except UserError as mistake:
         _end(f"vitadel: {mistake}", 2)
@@ -161,9 +165,13 @@ def main() -> None:
         again = resuming_command(sys.argv[1:], stop.folder)
         _end(f"vitadel: interrupted; finished work is saved. Continue with:\n  {again}", 130)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _end(f"vitadel: no space left where the output goes: {error.strerror}. Files of the run are kept.", 2)
+        if error.errno not in _PATH_ERRORS or error.filename is None:
             raise
-        _end(f"vitadel: no space left where the output goes: {error.strerror}. Files of the run are kept.", 2)
+        name = str(error.filename)
+        shown = name if len(name) < 200 else f"{name[:100]}... ({len(name)} characters)"
+        _end(f"vitadel: the path {shown!r} cannot be used: {error.strerror}. Give another path.", 2)
 
 
 def _end(message: str, code: int) -> NoReturn:

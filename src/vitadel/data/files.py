@@ -11,6 +11,8 @@ from braceexpand import braceexpand
 from vitadel.data.spec import SPLIT_NAMES, DataRequest, pick_split
 from vitadel.errors import UserError
 
+_MOST_FILES = 1_000_000
+
 
 def matching_files(request: DataRequest, ending: str) -> list[Path]:
     """All files that the request's argument matches, in the order of the pattern; globs and folders are sorted.
@@ -19,6 +21,7 @@ def matching_files(request: DataRequest, ending: str) -> list[Path]:
     """
     if not request.argument:
         raise UserError(f"'{request.spec}' names no file; write {request.kind}:PATTERN, e.g. {request.kind}:*{ending}")
+    _check_count(request.argument)
     try:
         patterns = list(braceexpand(request.argument, escape=False))
     except ValueError:
@@ -43,6 +46,17 @@ def matching_files(request: DataRequest, ending: str) -> list[Path]:
         )
     chosen = pick_split(splits, request.split, f"'{request.argument}'")
     return [path for path in files if _split_of(path) == chosen]
+
+
+def _check_count(pattern: str) -> None:
+    """Refuse braces that stand for more names than there can be files, before they are expanded."""
+    count = 1
+    for first, last in re.findall(r"\{(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.-?\d+)?\}", pattern):
+        count *= abs(int(last) - int(first)) + 1
+    for listed in re.findall(r"\{([^{}]*,[^{}]*)\}", pattern):
+        count *= listed.count(",") + 1
+    if count > _MOST_FILES or re.search(r"\d{19}", pattern):
+        raise UserError(f"'{pattern[:80]}' stands for more than {_MOST_FILES} names; name fewer files, or a folder")
 
 
 def _find(path: Path, ending: str) -> list[Path]:

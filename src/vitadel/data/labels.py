@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from vitadel.errors import UserError, nearest_names
+from vitadel.runtime.safe_reading import read_text_file
 
 IMAGE_NAMES = ("img", "image", "images", "picture", "jpg", "png")
+MOST_CLASSES = 1_000_000
 LABEL_NAMES = ("label", "labels", "fine_label", "target", "targets", "class", "category", "cls", "y")
 
 
@@ -26,20 +28,24 @@ def number_labels(raw: Sequence[int | str | None], names: Sequence[str] | None) 
         place = {name: number for number, name in enumerate(names)}
         numbers = [None if label is None else place.get(str(label)) for label in raw]
     labels = torch.tensor([-1 if number is None else number for number in numbers], dtype=torch.int64)
-    if names:
-        return labels, tuple(names)
+    return labels, tuple(names) if names else names_of_numbers(labels)
+
+
+def names_of_numbers(labels: Tensor) -> tuple[str, ...]:
+    """The names of classes that have only numbers, from 0 to the highest label."""
     highest = int(labels.max()) if len(labels) else -1
-    return labels, tuple(str(number) for number in range(highest + 1))
+    if highest >= MOST_CLASSES:
+        raise UserError(
+            f"a label is {highest}; class numbers go from 0 to the number of classes - 1, and at most {MOST_CLASSES} "
+            "classes are read. Labels that are identifiers or hashes must be numbered first"
+        )
+    return tuple(str(number) for number in range(highest + 1))
 
 
 def read_class_names(path: Path) -> tuple[str, ...]:
     """Read one class name per line."""
-    try:
-        names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UserError(
-            f"the class names in '{path}' cannot be read: {fault}; expected text, one name per line"
-        ) from None
+    text = read_text_file(path, "file of class names, one per line,")
+    names = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not names:
         raise UserError(f"'{path}' is empty; expected one class name per line")
     return names
@@ -48,8 +54,8 @@ def read_class_names(path: Path) -> tuple[str, ...]:
 def _whole(label: int | str | None) -> int | None:
     if isinstance(label, str):
         text = label.strip()
-        return int(text) if text.removeprefix("-").isdecimal() else None
-    return label
+        label = int(text) if text.removeprefix("-").isdecimal() and len(text) < 20 else None
+    return label if label is None or abs(label) < 2**63 else None
 
 
 def pick_column(what: str, candidates: Sequence[str], usual: Sequence[str], named: str | None, where: str) -> str:

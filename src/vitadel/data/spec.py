@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 from vitadel.errors import UserError, nearest_names
 from vitadel.quantities import read_quantity
+from vitadel.runtime.safe_reading import check_regular_file
 from vitadel.types import Source
 
 _SPLIT = re.compile(r"(.+)@([A-Za-z]\w*)")
@@ -133,6 +134,8 @@ class DataRequest:
         path = Path(self.argument).expanduser()
         if not path.exists():
             raise UserError(f"'{path}' does not exist (from {self.spec}); expected {expected}")
+        if not path.is_dir():
+            check_regular_file(path, "data file")
         return path
 
     def read_settings(self, **known: Callable[[str], Value]) -> dict[str, Value]:

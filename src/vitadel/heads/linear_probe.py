@@ -31,6 +31,7 @@ from vitadel.instrument.hooks import frozen
 from vitadel.runtime.progress import progress
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import write_atomically
+from vitadel.runtime.safe_reading import parse_json_object
 from vitadel.training.recipes.probe_sections import LEARNING_RATES
 from vitadel.types import Source
 
@@ -364,11 +365,7 @@ def head_metadata(path: str | Path) -> dict[str, Any]:
             f"'{path}' is not the head of a probe. Give the weights/head.safetensors of a run of `vitadel probe` (in "
             "Python: a file written by save_head)."
         )
-    try:
-        about = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"'{path}' is a damaged head of a probe ({error!r}). Train and save it again.") from error
-    return about if isinstance(about, dict) else {}
+    return parse_json_object(text, f"'{path}', the head of a probe,")
 
 
 def load_head(path: str | Path, model: nn.Module) -> Probe:

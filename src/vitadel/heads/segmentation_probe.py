@@ -33,6 +33,7 @@ from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import RESUMED, Meter, progress
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder, write_atomically
+from vitadel.runtime.safe_reading import parse_json_object
 from vitadel.training.recipes.probe_sections import MaskData, PatchHead
 from vitadel.types import Threat
 
@@ -365,7 +366,7 @@ def _save_head(
 def _load_head(path: Path, model: Classifier) -> tuple[SegmentationHead, dict[str, Any]]:
     checkpoint = read_checkpoint(path)
     try:
-        about = json.loads(checkpoint.metadata[_METADATA_KEY])
+        about = parse_json_object(checkpoint.metadata[_METADATA_KEY], f"'{path}'")
         head, report = SegmentationHead(feature_width(model), len(about["classes"])), dict(about["report"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(

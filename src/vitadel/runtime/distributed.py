@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -66,11 +67,13 @@ class Processes:
 
 
 def join_processes(device: str = "auto") -> Processes:
-    """The device, and the other processes if a launcher started several."""
+    """The device, and the other processes if a launcher started several; all of them must have joined."""
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"--device {device}: no CUDA device is available here; use --device cpu or auto")
     if device == "auto":
-        state = PartialState()
+        # Without an accelerator, accelerate joins processes only if it is asked for the CPU.
+        state = PartialState(cpu=not torch.accelerator.is_available())
+        joined = Processes(state.process_index, state.num_processes, state.device)
     else:
         try:
             wanted = torch.device(device)
@@ -78,6 +81,17 @@ def join_processes(device: str = "auto") -> Processes:
         except (RuntimeError, TypeError, AssertionError):
             raise UserError(f"device {device!r} cannot be used here; use auto, cpu, cuda or cuda:1") from None
         state = PartialState(cpu=wanted.type == "cpu")
-        if state.num_processes == 1:
-            return Processes(0, 1, wanted)
-    return Processes(state.process_index, state.num_processes, state.device)
+        place = wanted if state.num_processes == 1 else state.device
+        joined = Processes(state.process_index, state.num_processes, place)
+    check_all_joined(joined.count, device)
+    return joined
+
+
+def check_all_joined(count: int, device: str) -> None:
+    """Processes that did not join would each do all the work, in folders of their own."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started.isdecimal() and int(started) > 1 and int(started) != count:
+        raise UserError(
+            f"the launcher started {started} processes (WORLD_SIZE), but only {count} joined with --device {device}. "
+            "Use a device that all of them have (cpu, or cuda with one GPU each), or start fewer processes."
+        )

@@ -10,6 +10,7 @@ from typing import Any
 
 from vitadel.errors import UserError
 from vitadel.quantities import SEED, read_quantity
+from vitadel.runtime.safe_reading import validated
 
 _SUITE_VERBS = ("corruptions", "stability", "threat-levels")  # their runs are recorded as audits
 
@@ -88,15 +89,19 @@ class Opening:
 def recorded_opening(command: Mapping[str, Any]) -> Opening:
     """How the run of this command.json opened model and data; folders of older versions have only the words typed."""
     recorded = command.get("opening")
+    if isinstance(recorded, Mapping):
+        known = {each.name: recorded[each.name] for each in fields(Opening) if each.name in recorded}
+        return validated(Opening, known, "command.json, field 'opening'")
     try:
-        return Opening.read(**(recorded if isinstance(recorded, Mapping) else _flags_typed(typed_words(command))))
+        return Opening.read(**_flags_typed(typed_words(command)))
     except (TypeError, AttributeError, ValueError) as error:
         raise UserError(f"command.json does not say how model and data were opened: {error}") from error
 
 
 def typed_words(command: Mapping[str, Any]) -> list[str]:
     """The words typed after `vitadel` for the run of this command.json; none if a Python program started it."""
-    argv = [str(word) for word in command.get("argv") or []]
+    argv = command.get("argv")
+    argv = [str(word) for word in argv] if isinstance(argv, list) else []
     return argv if argv and argv[0] in (command.get("verb"), *_SUITE_VERBS) else []
 
 

@@ -22,10 +22,12 @@ except ImportError:  # not a Unix: folders are not locked
     fcntl = None  # type: ignore[assignment]
 
 from vitadel.errors import UserError
+from vitadel.runtime.safe_reading import parse_json_object, read_text_file
 from vitadel.version import __version__
 
 _COMMAND = "command.json"
 _PARTIAL = "partial"
+_TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")  # the names that `write_atomically` gives before it renames
 
 Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -68,7 +70,9 @@ def disk_errors_reported(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: object) -> None:
-    write_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    # File names that are not UTF-8 have lone surrogates; written as JSON's own escapes they read back as they were.
+    write_atomically(path, f"{text}\n".encode(errors="backslashreplace"))
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,9 @@ class RunFolder:
 
     def finish(self) -> None:
         shutil.rmtree(self.path / _PARTIAL, ignore_errors=True)
+        self.unlock()
+
+    def unlock(self) -> None:
         handle = _locks.pop(os.path.realpath(self.path), None)
         if handle is not None:
             os.close(handle)
@@ -89,9 +96,14 @@ class RunFolder:
     @property
     def complete(self) -> bool:
         try:
-            return bool(json.loads((self.path / "results.json").read_text())["complete"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return bool(self.results()["complete"])
+        except (UserError, KeyError):
             return False
+
+    def results(self) -> dict[str, Any]:
+        """The content of results.json; `UserError` if there is none that can be read."""
+        path = self.path / "results.json"
+        return parse_json_object(read_text_file(path, "the results"), f"'{path}'")
 
 
 @dataclass(frozen=True)
@@ -125,10 +137,11 @@ class Command:
 def read_command(folder: Path) -> dict[str, Any] | None:
     """The content of command.json; None if the folder holds no run."""
     try:
-        command = json.loads((folder / _COMMAND).read_text("utf-8"))
-    except (OSError, ValueError):
+        command = parse_json_object(read_text_file(folder / _COMMAND, "the command"), _COMMAND)
+    except UserError:
         return None
-    return command if isinstance(command, dict) and "verb" in command and "settings" in command else None
+    is_run = isinstance(command.get("verb"), str) and isinstance(command.get("settings"), dict)
+    return command if is_run else None
 
 
 def open_run(command: Command, name: str, *, out: Path | None, resume: bool) -> RunFolder:
@@ -139,16 +152,32 @@ def open_run(command: Command, name: str, *, out: Path | None, resume: bool) -> 
     path = out or (_find_unfinished(command) if resume else None) or _new_folder(command.verb, name)
     if path.is_file():
         raise UserError(f"{path} is a file; --out takes a new folder, or one with a run to resume")
-    if path.is_dir():
-        for torn in path.glob(f".{_COMMAND}.*"):  # left by a process that was killed while it wrote its first file
-            torn.unlink(missing_ok=True)
-    if path.is_dir() and any(path.iterdir()):
-        _check_same_run(path, command, resume)
-    else:
-        command.write(path)
-    if not RunFolder(path).complete:
-        _lock(path)
-    return RunFolder(path)
+    with disk_errors_reported(path):
+        path.mkdir(parents=True, exist_ok=True)
+    locked = _lock(path)  # before anything in it is looked at or removed: another process may be about to write
+    folder = RunFolder(path)
+    try:
+        with disk_errors_reported(path):
+            _remove_temporary_files(path)
+        if any(path.iterdir()):
+            _check_same_run(path, command, resume)
+        else:
+            command.write(path)
+    except BaseException:
+        if locked:
+            folder.unlock()
+        raise
+    if folder.complete:
+        folder.finish()  # also what a process left that was killed right after its results
+    return folder
+
+
+def _remove_temporary_files(path: Path) -> None:
+    """Remove what a killed process left of `write_atomically`, where this is a run folder or nothing else is in it."""
+    torn = [file for file in path.glob(".*") if _TEMPORARY.fullmatch(file.name) and file.is_file()]
+    if (path / _COMMAND).is_file() or len(torn) == len(list(path.iterdir())):
+        for file in torn:
+            file.unlink(missing_ok=True)
 
 
 def _new_folder(verb: str, name: str) -> Path:
@@ -197,11 +226,11 @@ _locks: dict[str, int] = {}
 """Folders locked by this process. The system unlocks them when the process ends, however it ends."""
 
 
-def _lock(path: Path) -> None:
-    """Lock the folder against other processes; this process may open it again."""
+def _lock(path: Path) -> bool:
+    """Lock the folder against other processes, and return whether that was done: this process may have it already."""
     key = os.path.realpath(path)
     if fcntl is None or key in _locks:
-        return
+        return False
     handle = os.open(key, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,5 +242,6 @@ def _lock(path: Path) -> None:
         ) from None
     except OSError:  # a file system without locks
         os.close(handle)
-        return
+        return False
     _locks[key] = handle
+    return True

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vitadel.errors import UserError
 from vitadel.runtime.run_folder import write_atomically
+from vitadel.runtime.safe_reading import check_regular_file
 
 _OWNER_ONLY = 0o600
 _BY_OTHERS = stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
@@ -26,16 +27,13 @@ def read_secret(path: str | Path, allow_readable: bool | None = False) -> bytes:
     With None the error message does not mention `allow_readable`: the caller does not offer it.
     """
     try:
+        check_regular_file(Path(path), "secret file")
         with open(path, "rb") as file:
             # Of the open file, not of its name, which may be a different file a moment later.
             status = os.fstat(file.fileno())
             if not allow_readable:
                 _refuse_readable(path, status.st_mode, offer_flag=allow_readable is not None)
             return file.read()
-    except FileNotFoundError:
-        raise UserError(
-            f"secret file '{path}' does not exist. Check the path (it is relative to {Path.cwd()})."
-        ) from None
     except OSError as error:
         raise UserError(
             f"secret file '{path}' cannot be read: {error.strerror or error}. "

@@ -22,6 +22,7 @@ from vitadel.backbones.checkpoints import read_metadata, tensor_hash
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 from vitadel.runtime.run_folder import write_atomically
+from vitadel.runtime.safe_reading import parse_json_object
 
 __all__ = [
     "Fusion",
@@ -102,7 +103,8 @@ def parts_file(start: str | Path) -> Path:
 def backbone_of_parts(path: str | Path) -> str | None:
     """The MODEL that a parts file of TORA names, which `save_tora` got as `training["model"]`; otherwise None."""
     text = read_metadata(path).get(_METADATA_KEY)
-    model = None if text is None else json.loads(text).get("training", {}).get("model")
+    training = {} if text is None else parse_json_object(text, f"'{path}'").get("training")
+    model = training.get("model") if isinstance(training, dict) else None
     return None if model is None else str(model)
 
 

@@ -117,7 +117,7 @@ def _grid_in(path: str | Path, text: str, tensors: dict[str, Tensor]) -> tuple[i
     look, mix = tensors["look"], tensors["mix"]
     try:
         rows, columns, side = (int(each) for each in json.loads(text))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise _damaged(path, f"its grid of patches is {text[:40]!r}") from None
     if min(rows, columns, side) < 1 or mix.shape != (rows * columns,) * 2 or look.shape != (1, 3, side, side):
         raise _damaged(

@@ -10,6 +10,7 @@ import math
 import os
 import struct
 import tempfile
+import tokenize
 import weakref
 import zipfile
 import zlib
@@ -29,6 +30,16 @@ from vitadel.data.images import from_array, read_each
 from vitadel.errors import UserError
 
 _PIECE = 1 << 18
+_HEADER_ERRORS = (
+    SyntaxError,
+    tokenize.TokenError,
+    TypeError,
+    OverflowError,
+    MemoryError,
+    EOFError,
+    NotImplementedError,
+)  # malformed headers
+_LARGEST_ARRAY = 1 << 46  # bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +128,8 @@ def label_tensor(array: NDArray[np.generic], expected: int, where: str) -> Tenso
         raise UserError(f"{where} has {len(array)} labels, but there are {expected} images")
     if not expected:
         raise UserError(f"{where} is empty; expected at least one image")
+    if array.dtype.kind == "u" and int(array.max()) >= 2**63:
+        raise UserError(f"{where} has the label {int(array.max())}; class numbers start at 0 and are small")
     return torch.from_numpy(array.astype(np.int64))
 
 
@@ -143,6 +156,8 @@ def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[np.g
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read(file)
+    if any(side < 0 for side in shape) or math.prod(shape) * dtype.itemsize > _LARGEST_ARRAY:
+        raise UserError(f"{where} claims the impossible shape {shape}; the file is damaged")
     if dtype.hasobject:
         raise UserError(
             f"{where} holds Python objects, which are not loaded as that could run code; save plain numbers"
@@ -158,5 +173,5 @@ def _reading(path: Path, expected: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, struct.error, zipfile.BadZipFile, zlib.error) as fault:
+    except (OSError, ValueError, KeyError, struct.error, zipfile.BadZipFile, zlib.error, *_HEADER_ERRORS) as fault:
         raise UserError(f"'{path}' cannot be read: {fault}; expected {expected}") from fault

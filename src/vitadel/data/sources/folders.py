@@ -15,6 +15,7 @@ from vitadel.data.images import IMAGE_EXTENSIONS, LabeledImages, decode
 from vitadel.data.selection import skip_advice
 from vitadel.data.spec import SPLIT_NAMES, DataRequest, pick_split
 from vitadel.errors import UserError
+from vitadel.runtime.safe_reading import check_name, check_regular_file
 
 _ENDINGS = tuple(sorted("." + extension for extension in IMAGE_EXTENSIONS))
 
@@ -36,7 +37,9 @@ class ImageFiles(LabeledImages):
     among: tuple[int, ...] | None = field(default=None, repr=False)
 
     def image(self, index: int) -> Image:
-        return decode((self.root / self.files[index]).read_bytes())
+        path = self.root / self.files[index]
+        check_regular_file(path, "image")
+        return decode(path.read_bytes())
 
     def name(self, index: int) -> str:
         return self.files[index]
@@ -91,15 +94,25 @@ def class_folders(root: Path) -> list[str]:
     """Names of the sub-folders that are not hidden, by code point."""
     try:
         with os.scandir(root) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+            names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     except OSError as fault:
         raise UserError(f"the folder '{root}' cannot be read: {fault}") from fault
+    for name in names:
+        check_name(name, "class folder")
+    return names
 
 
 def files_below(root: Path, endings: Sequence[str] = _ENDINGS) -> Iterator[str]:
     """Paths below `root` with forward slashes, in no order, without hidden files."""
-    for folder, _, names in os.walk(root, followlinks=True):
+    seen: set[tuple[int, int]] = set()
+    for folder, below, names in os.walk(root, followlinks=True):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:  # a link back to a folder above
+            below.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
         place = Path(folder).relative_to(root)
         for name in names:
             if not name.startswith(".") and name.lower().endswith(tuple(endings)):
+                check_name(name, "image file")
                 yield (place / name).as_posix()

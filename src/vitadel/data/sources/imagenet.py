@@ -21,6 +21,7 @@ from vitadel.data.selection import skip_advice
 from vitadel.data.sources.folders import ImageFiles, class_folders, files_below, split_folder
 from vitadel.data.spec import DataRequest
 from vitadel.errors import UserError
+from vitadel.runtime.safe_reading import read_text_file
 
 _WNID = re.compile(r"n\d{8}")
 
@@ -97,10 +98,7 @@ def open_imagenet(request: DataRequest) -> ImageFiles:
 
 def _only_listed(found: Sequence[str], file: Path, root: Path) -> list[str]:
     """The listed files in the usual order; all of them must exist, or the selection would change."""
-    try:
-        wanted = set(file.read_text("utf-8").split())
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UserError(f"the list of images '{file}' cannot be read: {fault}") from None
+    wanted = set(read_text_file(file, "list of images").split())
     missing = sorted(wanted - set(found))
     if missing or not wanted:
         what = f"names {len(missing)} images that are not below '{root}': {missing[0]}" if missing else "is empty"

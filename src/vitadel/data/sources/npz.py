@@ -12,6 +12,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from vitadel.data.images import LabeledImages
+from vitadel.data.labels import names_of_numbers
 from vitadel.data.sources.arrays import ArrayRows, image_rows, label_tensor, rows_of_npz, small_array
 from vitadel.data.spec import SPLIT_NAMES, DataRequest, pick_split
 from vitadel.errors import UserError, nearest_names
@@ -53,7 +54,7 @@ def open_npz(request: DataRequest) -> ArrayImages:
     labels = label_tensor(small_array(path, member), len(pixels), f"'{path}', array '{member}'")
     listed = next((name for name in members if name.lower() in _CLASSES), None)
     names = [] if listed is None else [str(name) for name in small_array(path, listed).ravel().tolist()]
-    return ArrayImages(path, pixels, labels, tuple(names or map(str, range(int(labels.max()) + 1))))
+    return ArrayImages(path, pixels, labels, tuple(names) or names_of_numbers(labels))
 
 
 def _split(members: Sequence[str], request: DataRequest, path: Path) -> str | None:

@@ -172,7 +172,7 @@ def _feature_names(schema: Any, label: str) -> list[str] | None:
     """Class names from the features that `datasets` writes into the schema."""
     try:
         names = json.loads(schema.metadata[b"huggingface"])["info"]["features"][label]["names"]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return None
     return [str(name) for name in names] if isinstance(names, list) and names else None
 

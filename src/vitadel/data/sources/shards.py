@@ -141,7 +141,7 @@ def _label(ending: str, content: bytes) -> int | str | None:
         if ending == "cls":
             return text or None
         record = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     found = next((record[key] for key in _JSON_KEYS if key in record), None) if isinstance(record, dict) else record
     return found if isinstance(found, (int, str)) and not isinstance(found, bool) else None

@@ -12,6 +12,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from vitadel.data.images import LabeledImages, to_rgb
+from vitadel.data.labels import names_of_numbers
 from vitadel.data.spec import DataRequest, pick_split
 from vitadel.errors import UserError
 
@@ -112,6 +113,6 @@ def open_torchvision(request: DataRequest) -> TorchvisionImages:
     targets = torch.as_tensor(entry.labels(data), dtype=torch.int64)
     if not len(targets):
         raise UserError(f"{request.kind}@{split} below '{request.root}' is empty")
-    names = getattr(data, "classes", None) or range(int(targets.max()) + 1)
+    names = getattr(data, "classes", None) or names_of_numbers(targets)
     files = tuple(str(path) for path in entry.files(data))
     return TorchvisionImages(request.kind, split, data, targets, tuple(map(str, names)), files)

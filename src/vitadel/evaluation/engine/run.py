@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import sys
@@ -178,8 +177,7 @@ def execute(
         # Only the main process touches the disk.
         folder = processes.on_main(lambda: open_run(command, name, out=path, resume=resume))
         if folder.complete:
-            results = json.loads((folder.path / "results.json").read_text())
-            return Outcome(results, folder, processes.is_main)
+            return Outcome(folder.results(), folder, processes.is_main)
         if processes.is_main:
             write_json(folder.path / "environment.json", environment(processes.device, processes.count))
     elif processes.count > 1:

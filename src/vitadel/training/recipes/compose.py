@@ -61,6 +61,7 @@ SECTIONS = (
 )
 """The sections of a recipe for `vitadel harden`."""
 
+_MOST_LEVELS = 20
 _COMPONENTS = ("objective", "plugins", "adapter")  # their keys depend on what they name
 
 PROBE_SECTIONS = ("model", "tokens", "data", "head", "train", "audit")
@@ -263,7 +264,11 @@ def _pairs(overrides: Sequence[str] | Mapping[str, object]) -> list[tuple[str, A
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise UserError(f"'{text}' is not an override; write key=value, e.g. train.epochs=3 or threat.eps=4/255")
+            raise UserError(
+                f"'{text[:80]}' is not an override; write key=value, e.g. train.epochs=3 or threat.eps=4/255"
+            )
+        if key.count(".") > _MOST_LEVELS:
+            raise UserError(f"'{key[:80]}' has {key.count('.')} dots; the keys of a recipe have at most {_MOST_LEVELS}")
         try:
             pairs.append((key.strip(), convert_numbers(read_yaml(value, f"the value of '{text}'"))))
         except UserError as mistake:

@@ -21,6 +21,7 @@ from vitadel.quantities import read_quantity
 TEXTS = ("about", "paper", "expected", "hardware")
 """Keys for human readers; `expected` is what the paper reports, `hardware` what it ran on and for how long."""
 
+_MOST_NODES = 100_000
 FILE_ENDINGS = (".yaml", ".yml")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?( ?/ ?(\d+\.?\d*|\.\d+))?", re.IGNORECASE)
 
@@ -74,7 +75,10 @@ def parse_recipe(text: str, name: str) -> Mapping[str, Any]:
 
 def read_yaml(text: str, what: str) -> Any:
     try:
-        _check_node(yaml.compose(text, Loader=yaml.SafeLoader), what)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        _check_node(root, what)
+        if _expanded_size(root, {}) > _MOST_NODES:
+            raise UserError(f"{what} stands for more than {_MOST_NODES} values once its aliases (*) are expanded")
         return yaml.safe_load(text)
     except UserError:
         raise
@@ -84,10 +88,24 @@ def read_yaml(text: str, what: str) -> Any:
         raise UserError(f"{what} is not readable as YAML: {error}") from error
 
 
-def _check_node(node: yaml.Node | None, what: str, around: tuple[yaml.Node, ...] = ()) -> None:
+def _expanded_size(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """How many values a node stands for; what an alias repeats is counted each time, but visited once."""
+    if isinstance(node, yaml.CollectionNode) and id(node) not in known:
+        parts = [each for entry in node.value for each in (entry if isinstance(entry, tuple) else (entry,))]
+        known[id(node)] = 1 + sum(_expanded_size(part, known) for part in parts)
+    return known.get(id(node), 1)
+
+
+def _check_node(
+    node: yaml.Node | None, what: str, around: tuple[yaml.Node, ...] = (), checked: set[int] | None = None
+) -> None:
     """Refuse equal keys, of which YAML's reader silently keeps the last, and lists that contain themselves."""
+    checked = set() if checked is None else checked
     if any(node is outer for outer in around):
         raise UserError(f"{what} has something that contains itself in line {around[-1].start_mark.line + 1}")
+    if id(node) in checked:  # an alias
+        return
+    checked.add(id(node))
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:
@@ -98,10 +116,10 @@ def _check_node(node: yaml.Node | None, what: str, around: tuple[yaml.Node, ...]
                         f"{what} has '{key.value}' twice in one place, again in line {line}; keep one of them"
                     )
                 seen.add(key.value)
-            _check_node(value, what, (*around, node))
+            _check_node(value, what, (*around, node), checked)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            _check_node(value, what, (*around, node))
+            _check_node(value, what, (*around, node), checked)
 
 
 def convert_numbers(value: Any) -> Any:
