@@ -279,3 +279,37 @@ def test_the_lock_comes_before_the_clean_up(tmp_path):
     finally:
         os.close(handle)
     assert (folder / ".command.json.abcd1234").exists()
+
+
+# Code that files name
+
+
+def test_code_that_a_recipe_names_runs_only_if_trusted(vitadel_ends, tmp_path, monkeypatch):
+    (tmp_path / "named_code.py").write_text("raise SystemExit('this code was run')")
+    (tmp_path / "theirs.yaml").write_text("extends: shapes/trades\nmodel:\n  name: python:named_code:build\n")
+    monkeypatch.delenv("VITADEL_TRUST_CODE", raising=False)
+    words = ("harden", "theirs.yaml", "model.kwargs=null", "--device", "cpu")
+    message = vitadel_ends(*words)
+    assert "'python:named_code:build', which would be imported and run" in message
+    assert "this code was run" in vitadel_ends(*words, "--trust-code")
+    monkeypatch.delenv("VITADEL_TRUST_CODE")
+    typed = ("harden", "shapes/trades", "model.name=python:named_code:build", *words[2:])
+    assert "this code was run" in vitadel_ends(*typed), "what the user types is trusted"
+
+
+@pytest.mark.parametrize(
+    "named", [{"objective": {"use": "named.Code"}}, {"plugins": {"named.Code": {}}}, {"model": {"name": "python:a:b"}}]
+)
+def test_code_in_a_recipe_is_found(named):
+    from vitadel.runtime.trusted_code import code_in_recipe
+
+    plain = {"objective": {"use": "trades"}, "plugins": {"awp": {}}, "model": {"name": "deit.fb_in1k"}, "about": "a.b"}
+    assert code_in_recipe(plain) == []
+    assert len(code_in_recipe(plain | named)) == 1
+
+
+def test_code_that_a_run_folder_names_runs_only_if_trusted(vitadel_ends, run, monkeypatch):
+    monkeypatch.delenv("VITADEL_TRUST_CODE", raising=False)
+    edit(run / "command.json", lambda command: command["opening"].update(model="python:os:getcwd"))
+    edit(run / "command.json", lambda command: command["settings"].update(model="python:os:getcwd"))
+    assert "'python:os:getcwd', which would be imported and run" in vitadel_ends("study", "attention", run)

@@ -19,6 +19,7 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model, zoo_file, zoo_names
 from vitadel.errors import UserError
 from vitadel.runtime.safe_reading import read_text_file
+from vitadel.runtime.trusted_code import check_code_trusted, code_in_recipe
 
 __all__ = ["open_model", "options_for_features", "token_run"]
 
@@ -96,7 +97,10 @@ def _adapted_run(spec: str) -> _AdaptedRun | None:
         run = _AdaptedRun(str(recipe["adapter"]["use"]), dict(recipe["model"]), dict(recipe["adapter"]))
     except (UserError, yaml.YAMLError, RecursionError, KeyError, TypeError, ValueError):
         return None
-    return run if run.use in ("tokens", "tora") else None
+    if run.use not in ("tokens", "tora"):
+        return None
+    check_code_trusted(next(iter(code_in_recipe({"model": run.model})), None), f"the recipe of the run folder '{spec}'")
+    return run
 
 
 def token_run(spec: str) -> Mapping[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -33,6 +34,7 @@ from vitadel.cli import (
 from vitadel.cli import list as list_verb
 from vitadel.errors import Interrupted, UserError, nearest_names
 from vitadel.runtime.safe_reading import check_name
+from vitadel.runtime.trusted_code import VARIABLE
 from vitadel.version import __version__
 
 _PATH_ERRORS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -141,6 +143,11 @@ def _root(
     version: bool = typer.Option(
         False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
     ),
+    trust_code: bool = typer.Option(
+        False,
+        "--trust-code",
+        help="Run Python code that a recipe file or run folder names; every verb takes this flag.",
+    ),
 ) -> None:
     """Is this Vision Transformer really robust? Audit it, attack it, harden it."""
 
@@ -155,14 +162,16 @@ def resuming_command(argv: list[str], folder: Path) -> str:
 
 def main() -> None:
     """Run the console script. Wrong flags end inside `app` with exit code 2, Ctrl-C before a run with 130."""
+    typed = sys.argv[1:]
     try:
-        for word in sys.argv[1:]:
+        for word in typed:
             check_name(word.replace("\n", " ") if "=" in word else word, "argument")  # overrides may be YAML
+        _read_trust()
         app()
     except UserError as mistake:
         _end(f"vitadel: {mistake}", 2)
     except Interrupted as stop:
-        again = resuming_command(sys.argv[1:], stop.folder)
+        again = resuming_command(typed, stop.folder)
         _end(f"vitadel: interrupted; finished work is saved. Continue with:\n  {again}", 130)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -172,6 +181,13 @@ def main() -> None:
         name = str(error.filename)
         shown = name if len(name) < 200 else f"{name[:100]}... ({len(name)} characters)"
         _end(f"vitadel: the path {shown!r} cannot be used: {error.strerror}. Give another path.", 2)
+
+
+def _read_trust() -> None:
+    """Take --trust-code, which every verb accepts, from the command line, for this process and its workers."""
+    if "--trust-code" in sys.argv:
+        sys.argv = [word for word in sys.argv if word != "--trust-code"]
+        os.environ[VARIABLE] = "1"
 
 
 def _end(message: str, code: int) -> NoReturn:

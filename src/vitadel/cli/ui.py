@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
+import signal
 import threading
 from contextlib import suppress
 from dataclasses import asdict
@@ -24,11 +24,12 @@ def ui(
     data: Annotated[str, typer.Option(help="images to choose from; also names the classes of MODEL")] = _SHAPES,
     data_root: options.DataRoot = None,
     host: Annotated[str, typer.Option(help="address to listen on; only loopback is private")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on; 0 for any free one")] = 7860,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0 for any free one")] = 7860,
     device: options.Device = "auto",
     how: ModelFlags = ModelFlags(),
 ) -> None:
     """Attack images in the browser (Ctrl-C ends it)."""
+    from vitadel.playground.access import is_loopback
     from vitadel.playground.app import serve
     from vitadel.playground.models import ModelCache
     from vitadel.runtime.distributed import join_processes
@@ -48,19 +49,14 @@ def ui(
     )
     for spec in models or ():
         cache.open(spec)  # a wrong name is reported here, not in the page
-    if not _is_loopback(host):
+    if not is_loopback(host):
         typer.echo(
             f"warning: listening on {host} without a password: everybody who can reach this machine can use its models",
             err=True,
         )
+    # SIGTERM ends the page as Ctrl-C does, so that uploads are deleted.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with serve(cache, host, port) as address:
         typer.echo(f"playground: {address} (Ctrl-C ends it)")
         with suppress(KeyboardInterrupt):  # Ctrl-C is the normal end here
             threading.Event().wait()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -14,6 +14,7 @@ from typing import Any
 
 from vitadel.errors import UserError
 from vitadel.playground import panels
+from vitadel.playground.access import OnlyThisPage
 from vitadel.playground.craft import AttackForm, CraftedImage, craft, prepare_attack, transfer
 from vitadel.playground.models import ChosenImage, ModelCache, OpenedModel
 from vitadel.playground.uploads import MOST_BYTES, MOST_PIXELS, MOST_RATIO, MOST_SIDE, take_upload
@@ -24,6 +25,7 @@ os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 try:
     import gradio as gr
     from gradio.utils import get_upload_folder
+    from starlette.middleware import Middleware
 except ImportError as error:
     raise UserError("the playground needs gradio, which is not installed: pip install 'vitadel[ui]'") from error
 
@@ -249,6 +251,7 @@ def _launch(cache: ModelCache, host: str, port: int) -> tuple[gr.Blocks, str]:
             enable_monitoring=False,
             max_file_size=MOST_BYTES,
             footer_links=[],
+            app_kwargs={"middleware": [Middleware(OnlyThisPage, host=host)]},
             theme=_theme(),
             css=panels.CSS,
             _frontend=False,  # otherwise it gives up where a busy machine takes over 3 seconds to answer

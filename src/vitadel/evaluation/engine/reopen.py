@@ -11,6 +11,7 @@ from vitadel.errors import UserError
 from vitadel.quantities import read_quantity
 from vitadel.runtime.opening import Opening, recorded_opening
 from vitadel.runtime.run_folder import read_command
+from vitadel.runtime.trusted_code import check_code_trusted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,6 +75,8 @@ def reopen(run_or_model: str | Path | nn.Module, settings: Mapping[str, Any], gi
         fixed = {**recorded_opening(command).to_json(), **single}  # a suite has several eps: the caller's holds
         taken = (_FIXED_BY_AN_AUDIT - {*given}) | {"model"}
         known |= {name: value for name, value in fixed.items() if name in taken}
+        model = str(known["model"])
+        check_code_trusted(model if model.startswith("python:") else None, f"the run folder '{run_or_model}'")
     objects = {name: known[name] for name in ("model", "data") if not isinstance(known[name], str)}
     opening = Opening.read(**{**known, **dict.fromkeys(objects)})
     request = {

@@ -12,6 +12,7 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from vitadel.errors import UserError, nearest_names
+from vitadel.runtime.trusted_code import check_code_trusted, code_in_recipe
 from vitadel.training.recipes.yaml_files import (
     FILE_ENDINGS,
     OTHER_WORDS,
@@ -129,7 +130,12 @@ def compose(name: str | Path, row: str | None = None, overrides: Sequence[str] |
     asked = translate(dict(_pairs(overrides)), document, "overrides")
     removed = [_path(key, document) for key, value in asked.items() if value is None]
     unknown = (_nested(path, None) for path in removed if _removes_unknown(path, document))
-    return reduce(merge, unknown, _without_nulls(_with_dotted(document, asked)))
+    composed = reduce(merge, unknown, _without_nulls(_with_dotted(document, asked)))
+    if str(name).endswith(FILE_ENDINGS):  # shipped recipes name no code, and overrides are typed by the user
+        from_file = code_in_recipe(document)
+        code = next((each for each in code_in_recipe(composed) if each in from_file), None)
+        check_code_trusted(code, f"recipe '{name}'")
+    return composed
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Document:
