@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from vitadel.cli import options
 from vitadel.cli.execution import audit_request, present, run_attacks
-from vitadel.cli.options import AttackFlags, DataFlags, ModelFlags, RunFlags, expand_groups
+from vitadel.cli.options import AttackFlags, DataFlags, ModelFlags, RunFlags, expand_groups, option
 
 
 @expand_groups
@@ -16,7 +14,7 @@ def attack(
     model: options.Model = "zoo:shapes-robust",
     attacks: AttackFlags = AttackFlags("pgd-20"),
     png: Annotated[
-        bool, typer.Option("--png", help="also write 8-bit images and classify them again: rounding can undo an attack")
+        bool, option("also write 8-bit images and classify them again: rounding can undo an attack", "--png")
     ] = False,
     data: DataFlags = DataFlags("shapes"),
     how: ModelFlags = ModelFlags(),

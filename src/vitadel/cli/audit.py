@@ -9,7 +9,7 @@ import typer
 
 from vitadel.cli import options
 from vitadel.cli.execution import audit_request, present, run_attacks
-from vitadel.cli.options import RARE, AttackFlags, DataFlags, ModelFlags, RunFlags, expand_groups, given_flags
+from vitadel.cli.options import AttackFlags, DataFlags, ModelFlags, RunFlags, expand_groups, given_flags, option, rare
 from vitadel.errors import UserError
 
 
@@ -20,18 +20,11 @@ def audit(
     attacks: AttackFlags = AttackFlags("fgsm,pgd-20"),
     data: DataFlags = DataFlags("shapes"),
     how: ModelFlags = ModelFlags(),
-    protocol: Annotated[
-        str | None, typer.Option(help="a standard evaluation by name; see 'vitadel list protocols'")
-    ] = None,
-    suite: Annotated[str | None, typer.Option(help="alias of the verbs corruptions, stability, threat-levels")] = None,
+    protocol: Annotated[str | None, option("a standard evaluation by name; see 'vitadel list protocols'")] = None,
+    suite: Annotated[str | None, option("alias of the verbs corruptions, stability, threat-levels")] = None,
     run: RunFlags = RunFlags(),
-    independent: Annotated[
-        bool,
-        typer.Option("--independent", help="run every attack on all correct samples", rich_help_panel=RARE),
-    ] = False,
-    precheck: Annotated[
-        bool, typer.Option(help="check outputs, gradients and attention before the attacks", rich_help_panel=RARE)
-    ] = True,
+    independent: Annotated[bool, rare("run every attack on all correct samples", "--independent")] = False,
+    precheck: Annotated[bool, rare("check outputs, gradients and attention before the attacks")] = True,
     calibration: options.Calibration = None,
     precision: options.Precision = "fp32",
 ) -> None:

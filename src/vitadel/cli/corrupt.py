@@ -5,23 +5,21 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
-
 from vitadel.cli.corruptions import Severities, corruption_list, severity_list
 from vitadel.cli.execution import present, run_options
-from vitadel.cli.options import DataFlags, RunFlags, expand_groups
+from vitadel.cli.options import DataFlags, RunFlags, expand_groups, option
 
 
 @expand_groups
 def corrupt(
     data: DataFlags = DataFlags("shapes"),
-    corruptions: Annotated[str, typer.Option(help="common (15), all (19), or names: fog,snow")] = "common",
+    corruptions: Annotated[str, option("common (15), all (19), or names: fog,snow")] = "common",
     severities: Severities = "1,2,3,4,5",
     file_format: Annotated[
-        str, typer.Option("--format", help="png (lossless), jpeg (quality 85, as ImageNet-C) or npy (as CIFAR-C)")
+        str, option("png (lossless), jpeg (quality 85, as ImageNet-C) or npy (as CIFAR-C)", "--format")
     ] = "png",
     size: Annotated[
-        int | None, typer.Option(help="image size (default: 224 as ImageNet-C; images up to 96 pixels keep theirs)")
+        int | None, option("image size (default: 224 as ImageNet-C; images up to 96 pixels keep theirs)")
     ] = None,
     run: RunFlags = RunFlags(),
 ) -> None:

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from vitadel.cli import options
 from vitadel.cli.execution import open_target, present, run_options
-from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, expand_groups, split_list
+from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, expand_groups, option, split_list
 from vitadel.errors import UserError
 
-Severities = Annotated[str, typer.Option(help="some of 1,2,3,4,5")]
+Severities = Annotated[str, option("some of 1,2,3,4,5")]
 
 
 @expand_groups
 def corruptions(
     model: options.Model = "zoo:shapes-robust",
     corruptions: Annotated[
-        str, typer.Option(help="common (the 15 of mCE), all (with the 4 for validation), none, or names: fog,snow")
+        str, option("common (the 15 of mCE), all (with the 4 for validation), none, or names: fog,snow")
     ] = "common",
     severities: Severities = "1,2,3,4,5",
-    perturbations: Annotated[
-        str, typer.Option(help="sequences of ImageNet-P: all (the 10 of mFR), none, or names")
-    ] = "none",
-    difficulty: Annotated[int, typer.Option(help="1, 2 or 3: how much sequences change from frame to frame")] = 1,
+    perturbations: Annotated[str, option("sequences of ImageNet-P: all (the 10 of mFR), none, or names")] = "none",
+    difficulty: Annotated[int, option("1, 2 or 3: how much sequences change from frame to frame")] = 1,
     data: DataFlags = DataFlags("shapes"),
-    clean_data: Annotated[
-        str | None, typer.Option(help="clean images for --data imagenet-c:DIR or cifar10-c, as SPEC")
-    ] = None,
+    clean_data: Annotated[str | None, option("clean images for --data imagenet-c:DIR or cifar10-c, as SPEC")] = None,
     how: ModelFlags = ModelFlags(),
     run: RunFlags = RunFlags(),
     precision: options.Precision = "fp32",
@@ -39,7 +33,6 @@ def corruptions(
     """
     from vitadel.evaluation.corruptions.request import CorruptionRequest
     from vitadel.evaluation.corruptions.run import run_corruptions
-    from vitadel.runtime.distributed import join_processes
 
     request = CorruptionRequest(
         corruptions=corruption_list(corruptions),
@@ -50,8 +43,7 @@ def corruptions(
         precision=precision,
         **data.for_request(),
     )
-    processes = join_processes(run.device)
-    target = open_target(model, how, data, device=run.device)
+    processes, target = open_target(model, how, data, run.device)
     present(run_corruptions(target, request, processes, **run_options(run)), run)
 
 

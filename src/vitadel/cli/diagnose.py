@@ -8,18 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from vitadel.cli import options
-from vitadel.cli.execution import open_with_notes, present, run_options
-from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, ThreatFlags, expand_groups
+from vitadel.cli.execution import open_target, present, run_options
+from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, ThreatFlags, expand_groups, option
 from vitadel.quantities import read_quantity
 
 
 @expand_groups
 def diagnose(
     model: options.Model = "zoo:shapes-robust",
-    level: Annotated[str, typer.Option(help="quick (48 images) or thorough (256, stronger attacks)")] = "quick",
-    surrogate: Annotated[
-        str | None, typer.Option(help="MODEL to transfer attacks from (default: a student trained here)")
-    ] = None,
+    level: Annotated[str, option("quick (48 images) or thorough (256, stronger attacks)")] = "quick",
+    surrogate: Annotated[str | None, option("MODEL to transfer attacks from (default: a student trained here)")] = None,
     threat: ThreatFlags = ThreatFlags(),
     data: DataFlags = DataFlags("shapes"),
     how: ModelFlags = ModelFlags(),
@@ -39,7 +37,7 @@ def diagnose(
         surrogate=surrogate,
         **data.for_request(),
     )
-    processes, target = open_with_notes(model, how, data, run)
+    processes, target = open_target(model, how, data, run.device, notes=True)
     present(run_diagnosis(target, request, processes, show_cost=_show_cost, **run_options(run)), run)
 
 

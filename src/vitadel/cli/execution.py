@@ -21,23 +21,20 @@ if TYPE_CHECKING:
 
 
 def open_target(
-    model: str, how: ModelFlags, data: DataFlags, *, device: str = "auto", for_features: bool = False
-) -> Target:
-    """Open model and data as the flags say; `for_features` asks for no head where a backbone has none."""
+    model: str, how: ModelFlags, data: DataFlags, device: str, *, for_features: bool = False, notes: bool = False
+) -> tuple[Processes, Target]:
+    """Join the other processes, and open model and data as the flags say.
+
+    `for_features` asks for no head where a backbone has none; `notes` shows what had to be assumed about the model.
+    """
     from vitadel.evaluation.engine.target import open_as
+    from vitadel.runtime.distributed import join_processes
     from vitadel.runtime.opening import Opening
 
+    processes = join_processes(device)
     opening = Opening.read(model=model, device=device, **asdict(how), **asdict(data))
-    return open_as(opening, for_features=for_features)
-
-
-def open_with_notes(model: str, how: ModelFlags, data: DataFlags, run: RunFlags) -> tuple[Processes, Target]:
-    """Join the other processes, open model and data, and show what had to be assumed about the model."""
-    from vitadel.runtime.distributed import join_processes
-
-    processes = join_processes(run.device)
-    target = open_target(model, how, data, device=run.device)
-    if processes.is_main:
+    target = open_as(opening, for_features=for_features)
+    if notes and processes.is_main:
         show_notes(target.model.record.notes)
     return processes, target
 
@@ -82,7 +79,7 @@ def run_attacks(
     """Open the model and attack it; with `precheck`, the fast checks of `diagnose` come first."""
     from vitadel.evaluation.audit.audit import run_audit
 
-    processes, target = open_with_notes(model, how, data, run)
+    processes, target = open_target(model, how, data, run.device, notes=True)
     checks: dict[str, Any] = {}
     if precheck:
         from vitadel.diagnosis.precheck import run_precheck

@@ -8,14 +8,23 @@ from typing import Annotated
 import typer
 
 from vitadel.cli.execution import present, run_options, show_notes
-from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, RunOrModel, ThreatFlags, expand_groups, given_flags
+from vitadel.cli.options import (
+    DataFlags,
+    ModelFlags,
+    RunFlags,
+    RunOrModel,
+    ThreatFlags,
+    expand_groups,
+    given_flags,
+    option,
+)
 
 
 @expand_groups
 def inspect(
     ctx: typer.Context,
     model: RunOrModel = "zoo:shapes-robust",
-    attack: Annotated[str, typer.Option(help="one attack; see 'vitadel list attacks'")] = "features-30",
+    attack: Annotated[str, option("one attack; see 'vitadel list attacks'")] = "features-30",
     threat: ThreatFlags = ThreatFlags(),
     data: DataFlags = DataFlags("shapes", limit=100, batch_size=32),
     how: ModelFlags = ModelFlags(),

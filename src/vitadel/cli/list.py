@@ -21,7 +21,7 @@ class Kind(enum.StrEnum):
     protocols = enum.auto()
 
 
-def list_names(
+def list(
     kind: Annotated[Kind, typer.Argument(help="what to list")],
     search: Annotated[str, typer.Argument(help="only names that contain this; timm models are searched, too")] = "",
 ) -> None:

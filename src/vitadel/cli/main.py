@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import shlex
 import sys
@@ -12,26 +13,6 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from vitadel.cli import (
-    attack,
-    audit,
-    corrupt,
-    corruptions,
-    diagnose,
-    harden,
-    inspect,
-    plan,
-    probe,
-    recipes,
-    report,
-    selftest,
-    stability,
-    study,
-    threat_levels,
-    trade_off,
-    ui,
-)
-from vitadel.cli import list as list_verb
 from vitadel.errors import Interrupted, UserError, nearest_names
 from vitadel.runtime.safe_reading import check_name
 from vitadel.runtime.trusted_code import VARIABLE
@@ -100,36 +81,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_PANELS: dict[str, dict[str, Any]] = {
-    "Measure": {
-        "audit": audit.audit,
-        "corruptions": corruptions.corruptions,
-        "stability": stability.stability,
-        "threat-levels": threat_levels.threat_levels,
-        "trade-off": trade_off.trade_off,
-        "plan": plan.plan,
-    },
-    "Harden": {"harden": harden.harden, "probe": probe.probe, "recipes": recipes.app},
-    "Analyze": {
-        "diagnose": diagnose.diagnose,
-        "study": study.app,
-        "inspect": inspect.inspect,
-        "report": report.report,
-        "ui": ui.ui,
-    },
-    "Tools": {
-        "attack": attack.attack,
-        "corrupt": corrupt.corrupt,
-        "list": list_verb.list_names,
-        "selftest": selftest.selftest,
-    },
+_PANELS = {
+    "Measure": ("audit", "corruptions", "stability", "threat-levels", "trade-off", "plan"),
+    "Harden": ("harden", "probe", "recipes"),
+    "Analyze": ("diagnose", "study", "inspect", "report", "ui"),
+    "Tools": ("attack", "corrupt", "list", "selftest"),
 }
+"""The verbs; each is in the file of its name, as a function of its name or, with verbs of its own, as `app`."""
+
 for _panel, _verbs in _PANELS.items():
-    for _name, _verb in _verbs.items():
-        if isinstance(_verb, typer.Typer):
-            app.add_typer(_verb, name=_name, rich_help_panel=_panel)
+    for _name in _verbs:
+        _python_name = _name.replace("-", "_")
+        _module = importlib.import_module(f"vitadel.cli.{_python_name}")
+        if hasattr(_module, "app"):
+            app.add_typer(_module.app, name=_name, rich_help_panel=_panel)
         else:
-            app.command(_name, rich_help_panel=_panel)(_verb)
+            app.command(_name, rich_help_panel=_panel)(getattr(_module, _python_name))
 
 
 def _version(shown: bool) -> None:

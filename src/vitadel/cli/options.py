@@ -11,7 +11,16 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-RARE = "Rarely needed"
+
+def option(about: str, *flags: str) -> Any:
+    """Return a flag with its help; without `flags` it is named after its parameter."""
+    return typer.Option(*flags, help=about)
+
+
+def rare(about: str, *flags: str) -> Any:
+    """Return such a flag in the panel of those that are rarely needed."""
+    return typer.Option(*flags, help=about, rich_help_panel="Rarely needed")
+
 
 Model = Annotated[
     str, typer.Argument(help="zoo:NAME, a timm name, hf:ORG/NAME, a run folder, or python:module:function")
@@ -19,54 +28,31 @@ Model = Annotated[
 RunOrModel = Annotated[
     str, typer.Argument(metavar="RUN-OR-MODEL", help="run folder of an audit, or a MODEL as 'vitadel audit' takes it")
 ]
-DataRoot = Annotated[
-    Path | None, typer.Option(help="folder of torchvision data sets and benchmark files", rich_help_panel=RARE)
-]
-AllowReadable = Annotated[
-    bool,
-    typer.Option("--allow-readable", help="accept a token file that other users can read", rich_help_panel=RARE),
-]
-Eps = Annotated[str, typer.Option(help="perturbation budget for pixels in [0, 1], e.g. 8/255")]
-Norm = Annotated[str, typer.Option(help="linf, l2 or l1")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")]
-Json = Annotated[bool, typer.Option("--json", help="print the results as JSON on standard output")]
-Row = Annotated[str | None, typer.Option(help="row of the table, for a recipe that is a whole table")]
-Calibration = Annotated[
-    str | None,
-    typer.Option(help="data that calibrated attacks (aas+, patches-learned) fit on", rich_help_panel=RARE),
-]
-Precision = Annotated[str, typer.Option(help="fp32, bf16 or fp16", rich_help_panel=RARE)]
+DataRoot = Annotated[Path | None, rare("folder of torchvision data sets and benchmark files")]
+AllowReadable = Annotated[bool, rare("accept a token file that other users can read", "--allow-readable")]
+Eps = Annotated[str, option("perturbation budget for pixels in [0, 1], e.g. 8/255")]
+Norm = Annotated[str, option("linf, l2 or l1")]
+Device = Annotated[str, option("auto, cpu, cuda, cuda:1")]
+Json = Annotated[bool, option("print the results as JSON on standard output", "--json")]
+Row = Annotated[str | None, option("row of the table, for a recipe that is a whole table")]
+Calibration = Annotated[str | None, rare("data that calibrated attacks (aas+, patches-learned) fit on")]
+Precision = Annotated[str, rare("fp32, bf16 or fp16")]
 
 
 @dataclass(frozen=True)
 class ModelFlags:
     """How a MODEL is opened."""
 
-    weights: Annotated[str | None, typer.Option(help="weight file, 'pretrained' (timm's download) or 'random'")] = None
-    num_classes: Annotated[int | None, typer.Option(help="number of classes of a timm model's head")] = None
-    mean: Annotated[
-        str | None, typer.Option(help="normalization mean, e.g. 0.5 or 0.485,0.456,0.406", rich_help_panel=RARE)
-    ] = None
-    std: Annotated[str | None, typer.Option(help="normalization standard deviation", rich_help_panel=RARE)] = None
-    input_size: Annotated[
-        int | None, typer.Option(help="image size in pixels, if not the model's own", rich_help_panel=RARE)
-    ] = None
-    crop_pct: Annotated[
-        str | None, typer.Option(help="center crop as a share of the resized image, e.g. 0.875", rich_help_panel=RARE)
-    ] = None
-    interpolation: Annotated[
-        str | None, typer.Option(help="how images are resized, e.g. bicubic", rich_help_panel=RARE)
-    ] = None
-    head_classes: Annotated[
-        str | None, typer.Option(help="keep only these outputs of the head, e.g. 0,217,482", rich_help_panel=RARE)
-    ] = None
-    small_images: Annotated[
-        bool, typer.Option("--small-images", help="adapt a patch-16 ViT or XCiT to 32 px images", rich_help_panel=RARE)
-    ] = False
-    tokens: Annotated[
-        str | None,
-        typer.Option(help="file of robustness tokens; a,b is a bank, one drawn per image", rich_help_panel=RARE),
-    ] = None
+    weights: Annotated[str | None, option("weight file, 'pretrained' (timm's download) or 'random'")] = None
+    num_classes: Annotated[int | None, option("number of classes of a timm model's head")] = None
+    mean: Annotated[str | None, rare("normalization mean, e.g. 0.5 or 0.485,0.456,0.406")] = None
+    std: Annotated[str | None, rare("normalization standard deviation")] = None
+    input_size: Annotated[int | None, rare("image size in pixels, if not the model's own")] = None
+    crop_pct: Annotated[str | None, rare("center crop as a share of the resized image, e.g. 0.875")] = None
+    interpolation: Annotated[str | None, rare("how images are resized, e.g. bicubic")] = None
+    head_classes: Annotated[str | None, rare("keep only these outputs of the head, e.g. 0,217,482")] = None
+    small_images: Annotated[bool, rare("adapt a patch-16 ViT or XCiT to 32 px images", "--small-images")] = False
+    tokens: Annotated[str | None, rare("file of robustness tokens; a,b is a bank, one drawn per image")] = None
     allow_readable: AllowReadable = False
 
 
@@ -74,14 +60,12 @@ class ModelFlags:
 class DataFlags:
     """Which images, and how many at once."""
 
-    data: Annotated[str, typer.Option(help="shapes, cifar10, folder:DIR, ...; see 'vitadel list data'")]
+    data: Annotated[str, option("shapes, cifar10, folder:DIR, ...; see 'vitadel list data'")]
     data_root: DataRoot = None
-    limit: Annotated[int | None, typer.Option(help="use a seeded, class-balanced subset of this size")] = None
-    batch_size: Annotated[int, typer.Option(help="samples per batch")] = 64
-    seed: Annotated[int, typer.Option(help="random seed (each sample has its own random stream)")] = 0
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="leave out unreadable samples and count them", rich_help_panel=RARE)
-    ] = False
+    limit: Annotated[int | None, option("use a seeded, class-balanced subset of this size")] = None
+    batch_size: Annotated[int, option("samples per batch")] = 64
+    seed: Annotated[int, option("random seed (each sample has its own random stream)")] = 0
+    skip_bad: Annotated[bool, rare("leave out unreadable samples and count them", "--skip-bad")] = False
 
     def for_request(self) -> dict[str, Any]:
         """The fields of these flags that every request of a run has; the data set itself is opened separately."""
@@ -100,12 +84,10 @@ class ThreatFlags:
 class AttackFlags:
     """Which attacks, within which budget."""
 
-    attacks: Annotated[str, typer.Option(help="e.g. fgsm,'pgd-20(restarts=5)'; see 'vitadel list attacks'")]
+    attacks: Annotated[str, option("e.g. fgsm,'pgd-20(restarts=5)'; see 'vitadel list attacks'")]
     eps: Eps = "8/255"
     norm: Norm = "linf"
-    compile_model: Annotated[
-        bool, typer.Option("--compile", help="use torch.compile if it is faster here", rich_help_panel=RARE)
-    ] = False
+    compile_model: Annotated[bool, rare("use torch.compile if it is faster here", "--compile")] = False
 
 
 @dataclass(frozen=True)
@@ -113,8 +95,8 @@ class RunFlags:
     """Where a run computes, where its folder goes, and how results are printed."""
 
     device: Device = "auto"
-    out: Annotated[Path | None, typer.Option(help="run folder; by default a new one below runs/")] = None
-    resume: Annotated[bool, typer.Option("--resume", help="continue an unfinished run")] = False
+    out: Annotated[Path | None, option("run folder; by default a new one below runs/")] = None
+    resume: Annotated[bool, option("continue an unfinished run", "--resume")] = False
     as_json: Json = False
 
 

@@ -50,10 +50,9 @@ def plan(
         raise UserError(f"KEY=VALUE and --row belong to a recipe, and '{model}' is none; see 'vitadel list recipes'")
     from vitadel.evaluation.engine.cost import plan as estimate
     from vitadel.reporting.terminal import show_plan
-    from vitadel.runtime.distributed import join_processes
 
     request = audit_request(attacks, data)
-    target = open_target(model, how, data)
+    processes, target = open_target(model, how, data, device)
     cost = estimate(
         target,
         attacks=request.attacks,
@@ -61,7 +60,7 @@ def plan(
         norm=request.norm,
         samples=len(target.selection(request.limit, request.seed, request.skip_bad)[0]),
         batch_size=request.batch_size,
-        device=join_processes(device).device,
+        device=processes.device,
         compile_model=request.compile,
     )
     if as_json:

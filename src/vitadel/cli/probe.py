@@ -9,7 +9,7 @@ import typer
 
 from vitadel.cli import options
 from vitadel.cli.execution import present, run_options
-from vitadel.cli.options import RunFlags, expand_groups
+from vitadel.cli.options import RunFlags, expand_groups, option
 
 
 @expand_groups
@@ -19,7 +19,7 @@ def probe(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.steps=500 model.name=deit_small")
     ] = None,
     row: options.Row = None,
-    tokens: Annotated[Path | None, typer.Option(help="file of robustness tokens for the model")] = None,
+    tokens: Annotated[Path | None, option("file of robustness tokens for the model")] = None,
     allow_readable: options.AllowReadable = False,
     data_root: options.DataRoot = None,
     run: RunFlags = RunFlags(),

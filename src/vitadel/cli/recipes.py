@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vitadel.cli.options import option
 from vitadel.errors import UserError
 
 app = typer.Typer(help="Show, copy or check recipes.", no_args_is_help=True)
@@ -18,8 +19,8 @@ Name = Annotated[str, typer.Argument(help="a recipe's name, e.g. shapes/trades, 
 @app.command()
 def show(
     name: Name,
-    row: Annotated[str | None, typer.Option(help="a row of its table, with everything it extends")] = None,
-    composed: Annotated[bool, typer.Option("--composed", help="with everything it extends")] = False,
+    row: Annotated[str | None, option("a row of its table, with everything it extends")] = None,
+    composed: Annotated[bool, option("with everything it extends", "--composed")] = False,
 ) -> None:
     """Print a recipe: its file with its comments, or one row."""
     from vitadel.training.recipes.compose import compose, rows, source

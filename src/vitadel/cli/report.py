@@ -7,17 +7,15 @@ from typing import Annotated
 
 import typer
 
+from vitadel.cli.options import option
+
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="run folders")],
     out: Annotated[
-        Path | None,
-        typer.Option(help="HTML file (default: report.html in the run; comparison.html in the first of several)"),
+        Path | None, option("HTML file (default: report.html in the run; comparison.html in the first of several)")
     ] = None,
-    export: Annotated[
-        Path | None,
-        typer.Option(help="folder for tables (CSV, LaTeX, Markdown) and figures (SVG, PNG)"),
-    ] = None,
+    export: Annotated[Path | None, option("folder for tables (CSV, LaTeX, Markdown) and figures (SVG, PNG)")] = None,
 ) -> None:
     """Write one self-contained HTML page about runs."""
     from vitadel.reporting.page import write_report

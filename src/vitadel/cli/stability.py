@@ -5,35 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from vitadel.cli import options
 from vitadel.cli.execution import open_target, present, run_options
-from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, expand_groups
+from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, expand_groups, option
 from vitadel.quantities import read_quantity
 
-Share = Annotated[str, typer.Option(help="share of patches that get noise")]
-Noise = Annotated[str, typer.Option(help="'normalised': drawn in normalized space; 'pixel': all colors")]
-PatchSide = Annotated[int, typer.Option(help="patch size in pixels; 0 for the model's own patches")]
+Share = Annotated[str, option("share of patches that get noise")]
+Noise = Annotated[str, option("'normalised': drawn in normalized space; 'pixel': all colors")]
+PatchSide = Annotated[int, option("patch size in pixels; 0 for the model's own patches")]
 
 
 @expand_groups
 def stability(
     model: options.Model = "zoo:shapes-robust",
     share: Share = "0.1",
-    masks: Annotated[int, typer.Option(help="random masks per image")] = 100,
-    watched: Annotated[int, typer.Option(help="masks per image on which attention and features are compared")] = 10,
-    similarity: Annotated[
-        str, typer.Option(help="similarity of attention: map (whole map), rows or centre (one row)")
-    ] = "map",
+    masks: Annotated[int, option("random masks per image")] = 100,
+    watched: Annotated[int, option("masks per image on which attention and features are compared")] = 10,
+    similarity: Annotated[str, option("similarity of attention: map (whole map), rows or centre (one row)")] = "map",
     noise: Noise = "normalised",
     patch_side: PatchSide = 0,
-    selector: Annotated[
-        Path | None, typer.Option(help="corruption-model.safetensors of another run, tried on this model")
-    ] = None,
-    learned: Annotated[bool, typer.Option(help="train a corruption model against this model")] = True,
+    selector: Annotated[Path | None, option("corruption-model.safetensors of another run, tried on this model")] = None,
+    learned: Annotated[bool, option("train a corruption model against this model")] = True,
     patch_attacks: Annotated[
-        str, typer.Option(help="attacks run as well, at 1/255; '' for none")
+        str, option("attacks run as well, at 1/255; '' for none")
     ] = "pgd-5(step=0.5/255),patch-fool",
     data: DataFlags = DataFlags("shapes"),
     how: ModelFlags = ModelFlags(),
@@ -46,7 +40,6 @@ def stability(
     """
     from vitadel.attacks.parse import split_attack_list
     from vitadel.evaluation.stability.run import StabilityRequest, run_stability
-    from vitadel.runtime.distributed import join_processes
 
     request = StabilityRequest(
         share=read_quantity(share, "--share"),
@@ -61,6 +54,5 @@ def stability(
         calibration=calibration,
         **data.for_request(),
     )
-    processes = join_processes(run.device)
-    target = open_target(model, how, data, device=run.device)
+    processes, target = open_target(model, how, data, run.device)
     present(run_stability(target, request, processes, **run_options(run)), run)

@@ -19,17 +19,18 @@ from vitadel.cli.options import (
     expand_groups,
     flag_names,
     given_flags,
+    option,
     split_list,
 )
 from vitadel.cli.stability import Noise, PatchSide, Share
 from vitadel.errors import UserError
 from vitadel.quantities import read_quantity
 
-_Attack = Annotated[str, typer.Option(help="one attack; see 'vitadel list attacks'")]
-_Images = Annotated[int, typer.Option(help="calibration images on which aas finds its factors")]
+_Attack = Annotated[str, option("one attack; see 'vitadel list attacks'")]
+_Images = Annotated[int, option("calibration images on which aas finds its factors")]
+_Classes = Annotated[str | None, option("numbers of the target classes, e.g. 0,3,7 (default: the first --most)")]
 _Others = Annotated[
-    str | None,
-    typer.Option(help="other MODELs (or MODEL=WEIGHTS) for the same classes, comma-separated (default: the zoo's)"),
+    str | None, option("other MODELs (or MODEL=WEIGHTS) for the same classes, comma-separated (default: the zoo's)")
 ]
 
 
@@ -37,14 +38,10 @@ _Others = Annotated[
 class Curves(ThreatFlags):
     """Plot robust accuracy against eps, steps and restarts."""
 
-    attack: Annotated[str, typer.Option(help="one attack, without K: pgd, cw, aas+pgd, 'pgd(step=1/255)'")] = "pgd"
-    budgets: Annotated[
-        str | None, typer.Option(help="of the first curve, e.g. 0,4/255,8/255 (default: 0 to twice --eps)")
-    ] = None
-    steps: Annotated[
-        str | None, typer.Option(help="of the second curve, at --eps; '' for none (default: 1 to 100)")
-    ] = None
-    restarts: Annotated[str, typer.Option(help="of the third curve, at --eps; '' for none")] = "1,2,5"
+    attack: Annotated[str, option("one attack, without K: pgd, cw, aas+pgd, 'pgd(step=1/255)'")] = "pgd"
+    budgets: Annotated[str | None, option("of the first curve, e.g. 0,4/255,8/255 (default: 0 to twice --eps)")] = None
+    steps: Annotated[str | None, option("of the second curve, at --eps; '' for none (default: 1 to 100)")] = None
+    restarts: Annotated[str, option("of the third curve, at --eps; '' for none")] = "1,2,5"
     calibration: Calibration = None
 
 
@@ -62,10 +59,8 @@ class ScaledBlocks(ThreatFlags):
     """Run AAS with only some blocks scaled; judge on the deployed model and as in the paper."""
 
     attack: _Attack = "pgd-20"
-    ways: Annotated[str, typer.Option(help="which blocks: first (k), single, last (k), comma-separated")] = (
-        "first,single,last"
-    )
-    every: Annotated[int, typer.Option(help="increase k by this number")] = 1
+    ways: Annotated[str, option("which blocks: first (k), single, last (k), comma-separated")] = "first,single,last"
+    every: Annotated[int, option("increase k by this number")] = 1
     images: _Images = 1280
     calibration: Calibration = None
 
@@ -83,15 +78,13 @@ class Perturbations(ThreatFlags):
 class Accumulation:
     """Draw classes out of noise along a model's gradients, and ask other models about them."""
 
-    classes: Annotated[
-        str | None, typer.Option(help="numbers of the target classes, e.g. 0,3,7 (default: the first --most)")
-    ] = None
-    most: Annotated[int, typer.Option(help="number of classes, if --classes names none")] = 10
-    starts: Annotated[int, typer.Option(help="images of each class")] = 10
-    start: Annotated[str, typer.Option(help="starting point: noise or grey")] = "noise"
-    objective: Annotated[str, typer.Option(help="what is maximized: logit or probability")] = "logit"
-    steps: Annotated[int, typer.Option(help="gradient steps")] = 100
-    step: Annotated[str, typer.Option(help="step size, root mean square over pixels in [0, 1]")] = "0.01"
+    classes: _Classes = None
+    most: Annotated[int, option("number of classes, if --classes names none")] = 10
+    starts: Annotated[int, option("images of each class")] = 10
+    start: Annotated[str, option("starting point: noise or grey")] = "noise"
+    objective: Annotated[str, option("what is maximized: logit or probability")] = "logit"
+    steps: Annotated[int, option("gradient steps")] = 100
+    step: Annotated[str, option("step size, root mean square over pixels in [0, 1]")] = "0.01"
     others: _Others = None
 
 
@@ -100,9 +93,9 @@ class Attention(ThreatFlags):
     """Show where a patch attends, clean and under attack, and how much of that stays."""
 
     attack: _Attack = "pgd-20"
-    query: Annotated[str, typer.Option(help="query token: centre, class, or a patch as ROW,COL")] = "centre"
-    block: Annotated[str, typer.Option(help="last, or the number of an attention in running order")] = "last"
-    heads: Annotated[str, typer.Option(help="mean, or each (one map per head as well)")] = "mean"
+    query: Annotated[str, option("query token: centre, class, or a patch as ROW,COL")] = "centre"
+    block: Annotated[str, option("last, or the number of an attention in running order")] = "last"
+    heads: Annotated[str, option("mean, or each (one map per head as well)")] = "mean"
     calibration: Calibration = None
 
 
@@ -111,14 +104,14 @@ class CorruptionMasks:
     """Show which patches a corruption model chooses, and whether it does more harm than random choice."""
 
     selector: Annotated[
-        str | None, typer.Option(help="corruption-model.safetensors, or the run folder that has it; else trained")
+        str | None, option("corruption-model.safetensors, or the run folder that has it; else trained")
     ] = None
     share: Share = "0.1"
-    fills: Annotated[int, typer.Option(help="noise samples per image")] = 10
-    training_steps: Annotated[int, typer.Option(help="steps of training a corruption model here")] = 60
+    fills: Annotated[int, option("noise samples per image")] = 10
+    training_steps: Annotated[int, option("steps of training a corruption model here")] = 60
     noise: Noise = "normalised"
     patch_side: PatchSide = 0
-    calibration: Annotated[str | None, typer.Option(help="data to train it on (default: the training split)")] = None
+    calibration: Annotated[str | None, option("data to train it on (default: the training split)")] = None
 
 
 STUDIES = {

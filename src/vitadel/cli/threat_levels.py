@@ -11,7 +11,7 @@ import typer
 
 from vitadel.cli import options
 from vitadel.cli.execution import open_target, present, run_options
-from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, expand_groups, split_list
+from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, expand_groups, option, split_list
 from vitadel.errors import UserError
 from vitadel.quantities import read_quantity
 
@@ -23,29 +23,23 @@ if TYPE_CHECKING:
 class LevelFlags:
     """Which levels, and what attackers have at each of them."""
 
-    levels: Annotated[str | None, typer.Option(help="only these, e.g. T2,T3,T6 (default: T0 to T8)")] = None
-    eps: Annotated[str | None, typer.Option(help="budgets (default: 1/255,2/255,4/255,8/255)")] = None
-    steps: Annotated[int, typer.Option(help="steps of gradient attacks; T2+ also runs four times as many")] = 30
-    queries: Annotated[int, typer.Option(help="score queries per image (T5)")] = 5000
-    white_box: Annotated[str, typer.Option(help="attacks through the tokens, in addition to pgd (T6)")] = (
-        "apgd-ce,apgd-t"
-    )
-    surrogates: Annotated[
-        str, typer.Option(help="number of token sets that attackers train (T3, T4), or token files")
-    ] = "2"
-    bank: Annotated[
-        str, typer.Option(help="number of token sets to train for the defender's bank (T8), or token files")
-    ] = "2"
+    levels: Annotated[str | None, option("only these, e.g. T2,T3,T6 (default: T0 to T8)")] = None
+    eps: Annotated[str | None, option("budgets (default: 1/255,2/255,4/255,8/255)")] = None
+    steps: Annotated[int, option("steps of gradient attacks; T2+ also runs four times as many")] = 30
+    queries: Annotated[int, option("score queries per image (T5)")] = 5000
+    white_box: Annotated[str, option("attacks through the tokens, in addition to pgd (T6)")] = "apgd-ce,apgd-t"
+    surrogates: Annotated[str, option("number of token sets that attackers train (T3, T4), or token files")] = "2"
+    bank: Annotated[str, option("number of token sets to train for the defender's bank (T8), or token files")] = "2"
     recipe: Annotated[
-        str | None, typer.Option(help="how the tokens were trained, NAME or NAME:ROW (default: the run's recipe)")
+        str | None, option("how the tokens were trained, NAME or NAME:ROW (default: the run's recipe)")
     ] = None
     attacker_data: Annotated[
-        str | None, typer.Option(help="images that attackers train and fit on (default: those of the recipe)")
+        str | None, option("images that attackers train and fit on (default: those of the recipe)")
     ] = None
-    head: Annotated[str | None, typer.Option(help="the victim's head, from 'vitadel probe'")] = None
-    attacker_head: Annotated[str | None, typer.Option(help="the attacker's own head (T2)")] = None
-    other: Annotated[str | None, typer.Option(help="another MODEL for the same classes (T1)")] = None
-    other_weights: Annotated[str | None, typer.Option(help="weights of --other")] = None
+    head: Annotated[str | None, option("the victim's head, from 'vitadel probe'")] = None
+    attacker_head: Annotated[str | None, option("the attacker's own head (T2)")] = None
+    other: Annotated[str | None, option("another MODEL for the same classes (T1)")] = None
+    other_weights: Annotated[str | None, option("weights of --other")] = None
 
     def __post_init__(self) -> None:
         if self.other_weights is not None and self.other is None:
@@ -66,13 +60,12 @@ def threat_levels(
     """
     from vitadel.backbones.load import load_model
     from vitadel.heads.linear_probe import load_head
-    from vitadel.runtime.distributed import join_processes
     from vitadel.threat_levels.run import run_threat_levels
 
     request = _request(model, flags, data, how)
-    processes = join_processes(run.device)
+    processes, target = open_target(model, how, data, run.device, for_features=flags.head is not None)
     outcome = run_threat_levels(
-        open_target(model, how, data, device=run.device, for_features=flags.head is not None),
+        target,
         request,
         processes,
         head=None if flags.head is None else partial(load_head, flags.head),

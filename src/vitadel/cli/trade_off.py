@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from vitadel.cli.execution import present, run_options
-from vitadel.cli.options import DataFlags, RunFlags, expand_groups
+from vitadel.cli.options import DataFlags, RunFlags, expand_groups, option
 
 
 @expand_groups
@@ -17,15 +17,15 @@ def trade_off(
         list[str], typer.Argument(help="run folders of 'vitadel harden tora/...', baselines, or any other MODEL")
     ],
     data: DataFlags = DataFlags("shapes"),
-    eps: Annotated[str, typer.Option(help="budgets of the worst case, comma-separated")] = "1/255,2/255,4/255",
+    eps: Annotated[str, option("budgets of the worst case, comma-separated")] = "1/255,2/255,4/255",
     attacks: Annotated[
-        str, typer.Option(help="attacks on the joint output; see 'vitadel list attacks'")
+        str, option("attacks on the joint output; see 'vitadel list attacks'")
     ] = "pgd-50(restarts=5),autoattack",
     aimed: Annotated[
-        str, typer.Option(help="attacks on each head, judged on the joint output; '' for none")
+        str, option("attacks on each head, judged on the joint output; '' for none")
     ] = "pgd-50(restarts=5)",
-    knob: Annotated[int, typer.Option(help="extra fusions between the smallest and the largest lambda")] = 0,
-    maps: Annotated[int, typer.Option(help="draw and check the adapters' maps on this many images")] = 0,
+    knob: Annotated[int, option("extra fusions between the smallest and the largest lambda")] = 0,
+    maps: Annotated[int, option("draw and check the adapters' maps on this many images")] = 0,
     run: RunFlags = RunFlags(),
 ) -> None:
     """Compare accuracy and robustness of several runs.

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from vitadel.cli import options
-from vitadel.cli.options import ModelFlags, expand_groups
+from vitadel.cli.options import ModelFlags, expand_groups, option
 
 _SHAPES = "shapes"
 
@@ -21,9 +21,9 @@ def ui(
     models: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL]...", help="models in addition to the zoo, as for 'audit'")
     ] = None,
-    data: Annotated[str, typer.Option(help="images to choose from; also names the classes of MODEL")] = _SHAPES,
+    data: Annotated[str, option("images to choose from; also names the classes of MODEL")] = _SHAPES,
     data_root: options.DataRoot = None,
-    host: Annotated[str, typer.Option(help="address to listen on; only loopback is private")] = "127.0.0.1",
+    host: Annotated[str, option("address to listen on; only loopback is private")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0 for any free one")] = 7860,
     device: options.Device = "auto",
     how: ModelFlags = ModelFlags(),
