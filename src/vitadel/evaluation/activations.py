@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier
+from vitadel.adapters.tokens.token_classifier import with_one_set
 from vitadel.attacks.parse import make
 from vitadel.attacks.settings import settings_of, training_form
 from vitadel.attacks.threats import make_threat
@@ -187,10 +187,8 @@ def run_inspection(
     processes = join_processes(reopened.opening.device)
     target = reopened.open_target(for_features=True)
     show_notes(target.model.record.notes)
-    model: object = target.model
-    if isinstance(model, TokenBank):
-        raise UserError("activations are those of one set of tokens, not of a random one: give one file with --tokens")
-    tokened = model if isinstance(model, TokenClassifier) else None
+    refusal = "activations are those of one set of tokens, not of a random one: give one file with --tokens"
+    tokened = with_one_set(target.model, refusal)
     if tokened is not None:
         target = replace(target, model=tokened.classifier)
     return inspect_activations(target, tokened, request, processes, **options)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, with_one_set
 from vitadel.attacks.features import feature_cosine, final_features
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.classifier import Classifier
@@ -107,13 +107,12 @@ def run_threat_levels(
 
 
 def _victim(target: Target) -> TokenClassifier:
-    model: object = target.model
-    if isinstance(model, TokenBank):
-        raise UserError(
-            "threat levels judge one set of secret tokens, and a bank of them at T8: give one file with --tokens, and "
-            "the others with --bank."
-        )
-    if not isinstance(model, TokenClassifier):
+    model = with_one_set(
+        target.model,
+        "threat levels judge one set of secret tokens, and a bank of them at T8: give one file with --tokens, and the "
+        "others with --bank.",
+    )
+    if model is None:
         raise UserError(
             f"threat levels judge secret tokens, and '{target.model_spec}' has none. Give the run folder of `vitadel "
             "harden tokens/...`, or a backbone with --tokens FILE."

@@ -15,7 +15,6 @@ from vitadel.runtime.distributed import Processes
 from vitadel.training.recipes.build import Recipe, build_recipe
 from vitadel.training.recipes.compose import compose, rows
 from vitadel.training.run import open_training, run_harden
-from vitadel.training.trainables.secret_tokens import SecretTokens
 
 _AS_WRITTEN: dict[str, Any] = {}
 _CONTROLS: dict[str, dict[str, Any]] = {
@@ -59,9 +58,8 @@ def read_recipe(text: str) -> TokenRecipe:
             f"--recipe {name}:{there[0]}. Known rows: {', '.join(there)}."
         )
     recipe = TokenRecipe(text, name, row or None)
-    built = recipe.build()
-    if not isinstance(built.adapter, SecretTokens):
-        use = dict(built.document.get("adapter") or {}).get("use", "whole_model")
+    use = dict(recipe.build().document.get("adapter") or {}).get("use", "whole_model")
+    if use != "tokens":
         raise UserError(
             f"--recipe {text} trains no robustness tokens (its adapter is {use}). Name the recipe of the victim's "
             "tokens, such as tokens/deit-tiny, or a file like it."

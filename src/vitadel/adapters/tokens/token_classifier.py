@@ -7,7 +7,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,11 @@ class _WithTokens(nn.Module):
     def fingerprint(self) -> str:
         """Identifies the current tokens in run folders and reports."""
         return fingerprint(token_bytes(self.secret), self.salt)
+
+    @property
+    def token_sets(self) -> int:
+        """How many sets of tokens it has: one, or those of a bank."""
+        return 1 if self.secret.dim() == 2 else len(self.secret)
 
     def _record(self, what: str) -> ModelRecord:
         record, note = self.classifier.record, f"{what} ({self.placement}), fingerprint {self.fingerprint}"
@@ -162,6 +167,14 @@ class TokenBank(_WithTokens):
 
     def extra_repr(self) -> str:
         return f"sets={len(self.sets)}, tokens={self.sets.shape[1]}, fingerprint={self.fingerprint}"
+
+
+def with_one_set(model: nn.Module, refusal: str) -> TokenClassifier | None:
+    """The model itself if it has one set of tokens, None if it has none; of several, refuse them with this message."""
+    sets = getattr(model, "token_sets", 0)
+    if sets > 1:
+        raise UserError(refusal)
+    return cast(TokenClassifier, model) if sets else None
 
 
 def token_bytes(tokens: Tensor) -> bytes:
