@@ -23,14 +23,14 @@ from vitadel.runtime.run_folder import RunFolder
 from vitadel.threat_levels.controls import untrained_controls
 from vitadel.threat_levels.extraction import EXPOSED, Extracted, extract_tokens, read_extracted, save_extracted
 from vitadel.threat_levels.levels import AttackerAssets
-from vitadel.threat_levels.request import ThreatLevelsRequest
+from vitadel.threat_levels.request import TOKEN_SETS, ThreatLevelsRequest
 from vitadel.threat_levels.token_training import TokenRecipe, TokenTraining, Trainer, control_changes, read_recipe
 from vitadel.training.recipes.check import read_data_spec
 from vitadel.types import Source
 
 _BATCH = 16  # images to fit tokens to, at once
 _SETS = "sets"  # folder of token sets in the run folder
-_SURROGATES, _BANK, _CONTROLS, _EXTRACTION = 1, 101, 201, 301  # added to the seed for each
+_SEEDS = {"surrogates": 1, "bank": 101, "controls": 201, "extraction": 301}  # added to that of the request
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,16 +40,15 @@ class Provided:
 
     recipe: TokenRecipe | None = None
     trainings: Mapping[str, TokenTraining] = field(default_factory=dict)
-    surrogates: tuple[TokenClassifier, ...] = ()
-    bank: tuple[TokenClassifier, ...] = ()
+    sets: Mapping[str, tuple[TokenClassifier, ...]] = field(default_factory=dict)
     images: tuple[Source, Tensor] | None = None
 
     def settings(self) -> dict[str, Any]:
         """Settings that a resumed run must agree with; `control_data` None means the recipe's own images."""
         controls = self.trainings.get("controls")
         return {
-            "surrogate_sets": [each.fingerprint for each in self.surrogates],
-            "bank_sets": [each.fingerprint for each in self.bank],
+            "surrogate_sets": [each.fingerprint for each in self.sets["surrogates"]],
+            "bank_sets": [each.fingerprint for each in self.sets["bank"]],
             "control_data": None if controls is None else controls.data,
         }
 
@@ -74,23 +73,26 @@ def open_provided(
             _check_classes(what, model, target)
     if request.attacker_data is not None:
         _refuse_audited(f"--attacker-data {request.attacker_data}", request.attacker_data, target, target.data_root)
-    levels, victim = set(request.levels), assets.victim
-    surrogates = _load_sets(victim, request.surrogates, request.allow_readable) if {"T3", "T4"} & levels else ()
-    bank = _load_sets(victim, request.bank, request.allow_readable) if "T8" in levels else ()
-    _refuse_equal(victim, {"--surrogates": surrogates, "--bank": bank})
-    _refuse_no_bank(victim, bank)
-    images = _images_to_fit(target, request, indices) if "T7" in levels else None
+    victim = assets.victim
+
+    def load(file: str) -> TokenClassifier:
+        return load_tokens(file, victim.classifier, allow_readable=request.allow_readable).eval()
+
+    sets = {name: tuple(map(load, request.set_files(name))) for name in TOKEN_SETS}
+    _refuse_equal(victim, {f"--{name}": each for name, each in sets.items()})
+    _refuse_no_bank(victim, sets["bank"])
+    images = _images_to_fit(target, request, indices) if "T7" in request.levels else None
     trainings = {} if recipe is None else _plan_trainings(target, victim, request, recipe, processes)
     if "surrogates" in trainings and recipe is not None and request.attacker_data is None:
         data = recipe.build().data
         where = f"the images that {request.recipe} trains surrogates on, {data.train},"
         _refuse_audited(where, data.train, target, target.data_root or data.root)
-    return Provided(recipe, trainings, surrogates, bank, images)
+    return Provided(recipe, trainings, sets, images)
 
 
 def _images_to_fit(target: Target, request: ThreatLevelsRequest, indices: Tensor) -> tuple[Source, Tensor]:
     """Images to query, and one more batch to measure the fit."""
-    wanted, seed = request.extraction[0] + _BATCH, request.seed + _EXTRACTION
+    wanted, seed = request.extraction[0] + _BATCH, request.seed + _SEEDS["extraction"]
     source, rows = calibration_images(target, indices, request.attacker_data, wanted, seed, "--attacker-data")
     if len(rows) <= _BATCH:
         where = request.attacker_data or f"{target.data_spec}, beside the audited ones,"
@@ -109,7 +111,7 @@ def _plan_trainings(
     Attackers train on their own images, the defender's bank on those of the recipe. Controls also use those of the
     recipe; where these cannot be opened, the attacker's are almost as good.
     """
-    levels, trainings = set(request.levels), dict[str, TokenTraining]()
+    trainings = dict[str, TokenTraining]()
 
     def plan(
         what: str, advice: str, choices: Sequence[str | None], variants: Mapping[str, Mapping[str, Any]]
@@ -126,16 +128,16 @@ def _plan_trainings(
 
     theirs = request.attacker_data
     other = f"Give {'' if theirs is None else 'other '}images with --attacker-data SPEC, or"
-    if {"T3", "T4"} & levels and _to_train(request.surrogates):
+    if request.to_train("surrogates"):
         advice = f"{other} token files with --surrogates."
         trainings["surrogates"] = plan("surrogates (T3, T4)", advice, [theirs], {"surrogate": {}})
-    if "T8" in levels and _to_train(request.bank):
+    if request.to_train("bank"):
         advice = (
             "A bank is the defender's and trained on the recipe's own images, whatever --attacker-data is: give "
             "token files with --bank, a recipe with other data, or leave T8 out with --levels."
         )
         trainings["bank"] = plan("sets for a bank (T8)", advice, [None], {"bank": {}})
-    if "T2" in levels:
+    if "T2" in request.levels:
         choices = [None] if theirs is None else [None, theirs]
         advice = f"{other} leave T2 out with --levels."
         trainings["controls"] = plan("controls (T2)", advice, choices, control_changes(recipe))
@@ -144,14 +146,13 @@ def _plan_trainings(
 
 def planned_assets(assets: AttackerAssets, request: ThreatLevelsRequest) -> AttackerAssets:
     """The assets to come, with the victim in place of sets that are not trained yet: enough to count passes."""
-    levels, victim = set(request.levels), assets.victim
-    surrogates = _count(request.surrogates) if {"T3", "T4"} & levels else 0
-    bank = _count(request.bank) if "T8" in levels else 0
+    victim = assets.victim
+    counts = {name: request.to_train(name) + len(request.set_files(name)) for name in TOKEN_SETS}
     return dataclasses.replace(
         assets,
-        surrogates=(victim,) * surrogates,
-        extracted=tuple((name, victim) for name in EXPOSED) if "T7" in levels else (),
-        bank=(victim,) * (bank + 1) if bank else (),
+        surrogates=(victim,) * counts["surrogates"],
+        extracted=tuple((name, victim) for name in EXPOSED) if "T7" in request.levels else (),
+        bank=(victim,) * (counts["bank"] + 1) if counts["bank"] else (),
     )
 
 
@@ -161,27 +162,26 @@ def prepare(
     """Train and fit what the chosen levels need, and the controls if T2 is among them."""
     victim, device, trainings = assets.victim, context.processes.device, provided.trainings
     trainer = Trainer(run.path / _SETS, context.processes, context.show_progress)
-    surrogates, bank = provided.surrogates, provided.bank
-    if "surrogates" in trainings:
-        count = _to_train(request.surrogates)
-        surrogates = trainer.train_several(trainings["surrogates"], "surrogate", count, request.seed + _SURROGATES)
-    if "bank" in trainings:
-        bank = trainer.train_several(trainings["bank"], "bank", _to_train(request.bank), request.seed + _BANK)
-    _refuse_equal(victim, {"surrogates": surrogates, "bank": bank})
+    sets = dict(provided.sets)
+    for name, of_one in (("surrogates", "surrogate"), ("bank", "bank")):
+        if name in trainings:
+            count, seed = request.to_train(name), request.seed + _SEEDS[name]
+            sets[name] = trainer.train_several(trainings[name], of_one, count, seed)
+    _refuse_equal(victim, sets)
     extracted = {} if provided.images is None else _extract(context, request, assets, provided.images, run)
     controls: dict[str, nn.Module] = {}
     if "T2" in request.levels:
         scale = {} if provided.recipe is None else {"scale": provided.recipe.scale}
-        controls = untrained_controls(victim, assets.head, request.seed + _CONTROLS, **scale)
+        controls = untrained_controls(victim, assets.head, request.seed + _SEEDS["controls"], **scale)
     if "controls" in trainings:
-        trained = trainer.train_controls(trainings["controls"], request.seed + _CONTROLS + 1)
+        trained = trainer.train_controls(trainings["controls"], request.seed + _SEEDS["controls"] + 1)
         controls |= {name: assets.head(each) for name, each in trained.items()}
     ready = dataclasses.replace(
         assets,
         other=None if assets.other is None else assets.other.to(device),
-        surrogates=surrogates,
+        surrogates=sets["surrogates"],
         extracted=tuple((name, each.model) for name, each in extracted.items()),
-        bank=(victim, *bank) if bank else (),
+        bank=(victim, *sets["bank"]) if sets["bank"] else (),
     )
     return Prepared(ready, {name: each.to(device) for name, each in controls.items()}, extracted)
 
@@ -195,7 +195,7 @@ def _extract(
 ) -> dict[str, Extracted]:
     """Fit tokens in the main process for all, and save them: other devices or thread counts round differently."""
     source, rows = images
-    steps, seed, processes = request.extraction[1], request.seed + _EXTRACTION, context.processes
+    steps, seed, processes = request.extraction[1], request.seed + _SEEDS["extraction"], context.processes
 
     def fit(exposed: str) -> Extracted:
         reading = CalibrationImages(source, rows, context.preprocess, processes.device, request.skip_bad)
@@ -240,22 +240,7 @@ def _refuse_verdicts_without_tokens(run: RunFolder, exposed: str) -> None:
         )
 
 
-def _count(wanted: int | tuple[str, ...]) -> int:
-    return wanted if isinstance(wanted, int) else len(wanted)
-
-
-def _to_train(wanted: int | tuple[str, ...]) -> int:
-    return wanted if isinstance(wanted, int) else 0
-
-
-def _load_sets(
-    victim: TokenClassifier, wanted: int | tuple[str, ...], allow_readable: bool
-) -> tuple[TokenClassifier, ...]:
-    files = () if isinstance(wanted, int) else wanted
-    return tuple(load_tokens(file, victim.classifier, allow_readable=allow_readable).eval() for file in files)
-
-
-def _refuse_equal(victim: TokenClassifier, groups: dict[str, tuple[TokenClassifier, ...]]) -> None:
+def _refuse_equal(victim: TokenClassifier, groups: Mapping[str, tuple[TokenClassifier, ...]]) -> None:
     """Compare sets by their values: salts give equal sets different fingerprints."""
     known: list[tuple[str, TokenClassifier]] = [("the victim's own tokens", victim)]
     for name, sets in groups.items():

@@ -13,6 +13,8 @@ from vitadel.evaluation.engine.stages import rules_of
 from vitadel.threat_levels.levels import LEVELS, check_levels
 
 BUDGETS = tuple(level / 255 for level in (1, 2, 4, 8))
+TOKEN_SETS = {"surrogates": ("T3", "T4"), "bank": ("T8",)}
+"""Token sets besides the victim's, and the levels that use them."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +54,32 @@ class ThreatLevelsRequest(RunRequest):
             raise UserError(
                 f"extraction is (images to query, steps of the fit), each at least 1; got {self.extraction}"
             )
-        for name in ("surrogates", "bank"):
+        for name in TOKEN_SETS:
             count = getattr(self, name)
             if isinstance(count, int) and count < 0:
                 raise UserError(f"{name} is a number of token sets to train, or token files; got {count}")
         for name in self.white_box:
             _check_white_box(name, self.eps[0])
         trains = [
-            f"--{name} {count} ({', '.join(levels)})"
-            for name, count, levels in (("surrogates", self.surrogates, ("T3", "T4")), ("bank", self.bank, ("T8",)))
-            if isinstance(count, int) and count > 0 and set(levels) & set(self.levels)
+            f"--{name} {self.to_train(name)} ({', '.join(levels)})"
+            for name, levels in TOKEN_SETS.items()
+            if self.to_train(name)
         ]
         if trains and self.recipe is None:
             raise UserError(
                 f"token sets must be trained for {' and '.join(trains)}. Give the recipe of the tokens with --recipe, "
                 "e.g. --recipe tokens/deit-tiny, or token files, or leave these levels out with --levels."
             )
+
+    def to_train(self, sets: str) -> int:
+        """How many "surrogates", or sets of the "bank", the chosen levels need that are not in files."""
+        wanted = getattr(self, sets)
+        return wanted if isinstance(wanted, int) and set(TOKEN_SETS[sets]) & set(self.levels) else 0
+
+    def set_files(self, sets: str) -> tuple[str, ...]:
+        """The files of those that the chosen levels need."""
+        wanted = getattr(self, sets)
+        return () if isinstance(wanted, int) or not set(TOKEN_SETS[sets]) & set(self.levels) else wanted
 
 
 def _check_budgets(budgets: tuple[float, ...]) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from vitadel.attacks.settings import settings_of
 from vitadel.evaluation.engine.stages import BatchRecord
 from vitadel.evaluation.engine.target import Target
-from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, result_header
+from vitadel.evaluation.engine.verdicts import Verdicts, costs_of, describe_target, result_header, samples_table
 from vitadel.quantities import quantity_text
 from vitadel.statistics import share
 from vitadel.threat_levels.extraction import Extracted
@@ -102,10 +99,7 @@ class ThreatLevelTable:
             "settings": settings,
             **_accuracy(robust),
             "cosines": {name.removeprefix("cosine:"): float(_column(records, name).mean()) for name in cosines},
-            "void": int(sum(record["void"].sum() for record in records)),
-            "gradient_calls": sum(int(record["gradients"]) for record in records),
-            "forward_calls": sum(int(record["forwards"]) for record in records),
-            "seconds": round(sum(float(record["seconds"]) for record in records), 3),
+            **costs_of(records),
             "judged_on": "every set of the bank" if attack.judges else "deployed model",
         }
 
@@ -148,16 +142,8 @@ class ThreatLevelTable:
         return float(torch.stack(self._bank()).double().mean()) if self.assets.bank else None
 
     def samples(self) -> bytes:
-        columns: dict[str, Any] = {
-            "index": self.verdicts.index.numpy(),
-            "label": self.verdicts.label.numpy(),
-            "clean_prediction": self.verdicts.prediction.numpy(),
-            "clean_correct": self.verdicts.correct.numpy(),
-        }
-        columns |= {f"held:{attack_name(row)}": self.robust[_key(row)].numpy() for row in self.rows}
-        buffer = io.BytesIO()
-        pq.write_table(pa.table(columns), buffer, compression="zstd")
-        return buffer.getvalue()
+        held = {attack_name(row): self.robust[_key(row)] for row in self.rows}
+        return samples_table(replace(self.verdicts, held=held))
 
 
 def threat_level_results(target: Target, table: ThreatLevelTable, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,13 +99,13 @@ class Verdicts:
             "counts": _counts(alone, own_rules),
             "own_rules": own_rules,
             "attacked": int(before.sum()),
-            **_costs(records),
+            **costs_of(records),
             "judged_on": "deployed model",
             "paper_style": _paper_style(records),
         }
         if len(members) > 1:
             entry["members"] = [
-                {"name": member.name, "attacked": member.attacked, "broken": member.broken, **_costs(member.records)}
+                {"name": member.name, "attacked": member.attacked, "broken": member.broken, **costs_of(member.records)}
                 for member in members
             ]
         self.entries.append(entry)
@@ -169,7 +169,8 @@ def _counts(alone: bool, own_rules: bool) -> str:
     return "this attack alone" if alone else "after this and all earlier attacks"
 
 
-def _costs(records: Sequence[BatchRecord]) -> dict[str, Any]:
+def costs_of(records: Sequence[BatchRecord]) -> dict[str, Any]:
+    """Passes and seconds over all batches, and how many proposals broke box or budget."""
     return {
         "void": sum(int(record["void"].sum()) for record in records),
         "gradient_calls": sum(int(record["gradients"]) for record in records),
