@@ -65,8 +65,10 @@ def error_panel(error: Exception) -> str:
 
 
 def image_panel(chosen: ChosenImage) -> str:
-    """The chosen image before any preprocessing."""
-    pixels = torch.from_numpy(np.asarray(_fitting(chosen.picture)).copy()).permute(2, 0, 1)
+    """The chosen image before any preprocessing, no larger than what the page shows."""
+    small = chosen.picture.copy()
+    small.thumbnail((_MOST_SIDE, _MOST_SIDE))
+    pixels = torch.from_numpy(np.asarray(small).copy()).permute(2, 0, 1)
     size = f"{chosen.picture.width} x {chosen.picture.height} pixels"
     return _page(_figure(pixels, chosen.name, chosen.name, size))
 
@@ -93,16 +95,15 @@ def comparison_panel(
 ) -> str:
     """Two models on the clean image and on those crafted for each; `transferred[i]` is the other's answer to `i`'s."""
     first, second = crafted
-    cells = [
-        [_cell(first.before, first.after, names[0], first.fooled), _transfer_cell(transferred[1], names[0])],
-        [_transfer_cell(transferred[0], names[1]), _cell(second.before, second.after, names[1], second.fooled)],
-    ]
+    seen = ((first, transferred[1]), (transferred[0], second))  # by each model, on the images in their order
     head = Markup("<tr><th>Model</th><th>clean</th>{}</tr>").format(
         Markup("").join(Markup("<th>crafted for {}</th>").format(spec) for spec in specs)
     )
     rows = Markup("").join(
-        Markup("<tr><th>{}</th><td>{}</td>{}{}</tr>").format(spec, _top(each.before, known), *row)
-        for spec, each, known, row in zip(specs, crafted, names, cells, strict=True)
+        Markup("<tr><th>{}</th><td>{}</td>{}{}</tr>").format(
+            spec, _top(each.before, known), *(_cell(answers, known) for answers in row)
+        )
+        for spec, each, known, row in zip(specs, crafted, names, seen, strict=True)
     )
     pictures = [_figure(first.x[0], "the clean image", "clean")]
     pictures += [
@@ -122,9 +123,7 @@ def comparison_panel(
 def _summary(specs: Sequence[str], crafted: Sequence[CraftedImage], transferred: Sequence[TransferResult]) -> Markup:
     """Which model is fooled by the image crafted for it, and by the other's."""
     fooled = [spec for spec, each in zip(specs, crafted, strict=True) if each.fooled]
-    sentence = {0: "Both models are robust.", 1: f"Only {(fooled or [''])[0]} is fooled.", 2: "Both are fooled."}[
-        len(fooled)
-    ]
+    sentence = ("Both models are robust.", f"Only {''.join(fooled)} is fooled.", "Both are fooled.")[len(fooled)]
     for spec, each, moved, other in zip(specs, crafted, transferred, reversed(specs), strict=True):
         if each.fooled:
             sentence += f" What fools {spec} {'also fools' if moved.fooled else 'does not fool'} {other}."
@@ -201,16 +200,13 @@ def _top(seen: Prediction, names: Names) -> str:
     return f"{names[seen.answer]} ({_percent(float(seen.probabilities[seen.answer]))})"
 
 
-def _cell(before: Prediction, after: Prediction, names: Names, fooled: bool) -> Markup:
+def _cell(seen: CraftedImage | TransferResult, names: Names) -> Markup:
+    before, after = seen.before, seen.after
     left = float(after.probabilities[before.answer])
     lost = "" if after.answer == before.answer else f"{names[before.answer]} now {_percent(left)}"
     return Markup('<td class="{}">{}<br><small>{}</small></td>').format(
-        "fooled" if fooled else "held", _top(after, names), lost
+        "fooled" if seen.fooled else "held", _top(after, names), lost
     )
-
-
-def _transfer_cell(transferred: TransferResult, names: Names) -> Markup:
-    return _cell(transferred.before, transferred.after, names, transferred.fooled)
 
 
 def _downloads(crafted: CraftedImage) -> Markup:
@@ -239,13 +235,6 @@ def _figure(pixels: Tensor, alt: str, title: str, note: str = "") -> Markup:
     return Markup(
         '<figure><img src="data:image/png;base64,{}" alt="{}"><figcaption>{}<br><small>{}</small></figcaption></figure>'
     ).format(_base64(_png(picture)), alt, title, note)
-
-
-def _fitting(picture: Image.Image) -> Image.Image:
-    """A copy no larger than what the page shows."""
-    small = picture.copy()
-    small.thumbnail((_MOST_SIDE, _MOST_SIDE))
-    return small
 
 
 def _heat(shares: Tensor) -> Tensor:
