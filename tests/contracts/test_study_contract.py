@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from vitadel.cli.study import STUDIES
 from vitadel.errors import Interrupted
 from vitadel.evaluation.engine.stages import FolderCache
 from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.reporting.exports import export
-from vitadel.reporting.kind import kind_of, study_names
+from vitadel.reporting.kind import kind_of
 from vitadel.reporting.page import render
 from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.terminal import show_run
@@ -40,7 +41,7 @@ def target() -> Target:
     return open_target("zoo:shapes-standard", "shapes")
 
 
-@pytest.fixture(scope="module", params=study_names())
+@pytest.fixture(scope="module", params=sorted(STUDIES))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -95,7 +95,8 @@ def comparison_panel(
 ) -> str:
     """Two models on the clean image and on those crafted for each; `transferred[i]` is the other's answer to `i`'s."""
     first, second = crafted
-    seen = ((first, transferred[1]), (transferred[0], second))  # by each model, on the images in their order
+    # By each model, on the images in their order.
+    seen: list[tuple[CraftedImage | TransferResult, ...]] = [(first, transferred[1]), (transferred[0], second)]
     head = Markup("<tr><th>Model</th><th>clean</th>{}</tr>").format(
         Markup("").join(Markup("<th>crafted for {}</th>").format(spec) for spec in specs)
     )

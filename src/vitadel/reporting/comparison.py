@@ -53,18 +53,9 @@ def _comparison(runs: Sequence[Run]) -> Section:
     differing = differing_aspects(runs)
     # Size and precision are mostly the same, and the table is wide without them.
     rare = {"selection", "size", "precision"} - (set(differing) - {"selection"})
-    columns = {name: _HEADINGS.get(name, name) for name in _ASPECTS if name not in rare}
+    columns = {name: name if name in ("n", "eps") else name.capitalize() for name in _ASPECTS if name not in rare}
     content = {"rows": rows, "differing": [_ASPECTS[name] for name in differing], "columns": columns}
     return Section("Side by side", block="comparison", content=content)
-
-
-_HEADINGS = {
-    "data": "Data",
-    "size": "Size",
-    "precision": "Precision",
-    "norm": "Norm",
-    "attacks": "Attacks",
-}
 
 
 _ASPECTS = {

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from vitadel.errors import UserError
 from vitadel.reporting.comparison import Pairing, overview, pairings
-from vitadel.reporting.figures import Picture
 from vitadel.reporting.kind import Section, kind_of, name_damage
 from vitadel.reporting.kinds.audit import accuracy_section
 from vitadel.reporting.read_runs import Run, aspects, class_scores, read_all, run_labels
@@ -26,7 +25,10 @@ def export(paths: Sequence[Path], out: Path) -> list[Path]:
     shared = overview(runs, pairings(runs)) if len(runs) > 1 else filter(None, [accuracy_section(runs)])
     pictures = {picture.name: picture for section in shared if (picture := section.picture)}
     for place, run in enumerate(runs, start=1):
-        pictures |= _pictures(run, f"-{place}" if len(runs) > 1 else "")
+        number = f"-{place}" if len(runs) > 1 else ""
+        with name_damage(run):
+            drawn = [section.picture for section in kind_of(run).sections(run)]
+        pictures |= {f"{picture.name}{number}": picture for picture in drawn if picture}
     written: list[Path] = []
 
     def write(path: Path, content: bytes) -> None:
@@ -40,11 +42,6 @@ def export(paths: Sequence[Path], out: Path) -> list[Path]:
         write(out / "figures" / f"{name}.svg", picture.svg_file())
         write(out / "figures" / f"{name}.png", picture.png())
     return written
-
-
-def _pictures(run: Run, number: str) -> dict[str, Picture]:
-    with name_damage(run):
-        return {f"{picture.name}{number}": picture for each in kind_of(run).sections(run) if (picture := each.picture)}
 
 
 def tables_of(runs: Sequence[Run]) -> list[Table]:

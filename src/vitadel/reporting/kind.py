@@ -170,11 +170,6 @@ def study(
     return Kind(lambda run: sentence(run.results["study"]), section)
 
 
-def study_names() -> list[str]:
-    """The names of all studies, as their commands have them."""
-    return sorted(name.removeprefix("study_").replace("_", "-") for name in _names() if name.startswith("study_"))
-
-
 def read_study_arrays(run: Run) -> dict[str, Array]:
     """The arrays in the folder's `study.npz`; none if the study left no such file."""
     path = run.path / "study.npz"

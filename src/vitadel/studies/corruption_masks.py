@@ -34,10 +34,9 @@ from vitadel.errors import UserError
 from vitadel.evaluation.engine.run import Outcome, RunOptions
 from vitadel.evaluation.engine.stages import BatchRecord
 from vitadel.evaluation.engine.target import Target
-from vitadel.evaluation.stability.measures import over_masks
+from vitadel.evaluation.stability.measures import mean_with_interval, over_masks
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
-from vitadel.statistics import bootstrap_mean
 from vitadel.studies.run import StudyContext, StudyRequest, column, pixels_in_8_bits, run_study
 
 _FILE = "corruption-model.safetensors"
@@ -163,6 +162,8 @@ def _compare_masks(
     }
     n = len(study.verdicts.index)
     right = {way: column(records, "right") for way, records in found.items()}
+    # Accuracy lost beyond random masks, image by image.
+    harm = {way: right["random"].mean(1) - right[way].mean(1) for way in ("learned", "usual")}
     heat = {way: _counts(found[way]) for way in ("learned", "random")}
     measured = {
         "n": n,
@@ -175,7 +176,7 @@ def _compare_masks(
         "noise": request.noise,
         "clean": float(study.verdicts.correct.double().mean()),
         "accuracy": {way: over_masks(each) for way, each in right.items()},
-        "harm": {way: _harm(right["random"], right[way], study.context.seed) for way in ("learned", "usual")},
+        "harm": {way: mean_with_interval(lost, "difference", seed=study.context.seed) for way, lost in harm.items()},
         "masks": {way: {**concentration(each), "overlap": overlap(each, n)} for way, each in heat.items()},
         "overlap_by_chance": rules.count / patches,
     }
@@ -186,13 +187,6 @@ def _compare_masks(
 def _counts(records: Sequence[BatchRecord]) -> NDArray[Any]:
     total: NDArray[Any] = np.sum([record["counts"] for record in records], axis=0)
     return total
-
-
-def _harm(random: NDArray[np.bool_], other: NDArray[np.bool_], seed: int) -> dict[str, Any]:
-    """Accuracy lost beyond random masks: the mean of the differences per image, with an interval over images."""
-    difference = random.mean(1) - other.mean(1)
-    low, high = bootstrap_mean(difference, seed) if len(difference) > 1 else (-1.0, 1.0)
-    return {"difference": float(difference.mean()), "ci95": [low, high], "n": len(difference)}
 
 
 def _measure(

@@ -23,10 +23,10 @@ from vitadel.data.batches import Batch
 from vitadel.evaluation.engine.run import Outcome, RunOptions
 from vitadel.evaluation.engine.stages import BatchRecord
 from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.stability.measures import mean_with_interval
 from vitadel.instrument.attention import scaled_attention, score_statistics
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
-from vitadel.statistics import bootstrap_mean
 from vitadel.studies.run import StudyContext, run_study
 from vitadel.studies.scale_factors import ScaledRequest, ThroughScaled, find_factors
 
@@ -162,8 +162,10 @@ def _summarize(
                     "rows": int(counts[place, block].sum()),
                     "quantiles": {f"{share:g}": quantile(counts[place, block], share) for share in _QUANTILES},
                     "largest": float(largest[place, block]),
+                    # The mean over images, which are independent; rows of one image are not.
                     "beyond": {
-                        name: _mean_share(beyond[place, block, :, k]) for k, name in enumerate(thresholds(precision))
+                        name: mean_with_interval(beyond[place, block, :, k].astype(np.float64), "share", least=0.0)
+                        for k, name in enumerate(thresholds(precision))
                     },
                 }
                 for block in range(len(names))
@@ -181,10 +183,3 @@ def _summarize(
         "quantiles_by": f"histograms with {_PER_DECADE} bins per decade",
         "conditions": conditions,
     }
-
-
-def _mean_share(beyond: NDArray[np.float32]) -> dict[str, Any]:
-    """The mean over images, which are independent; rows of one image are not."""
-    values = beyond.astype(np.float64)
-    low, high = bootstrap_mean(values) if len(values) > 1 else (0.0, 1.0)
-    return {"share": float(values.mean()), "ci95": [low, high], "n": len(values)}

@@ -137,7 +137,8 @@ def _all_attacks(assets: AttackerAssets, steps: int, queries: int, white_box: Se
     pgd = _pgd(steps)
     # Other features than the usual ones are named, so that their verdicts are not confused.
     kind = "" if assets.features == "tokens" else f", {assets.features}"
-    away, away_name = _features(steps, assets.features), f"features-{steps}{kind}"
+    away_name = f"features-{steps}{kind}"
+    away = _named(f"features-{steps}(normed=true,features={assets.features},stop_when_fooled=false)", stops=True)
     for noise in ("uniform", "surface", "gaussian"):
         yield LevelAttack("T0", f"{noise} noise", public, _named(f"noise(kind={noise})"), features=noise == "surface")
     if assets.other is not None:
@@ -178,10 +179,6 @@ def _all_attacks(assets: AttackerAssets, steps: int, queries: int, white_box: Se
 
 def _pgd(steps: int, stops: bool = False) -> Callable[[float], Attack]:
     return lambda eps: PGD(Linf(eps), steps=steps, stop_when_fooled=stops)
-
-
-def _features(steps: int, kind: str) -> Callable[[float], Attack]:
-    return lambda eps: make(f"features-{steps}(normed=true,features={kind},stop_when_fooled=false)", eps=eps)
 
 
 def _named(name: str, stops: bool = False) -> Callable[[float], Attack]:

@@ -77,13 +77,13 @@ def over_masks(right: NDArray[np.bool_]) -> dict[str, Any]:
     }
 
 
-def mean_with_interval(values: Numbers) -> dict[str, Any]:
-    """A mean of cosines over images and its 95 % interval; masks of one image are no new images.
+def mean_with_interval(values: Numbers, name: str = "mean", least: float = -1.0, seed: int = 0) -> dict[str, Any]:
+    """A mean over images and its 95 % interval; masks of one image are no new images.
 
-    One image says nothing about others, so its interval is all that a cosine can be.
+    One image says nothing about others, so its interval is from the `least` to the largest value that there can be, 1.
     """
-    low, high = bootstrap_mean(values) if len(values) > 1 else (-1.0, 1.0)
-    return {"mean": float(values.mean()), "ci95": [low, high], "n": len(values)}
+    low, high = bootstrap_mean(values, seed) if len(values) > 1 else (least, 1.0)
+    return {name: float(values.mean()), "ci95": [low, high], "n": len(values)}
 
 
 def quartiles_of(values: Numbers) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vitadel.reporting.figures import COLORS, Picture, new_figure, style_axes
+from vitadel.reporting.figures import COLORS, Picture, add_legend, new_figure, style_axes
 from vitadel.reporting.kind import Results, read_study_arrays, study
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table, share_cells, share_columns
@@ -40,9 +40,7 @@ def _draw(run: Run) -> Picture | None:
             axes = figure.add_axes((0.04 + 0.242 * column, bottom, 0.22, 92 / height))
             _draw_block(axes, found, arrays, block)
         lines, labels = axes.get_legend_handles_labels()
-        figure.legend(
-            lines, labels, ncols=len(_LINES), frameon=False, fontsize=8, labelcolor=COLORS["muted"], loc="upper left"
-        )
+        add_legend(figure, lines, labels, fontsize=8, ncols=len(_LINES), loc="upper left")
     return Picture("saturation", figure, f"Histograms of the gap before the softmax. {_sentence(found)}")
 
 
