@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-__all__ = ["Interrupted", "Mistake", "UserError", "nearest_names"]
+__all__ = ["Interrupted", "Mistake", "UserError", "check_known", "nearest_names"]
 
 
 class UserError(ValueError):
@@ -29,3 +29,10 @@ def nearest_names(given: str, known: Iterable[str], most: int = 3) -> str:
     """'; did you mean a, b?' or an empty text, to append to a message about an unknown name."""
     close = difflib.get_close_matches(given, list(known), n=most, cutoff=0.5)
     return f"; did you mean {', '.join(close)}?" if close else ""
+
+
+def check_known(what: str, given: object, known: Collection[str], of: str = "") -> None:
+    """Refuse a name that is not among the known ones, and name those that are near; `of` follows the name."""
+    if given not in known:
+        near = nearest_names(str(given), known) or "."
+        raise UserError(f"unknown {what} {given!r}{of}{near} Known: {', '.join(known)}.")

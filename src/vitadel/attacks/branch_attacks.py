@@ -11,7 +11,7 @@ from vitadel.adapters.tora.tora_vit import Tora
 from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, run_attack
 from vitadel.attacks.surrogate import Surrogate, deployed
 from vitadel.backbones.classifier import check_pixels
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack
@@ -50,9 +50,7 @@ class BranchAttack:
     branch: str = "rob"
 
     def __post_init__(self) -> None:
-        if self.branch not in BRANCHES:
-            near = nearest_names(self.branch, BRANCHES) or "."
-            raise UserError(f"unknown branch {self.branch!r} to aim at{near} Known: {', '.join(BRANCHES)}.")
+        check_known("branch", self.branch, BRANCHES, " to aim at")
 
     __call__ = images_of
     run_with_info = images_and_info_of

@@ -19,7 +19,7 @@ from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of, prefix_tokens_of
 from vitadel.backbones.classifier import check_pixels
 from vitadel.backbones.classifier_head import project
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.instrument.hooks import Edge, block_features, hooked, token_sequence
 from vitadel.instrument.tokens import own_tokens
 from vitadel.quantities import quantity_text
@@ -42,7 +42,7 @@ def feature_cosine(features: Tensor, reference: Tensor, axis: str = "token") -> 
     `axis` "token" compares token by token, the natural reading of the paper's Eq. 1; "channel" compares each channel
     over all tokens, as the released code does; "flat" compares all numbers of an image at once.
     """
-    _check_axis(axis)
+    check_known("axis", axis, AXES)
     if features.shape != reference.shape:
         raise UserError(
             f"features of shapes {tuple(features.shape)} and {tuple(reference.shape)} cannot be compared: take both "
@@ -72,19 +72,13 @@ def final_features(model: nn.Module, x: Tensor, kind: str = "tokens") -> Tensor:
 
 def check_kind(kind: str, axis: str) -> None:
     """Check the names of features and axis, and that there are tokens for axis 'channel'."""
-    if kind not in KINDS:
-        raise UserError(f"unknown features {kind!r}{nearest_names(kind, KINDS) or '.'} Known: {', '.join(KINDS)}.")
-    _check_axis(axis)
+    check_known("features", kind, KINDS)
+    check_known("axis", axis, AXES)
     if kind == "pooled" and axis == "channel":
         raise UserError(
             "axis 'channel' compares channels over tokens, but pooled features are one vector per image. Use "
             "axis=token, the axis of the embedding, or features=tokens."
         )
-
-
-def _check_axis(axis: str) -> None:
-    if axis not in AXES:
-        raise UserError(f"unknown axis {axis!r}{nearest_names(axis, AXES) or '.'} Known: {', '.join(AXES)}.")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from vitadel.corruptions.digital import contrast, elastic_transform, jpeg_compre
 from vitadel.corruptions.noise import gaussian_noise, impulse_noise, shot_noise, speckle_noise
 from vitadel.corruptions.spatter import spatter
 from vitadel.corruptions.weather import brightness, fog, frost, snow
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.runtime.rng import SampleRNG
 
 _PIXELS_AT_ONCE = 1 << 16  # one image of 224 pixels, or 64 of 32
@@ -67,9 +67,7 @@ def corrupt(
 
 def minimum_size(name: str) -> int:
     """The minimum length of the shorter side for this corruption."""
-    if name not in _FUNCTIONS:
-        known = ", ".join((*COMMON, *EXTRA))
-        raise UserError(f"unknown corruption {name!r}{nearest_names(name, _FUNCTIONS) or '.'} Known: {known}.")
+    check_known("corruption", name, (*COMMON, *EXTRA))
     return _MINIMUM.get(name, 1)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 
 COMMON = (
     *("gaussian_noise", "shot_noise", "impulse_noise"),
@@ -34,11 +34,7 @@ class Table:
     rows: Mapping[str, tuple[Row, Row, Row, Row, Row]]
 
     def row(self, name: str, severity: int) -> Row:
-        if name not in (*COMMON, *EXTRA):
-            known = ", ".join((*COMMON, *EXTRA))
-            raise UserError(
-                f"unknown corruption {name!r}{nearest_names(name, (*COMMON, *EXTRA)) or '.'} Known: {known}."
-            )
+        check_known("corruption", name, (*COMMON, *EXTRA))
         if isinstance(severity, bool) or severity not in SEVERITIES:
             raise UserError(
                 f"the severity of a corruption is 1, 2, 3, 4 or 5, got {severity!r}; 0 would be no corruption"

@@ -22,7 +22,7 @@ from vitadel.corruptions.noise import gaussian_noise, shot_noise, speckle_noise
 from vitadel.corruptions.randomness import normal_field
 from vitadel.corruptions.spatter import add_water, liquid
 from vitadel.corruptions.weather import add_snow, brightness, flakes
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.runtime.rng import SampleRNG
 
 IMAGENET_SEQUENCES = (
@@ -118,9 +118,7 @@ def sequence(x: Tensor, name: str, rng: SampleRNG | None = None, difficulty: int
     comparing frames that far apart.
     """
     check_images(x)
-    if name not in _SEQUENCES:
-        known = ", ".join(_SEQUENCES)
-        raise UserError(f"unknown sequence {name!r}{nearest_names(name, _SEQUENCES) or '.'} Known: {known}.")
+    check_known("sequence", name, _SEQUENCES)
     if isinstance(difficulty, bool) or difficulty not in (1, 2, 3):
         raise UserError(f"the difficulty of a sequence is 1, 2 or 3, got {difficulty!r}")
     if min(x.shape[2:]) < 8:

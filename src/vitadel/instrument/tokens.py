@@ -22,7 +22,7 @@ from vitadel.backbones.anatomy import (
     family_of,
     prefix_tokens_of,
 )
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.instrument.hooks import AttentionHook, Edge, frozen, hooked
 
 PLACEMENTS = ("prefix", "append")
@@ -125,9 +125,7 @@ def token_width(model: nn.Module) -> int:
 
 def check_placement(model: nn.Module, placement: str) -> None:
     """Refuse an unknown placement, and one that this model would confuse with patches."""
-    if placement not in PLACEMENTS:
-        near = nearest_names(placement, PLACEMENTS) or "."
-        raise UserError(f"unknown placement of tokens {placement!r}{near} Known: {', '.join(PLACEMENTS)}.")
+    check_known("placement of tokens", placement, PLACEMENTS)
     if placement == "append" and getattr(backbone_of(model), "rope", None) is not None:
         raise UserError(
             f"extra tokens cannot be appended to {type(backbone_of(model)).__name__}: it rotates what follows its "

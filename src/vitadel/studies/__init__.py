@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import check_known
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,9 +56,7 @@ def run_study(
 
 def find_study(name: str) -> tuple[Any, Any]:
     """Return request and function of a study by its command's name: CurvesRequest and study_curves for curves."""
-    if name not in _STUDIES:
-        near = nearest_names(name, _STUDIES) or "."
-        raise UserError(f"unknown study {name!r}{near} Known: {', '.join(_STUDIES)}.")
+    check_known("study", name, _STUDIES)
     idea = name.replace("-", "_")
     module = importlib.import_module(f"vitadel.studies.{idea}")
     request = "".join(part.capitalize() for part in idea.split("_")) + "Request"

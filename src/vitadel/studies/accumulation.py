@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.goals import gradient
 from vitadel.data.batches import Batch
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.evaluation.engine.run import Outcome, RunOptions
 from vitadel.evaluation.engine.stages import BatchRecord, RunContext, run_stage
 from vitadel.evaluation.engine.target import Target, apply_class_subset
@@ -52,11 +52,8 @@ class AccumulationRequest(StudyRequest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for what, given, known in (("start", self.start, STARTS), ("objective", self.objective, OBJECTIVES)):
-            if given not in known:
-                raise UserError(
-                    f"unknown {what} {given!r}{nearest_names(given, known) or '.'} Known: {', '.join(known)}."
-                )
+        check_known("start", self.start, STARTS)
+        check_known("objective", self.objective, OBJECTIVES)
         if min(self.most, self.starts, self.steps) < 1 or not 0 < self.step <= 1:
             raise UserError(
                 f"needs at least 1 class, 1 start and 1 step of a length in (0, 1], got {self.most}, {self.starts}, "

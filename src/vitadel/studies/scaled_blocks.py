@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitadel.attacks.attention_scaling.aas import PAPER_STYLE
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.evaluation.engine.run import Outcome, RunOptions
 from vitadel.evaluation.engine.stages import NOTE, BatchRecord, MemberResult, attack_stage, clean_stage
 from vitadel.evaluation.engine.target import Target
@@ -40,9 +40,7 @@ class ScaledBlocksRequest(ScaledRequest):
     def __post_init__(self) -> None:
         super().__post_init__()
         for way in self.ways:
-            if way not in WAYS:
-                near = nearest_names(way, WAYS) or "."
-                raise UserError(f"unknown way {way!r} of choosing blocks{near} Known: {', '.join(WAYS)}.")
+            check_known("way", way, WAYS, " of choosing blocks")
         if not self.ways or self.every < 1:
             raise UserError(f"--ways needs at least one way and --every at least 1, got {self.ways} and {self.every}")
 

@@ -17,7 +17,7 @@ from vitadel.attacks.parse import make
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.settings import training_form
 from vitadel.attacks.threats import Linf
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import check_known
 from vitadel.types import Attack
 
 RELEASED_EPS = 8 / 255
@@ -57,9 +57,7 @@ LEVELS = {
 def check_levels(codes: Sequence[str]) -> tuple[str, ...]:
     """Sort levels; an unknown one is a `UserError`."""
     for code in codes:
-        if code not in LEVELS:
-            known = ", ".join(LEVELS)
-            raise UserError(f"unknown threat level {code!r}{nearest_names(code, LEVELS) or '.'} Known: {known}.")
+        check_known("threat level", code, LEVELS)
     return tuple(code for code in LEVELS if code in codes)
 
 

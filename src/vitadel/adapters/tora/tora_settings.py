@@ -7,7 +7,7 @@ from typing import Any
 
 from vitadel.backbones.anatomy import ANATOMIES, backbone_of, family_of
 from vitadel.backbones.classifier import Classifier
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 
 KINDS = ("tora", "adapterfusion", "single", "head")
 """TORA; AdapterFusion instead of gated fusion; one adapter, token and head for both losses; heads only."""
@@ -41,10 +41,7 @@ class ToraSettings:
 
     def __post_init__(self) -> None:
         for name, known in (("kind", KINDS), ("slot", SLOTS), ("softmax", SOFTMAXES), ("joint", JOINTS)):
-            given = getattr(self, name)
-            if given not in known:
-                near = nearest_names(str(given), known) or "."
-                raise UserError(f"unknown {name} {given!r} of TORA{near} Known: {', '.join(known)}.")
+            check_known(name, getattr(self, name), known, " of TORA")
         for name in ("heads", "reduction"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} of TORA must be at least 1, got {getattr(self, name)}.")

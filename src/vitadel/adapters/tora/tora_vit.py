@@ -30,7 +30,7 @@ from vitadel.backbones.anatomy import prefix_tokens_of
 from vitadel.backbones.attention_hooks import scaled_scores
 from vitadel.backbones.classifier import Classifier, check_image_size
 from vitadel.backbones.record import ModelRecord
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.instrument.tokens import extra_tokens, patch_grid
 
 _PARTS = {"acc": "acc", "rob": "rob", "single": "single", "fusion": "fusion", "classifier": "backbone"}
@@ -211,9 +211,7 @@ class BranchClassifier(nn.Module):
 
     def __init__(self, tora: Tora, branch: str) -> None:
         super().__init__()
-        if branch not in BRANCHES:
-            near = nearest_names(branch, BRANCHES) or "."
-            raise UserError(f"unknown branch {branch!r} of TORA{near} Known: {', '.join(BRANCHES)}.")
+        check_known("branch", branch, BRANCHES, " of TORA")
         self.tora = tora
         self.branch = branch
         self.training = tora.training
@@ -348,8 +346,7 @@ def gate_maps(tora: Tora, x: Tensor, row: str = "mean") -> Tensor:
     The robustness adapter's share is 1 minus that by construction, so the two maps always complement each other. With
     softmax "adapter" this is the mean of the gates over `row`'s queries.
     """
-    if row not in ROWS:
-        raise UserError(f"unknown row of gates {row!r}{nearest_names(row, ROWS) or '.'} Known: {', '.join(ROWS)}.")
+    check_known("row of gates", row, ROWS)
     height, width = patch_grid(tora, x)
     first = prefix_tokens_of(tora)
     with torch.no_grad():

@@ -27,7 +27,7 @@ from vitadel.attacks.patches.patch_threat import (
 )
 from vitadel.attacks.patches.random_patches import check_noise, uniform_noise, worst_of
 from vitadel.backbones.anatomy import main_blocks
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.instrument.hooks import block_features, frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
@@ -61,9 +61,7 @@ class LearnedPatches:
 
     def __post_init__(self) -> None:
         check_noise(self.share, self.masks, self.noise)
-        if self.objective not in _OBJECTIVES:
-            near = nearest_names(self.objective, _OBJECTIVES) or "."
-            raise UserError(f"unknown objective {self.objective!r}{near} Known: {', '.join(_OBJECTIVES)}.")
+        check_known("objective", self.objective, _OBJECTIVES)
         if min(self.training_steps, self.images) < 1:
             raise UserError(
                 f"a selector needs at least 1 training step and 1 image, got {self.training_steps} and {self.images}"

@@ -22,7 +22,7 @@ from vitadel.attacks.patches.patch_threat import Patches, PatchGrid, check_image
 from vitadel.attacks.per_sample import keep_samples
 from vitadel.attacks.threats import L2, Linf
 from vitadel.attacks.wrappers import with_restarts
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.instrument.attention import attention_maps
 from vitadel.instrument.hooks import frozen
 from vitadel.instrument.tokens import OwnTokens, own_tokens
@@ -143,17 +143,13 @@ class PatchFool:
             )
         if not 0 <= self.decay <= 1:
             raise UserError(f"decay multiplies the rate and must be from 0 to 1, got {self.decay:g}; try 0.95")
-        if self.select not in _SELECTIONS:
-            near = nearest_names(self.select, _SELECTIONS) or "."
-            raise UserError(f"unknown selection of patches {self.select!r}{near} Known: {', '.join(_SELECTIONS)}.")
+        check_known("selection of patches", self.select, _SELECTIONS)
         if self.layer is not None and (self.select != "attention" or self.layer != int(self.layer)):
             raise UserError(
                 f"layer is the number of an attention map, from 0, and needs select=attention; got {self.layer:g} and "
                 f"select={self.select}"
             )
-        if self.mild != "none" and self.mild not in _MILD:
-            near = nearest_names(self.mild, ["none", *_MILD]) or "."
-            raise UserError(f"unknown mild norm {self.mild!r}{near} Known: none, {', '.join(_MILD)}.")
+        check_known("mild norm", self.mild, ("none", *_MILD))
         if self.mild != "none" and not isinstance(self.threat, _MILD[self.mild]):
             raise UserError(
                 f"mild={self.mild} takes its radius from eps, which is given in the norm {type(self.threat).__name__}; "

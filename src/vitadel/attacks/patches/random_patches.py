@@ -13,7 +13,7 @@ from vitadel.attacks.goals import fooled
 from vitadel.attacks.losses import margin
 from vitadel.attacks.patches.patch_threat import check_images, patches_in, pixel_mask, threat_of_share
 from vitadel.backbones.classifier import Classifier
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
@@ -46,8 +46,7 @@ def check_noise(share: float, masks: int, noise: str) -> None:
         raise UserError(f"share is the share of patches that are replaced: it must be in (0, 1], got {share:g}")
     if masks < 1:
         raise UserError(f"at least 1 mask must be tried, got {masks}")
-    if noise not in NOISES:
-        raise UserError(f"unknown noise {noise!r}{nearest_names(noise, NOISES) or '.'} Known: {', '.join(NOISES)}.")
+    check_known("noise", noise, NOISES)
 
 
 def worst_of(model: nn.Module, x: Tensor, y: Tensor, tries: int, propose: Callable[[int, Tensor], Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ from vitadel.attacks.per_sample import keep_samples
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.backbones.classifier import check_pixels
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.instrument.tokens import extra_tokens, token_width
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim, Loss, Threat
@@ -112,9 +112,7 @@ class Diverse:
     stop_when_fooled: bool = False
 
     def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            known = ", ".join(LOSSES)
-            raise UserError(f"unknown loss {self.loss!r}{nearest_names(self.loss, LOSSES) or '.'} Known: {known}.")
+        check_known("loss", self.loss, LOSSES)
         for name, value, allowed in (("probability", self.probability, 0.0), ("smallest", self.smallest, 0.1)):
             if not allowed <= value <= 1:
                 raise UserError(f"{name} must be from {allowed:g} to 1, got {value:g}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.quantities import quantity_text, read_quantity
 
 if TYPE_CHECKING:
@@ -161,9 +161,7 @@ def protocols() -> Mapping[str, Protocol]:
 
 
 def protocol_named(name: str) -> Protocol:
-    if name not in protocols():
-        known = ", ".join(protocols())
-        raise UserError(f"unknown protocol {name!r}{nearest_names(name, protocols()) or '.'} Known: {known}.")
+    check_known("protocol", name, protocols())
     return protocols()[name]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vitadel.corruptions.constants import COMMON, EXTRA, SEVERITIES
 from vitadel.corruptions.sequences import CIFAR_SEQUENCES, IMAGENET_SEQUENCES, VALIDATION_SEQUENCES
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.evaluation.engine.run import RunRequest
 from vitadel.evaluation.engine.stages import PRECISIONS
 
@@ -56,7 +56,6 @@ def check_severities(severities: tuple[int, ...]) -> None:
 
 def _check_names(names: tuple[str, ...], known: tuple[str, ...], what: str) -> None:
     for name in names:
-        if name not in known:
-            raise UserError(f"unknown {what} {name!r}{nearest_names(name, known) or '.'} Known: {', '.join(known)}.")
+        check_known(what, name, known)
         if names.count(name) > 1:
             raise UserError(f"{what} {name!r} is listed twice")

@@ -29,7 +29,7 @@ from vitadel.attacks.patches.random_patches import check_noise, uniform_noise
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.anatomy import blocks_of, family_of, main_attentions, main_blocks, prefix_tokens_of
 from vitadel.data.batches import Batch
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.audit.protocols import RVT
 from vitadel.evaluation.engine.attack_preparation import calibrate
@@ -88,9 +88,7 @@ class StabilityRequest(RunRequest):
         check_noise(self.share, self.masks, self.noise)
         if not 1 <= self.watched <= self.masks:
             raise UserError(f"--watched must be from 1 to the number of masks, {self.masks}; got {self.watched}")
-        if self.similarity not in SIMILARITIES:
-            near = nearest_names(self.similarity, SIMILARITIES) or "."
-            raise UserError(f"unknown similarity {self.similarity!r}{near} Known: {', '.join(SIMILARITIES)}.")
+        check_known("similarity", self.similarity, SIMILARITIES)
         self.audit()  # reports a wrong attack before anything is loaded
 
     def audit(self) -> AuditRequest:
