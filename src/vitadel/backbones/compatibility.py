@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,9 @@ def _likely_cause(mismatch: Mismatch, module: nn.Module, weights: Mapping[str, T
         )
     if len(mismatch.missing) == len(module.state_dict()):
         return _foreign_names(weights, mismatch)
+    special = _special_part(mismatch)
+    if special:
+        return special
     variant = _fitting_variant(module, weights)
     if variant:
         return (
@@ -111,6 +115,33 @@ def _likely_cause(mismatch: Mismatch, module: nn.Module, weights: Mapping[str, T
             "was trained (normalization comes with the name)."
         )
     return _structural_cause(mismatch, module, weights)
+
+
+def _special_part(mismatch: Mismatch) -> str:
+    """Parts by which published robust models differ from timm's of the same size, or ''."""
+    unexpected, missing = set(mismatch.unexpected), set(mismatch.missing)
+    if "fc_norm.weight" in unexpected and "norm.weight" in missing:
+        return (
+            "the file holds a ViT that averages its tokens (it has fc_norm, not norm), the model takes the class "
+            "token. Pass --model-kwargs global_pool=avg."
+        )
+    if "fc_norm.weight" in missing and "norm.weight" in unexpected:
+        return (
+            "the model averages its tokens (fc_norm), the file holds a ViT that takes the class token (norm). "
+            "Pass --model-kwargs global_pool=token."
+        )
+    if any(re.match(r"(patch_embed\.proj|stem)\.stem\.\d", key) for key in unexpected):
+        return "the file holds a model with a convolutional stem (ConvStem): see `vitadel list models convstem`."
+    if any(re.search(r"(meansparse\d|act\.0|drop_path\.1)\.threshold$", key) for key in unexpected):
+        return "the file holds MeanSparse operators, which change what the model computes: see `vitadel list models`."
+    tables = [pair for key, pair in mismatch.misshaped.items() if key.endswith("relative_position_bias_table")]
+    if tables and tables[0][0][1:] == tables[0][1][1:]:
+        file, model = ((math.isqrt(shape[0]) + 1) // 2 for shape in tables[0])
+        return (
+            f"the file has attention windows of {file} x {file} tokens, the model of {model} x {model}. Pass "
+            f"--model-kwargs window_size={file}, or give MODEL the name with that window or image size."
+        )
+    return ""
 
 
 def _foreign_names(weights: Mapping[str, Tensor], mismatch: Mismatch) -> str:
@@ -184,6 +215,19 @@ def _structural_cause(mismatch: Mismatch, module: nn.Module, weights: Mapping[st
     ]
     if depths[0] != depths[1]:
         return f"another variant: the file has {depths[0]} blocks, the model {depths[1]}."
+    if not mismatch.unexpected and not mismatch.misshaped:
+        return (
+            f"the file lacks {len(mismatch.missing)} of {len(module.state_dict())} keys and holds no others: it is one "
+            "part of a checkpoint, or was saved incompletely. Get the whole file."
+        )
+    if not mismatch.missing and not mismatch.misshaped:
+        return (
+            f"the file holds {len(mismatch.unexpected)} keys that the model has not: another version of it, or parts "
+            "that were trained with it. They may change what it computes, so nothing was dropped."
+        )
+    if not mismatch.missing and not mismatch.unexpected and len(mismatch.misshaped) > len(module.state_dict()) / 2:
+        name, (file, model) = next(iter(mismatch.misshaped.items()))
+        return f"another size of this model: '{name}' is {file} in the file and {model} in the model."
     if "patch_embed.proj.weight" in mismatch.misshaped:
         file, model = mismatch.misshaped["patch_embed.proj.weight"]
         return (

@@ -34,7 +34,7 @@ from vitadel.backbones.third_party import call_factory, load_hugging_face
 from vitadel.backbones.timm_models import DROP_RATES, create_backbone, is_timm_name, own_models, suggest_models
 from vitadel.errors import UserError, nearest_names
 
-_PREFIXES = ("zoo", "hf", "python")
+_PREFIXES = ("zoo", "published", "hf", "python")
 _FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt")
 _PREFERRED = ("best", "model", "last")
 
@@ -53,6 +53,7 @@ class _Options:
     new_head: bool
     head_classes: tuple[int, ...] | None
     kwargs: Mapping[str, Any]
+    crop_mode: str | None = None
 
     @property
     def dropping(self) -> dict[str, Any]:
@@ -77,6 +78,7 @@ def load_model(
     input_size: int | None = None,
     crop_pct: float | None = None,
     interpolation: str | None = None,
+    crop_mode: str | None = None,
     small_images: bool | int = False,
     new_head: bool = False,
     head_classes: Sequence[int] | None = None,
@@ -85,13 +87,14 @@ def load_model(
 ) -> Classifier:
     """Load the model of a spec in eval mode: pixels in [0, 1] in, logits out.
 
-    `spec`: `zoo:NAME`, a timm name, `hf:ORG/NAME`, a folder or file that vitadel wrote, `python:module:function`.
-    `weights`, for a timm name: a file, 'pretrained' (timm's download) or 'random'.
+    `spec`: `zoo:NAME`, a timm name, `published:NAME`, `hf:ORG/NAME`, a folder or file that vitadel wrote,
+    `python:module:function`. `weights`, for a timm name: a file, 'pretrained' (timm's download) or 'random'; for a
+    published model a file.
     Normalization: `mean` and `std` if given, else the checkpoint's record, else a normalization layer saved with the
     weights, else timm's data configuration (at the training size, which the position embedding is made for).
     `input_size`: resample the position embedding for images of another size. `small_images`: shrink the patches too
-    (to 4 pixels, or to the given number; images have 32 pixels unless `input_size` is given). `crop_pct` and
-    `interpolation` replace the model's own way to resize images.
+    (to 4 pixels, or to the given number; images have 32 pixels unless `input_size` is given). `crop_pct`,
+    `interpolation` and `crop_mode` ('center', 'squash' or 'border') replace the model's own way to resize images.
     `new_head`: replace the classification layer by an untrained one with `num_classes`; otherwise `num_classes` must
     be that of the checkpoint. `head_classes`: keep only these classes of the model, in this order.
     `kwargs` go to `timm.create_model`; of a model that vitadel wrote only dropout and drop-path rates can be changed.
@@ -115,6 +118,7 @@ def load_model(
         new_head=new_head,
         head_classes=None if head_classes is None else tuple(head_classes),
         kwargs=kwargs or {},
+        crop_mode=crop_mode,
     )
     backbone, record = _open(spec, options)
     classifier = _apply_options(backbone, record, options, spec).eval()
@@ -145,6 +149,8 @@ def _open(spec: str, options: _Options) -> tuple[nn.Module, ModelRecord]:
         if kind == "zoo":
             _refuse_own_weights(spec, options)
             return _parts_of(_open_zoo(spec, options.dropping))
+        if kind == "published":
+            return _open_published(rest, options)
         if kind == "hf":
             return _with_weight_file(
                 *load_hugging_face(rest, needs_normalization=options.normalization is None), spec, options
@@ -165,6 +171,15 @@ def _open(spec: str, options: _Options) -> tuple[nn.Module, ModelRecord]:
     raise UserError(
         f"unknown model '{spec}'{near} It is not a timm name, a file or a folder. See `vitadel list models`."
     )
+
+
+def _open_published(name: str, options: _Options) -> tuple[nn.Module, ModelRecord]:
+    from vitadel.backbones.published_files import open_published
+
+    if options.building:
+        raise UserError(f"a published model is built as published; drop the arguments {', '.join(options.building)}.")
+    given = options.normalization is not None
+    return open_published(name, options.weights, options.dropping, own_normalization=given)
 
 
 def _refuse_own_weights(spec: str, options: _Options) -> None:
@@ -202,6 +217,7 @@ def model_names() -> dict[str, str]:
         | own_models()
         | {
             "TIMM_NAME": "any timm model, with --weights FILE, --weights pretrained or --weights random",
+            "published:NAME": "published robust model, with --weights FILE; see `vitadel list models --published`",
             "hf:ORG/NAME": "image classifier on the Hugging Face hub, or hf:./FOLDER",
             "FOLDER or FILE.safetensors": "what `vitadel harden` wrote",
             "python:package.module:function": "your function that returns an nn.Module on pixels in [0, 1]",
@@ -277,21 +293,23 @@ def _with_weight_file(
                 f"weights for '{spec}' must be a file, got '{options.weights}'; without --weights it brings its own."
             )
         return module, record
-    return module, _load_weights(module, record, path, read_checkpoint(path))
+    return module, _load_weights(module, record, path, read_checkpoint(path))[0]
 
 
-def _load_weights(module: nn.Module, record: ModelRecord, path: Path, checkpoint: Checkpoint) -> ModelRecord:
-    """Load strictly; the returned record has notes on the file, and its normalization if it has one."""
+def _load_weights(
+    module: nn.Module, record: ModelRecord, path: Path, checkpoint: Checkpoint
+) -> tuple[ModelRecord, bool]:
+    """Load strictly. The returned record has notes on the file, and its normalization if it has one (then True)."""
     fitted = load_strict(module, checkpoint.weights, str(path))
     notes = "; ".join((*checkpoint.notes, *fitted.notes))
     record = replace(record, notes=record.notes | ({"weights": notes} if notes else {}))
     own = read_record(path)
     if own is not None:
-        return replace(record, mean=own.mean, std=own.std, attention_factors=own.attention_factors)
+        return replace(record, mean=own.mean, std=own.std, attention_factors=own.attention_factors), True
     if fitted.normalizer is not None:
         mean, std = fitted.normalizer
-        return replace(record, mean=three_numbers(mean, "mean"), std=three_numbers(std, "std"))
-    return record
+        return replace(record, mean=three_numbers(mean, "mean"), std=three_numbers(std, "std")), True
+    return record, False
 
 
 def _open_timm(name: str, options: _Options) -> tuple[nn.Module, ModelRecord]:
@@ -362,12 +380,34 @@ def _open_timm_file(name: str, path: Path, options: _Options) -> tuple[nn.Module
     checkpoint = read_checkpoint(path)
     backbone = create_backbone(name, options.num_classes, options.kwargs)
     fitted = fit_to(backbone, checkpoint.weights).weights
-    if options.new_head or options.head_classes is not None:  # the head may have any size in the file
+    headless = options.num_classes is None and getattr(backbone, "num_classes", None) == 0
+    if options.new_head or options.head_classes is not None or headless:  # the head may have any size in the file
         backbone = create_backbone(name, class_count(backbone, fitted) or 0, options.kwargs)
     record = _timm_record(name, backbone, options)
     if find_mismatch(backbone, fitted).misshaped:
         record = _set_sizes(backbone, record, options)  # the file may have been trained at the requested size
-    return backbone, _load_weights(backbone, record, path, checkpoint)
+    return backbone, _load_foreign(backbone, record, path, checkpoint, options)
+
+
+def _load_foreign(
+    backbone: nn.Module, record: ModelRecord, path: Path, checkpoint: Checkpoint, options: _Options
+) -> ModelRecord:
+    """Load a file that vitadel did not write; the record notes what it leaves open, a refusal what it looks like."""
+    from vitadel.backbones.published_files import describe_assumptions, suggest_published
+
+    try:
+        record, normalized = _load_weights(backbone, record, path, checkpoint)
+    except UserError as error:
+        raise UserError(f"{error}{suggest_published(checkpoint, path)}") from error
+    opened = _with_preprocessing(record, options)
+    assumed = describe_assumptions(
+        opened,
+        checkpoint,
+        path,
+        normalization=not normalized and options.normalization is None,
+        resizing=options.crop_pct is None and options.patch_size is None,
+    )
+    return replace(record, notes=record.notes | assumed)
 
 
 def _apply_options(backbone: nn.Module, record: ModelRecord, options: _Options, spec: str) -> Classifier:
@@ -390,14 +430,20 @@ def _apply_options(backbone: nn.Module, record: ModelRecord, options: _Options, 
         )
     else:
         record = replace(record, num_classes=record.num_classes or options.num_classes)
-    record = _set_sizes(backbone, record, options)
+    return Classifier(backbone, _with_preprocessing(_set_sizes(backbone, record, options), options))
+
+
+def _with_preprocessing(record: ModelRecord, options: _Options) -> ModelRecord:
+    """The record with the normalization and the way to resize images that were asked for."""
     if options.normalization is not None:
         record = replace(record, mean=options.normalization[0], std=options.normalization[1])
     if options.crop_pct is not None:
         record = replace(record, crop_pct=options.crop_pct)
     if options.interpolation is not None:
         record = replace(record, interpolation=options.interpolation)
-    return Classifier(backbone, record)
+    if options.crop_mode is not None:
+        record = replace(record, crop_mode=options.crop_mode)
+    return record
 
 
 def _set_sizes(backbone: nn.Module, record: ModelRecord, options: _Options) -> ModelRecord:

@@ -36,7 +36,8 @@ def adapt_to_small_images(
     if interpolation not in ("bicubic", "bilinear"):
         raise UserError(f"interpolation must be bicubic or bilinear, got '{interpolation}'.")
     model = cast(Any, backbone)  # the layout of timm's classes, which carry no types
-    if isinstance(model, VisionTransformer) and type(model.patch_embed) is PatchEmbed:
+    plain = isinstance(model, VisionTransformer) and type(model.patch_embed) is PatchEmbed
+    if plain and isinstance(model.patch_embed.proj, nn.Conv2d):
         _adapt_vit(model, image_size, patch_size, interpolation)
     elif isinstance(model, Xcit):
         set_stem_patch_size(model.patch_embed, image_size, patch_size)

@@ -108,9 +108,10 @@ def data_config(side: int, crop_pct: float = 1.0, **more: Any) -> dict[str, Any]
 
 
 def register_models(
-    kind: type[nn.Module], models: Mapping[str, Mapping[str, Any]], configs: Mapping[str, Mapping[str, Any]]
+    kind: Callable[..., nn.Module], models: Mapping[str, Mapping[str, Any]], configs: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Let each name build a `kind` with its settings; `configs`, by the same names, are timm's data configurations."""
+    """Let each name build a `kind`, a class or a function, with its settings; `configs`, by the same names, are timm's
+    data configurations."""
     home = sys.modules[kind.__module__]
     vars(home)["default_cfgs"] = generate_default_cfgs(dict(configs))  # where timm looks for them
     for name, settings in models.items():
@@ -118,7 +119,7 @@ def register_models(
         vars(home)[name] = register_model(_entry(kind, name, settings))  # timm adds the name to `__all__`
 
 
-def _entry(kind: type[nn.Module], name: str, settings: Mapping[str, Any]) -> Callable[..., nn.Module]:
+def _entry(kind: Callable[..., nn.Module], name: str, settings: Mapping[str, Any]) -> Callable[..., nn.Module]:
     def build(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         if pretrained:
             raise UserError(

@@ -24,16 +24,35 @@ class Kind(enum.StrEnum):
 def list(
     kind: Annotated[Kind, typer.Argument(help="what to list")],
     search: Annotated[str, typer.Argument(help="only names that contain this; timm models are searched, too")] = "",
+    published: Annotated[
+        bool, typer.Option("--published", help="published robust models; a single one with all that is known of it")
+    ] = False,
 ) -> None:
     """List models, attacks, data, recipes or protocols."""
     from vitadel.reporting.terminal import show_names
 
+    if published:
+        if kind is not Kind.models:
+            raise UserError(f"--published lists models, not {kind}: vitadel list models --published")
+        show_names(_published_rows(search))
+        return
     rows = _rows(kind, search)
     found = [(name, about) for name, about in rows.items() if search.lower() in name.lower()]
     if not found:
         near = _near(kind, search.lower(), rows)
         raise UserError(f"no name among the {kind} contains {search!r}{near} See 'vitadel list {kind}'.")
     show_names(found)
+
+
+def _published_rows(search: str) -> list[tuple[str, str]]:
+    """Published models with one line each; a single one as a card with one line for each fact."""
+    from vitadel.backbones.published import find_published, published_names
+
+    wanted = search.removeprefix("published:").lower()
+    found = [(name, about) for name, about in published_names().items() if wanted in name.lower()]
+    if len(found) > 1:
+        return found
+    return list(find_published(found[0][0].removeprefix("published:") if found else wanted).card().items())
 
 
 def _near(kind: Kind, search: str, rows: dict[str, str]) -> str:

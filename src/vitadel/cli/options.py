@@ -23,7 +23,8 @@ def rare(about: str, *flags: str) -> Any:
 
 
 Model = Annotated[
-    str, typer.Argument(help="zoo:NAME, a timm name, hf:ORG/NAME, a run folder, or python:module:function")
+    str,
+    typer.Argument(help="zoo:NAME, a timm name, published:NAME, hf:ORG/NAME, a run folder, or python:module:function"),
 ]
 RunOrModel = Annotated[
     str, typer.Argument(metavar="RUN-OR-MODEL", help="run folder of an audit, or a MODEL as 'vitadel audit' takes it")

@@ -134,6 +134,7 @@ def show_names(rows: Sequence[tuple[str, str]]) -> None:
     """A list of names with one line each."""
     console = Console()
     table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, overflow="fold")
     for name, about in rows:
         table.add_row(escape(name), f"[dim]{escape(about)}[/]")
     console.print(table)
