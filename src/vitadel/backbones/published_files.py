@@ -23,7 +23,7 @@ from vitadel.backbones.published import (
     describe_resizing,
     find_published,
 )
-from vitadel.backbones.record import ModelRecord
+from vitadel.backbones.record import ASSUMED, LOOKS_LIKE, ModelRecord
 from vitadel.errors import UserError
 
 __all__ = ["describe_assumptions", "open_published", "recognize", "suggest_published"]
@@ -150,13 +150,13 @@ def describe_assumptions(
     assumed = [taken.normalization] * normalization + [taken.resizing] * resizing
     if assumed:
         flags = ["--mean, --std or --no-normalize"] * normalization + ["--crop-pct, --crop-mode"] * resizing
-        notes["assumed"] = (
+        notes[ASSUMED] = (
             f"{' and '.join(assumed)}, which are timm's for '{record.name}': '{path.name}' does not say how it was "
             f"trained. Other values: {', '.join(flags)}."
         )
     looks = _compare(recognize(checkpoint.weights, checkpoint, path), taken)
     if looks:
-        notes["looks like"] = looks
+        notes[LOOKS_LIKE] = looks
     return notes
 
 

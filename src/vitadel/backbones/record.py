@@ -12,6 +12,9 @@ from vitadel.errors import UserError
 from vitadel.runtime.safe_reading import parse_json_object, validated
 
 _SCHEMA = 1
+ASSUMED, LOOKS_LIKE = "assumed", "looks like"
+"""Notes on a foreign file: what it leaves open and was taken from the model's name; what it may be."""
+_PASSING_NOTES = ("about", ASSUMED, LOOKS_LIKE, "published")
 LARGEST_SIDE = 16384
 """Pixels; a batch of larger images does not fit into any memory."""
 
@@ -64,6 +67,16 @@ class ModelRecord:
             object.__setattr__(self, "input_size", tuple(self.input_size))
         if self.attention_factors is not None:
             object.__setattr__(self, "attention_factors", tuple(self.attention_factors))
+
+    @property
+    def lasting_notes(self) -> dict[str, str]:
+        """The notes that belong to the model: not its description, and not how a file was opened this time."""
+        return {key: note for key, note in self.notes.items() if key not in _PASSING_NOTES}
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What was not stated when the model was opened and had to be assumed."""
+        return tuple(self.notes[key] for key in (ASSUMED, LOOKS_LIKE) if key in self.notes)
 
     @property
     def normalizes(self) -> bool:

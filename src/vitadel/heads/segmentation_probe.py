@@ -255,7 +255,7 @@ class _MaskJob:
                 "parameters": sum(p.numel() for p in self.model.parameters()),
                 "family": family_of(self.model),
                 "fingerprint": self.base.fingerprint,
-                "notes": {key: note for key, note in self.model.record.notes.items() if key != "about"},
+                "notes": self.model.record.lasting_notes,
             },
             "data": {
                 "spec": self.recipe.data.test,

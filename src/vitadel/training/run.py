@@ -100,7 +100,7 @@ def open_training(
     _refuse_audit_of_new_head(recipe, start.fresh_head)
     model = start.classifier
     if "about" in recipe.about:
-        notes = {**model.record.notes, "about": recipe.about["about"]}
+        notes = {**model.record.lasting_notes, "about": recipe.about["about"]}
         model = Classifier(model.backbone, replace(model.record, notes=notes))
     record = model.record
     size = record.input_size or _first_size(source, section.train)

@@ -84,8 +84,7 @@ class Target:
         """Identifies weights and normalization, so that a run is not resumed with different ones. The description of
         the recipe is not part of it."""
         record = self.model.record
-        notes = {key: note for key, note in record.notes.items() if key != "about"}
-        digest = hashlib.sha256(replace(record, notes=notes).to_json().encode())
+        digest = hashlib.sha256(replace(record, notes=record.lasting_notes).to_json().encode())
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

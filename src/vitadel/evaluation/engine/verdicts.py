@@ -140,15 +140,16 @@ def result_header(seed: int, *, suite: str | None = None) -> dict[str, Any]:
 
 
 def describe_target(target: Target, verdicts: Verdicts, fingerprint: str) -> dict[str, Any]:
-    """The fields `model` and `data` of the results."""
+    """The fields `model`, `assumptions` and `data` of the results."""
     return {
         "model": {
             "spec": target.model_spec,
             "parameters": sum(p.numel() for p in target.model.parameters()),
             "family": target.family,
             "fingerprint": fingerprint,
-            "notes": {key: note for key, note in target.model.record.notes.items() if key != "about"},
+            "notes": target.model.record.lasting_notes,
         },
+        "assumptions": list(target.model.record.assumptions),
         "data": {
             "spec": target.data_spec,
             "n": len(verdicts.index),
