@@ -37,7 +37,8 @@ from vitadel.heads.linear_probe import (
 )
 from vitadel.instrument import extra_tokens
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training.recipes.probe_sections import LEARNING_RATES
+from vitadel.training.held_out import split_rows, usable_rows
+from vitadel.training.recipes.probe_sections import LEARNING_RATES, HeadTraining, LinearHead
 from vits import make_vit, pixels
 
 PREPROCESS = Preprocess(32)
@@ -79,9 +80,12 @@ def some_features(count: int = 48, blocks: int = 2, width: int = 6, classes: int
 def quick_probe(
     source: Colours | None = None, model: nn.Module | None = None, **more: Any
 ) -> tuple[Probe, ProbeReport]:
-    settings = {"blocks": (1, 2), "rates": (1e-4, 0.1), "steps": 60, "batch_size": 32, **more}
+    settings = {"blocks": (1, 2), "lrs": (1e-4, 0.1), "steps": 60, "batch_size": 32, **more}
+    training = HeadTraining(**{key: settings.pop(key) for key in ("steps", "batch_size", "seed") if key in settings})
+    head = LinearHead(**{key: settings.pop(key) for key in ("blocks", "average", "lrs", "half") if key in settings})
     model = classifier() if model is None else model
-    return train_probe(model, source or Colours(), range(60), range(60, 90), PREPROCESS, **settings)
+    rows = torch.arange(90).split([60, 30])
+    return train_probe(model, source or Colours(), *rows, PREPROCESS, head, training, **settings)
 
 
 def classifier(name: str = "vit") -> Classifier:
@@ -187,8 +191,8 @@ def pixels_and_labels(rows: Sequence[int], source: Colours | None = None) -> tup
 
 def test_the_choice_is_made_on_the_held_out_images() -> None:
     """Where their labels are all wrong, a head that learnt nothing beats those that learnt."""
-    _, right = quick_probe(blocks=(1,), average=(True,), rates=(1e-12, 0.1))
-    _, wrong = quick_probe(Colours(flipped_from=60), blocks=(1,), average=(True,), rates=(1e-12, 0.1))
+    _, right = quick_probe(blocks=(1,), average=(True,), lrs=(1e-12, 0.1))
+    _, wrong = quick_probe(Colours(flipped_from=60), blocks=(1,), average=(True,), lrs=(1e-12, 0.1))
     assert right.chosen == HeadSetting(1, True, 0.1)
     assert wrong.chosen == HeadSetting(1, True, 1e-12)
     assert wrong.heads[1].correct == 0
@@ -197,11 +201,11 @@ def test_the_choice_is_made_on_the_held_out_images() -> None:
 def test_reported_numbers_are_those_of_the_probe() -> None:
     """For every head, by a probe of its own and a plain pass."""
     model = classifier()
-    _, report = quick_probe(model=model, rates=(1e-3,), steps=3)
+    _, report = quick_probe(model=model, lrs=(1e-3,), steps=3)
     images, labels = pixels_and_labels(range(60, 90))
     assert len({result.correct for result in report.heads}) > 1
     for result in report.heads:
-        chosen = {"blocks": (result.setting.blocks,), "average": (result.setting.average,), "rates": (1e-3,)}
+        chosen = {"blocks": (result.setting.blocks,), "average": (result.setting.average,), "lrs": (1e-3,)}
         probe, alone = quick_probe(model=model, steps=3, **chosen)
         with torch.no_grad():
             logits = probe(images)
@@ -210,13 +214,13 @@ def test_reported_numbers_are_those_of_the_probe() -> None:
 
 
 def test_equal_accuracy_goes_to_the_lower_loss() -> None:
-    _, report = quick_probe(blocks=(1,), average=(False,), rates=(0.05, 0.2, 0.1))
+    _, report = quick_probe(blocks=(1,), average=(False,), lrs=(0.05, 0.2, 0.1))
     assert {result.correct for result in report.heads} == {30}
     assert report.chosen.rate == min(report.heads, key=lambda result: result.loss).setting.rate == 0.2
 
 
 def test_a_head_that_diverges_is_not_chosen() -> None:
-    _, report = quick_probe(blocks=(1,), average=(False,), rates=(1e38, 0.1))
+    _, report = quick_probe(blocks=(1,), average=(False,), lrs=(1e38, 0.1))
     assert report.heads[0].correct == 0
     assert report.heads[0].loss == math.inf
     assert report.chosen.rate == 0.1
@@ -347,26 +351,11 @@ def test_heads_that_do_not_belong_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "held_out", "message"),
-    [
-        (range(60), range(59, 90), "1 images are both.*59"),
-        ([], range(5), "0 images to train on"),
-        (range(60), [], "0 held-out"),
-        (range(60), [90], "rows from 0 to 90.*90 images"),
-        ([-1], [3], "rows from -1"),
-    ],
-)
-def test_wrong_rows_are_told(rows: Sequence[int], held_out: Sequence[int], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        train_probe(classifier(), Colours(), rows, held_out, PREPROCESS, blocks=(1,), steps=1)
-
-
-@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"blocks": ()}, "at least one entry"),
-        ({"rates": (0.0,)}, "must be positive"),
-        ({"steps": 0}, "must be positive"),
+        ({"lrs": (0.0,)}, "lrs must be a finite number above 0"),
+        ({"steps": 0}, "steps must be at least 1"),
         ({"blocks": (3,)}, "last 3 blocks.*has 2"),
     ],
 )
@@ -381,8 +370,11 @@ def test_images_without_a_label_are_told() -> None:
         def labels(self) -> Tensor:
             return torch.full((self.count,), -1)
 
-    with pytest.raises(UserError, match="labels from -1"):
-        quick_probe(Unlabelled())
+    rows = usable_rows(Unlabelled(), 3)
+    assert len(rows) == 0
+    assert len(usable_rows(Colours(), 3)) == 90
+    with pytest.raises(UserError, match=r"held_out is 1, but .* has only 0 images"):
+        split_rows(Unlabelled().labels(), rows, held_out=1, limit=None, seed=0, limit_seed=0)
 
 
 def test_features_that_are_not_finite_are_told() -> None:

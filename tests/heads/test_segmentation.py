@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitadel import load_model
 from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import UserError
-from vitadel.heads.frozen_features import token_features
-from vitadel.heads.segmentation import IGNORED, Confusion, SegmentationHead, Segmenter, rate_at, train_segmentation
-from vitadel.instrument import extra_tokens
+from vitadel.heads.frozen_features import feature_width, token_features
+from vitadel.heads.segmentation import IGNORED, Confusion, SegmentationHead, Segmenter, rate_at, train_patch_head
+from vitadel.instrument import extra_tokens, frozen
 from vits import make_vit, pixels
 
 
@@ -140,11 +140,21 @@ def shapes_batches(count: int, split: str) -> list[tuple[Tensor, Tensor]]:
     return batches
 
 
+def trained_segmenter(
+    model: nn.Module, batches: list[tuple[Tensor, Tensor]], classes: int, rate: float = 1e-3, warm_up: float = 0.0
+) -> Segmenter:
+    segmenter = Segmenter(model, SegmentationHead(feature_width(model), classes))
+    with frozen(model), torch.no_grad():
+        maps = [(segmenter.patch_map(x), masks) for x, masks in batches]
+    train_patch_head(segmenter.head, maps, steps=len(maps), rate=rate, decay=1e-4, warm_up=warm_up)
+    return segmenter
+
+
 def test_foreground_is_learnt_and_the_model_is_not_touched() -> None:
     """On features of a small model that was made robust; random ones hardly tell a shape from its ground."""
     model = load_model("zoo:shapes-robust").train()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    segmenter = train_segmentation(model, shapes_batches(128, "train"), 2, steps=40, rate=1e-2)
+    segmenter = trained_segmenter(model, 10 * shapes_batches(128, "train"), 2, rate=1e-2, warm_up=0.0375)
     assert not segmenter.head.training
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
@@ -169,7 +179,7 @@ def test_steps_are_adamw_on_the_pixels_that_count() -> None:
     counts = (16, 2)  # lines
     for mask, lines in zip(masks, counts, strict=True):
         mask[:, :lines] = 1
-    trained: Any = train_segmentation(model, [(x, mask) for mask in masks], 3, steps=2, warm_up=0).head
+    trained: Any = trained_segmenter(model, [(x, mask) for mask in masks], 3).head
     head: Any = SegmentationHead(24, 3)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3, weight_decay=1e-4)
     tokens = token_features(model, x)[0].patch_tokens.detach()
@@ -185,26 +195,5 @@ def test_steps_are_adamw_on_the_pixels_that_count() -> None:
 
 def test_a_batch_that_is_all_ignored_leaves_finite_weights() -> None:
     model, x = make_vit("vit"), pixels("vit")
-    segmenter = train_segmentation(model, [(x, torch.full((2, 32, 32), IGNORED))], 2, steps=2)
+    segmenter = trained_segmenter(model, 2 * [(x, torch.full((2, 32, 32), IGNORED))], 2)
     assert all(math.isfinite(float(value.double().sum())) for value in segmenter.head.state_dict().values())
-
-
-@pytest.mark.parametrize(
-    ("masks", "message"),
-    [
-        (torch.zeros(2, 16, 16, dtype=torch.int64), "shape"),
-        (torch.zeros(2, 32, 32), "whole numbers"),
-        (torch.full((2, 32, 32), 7), "class numbers from 7"),
-    ],
-)
-def test_wrong_masks_are_told(masks: Tensor, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        train_segmentation(make_vit("vit"), [(pixels("vit"), masks)], 2, steps=1)
-
-
-def test_too_few_batches_are_told() -> None:
-    batch = (pixels("vit"), torch.zeros(2, 32, 32, dtype=torch.int64))
-    with pytest.raises(UserError, match="ran out of batches"):
-        train_segmentation(make_vit("vit"), iter([batch]), 2, steps=2)
-    with pytest.raises(UserError, match="warm_up=1"):
-        train_segmentation(make_vit("vit"), [batch], 2, steps=2, warm_up=1.0)

@@ -18,6 +18,7 @@ from vitadel.training.recipes.build import Faulty, Recipe, build_recipe, check_m
 from vitadel.training.recipes.check import check_tracker, meta_model
 from vitadel.training.recipes.compose import compose, merge
 from vitadel.training.recipes.instantiate import component_names
+from vitadel.training.recipes.training_sections import ModelSection
 from vitadel.training.recipes.yaml_files import recipe_text, shipped_recipes
 from vitadel.training.starting_model import starting_model
 
@@ -52,7 +53,7 @@ def test_a_recipe_is_built_as_it_says():
     assert recipe.optimizer.betas == (0.9, 0.99)
     assert isinstance(recipe.optimizer.lr, float)
     assert recipe.audit.attacks == ("pgd-2", "fgsm-rs(reach=1.5,restarts=2)")
-    assert recipe.about == {"about": "a toy"}
+    assert recipe.document["about"] == "a toy"
     assert recipe.validation.attack == "pgd-10"
     check_model(recipe, "toy")
 
@@ -562,7 +563,7 @@ def test_numbers_of_classes_must_agree():
 
 
 def test_a_zoo_model_with_another_head_is_good():
-    assert meta_model('{"name": "zoo:shapes-standard", "num_classes": 100}').record.num_classes == 100
+    assert meta_model(ModelSection("zoo:shapes-standard", num_classes=100)).record.num_classes == 100
 
 
 TABLE = """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from vitadel.runtime.progress import progress
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import write_atomically
 from vitadel.runtime.safe_reading import parse_json_object
-from vitadel.training.recipes.probe_sections import LEARNING_RATES
+from vitadel.training.recipes.probe_sections import HeadTraining, LinearHead
 from vitadel.types import Source
 
 _LR_REFERENCE_BATCH = 256
@@ -144,35 +144,29 @@ class Probe(nn.Module):
 def train_probe(
     model: nn.Module,
     source: Source,
-    rows: Sequence[int] | Tensor,
-    held_out_rows: Sequence[int] | Tensor,
+    rows: Tensor,
+    held_out_rows: Tensor,
     preprocess: Preprocess,
+    section: LinearHead,
+    training: HeadTraining,
     *,
-    blocks: Sequence[int] = (1, 4),
-    average: Sequence[bool] = (False, True),
-    rates: Sequence[float] = LEARNING_RATES,
-    steps: int = 12_500,
-    batch_size: int = 128,
-    seed: int = 0,
     device: torch.device | str = "cpu",
-    half: bool = False,
     shown: bool = False,
 ) -> tuple[Probe, ProbeReport]:
-    """Train a head for every combination of `blocks`, `average` and `rates` on `rows`; choose on `held_out_rows`.
+    """Train a head for every combination of `blocks`, `average` and `lrs` on `rows`; choose on `held_out_rows`.
 
     Features are computed once per image, without augmentation, and kept in main memory: images * (n + 1) * dim * 4
     bytes (2 with `half`) for n = max(blocks); 50,000 images on a ViT-B with n = 4 take 0.77 GB. Ties in accuracy go to
-    the lower held-out loss. Defaults follow Robustness Tokens' runs. The model must be on `device` already. With
-    `shown`, progress is printed on standard error.
+    the lower held-out loss. The model must be on `device` already. With `shown`, progress is printed on standard error.
     """
-    settings = _check_settings(blocks, average, rates, steps, batch_size)
-    train_on, hold_out = _check_rows(source, rows, held_out_rows)
-    read = (preprocess, max(blocks), batch_size, device, half, shown)
-    train, held_out = cached_features(model, source, train_on, *read), cached_features(model, source, hold_out, *read)
-    classes = len(source.classes)
-    trained = train_heads(
-        train, classes, settings, rates, steps=steps, batch_size=batch_size, seed=seed, device=device, shown=shown
+    rates, batch_size = section.lrs, training.batch_size
+    settings = [(count, mean) for count in section.blocks for mean in section.average]
+    train, held_out = (
+        cached_features(model, source, each, preprocess, max(section.blocks), batch_size, device, section.half, shown)
+        for each in (rows, held_out_rows)
     )
+    classes = len(source.classes)
+    trained = train_heads(train, classes, settings, rates, **asdict(training), device=device, shown=shown)
     results = [result for heads in trained for result in _evaluate(heads, held_out, batch_size)]
     best = min(range(len(results)), key=lambda place: (-results[place].correct, results[place].loss))
     heads, number = trained[best // len(rates)], best % len(rates)
@@ -302,44 +296,6 @@ def _record_of(model: nn.Module) -> ModelRecord | None:
     return next((record for record in records if isinstance(record, ModelRecord)), None)
 
 
-def _check_settings(
-    blocks: Sequence[int], average: Sequence[bool], rates: Sequence[float], steps: int, batch_size: int
-) -> list[tuple[int, bool]]:
-    if not blocks or not average or not rates:
-        raise UserError("train_probe needs at least one entry each in blocks, average and rates.")
-    if min(blocks) < 1 or min(rates) <= 0 or steps < 1 or batch_size < 1:
-        raise UserError(
-            f"blocks={tuple(blocks)}, rates={tuple(rates)}, steps={steps} and batch_size={batch_size} must be positive."
-        )
-    return [(count, mean) for count in blocks for mean in average]
-
-
-def _check_rows(
-    source: Source, rows: Sequence[int] | Tensor, held_out_rows: Sequence[int] | Tensor
-) -> tuple[Tensor, Tensor]:
-    train, held_out = (torch.as_tensor(each, dtype=torch.int64) for each in (rows, held_out_rows))
-    if not len(train) or not len(held_out):
-        raise UserError(
-            f"{len(train)} images to train on and {len(held_out)} held-out ones; a probe needs some of both."
-        )
-    low, high = (int(end) for end in torch.cat([train, held_out]).aminmax())
-    if low < 0 or high >= len(source):
-        raise UserError(f"rows from {low} to {high} given, the data has {len(source)} images, numbered from 0.")
-    shared = set(train.tolist()) & set(held_out.tolist())
-    if shared:
-        raise UserError(
-            f"{len(shared)} images are both in rows and in held_out_rows, e.g. {min(shared)}. The best head must be "
-            "chosen on images that no head was trained on."
-        )
-    labels = source.labels()[torch.cat([train, held_out])]
-    if int(labels.min()) < 0 or int(labels.max()) >= len(source.classes):
-        raise UserError(
-            f"labels from {int(labels.min())} to {int(labels.max())} given, there are {len(source.classes)} classes. "
-            "Leave images without a usable label out of the rows."
-        )
-    return train, held_out
-
-
 # Files of heads
 
 
@@ -375,12 +331,8 @@ def load_head(path: str | Path, model: nn.Module) -> Probe:
     """
     checkpoint, about = read_checkpoint(path), head_metadata(path)
     try:
-        schema, trained_for, blocks, average = (
-            about["schema"],
-            about["model"],
-            int(about["blocks"]),
-            bool(about["average"]),
-        )
+        schema, trained_for = about["schema"], about["model"]
+        blocks, average = int(about["blocks"]), bool(about["average"])
         head = linear_layer(checkpoint.weights["weight"], checkpoint.weights["bias"])
         classes = [str(name) for name in about["classes"]]
     except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Unpack, cast
 
@@ -17,7 +17,6 @@ from vitadel.backbones.load import has_no_head, load_model
 from vitadel.data import open_dataset
 from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess
-from vitadel.data.selection import balanced_subset
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute
@@ -36,10 +35,12 @@ from vitadel.heads.probe_recipe import ProbeRecipe, build_probe, with_tokens
 from vitadel.heads.segmentation_probe import open_mask_job
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes, join_processes
+from vitadel.training.held_out import check_same_classes, split_rows, usable_rows
 from vitadel.training.recipes.compose import compose, deciding
 from vitadel.training.recipes.probe_sections import LinearHead, MaskData, ProbeData
 from vitadel.training.recipes.training_sections import ModelSection
 from vitadel.training.recipes.yaml_files import TEXTS, recipe_text, translate_settings
+from vitadel.training.run import title_of
 from vitadel.types import Source
 
 HEAD_FILE = Path("weights") / "head.safetensors"
@@ -70,7 +71,7 @@ def probe(
     data_root: str | Path | None = None,
 ) -> dict[str, Any]:
     """Train and evaluate heads by a recipe from Python: `probe("probes/shapes")`; returns results.json."""
-    name = f"{recipe}:{row}" if row else str(recipe)
+    name = title_of(recipe, row)
     built = build_probe(with_tokens(compose(recipe, row, overrides), tokens), name)
     processes = join_processes(device)
     return run_probe(
@@ -138,14 +139,8 @@ def _load_frozen(section: ModelSection, seed: int) -> Classifier:
             weights=section.weights,
             num_classes=section.num_classes or (2 if headless else None),
             new_head=headless,
-            mean=section.mean,
-            std=section.std,
-            input_size=section.input_size,
-            crop_pct=section.crop_pct,
-            interpolation=section.interpolation,
-            small_images=section.small_images or False,
             head_classes=section.head_classes,
-            kwargs=section.kwargs,
+            **replace(section, drop_path=None).options(),
         )
     return model.requires_grad_(False)
 
@@ -202,21 +197,15 @@ class _LinearJob:
         return {**outcome.results, "probe": {"recipe": name, "tokens": self.base.tokens, **report}}
 
     def _train(self, path: Path, processes: Processes, shown: bool) -> Probe:
-        head, train = self.head, self.recipe.train
         trained, report = train_probe(
             self.base.model,
             self.train,
             self.rows,
             self.held_out,
             self.preprocess,
-            blocks=head.blocks,
-            average=head.average,
-            rates=head.lrs,
-            steps=train.steps,
-            batch_size=train.batch_size,
-            seed=train.seed,
+            self.head,
+            self.recipe.train,
             device=processes.device,
-            half=head.half,
             shown=shown,
         )
         save_head(trained, path, {"backbone_fingerprint": self.base.fingerprint, "report": self._summarize(report)})
@@ -244,7 +233,7 @@ def _head_entry(result: HeadResult) -> dict[str, Any]:
 def _open_linear(recipe: ProbeRecipe, section: ProbeData, base: FrozenModel, root: str | Path | None) -> _LinearJob:
     model = base.model
     train, test = open_dataset(section.train, root=root), open_dataset(section.test, root=root)
-    _check_classes(train, test, section)
+    check_same_classes(test, train, f"data.test ({section.test})")
     rows, held_out = _split(train, section, recipe.train.seed)
     preprocess = Target(model, recipe.model.name, train, section.train).preprocess
     (first,) = read_batches(train, [rows[:1].tolist()], preprocess)
@@ -254,26 +243,7 @@ def _open_linear(recipe: ProbeRecipe, section: ProbeData, base: FrozenModel, roo
     return _LinearJob(recipe, base, train, rows, held_out, test, root, preprocess)
 
 
-def _check_classes(train: Source, test: Source, section: ProbeData) -> None:
-    """Check that labels mean the same in both; data sets that only number their classes are not checked."""
-    ours, theirs = list(train.classes), list(test.classes)
-    numbered = [str(number) for number in range(len(ours))]
-    if len(ours) != len(theirs) or (ours != theirs and numbered not in (ours, theirs)):
-        raise UserError(
-            f"the classes of data.train ({section.train}: {len(ours)}, {', '.join(ours[:3])}, ...) are not those of "
-            f"data.test ({section.test}: {len(theirs)}, {', '.join(theirs[:3])}, ...); give two splits of one set"
-        )
-
-
 def _split(source: Source, section: ProbeData, seed: int) -> tuple[Tensor, Tensor]:
-    """Rows to train on and rows to choose on, both class-balanced; the latter do not depend on `limit`."""
-    labels = source.labels()
-    rows = ((labels >= 0) & (labels < len(source.classes))).nonzero()[:, 0]
-    if section.held_out >= len(rows):
-        raise UserError(
-            f"data.held_out is {section.held_out}, but data.train has only {len(rows)} images; hold out fewer"
-        )
-    held_out = balanced_subset(labels[rows], section.held_out, seed + 1, rows)
-    rows = rows[~torch.isin(rows, held_out)]
+    rows = usable_rows(source, len(source.classes))
     # Another seed than the audit's, which would select few images of exactly the tested classes.
-    return balanced_subset(labels[rows], section.limit, seed + 2, rows), held_out
+    return split_rows(source.labels(), rows, section.held_out, section.limit, seed, limit_seed=seed + 2)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,9 @@ from vitadel.data.spec import DATA_KINDS
 from vitadel.errors import UserError
 from vitadel.heads.frozen_features import token_features
 from vitadel.heads.segmentation import OnPixels
+from vitadel.training.recipes.build import check_outline
 from vitadel.training.recipes.check import (
+    check_class_counts,
     check_model_name,
     check_not_test,
     class_count,
@@ -25,7 +26,7 @@ from vitadel.training.recipes.check import (
     names_split,
     read_data_spec,
 )
-from vitadel.training.recipes.compose import PROBE_SECTIONS, is_probe, section_types, unknown_section
+from vitadel.training.recipes.compose import PROBE_SECTIONS, is_probe, section_types
 from vitadel.training.recipes.instantiate import Faults, as_mapping, instantiate
 from vitadel.training.recipes.probe_sections import (
     HEADS,
@@ -47,10 +48,9 @@ _NEEDED = ("model", "data", "head", "train")
 class ProbeRecipe:
     """A probe recipe ready to be run; `tokens` is a file of robustness tokens, or None.
 
-    `about` holds its texts, `document` the composed document it was built from.
+    `document` is the composed document it was built from.
     """
 
-    about: dict[str, str]
     model: ModelSection
     tokens: str | None
     data: ProbeData | MaskData
@@ -64,12 +64,7 @@ def build_probe(document: Mapping[str, Any], where: str) -> ProbeRecipe:
     """Build every section; `where` names the recipe in messages. Raises one `Faulty` with all faults."""
     if not is_probe(document) and "objective" in document:
         raise UserError(f"recipe {where} trains a model, not a head on frozen features: run it with `vitadel harden`")
-    faults = Faults()
-    faults.unknown += [unknown_section(key, document) for key in document if key not in (*TEXTS, *PROBE_SECTIONS)]
-    faults.missing += [f"it needs '{key}'" for key in _NEEDED if key not in document]
-    for key in (*TEXTS, "tokens"):
-        if key in document and not isinstance(document[key], str):
-            faults.wrong.append(f"{key}: should be a text, got {document[key]!r}")
+    faults = check_outline(document, PROBE_SECTIONS, _NEEDED, (*TEXTS, "tokens"))
     head = dict(as_mapping("head", document.get("head"), faults))
     use = head.pop("use", None)
     if "head" in document and use not in HEADS:
@@ -83,20 +78,17 @@ def build_probe(document: Mapping[str, Any], where: str) -> ProbeRecipe:
     }
     _check_values(parts, faults)
     faults.raise_if_any(where)
-    about = {key: document[key] for key in TEXTS if key in document}
     sections = cast(dict[str, Any], parts)
-    return ProbeRecipe(about=about, tokens=document.get("tokens"), document=dict(document), **sections)
+    return ProbeRecipe(tokens=document.get("tokens"), document=dict(document), **sections)
 
 
 def check_probe(document: Mapping[str, Any], where: str) -> None:
     """Build the recipe and its model, without memory for weights, and check that it has the tokens the head needs."""
     recipe, faults = build_probe(document, where), Faults()
     counts = {spec: class_count(spec) for spec in (recipe.data.train, recipe.data.test)}
-    if isinstance(recipe.data, ProbeData) and None not in counts.values() and len(set(counts.values())) > 1:
-        listed = ", ".join(f"{spec} {count}" for spec, count in counts.items())
-        faults.wrong.append(f"data: the numbers of classes do not agree: {listed}")
-    section = replace(recipe.model, num_classes=recipe.model.num_classes or 10)
-    model = faults.attempt("model", meta_model, json.dumps(asdict(section), default=str))
+    if isinstance(recipe.data, ProbeData):
+        check_class_counts(counts, faults)
+    model = faults.attempt("model", meta_model, replace(recipe.model, num_classes=recipe.model.num_classes or 10))
     if model is not None:
         blocks = max(recipe.head.blocks) if isinstance(recipe.head, LinearHead) else 1
         height, width = model.record.input_size or (224, 224)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitadel.errors import UserError
-from vitadel.heads.frozen_features import feature_width, token_features
-from vitadel.instrument.hooks import frozen
+from vitadel.heads.frozen_features import token_features
 from vitadel.instrument.tokens import patch_grid
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Aim
@@ -70,39 +69,6 @@ def rate_at(step: int, steps: int, warm_up: int) -> float:
     return (step + 1) / warm_up if step < warm_up else (steps - step) / (steps - warm_up)
 
 
-def train_segmentation(
-    model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    classes: int,
-    *,
-    steps: int = 40_000,
-    rate: float = 1e-3,
-    decay: float = 1e-4,
-    warm_up: float = 0.0375,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-) -> Segmenter:
-    """A head trained by AdamW on what the frozen model gives; the segmenter's head is in eval mode.
-
-    `batches` gives pixels (n, 3, height, width) in [0, 1] and masks (n, height, width) of class numbers or `IGNORED`.
-    It is gone through again and again until `steps` are done: give a list, an object that can be iterated repeatedly,
-    or an endless iterator. `warm_up` is a share of the steps: 1500 of 40,000. The model must be on `device` already.
-    """
-    head = SegmentationHead(feature_width(model), classes, seed).to(device)
-    segmenter = Segmenter(model, head)
-
-    def maps() -> Iterator[tuple[Tensor, Tensor]]:
-        for pixels, masks in _endless(batches):
-            _check_masks(pixels, masks, classes)
-            with torch.no_grad():
-                yield segmenter.patch_map(pixels.to(device)), masks
-
-    with frozen(model):
-        train_patch_head(head, maps(), steps=steps, rate=rate, decay=decay, warm_up=warm_up)
-    segmenter.training = model.training
-    return segmenter
-
-
 def train_patch_head(
     head: SegmentationHead,
     batches: Iterable[tuple[Tensor, Tensor]],
@@ -112,16 +78,15 @@ def train_patch_head(
     decay: float,
     warm_up: float,
 ) -> None:
-    """Train a head in place by AdamW, on batches of patch maps and masks, as `train_segmentation` does with images."""
-    if steps < 1 or not 0 <= warm_up < 1:
-        raise UserError(
-            f"train_segmentation: steps={steps} and warm_up={warm_up:g}; give 1 or more, and a share below 1."
-        )
+    """Train a head in place by AdamW, on `steps` batches of patch maps and of masks of class numbers or `IGNORED`.
+
+    `warm_up` is a share of the steps, below 1. The head ends in eval mode.
+    """
     head.train()
     device, optimizer = head.conv.weight.device, torch.optim.AdamW(head.parameters(), lr=rate, weight_decay=decay)
-    rising, source = int(warm_up * steps), _endless(batches)
-    for step in range(steps):
-        patch_map, masks = (part.to(device) for part in next(source))
+    rising = int(warm_up * steps)
+    for step, batch in zip(range(steps), batches, strict=True):
+        patch_map, masks = (part.to(device) for part in batch)
         for group in optimizer.param_groups:
             group["lr"] = rate * rate_at(step, steps, rising)
         optimizer.zero_grad()
@@ -262,30 +227,10 @@ def _size(x: Tensor) -> tuple[int, int]:
     return x.shape[-2], x.shape[-1]
 
 
-def _endless(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    while True:
-        before = None
-        for before in batches:
-            yield before
-        if before is None:
-            raise UserError(
-                "train_segmentation ran out of batches. Give a list, or an iterator with one for every step."
-            )
-
-
 def _loss(logits: Tensor, masks: Tensor) -> Tensor:
     """The mean over pixels that count; 0, not NaN, if none does."""
     total = F.cross_entropy(logits, masks, ignore_index=IGNORED, reduction="sum")
     return total / (masks != IGNORED).sum().clamp(min=1)
-
-
-def _check_masks(pixels: Tensor, masks: Tensor, classes: int) -> None:
-    if masks.shape != (len(pixels), *_size(pixels)) or masks.is_floating_point():
-        raise UserError(
-            f"masks of shape {tuple(masks.shape)} and type {str(masks.dtype).removeprefix('torch.')} given for pixels "
-            f"of shape {tuple(pixels.shape)}; give whole numbers of shape (images, height, width)."
-        )
-    _check_range(masks[masks != IGNORED], classes, "masks")
 
 
 def _check_classes(classes: int) -> None:

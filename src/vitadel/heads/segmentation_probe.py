@@ -34,6 +34,7 @@ from vitadel.runtime.progress import RESUMED, Meter, progress
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder, write_atomically
 from vitadel.runtime.safe_reading import parse_json_object
+from vitadel.training.held_out import split_rows
 from vitadel.training.recipes.probe_sections import MaskData, PatchHead
 from vitadel.types import Threat
 
@@ -277,21 +278,13 @@ def open_mask_job(recipe: ProbeRecipe, base: FrozenModel, root: str | Path | Non
     _check_size(model, size)
     options: dict[str, Any] = {"classes": section.classes, "void": section.void, "from_one": section.from_one}
     train, test = (open_masked(spec, root=root, **options) for spec in (section.train, section.test))
-    if section.held_out >= len(train):
-        raise UserError(
-            f"data.held_out is {section.held_out}, but data.train has only {len(train)} images; hold out fewer"
-        )
     seed, cut = recipe.train.seed, ResizeCrop(size, model.record.interpolation)
-    aside = _some(torch.arange(len(train)), section.held_out, seed + 1)
-    rest = torch.arange(len(train))
-    rest = _some(rest[~torch.isin(rest, aside)], section.limit, seed)
-    test_rows = _some(torch.arange(len(test)), recipe.audit.limit, seed)
-    train.read(rest[:1], cut), test.read(test_rows[:1], cut)  # raises if none can be read
-    return _MaskJob(recipe, base, train, rest, aside, test, test_rows, cut, head_file)
-
-
-def _some(rows: Tensor, count: int | None, seed: int) -> Tensor:
-    return balanced_subset(torch.zeros(len(rows), dtype=torch.int64), count, seed, rows)
+    train_labels, test_labels = (torch.zeros(len(images), dtype=torch.int64) for images in (train, test))
+    every = torch.arange(len(train))
+    rows, held_out = split_rows(train_labels, every, section.held_out, section.limit, seed, limit_seed=seed)
+    test_rows = balanced_subset(test_labels, recipe.audit.limit, seed)
+    train.read(rows[:1], cut), test.read(test_rows[:1], cut)  # raises if none can be read
+    return _MaskJob(recipe, base, train, rows, held_out, test, test_rows, cut, head_file)
 
 
 def _check_size(model: Classifier, size: tuple[int, int]) -> None:

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from timm.optim import create_optimizer_v2
-from torch import Tensor, nn
+from torch import nn
 
 from vitadel.attacks.settings import pixels_per_unit, settings_of
 from vitadel.backbones.classifier import Classifier, check_images_fit, fastest_attention
@@ -29,7 +29,7 @@ from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.training.data_stream import DataStream, make_augment, seed_everything
-from vitadel.training.held_out import HeldOut
+from vitadel.training.held_out import HeldOut, check_same_classes, split_rows, usable_rows
 from vitadel.training.interfaces import ChecksLength, ChecksModel, PreparesModel, WarnsAtStart
 from vitadel.training.loop import train
 from vitadel.training.metrics import Metrics, end_tracking, open_progress_table, start_tracking
@@ -88,39 +88,39 @@ def open_training(
     section = recipe.data
     root = section.root if data_root is None else data_root
     source = open_dataset(section.train, root=root)
-    others = {
-        name: None if spec is None else _same_classes(open_dataset(spec, root=root), source, f"data.{name} ({spec})")
-        for name, spec in (("validation", section.validation), ("extra", section.extra), ("test", section.test))
-    }
-    rows, held_out_rows = _split_rows(source, section, recipe.train.seed)
+    seed, classes = recipe.train.seed, len(source.classes)
+    others: dict[str, Source | None] = {}
+    for name in ("validation", "extra", "test"):
+        spec = getattr(section, name)
+        others[name] = None if spec is None else open_dataset(spec, root=root)
+        if (other := others[name]) is not None:
+            check_same_classes(other, source, f"data.{name} ({spec})")
+    labels, rows = source.labels(), usable_rows(source, classes)
+    validation_source = others["validation"] or source
+    if others["validation"] is None:
+        rows, held_out_rows = split_rows(labels, rows, section.held_out, section.limit, seed, limit_seed=seed)
+    else:
+        rows = balanced_subset(labels[rows], section.limit, seed, rows)
+        held_out_rows = usable_rows(validation_source, classes)
+    if recipe.validation.limit is not None:
+        held_out_labels = validation_source.labels()[held_out_rows]
+        held_out_rows = balanced_subset(held_out_labels, recipe.validation.limit, seed, held_out_rows)
     with _global_rng_preserved():
-        seed_everything(recipe.train.seed)
+        seed_everything(seed)
         given = None if model is None else StartingModel(model)
-        start = given or starting_model(recipe.model, len(source.classes), section.train)
+        start = given or starting_model(recipe.model, classes, section.train)
     _refuse_audit_of_new_head(recipe, start.fresh_head)
     model = start.classifier
-    if "about" in recipe.about:
-        notes = {**model.record.lasting_notes, "about": recipe.about["about"]}
+    if "about" in recipe.document:
+        notes = {**model.record.lasting_notes, "about": recipe.document["about"]}
         model = Classifier(model.backbone, replace(model.record, notes=notes))
     record = model.record
     size = record.input_size or _first_size(source, section.train)
     check_images_fit(model, size, recipe.model.name)
     if not record.can_be_rebuilt:
         model = model.to(processes.device)
-        check_answer(
-            model,
-            size,
-            recipe.model.name,
-            len(source.classes),
-            trains_model=getattr(recipe.adapter, "trains_model", False),
-        )
+        check_answer(model, size, recipe.model.name, classes, getattr(recipe.adapter, "trains_model", False))
     preprocess = Preprocess(size, record.crop_pct, record.interpolation, record.crop_mode, record.mean)
-    validation_source = others["validation"] or source
-    if validation_source is not source:
-        held_out_rows = _usable(validation_source, len(source.classes))
-    if recipe.validation.limit is not None:
-        labels = validation_source.labels()[held_out_rows]
-        held_out_rows = balanced_subset(labels, recipe.validation.limit, recipe.train.seed, held_out_rows)
     extra = others["extra"]
     stream = DataStream(
         source=source,
@@ -128,10 +128,10 @@ def open_training(
         preprocess=preprocess,
         augment=make_augment(recipe.augmentation, preprocess),
         batch_size=recipe.train.batch_size,
-        seed=recipe.train.seed,
+        seed=seed,
         repeats=recipe.augmentation.repeated_aug,
         extra=extra,
-        extra_rows=None if extra is None else _usable(extra, len(source.classes)),
+        extra_rows=None if extra is None else usable_rows(extra, classes),
         extra_share=section.extra_share,
         easier=_easier(section, source, root),
         easier_epochs=section.easier_epochs,
@@ -171,22 +171,6 @@ def _refuse_audit_of_new_head(recipe: Recipe, fresh: bool) -> None:
         )
 
 
-def _same_classes(source: Source, training: Source, what: str) -> Source:
-    """Check that labels mean the same as in data.train; data sets that only number their classes are not checked."""
-    theirs, ours = list(source.classes), list(training.classes)
-    numbered = [str(number) for number in range(max(len(theirs), len(ours)))]
-    if len(theirs) != len(ours):
-        raise UserError(f"{what} has {len(theirs)} classes and data.train {len(ours)}; they must be the same")
-    named = numbered[: len(ours)] not in (theirs, ours)
-    different = next(((n, a, b) for n, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b), None)
-    if named and different is not None:
-        number, there, here = different
-        raise UserError(
-            f"{what}: its class {number} is '{there}', that of data.train is '{here}'; labels would not mean the same"
-        )
-    return source
-
-
 def _easier(section: DataSection, source: Source, root: str | Path | None) -> Source | None:
     if section.easier is None:
         return None
@@ -194,28 +178,6 @@ def _easier(section: DataSection, source: Source, root: str | Path | None) -> So
     if not torch.equal(easier.labels(), source.labels()):
         raise UserError(f"data.easier ({section.easier}) must have the samples of data.train in the same order")
     return easier
-
-
-def _usable(source: Source, classes: int) -> Tensor:
-    labels = source.labels()
-    return ((labels >= 0) & (labels < classes)).nonzero()[:, 0]
-
-
-def _split_rows(source: Source, section: DataSection, seed: int) -> tuple[Tensor, Tensor]:
-    """Rows to train on and rows held out, which do not depend on `limit`."""
-    rows = _usable(source, len(source.classes))
-    labels = source.labels()
-    held_out = torch.empty(0, dtype=torch.int64)
-    if section.validation is None:
-        if section.held_out >= len(rows):
-            raise UserError(
-                f"data.held_out is {section.held_out}, but data.train has only {len(rows)} images; hold out fewer"
-            )
-        held_out = balanced_subset(labels[rows], section.held_out, seed + 1, rows)
-        kept = torch.ones(len(labels), dtype=torch.bool)
-        kept[held_out] = False
-        rows = rows[kept[rows]]
-    return balanced_subset(labels[rows], section.limit, seed, rows), held_out
 
 
 def _first_size(source: Source, spec: str) -> tuple[int, int]:

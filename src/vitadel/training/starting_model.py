@@ -33,21 +33,9 @@ def starting_model(section: ModelSection, classes: int, data: str) -> StartingMo
     kept = section.head_classes
     if kept is not None and len(kept) != classes:
         raise UserError(f"model.head_classes keeps {len(kept)} classes, but {data} has {classes}; name one for each")
-    kwargs = dict(section.kwargs)
-    if section.drop_path is not None:
-        kwargs["drop_path_rate"] = section.drop_path
     named = is_timm_name(section.name)
     weights = section.weights or ("random" if named else None)
-    options: dict[str, Any] = {
-        "weights": weights,
-        "mean": section.mean,
-        "std": section.std,
-        "input_size": section.input_size,
-        "crop_pct": section.crop_pct,
-        "interpolation": section.interpolation,
-        "small_images": section.small_images or False,
-        "kwargs": kwargs,
-    }
+    options = {"weights": weights, **section.options()}
     if weights == "random":
         if kept is not None:
             raise UserError(

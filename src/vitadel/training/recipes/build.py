@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from vitadel.errors import UserError
@@ -20,6 +19,7 @@ from vitadel.training.interfaces import (
 )
 from vitadel.training.recipes.check import (
     check_auto_augment,
+    check_class_counts,
     check_extra_share,
     check_micro_batches,
     check_model_name,
@@ -63,10 +63,9 @@ _NEEDED = ("model", "data", "objective", "train")
 class Recipe:
     """A recipe ready to be trained: its sections, and the objective, plug-ins and adapter they name.
 
-    `about` holds its texts, `document` the composed document it was built from.
+    `document` is the composed document it was built from.
     """
 
-    about: dict[str, str]
     model: ModelSection
     data: DataSection
     augmentation: Augmentation
@@ -95,20 +94,17 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     """
     if is_probe(document):
         raise UserError(f"recipe {where} trains a head on frozen features, not a model: run it with `vitadel probe`")
-    faults = Faults()
-    faults.unknown += [unknown_section(key, document) for key in document if key not in (*TEXTS, *SECTIONS)]
-    faults.missing += [f"it needs '{key}'" for key in _NEEDED if key not in document]
-    for key in TEXTS:
-        if key in document and not isinstance(document[key], str):
-            faults.wrong.append(f"{key}: should be a text, got {document[key]!r}")
+    faults = check_outline(document, SECTIONS, _NEEDED, TEXTS)
     types = {name: cls for name, cls in section_types().items() if name in document or name not in _NEEDED}
     given = {name: as_mapping(name, document.get(name), faults) for name in types}
     parts = {name: instantiate(name, cls, given[name], faults) for name, cls in types.items()}
     # With a wrong threat section the names of attacks are still worth checking.
     threat = parts["threat"] if isinstance(parts["threat"], ThreatSection) else ThreatSection()
-    objective = _objective(document.get("objective"), threat, faults)
+    objective: Objective | None = None
+    if "objective" in document:
+        objective = _component("objective", document["objective"], faults, threat)
+    adapter: Adapter | None = _component("adapter", document.get("adapter"), faults, default="whole_model")
     plugins = _plugins(as_mapping("plugins", document.get("plugins"), faults), threat, faults)
-    adapter = _adapter(document.get("adapter"), faults)
     values = {name: part or given_values(name, types[name], given[name]) for name, part in parts.items()}
     _check_values(values, threat, faults)
     _check_sections_agree(parts, faults)
@@ -124,29 +120,39 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     faults.raise_if_any(where)
     assert objective is not None
     assert adapter is not None
-    about = {key: document[key] for key in TEXTS if key in document}
     if isinstance(objective, BringsPlugin):
         plugins = (objective.companion, *plugins)
     sections = cast(dict[str, Any], parts)
-    return Recipe(about, objective=objective, plugins=plugins, adapter=adapter, document=dict(document), **sections)
+    return Recipe(objective=objective, plugins=plugins, adapter=adapter, document=dict(document), **sections)
+
+
+def check_outline(
+    document: Mapping[str, Any], sections: Sequence[str], needed: Sequence[str], texts: Sequence[str]
+) -> Faults:
+    """Faults of a document as a whole: unknown and missing sections, and `texts` that are no texts."""
+    return Faults(
+        unknown=[unknown_section(key, document) for key in document if key not in (*TEXTS, *sections)],
+        missing=[f"it needs '{key}'" for key in needed if key not in document],
+        wrong=[
+            f"{key}: should be a text, got {document[key]!r}"
+            for key in texts
+            if key in document and not isinstance(document[key], str)
+        ],
+    )
 
 
 def check_model(recipe: Recipe, where: str) -> None:
     """Build the model as well, without memory for its weights, and pass an image through it; nothing is trained."""
     faults = Faults()
-    counts = {name: class_count(spec) for name, spec in data_specs(recipe.data).items()}
-    known = {name: count for name, count in counts.items() if count is not None}
-    if recipe.model.num_classes is not None:
-        known["model.num_classes"] = recipe.model.num_classes
-    if recipe.model.head_classes is not None:
-        known["model.head_classes"] = len(recipe.model.head_classes)
-    if len(set(known.values())) > 1:
-        listed = ", ".join(f"{name} {count}" for name, count in known.items())
-        faults.wrong.append(f"data: the numbers of classes do not agree: {listed}")
-    else:
-        section = replace(recipe.model, num_classes=next(iter(known.values()), 10))
-        # Values such as dates are no arguments of any model; as texts they are reported as such.
-        model = faults.attempt("model", meta_model, json.dumps(asdict(section), default=str))
+    kept = recipe.model.head_classes
+    given = {
+        **{name: class_count(spec) for name, spec in data_specs(recipe.data).items()},
+        "model.num_classes": recipe.model.num_classes,
+        "model.head_classes": None if kept is None else len(kept),
+    }
+    counts = check_class_counts(given, faults)
+    if len(counts) < 2:
+        model = faults.attempt("model", meta_model, replace(recipe.model, num_classes=next(iter(counts), 10)))
         checked = {f"plugins.{name}": plugin for name, plugin in recipe.plugins} | {"adapter": recipe.adapter}
         for path, part in checked.items() if model is not None else ():
             if isinstance(part, ChecksModel):
@@ -187,26 +193,17 @@ def _in_rows(places: list[str], total: int) -> str:
 # Objective, plug-ins and adapter
 
 
-def _objective(section: object, threat: ThreatSection, faults: Faults) -> Objective | None:
-    if section is None:
-        return None  # reported as a missing section
-    given = dict(as_mapping("objective", section, faults))
-    name = given.pop("use", None)
-    if not isinstance(name, str):
-        faults.missing.append(f"objective: needs 'use', one of {', '.join(component_names('objective'))}")
-        return None
-    cls = faults.attempt("objective", find_component, "objective", name)
-    return cast(Objective | None, cls and instantiate("objective", cls, given, faults, threat))
-
-
-def _adapter(section: object, faults: Faults) -> Adapter | None:
-    given = {"use": "whole_model", **as_mapping("adapter", section, faults)}
+def _component(
+    kind: str, section: object, faults: Faults, threat: ThreatSection | None = None, default: str | None = None
+) -> Any:
+    """The objective or adapter that a section names by `use`; None with a fault."""
+    given = {"use": default, **as_mapping(kind, section, faults)}
     name = given.pop("use")
     if not isinstance(name, str):
-        faults.wrong.append(f"adapter: 'use' should be one of {', '.join(component_names('adapter'))}, got {name!r}")
+        faults.missing.append(f"{kind}: needs 'use', one of {', '.join(component_names(kind))}, got {name!r}")
         return None
-    cls = faults.attempt("adapter", find_component, "adapter", name)
-    return cast(Adapter | None, cls and instantiate("adapter", cls, given, faults))
+    cls = faults.attempt(kind, find_component, kind, name)
+    return cls and instantiate(kind, cls, given, faults, threat)
 
 
 def _check_adapter(objective: Objective, adapter: Adapter) -> None:

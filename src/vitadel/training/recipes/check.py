@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 
@@ -130,13 +131,27 @@ def class_count(spec: str) -> int | None:
     return _CLASSES.get(read_data_spec(spec, None).kind)
 
 
-@lru_cache(maxsize=64)
-def meta_model(section: str) -> Classifier | None:
+def check_class_counts(counts: Mapping[str, int | None], faults: Faults) -> set[int]:
+    """The numbers of classes that are known; a fault is added if there are several."""
+    known = {name: count for name, count in counts.items() if count is not None}
+    if len(set(known.values())) > 1:
+        listed = ", ".join(f"{name} {count}" for name, count in known.items())
+        faults.wrong.append(f"data: the numbers of classes do not agree: {listed}")
+    return set(known.values())
+
+
+def meta_model(section: ModelSection) -> Classifier | None:
     """The model of a section without memory for its weights, after a forward pass; `UserError` if it cannot be built.
 
-    The section is JSON, so that rows of a table share a cached model; do not change it. Zoo models are loaded. None for
-    files and the user's own code, which are checked when the training starts.
+    Rows of a table share a cached model: do not change it. Zoo models are loaded. None for files and the user's own
+    code, which are checked when the training starts.
     """
+    # Values such as dates are no arguments of any model; as texts they are reported as such.
+    return _meta_model(json.dumps(asdict(section), default=str))
+
+
+@lru_cache(maxsize=64)
+def _meta_model(section: str) -> Classifier | None:
     model = ModelSection(**json.loads(section))
     from_zoo = model.name.startswith("zoo:")
     if not from_zoo and not is_timm_name(model.name):
@@ -148,15 +163,9 @@ def meta_model(section: str) -> Classifier | None:
                 model.name,
                 weights=None if from_zoo else "random",
                 num_classes=model.num_classes,
-                mean=model.mean,
-                std=model.std,
-                input_size=model.input_size,
-                crop_pct=model.crop_pct,
-                interpolation=model.interpolation,
-                small_images=model.small_images or False,
                 new_head=from_zoo,
-                kwargs=model.kwargs | ({} if model.drop_path is None else {"drop_path_rate": model.drop_path}),
                 device=device,
+                **model.options(),
             )
             height, width = classifier.record.input_size or (224, 224)
             logits = classifier(torch.zeros(2, 3, height, width))

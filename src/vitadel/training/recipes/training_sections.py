@@ -48,6 +48,16 @@ class ModelSection:
     def __post_init__(self) -> None:
         check_ranges(self, drop_path=BELOW_ONE, input_size=AT_LEAST_ONE, small_images=AT_LEAST_ONE)
 
+    def options(self) -> dict[str, Any]:
+        """What `load_model` takes besides weights and classes."""
+        names = ("mean", "std", "input_size", "crop_pct", "interpolation")
+        drop_path = {} if self.drop_path is None else {"drop_path_rate": self.drop_path}
+        return {
+            **{name: getattr(self, name) for name in names},
+            "small_images": self.small_images or False,
+            "kwargs": {**self.kwargs, **drop_path},
+        }
+
 
 @dataclass(frozen=True)
 class DataSection:
