@@ -144,7 +144,7 @@ def test_it_waits_for_its_epoch():
 
 def test_gamma_must_be_positive():
     for gamma in (0, -0.01, float("inf"), float("nan")):
-        with pytest.raises(UserError, match=f"must be positive and finite, got {gamma:g}"):
+        with pytest.raises(UserError, match=f"gamma must be a finite number above 0, got {gamma}"):
             AWP(gamma=gamma)
     with pytest.raises(UserError, match="at least 0, got -1"):
         AWP(from_epoch=-1)

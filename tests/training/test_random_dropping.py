@@ -233,7 +233,7 @@ def test_what_it_cannot_change():
     with pytest.raises(UserError, match="ParallelScalingBlock computes attention and MLP at once"):
         changed(0.5, parallel)(parallel, *batch())
     for epochs in (0, float("inf"), float("nan")):
-        with pytest.raises(UserError, match="positive number of epochs"):
+        with pytest.raises(UserError, match="epochs must be a finite number above 0"):
             RandomDropping(epochs=epochs)
 
 

@@ -191,7 +191,7 @@ def test_mistakes_are_told(tmp_path):
         ({"count": 0}, "count of at least 1, got 0"),
         ({"count": -2}, "count of at least 1, got -2"),
         ({"scale": float("nan")}, "scale of fresh tokens must be finite"),
-        ({"placement": "prefx"}, "unknown placement of tokens 'prefx'.*did you mean prefix.*known: prefix, append"),
+        ({"placement": "prefx"}, "unknown placement of tokens 'prefx'.*did you mean prefix.*Known: prefix, append"),
     ],
 )
 def test_settings_of_tokens_are_checked_with_the_recipe(adapter, told):

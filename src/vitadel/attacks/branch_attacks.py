@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from vitadel.adapters.tora.tora_settings import BRANCHES
-from vitadel.adapters.tora.tora_vit import Tora
+from vitadel.adapters.tora.tora_vit import Tora, find_tora
 from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, run_attack
 from vitadel.attacks.surrogate import Surrogate, deployed
 from vitadel.backbones.classifier import check_pixels
@@ -69,7 +69,7 @@ class BranchAttack:
 
 
 def _find_tora(model: nn.Module, branch: str) -> Tora:
-    tora = next((module for module in model.modules() if isinstance(module, Tora)), None)
+    tora = find_tora(model)
     if tora is None or branch not in tora.settings.branches:
         raise UserError(
             f"there is no branch '{branch}' to aim at: only TORA and its baselines with two heads have two. Attack the "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vitadel.attacks.losses import cross_entropy, kl_divergence, margin, precise
 from vitadel.attacks.per_sample import keep_samples
 from vitadel.attacks.surrogate import Surrogate, deployed
-from vitadel.errors import UserError
+from vitadel.errors import UserError, check_known
 from vitadel.types import Aim, Loss
 
 __all__ = ["FromClean", "Gama", "LogitAim", "OnLogits", "clearly_fooled", "deployed_fooled", "fooled", "gradient"]
@@ -128,8 +128,7 @@ class Gama:
     guide: str = "clean"
 
     def __post_init__(self) -> None:
-        if self.guide not in ("clean", "init"):
-            raise UserError(f"unknown guide {self.guide!r} of GAMA; allowed: clean, init")
+        check_known("guide", self.guide, ("clean", "init"), " of GAMA")
         if not 0 < self.until <= 1:
             raise UserError(
                 f"until is the share of GAMA's steps with a distance term, above 0 and at most 1, got {self.until:g}; "

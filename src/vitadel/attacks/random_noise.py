@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vitadel.attacks.per_sample import per_sample
 from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.classifier import check_pixels
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import check_known
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
@@ -26,10 +26,7 @@ class Noise:
     kind: str = "uniform"
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(
-                f"unknown kind of noise {self.kind!r}{nearest_names(self.kind, KINDS) or '.'} Known: {KINDS}"
-            )
+        check_known("kind of noise", self.kind, KINDS)
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)

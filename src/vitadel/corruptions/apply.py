@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitadel.corruptions.blur import defocus_blur, gaussian_blur, glass_blur, motion_blur, zoom_blur
-from vitadel.corruptions.constants import COMMON, EXTRA, TABLES, Table, table_for
+from vitadel.corruptions.constants import TABLES, Table, table_for
 from vitadel.corruptions.digital import contrast, elastic_transform, jpeg_compression, pixelate, saturate
 from vitadel.corruptions.noise import gaussian_noise, impulse_noise, shot_noise, speckle_noise
 from vitadel.corruptions.spatter import spatter

@@ -7,8 +7,10 @@ center, so that small motions show no black border at ImageNet's size; CIFAR's i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -133,22 +135,12 @@ def sequence(x: Tensor, name: str, rng: SampleRNG | None = None, difficulty: int
     return as_floats(torch.stack(list(frames)), x)
 
 
-def _add_noise(batch: _Batch, add: Callable[[Tensor, SampleRNG, float], Tensor], amount: float) -> Iterator[Tensor]:
+def _add_noise(
+    add: Callable[[Tensor, SampleRNG, float], Tensor], amounts: Callable[[Motion], Sequence[float]], batch: _Batch
+) -> Iterator[Tensor]:
     yield batch.crop
     for frame in range(1, FRAMES):
-        yield add(batch.crop, batch.rng.stream("frame", frame), amount)
-
-
-def _gaussian_noise(batch: _Batch) -> Iterator[Tensor]:
-    return _add_noise(batch, gaussian_noise, batch.motion.noise[batch.difficulty - 1])
-
-
-def _shot_noise(batch: _Batch) -> Iterator[Tensor]:
-    return _add_noise(batch, shot_noise, batch.motion.photons[batch.difficulty - 1])
-
-
-def _speckle_noise(batch: _Batch) -> Iterator[Tensor]:
-    return _add_noise(batch, speckle_noise, batch.motion.speckle[batch.difficulty - 1])
+        yield add(batch.crop, batch.rng.stream("frame", frame), amounts(batch.motion)[batch.difficulty - 1])
 
 
 def _blur_along(planes: Tensor, radius: float, sigma: float, angle: float) -> Tensor:
@@ -275,20 +267,18 @@ def _tilt(batch: _Batch) -> Iterator[Tensor]:
 
 
 _SEQUENCES: dict[str, Callable[[_Batch], Iterator[Tensor]]] = {
-    function.__name__.removeprefix("_"): function
-    for function in (
-        *(
-            _gaussian_noise,
-            _shot_noise,
-            _motion_blur,
-            _zoom_blur,
-            _snow,
-            _brightness,
-            _translate,
-            _rotate,
-            _tilt,
-            _scale,
-        ),
-        *(_speckle_noise, _gaussian_blur, _spatter, _shear),
-    )
+    "gaussian_noise": partial(_add_noise, gaussian_noise, attrgetter("noise")),
+    "shot_noise": partial(_add_noise, shot_noise, attrgetter("photons")),
+    "motion_blur": _motion_blur,
+    "zoom_blur": _zoom_blur,
+    "snow": _snow,
+    "brightness": _brightness,
+    "translate": _translate,
+    "rotate": _rotate,
+    "tilt": _tilt,
+    "scale": _scale,
+    "speckle_noise": partial(_add_noise, speckle_noise, attrgetter("speckle")),
+    "gaussian_blur": _gaussian_blur,
+    "spatter": _spatter,
+    "shear": _shear,
 }

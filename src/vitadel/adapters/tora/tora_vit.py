@@ -149,6 +149,15 @@ class Tora(nn.Module):
         self.class_tokens(x, found)
         return found
 
+    def scalable_classifier(self) -> Classifier:
+        """The classifier, for training with attention factors that change."""
+        if self.settings.fuses and self.trade_off is not None:
+            raise UserError(
+                "attention scaling belongs to phase 1 of TORA: the fusions of all lambdas share one model with the "
+                "factors of phase 1. Remove plugins.attention_scaling from phase 2."
+            )
+        return self.classifier
+
     def identity_penalty(self, weight: float = _PULL) -> Tensor:
         """AdapterFusion's penalty on the distance of value matrices from the identity; 0 for other kinds."""
         distances = [each.far_from_identity() for each in self.fusion if isinstance(each, PfeifferFusion)]
@@ -204,6 +213,11 @@ class Tora(nn.Module):
         patches = backbone.patch_embed(z.to(backbone.cls_token.dtype))
         embedded: Tensor = backbone.norm_pre(backbone.patch_drop(backbone._pos_embed(patches)))
         return embedded
+
+
+def find_tora(model: nn.Module) -> Tora | None:
+    """The TORA inside a model, or None."""
+    return next((module for module in model.modules() if isinstance(module, Tora)), None)
 
 
 class BranchClassifier(nn.Module):

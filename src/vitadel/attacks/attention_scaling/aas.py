@@ -28,7 +28,7 @@ from vitadel.attacks.surrogate import Surrogate, changed, deployed, seen_through
 from vitadel.attacks.wrappers import not_fooled
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import check_pixels
-from vitadel.errors import UserError
+from vitadel.errors import UserError, check_known
 from vitadel.instrument.attention import scaled_attention
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
@@ -135,8 +135,7 @@ class AAS:
     paper_style: bool = False
 
     def __post_init__(self) -> None:
-        if self.distance not in DISTANCES:
-            raise UserError(f"unknown distance {self.distance!r}; allowed: {', '.join(DISTANCES)}")
+        check_known("distance", self.distance, DISTANCES)
         if min(self.images, self.ascent_steps) < 1:
             raise UserError(
                 f"aas needs at least 1 calibration image and 1 step, got {self.images} and {self.ascent_steps}"

@@ -23,7 +23,7 @@ from vitadel.data.batches import Batch
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.selection import skipped
 from vitadel.data.sources.folders import ImageFiles
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import UserError, check_known
 from vitadel.evaluation.corruptions.request import check_corruptions, check_severities
 from vitadel.evaluation.corruptions.sizes import benchmark_preprocess, in_bytes
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute
@@ -60,10 +60,7 @@ class CorruptedCopyRequest(RunRequest):
         check_severities(self.severities)
         if self.corruptions == ():
             raise UserError("no corruption is requested, so there is nothing to write; give some with --corruptions")
-        if self.format not in FORMATS:
-            raise UserError(
-                f"unknown format {self.format!r}{nearest_names(self.format, FORMATS)}; allowed: {', '.join(FORMATS)}"
-            )
+        check_known("format", self.format, FORMATS)
         if self.format == "npy" and (self.severities != SEVERITIES or self.skip_bad):
             raise UserError(
                 "the arrays of CIFAR-C hold every image at all five severities: drop --severities, --skip-bad"

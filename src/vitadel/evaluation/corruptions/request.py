@@ -37,8 +37,7 @@ class CorruptionRequest(RunRequest):
             raise UserError("no corruption and no perturbation is requested; give some with --corruptions")
         if self.difficulty not in (1, 2, 3):
             raise UserError(f"--difficulty must be 1, 2 or 3, got {self.difficulty}")
-        if self.precision not in PRECISIONS:
-            raise UserError(f"unknown precision {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
+        check_known("precision", self.precision, PRECISIONS)
 
 
 def check_corruptions(names: tuple[str, ...]) -> None:

@@ -14,11 +14,11 @@ from torch import nn
 from vitadel.adapters.adapted_model import open_model
 from vitadel.adapters.tora.tora_files import fusion_of, interpolate_fusions, put_fusion
 from vitadel.adapters.tora.tora_settings import BRANCHES
-from vitadel.adapters.tora.tora_vit import BranchClassifier, Tora
+from vitadel.adapters.tora.tora_vit import BranchClassifier, Tora, find_tora
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.target import SubsetLogits, Target, open_target, subset_like
+from vitadel.evaluation.engine.target import Target, open_target, subset_like
 from vitadel.types import Source
 
 __all__ = ["JOINT", "Candidate", "between", "check_alike", "open_candidates"]
@@ -37,9 +37,7 @@ class Candidate:
 
     @property
     def tora(self) -> Tora | None:
-        model: object = self.target.model
-        whole = model.classifier if isinstance(model, SubsetLogits) else model
-        return whole if isinstance(whole, Tora) else None
+        return find_tora(self.target.model)
 
     @property
     def branches(self) -> tuple[str, ...]:

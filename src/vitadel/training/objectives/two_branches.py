@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tora.tora_vit import Tora, trainable_parameters
+from vitadel.adapters.tora.tora_vit import Tora, find_tora, trainable_parameters
 from vitadel.attacks.losses import kl_divergence
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, hooked
@@ -40,7 +40,9 @@ class TwoBranches:
         check_ranges(self, label_smoothing=SHARE, beta=NOT_NEGATIVE)
 
     def __call__(self, model: nn.Module, x: Tensor, z: Tensor, y: Tensor) -> dict[str, Tensor]:
-        tora = _find_tora(model)
+        tora = find_tora(model)
+        if tora is None:
+            raise UserError("the objective tora trains two branches: give the recipe `adapter: {use: tora}`")
         independent = tora.trade_off is None
         acc, rob = _branches(model, tora, x)
         clean = cross_entropy(acc, y, self.label_smoothing).mean()
@@ -101,10 +103,3 @@ def _branches(model: nn.Module, tora: Tora, x: Tensor) -> tuple[Tensor, Tensor]:
     with hooked(model, [Edge("head", head, seen.append) for head in heads]):
         model(x)
     return seen[0], seen[-1]
-
-
-def _find_tora(model: nn.Module) -> Tora:
-    found = next((module for module in model.modules() if isinstance(module, Tora)), None)
-    if found is None:
-        raise UserError("the objective tora trains two branches: give the recipe `adapter: {use: tora}`")
-    return found

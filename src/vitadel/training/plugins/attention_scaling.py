@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tora.tora_vit import Tora
 from vitadel.attacks.attention_scaling.factors import DISTANCES, search_factors
 from vitadel.attacks.losses import cross_entropy
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import Classifier
-from vitadel.errors import UserError
+from vitadel.errors import UserError, check_known
 from vitadel.instrument.hooks import frozen
+from vitadel.quantities import AT_LEAST_ONE, BETWEEN, POSITIVE, check_ranges
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.interfaces import Training, warn_late_start
+
+
+@runtime_checkable
+class HasScalableClassifier(Protocol):
+    """A model around a classifier whose attention factors may change in training."""
+
+    def scalable_classifier(self) -> Classifier:
+        """The classifier; raises `UserError` if its factors must stay."""
+        ...
 
 
 @dataclass
@@ -41,15 +50,9 @@ class AttentionScaling:
     smallest: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 < self.smallest < 1:
-            raise UserError(f"the smallest factor of attention scaling must lie between 0 and 1, got {self.smallest:g}")
-        if self.distance not in DISTANCES:
-            raise UserError(f"unknown distance {self.distance!r}; allowed: {', '.join(DISTANCES)}")
-        if min(self.gap, self.images, self.steps) < 1 or not 0 < self.pace < math.inf:
-            raise UserError(
-                "attention scaling needs gap, images and steps of at least 1 and a positive pace, got "
-                f"gap={self.gap}, images={self.images}, steps={self.steps}, pace={self.pace:g}"
-            )
+        check_known("distance", self.distance, DISTANCES)
+        counts = dict.fromkeys(("gap", "images", "steps"), AT_LEAST_ONE)
+        check_ranges(self, **counts, pace=POSITIVE, smallest=BETWEEN)
 
     def length_warning(self, epochs: int) -> str | None:
         return warn_late_start(self.gap, epochs)
@@ -101,14 +104,9 @@ class AttentionScaling:
 
 
 def _classifier(model: nn.Module) -> Classifier:
-    """The classifier with the factors: the model itself, or the frozen one inside TORA."""
-    if isinstance(model, Tora):
-        if model.settings.fuses and model.trade_off is not None:
-            raise UserError(
-                "attention scaling belongs to phase 1 of TORA: the fusions of all lambdas share one model with the "
-                "factors of phase 1. Remove plugins.attention_scaling from phase 2."
-            )
-        return model.classifier
+    """The classifier with the factors: the model itself, or the frozen one inside."""
+    if isinstance(model, HasScalableClassifier):
+        return model.scalable_classifier()
     if not isinstance(model, Classifier):
         raise UserError(f"attention scaling trains a vitadel Classifier, got {type(model).__name__}; use vitadel.wrap")
     return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitadel.errors import UserError
+from vitadel.quantities import NOT_NEGATIVE, POSITIVE, check_ranges
 from vitadel.training.interfaces import Losses, Training, warn_late_start
 
 
@@ -26,12 +25,7 @@ class AWP:
     from_epoch: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.gamma < math.inf:
-            raise UserError(
-                f"gamma, the relative size of the weight perturbation, must be positive and finite, got {self.gamma:g}"
-            )
-        if self.from_epoch < 0:
-            raise UserError(f"from_epoch, the first epoch of AWP, must be at least 0, got {self.from_epoch}")
+        check_ranges(self, gamma=POSITIVE, from_epoch=NOT_NEGATIVE)
 
     def length_warning(self, epochs: int) -> str | None:
         return warn_late_start(self.from_epoch, epochs)

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from vitadel.attacks.settings import at_eps
-from vitadel.errors import UserError
-from vitadel.quantities import quantity_text
+from vitadel.errors import UserError, check_known
+from vitadel.quantities import NOT_NEGATIVE, check_ranges, quantity_text
 from vitadel.training.interfaces import Objective, Training
 from vitadel.types import Attack, Threat
 
@@ -30,15 +30,13 @@ class EpsilonWarmup:
     start_eps: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.shape not in _SHAPES:
-            raise UserError(f"unknown shape {self.shape!r} of the epsilon warm-up; allowed: {', '.join(_SHAPES)}")
+        check_known("shape", self.shape, _SHAPES, " of the epsilon warm-up")
+        check_ranges(self, start_eps=NOT_NEGATIVE)
         if not 0 <= self.zero_epochs < self.epochs:
             raise UserError(
                 "an epsilon warm-up needs at least 1 epoch and fewer zero_epochs than epochs, got "
                 f"epochs={self.epochs}, zero_epochs={self.zero_epochs}"
             )
-        if not 0 <= self.start_eps < math.inf:
-            raise UserError(f"start_eps must be at least 0, got {self.start_eps:g}")
 
     def length_warning(self, epochs: int) -> str | None:
         return f"takes {self.epochs} of {epochs} epochs: full eps is never reached" if self.epochs >= epochs else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.instrument.tokens import patch_grid
+from vitadel.quantities import POSITIVE, check_ranges
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.interfaces import Objective, Training
 from vitadel.types import Aim, Attack, Goal, Step, Stepper, Threat
@@ -41,8 +41,7 @@ class RandomDropping:
     _grid: tuple[int, int] | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.epochs < math.inf:
-            raise UserError(f"random dropping needs a positive number of epochs, got {self.epochs:g}")
+        check_ranges(self, epochs=POSITIVE)
 
     def length_warning(self, epochs: int) -> str | None:
         short = self.epochs >= epochs

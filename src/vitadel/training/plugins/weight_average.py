@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from vitadel.errors import UserError
+from vitadel.errors import check_known
+from vitadel.quantities import BELOW_ONE, check_ranges
 from vitadel.training.interfaces import Training, warn_late_start
 
 _KINDS = ("ema", "mean")
@@ -33,10 +34,8 @@ class WeightAverage:
     _count: int = field(init=False, default=0, repr=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
-            raise UserError(f"unknown kind {self.kind!r} of weight average; allowed: {', '.join(_KINDS)}")
-        if not 0 <= self.decay < 1:
-            raise UserError(f"decay must lie in [0, 1), got {self.decay:g}; 0.999 averages over about a thousand steps")
+        check_known("kind", self.kind, _KINDS, " of weight average")
+        check_ranges(self, decay=BELOW_ONE)
 
     def length_warning(self, epochs: int) -> str | None:
         return warn_late_start(self.from_epoch, epochs)

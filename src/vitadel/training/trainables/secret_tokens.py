@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.adapters.tokens.token_files import load_tokens, save_tokens
 from vitadel.backbones.classifier import Classifier
-from vitadel.errors import UserError, nearest_names
+from vitadel.errors import check_known
 from vitadel.instrument.tokens import PLACEMENTS, check_placement, token_width
 
 
@@ -37,9 +37,7 @@ class SecretTokens:
 
     def __post_init__(self) -> None:
         fresh_tokens(1, min(self.count, 1), self.scale, self.seed or 0)  # validates these settings
-        if self.placement not in PLACEMENTS:
-            near = nearest_names(self.placement, PLACEMENTS)
-            raise UserError(f"unknown placement of tokens {self.placement!r}{near}; known: {', '.join(PLACEMENTS)}")
+        check_known("placement of tokens", self.placement, PLACEMENTS)
 
     def check_model(self, model: Classifier) -> None:
         """A `UserError` if this model takes no tokens, or not at this place."""
