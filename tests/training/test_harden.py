@@ -179,9 +179,7 @@ def test_what_is_said_to_people_does_not_decide_whether_a_run_goes_on(tmp_path):
 def test_pairs_to_mix_must_fit_each_process():
     built = recipe(augmentation={"mixup": 0.8}, train={"batch_size": 6})
     open_training(built, CPU)
-    with pytest.raises(
-        UserError, match=r"each of 2 processes would get micro-batches of 3 images; choose a multiple of 4"
-    ):
+    with pytest.raises(UserError, match=r"pairs.*in 2 processes gives 3; choose a multiple of 4 for train.batch_size"):
         open_training(built, replace(CPU, count=2))
 
 

@@ -114,8 +114,8 @@ class Probe(nn.Module):
         wanted = (blocks + average) * feature_width(model)
         if head.in_features != wanted:
             raise UserError(
-                f"a head for {head.in_features} inputs does not fit this model: {blocks} class tokens"
-                f"{' and the mean patch token' if average else ''} are {wanted}. Give the model it was trained on."
+                f"a head for {head.in_features} inputs does not fit this model: {_inputs_text(blocks, average)} are "
+                f"{wanted}. Give the model it was trained on."
             )
         # The head first: pixels are passed in the precision of the first parameter, and the model may be in half.
         self.head = head.train(model.training)
@@ -132,8 +132,8 @@ class Probe(nn.Module):
         record = _record_of(self.model)
         if record is None:
             return None
-        inputs = f"{self.blocks} class tokens{' and the mean patch token' if self.average else ''}"
-        return replace(record, num_classes=self.num_classes, notes=record.notes | {"head": f"linear, on {inputs}"})
+        head = f"linear, on {_inputs_text(self.blocks, self.average)}"
+        return replace(record, num_classes=self.num_classes, notes=record.notes | {"head": head})
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = _stacked(token_features(self.model, x, self.blocks))
@@ -250,6 +250,10 @@ def _inputs(tokens: Tensor, blocks: int, average: bool) -> Tensor:
     """The last class tokens, followed by the mean patch token with `average`."""
     mean = tokens.shape[1] - 1
     return tokens[:, mean - blocks : mean + average].flatten(1)
+
+
+def _inputs_text(blocks: int, average: bool) -> str:
+    return f"{blocks} class tokens{' and the mean patch token' if average else ''}"
 
 
 def _gradient(heads: Heads, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

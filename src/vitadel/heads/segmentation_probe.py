@@ -21,7 +21,7 @@ from vitadel.data.selection import balanced_subset
 from vitadel.data.sources.masks import MaskedImages, ResizeCrop, open_masked
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.run import Run
-from vitadel.evaluation.engine.stages import TOLERANCE, FolderCache
+from vitadel.evaluation.engine.stages import FolderCache, breaks_rules
 from vitadel.evaluation.engine.verdicts import result_header
 from vitadel.heads.frozen_features import FrozenModel, feature_width
 from vitadel.heads.probe_recipe import ProbeRecipe, pixel_attack
@@ -36,7 +36,6 @@ from vitadel.runtime.run_folder import RunFolder, write_atomically
 from vitadel.runtime.safe_reading import parse_json_object
 from vitadel.training.held_out import split_rows
 from vitadel.training.recipes.probe_sections import MaskData, PatchHead
-from vitadel.types import Threat
 
 _METADATA_KEY = "vitadel-segmentation"
 _SCHEMA = 1
@@ -229,7 +228,9 @@ class _MaskJob:
                     broke = torch.zeros(len(x), dtype=torch.bool, device=device)
                     if crafted is not None and maker is not None:
                         rng = SampleRNG.of_samples(seed, rows, device).stream(attack)
-                        x, broke = _lawful(crafted.threat, x, crafted(maker, x, masks, rng))
+                        z = crafted(maker, x, masks, rng)
+                        broke = breaks_rules(crafted.threat, x, z)
+                        x = torch.where(broke.view(-1, 1, 1, 1), x, z.clamp(0, 1))  # the clean image counts instead
                     own = Confusion(len(self.test.classes))
                     with torch.no_grad():
                         own.add(segmenter(x).argmax(1), masks)
@@ -309,14 +310,6 @@ def _check_size(model: Classifier, size: tuple[int, int]) -> None:
             f"data.size is {height} x {width} pixels, and '{model.record.name}' is built for {own}. Set data.size to "
             "that, model.input_size to another square, or model.kwargs.dynamic_img_size=true for any size."
         ) from error
-
-
-def _lawful(threat: Threat, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """What an attack proposes, or the clean image where that leaves box or budget, and which these are."""
-    flat = z.flatten(1)
-    in_box = (flat.isfinite() & (flat >= -TOLERANCE) & (flat <= 1 + TOLERANCE)).all(1)
-    broke = ~(in_box & (threat.size(z, x) <= threat.eps + TOLERANCE))
-    return torch.where(broke.view(-1, 1, 1, 1), x, z.clamp(0, 1)), broke
 
 
 def _scores(confusion: Confusion, classes: tuple[str, ...], seed: int) -> dict[str, Any]:

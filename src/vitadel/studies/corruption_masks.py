@@ -32,7 +32,7 @@ from vitadel.attacks.threats import Linf
 from vitadel.data.batches import Batch
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.run import Outcome, RunOptions
-from vitadel.evaluation.engine.stages import BatchRecord
+from vitadel.evaluation.engine.stages import BatchRecord, running_share, share_wrong
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.stability.measures import mean_with_interval, over_masks
 from vitadel.runtime.distributed import Processes
@@ -193,7 +193,6 @@ def _measure(
     study: StudyContext, request: CorruptionMasksRequest, rules: Patches, way: str, choose: Choose
 ) -> list[BatchRecord]:
     model, shown = study.model, study.shown
-    wrong = total = 0
 
     @torch.no_grad()
     def work(batch: Batch, rng: SampleRNG) -> BatchRecord:
@@ -211,9 +210,4 @@ def _measure(
                 saved["chosen"] = chosen[torch.isin(batch.indices, shown).to(chosen.device)].cpu().numpy()
         return {"right": torch.stack(right, 1).cpu().numpy(), "counts": counts, **saved}
 
-    def note(record: BatchRecord) -> str:
-        nonlocal wrong, total
-        wrong, total = wrong + int((~record["right"]).sum()), total + record["right"].size
-        return f"{100 * wrong / max(total, 1):.1f} % wrong"
-
-    return study.stage(f"masks {way}", work, note)
+    return study.stage(f"masks {way}", work, running_share("wrong", share_wrong))

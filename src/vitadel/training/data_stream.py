@@ -58,20 +58,22 @@ def make_augment(section: Augmentation, preprocess: Preprocess) -> Augment:
     mean = preprocess.mean if any(preprocess.mean) else IMAGENET_DEFAULT_MEAN
     color = tuple(round(255 * part) for part in mean)
     if section.auto_augment:
-        try:
-            policy = rand_augment_transform(section.auto_augment, {"img_mean": color})
-        except (AssertionError, ValueError, NotImplementedError, KeyError) as error:
-            raise UserError(
-                f"auto_augment {section.auto_augment!r} is not in timm's notation: {error}. "
-                "Write it like rand-m9-mstd0.5-inc1."
-            ) from error
-        steps += [_as_picture, policy]
+        steps += [_as_picture, rand_augment_policy(section.auto_augment, color)]
     elif section.color_jitter:
         steps.append(v2.ColorJitter(*[section.color_jitter] * 3))
     steps.append(_as_pixels)
     if section.reprob:
         steps.append(v2.RandomErasing(section.reprob, value=list(color)))
     return _Transforms(tuple(steps))
+
+
+def rand_augment_policy(text: str, fill: tuple[int, ...] = ()) -> Callable[..., object]:
+    """timm's RandAugment by its notation; what a transform uncovers gets the color `fill`."""
+    try:
+        policy: Callable[..., object] = rand_augment_transform(text, {"img_mean": fill})
+        return policy
+    except Exception as error:  # timm checks with assertions and lookups of many kinds
+        raise UserError(f"timm cannot read '{text}' ({error!r}); write it like rand-m9-mstd0.5-inc1") from error
 
 
 @dataclass(frozen=True)

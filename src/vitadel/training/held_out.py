@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from vitadel.data.batches import read_batches
+from vitadel.data.batches import Batch, read_batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.selection import balanced_subset
 from vitadel.errors import UserError
@@ -89,6 +89,11 @@ class HeldOut:
     rows: Tensor
     preprocess: Preprocess
 
+    def _batches(self, processes: Processes) -> Iterator[Batch]:
+        """This process's share of the images."""
+        chunks = [part.tolist() for part in self.rows[processes.rank :: processes.count].split(_BATCH)]
+        return (batch.to(processes.device) for batch in read_batches(self.source, chunks, self.preprocess, threads=1))
+
     def measure(
         self,
         model: nn.Module,
@@ -101,10 +106,8 @@ class HeldOut:
     ) -> Score:
         """Means of an objective's own metric; the attack sees the model `shown`."""
         sums = torch.zeros(2, dtype=torch.float64, device=processes.device)
-        chunks = [part.tolist() for part in self.rows[processes.rank :: processes.count].split(_BATCH)]
         with frozen(model):
-            for batch in read_batches(self.source, chunks, self.preprocess, threads=1):
-                batch = batch.to(processes.device)
+            for batch in self._batches(processes):
                 rng = SampleRNG.of_samples(seed, batch.indices, batch.x.device).stream("validation")
                 z = attack(shown, batch.x, batch.y, rng)
                 with torch.no_grad():
@@ -115,10 +118,8 @@ class HeldOut:
     def score(self, model: nn.Module, attack: Attack | None, threat: Threat, processes: Processes, seed: int) -> Score:
         """Clean and robust accuracy, judged as in an audit; every process takes its share of the images."""
         clean = robust = 0
-        chunks = [part.tolist() for part in self.rows[processes.rank :: processes.count].split(_BATCH)]
         with frozen(model):
-            for batch in read_batches(self.source, chunks, self.preprocess, threads=1):
-                batch = batch.to(processes.device)
+            for batch in self._batches(processes):
                 with torch.no_grad():
                     correct = model(batch.x).argmax(1) == batch.y
                 clean += int(correct.sum())

@@ -34,6 +34,7 @@ from vitadel.training.interfaces import ChecksLength, ChecksModel, PreparesModel
 from vitadel.training.loop import train
 from vitadel.training.metrics import Metrics, end_tracking, open_progress_table, start_tracking
 from vitadel.training.recipes.build import Recipe, build_recipe
+from vitadel.training.recipes.check import check_micro_batches
 from vitadel.training.recipes.compose import IDLE, compose, deciding, dotted
 from vitadel.training.recipes.training_sections import DataSection, OptimizerSection
 from vitadel.training.recipes.yaml_files import recipe_text, translate_settings
@@ -140,7 +141,7 @@ def open_training(
         processes=processes.count,
         workers=section.workers,
     )
-    _check_pairs(recipe, processes)
+    check_micro_batches(recipe.train, recipe.augmentation, processes.count)
     held_out = HeldOut(validation_source, held_out_rows, preprocess)
     setup = TrainingSetup(recipe, model, stream, held_out, others["test"], start.fresh_head)
     _check_targets(setup)
@@ -149,15 +150,6 @@ def open_training(
             with _errors_prefixed(f"plugins.{name}"):
                 plugin.check_model(model)
     return setup
-
-
-def _check_pairs(recipe: Recipe, processes: Processes) -> None:
-    each = recipe.train.batch_size // (recipe.train.grad_accum * processes.count)
-    if each % 2 and (recipe.augmentation.mixup or recipe.augmentation.cutmix):
-        raise UserError(
-            f"mixup and cutmix mix images in pairs, but each of {processes.count} processes would get micro-batches of "
-            f"{each} images; choose a multiple of {2 * recipe.train.grad_accum * processes.count} for train.batch_size"
-        )
 
 
 def _refuse_audit_of_new_head(recipe: Recipe, fresh: bool) -> None:

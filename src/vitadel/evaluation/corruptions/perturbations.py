@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +23,7 @@ from vitadel.errors import UserError
 from vitadel.evaluation.corruptions.benchmark_files import VideoSequences
 from vitadel.evaluation.corruptions.scores import flips, top5_distances
 from vitadel.evaluation.corruptions.sizes import Sizes
-from vitadel.evaluation.engine.stages import BatchRecord, RunContext, refuse_lost_images, run_stage
+from vitadel.evaluation.engine.stages import BatchRecord, RunContext, refuse_lost_images, run_stage, running_share
 from vitadel.runtime.rng import SampleRNG
 
 _TOP = 5
@@ -50,7 +49,7 @@ def sequence_stage(context: RunContext, name: str, indices: Tensor, difficulty: 
         return {"index": batch.indices.cpu().numpy(), **_sequence_scores(torch.cat(tops), name, difficulty)}
 
     wide = replace(context, preprocess=_with_margin(sizes.made))
-    return run_stage(wide, f"sequence {name}", indices, work, _flipped())
+    return run_stage(wide, f"sequence {name}", indices, work, running_share("flips", _flips))
 
 
 def video_stage(context: RunContext, name: str, images: VideoSequences, difficulty: int) -> list[BatchRecord]:
@@ -66,7 +65,7 @@ def video_stage(context: RunContext, name: str, images: VideoSequences, difficul
         index = np.asarray([numbers[sample] for sample in first], dtype=np.int64)
         return {"index": index, **_sequence_scores(top.view(len(first), length, -1), name, difficulty)}
 
-    return run_stage(whole, f"video {name}", frames.flatten(), work, _flipped())
+    return run_stage(whole, f"video {name}", frames.flatten(), work, running_share("flips", _flips))
 
 
 def _with_margin(preprocess: Preprocess) -> Preprocess:
@@ -77,6 +76,10 @@ def _with_margin(preprocess: Preprocess) -> Preprocess:
     if height != width:
         raise UserError(f"sequences are square, but these images have {height} x {width} pixels; drop --perturbations")
     return replace(preprocess, size=round(height / IMAGENET_MOTION.kept), crop_pct=1.0)
+
+
+def _flips(record: BatchRecord) -> tuple[float, int]:
+    return float(record["flips"].sum()), len(record["flips"])
 
 
 @torch.no_grad()
@@ -95,14 +98,3 @@ def _sequence_scores(top: Tensor, name: str, difficulty: int) -> BatchRecord:
         "distance": top5_distances(classes, noise, difficulty),
         "frames": np.asarray(classes.shape[1]),
     }
-
-
-def _flipped() -> Callable[[BatchRecord], str]:
-    total, seen = 0.0, 0
-
-    def note(record: BatchRecord) -> str:
-        nonlocal total, seen
-        total, seen = total + float(record["flips"].sum()), seen + len(record["flips"])
-        return f"{100 * total / max(seen, 1):.1f} % flips"
-
-    return note

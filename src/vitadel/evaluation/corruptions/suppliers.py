@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -29,7 +29,14 @@ from vitadel.evaluation.corruptions.perturbations import sequence_stage, usual_s
 from vitadel.evaluation.corruptions.request import CorruptionRequest
 from vitadel.evaluation.corruptions.results import Origin, Predictions, PredictionSet, SequenceScores
 from vitadel.evaluation.corruptions.sizes import Sizes, first_readable
-from vitadel.evaluation.engine.stages import BatchRecord, RunContext, clean_stage, refuse_lost_images, run_stage
+from vitadel.evaluation.engine.stages import (
+    BatchRecord,
+    RunContext,
+    clean_stage,
+    refuse_lost_images,
+    run_stage,
+    running_share,
+)
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.types import Source
@@ -188,20 +195,12 @@ def _corrupted_stage(
                 record[f"severity {level}"] = context.model(sizes.fitted(z)).argmax(1).cpu().numpy()
         return record
 
+    def errors(record: BatchRecord) -> tuple[float, int]:
+        wrong = sum(int((record[f"severity {level}"] != record["label"]).sum()) for level in severities)
+        return wrong, len(severities) * len(record["label"])
+
     before = replace(context, preprocess=sizes.made)
-    return run_stage(before, f"corruption {name}", indices, work, _errors(severities))
-
-
-def _errors(severities: Sequence[int]) -> Callable[[BatchRecord], str]:
-    wrong = seen = 0
-
-    def note(record: BatchRecord) -> str:
-        nonlocal wrong, seen
-        wrong += sum(int((record[f"severity {level}"] != record["label"]).sum()) for level in severities)
-        seen += len(severities) * len(record["label"])
-        return f"{100 * wrong / max(seen, 1):.1f} % wrong"
-
-    return note
+    return run_stage(before, f"corruption {name}", indices, work, running_share("wrong", errors))
 
 
 def _not_there(asked: Sequence[str] | None, usual: Sequence[str], there: Sequence[str], where: str) -> dict[str, str]:

@@ -91,16 +91,21 @@ class Verdict:
     prediction: Tensor
 
 
+def breaks_rules(threat: Threat, x: Tensor, z: Tensor) -> Tensor:
+    """Which proposals are not finite, or leave the box or the budget."""
+    flat = z.flatten(1)
+    finite = flat.isfinite().all(1)
+    in_box = ((flat >= -TOLERANCE) & (flat <= 1 + TOLERANCE)).all(1)
+    in_budget = threat.size(z, x) <= threat.eps + TOLERANCE
+    return ~(finite & in_box & in_budget)
+
+
 @torch.no_grad()
 def judge(model: nn.Module, threat: Threat, x: Tensor, z: Tensor, y: Tensor) -> Verdict:
     """An attack succeeds on a sample only if its proposal is finite, in the box, within budget and misclassified."""
     if z.shape != x.shape:
         raise ValueError(f"an attack must return the shape it was given: {tuple(x.shape)}, got {tuple(z.shape)}")
-    flat = z.flatten(1)
-    finite = flat.isfinite().all(1)
-    in_box = ((flat >= -TOLERANCE) & (flat <= 1 + TOLERANCE)).all(1)
-    in_budget = threat.size(z, x) <= threat.eps + TOLERANCE
-    void = ~(finite & in_box & in_budget)
+    void = breaks_rules(threat, x, z)
     logits = model(z.nan_to_num(0.0).clamp(0, 1))
     prediction = logits.argmax(1)
     answered = logits.isfinite().all(1)  # a model that outputs NaN is not robust
@@ -222,6 +227,24 @@ def run_stage(
             "that all of them share."
         )
     return [record for record in records if record is not None]
+
+
+def running_share(word: str, count: Callable[[BatchRecord], tuple[float, int]]) -> Callable[[BatchRecord], str]:
+    """A note for `run_stage`: what `count` gives, (part, whole), summed over the batches so far, in percent."""
+    part, whole = 0.0, 0
+
+    def note(record: BatchRecord) -> str:
+        nonlocal part, whole
+        more, of = count(record)
+        part, whole = part + more, whole + of
+        return f"{100 * part / max(whole, 1):.1f} % {word}"
+
+    return note
+
+
+def share_wrong(record: BatchRecord) -> tuple[float, int]:
+    """Counts for `running_share` from a record of correct predictions."""
+    return int((~record["right"]).sum()), record["right"].size
 
 
 def _is_done(record: BatchRecord | None, chunk: list[int]) -> bool:

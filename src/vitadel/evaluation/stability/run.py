@@ -34,7 +34,14 @@ from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.audit.protocols import RVT
 from vitadel.evaluation.engine.attack_preparation import calibrate
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
-from vitadel.evaluation.engine.stages import BatchRecord, RunContext, refuse_lost_images, run_stage
+from vitadel.evaluation.engine.stages import (
+    BatchRecord,
+    RunContext,
+    refuse_lost_images,
+    run_stage,
+    running_share,
+    share_wrong,
+)
 from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.evaluation.engine.verdicts import Verdicts, parquet_bytes
 from vitadel.evaluation.stability.measures import (
@@ -212,8 +219,6 @@ def _grid(model: nn.Module, x: Tensor, request: StabilityRequest) -> tuple[int, 
 def _stage(
     context: RunContext, request: StabilityRequest, indices: Tensor, who: Who, corrupt: Corrupt, masks: int
 ) -> BatchRecord:
-    wrong = total = 0
-
     def work(number: int, batch: Batch) -> BatchRecord:
         refuse_lost_images(batch)
         rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device)
@@ -222,12 +227,7 @@ def _stage(
         record["patches"] = np.asarray(_grid(context.model, batch.x, request))
         return {"index": batch.indices.cpu().numpy(), "label": batch.y.cpu().numpy(), **record}
 
-    def note(record: BatchRecord) -> str:
-        nonlocal wrong, total
-        wrong, total = wrong + int((~record["right"]).sum()), total + record["right"].size
-        return f"{100 * wrong / max(total, 1):.1f} % wrong"
-
-    records = run_stage(context, f"patches {who}", indices, work, note)
+    records = run_stage(context, f"patches {who}", indices, work, running_share("wrong", share_wrong))
     arrays = ("index", "label", "right", "cosine", "drift")
     whole = {name: np.concatenate([record[name] for record in records]) for name in arrays}
     return {**whole, "patches": records[0]["patches"]}

@@ -18,14 +18,9 @@ from vitadel.training.interfaces import (
     Plugin,
 )
 from vitadel.training.recipes.check import (
-    check_auto_augment,
     check_class_counts,
-    check_extra_share,
-    check_micro_batches,
-    check_model_name,
-    check_optimizer_name,
-    check_tracker,
-    check_training_data,
+    check_sections_agree,
+    check_values,
     class_count,
     data_specs,
     meta_model,
@@ -40,7 +35,6 @@ from vitadel.training.recipes.instantiate import (
     given_values,
     guarded,
     instantiate,
-    named_attack,
 )
 from vitadel.training.recipes.training_sections import (
     AuditSection,
@@ -54,7 +48,6 @@ from vitadel.training.recipes.training_sections import (
     Validation,
 )
 from vitadel.training.recipes.yaml_files import TEXTS
-from vitadel.types import Calibrated
 
 _NEEDED = ("model", "data", "objective", "train")
 
@@ -106,8 +99,8 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     adapter: Adapter | None = _component("adapter", document.get("adapter"), faults, default="whole_model")
     plugins = _plugins(as_mapping("plugins", document.get("plugins"), faults), threat, faults)
     values = {name: part or given_values(name, types[name], given[name]) for name, part in parts.items()}
-    _check_values(values, threat, faults)
-    _check_sections_agree(parts, faults)
+    check_values(values, threat, faults)
+    check_sections_agree(parts, faults)
     for _, plugin in plugins:
         if isinstance(plugin, ChecksPlugins):
             faults.attempt("plugins", guarded(plugin.check_plugins), [other for _, other in plugins])
@@ -233,37 +226,3 @@ def _plugins(section: Mapping[str, Any], threat: ThreatSection, faults: Faults) 
         if made is not None:
             plugins[plain] = made
     return tuple(plugins.items())
-
-
-# Values
-
-
-def _check_values(parts: Mapping[str, Any], threat: ThreatSection, faults: Faults) -> None:
-    """Check that what the sections name exists, also in sections with other faults; required keys may be missing."""
-    augmentation, optimizer, validation = (parts[name] for name in ("augmentation", "optimizer", "validation"))
-    if hasattr(parts.get("model"), "name"):
-        faults.attempt("model.name", check_model_name, parts["model"].name)
-    if hasattr(parts.get("data"), "train"):
-        check_training_data(parts["data"], faults)
-    if augmentation.auto_augment is not None:
-        faults.attempt("augmentation.auto_augment", check_auto_augment, augmentation.auto_augment)
-    faults.attempt("optimizer.name", check_optimizer_name, optimizer.name)
-    if "train" in parts:
-        faults.attempt("train.tracker", check_tracker, parts["train"].tracker)
-    if validation.attack is not None:
-        made: object = named_attack("validation.attack", validation.attack, threat, faults)
-        if isinstance(made, Calibrated):
-            faults.wrong.append(
-                f"validation.attack: '{validation.attack}' first studies the model on other images, which validation "
-                "has no time for; put it into audit.attacks"
-            )
-    for name in parts["audit"].attacks:
-        named_attack("audit.attacks", name, threat, faults)
-
-
-def _check_sections_agree(parts: Mapping[str, Any], faults: Faults) -> None:
-    data, train, augmentation = parts.get("data"), parts.get("train"), parts.get("augmentation")
-    if train is not None and augmentation is not None:
-        faults.attempt("train.batch_size", check_micro_batches, train, augmentation)
-    if train is not None and data is not None:
-        faults.attempt("data.extra_share", check_extra_share, data, train)

@@ -7,21 +7,29 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import timm
 import timm.optim
 import torch
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
-from timm.data import rand_augment_transform
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model, zoo_names
 from vitadel.backbones.timm_models import is_timm_name, suggest_models
 from vitadel.data.spec import DATA_KINDS, DataRequest, identity, parse_spec, same_images
 from vitadel.errors import UserError, nearest_names
-from vitadel.training.recipes.instantiate import Faults
-from vitadel.training.recipes.training_sections import Augmentation, DataSection, ModelSection, TrainSection
+from vitadel.training.data_stream import rand_augment_policy
+from vitadel.training.recipes.instantiate import Faults, named_attack
+from vitadel.training.recipes.training_sections import (
+    Augmentation,
+    DataSection,
+    ModelSection,
+    ThreatSection,
+    TrainSection,
+)
+from vitadel.types import Calibrated
 
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt")
 _CLASSES = {
@@ -42,6 +50,38 @@ _CLASSES = {
     "cifar100-c": 100,
     "imagenet": 1000,
 }
+
+
+def check_values(parts: Mapping[str, Any], threat: ThreatSection, faults: Faults) -> None:
+    """Check that what the sections name exists, also in sections with other faults; required keys may be missing."""
+    augmentation, optimizer, validation = (parts[name] for name in ("augmentation", "optimizer", "validation"))
+    if hasattr(parts.get("model"), "name"):
+        faults.attempt("model.name", check_model_name, parts["model"].name)
+    if hasattr(parts.get("data"), "train"):
+        check_training_data(parts["data"], faults)
+    if augmentation.auto_augment is not None:
+        faults.attempt("augmentation.auto_augment", rand_augment_policy, augmentation.auto_augment)
+    faults.attempt("optimizer.name", check_optimizer_name, optimizer.name)
+    if "train" in parts:
+        faults.attempt("train.tracker", check_tracker, parts["train"].tracker)
+    if validation.attack is not None:
+        made: object = named_attack("validation.attack", validation.attack, threat, faults)
+        if isinstance(made, Calibrated):
+            faults.wrong.append(
+                f"validation.attack: '{validation.attack}' first studies the model on other images, which validation "
+                "has no time for; put it into audit.attacks"
+            )
+    for name in parts["audit"].attacks:
+        named_attack("audit.attacks", name, threat, faults)
+
+
+def check_sections_agree(parts: Mapping[str, Any], faults: Faults) -> None:
+    """Check settings that depend on those of another section."""
+    data, train, augmentation = parts.get("data"), parts.get("train"), parts.get("augmentation")
+    if train is not None and augmentation is not None:
+        faults.attempt("train.batch_size", check_micro_batches, train, augmentation)
+    if train is not None and data is not None:
+        faults.attempt("data.extra_share", check_extra_share, data, train)
 
 
 def check_model_name(name: str) -> None:
@@ -72,13 +112,6 @@ def check_optimizer_name(name: str) -> None:
         )
 
 
-def check_auto_augment(text: str) -> None:
-    try:
-        rand_augment_transform(text, {})
-    except Exception as error:  # timm checks with assertions and lookups of many kinds
-        raise UserError(f"timm cannot read '{text}' ({error!r}); write it like rand-m9-mstd0.5-inc1") from error
-
-
 def check_tracker(name: str) -> None:
     known = [kind.value for kind in LoggerType]
     if name not in ("none", *known):
@@ -90,15 +123,17 @@ def check_tracker(name: str) -> None:
         )
 
 
-def check_micro_batches(train: TrainSection, augmentation: Augmentation) -> None:
+def check_micro_batches(train: TrainSection, augmentation: Augmentation, processes: int = 1) -> None:
     """Refuse a batch that `grad_accum` does not divide; several processes divide each micro-batch further."""
-    size, over = divmod(train.batch_size, train.grad_accum)
-    if over:
+    if train.batch_size % train.grad_accum:
         raise UserError(f"a batch of {train.batch_size} images cannot be split into {train.grad_accum} equal parts")
-    if size % 2 and (augmentation.mixup or augmentation.cutmix):
+    parts = train.grad_accum * processes
+    if train.batch_size // parts % 2 and (augmentation.mixup or augmentation.cutmix):
+        shared = f" in {processes} processes" if processes > 1 else ""
         raise UserError(
             f"mixup and cutmix mix images in pairs, so each micro-batch needs an even number of images; batch_size "
-            f"{train.batch_size} with grad_accum {train.grad_accum} gives {size}"
+            f"{train.batch_size} with grad_accum {train.grad_accum}{shared} gives {train.batch_size // parts}; choose "
+            f"a multiple of {2 * parts} for train.batch_size"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -20,42 +20,37 @@ _FACTORS = "classifier.attention_factors"
 
 
 @dataclass(frozen=True)
-class ToraParts:
+class ToraParts(ToraSettings):
     """Phase 1 without `start` trains all parts of `kind`; phase 2 with it trains the fusion alone, for one `trade_off`.
 
     `start` is the run folder of phase 1, or its weights. `trade_off` is lambda, the weight of the robust loss. Kinds
-    without a fusion have one phase, with a lambda. `train_heads` also trains the heads in phase 2. The other fields are
-    those of `ToraSettings`; phase 2 uses those of phase 1.
+    without a fusion have one phase, with a lambda. `train_heads` also trains the heads in phase 2. Phase 2 uses the
+    settings of phase 1.
     """
 
     secret: ClassVar[bool] = False
 
-    kind: str = "tora"
-    slot: str = "shared"
-    softmax: str = "adapter"
-    heads: int = 1
-    reduction: int = 16
-    joint: str = "logits"
     start: str | None = None
     trade_off: float | None = None
     train_heads: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        settings = self._settings()
+        super().__post_init__()
         if self.trade_off is not None:
             check_trade_off(self.trade_off)
-        if settings.fuses and (self.start is None) != (self.trade_off is None):
+        if self.fuses and (self.start is None) != (self.trade_off is None):
             raise UserError(
                 "TORA has two phases: without start and trade_off all parts are trained, with both only the fusion "
                 f"for one lambda. Got start {self.start!r} and trade_off {self.trade_off!r}."
             )
-        if not settings.fuses and (self.start is not None or self.trade_off is None):
+        if not self.fuses and (self.start is not None or self.trade_off is None):
             raise UserError(f"kind '{self.kind}' has no fusion and so one phase: give trade_off, lambda, and no start.")
 
     def attach(self, model: Classifier) -> nn.Module:
         if self.start is None:
-            tora = Tora(model, self._settings(), seed=self.seed, trade_off=self.trade_off)
+            settings = ToraSettings(**{each.name: getattr(self, each.name) for each in fields(ToraSettings)})
+            tora = Tora(model, settings, seed=self.seed, trade_off=self.trade_off)
         else:
             tora = load_tora(parts_file(self.start), model)
             tora.trade_off = self.trade_off
@@ -93,6 +88,3 @@ class ToraParts:
         if self.start is None:
             return load_tora(path, classifier)
         return load_tora(parts_file(self.start), classifier, path)
-
-    def _settings(self) -> ToraSettings:
-        return ToraSettings(self.kind, self.slot, self.softmax, self.heads, self.reduction, self.joint)
