@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from toras import enlivened, tora_of
+from toras import tora_of
 from vitadel.adapters.tora.tora_fusion import GatedFusion, Gates, PfeifferFusion, row_mass
 from vitadel.adapters.tora.tora_vit import gate_maps
 from vitadel.errors import UserError
@@ -118,12 +118,11 @@ def test_maps_are_means_of_gates_over_patches(name: str) -> None:
     first = 1 if name == "vit" else 5
     with torch.no_grad():
         gates = tora.gates(x)
-    maps, rows = gate_maps(tora, x), gate_maps(tora, x, row="class")
-    assert maps.shape == rows.shape == (2, 2, 4, 4)
+    maps = gate_maps(tora, x)
+    assert maps.shape == (2, 2, 4, 4)
     for layer, each in enumerate(gates):
         expected = torch.stack([each.acc[:, :, :, first + patch].mean((1, 2)) for patch in range(16)], 1)
         torch.testing.assert_close(maps[layer].flatten(1), expected)
-        torch.testing.assert_close(rows[layer].flatten(1), each.acc[:, :, 0, first:].mean(1))
         other = each.rob[..., first:].mean((1, 2))  # the other adapter's map: the two sum to one
         torch.testing.assert_close(maps[layer].flatten(1) + other, torch.ones(2, 16))
     assert (maps - 0.5).abs().max() > 0.1
@@ -148,12 +147,9 @@ def test_maps_of_variants_are_shares(settings: dict[str, Any]) -> None:
         gates = tora.gates(x)[0]
     if gates.own:
         torch.testing.assert_close(maps[0].flatten(1), gates.acc[:, 0, gates.classes :])
-        with pytest.raises(UserError, match=r"class tokens only attend to themselves, .* Use row 'mean'"):
-            gate_maps(tora, x, row="class")
     else:
         share = gates.acc.sum(2) / (gates.acc + gates.rob).sum(2)
         torch.testing.assert_close(maps[0].flatten(1), share[:, 0, 1:])
-        assert gate_maps(tora, x, row="class").shape == (2, 2, 4, 4)
 
 
 def test_fresh_maps_are_one_half_everywhere() -> None:
@@ -161,7 +157,5 @@ def test_fresh_maps_are_one_half_everywhere() -> None:
 
 
 def test_user_errors_are_reported() -> None:
-    with pytest.raises(UserError, match="unknown row of gates 'clas'; did you mean class"):
-        gate_maps(enlivened(tora_of()), pixels("vit"), row="clas")
     with pytest.raises(UserError, match="kind 'head' has no fusion and no gates"):
         gate_maps(tora_of(kind="head"), pixels("vit"))

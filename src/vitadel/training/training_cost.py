@@ -69,9 +69,7 @@ def plan_training(setup: TrainingSetup, processes: Processes) -> dict[str, Any]:
 
     def validating() -> float:
         objective = recipe.objective
-        if (
-            isinstance(objective, HasOwnMetric) and attack is not None
-        ):  # judged by its own measure, under its own attack
+        if isinstance(objective, HasOwnMetric) and attack is not None:  # by its own measure, under its own attack
             with frozen(model), torch.no_grad():
                 return attacking + measured(lambda: objective.measure(model, x, x)[0])
         return times.forward + (at_most(recipe.validation.attack) if recipe.validation.attack else 0.0)
@@ -80,7 +78,8 @@ def plan_training(setup: TrainingSetup, processes: Processes) -> dict[str, Any]:
     steps = setup.stream.steps_per_epoch * epochs
     images = steps * recipe.train.batch_size / processes.count
     validated = len(setup.held_out.rows) * (-(-epochs // recipe.validation.every)) / processes.count
-    audited = _audited(setup) / processes.count
+    test = 0 if setup.test is None else len(setup.test)
+    audited = min(recipe.audit.limit or test, test) / processes.count
     parts: list[tuple[str, float, float]] = [  # what, images, seconds an image
         ("reading and augmentation", images, reading),
         ("attacks", images, attacking),
@@ -115,11 +114,3 @@ def _update(recipe: Recipe, model: nn.Module) -> Callable[[], Tensor]:
         return some
 
     return step
-
-
-def _audited(setup: TrainingSetup) -> int:
-    """How many test images the audit at the end will see."""
-    if setup.test is None:
-        return 0
-    limit = setup.recipe.audit.limit
-    return len(setup.test) if limit is None else min(limit, len(setup.test))

@@ -55,12 +55,6 @@ class Fusion:
     training: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Content:
-    about: Mapping[str, Any]
-    weights: dict[str, Tensor]
-
-
 def save_tora(tora: Tora, path: str | Path, training: Mapping[str, Any] | None = None) -> None:
     """Write all trained parameters, without the backbone. `training` must be plain values."""
     _write(tora, path, _PARTS, _trained(tora), tora.trade_off, training)
@@ -79,16 +73,16 @@ def load_tora(path: str | Path, classifier: Classifier, fusion: str | Path | Fus
 
     Image size and head may differ.
     """
-    file = _read(path, _PARTS)
+    about, weights = _read(path, _PARTS)
     check_host(classifier)
-    _FILES[_PARTS].check_backbone(path, file.about, classifier, _width(classifier))
+    _FILES[_PARTS].check_backbone(path, about, classifier, _width(classifier))
     with _FILES[_PARTS].reading(path):
-        settings = ToraSettings(**file.about["settings"])
-        classes, trade_off = int(file.about["num_classes"]), file.about["trade_off"]
-        if file.about.get("attention_factors") is not None:
-            classifier.set_attention_factors([float(each) for each in file.about["attention_factors"]])
+        settings = ToraSettings(**about["settings"])
+        classes, trade_off = int(about["num_classes"]), about["trade_off"]
+        if about.get("attention_factors") is not None:
+            classifier.set_attention_factors([float(each) for each in about["attention_factors"]])
     tora = Tora(classifier, settings, num_classes=classes, trade_off=trade_off)
-    _fill(tora, file.weights, set(_trained(tora)), path)
+    _fill(tora, weights, set(_trained(tora)), path)
     if fusion is not None:
         put_fusion(tora, fusion)
     return tora.eval()
@@ -110,7 +104,7 @@ def backbone_of_parts(path: str | Path) -> str | None:
 
 def read_fusion(path: str | Path) -> Fusion:
     """Read a fusion and check it for damage; `put_fusion` checks whether it fits."""
-    return _as_fusion(path, _read(path, _FUSION))
+    return _as_fusion(path, *_read(path, _FUSION))
 
 
 def fusion_of(tora: Tora) -> Fusion:
@@ -130,9 +124,9 @@ def put_fusion(tora: Tora, fusion: str | Path | Fusion) -> None:
         source, found = "the fusion", fusion
     else:
         source = f"'{fusion}'"
-        file = _read(fusion, _FUSION)
-        _FILES[_FUSION].check_backbone(fusion, file.about, tora.classifier, _width(tora.classifier))
-        found = _as_fusion(fusion, file)
+        about, weights = _read(fusion, _FUSION)
+        _FILES[_FUSION].check_backbone(fusion, about, tora.classifier, _width(tora.classifier))
+        found = _as_fusion(fusion, about, weights)
     own = fusion_of(tora)
     if found.base != own.base:
         raise UserError(
@@ -200,8 +194,8 @@ def _write(
     write_atomically(Path(path), _FILES[content].pack(weights, tora.classifier, _width(tora.classifier), about))
 
 
-def _read(path: str | Path, content: str) -> _Content:
-    """Read a file with the wanted `content` and check it for damage."""
+def _read(path: str | Path, content: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Description and weights of a file with the wanted `content`, checked for damage."""
     file = _FILES[content]
     try:
         raw = Path(path).read_bytes()
@@ -218,13 +212,12 @@ def _read(path: str | Path, content: str) -> _Content:
         check_trade_off(trade_off)
     if tensor_hash(weights) != about.get("fingerprint"):
         raise file.damaged(path, "its weights do not match its fingerprint")
-    return _Content(about, weights)
+    return about, weights
 
 
-def _as_fusion(path: str | Path, file: _Content) -> Fusion:
-    about = file.about
+def _as_fusion(path: str | Path, about: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Fusion:
     with _FILES[_FUSION].reading(path):
-        return Fusion(file.weights, about["trade_off"], str(about["base"]), dict(about["training"]))
+        return Fusion(weights, about["trade_off"], str(about["base"]), dict(about["training"]))
 
 
 def _fill(tora: Tora, weights: Mapping[str, Tensor], wanted: set[str], path: str | Path) -> None:

@@ -350,32 +350,22 @@ def _at_least_float32(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
-ROWS = ("mean", "class")
-"""Whose gates are drawn: the mean over all queries, or over the class tokens' queries."""
-
-
-def gate_maps(tora: Tora, x: Tensor, row: str = "mean") -> Tensor:
+def gate_maps(tora: Tora, x: Tensor) -> Tensor:
     """The accuracy adapter's share of each patch in the fusion, (layers, batch, rows, columns), in [0, 1].
 
     The robustness adapter's share is 1 minus that by construction, so the two maps always complement each other. With
-    softmax "adapter" this is the mean of the gates over `row`'s queries.
+    softmax "adapter" this is the mean of the gates over all queries.
     """
-    check_known("row of gates", row, ROWS)
     height, width = patch_grid(tora, x)
     first = prefix_tokens_of(tora)
     with torch.no_grad():
-        shares = [_share(gates, row)[:, first : first + height * width] for gates in tora.gates(x)]
+        shares = [_share(gates)[:, first : first + height * width] for gates in tora.gates(x)]
     return torch.stack(shares).view(len(shares), len(x), height, width)
 
 
-def _share(gates: Gates, row: str) -> Tensor:
+def _share(gates: Gates) -> Tensor:
     """The share of the first adapter for each key, (batch, keys)."""
-    if row == "class" and gates.own:
-        raise UserError(
-            "with this softmax class tokens only attend to themselves, so their row is not a map. Use row 'mean'."
-        )
     dense = gates.dense()
-    chosen = slice(0, gates.classes) if row == "class" else slice(None)
-    acc, rob = (each[:, :, chosen].double().mean((1, 2)) for each in (dense.acc, dense.rob))
+    acc, rob = (each.double().mean((1, 2)) for each in (dense.acc, dense.rob))
     share = (acc / (acc + rob)).nan_to_num(0.5)  # a patch without any attention prefers neither adapter
     return share.to(torch.promote_types(gates.acc.dtype, torch.float32))
