@@ -73,7 +73,7 @@ def test_unknown_shape():
 
 @pytest.mark.parametrize("start_eps", [-1 / 255, float("inf"), float("nan")])
 def test_a_start_eps_that_makes_no_sense(start_eps):
-    with pytest.raises(UserError, match="must be at least 0"):
+    with pytest.raises(UserError, match="start_eps must be a finite number of at least 0"):
         EpsilonWarmup(3, start_eps=start_eps)
 
 
