@@ -190,15 +190,15 @@ def test_patch_tokens_kept_or_made_anew_train_the_same_head(tmp_path):
 
 def test_a_segmentation_that_was_stopped_goes_on(tmp_path, monkeypatch):
     whole, calls = run(masks(), tmp_path / "whole"), []
-    lawful = segmentation_probe._lawful
+    breaks_rules = segmentation_probe.breaks_rules
 
     def stop_at_third(*args):
         calls.append(args)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return lawful(*args)
+        return breaks_rules(*args)
 
-    monkeypatch.setattr(segmentation_probe, "_lawful", stop_at_third)
+    monkeypatch.setattr(segmentation_probe, "breaks_rules", stop_at_third)
     with pytest.raises(Interrupted):
         run(masks(), tmp_path / "run")
     monkeypatch.setattr(segmentation_probe, "train_patch_head", None)

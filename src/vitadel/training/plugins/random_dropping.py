@@ -63,14 +63,11 @@ class RandomDropping:
         if keep == 1:
             return attack
         dropping = _Dropping(SampleRNG.of_samples(run.seed, [run.step]).stream("random dropping"), keep, attack.steps)
-        goal = attack.goal
-        if self.attention:
-            goal = _WrappedGoal(goal, lambda aim, model, _x: _DroppedAim(aim, model, dropping))
+        goal = _dropping_goal(attack.goal, dropping) if self.attention else attack.goal
         if not self.patches:
             return replace(attack, goal=goal)
         reset = _Reset(dropping, self._patches_of(run))
-        goal = _WrappedGoal(goal, lambda aim, _model, x: _ResetAim(aim, x, reset))
-        stepper = _StepsFromReset(attack.stepper, reset)
+        goal, stepper = _reset_goal(goal, reset), _StepsFromReset(attack.stepper, reset)
         # An image that is misclassified after a reset need not be misclassified before: do not stop early.
         return replace(attack, goal=goal, stepper=stepper, stop_when_fooled=False)
 
@@ -123,6 +120,14 @@ class _WrappedGoal:
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
         return self.wrap(self.goal(model, x, y), model, x)
+
+
+def _dropping_goal(goal: Goal, dropping: _Dropping) -> Goal:
+    return _WrappedGoal(goal, lambda aim, model, _x: _DroppedAim(aim, model, dropping))
+
+
+def _reset_goal(goal: Goal, reset: _Reset) -> Goal:
+    return _WrappedGoal(goal, lambda aim, _model, x: _ResetAim(aim, x, reset))
 
 
 @dataclass(frozen=True)
