@@ -111,7 +111,7 @@ def test_factors_end_at_the_bound_that_is_set_and_go_no_further():
 
 @pytest.mark.parametrize("smallest", [0.0, 1.0, -0.1])
 def test_a_bound_that_is_none_is_refused(smallest):
-    with pytest.raises(UserError, match="must lie between 0 and 1"):
+    with pytest.raises(UserError, match="smallest must be between 0 and 1"):
         AttentionScaling(smallest=smallest)
 
 
@@ -165,13 +165,13 @@ def test_factors_come_back_if_the_search_fails():
 def test_settings_and_models_it_cannot_take():
     with pytest.raises(UserError, match=r"'l2'.*lpips, eq3"):
         AttentionScaling(distance="l2")
-    with pytest.raises(UserError, match="gap=0"):
+    with pytest.raises(UserError, match="gap must be at least 1, got 0"):
         AttentionScaling(gap=0)
     with pytest.raises(UserError, match="no anatomy known"):
         AttentionScaling().prepare(wrap(TinyNet()))
     with pytest.raises(UserError, match=r"got VisionTransformer; use vitadel.wrap"):
         AttentionScaling().prepare(make_vit("vit"))
-    with pytest.raises(UserError, match="pace=inf"):
+    with pytest.raises(UserError, match="pace must be a finite number above 0, got inf"):
         AttentionScaling(pace=float("inf"))
     for refuse in (AttentionScaling().check_model, AttentionScaling().prepare):
         with pytest.raises(UserError, match="VisionTransformer has no softmax attention to scale"):
