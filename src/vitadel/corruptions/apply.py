@@ -67,7 +67,7 @@ def corrupt(
 
 def minimum_size(name: str) -> int:
     """The minimum length of the shorter side for this corruption."""
-    check_known("corruption", name, (*COMMON, *EXTRA))
+    check_known("corruption", name, _FUNCTIONS)
     return _MINIMUM.get(name, 1)
 
 
