@@ -41,7 +41,7 @@ PUBLIC = {
         "vitadel.adapters.tora.tora_files",
     ],
     "Analyses of the papers": ["vitadel.studies"],
-    "Diagnosis": ["vitadel.diagnosis.run", "vitadel.diagnosis.checks", "vitadel.diagnosis.broken_defenses"],
+    "Diagnosis": ["vitadel.diagnosis.run", "vitadel.diagnosis.checks", "vitadel.diagnosis.gallery"],
     "Protocols and errors": ["vitadel.types", "vitadel.errors"],
 }
 """Public modules by subject; each contributes the names in its `__all__`."""
@@ -154,7 +154,7 @@ def _first_paragraph(text: str | None) -> str:
 
 def checks() -> str:
     """The checks of the diagnosis and the broken defenses that test them, from their docstrings."""
-    from vitadel.diagnosis.broken_defenses import BROKEN_DEFENSES  # imports torch; the other pages need none
+    from vitadel.diagnosis.gallery import BROKEN_DEFENSES  # imports torch; the other pages need none
     from vitadel.diagnosis.run import CHECKS
 
     about = (
@@ -163,7 +163,7 @@ def checks() -> str:
     )
     defenses = (
         "Models that look robust or are measured wrongly, built from sound models of the zoo "
-        "(`vitadel.diagnosis.broken_defenses`). The tests require that each is detected by the checks named here, and "
+        "(`vitadel.diagnosis.gallery`). The tests require that each is detected by the checks named here, and "
         "that no sound model raises anything. [Results](results.md#diagnosis-sound-models-and-broken-defenses) has the "
         "measured outcome."
     )
@@ -172,7 +172,11 @@ def checks() -> str:
         text = check.explanation
         parts += [f"### {check.identifier}: {check.title}", f"**Raised if** {text.raised_if}"]
         parts += [f"**Why it matters:** {text.why}", f"**What to do:** {text.what_to_do}"]
-    rows = [f"| {each.name} | {each.about} | {each.base} | {', '.join(each.raises)} |" for each in BROKEN_DEFENSES]
+    rows = [
+        f"| {each.name} | {each.about} | {each.base} | {', '.join(each.raises)} |"
+        for each in BROKEN_DEFENSES
+        if each.raises
+    ]
     table = ["| broken defense | what it does | made of | must raise |", "|---|---|---|---|", *rows]
     return "\n\n".join([*parts, "## Broken defenses", defenses, "\n".join(table)]) + "\n"
 

@@ -15,11 +15,11 @@ from imagenet_a import RIGHT, answering, write_imagenet_a
 from toys import trained_toy
 from vitadel.adapters.adapted_model import open_model
 from vitadel.backbones.classifier import wrap
-from vitadel.diagnosis.broken_defenses import quantize_by_attention
 from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, NotExamined, gradients, inputs, outputs
 from vitadel.diagnosis.checks import attack_comparisons as comparisons
 from vitadel.diagnosis.checks import attention_saturation as attention
 from vitadel.diagnosis.examination import Examination
+from vitadel.diagnosis.gallery import quantize_by_attention
 from vitadel.diagnosis.run import CHECKS, Check, DiagnosisRequest, diagnose, examination_of, run_checks, summarize
 from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes

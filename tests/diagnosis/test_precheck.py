@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from vitadel.backbones.load import load_model
 from vitadel.cli.main import app
-from vitadel.diagnosis.broken_defenses import BROKEN_DEFENSES
+from vitadel.diagnosis.gallery import BROKEN_DEFENSES
 from vitadel.diagnosis.precheck import IMAGES, run_precheck
 from vitadel.evaluation.audit.audit import AuditRequest
 from vitadel.evaluation.engine.target import open_target

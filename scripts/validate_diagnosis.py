@@ -1,0 +1,203 @@
+"""Does `vitadel diagnose` find the broken defenses of the gallery, and leave honest models alone?
+
+    python scripts/validate_diagnosis.py --half open                     # the half that thresholds may be chosen on
+    python scripts/validate_diagnosis.py --half held-out --out runs/validate-diagnosis
+    python scripts/validate_diagnosis.py --only ripples --only CNN       # names or families that contain this
+
+For every broken defense: what it hides from PGD-20, as the share of all images that PGD-20 leaves and a stronger or
+different attacker breaks (transfer from the model inside; Square), and the first check of `quick` that is raised. For
+every honest model: all checks that are raised. Results are kept in a file, so a run can be killed and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.adapters.adapted_model import open_model
+from vitadel.attacks import make
+from vitadel.attacks.settings import training_form
+from vitadel.diagnosis.checks.attack_comparisons import Transferred
+from vitadel.diagnosis.examination import Examination
+from vitadel.diagnosis.gallery import BROKEN_DEFENSES, HONEST_MODELS, BrokenDefense, HonestModel, held_out
+from vitadel.diagnosis.run import CHECKS, DiagnosisRequest, examination_of, run_checks
+from vitadel.evaluation.engine.target import open_target
+from vitadel.findings import OK
+from vitadel.runtime.distributed import join_processes
+from vitadel.runtime.run_folder import write_atomically, write_json
+from vitadel.statistics import wilson
+
+HIDES = 0.05
+"""Recall counts defenses that hide more than this share of all images from PGD-20."""
+_SQUARE = "square(queries=500,rescale_schedule=true)"
+_base = cache(open_model)
+
+
+def build(defense: BrokenDefense) -> nn.Module:
+    return defense.build(copy.deepcopy(_base(defense.base)))
+
+
+def examination(model: nn.Module, images: int) -> Examination:
+    torch.manual_seed(0)  # some broken defenses draw from torch's generator
+    return examination_of(open_target(model, "shapes"), DiagnosisRequest(limit=images), join_processes("cpu"))[0]
+
+
+def hidden(defense: BrokenDefense, images: int) -> dict[str, Any]:
+    """What PGD-20 leaves, and how many of these the other attackers break."""
+    e = examination(build(defense), images)
+    left = e.robust("pgd-20")
+    row: dict[str, Any] = {"clean": e.share(e.correct), "pgd-20": e.share(left)}
+    inside = _base(defense.base)
+    attackers: dict[str, Callable[[], int]] = {
+        "transfer": lambda: _broken_by_transfer(defense, left, images),
+        "transfer, step by step": lambda: e.broken_among(left, "", Transferred(make("pgd-20"), inside)),
+        "square": lambda: e.broken_among(left, _SQUARE),
+    }
+    row["hides"], row["found by"] = 0.0, ""
+    for name, count in attackers.items():
+        share = count() / images
+        if share > row["hides"]:
+            row["hides"], row["found by"] = share, name
+        if row["hides"] > HIDES:
+            break
+    return row
+
+
+@cache
+def _crafted(base: str, images: int) -> Tensor:
+    """Adversarial examples of the honest model inside."""
+    return examination(_base(base), images).craft(training_form(make("pgd-20")), _base(base))
+
+
+def _broken_by_transfer(defense: BrokenDefense, left: Tensor, images: int) -> int:
+    """Judged on a defense that has seen nothing else."""
+    fresh = examination(build(defense), images)
+    return int((left & (fresh.logits_of(_crafted(defense.base, images)).argmax(1) != fresh.y)).sum())
+
+
+def raised(e: Examination, *, all_checks: bool) -> dict[str, Any]:
+    """The checks that are raised: all, or the first."""
+    start, found, evidence = time.process_time(), [], {}
+    for batch in [list(CHECKS)] if all_checks else [[check] for check in CHECKS]:
+        diagnosis = run_checks(e, batch)
+        for finding in diagnosis.findings:
+            if finding.verdict != OK:
+                found.append(finding.check)
+                evidence[finding.check] = finding.as_dict()["evidence"]
+        found += [f"failed: {name}" for name in diagnosis.failed]
+        if found and not all_checks:
+            break
+    return {"raised": found, "evidence": evidence, "cpu_seconds": round(time.process_time() - start, 1)}
+
+
+class Results:
+    """Rows by name, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else {}
+
+    def get(self, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if name not in self.rows:
+            self.rows[name] = compute()
+            write_json(self.path, self.rows)
+            print(self.path.stem, name, json.dumps(self.rows[name]), flush=True)
+        return self.rows[name]
+
+
+Member = BrokenDefense | HonestModel
+
+
+def chosen(members: Sequence[Any], half: str, only: Iterable[str]) -> list[Any]:
+    names = {each.name for each in held_out(members)}
+    kept = [each for each in members if half == "all" or (each.name in names) == (half == "held-out")]
+    return [each for each in kept if not only or any(word in (each.family, *each.name.split(", ")) for word in only)]
+
+
+def share_text(hits: int, n: int) -> str:
+    low, high = wilson(hits, n)
+    return f"{hits} of {n} ({100 * low:.0f} to {100 * high:.0f} %)" if n else "none"
+
+
+def recall_table(rows: Sequence[tuple[BrokenDefense, dict[str, Any], dict[str, Any]]]) -> str:
+    lines = [
+        "| family | broken defense | strength | clean | pgd-20 leaves | hides | found by | first check raised |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for defense, hides, found in rows:
+        percent = [f"{100 * hides[key]:.0f} %" for key in ("clean", "pgd-20", "hides")]
+        strength = "" if defense.strength is None else f"{defense.strength:g}"
+        cells = (
+            defense.family,
+            defense.kind,
+            strength,
+            *percent,
+            hides["found by"],
+            ", ".join(found["raised"]) or "none",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    counted = [found for _, hides, found in rows if hides["hides"] > HIDES]
+    hits = sum(bool(found["raised"]) for found in counted)
+    every = sum(bool(found["raised"]) for _, _, found in rows)
+    lines += ["", f"Recall, of those that hide more than {100 * HIDES:.0f} points: {share_text(hits, len(counted))}."]
+    lines += [f"Raised, of all: {share_text(every, len(rows))}."]
+    return "\n".join(lines)
+
+
+def alarm_table(rows: Sequence[tuple[HonestModel, dict[str, Any]]]) -> str:
+    lines = ["| family | honest model | checks raised | processor seconds |", "|---|---|---|---|"]
+    for model, found in rows:
+        cells = (
+            model.family,
+            f"{model.name}: {model.about}",
+            ", ".join(found["raised"]) or "none",
+            found["cpu_seconds"],
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    alarms = sum(bool(found["raised"]) for _, found in rows)
+    return "\n".join([*lines, "", f"False alarms: {share_text(alarms, len(rows))}."])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--half", choices=("open", "held-out", "all"), default="open")
+    parser.add_argument(
+        "--only", action="append", default=[], help="a family, kind or name; may be given several times"
+    )
+    parser.add_argument("--images", type=int, default=48)
+    parser.add_argument("--part", choices=("hides", "broken", "honest"), action="append", help="default: all three")
+    parser.add_argument("--out", type=Path, default=Path("runs/validate-diagnosis"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    parts = options.part or ["hides", "broken", "honest"]
+    hides, broken, honest = (Results(options.out / f"{name}.json") for name in ("hides", "broken", "honest"))
+    tables = []
+    defenses: list[BrokenDefense] = chosen(BROKEN_DEFENSES, options.half, options.only)
+    for each in defenses:
+        if "hides" in parts:
+            hides.get(each.name, lambda each=each: hidden(each, options.images))
+        if "broken" in parts:
+            broken.get(each.name, lambda each=each: raised(examination(build(each), options.images), all_checks=False))
+    done = [each for each in defenses if each.name in hides.rows and each.name in broken.rows]
+    tables.append(recall_table([(each, hides.rows[each.name], broken.rows[each.name]) for each in done]))
+    models: list[HonestModel] = chosen(HONEST_MODELS, options.half, options.only)
+    for model in models if "honest" in parts else []:
+        honest.get(model.name, lambda model=model: raised(examination(model.make(), options.images), all_checks=True))
+    seen = [model for model in models if model.name in honest.rows]
+    tables.append(alarm_table([(model, honest.rows[model.name]) for model in seen]))
+    page = "\n\n".join(tables) + "\n"
+    write_atomically(options.out / f"{options.half}.md", page.encode())
+    print(page)
+
+
+if __name__ == "__main__":
+    main()
