@@ -27,9 +27,9 @@ from torch import nn
 
 from vitadel.adapters.adapted_model import open_model
 from vitadel.backbones.load import zoo_names
-from vitadel.diagnosis.broken_defenses import BROKEN_DEFENSES
 from vitadel.diagnosis.checks import OK
 from vitadel.diagnosis.examination import LEVELS
+from vitadel.diagnosis.gallery import BROKEN_DEFENSES
 from vitadel.diagnosis.run import CHECKS, Check, DiagnosisRequest, examination_of, run_checks
 from vitadel.evaluation.engine.run import environment
 from vitadel.evaluation.engine.target import open_target
@@ -38,7 +38,7 @@ from vitadel.runtime.distributed import join_processes
 from vitadel.runtime.run_folder import write_json
 
 HONEST = tuple(name for name in zoo_names() if name.startswith("zoo:shapes-"))
-DEFENSES = {defense.name: defense for defense in BROKEN_DEFENSES}
+DEFENSES = {defense.name: defense for defense in BROKEN_DEFENSES if defense.raises}
 OUT = Path("runs/diagnosis")
 SHAPES = "shapes"
 

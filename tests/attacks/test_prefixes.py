@@ -21,7 +21,7 @@ from vits import VITS, make_vit
 
 AROUND = {"aas": "aas(images=4,steps=1)", "aas-bpda": "aas-bpda(images=4,steps=1)", "aas-paper": "aas-paper(images=4)"}
 TWICE = ("targeted", "targeted")  # refused: a search has one target
-AROUND |= {"scale": "scale:0.1", "eot": "eot:2", "targeted": "targeted:least"}
+AROUND |= {"scale": "scale:0.1", "eot": "eot:2", "targeted": "targeted:least", "bpda": "bpda(modules=norm)"}
 
 
 def prepared(attack, model, x):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections import Counter
 from functools import cache
 
@@ -93,8 +94,8 @@ def test_staircases_in_closed_form():
     corners = LEVELS[::2]
     assert torch.allclose(smooth(corners), corners)
     # At the middle of a step the slope of the sigmoid is sharpness / 4, and the sigmoid is stretched to the whole step.
-    stretch = 1 / torch.tanh(torch.tensor(20 / 4))
-    assert gradient(smooth, corners[:-1] + 1 / 255) == pytest.approx(5 * stretch, rel=1e-6)
+    steepest = torch.full((127,), 5 / math.tanh(20 / 4), dtype=torch.float64)
+    assert torch.allclose(gradient(smooth, corners[:-1] + 1 / 255), steepest)
     assert gradient(smooth, corners[1:-1] + 1e-9).max() < 0.01
     fine = torch.linspace(0, 1, 100_001, dtype=torch.float64)
     slopes = gradient(pixels.ramps(3, 0.2), fine)
@@ -106,7 +107,7 @@ def test_staircases_in_closed_form():
 
 
 def test_a_triangle_wave_points_back_half_of_the_time():
-    fine = torch.linspace(0.1, 0.9, 80_001, dtype=torch.float64)
+    fine = torch.linspace(0.10003, 0.9, 80_001, dtype=torch.float64)  # on no kink
     wave = pixels.triangle(2, 1.5)
     slopes = gradient(wave, fine)
     assert slopes.unique().tolist() == pytest.approx([-0.5, 2.5])

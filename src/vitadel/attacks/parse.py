@@ -39,7 +39,7 @@ def split_attack_list(text: str) -> list[str]:
 
 def read_attack_name(text: str) -> AttackName:
     """Parse an attack's name and check prefixes, attack and settings against the registry."""
-    *prefixes, attack = re.split(r"\+(?![^(]*\))", text.strip().lower())
+    *prefixes, attack = re.split(r"\+(?![^(]*\))", _lower(text.strip()))
     match = _NAME.match(attack)
     base = match["base"] if match else attack
     if match is None or base not in ATTACKS:
@@ -63,6 +63,12 @@ def read_attack_name(text: str) -> AttackName:
             f"attack {text!r} has two targets, but only the outer one would be used; keep one targeted:TARGET+"
         )
     return AttackName(base, settings, around)
+
+
+def _lower(text: str) -> str:
+    """Names in lower case, but for the name of the user's function."""
+    parts = re.split(r"((?<=backward=)[^,)]*)", text)
+    return "".join(part if place % 2 else part.lower() for place, part in enumerate(parts))
 
 
 def _read_prefix(text: str) -> tuple[str, dict[str, Setting]]:
@@ -101,7 +107,7 @@ def _read_settings(whose: str, base: str, text: str | None, allowed: Mapping[str
 
 
 def _read_setting(whose: str, key: str, text: str, default: object) -> Setting:
-    value = read_value(text)
+    value = text if key == "modules" else read_value(text)  # a module's name may be a number
     fits = {
         bool: isinstance(value, bool),
         int: isinstance(value, int) and not isinstance(value, bool),

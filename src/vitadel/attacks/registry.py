@@ -111,6 +111,12 @@ def _pgd_on(
     return with_restarts(PGD(threat, goal, Steepest(length), steps, start_noise=start_noise), restarts)
 
 
+def bpda(attack: Attack, modules: str = "", backward: str = "identity") -> Attack:
+    from vitadel.attacks.bpda import bpda as through_stand_ins  # few audits need it
+
+    return through_stand_ins(attack, modules, backward)
+
+
 def _settings(build: Callable[..., Attack]) -> dict[str, object]:
     """Names and defaults of the settings in brackets: all parameters but the first and the keyword-only ones."""
     parameters = list(inspect.signature(build).parameters.values())[1:]
@@ -220,5 +226,6 @@ PREFIXES: dict[str, PrefixEntry] = {
     ),
     "scale": PrefixEntry(scale, "attention scores multiplied by one factor", "factor", needs_vit=True),
     "eot": PrefixEntry(Averaged, "EOT: mean logits of several passes (Athalye et al. 2018)", "times"),
+    "bpda": PrefixEntry(bpda, "BPDA: another backward pass for some modules (Athalye et al. 2018)"),
     "targeted": PrefixEntry(Targeted, "towards a target class: its number, or next, least, random", "target"),
 }

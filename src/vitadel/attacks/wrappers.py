@@ -117,7 +117,7 @@ class WorstOf:
         return sum(gradients), sum(forwards) + len(self.attacks) - 1
 
 
-def _mean_logits(model: nn.Module, x: Tensor, times: int) -> Tensor:
+def mean_logits(model: nn.Module, x: Tensor, times: int) -> Tensor:
     """The mean logits of several passes; only the activations of one pass are in memory at a time."""
 
     def run_once() -> Tensor:
@@ -148,7 +148,7 @@ class Averaged:
     run_with_info = images_and_info_of
 
     def run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool) -> tuple[Tensor, SampleInfo]:
-        mean = seen_through(model, partial(View, read=partial(_mean_logits, times=self.times)))
+        mean = seen_through(model, partial(View, read=partial(mean_logits, times=self.times)))
         return run_attack(self.attack, mean, x, y, rng, with_info)
 
     def passes(self) -> tuple[int, int]:

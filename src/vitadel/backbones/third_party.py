@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -42,8 +42,8 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-def call_factory(spec: str) -> nn.Module:
-    """Import `package.module:function`, the working folder included, and call the function without arguments."""
+def import_function(spec: str) -> Callable[..., Any]:
+    """Import `package.module:function`, the working folder included."""
     module_name, _, function_name = spec.rpartition(":")
     if not module_name or not function_name:
         raise UserError(f"'python:{spec}' names no function. Write python:package.module:function.")
@@ -64,8 +64,15 @@ def call_factory(spec: str) -> nn.Module:
             own = [name for name, each in vars(module).items() if getattr(each, "__module__", None) == module_name]
             near = nearest_names(function_name, own) or "."
             raise UserError(f"module '{module_name}' has no '{function_name}'{near}")
-        if not callable(factory):
-            raise UserError(f"'python:{spec}' is a {type(factory).__name__}, not a function that returns an nn.Module.")
+    if not callable(factory):
+        raise UserError(f"'python:{spec}' is a {type(factory).__name__}, not a function.")
+    return cast("Callable[..., Any]", factory)
+
+
+def call_factory(spec: str) -> nn.Module:
+    """Import `package.module:function` and call the function without arguments."""
+    factory = import_function(spec)
+    with user_code():
         try:
             made = factory()
         except (Exception, SystemExit) as error:

@@ -7,10 +7,10 @@ thresholds of checks are chosen on the other half (`scripts/validate_diagnosis.p
 from vitadel.diagnosis.gallery.entry import BrokenDefense, HonestModel, held_out
 from vitadel.diagnosis.gallery.honest import HONEST_MODELS
 from vitadel.diagnosis.gallery.inside import INSIDE, Attention, quantize_by_attention
+from vitadel.diagnosis.gallery.misleading_outputs import OUTPUTS
 from vitadel.diagnosis.gallery.mistakes import MISTAKES
-from vitadel.diagnosis.gallery.outputs import OUTPUTS
 from vitadel.diagnosis.gallery.pixels import PIXELS
-from vitadel.diagnosis.gallery.randomness import RANDOMNESS
+from vitadel.diagnosis.gallery.varying_outputs import RANDOMNESS
 
 __all__ = [
     "BROKEN_DEFENSES",
