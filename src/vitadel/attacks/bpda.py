@@ -234,7 +234,9 @@ def find_masking_modules(model: nn.Module, x: Tensor, seed: int = 0) -> dict[str
     errors = {name: _prediction_error(here[name], there[name], rng) for name in here if name in there}
     # A part that holds others counts only without any gradient: the identity stands in badly for a whole block.
     parts = dict(_inside(model).named_modules())
-    whole = {name for name in errors if len(list(parts[name].children())) and any(map(Tensor.any, here[name].gradients))}
+    whole = {
+        name for name in errors if len(list(parts[name].children())) and any(map(Tensor.any, here[name].gradients))
+    }
     wrong = {name: error for name, error in errors.items() if error > _ERROR and name not in whole}
     return {name: e for name, e in wrong.items() if not any(other.startswith(f"{name}.") for other in wrong)}
 
