@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -44,7 +45,7 @@ def list(
     show_names(found)
 
 
-def _published_rows(search: str) -> list[tuple[str, str]]:
+def _published_rows(search: str) -> Sequence[tuple[str, str]]:
     """Published models with one line each; a single one as a card with one line for each fact."""
     from vitadel.backbones.published import find_published, published_names
 
@@ -52,7 +53,7 @@ def _published_rows(search: str) -> list[tuple[str, str]]:
     found = [(name, about) for name, about in published_names().items() if wanted in name.lower()]
     if len(found) > 1:
         return found
-    return list(find_published(found[0][0].removeprefix("published:") if found else wanted).card().items())
+    return tuple(find_published(found[0][0].removeprefix("published:") if found else wanted).card().items())
 
 
 def _near(kind: Kind, search: str, rows: dict[str, str]) -> str:
