@@ -33,6 +33,13 @@ def quantity_text(value: float) -> str:
     return f"{value:.12g}"
 
 
+def duration(seconds: float) -> str:
+    """'12.3 s', '4.5 min' or '6.7 h'."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def read_value(text: str) -> float | int | bool | str:
     """A setting's value: true/false, an integer, a number or fraction, else the text itself."""
     lowered = text.strip().lower()

@@ -106,11 +106,15 @@ def test_a_finished_run_is_printed_again_without_work(tmp_path):
 
 def test_plan_bounds_what_an_audit_takes():
     cost = json.loads(vitadel("plan", "--limit=40", "--attacks=fgsm,pgd-7(restarts=2)", "--json").stdout)
-    assert [(row["gradients"], row["forwards"]) for row in cost["rows"]] == [(0, 1), (1, 1), (14, 2)]
+    checks, *rows = cost["rows"]
+    assert checks["name"] == "first checks"
+    assert [(row["gradients"], row["forwards"]) for row in rows] == [(0, 1), (1, 1), (14, 2)]
     assert cost["samples"] == 40
     assert cost["gradient_ms"] > cost["forward_ms"] > 0
-    expected = 40 * sum(r["gradients"] * cost["gradient_ms"] + r["forwards"] * cost["forward_ms"] for r in cost["rows"])
-    assert cost["seconds_at_most"] == pytest.approx(expected / 1e3)
+    expected = 40 * sum(r["gradients"] * cost["gradient_ms"] + r["forwards"] * cost["forward_ms"] for r in rows)
+    assert cost["seconds_at_most"] - checks["seconds"] == pytest.approx(expected / 1e3)
+    assert cost["tried_on"] == 0  # nothing to try before a run of seconds
+    assert cost["seconds_likely"] == cost["seconds_at_most"]
 
 
 def test_lists():

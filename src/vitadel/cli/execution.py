@@ -84,7 +84,7 @@ def run_attacks(
     if precheck:
         from vitadel.diagnosis.precheck import run_precheck
 
-        checks["examine"] = lambda opened: run_precheck(opened, request, processes)
+        checks["examine"] = lambda opened: run_precheck(opened, request, processes, show_progress=True)
     return run_audit(target, request, processes, verb=verb, **checks, **run_options(run))
 
 

@@ -48,21 +48,14 @@ def plan(
     _refuse_mistyped_recipe(model, shipped)
     if overrides or row:
         raise UserError(f"KEY=VALUE and --row belong to a recipe, and '{model}' is none; see 'vitadel list recipes'")
-    from vitadel.evaluation.engine.cost import plan as estimate
+    from vitadel.diagnosis.precheck import GRADIENTS, IMAGES
+    from vitadel.evaluation.audit.audit_plan import plan_audit
     from vitadel.reporting.terminal import show_plan
 
     request = audit_request(attacks, data)
     processes, target = open_target(model, how, data, device)
-    cost = estimate(
-        target,
-        attacks=request.attacks,
-        eps=request.eps,
-        norm=request.norm,
-        samples=len(target.selection(request.limit, request.seed, request.skip_bad)[0]),
-        batch_size=request.batch_size,
-        device=processes.device,
-        compile_model=request.compile,
-    )
+    typer.echo("plan: measuring passes, then trying the attacks on a few images ...", err=True)
+    cost = plan_audit(target, request, processes, checks=(IMAGES, GRADIENTS))
     if as_json:
         typer.echo(json.dumps(cost, indent=2))
     else:
@@ -92,7 +85,7 @@ def _plan_training(
     title = title_of(name, row)
     processes = join_processes(device)
     setup = open_training(build_recipe(compose(name, row, overrides), title), processes, data_root)
-    cost = plan_training(setup, processes)
+    cost = plan_training(setup, processes, lambda part: typer.echo(f"plan: timing {part} ...", err=True))
     if as_json:
         typer.echo(json.dumps(cost, indent=2))
     else:

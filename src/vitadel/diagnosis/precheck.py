@@ -20,12 +20,16 @@ from vitadel.quantities import can_diagnose
 from vitadel.runtime.distributed import Processes
 
 IMAGES = 16
+GRADIENTS = 30.0
+"""What the checks cost per image, in gradients: as measured on a ViT of 32 px (33) and on DeiT-Ti (30)."""
 _MADE_BY_THE_AUDIT = {check.identifier for check in (TRAIN_MODE, PROBABILITY_OUTPUTS, RANDOM_OUTPUTS)}
 _NEED_MORE_IMAGES = {"clean-accuracy"}
 _RUN_AN_ATTACK = {"unbounded-attack", "eot"}
 
 
-def run_precheck(target: Target, request: AuditRequest, processes: Processes) -> list[dict[str, Any]]:
+def run_precheck(
+    target: Target, request: AuditRequest, processes: Processes, show_progress: bool = False
+) -> list[dict[str, Any]]:
     """Findings for an audit's results: the raised ones, or one that nothing was raised; none for a budget that
     `diagnose` does not accept."""
     if not can_diagnose(request.norm, request.eps):
@@ -41,7 +45,7 @@ def run_precheck(target: Target, request: AuditRequest, processes: Processes) ->
     left_out = _MADE_BY_THE_AUDIT | _NEED_MORE_IMAGES | _RUN_AN_ATTACK
     checks = [check for check in CHECKS if check.identifier not in left_out and not check.attacks(plan.depth)]
     e, _, _ = examination_of(target, plan, processes)
-    diagnosis = run_checks(e, checks)
+    diagnosis = run_checks(e, checks, show_progress)
     found = diagnosis.findings
     raised = [finding for finding in found if finding.verdict != OK]
     name, title = PRECHECK

@@ -11,10 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitadel.findings import title_of
+from vitadel.quantities import duration
 from vitadel.reporting.kind import Section, kind_of
 from vitadel.reporting.read_runs import Run, aspects, read_run
 from vitadel.reporting.tables import fold_intervals, row_texts
-from vitadel.reporting.text import duration
 
 VERDICT_COLORS = {"ok": "green", "suspicious": "yellow", "broken": "red"}
 
@@ -87,25 +87,27 @@ def show_effective_eps(name: str, settings: Mapping[str, Any], console: Console)
 
 
 def show_plan(cost: dict[str, Any]) -> None:
-    """The most an audit can cost."""
+    """What an audit will likely take, and the most it can take."""
     console = Console()
     title = f"{cost['samples']} samples, batches of {cost['batch_size']}, {cost['device']}, {cost['threads']} threads"
     table = Table("", title=title, title_justify="left")
-    for heading in ("gradients per sample", "forwards per sample", "at most"):
+    for heading in ("gradients per sample", "forwards per sample", "likely", "at most"):
         table.add_column(heading, justify="right")
     for row in cost["rows"]:
-        table.add_row(escape(row["name"]), str(row["gradients"]), str(row["forwards"]), duration(row["seconds"]))
+        times = (duration(row[name]) for name in ("likely_seconds", "seconds"))
+        table.add_row(escape(row["name"]), f"{row['gradients']:g}", f"{row['forwards']:g}", *times)
     table.add_section()
-    table.add_row("all", "", "", duration(cost["seconds_at_most"]))
+    table.add_row("all", "", "", duration(cost["seconds_likely"]), duration(cost["seconds_at_most"]))
     console.print(table)
     console.print(
         f"Measured here: {cost['forward_ms']:.2f} ms a forward, {cost['gradient_ms']:.2f} ms a gradient per sample; "
-        f"peak memory {cost['memory_mb']:.0f} MB. Samples that are misclassified early cost less."
+        f"peak memory {cost['memory_mb']:.0f} MB. Passes and 'at most' are those of samples that withstand everything."
     )
-    adaptive = [row["name"] for row in cost["rows"] if row.get("adaptive")]
-    if adaptive:
-        names = escape(", ".join(adaptive))
-        console.print(f"{names}: the cost of the hardest samples; others get fewer restarts.")
+    console.print(
+        f"'Likely' comes from a trial of the attacks on {cost['tried_on']} samples."
+        if cost["tried_on"]
+        else "The most is so short that 'likely' was not tried."
+    )
     if cost["compile"]:
         console.print(escape(cost["compile"]))
 
@@ -119,13 +121,15 @@ def show_training_plan(title: str, cost: dict[str, Any]) -> None:
         f"{cost['parameters']:,} parameters; {cost['processes']} x {cost['device']}, {cost['threads']} threads",
         title_justify="left",
     )
-    for heading in ("images", "about"):
+    for heading in ("images", "likely", "at most"):
         table.add_column(heading, justify="right")
     for row in cost["rows"]:
-        table.add_row(escape(row["name"]), f"{row['images']:,.0f}", duration(row["seconds"]))
+        times = (duration(row[name]) for name in ("likely_seconds", "seconds"))
+        table.add_row(escape(row["name"].removesuffix(", at most")), f"{row['images']:,.0f}", *times)
     table.add_section()
-    table.add_row("all", "", duration(cost["seconds"]))
+    table.add_row("all", "", duration(cost["seconds_likely"]), duration(cost["seconds"]))
     console.print(table)
+    console.print("[dim]'Likely': half of the images withstand the attacks of validation and audit.[/]")
     if cost["plugins_not_timed"]:
         console.print(f"[dim]The cost of plug-ins is not counted: {escape(', '.join(cost['plugins_not_timed']))}.[/]")
 

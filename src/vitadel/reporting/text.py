@@ -31,12 +31,6 @@ def p_text(value: float) -> str:
     return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
 
 
-def duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
 def plain(value: object) -> str:
     """Evidence and settings as a person would write them."""
     if isinstance(value, Mapping):

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitadel.errors import UserError
+from vitadel.quantities import duration
 from vitadel.runtime.run_folder import append, disk_errors_reported, write_atomically
 
 _FOLDER = "tracker"
@@ -115,6 +116,7 @@ def _is_network_error(error: OSError) -> bool:
 _ROWS = 15  # epochs in view
 _SECONDS_BETWEEN_LINES = 30.0
 _RECENT = 50  # steps from which the remaining time is estimated
+_TRIAL = 3  # the first steps, after which the time of the training is known
 
 
 def _span(seconds: float) -> str:
@@ -145,6 +147,8 @@ class ProgressTable:
         self.step, self.row = step, row
         self.seen.append(row)
         self.seconds.append(seconds)
+        if len(self.seconds) == _TRIAL and (likely := self._seconds_left()) > _SECONDS_BETWEEN_LINES:
+            self.note(f"training: likely {duration(likely)}, by its first {_TRIAL} steps, without validation")
         if self.live is not None:
             self.live.update(self._render())
         elif self.shown and time.monotonic() - self.last_line > _SECONDS_BETWEEN_LINES:
@@ -187,9 +191,13 @@ class ProgressTable:
             return text
         return f"{text} in normalized units, at most {255 * eps * self.pixels_per_unit:.3g}/255 in pixels"
 
+    def _seconds_left(self) -> float:
+        """By the recent steps, without the slowest, such as the first one, which allocates memory."""
+        usual = sorted(self.seconds)[: -1 if len(self.seconds) > 1 else None]
+        return (self.steps - self.step) * sum(usual) / len(usual) if usual else 0.0
+
     def _left(self) -> str:
-        each = sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
-        return _span((self.steps - self.step) * each)
+        return _span(self._seconds_left())
 
     def _line(self, text: str) -> None:
         self.last_line = time.monotonic()

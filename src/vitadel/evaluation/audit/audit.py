@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import math
 import re
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +27,7 @@ from vitadel.errors import UserError
 from vitadel.evaluation.audit.evidence import findings_about, findings_about_mode, findings_about_outputs
 from vitadel.evaluation.audit.protocols import compare_with_protocols, protocol_named
 from vitadel.evaluation.engine.attack_preparation import calibrate, needs_calibration, preflight
-from vitadel.evaluation.engine.cost import compile_if_faster
+from vitadel.evaluation.engine.cost import SHORT, compile_if_faster
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, request_from, run_settings
 from vitadel.evaluation.engine.stages import (
     NOTE,
@@ -35,6 +37,7 @@ from vitadel.evaluation.engine.stages import (
     Verdict,
     attack_stage,
     check_budget,
+    members_of,
     rules_of,
 )
 from vitadel.evaluation.engine.target import Target, apply_class_subset, calibration_images, open_target
@@ -232,8 +235,11 @@ class _Audit:
         context, compilation = _compile(context) if request.compile else (context, None)
         findings = findings_about_mode(context.model) + (examine(self.target) if run.processes.is_main else [])
         with frozen(context.model):
+            start = time.perf_counter()
             verdicts = Verdicts.from_clean_stage(context, indices, mislabeled)
+            forward = (time.perf_counter() - start) / len(verdicts.index)
             findings += findings_about_outputs(context, verdicts.index)
+            context = self._with_expected_times(context, verdicts, forward)
             attacks, members = self._attack(context, verdicts, indices, findings)
             results = self._results(verdicts, findings) | accuracy_among_all(context, verdicts.index)
             if compilation is not None:
@@ -244,6 +250,22 @@ class _Audit:
                 run.write("examples.npz", example_arrays(context, verdicts, *min(attacks, key=_cost_of)))
             run.write("samples.parquet", samples_table(verdicts))
         return results
+
+    def _with_expected_times(self, context: RunContext, verdicts: Verdicts, forward: float) -> RunContext:
+        """Say how long the attacks will take, if it is more than a moment; `forward` is the time of one pass."""
+        request, attacks = self.request, self.request.make_attacks()
+        exposed = verdicts.index[verdicts.correct]
+        at_most = len(exposed) * forward * sum(map(_cost_of, attacks))
+        if at_most < SHORT or not (self.run.show_progress and self.run.processes.is_main and len(exposed)):
+            return context
+        if context.cache.find(members_of(f"00 {attacks[0][0]}", attacks[0][1])[0][0], 0) is not None:
+            return context  # resumed: the progress so far says more
+        from vitadel.evaluation.engine.trial import estimate
+
+        budget: dict[str, Any] = {"eps": request.eps, "norm": request.norm}
+        trial = estimate(context, attacks, exposed, independent=request.independent, **budget)
+        sys.stderr.write(f"attacks: {trial.summary()}\n")
+        return replace(context, expected=trial.likely)
 
     def _attack(
         self, context: RunContext, verdicts: Verdicts, indices: Tensor, findings: list[dict[str, Any]]
@@ -288,8 +310,9 @@ def _compile(context: RunContext) -> tuple[RunContext, Any]:
 
 
 def _cost_of(named: tuple[str, Attack]) -> int:
+    """At most, in forward passes."""
     gradients, forwards = named[1].passes()
-    return 2 * gradients + forwards
+    return 3 * gradients + forwards
 
 
 def in_8_bits(z: Tensor, x: Tensor) -> Tensor:

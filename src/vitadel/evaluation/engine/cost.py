@@ -1,27 +1,27 @@
-"""What a model's passes cost on this machine: their times, the gain of torch.compile, and the plan of an audit."""
+"""What a model's passes cost on this machine: their times, and the gain of torch.compile."""
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.goals import OnLogits, gradient
-from vitadel.attacks.parse import is_adaptive, make
-from vitadel.evaluation.engine.attack_preparation import preflight
-from vitadel.evaluation.engine.target import Target
+from vitadel.evaluation.engine.stages import RunContext
 from vitadel.instrument.hooks import frozen
 
 WORTH = 1.1
 """The least speedup of a gradient for which the compiled model is used."""
 
+SHORT = 30.0
+"""Seconds: attacks whose upper bound is shorter are not tried before they run."""
 _PROBES = 3
+_ENOUGH = 3.0  # seconds
+_FIRST, _MOMENT = 4, 0.25  # images and seconds
 
 
 class PassTimes(NamedTuple):
@@ -32,12 +32,15 @@ class PassTimes(NamedTuple):
 
     @classmethod
     def measure(cls, model: nn.Module, x: Tensor) -> PassTimes:
+        """On as many of the images as take a moment: a whole batch of a large model would take minutes."""
+
         def forward() -> Tensor:
             with torch.no_grad():
                 logits: Tensor = model(x)
             return logits
 
         with frozen(model):
+            x = _quick_part(model, x)
             works = (_gradient_probe(model, x), forward)
             return cls(*(seconds_of(work, x.device) / len(x) for work in works))
 
@@ -46,10 +49,24 @@ class PassTimes(NamedTuple):
         return gradients * self.gradient + forwards * self.forward
 
 
+def _quick_part(model: nn.Module, x: Tensor) -> Tensor:
+    """The first images: all of them, or so many that a gradient takes between one and four times `_MOMENT`."""
+    count = _FIRST
+    while count < len(x):
+        start = time.perf_counter()
+        _gradient_probe(model, x[:count])()
+        if time.perf_counter() - start > _MOMENT:
+            break
+        count *= 4
+    return x[:count]
+
+
 def seconds_of(work: Callable[[], Tensor], device: torch.device) -> float:
-    """The fastest of a few calls, after one to warm up."""
-    best = float("inf")
+    """The fastest of a few calls, after one to warm up; of fewer, if one takes seconds."""
+    best, until = float("inf"), time.perf_counter() + _ENOUGH
     for turn in range(_PROBES + 1):
+        if turn > 1 and time.perf_counter() > until:
+            break
         start = time.perf_counter()
         work()
         if device.type == "cuda":
@@ -129,53 +146,7 @@ def _two_gradients_of_one_pass(model: nn.Module, x: Tensor) -> None:
         gradient(logits[:, -1], z)
 
 
-def plan(
-    target: Target,
-    *,
-    attacks: Sequence[str],
-    eps: float,
-    norm: str,
-    samples: int,
-    batch_size: int,
-    device: torch.device,
-    compile_model: bool = False,
-) -> dict[str, Any]:
-    """An upper bound of the cost: every sample withstands every attack to its last step.
-
-    Misclassified samples leave an attack early, so the real cost lies between that of the clean pass and this. With
-    `compile_model` the gain of torch.compile is measured, too, which takes a minute.
-    """
-    named = [(name, make(name, eps=eps, norm=norm)) for name in attacks]
-    model = target.model.to(device)
-    preflight(model, named, target.preprocess.shape)  # what cannot run costs nothing
-    x = torch.full((min(batch_size, samples), 3, *target.preprocess.shape), 0.5, device=device)
-    times = PassTimes.measure(model, x)
-    compilation = compile_if_faster(model, x)[1] if compile_model else None
-    if compilation is not None and compilation.pays:
-        times = PassTimes(*(each / compilation.speedup for each in times))
-    rows: list[dict[str, Any]] = [{"name": "clean", "gradients": 0, "forwards": 1}]
-    for name, attack in named:
-        gradients, forwards = attack.passes()
-        # One more forward pass judges the result.
-        rows.append({"name": name, "gradients": gradients, "forwards": forwards + 1, "adaptive": is_adaptive(name)})
-    for row in rows:
-        row["seconds"] = samples * times.seconds(row["gradients"], row["forwards"])
-    return {
-        "samples": samples,
-        "batch_size": batch_size,
-        "device": str(device),
-        "threads": torch.get_num_threads(),
-        "forward_ms": 1e3 * times.forward,
-        "gradient_ms": 1e3 * times.gradient,
-        "memory_mb": _peak_memory_mb(device),
-        "compile": None if compilation is None else compilation.summary(),
-        "rows": rows,
-        "seconds_at_most": sum(row["seconds"] for row in rows),
-    }
-
-
-def _peak_memory_mb(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+def gray_batch(context: RunContext, samples: int) -> Tensor:
+    """A batch of gray images, to time passes on."""
+    size = min(context.batch_size, max(samples, 1))
+    return torch.full((size, 3, *context.preprocess.shape), 0.5, device=context.processes.device)

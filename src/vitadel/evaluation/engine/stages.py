@@ -11,7 +11,7 @@ import io
 import json
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -178,6 +178,7 @@ class RunContext:
     show_progress: bool = False
     save_examples: SaveExamples | None = None
     compiled: nn.Module | None = None  # the same model, faster, for attacks that use outputs only
+    expected: Mapping[str, float] = field(default_factory=dict)  # likely seconds of a stage, for its progress
 
     def chunks(self, indices: Tensor) -> list[list[int]]:
         """Batches of indices; never an empty one, which some models cannot take."""
@@ -208,7 +209,8 @@ def run_stage(
     mine = range(context.processes.rank, len(chunks), context.processes.count)
     todo = [k for k in mine if not _is_done(context.cache.find(stage, k), chunks[k])]
     total, saved = sum(len(chunks[k]) for k in mine), sum(len(chunks[k]) for k in mine if k not in set(todo))
-    with progress(stage, total, context.show_progress and context.processes.is_main) as meter:
+    shown = context.show_progress and context.processes.is_main
+    with progress(stage, total, shown, context.expected.get(stage)) as meter:
         if saved:
             meter.advance(saved, RESUMED)
         stream = read_batches(context.source, (chunks[k] for k in todo), context.preprocess, skip_bad=context.skip_bad)
@@ -305,14 +307,22 @@ def attack_stage(
     """Attack these samples; the members of an ensemble run one after another, each on what the earlier ones left."""
     if needs_known_family:
         context = replace(context, compiled=None)
-    if not isinstance(attack, Ensemble):
-        return [MemberResult("", _one_attack(context, stage, attack, threat, indices, lambda rng: rng))]
     results: list[MemberResult] = []
-    for number, (name, member) in enumerate(attack.members()):
+    for title, name, member, stream in members_of(stage, attack):
         indices = results[-1].held if results else indices
-        records = _one_attack(context, f"{stage} {name}", member, threat, indices, _member_stream(number))
-        results.append(MemberResult(name, records))
+        results.append(MemberResult(name, _one_attack(context, title, member, threat, indices, stream)))
     return results
+
+
+Stream = Callable[[SampleRNG], SampleRNG]
+
+
+def members_of(stage: str, attack: Attack) -> list[tuple[str, str, Attack, Stream]]:
+    """The members of an ensemble: name of their stage, own name, attack, random stream; one if it is no ensemble."""
+    if not isinstance(attack, Ensemble):
+        return [(stage, "", attack, lambda rng: rng)]
+    members = enumerate(attack.members())
+    return [(f"{stage} {name}", name, member, _member_stream(number)) for number, (name, member) in members]
 
 
 def refuse_lost_images(batch: Batch) -> None:
@@ -333,7 +343,7 @@ def rules_of(attack: Attack) -> Callable[[nn.Module, Tensor], Threat] | None:
     return None if inner is None else rules_of(inner)
 
 
-def _member_stream(number: int) -> Callable[[SampleRNG], SampleRNG]:
+def _member_stream(number: int) -> Stream:
     return lambda rng: rng.stream(MEMBER, number)
 
 
@@ -343,7 +353,7 @@ def _one_attack(
     attack: Attack,
     threat: Threat,
     indices: Tensor,
-    stream: Callable[[SampleRNG], SampleRNG],
+    stream: Stream,
 ) -> list[BatchRecord]:
     """Attack batch by batch; every success is judged on the untouched model."""
     broken, own_rules = 0, rules_of(attack)
