@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-__all__ = ["Interrupted", "Mistake", "UserError", "check_known", "nearest_names"]
+__all__ = ["Interrupted", "Mistake", "UserError", "check_known", "nearest_names", "unknown_name"]
 
 
 class UserError(ValueError):
@@ -31,8 +31,13 @@ def nearest_names(given: str, known: Iterable[str], most: int = 3) -> str:
     return f"; did you mean {', '.join(close)}?" if close else ""
 
 
+def unknown_name(what: str, given: object, known: Collection[str], of: str = "") -> UserError:
+    """The error about a name that is not among the known ones: it names those that are near, and all of them."""
+    near = nearest_names(str(given), known) or "."
+    return UserError(f"unknown {what} {given!r}{of}{near} Known: {', '.join(known)}.")
+
+
 def check_known(what: str, given: object, known: Collection[str], of: str = "") -> None:
-    """Refuse a name that is not among the known ones, and name those that are near; `of` follows the name."""
+    """Refuse a name that is not among the known ones; `of` follows the name in the message."""
     if given not in known:
-        near = nearest_names(str(given), known) or "."
-        raise UserError(f"unknown {what} {given!r}{of}{near} Known: {', '.join(known)}.")
+        raise unknown_name(what, given, known, of)

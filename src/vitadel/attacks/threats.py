@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vitadel.attacks.per_sample import per_sample
-from vitadel.errors import UserError, check_known
+from vitadel.errors import UserError, unknown_name
 from vitadel.quantities import quantity_text
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
@@ -170,7 +170,8 @@ NORMS: dict[str, Callable[[float], Threat]] = {"linf": Linf, "l2": L2, "l1": L1}
 
 def make_threat(norm: str, eps: float) -> Threat:
     """The threat of a norm by name; refuses budgets that make no sense for pixels in [0, 1]."""
-    check_known("norm", norm, NORMS)
+    if norm not in NORMS:
+        raise unknown_name("norm", norm, NORMS)
     if eps < 0:
         raise UserError(f"eps must not be negative, got {quantity_text(eps)}; pixels are in [0, 1], so try 8/255")
     if norm == "linf" and eps > 1:
