@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 import vitadel
 from vitadel.adapters.tora.tora_files import save_tora
 from vitadel.adapters.tora.tora_vit import Tora
+from vitadel.backbones.zoo import write_checksums
 from vitadel.statistics import wilson
 from vitadel.training.recipes.compose import compose, texts
 
@@ -93,6 +94,7 @@ def trained(name: str, entry: Entry, overrides: list[str], data_root: str | None
         save_tora(model, ZOO / f"{name}.safetensors", {"model": entry.document()["model"]["name"]})
     else:
         shutil.copyfile(out / "weights" / "best.safetensors", ZOO / f"{name}.safetensors")
+    write_checksums(ZOO)
     return dict(results["training"])
 
 

@@ -18,7 +18,8 @@ from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.adapters.tora.tora_files import backbone_of_parts, save_tora
 from vitadel.adapters.tora.tora_settings import ToraSettings
 from vitadel.adapters.tora.tora_vit import Tora
-from vitadel.backbones.load import load_model, model_names, zoo_file
+from vitadel.backbones.load import load_model, model_names
+from vitadel.backbones.zoo import write_checksums, zoo_file
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import open_target
 
@@ -165,6 +166,7 @@ def zoo_of_tora(tmp_path, monkeypatch):
     tora = enlivened(Tora(load_model(ZOO), ToraSettings()))
     save_tora(tora, tmp_path / "zoo" / "shapes-two.safetensors", {"model": ZOO})
     (tmp_path / "zoo" / "shapes-two.md").write_text("# zoo:shapes-two\n\nTwo adapters a block.\n\n- more\n")
+    write_checksums(tmp_path / "zoo")
     monkeypatch.setattr(resources, "files", lambda _package: tmp_path)
     return tora.eval()
 

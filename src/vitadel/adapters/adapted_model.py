@@ -16,7 +16,8 @@ from vitadel.adapters.tora.tora_files import backbone_of_parts, load_tora, parts
 from vitadel.adapters.tora.tora_vit import Tora
 from vitadel.backbones.checkpoints import read_record
 from vitadel.backbones.classifier import Classifier
-from vitadel.backbones.load import has_no_head, load_model, zoo_file, zoo_names
+from vitadel.backbones.load import has_no_head, load_model
+from vitadel.backbones.zoo import zoo_file, zoo_names
 from vitadel.errors import UserError
 from vitadel.runtime.safe_reading import read_text_file
 from vitadel.runtime.trusted_code import check_code_trusted, code_in_recipe

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from vitadel.backbones.record import ModelRecord, three_numbers
 from vitadel.backbones.small_images import adapt_to_small_images
 from vitadel.backbones.third_party import call_factory, load_hugging_face
 from vitadel.backbones.timm_models import DROP_RATES, create_backbone, is_timm_name, own_models, suggest_models
+from vitadel.backbones.zoo import zoo_file, zoo_names
 from vitadel.errors import UserError, nearest_names
 
 _PREFIXES = ("zoo", "published", "hf", "python")
@@ -196,15 +195,6 @@ def _parts_of(classifier: Classifier) -> tuple[nn.Module, ModelRecord]:
     return classifier.backbone, classifier.record
 
 
-def zoo_names() -> list[str]:
-    """The models shipped with the package, as `zoo:NAME`."""
-    folder = resources.files("vitadel") / "zoo"
-    if not folder.is_dir():
-        return []
-    files = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".safetensors"))
-    return [f"zoo:{name.removesuffix('.safetensors')}" for name in files]
-
-
 def model_names() -> dict[str, str]:
     """Every kind of spec with a one-line description; the shipped models first."""
     about = {}
@@ -228,17 +218,6 @@ def model_names() -> dict[str, str]:
 def _first_sentence(card: Path) -> str:
     """The first line below the title of a model card, for weight files without a record: adapters."""
     return next((line for line in card.read_text("utf-8").splitlines() if line and not line.startswith("#")), card.stem)
-
-
-@contextmanager
-def zoo_file(spec: str) -> Iterator[Path]:
-    """The weight file of `zoo:NAME`; the model card has the same path with suffix .md."""
-    known = zoo_names()
-    if spec not in known:
-        there = ", ".join(known) or "none in this installation"
-        raise UserError(f"unknown zoo model '{spec}'{nearest_names(spec, known) or '.'} There are: {there}.")
-    with resources.as_file(resources.files("vitadel") / "zoo" / f"{spec.removeprefix('zoo:')}.safetensors") as path:
-        yield path
 
 
 def _open_zoo(spec: str, dropping: Mapping[str, float]) -> Classifier:

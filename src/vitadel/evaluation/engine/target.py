@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from vitadel.adapters.adapted_model import open_model, options_for_features
 from vitadel.backbones.anatomy import family_of
 from vitadel.backbones.classifier import Classifier, check_images_fit, wrap
-from vitadel.backbones.load import zoo_names
 from vitadel.backbones.record import ModelRecord
 from vitadel.backbones.timm_models import is_timm_name
+from vitadel.backbones.zoo import zoo_names
 from vitadel.data import open_dataset
 from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess

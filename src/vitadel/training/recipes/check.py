@@ -16,8 +16,9 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 
 from vitadel.backbones.classifier import Classifier
-from vitadel.backbones.load import load_model, zoo_names
+from vitadel.backbones.load import load_model
 from vitadel.backbones.timm_models import is_timm_name, suggest_models
+from vitadel.backbones.zoo import zoo_names
 from vitadel.data.spec import DATA_KINDS, DataRequest, identity, parse_spec, same_images
 from vitadel.errors import UserError, nearest_names
 from vitadel.training.data_stream import rand_augment_policy
