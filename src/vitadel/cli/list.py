@@ -22,7 +22,7 @@ class Kind(enum.StrEnum):
     protocols = enum.auto()
 
 
-def list(
+def list_names(
     kind: Annotated[Kind, typer.Argument(help="what to list")],
     search: Annotated[str, typer.Argument(help="only names that contain this; timm models are searched, too")] = "",
     published: Annotated[

@@ -96,7 +96,8 @@ for _panel, _verbs in _PANELS.items():
         if hasattr(_module, "app"):
             app.add_typer(_module.app, name=_name, rich_help_panel=_panel)
         else:
-            app.command(_name, rich_help_panel=_panel)(getattr(_module, _python_name))
+            _function = "list_names" if _name == "list" else _python_name  # `list` is Python's own
+            app.command(_name, rich_help_panel=_panel)(getattr(_module, _function))
 
 
 def _version(shown: bool) -> None:
