@@ -23,7 +23,7 @@ STEP = 0.25
 SCALES = (0.25, 1.0, 4.0)
 """The lengths at which gains are compared, in units of an attack's step."""
 
-_EDGES = tuple(STEP * 2 * scale for scale in SCALES[:-1])  # between the scales, in units of eps
+_EDGES = (STEP * 2 * SCALES[0], STEP * 2 * SCALES[1])  # between the scales, in units of eps
 _MOST = 2.0  # ratios are clipped to -_MOST .. _MOST, so that no single step decides a mean
 
 _ROUNDING = 1e-5  # gains below this share of the values are rounding errors
