@@ -37,8 +37,8 @@ def zoo_file(spec: str) -> Iterator[Path]:
 
 def check_checksum(path: Path) -> None:
     """Refuse a weight file that is not the one this version was released with."""
-    listed = dict(reversed(line.split()) for line in (path.parent / CHECKSUMS).read_text("utf-8").splitlines())
-    if listed.get(path.name) != hashlib.sha256(path.read_bytes()).hexdigest():
+    released = f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}"
+    if released not in (path.parent / CHECKSUMS).read_text("utf-8").splitlines():
         raise UserError(
             f"the shipped weights '{path.name}' are not those of this version (see {CHECKSUMS}). "
             "The file was changed or damaged; install vitadel again."
