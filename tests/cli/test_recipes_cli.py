@@ -76,10 +76,14 @@ def test_faults_end_with_exit_code_two_and_no_traceback(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["objective: {use: subprocess.Popen, %s}", "plugins: {subprocess.Popen: {%s}}"])
-def test_a_check_runs_no_command_that_a_recipe_names(tmp_path, place):
+def test_a_check_runs_no_command_that_a_recipe_names(tmp_path, monkeypatch, place):
+    monkeypatch.setenv("VITADEL_TRUST_CODE", "0")
     (tmp_path / "mine.yaml").write_text("extends: shapes/trades\n" + place % "args: [touch, done]" + "\n")
-    done = command_line.vitadel("recipes", "check", "mine.yaml", cwd=tmp_path, code=2)
-    assert "'subprocess.Popen' is not a dataclass" in done.stderr
+    refused = command_line.vitadel("recipes", "check", "mine.yaml", cwd=tmp_path, code=2)
+    assert "'subprocess.Popen', which would be imported and run" in refused.stderr
+    monkeypatch.setenv("VITADEL_TRUST_CODE", "1")
+    trusted = command_line.vitadel("recipes", "check", "mine.yaml", cwd=tmp_path, code=2)
+    assert "'subprocess.Popen' is not a dataclass" in trusted.stderr, "no class is called that is no component"
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 

@@ -16,7 +16,7 @@ def check_code_trusted(code: str | None, where: str) -> None:
     """Refuse code that `where`, which may come from somebody else, names; what the user typed needs no check."""
     if code is not None and os.environ.get(VARIABLE) != "1":
         raise UserError(
-            f"{where} names Python code, {code!r}, which would be imported and run. If you trust whoever wrote it, add "
+            f"{where} names Python code, {code!r}, which would be imported and run. If you trust its author, add "
             f"--trust-code (in scripts: {VARIABLE}=1); nothing was run."
         )
 
