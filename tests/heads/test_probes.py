@@ -22,6 +22,7 @@ from vitadel.adapters.adapter_file import backbone_fingerprint
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.data.preprocess import Preprocess
+from vitadel.data.selection import split_rows, usable_rows
 from vitadel.errors import UserError
 from vitadel.heads.frozen_features import token_features
 from vitadel.heads.linear_probe import (
@@ -37,7 +38,6 @@ from vitadel.heads.linear_probe import (
 )
 from vitadel.instrument import extra_tokens
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training.held_out import split_rows, usable_rows
 from vitadel.training.recipes.probe_sections import LEARNING_RATES, HeadTraining, LinearHead
 from vits import make_vit, pixels
 

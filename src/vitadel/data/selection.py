@@ -93,3 +93,35 @@ def balanced_subset(labels: Tensor, limit: int | None, seed: int, indices: Tenso
     by_priority = priority.repeat_interleave(sizes).argsort(stable=True)
     taken = by_priority[turn[by_priority].argsort(stable=True)][:limit]
     return index[order[taken]].sort().values
+
+
+def check_same_classes(source: Source, training: Source, what: str) -> None:
+    """Check that labels mean the same as in data.train; data sets that only number their classes are not checked."""
+    theirs, ours = list(source.classes), list(training.classes)
+    if len(theirs) != len(ours):
+        raise UserError(f"{what} has {len(theirs)} classes and data.train {len(ours)}; they must be the same")
+    if [str(number) for number in range(len(ours))] in (theirs, ours):
+        return
+    for number, (there, here) in enumerate(zip(theirs, ours, strict=True)):
+        if there != here:
+            raise UserError(
+                f"{what}: its class {number} is '{there}', that of data.train is '{here}'; labels would not mean the "
+                "same"
+            )
+
+
+def usable_rows(source: Source, classes: int) -> Tensor:
+    """The samples with a label of one of the classes."""
+    labels = source.labels()
+    return ((labels >= 0) & (labels < classes)).nonzero()[:, 0]
+
+
+def split_rows(
+    labels: Tensor, rows: Tensor, held_out: int, limit: int | None, seed: int, limit_seed: int
+) -> tuple[Tensor, Tensor]:
+    """Rows to train on, `limit` or all, and rows held out, which do not depend on `limit`; both class-balanced."""
+    if held_out >= len(rows):
+        raise UserError(f"data.held_out is {held_out}, but data.train has only {len(rows)} images; hold out fewer")
+    aside = balanced_subset(labels[rows], held_out, seed + 1, rows)
+    rest = rows[~torch.isin(rows, aside)]
+    return balanced_subset(labels[rest], limit, limit_seed, rest), aside

@@ -17,6 +17,7 @@ from vitadel.backbones.load import has_no_head, load_model
 from vitadel.data import open_dataset
 from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess
+from vitadel.data.selection import check_same_classes, split_rows, usable_rows
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute
@@ -35,7 +36,6 @@ from vitadel.heads.probe_recipe import ProbeRecipe, build_probe, with_tokens
 from vitadel.heads.segmentation_probe import open_mask_job
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes, join_processes
-from vitadel.training.held_out import check_same_classes, split_rows, usable_rows
 from vitadel.training.recipes.compose import compose, deciding
 from vitadel.training.recipes.probe_sections import LinearHead, MaskData, ProbeData
 from vitadel.training.recipes.training_sections import ModelSection

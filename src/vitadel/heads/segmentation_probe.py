@@ -17,7 +17,7 @@ from vitadel.attacks.settings import settings_of
 from vitadel.backbones.anatomy import backbone_of, family_of
 from vitadel.backbones.checkpoints import load_strict, read_checkpoint
 from vitadel.backbones.classifier import Classifier
-from vitadel.data.selection import balanced_subset
+from vitadel.data.selection import balanced_subset, split_rows
 from vitadel.data.sources.masks import MaskedImages, ResizeCrop, open_masked
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.run import Run
@@ -34,7 +34,6 @@ from vitadel.runtime.progress import RESUMED, Meter, progress
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder, write_atomically
 from vitadel.runtime.safe_reading import parse_json_object
-from vitadel.training.held_out import split_rows
 from vitadel.training.recipes.probe_sections import MaskData, PatchHead
 
 _METADATA_KEY = "vitadel-segmentation"

@@ -1,4 +1,4 @@
-"""Held-out images: choose them, and validate models on them at full eps, by which models are selected."""
+"""Validation on held-out images at full eps, by which models are selected."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from vitadel.data.batches import Batch, read_batches
 from vitadel.data.preprocess import Preprocess
-from vitadel.data.selection import balanced_subset
-from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import judge
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes
@@ -19,38 +17,6 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Source, Threat
 
 _BATCH = 128
-
-
-def check_same_classes(source: Source, training: Source, what: str) -> None:
-    """Check that labels mean the same as in data.train; data sets that only number their classes are not checked."""
-    theirs, ours = list(source.classes), list(training.classes)
-    if len(theirs) != len(ours):
-        raise UserError(f"{what} has {len(theirs)} classes and data.train {len(ours)}; they must be the same")
-    if [str(number) for number in range(len(ours))] in (theirs, ours):
-        return
-    for number, (there, here) in enumerate(zip(theirs, ours, strict=True)):
-        if there != here:
-            raise UserError(
-                f"{what}: its class {number} is '{there}', that of data.train is '{here}'; labels would not mean the "
-                "same"
-            )
-
-
-def usable_rows(source: Source, classes: int) -> Tensor:
-    """The samples with a label of one of the classes."""
-    labels = source.labels()
-    return ((labels >= 0) & (labels < classes)).nonzero()[:, 0]
-
-
-def split_rows(
-    labels: Tensor, rows: Tensor, held_out: int, limit: int | None, seed: int, limit_seed: int
-) -> tuple[Tensor, Tensor]:
-    """Rows to train on, `limit` or all, and rows held out, which do not depend on `limit`; both class-balanced."""
-    if held_out >= len(rows):
-        raise UserError(f"data.held_out is {held_out}, but data.train has only {len(rows)} images; hold out fewer")
-    aside = balanced_subset(labels[rows], held_out, seed + 1, rows)
-    rest = rows[~torch.isin(rows, aside)]
-    return balanced_subset(labels[rest], limit, limit_seed, rest), aside
 
 
 @dataclass(frozen=True)

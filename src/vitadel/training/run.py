@@ -20,7 +20,7 @@ from vitadel.attacks.settings import pixels_per_unit, settings_of
 from vitadel.backbones.classifier import Classifier, check_images_fit, fastest_attention
 from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
-from vitadel.data.selection import balanced_subset
+from vitadel.data.selection import balanced_subset, check_same_classes, split_rows, usable_rows
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import AuditRequest, check_request, check_targets, run_audit
 from vitadel.evaluation.engine.run import Outcome, RunOptions, execute
@@ -29,7 +29,7 @@ from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.training.data_stream import DataStream, make_augment, seed_everything
-from vitadel.training.held_out import HeldOut, check_same_classes, split_rows, usable_rows
+from vitadel.training.held_out import HeldOut
 from vitadel.training.interfaces import ChecksLength, ChecksModel, PreparesModel, WarnsAtStart
 from vitadel.training.loop import train
 from vitadel.training.metrics import Metrics, end_tracking, open_progress_table, start_tracking
