@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,13 +12,17 @@ from torch import Tensor, nn
 
 from toys import Constant, TinyNet, images
 from vitadel.attacks.apgd import apgd_ce, apgd_t
-from vitadel.attacks.autoattack.fast import STAGES, AutoAttackFast, _two_phases
+from vitadel.attacks.autoattack.fast import STAGES, AutoAttackFast
+from vitadel.attacks.autoattack.fast_search import _two_phases
+from vitadel.attacks.autoattack.standard import autoattack
+from vitadel.attacks.gain_ratio import KINDS, SCALES, TERMS
 from vitadel.attacks.losses import probability_margin
 from vitadel.attacks.threats import L1, L2, Linf
-from vitadel.attacks.wrappers import WorstOf
+from vitadel.attacks.wrappers import Stage, StageResult, WorstOf, next_stage
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import count_passes, judge
 from vitadel.runtime.rng import SampleRNG
+from vitadel.types import Threat
 
 
 def logits_of(seed: int, scale: float = 1.0) -> Tensor:
@@ -97,23 +103,22 @@ def test_notes_say_when_each_sample_fell():
     assert notes["missing"][held].min() > -1e-6  # what stands has not crossed the boundary
     before = (fell < 0) | (fell > STAGES.index("restarts"))
     assert torch.equal(notes["far"], before & (notes["restarts"] < 7))
-    assert not (notes["sentinel"] & (fell >= 0) & (fell < STAGES.index("sentinel"))).any()
+    square = notes["square_margin"]
+    assert int((~square.isnan()).sum()) == min(40, int((before | (fell == STAGES.index("sentinel"))).sum()))
+    assert not ((~square.isnan()) & (fell >= 0) & (fell < STAGES.index("sentinel"))).any()
 
 
-def test_who_is_watched_is_drawn_before_anything_is_known():
+def test_far_samples_are_drawn_before_anything_is_known():
     x = images(400)
     rng = SampleRNG.of_samples(0, range(400))
-    small = AutoAttackFast(Linf(1e-5), 1, 2, 2, 1, 1, 1, sentinel_steps=1, sentinel_queries=1)
+    small = AutoAttackFast(Linf(1e-5), 1, 2, 2, 1, 1, 1, sentinel_steps=1, sentinel_queries=1, escalate=False)
     seen = []
     for seed in (0, 1):
         model = TinyNet(4, seed).eval()
         y = model(x).argmax(1)
-        notes = small.run_with_info(model, x, y, rng)[1]
-        seen.append((notes["sentinel"], notes["kept_alive"]))
-    assert torch.equal(seen[0][0], seen[1][0])
-    assert torch.equal(seen[0][1], seen[1][1])
-    assert 20 <= int(seen[0][0].sum()) <= 60  # a tenth of 400, within four standard deviations
-    assert 5 <= int(seen[0][1].sum()) <= 38  # a twentieth
+        seen.append(small.run_with_info(model, x, y, rng)[1]["kept_alive"])
+    assert torch.equal(*seen)
+    assert 5 <= int(seen[0].sum()) <= 38  # a twentieth of 400, within four standard deviations
 
 
 def test_a_model_without_slope_is_noticed():
@@ -133,14 +138,81 @@ class Rounded(nn.Module):
         return self.inner((x * 8).round() / 8)
 
 
-def test_sentinels_break_what_gradients_cannot_see():
-    model, x = Rounded(TinyNet(4).eval()), images(200)
-    y = model(x).argmax(1)
-    _, notes = AutoAttackFast(Linf(0.1)).run_with_info(model, x, y, SampleRNG.of_samples(0, range(200)))
-    watched = notes["sentinel"]
-    fell = (notes["fell_in"] == STAGES.index("sentinel")) & watched
-    assert int(watched.sum()) > 5
-    assert int(fell.sum()) > 0
+def short(threat: Threat) -> WorstOf:
+    return autoattack(threat, steps=10, targets=2, queries=300)
+
+
+def test_masked_gradients_are_noticed_and_all_of_autoattack_runs():
+    model, x = Rounded(TinyNet(4).eval()), images(60)
+    y, rng = model(x).argmax(1), SampleRNG.of_samples(0, range(60))
+    fast = AutoAttackFast(Linf(0.1), ensemble=short)
+    z, notes = fast.run_with_info(model, x, y, rng)
+    assert int((notes["fell_in"] == STAGES.index("sentinel")).sum()) > 0
+    assert int((notes["fell_in"] == STAGES.index("escalation")).sum()) > 0
+    held = judge(model, Linf(0.1), x, z, y).held
+    assert torch.equal(held, notes["fell_in"] < 0)
+    only = judge(model, Linf(0.1), x, short(Linf(0.1))(model, x, y, rng), y).held
+    assert int(held.sum()) <= int(only.sum())  # as low as the ensemble that it escalates to
+    alone = replace(fast, escalate=False).run_with_info(model, x, y, rng)[1]["fell_in"]
+    assert torch.equal(
+        alone[notes["fell_in"] != STAGES.index("escalation")],
+        notes["fell_in"][notes["fell_in"] != STAGES.index("escalation")],
+    )
+    assert (alone[notes["fell_in"] == STAGES.index("escalation")] < 0).all()
+
+
+def drive(fast: AutoAttackFast, fooled: Callable[[Stage], Tensor], n: int, **info: Tensor) -> list[Stage]:
+    """The stages that follow from invented results; `info` is that of the search."""
+    rng, seen, result = SampleRNG.of_samples(0, range(n)), [], None
+    stages = fast.stages(rng)
+    margins = torch.full((n,), -1.0, dtype=torch.float64)
+    known = {"fell_in": torch.full((n,), -1), "missing": margins + 2, "margin": margins, **info}
+    while (stage := next_stage(stages, result)) is not None:
+        seen.append(stage)
+        told = known if stage.name == "search" else {"square_margin": margins[stage.places] - 1}
+        result = StageResult(stage.places, fooled(stage), told)
+    return seen
+
+
+def nothing(stage: Stage) -> Tensor:
+    return torch.zeros(len(stage.places), dtype=torch.bool)
+
+
+def test_sentinels_are_forty_samples_or_all_or_a_tenth():
+    fast = AutoAttackFast(Linf(0.1))
+    for n, expected in ((12, 12), (40, 40), (100, 40), (1000, 100)):
+        stages = drive(fast, nothing, n)
+        assert len(stages[1].places) == expected
+        assert [stage.name for stage in stages if not stage.name.startswith("square")] == ["search", "fab-sentinel"]
+        queries = sum(stage.attack.queries * len(stage.places) for stage in stages if "square" in stage.name)
+        assert queries <= max(100 * n, 100 * expected)  # no more than 1000 queries for a tenth of the samples
+
+
+def test_a_sentinel_is_chosen_by_its_lot_not_by_its_place():
+    chosen = drive(AutoAttackFast(Linf(0.1)), nothing, 500)[1].places
+    lots = SampleRNG.of_samples(0, range(500)).stream("sentinel lots").bits(1)[:, 0]
+    assert torch.equal(chosen, lots.argsort()[: len(chosen)].sort().values)
+
+
+def test_square_stops_as_soon_as_masking_is_decided():
+    def breaks(stage: Stage) -> Tensor:
+        return torch.arange(len(stage.places)) < (10 if stage.name == "square-sentinel-1" else 0)
+
+    names = [stage.name for stage in drive(AutoAttackFast(Linf(0.1)), breaks, 500)]
+    assert names == ["search", "square-sentinel-1", "apgd-ce", "apgd-t", "fab-t", "square"]
+    calm = [stage.name for stage in drive(AutoAttackFast(Linf(0.1), escalate=False), breaks, 500)]
+    assert calm == ["search", "square-sentinel-1"]
+
+
+@pytest.mark.parametrize(("ratio", "wild", "escalates"), [(1.0, 0.0, False), (0.1, 0.0, True), (1.0, 0.8, True)])
+def test_steps_that_break_their_promise_are_a_sign(ratio, wild, escalates):
+    gains = torch.zeros(60, len(KINDS), len(SCALES), len(TERMS), dtype=torch.float64)
+    gains[:, 0, 2, TERMS.index("steps")] = 10
+    gains[:, 0, 2, TERMS.index("ratio")] = 10 * ratio
+    gains[:, 1, 0, TERMS.index("steps")] = 20
+    gains[:, 1, 0, TERMS.index("wild")] = 20 * wild
+    names = [stage.name for stage in drive(AutoAttackFast(Linf(0.1)), nothing, 60, gains=gains)]
+    assert ("apgd-t" in names) == escalates
 
 
 def test_impossible_settings_are_refused():

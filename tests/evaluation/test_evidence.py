@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vitadel.attacks.autoattack.fast import STAGES
-from vitadel.evaluation.audit.evidence import findings_about
+from vitadel.evaluation.audit.evidence import escalation_of, findings_about
 from vitadel.evaluation.engine.stages import NOTE, MemberResult
 
 
@@ -15,29 +15,38 @@ def leg(name: str, held: list[bool], **notes: list[float]) -> MemberResult:
     return MemberResult(name, [piece | {f"{NOTE}{key}": np.asarray(values) for key, values in notes.items()}])
 
 
-def notes_of(falls: dict[str, int], n: int = 1000, met: int = 60, alive: int = 30, flat: int = 0) -> list[MemberResult]:
+def notes_of(
+    falls: dict[str, int], n: int = 1000, met: int = 60, alive: int = 30, flat: int = 0, broken: int = 0, ahead: int = 0
+) -> list[MemberResult]:
+    """The search, in which `falls` were broken, and Square on `met` of the others."""
     fell = [STAGES.index(stage) for stage, count in falls.items() for _ in range(count)]
     fell += [-1] * (n - len(fell))
     place = np.arange(n)
     missing = np.where(place >= n - flat, np.inf, 0.5)
-    notes = {"fell_in": fell, "sentinel": place >= n - met, "kept_alive": place >= n - alive, "missing": missing}
+    notes = {"fell_in": fell, "kept_alive": place >= n - alive, "missing": missing, "margin": np.full(n, -1.0)}
     notes["far"] = place >= 10
-    return [leg("", [value < 0 for value in fell], **notes)]
+    search = leg("search", [value < 0 for value in fell], **notes)
+    reached = np.where(np.arange(met) < ahead, -0.5, -2.0)
+    sentinels = leg("square-sentinel-1", [row >= broken for row in range(met)], square_margin=reached)
+    sentinels.records[0]["index"] = np.arange(n - met, n)
+    return [search, sentinels] if met else [search]
 
 
 def test_an_ordinary_course_is_ok_and_says_what_it_is_not():
     (finding,) = findings_about("autoattack-fast", notes_of({"cross-entropy": 300, "targets": 20}), 1000)
     assert finding["verdict"] == "ok"
-    assert "680 samples are robust" in finding["evidence"]
+    assert "680 samples are robust to the search; Square checked 60 of them" in finding["evidence"]
     assert "not an AutoAttack number" in finding["advice"]
 
 
 @pytest.mark.parametrize(
     ("falls", "more", "told"),
     [
-        ({"sentinel": 2}, {}, "FAB or Square broke 2 of the 60"),
+        ({}, {"broken": 2}, "FAB or Square broke 2 of the 60"),
+        ({}, {"ahead": 9}, "Square came closer to the boundary than the gradients on 9 of 60 samples"),
         ({"kept alive": 2}, {}, "2 of 30 far samples were misclassified when given all restarts, so about 64 more"),
-        ({}, {"met": 0}, "no robust sample was checked by FAB and Square"),
+        ({}, {"met": 0}, "0 robust samples are too few to exclude masked gradients"),
+        ({}, {"met": 3}, "3 robust samples are too few"),
         ({"restarts": 9}, {}, "restarts still broke 9"),
         ({"cross-entropy": 300, "targets": 130}, {}, "130 samples withstood the cross-entropy"),
         ({}, {"flat": 3}, "3 robust samples have no gradient"),
@@ -50,9 +59,23 @@ def test_doubts_offer_the_full_ensemble(falls, more, told):
     assert "--attacks autoattack" in finding["advice"]
 
 
-def test_few_watched_samples_are_told():
-    (finding,) = findings_about("autoattack-fast", notes_of({}, met=3), 1000)
-    assert "which is few" in finding["evidence"]
+def test_few_samples_suffice_if_hardly_any_is_robust():
+    (finding,) = findings_about("autoattack-fast", notes_of({"cross-entropy": 997}, met=3, alive=1), 1000)
+    assert finding["verdict"] == "ok"
+
+
+def test_an_escalation_is_reported_with_its_reasons():
+    members = notes_of({}, broken=2)
+    members.append(leg("apgd-t", [False] * 30 + [True] * 968))
+    members[-1].records[0] |= {"gradients": np.asarray(7), "forwards": np.asarray(8)}
+    (finding,) = findings_about("autoattack-fast", members, 1000)
+    assert finding["verdict"] == "suspicious"
+    assert "all of AutoAttack ran and broke 32 more samples: FAB or Square broke 2 of the 60" in finding["evidence"]
+    fields = escalation_of(members)
+    assert fields["escalated"]
+    assert fields["escalation"]["reasons"] == ["FAB or Square broke 2 of the 60 samples they were run on"]
+    assert (fields["escalation"]["broken"], fields["escalation"]["gradient_calls"]) == (30, 7)
+    assert escalation_of([leg("apgd-ce", [True])]) == {}
 
 
 def test_square_beating_gradients_is_suspicious():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.goals import gradient
 from vitadel.attacks.losses import margin
+from vitadel.attacks.threats import dual_order
 from vitadel.instrument.hooks import frozen
 from vitadel.types import Loss, Threat
 
@@ -23,7 +24,18 @@ STEP = 0.25
 SCALES = (0.25, 1.0, 4.0)
 """The lengths at which gains are compared, in units of an attack's step."""
 
+KINDS = ("free", "cornered")
+"""Steps that follow their gradient, and those in a corner of ball and box, where most of it points outward.
+
+What is left of a cornered step promises little, and curvature decides its gain in honest models, too.
+"""
+
+TERMS = ("steps", "failed", "wild", "ratio", "promised", "delivered")
+"""What is summed over steps: their number, those that delivered nothing, those that delivered more than twice their
+promise or took it, and their ratios and gains."""
+
 _EDGES = (STEP * 2 * SCALES[0], STEP * 2 * SCALES[1])  # between the scales, in units of eps
+_ALIGNED = 0.15  # least promise of a free step, in units of that of the steepest step of its length
 _MOST = 2.0  # ratios are clipped to -_MOST .. _MOST, so that no single step decides a mean
 
 _ROUNDING = 1e-5  # gains below this share of the values are rounding errors
@@ -78,36 +90,46 @@ def _exceeds_rounding(promised: Tensor, before: Tensor, after: Tensor) -> Tensor
 
 @dataclass
 class GainRecorder:
-    """Sums over the steps of searches, for each sample and each of the `SCALES`; costs no pass and no synchronization.
+    """Sums over the steps of searches, for each sample; costs no pass and no synchronization.
 
-    A search calls `arrive` after each evaluation and `depart` before it moves on. The last axis of `sums` holds the
-    steps, those that delivered nothing, and the sums of ratio, promised and delivered gain.
+    A search calls `arrive` after each evaluation and `depart` before it moves on. The axes of `sums` are samples,
+    `KINDS`, `SCALES` and `TERMS`.
     """
 
     threat: Threat
     sums: Tensor
     value: Tensor
     promised: Tensor
+    kind: Tensor
     scale: Tensor
 
     @classmethod
     def of(cls, threat: Threat, x: Tensor) -> GainRecorder:
         nothing = torch.full((len(x),), torch.nan, dtype=torch.float64, device=x.device)
-        sums = torch.zeros(len(x), len(SCALES), 5, dtype=torch.float64, device=x.device)
-        return cls(threat, sums, nothing, nothing.clone(), torch.zeros_like(nothing, dtype=torch.int64))
+        first = torch.zeros_like(nothing, dtype=torch.int64)
+        sums = nothing.new_zeros(len(x), len(KINDS), len(SCALES), len(TERMS))
+        return cls(threat, sums, nothing, nothing.clone(), first, first.clone())
 
     def depart(self, place: Tensor, value: Tensor, grad: Tensor, z: Tensor, step: Tensor) -> None:
         """The samples at `place` go from `z`, with this value and gradient, to `step`."""
-        self.value[place] = value.double()
-        self.promised[place] = promised_gain(grad, z, step)
-        length = self.threat.size(step, z) / self.threat.eps
-        self.scale[place] = sum((length > edge).long() for edge in _EDGES)
+        length, promised = self.threat.size(step, z), promised_gain(grad, z, step)
+        steepest = length * torch.linalg.vector_norm(grad.flatten(1), ord=dual_order(self.threat), dim=1)
+        self.value[place], self.promised[place] = value.double(), promised
+        self.kind[place] = (promised < _ALIGNED * steepest).long()
+        self.scale[place] = sum((length > edge * self.threat.eps).long() for edge in _EDGES)
 
     def arrive(self, place: Tensor, value: Tensor) -> None:
         """The samples at `place` have this value where their last step ended."""
         before, promised, after = self.value[place], self.promised[place], value.double()
         delivered, counts = after - before, _exceeds_rounding(promised, before, after)
         ratio = (delivered / promised).clamp(-_MOST, _MOST)
-        terms = torch.stack([torch.ones_like(ratio), (delivered <= 0).double(), ratio, promised, delivered], dim=1)
-        self.sums[place, self.scale[place]] += torch.where(counts[:, None], terms, 0.0)
+        failed, wild = (delivered <= 0).double(), (ratio.abs() == _MOST).double()
+        terms = torch.stack([torch.ones_like(ratio), failed, wild, ratio, promised, delivered], dim=1)
+        self.sums[place, self.kind[place], self.scale[place]] += torch.where(counts[:, None], terms, 0.0)
         self.promised[place] = torch.nan  # no step, until the next departure
+
+
+def mean_over_steps(sums: Tensor, term: str, kind: str, scales: slice = slice(None)) -> Tensor:
+    """Each sample's mean of one of the `TERMS` over its steps of one kind and these scales; NaN where it has none."""
+    chosen = sums[:, KINDS.index(kind), scales].sum(1)
+    return chosen[:, TERMS.index(term)] / chosen[:, TERMS.index("steps")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vitadel.attacks.registry import ATTACKS, PREFIXES
@@ -143,6 +143,23 @@ def needs_known_family(text: str) -> bool:
 def is_adaptive(text: str) -> bool:
     """Whether most samples cost less than the maximum that the attack's `passes` gives."""
     return ATTACKS[read_attack_name(text).base].adaptive
+
+
+def without_escalation(names: Sequence[str]) -> list[str]:
+    """The names with `escalate=false` in the brackets of autoattack-fast, unless they set it themselves."""
+    fast = re.compile(r"autoattack-fast(?:\((?P<settings>[^)]*)\))?")
+    if not any(fast.search(name) for name in names):
+        raise UserError(f"--no-escalate has an effect on autoattack-fast only, and the attacks are {', '.join(names)}")
+
+    def rewrite(match: re.Match[str]) -> str:
+        settings = match["settings"] or ""
+        return (
+            match[0]
+            if "escalate" in settings
+            else f"autoattack-fast({','.join(filter(None, (settings, 'escalate=false')))})"
+        )
+
+    return [fast.sub(rewrite, name) for name in names]
 
 
 def numbered_targets(text: str) -> list[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +116,48 @@ class WorstOf:
     def passes(self) -> tuple[int, int]:
         gradients, forwards = zip(*(attack.passes() for attack in self.attacks), strict=True)
         return sum(gradients), sum(forwards) + len(self.attacks) - 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One attack of a staged ensemble, on the samples at `places` of the run, with a random `stream` of its own."""
+
+    name: str
+    attack: Attack
+    places: Tensor
+    stream: tuple[str, int] | None = None
+
+    def own(self, rng: SampleRNG) -> SampleRNG:
+        return rng if self.stream is None else rng.stream(*self.stream)
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """The samples of a stage, which of them were fooled, and the sample info about them; all on the CPU."""
+
+    samples: Tensor
+    fooled: Tensor
+    info: SampleInfo
+
+
+Stages = Generator[Stage, StageResult, None]
+
+
+@runtime_checkable
+class Staged(Protocol):
+    """An ensemble that chooses its next attack, and the samples to run it on, by the results on all samples so far."""
+
+    def stages(self, rng: SampleRNG) -> Stages:
+        """Yield one stage after another, the first on all samples; `rng` has the streams of all samples of the run."""
+        ...
+
+
+def next_stage(stages: Stages, result: StageResult | None) -> Stage | None:
+    """The stage that follows from the last one's result, None for the first; None after the last."""
+    try:
+        return next(stages) if result is None else stages.send(result)
+    except StopIteration:
+        return None
 
 
 def mean_logits(model: nn.Module, x: Tensor, times: int) -> Tensor:

@@ -52,12 +52,13 @@ def run_options(run: RunFlags, **opened: Any) -> RunOptions:
 
 def audit_request(attacks: AttackFlags, data: DataFlags, **more: Any) -> AuditRequest:
     """Return the request that the flags describe; `more` are further fields of it."""
-    from vitadel.attacks.parse import split_attack_list
+    from vitadel.attacks.parse import split_attack_list, without_escalation
     from vitadel.evaluation.audit.audit import AuditRequest
     from vitadel.quantities import read_quantity
 
+    names = split_attack_list(attacks.attacks)
     return AuditRequest(
-        attacks=tuple(split_attack_list(attacks.attacks)),
+        attacks=tuple(names if attacks.escalate else without_escalation(names)),
         eps=read_quantity(attacks.eps, "eps"),
         norm=attacks.norm,
         compile=attacks.compile_model,

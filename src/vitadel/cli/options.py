@@ -89,6 +89,12 @@ class AttackFlags:
     eps: Eps = "8/255"
     norm: Norm = "linf"
     compile_model: Annotated[bool, rare("use torch.compile if it is faster here", "--compile")] = False
+    escalate: Annotated[
+        bool,
+        rare(
+            "autoattack-fast: run all of AutoAttack if gradients look masked, or only warn", "--escalate/--no-escalate"
+        ),
+    ] = True
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,8 @@ def show_plan(cost: dict[str, Any]) -> None:
         if cost["tried_on"]
         else "The most is so short that 'likely' was not tried."
     )
+    if any(row["name"].endswith("if it escalates") for row in cost["rows"]):
+        console.print("It escalates to AutoAttack only if gradients look masked; with --no-escalate it only warns.")
     if cost["compile"]:
         console.print(escape(cost["compile"]))
 

@@ -1,127 +1,84 @@
-"""`autoattack-fast`: AutoAttack's worst case at a fraction of its passes, with evidence of when not to trust it.
+"""`autoattack-fast`: AutoAttack's worst case at a fraction of its passes, and all of AutoAttack where signs of masking
+appear.
 
 AutoAttack spends most passes on full-length runs towards nine targets, FAB and Square, which find almost nothing on
 ordinary models. Here short runs with different losses, directions and starts come first, fooled samples stop at once,
-and the remaining passes go to samples whose linearized boundary is nearly within reach. FAB and Square run as sentinels
-on a random tenth of the samples. The parts: APGD (Croce & Hein 2020); probability margins in two phases (Ma et al.
-2023, Xie et al. 2025, arXiv:2411.15210); MALT's targets (Melamed et al. 2024); output-diversified starts (Tashiro et
-al. 2020); restarts where they can still help (Liu et al. 2022).
+and the remaining passes go to samples whose linearized boundary is nearly within reach. The parts: APGD (Croce & Hein
+2020); probability margins in two phases (Ma et al. 2023, Xie et al. 2025, arXiv:2411.15210); MALT's targets (Melamed et
+al. 2024); output-diversified starts (Tashiro et al. 2020); restarts where they can still help (Liu et al. 2022).
 
-Every decision about a sample depends on this sample only, not on the rest of the batch.
+That is sound only if gradients are. FAB and Square therefore run as sentinels on a random part of the samples that are
+still correct, and every step of the search shows whether gradients keep their promises (`gain_ratio`). If there are
+signs of masking, the members of AutoAttack run on everything that is still correct.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.apgd import APGD
-from vitadel.attacks.autoattack.best_points import BestPoints, RecordBest, Value
-from vitadel.attacks.autoattack.nearest_targets import nearest_targets
+from vitadel.attacks.autoattack.fast_evidence import (
+    FAB_SENTINEL,
+    SEARCH,
+    SQUARE_MARGIN,
+    SQUARE_SENTINELS,
+    STAGES,
+    FastEvidence,
+)
+from vitadel.attacks.autoattack.standard import autoattack
 from vitadel.attacks.fab import FAB
-from vitadel.attacks.gain_ratio import GainRecorder
-from vitadel.attacks.goals import fooled, gradient
-from vitadel.attacks.losses import cross_entropy, lead, margin, probability_margin, targeted_dlr
-from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of
-from vitadel.attacks.pgd import PGD
+from vitadel.attacks.goals import deployed_fooled
+from vitadel.attacks.losses import margin
+from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, merge_info, run_attack
 from vitadel.attacks.square import Square
-from vitadel.attacks.steppers import Scripted
-from vitadel.attacks.surrogate import changed, seen_through
-from vitadel.attacks.threats import dual_order
-from vitadel.backbones.anatomy import attentions_of
-from vitadel.backbones.classifier import check_pixels
+from vitadel.attacks.wrappers import MEMBER, Stage, StageResult, Stages, WorstOf, next_stage
 from vitadel.errors import UserError
-from vitadel.instrument.attention import scaled_attention
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
-STAGES = (
-    "clean",
-    "cross-entropy",
-    "probability margin",
-    "targets",
-    "best targets",
-    "restarts",
-    "kept alive",
-    "sentinel",
-)
-"""The stages that may fool a sample; the sample info `fell_in` is a position in this list, or -1 if none did."""
+if TYPE_CHECKING:
+    from vitadel.attacks.autoattack.fast_search import FastSearch
 
-_DIVERSIFYING = 3  # steps of a restart along random logits
-_SCALED = 2  # the restart whose gradients pass through attention scores multiplied by _FACTOR, if they are saturated
-_FACTOR = 0.1
+__all__ = ["LEAST_SENTINELS", "STAGES", "AutoAttackFast", "SquareSentinel"]
+
+LEAST_SENTINELS = 40
+
 _REACHES = ((0.3, 1), (0.15, 2), (0.06, 4))  # (missing distance in units of eps, restarts for samples below it)
-_KEPT_ALIVE = 0.05  # share of the far samples that get all restarts, to measure what the rule above misses
-_SENTINEL = 0.1
-
-
-def _with_scaled_gradients(model: nn.Module) -> nn.Module:
-    if hasattr(model, "_orig_mod"):
-        return model  # a compiled model does not run its own modules, so its attention cannot be scaled
-    try:
-        attentions_of(model)
-    except UserError:
-        return model
-    change = partial(scaled_attention, factors=_FACTOR, backward_only=True)
-    return seen_through(model, lambda inner: changed(inner, change))
+_SHARE = 0.1  # of the samples that are still correct: those that FAB attacks, and Square if they are enough
+_FIRST_ROUND = 100  # queries
 
 
 @dataclass(frozen=True)
-class _AttackState:
-    """One batch under attack, with the best points so far."""
+class SquareSentinel:
+    """A short run of Square that reports the margin it reached, to be compared with that of the gradients."""
 
     threat: Threat
-    model: nn.Module
-    x: Tensor
-    y: Tensor
-    rng: SampleRNG
-    best: BestPoints
-    gains: Tensor
+    queries: int
 
-    def run_apgd(self, place: Tensor, steps: int, value: Value, stream: str, turn: int = 0) -> None:
-        """APGD from a random start, on the samples at `place`."""
-        if len(place):
-            attack = APGD(self.threat, RecordBest(place, self.best, value), steps)
-            gains = GainRecorder.of(self.threat, self.x[place])
-            attack.search(self.model, self.x[place], self.y[place], self.rng[place].stream(stream, turn), gains=gains)
-            self.gains[place] += gains.sums
+    __call__ = images_of
+    run_with_info = images_and_info_of
 
-    def run_pgd(
-        self, place: Tensor, lengths: tuple[float, ...], value: Value, stream: str, turn: int = 0, scaled: bool = False
-    ) -> None:
-        """PGD with the given step lengths from a random start; the last point is evaluated, too.
+    def run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool) -> tuple[Tensor, SampleInfo]:
+        z = Square(self.threat, self.queries, rescale_schedule=True)(model, x, y, rng)
+        with frozen(model), torch.no_grad():
+            return z, {SQUARE_MARGIN: margin(model(z), y).double()}
 
-        With `scaled` gradients pass through scaled attention, if the model is of a known family.
-        """
-        if len(place) == 0:
-            return
-        goal = RecordBest(place, self.best, value)
-        attack = PGD(self.threat, goal, Scripted(lengths), len(lengths))
-        rng = self.rng[place].stream(stream, turn)
-        model = _with_scaled_gradients(self.model) if scaled else self.model
-        # Gradients through scaled attention promise nothing about the model itself.
-        gains = None if scaled else GainRecorder.of(self.threat, self.x[place])
-        end = attack.search(model, self.x[place], self.y[place], rng, gains)
-        if gains is not None:
-            self.gains[place] += gains.sums
-        rest = ~self.best.fooled[place]
-        if bool(rest.any()):
-            with torch.no_grad():
-                goal(self.model, self.x[place], self.y[place]).keep(rest).evaluate(end[rest], 1.0)
+    def passes(self) -> tuple[int, int]:
+        return 0, self.queries + 2
 
 
 @dataclass(frozen=True)
 class AutoAttackFast:
-    """The stages of `STAGES` with their numbers of steps.
+    """The search, with its numbers of steps, the sentinels, and AutoAttack if they raise an alarm.
 
-    `targets` x `target_steps` short runs and `best_targets` x `best_steps` long ones towards wrong classes, up to seven
-    restarts, and sentinels: FAB with `sentinel_targets` x `sentinel_steps` steps, Square with `sentinel_queries`.
+    `targets` x `target_steps` short runs and `best_targets` x `best_steps` long ones towards wrong classes, and up to
+    seven restarts. The sentinels are FAB with `sentinel_targets` x `sentinel_steps` steps and Square with at most
+    `sentinel_queries`. Without `escalate` an alarm remains a warning.
     """
 
     threat: Threat
@@ -135,208 +92,90 @@ class AutoAttackFast:
     sentinel_targets: int = 3
     sentinel_steps: int = 30
     sentinel_queries: int = 1000
+    escalate: bool = True
     reaches: tuple[tuple[float, int], ...] = field(default=_REACHES, kw_only=True)
+    ensemble: Callable[[Threat], WorstOf] = field(default=autoattack, kw_only=True)
 
     def __post_init__(self) -> None:
-        small = {name: value for name, value in vars(self).items() if isinstance(value, int) and value < 1}
+        small = {name: value for name, value in vars(self).items() if type(value) is int and value < 1}
         if small:
             name, value = next(iter(small.items()))
             raise UserError(f"{name} of autoattack-fast must be at least 1, got {value}")
+
+    @property
+    def search(self) -> FastSearch:
+        """The part that runs on every sample."""
+        from vitadel.attacks.autoattack.fast_search import FastSearch
+
+        return FastSearch(**{each.name: getattr(self, each.name) for each in fields(FastSearch)})
+
+    def stages(self, rng: SampleRNG) -> Stages:
+        """The search on all samples, sentinels until masking is decided, and AutoAttack if there are signs of it.
+
+        Which samples are sentinels depends on the lots of all samples that are still correct, not on batches.
+        """
+        every = torch.arange(len(rng))
+        results = {SEARCH: (yield Stage(SEARCH, self.search, every))}
+        correct = every[~results[SEARCH].fooled]
+        if self.threat.eps == 0 or len(correct) == 0:
+            return
+        lots = rng.stream("sentinel lots").bits(1).cpu()[correct, 0]
+        chosen = correct[lots.argsort()][: max(LEAST_SENTINELS, round(_SHARE * len(correct)))]
+        for number, (name, attack, count) in enumerate(self._sentinels(len(correct), len(chosen))):
+            places = chosen[:count].sort().values
+            places = places[torch.isin(places, correct)]
+            if len(places) == 0 or FastEvidence(results).masked_by_sentinels:
+                break
+            results[name] = yield Stage(name, attack, places, ("sentinel", number))
+            correct = correct[~torch.isin(correct, places[results[name].fooled])]
+        if not self.escalate or not FastEvidence(results).signs:
+            return
+        for number, (name, member) in enumerate(self.ensemble(self.threat).members()):
+            if len(correct):
+                result = yield Stage(name, member, correct, (MEMBER, number))
+                correct = correct[~result.fooled]
+
+    def _sentinels(self, correct: int, count: int) -> list[tuple[str, Attack, int]]:
+        """(name, attack, number of samples): FAB on a tenth, Square on all `count` sentinels.
+
+        The queries of Square are as many as for a tenth of the `correct` samples, shared by all sentinels.
+        """
+        queries = min(self.sentinel_queries, round(_SHARE * correct * self.sentinel_queries / count))
+        first = min(_FIRST_ROUND, self.sentinel_queries)
+        rounds = [first, queries - first] if queries >= 2 * first else [first]
+        squares: list[tuple[str, Attack, int]] = [
+            (name, SquareSentinel(self.threat, each), count)
+            for name, each in zip(SQUARE_SENTINELS, rounds, strict=False)
+        ]
+        fab = FAB(self.threat, self.sentinel_steps, self.sentinel_targets)
+        return [*squares, (FAB_SENTINEL, fab, max(1, round(_SHARE * correct)))]
 
     __call__ = images_of
     run_with_info = images_and_info_of
 
     def run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool) -> tuple[Tensor, SampleInfo]:
-        """With info about each sample, which costs nothing.
-
-        The stage that fooled it (`fell_in`), its distance from the boundary before the restarts (`missing`), its number
-        of restarts, and whether it was kept alive or attacked by the sentinels.
-        """
-        check_pixels(x)
-        x = x.detach()
-        with frozen(model):
-            with torch.no_grad():
-                logits = model(x)
-                best = BestPoints.of(self.threat, x, logits, y, fooled(model, x, logits, y))
-            gains = GainRecorder.of(self.threat, x).sums
-            state = _AttackState(self.threat, model, x, y, rng, best, gains)
-            info = {"fell_in": torch.where(best.fooled, 0, -1)}
-            if self.threat.eps > 0:
-                for number, stage in enumerate(self._stages(state, logits, info), start=1):
-                    before = best.fooled.clone()
-                    stage()
-                    info["fell_in"][best.fooled & ~before] = number
-        info["gains"] = gains
-        info["margin"] = best.margin
-        return best.point, info
-
-    def _stages(self, state: _AttackState, logits: Tensor, info: SampleInfo) -> list[Callable[[], None]]:
-        """In the order of `STAGES`, without the clean images."""
-        uniform = state.rng.stream("lots").uniform(2)
-        alive, sentinel = uniform[:, 0] < _KEPT_ALIVE, uniform[:, 1] < _SENTINEL
-        stages = _Stages(self, state, logits)
-
-        def restarts() -> None:
-            info["missing"] = stages.missing()
-            info["restarts"] = sum(
-                (more * (info["missing"] < reach) for reach, more in self.reaches),
-                start=torch.zeros_like(info["fell_in"]),
-            )
-            stages.restarts(info["restarts"])
-
-        def kept_alive() -> None:
-            info["far"] = (info["restarts"] < self._most_restarts) & ~state.best.fooled
-            info["kept_alive"] = alive & info["far"]
-            stages.restarts(torch.where(info["kept_alive"], self._most_restarts, 0), info["restarts"])
-
-        def sentinels() -> None:
-            info["sentinel"] = sentinel & ~state.best.fooled
-            stages.sentinels(info["sentinel"].nonzero().squeeze(1))
-
-        return [stages.entropy, stages.margins, stages.targets, stages.best_targets, restarts, kept_alive, sentinels]
-
-    @property
-    def _most_restarts(self) -> int:
-        return sum(count for _, count in self.reaches)
+        """All stages, with the samples of this batch as the run; `fell_in` says which stage fooled each of them."""
+        found, info, result = x.detach().clone(), SampleInfo(), None
+        stages = self.stages(rng)
+        while (stage := next_stage(stages, result)) is not None:
+            place = stage.places.to(x.device)
+            z, new = run_attack(stage.attack, model, x[place], y[place], stage.own(rng[place]))
+            with frozen(model):
+                fooled = deployed_fooled(model, z, y[place])
+            searched = stage.name == SEARCH
+            found[place[fooled | searched]] = z[fooled | searched]
+            merge_info(info, new, place, len(x))
+            if not searched:
+                number = STAGES.index("sentinel" if stage.name in (FAB_SENTINEL, *SQUARE_SENTINELS) else "escalation")
+                info["fell_in"][place[fooled]] = number
+            result = StageResult(stage.places, fooled.cpu(), {name: values.cpu() for name, values in new.items()})
+        return found, info
 
     def passes(self) -> tuple[int, int]:
-        """With ten classes, for a sample that is never fooled, gets all restarts and is attacked by the sentinels."""
-        runs = [self.entropy_steps, self.margin_steps, self.margin_steps]
-        runs += [self.target_steps] * self.targets + [self.best_steps] * self.best_targets
-        runs += [_DIVERSIFYING + self.margin_steps] * self._most_restarts
+        """With ten classes, for a sample that is never fooled, gets all restarts and is a sentinel; with escalation."""
+        gradients, forwards = self.search.passes()
         fab = self.sentinel_targets * self.sentinel_steps
-        return sum(runs) + 1 + fab, 1 + len(runs) + fab + 1 + self.sentinel_queries + 1
-
-
-@dataclass
-class _Stages:
-    """The stages for one batch; `table` holds each sample's targets, `reached` the best lead of each target's logit."""
-
-    attack: AutoAttackFast
-    state: _AttackState
-    logits: Tensor
-    table: Tensor = field(init=False)
-    reached: Tensor = field(init=False)
-
-    def entropy(self) -> None:
-        def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
-            return cross_entropy(logits, y)
-
-        self.state.run_apgd(self.state.best.not_fooled(), self.attack.entropy_steps, value, "entropy")
-
-    def margins(self) -> None:
-        for turn, first in enumerate(("label", "rival")):
-            value, lengths = _two_phases(self.attack.margin_steps, first)
-            self.state.run_pgd(self.state.best.not_fooled(), lengths, value, "margin", turn)
-
-    def targets(self) -> None:
-        """Short runs towards each target, the nearest class first."""
-        state, attack, place = self.state, self.attack, self.state.best.not_fooled()
-        shape = len(self.logits), min(attack.targets, self.logits.shape[1] - 1)
-        self.table = state.y.new_zeros(shape)
-        self.reached = torch.full(shape, -torch.inf, dtype=torch.float64, device=state.x.device)
-        if len(place) == 0:
-            return
-        clean = (state.x[place], state.y[place], self.logits[place])
-        self.table[place] = nearest_targets(state.model, *clean, state.threat, attack.candidates, shape[1])
-        for column in range(shape[1]):
-            state.run_apgd(state.best.not_fooled(), attack.target_steps, self._towards(column), "target", column)
-
-    def best_targets(self) -> None:
-        """Long runs towards the classes with the best lead so far; the second one on the targeted DLR loss."""
-        order = self.reached.argsort(dim=1, descending=True, stable=True)
-        for turn in range(min(self.attack.best_targets, order.shape[1])):
-            columns = order[:, turn]
-            value = self._towards(columns, ratio=turn % 2 == 1 and self.logits.shape[1] > 3)
-            self.state.run_apgd(self.state.best.not_fooled(), self.attack.best_steps, value, "best", turn)
-
-    def _towards(self, column: int | Tensor, ratio: bool = False) -> Value:
-        if isinstance(column, int):
-            target = self.table[:, column]
-        else:
-            target = self.table.gather(1, column[:, None]).squeeze(1)
-
-        def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
-            if ratio:
-                return targeted_dlr(logits, y, target[place])
-            gain = lead(logits, y, target[place])
-            if isinstance(column, int):
-                best = torch.maximum(self.reached[place, column], gain.detach().double())
-                self.reached[place, column] = best
-            return gain
-
-        return value
-
-    def missing(self) -> Tensor:
-        """The distance from each sample's best point to its linearized boundary, in units of eps.
-
-        Infinite for fooled samples, and where the gradient is zero.
-        """
-        state, place = self.state, self.state.best.not_fooled()
-        missing = torch.full((len(state.x),), torch.inf, dtype=torch.float64, device=state.x.device)
-        if len(place) == 0:
-            return missing
-        with torch.enable_grad():
-            z = state.best.point[place].clone().requires_grad_()
-            values = margin(state.model(z), state.y[place])
-            slope = gradient(values, z).flatten(1)
-        steepness = torch.linalg.vector_norm(slope, ord=dual_order(state.threat), dim=1).double()
-        gap = -values.detach().double()
-        missing[place] = torch.where(steepness > 0, gap / (steepness * state.threat.eps), torch.inf)
-        return missing
-
-    def restarts(self, wanted: Tensor, done: Tensor | None = None) -> None:
-        """Run restart number k for samples with more than k `wanted` and at most k `done` restarts."""
-        done = torch.zeros_like(wanted) if done is None else done
-        for turn in range(int(wanted.max()) if len(wanted) else 0):
-            place = ((wanted > turn) & (done <= turn) & ~self.state.best.fooled).nonzero().squeeze(1)
-            value, lengths = self._diversified(turn)
-            self.state.run_pgd(place, lengths, value, "restart", turn, scaled=turn == _SCALED)
-
-    def _diversified(self, turn: int) -> tuple[Value, tuple[float, ...]]:
-        """A few steps along random logits, every other time away from the label towards its rival, then on margins."""
-        weights = self.state.rng.stream("weights", turn).uniform(self.logits.shape[1]).to(self.logits.dtype) * 2 - 1
-        if turn % 2 == 0:
-            lot = self.state.rng.stream("label weight", turn).uniform(1).to(weights.dtype)
-            weights = weights.scatter(1, self.state.y[:, None], lot * 0.6 - 0.5)
-            weights = weights.scatter(1, self.state.best.rival[:, None], 0.8)
-        phases, lengths = _two_phases(self.attack.margin_steps, ("label", "rival")[turn % 2])
-        total = _DIVERSIFYING + len(lengths)
-
-        def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
-            step = round(progress * total)
-            if step < _DIVERSIFYING:
-                return (weights[place] * logits).sum(1)
-            return phases(logits, y, place, (step - _DIVERSIFYING) / len(lengths))
-
-        return value, (1.0,) * _DIVERSIFYING + lengths
-
-    def sentinels(self, place: Tensor) -> None:
-        """FAB and Square, which should find nothing: if they do, the other stages were too weak."""
-        state, settings = self.state, self.attack
-        attacks: tuple[Attack, ...] = (
-            FAB(state.threat, settings.sentinel_steps, settings.sentinel_targets),
-            Square(state.threat, settings.sentinel_queries),
-        )
-        for turn, attack in enumerate(attacks):
-            place = place[~state.best.fooled[place]]
-            if len(place) == 0:
-                return
-            z = attack(state.model, state.x[place], state.y[place], state.rng[place].stream("sentinel", turn))
-            with torch.no_grad():
-                logits = state.model(z)
-            wrong = fooled(state.model, z, logits, state.y[place])
-            state.best.record(place, z, logits, state.y[place], wrong)
-
-
-def _two_phases(steps: int, first: str) -> tuple[Value, tuple[float, ...]]:
-    """One side of the margin for two fifths of the steps, then both; steps shrink from 2 eps to 0 in each phase."""
-    turn = max(1, round(0.4 * steps))
-
-    def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
-        return probability_margin(logits, y, first if round(progress * steps) < turn else "margin")
-
-    def falling(count: int) -> tuple[float, ...]:
-        return tuple(1 + math.cos(math.pi * step / count) for step in range(count))
-
-    return value, falling(turn) + falling(max(steps - turn, 0))
+        forwards += fab + 1 + self.sentinel_queries + 2 * len(SQUARE_SENTINELS)
+        judged = 1 + len(SQUARE_SENTINELS)  # whether a stage fooled a sample
+        more = self.ensemble(self.threat).passes() if self.escalate else (0, 0)
+        return gradients + fab + more[0], forwards + judged + more[1] + self.escalate

@@ -14,7 +14,7 @@ from vitadel.attacks.wrappers import Averaged, WorstOf
 from vitadel.types import Attack, Threat
 
 
-def autoattack(threat: Threat, steps: int = 100, targets: int = 9, queries: int = 5000) -> Attack:
+def autoattack(threat: Threat, steps: int = 100, targets: int = 9, queries: int = 5000) -> WorstOf:
     """AutoAttack 'standard'. In L1, where starts matter more, APGD runs five times, and APGD-T towards five classes."""
     l1 = isinstance(threat, L1)
     restarts = 5 if l1 else 1

@@ -18,13 +18,13 @@ from PIL import Image
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from vitadel.attacks.parse import make, needs_known_family, numbered_targets, split_attack_list
+from vitadel.attacks.parse import make, needs_known_family, numbered_targets, split_attack_list, without_escalation
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import make_threat
 from vitadel.data.batches import Batch, read_batches
 from vitadel.data.selection import BadSample
 from vitadel.errors import UserError
-from vitadel.evaluation.audit.evidence import findings_about, findings_about_mode, findings_about_outputs
+from vitadel.evaluation.audit.evidence import escalation_of, findings_about, findings_about_mode, findings_about_outputs
 from vitadel.evaluation.audit.protocols import compare_with_protocols, protocol_named
 from vitadel.evaluation.engine.attack_preparation import calibrate, needs_calibration, preflight
 from vitadel.evaluation.engine.cost import SHORT, compile_if_faster
@@ -38,6 +38,7 @@ from vitadel.evaluation.engine.stages import (
     attack_stage,
     check_budget,
     members_of,
+    ordinary_form,
     rules_of,
 )
 from vitadel.evaluation.engine.target import Target, apply_class_subset, calibration_images, open_target
@@ -136,6 +137,7 @@ def audit(
     model_options: Mapping[str, Any] | None = None,
     tokens: str | Path | None = None,
     allow_readable: bool = False,
+    escalate: bool = True,
     out: str | Path | None = None,
     resume: bool = False,
     **settings: Any,
@@ -145,10 +147,14 @@ def audit(
     `settings` are further fields of `AuditRequest`: norm, limit, batch_size, seed, independent, precision, skip_bad,
     calibration, compile, protocol; those of a protocol come from `evaluation.audit.protocols.settings`.
     `model_options` are arguments of `load_model`. `tokens` is a file of robustness tokens, which only its owner may
-    read unless `allow_readable`. The precheck of `vitadel audit` is not included: see `vitadel.diagnose`.
+    read unless `allow_readable`. Without `escalate`, autoattack-fast only warns if gradients look masked. The precheck
+    of `vitadel audit` is not included: see `vitadel.diagnose`.
     """
-    names = tuple(split_attack_list(attacks) if isinstance(attacks, str) else attacks)
-    request = request_from(AuditRequest, "audit", {"attacks": names, "eps": read_quantity(eps, "eps"), **settings})
+    names = split_attack_list(attacks) if isinstance(attacks, str) else list(attacks)
+    names = names if escalate else without_escalation(names)
+    request = request_from(
+        AuditRequest, "audit", {"attacks": tuple(names), "eps": read_quantity(eps, "eps"), **settings}
+    )
     processes = join_processes(device)
     target = open_target(
         model,
@@ -284,6 +290,7 @@ class _Audit:
             stage = f"{number:02d} {name}"
             results = attack_stage(context, stage, attack, request.threat, exposed, needs_known_family(name))
             verdicts.add(name, settings, results, alone=alone, own_rules=own_rules)
+            verdicts.entries[-1] |= escalation_of(results)
             findings += findings_about(name, results, len(verdicts.index))
             prepared.append((name, attack))
             members += results
@@ -310,8 +317,8 @@ def _compile(context: RunContext) -> tuple[RunContext, Any]:
 
 
 def _cost_of(named: tuple[str, Attack]) -> int:
-    """At most, in forward passes."""
-    gradients, forwards = named[1].passes()
+    """At most, in forward passes, without the escalation of a staged ensemble."""
+    gradients, forwards = ordinary_form(named[1]).passes()
     return 3 * gradients + forwards
 
 
@@ -375,6 +382,7 @@ def example_arrays(context: RunContext, verdicts: Verdicts, name: str, attack: A
         return None
     (batch,) = read_batches(context.source, [rows], context.preprocess, skip_bad=context.skip_bad)
     batch = batch.to(context.processes.device)
+    attack = ordinary_form(attack)
     with context.arithmetic():
         z = attack(context.model, batch.x, batch.y, SampleRNG.of_samples(context.seed, batch.indices, batch.x.device))
         with torch.no_grad():

@@ -12,9 +12,13 @@ from vitadel.evaluation.audit.audit import AuditRequest
 from vitadel.evaluation.engine.attack_preparation import preflight
 from vitadel.evaluation.engine.cost import PassTimes, compile_if_faster, gray_batch
 from vitadel.evaluation.engine.run import Run
+from vitadel.evaluation.engine.stages import ordinary_form
 from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.evaluation.engine.trial import estimate
 from vitadel.runtime.distributed import Processes
+
+ESCALATION = ", if it escalates"
+"""The end of the name of a row: what more a staged ensemble costs at most."""
 
 
 def plan_audit(
@@ -53,7 +57,7 @@ def plan_audit(
     for row in rows:
         row["seconds"] = row["likely_seconds"] = row.pop("images") * times.seconds(row["gradients"], row["forwards"])
     for number, (name, attack) in enumerate(named):
-        gradients, forwards = attack.passes()
+        gradients, forwards = ordinary_form(attack).passes()
         stages = [stage for stage in trial.at_most if stage.startswith(f"{number:02d} ")]
         seconds = {
             "seconds": sum(trial.at_most[stage] for stage in stages),
@@ -61,6 +65,11 @@ def plan_audit(
         }
         # One more forward pass judges the result.
         rows.append({"name": name, "gradients": gradients, "forwards": forwards + 1, **seconds})
+        most = attack.passes()
+        if most != (gradients, forwards):
+            more = (most[0] - gradients, most[1] - forwards)
+            seconds = {"seconds": len(indices) * times.seconds(*more), "likely_seconds": 0.0}
+            rows.append({"name": f"{name}{ESCALATION}", "gradients": more[0], "forwards": more[1], **seconds})
     return {
         "samples": len(indices),
         "batch_size": request.batch_size,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.autoattack.fast import STAGES
+from vitadel.attacks.autoattack.fast_evidence import FastEvidence
 from vitadel.backbones.classifier import looks_like_probabilities, modules_in_train_mode
 from vitadel.data.batches import read_batches
 from vitadel.evaluation.engine.stages import NOTE, MemberResult, RunContext
@@ -18,9 +17,6 @@ from vitadel.statistics import exceeds_share
 
 _FULL = "run the full ensemble: --attacks autoattack"
 _SURPRISE = 0.002  # share of all samples that Square may break after the gradients, and more by chance
-_CONVERGED = 0.003  # share of the survivors that the last restarts may still break
-_MISLED = 0.12  # share of all samples that may withstand the cross-entropy and not other losses
-_FEW = 20
 
 
 def findings_about_mode(model: nn.Module) -> list[dict[str, Any]]:
@@ -72,17 +68,8 @@ def findings_about_outputs(context: RunContext, indices: Tensor) -> list[dict[st
 
 def findings_about(name: str, members: Sequence[MemberResult], n: int) -> list[dict[str, Any]]:
     """About an ensemble whose gradient-free member broke samples, and about `autoattack-fast`."""
-    notes = _notes(members)
-    return _about_fast(name, notes, n) if "fell_in" in notes else _about_square(name, members, n)
-
-
-def _notes(members: Sequence[MemberResult]) -> dict[str, np.ndarray]:
-    collected: dict[str, list[np.ndarray]] = {}
-    for record in (record for member in members for record in member.records):
-        for key in record:
-            if key.startswith(NOTE):
-                collected.setdefault(key.removeprefix(NOTE), []).append(record[key])
-    return {key: np.concatenate(parts) for key, parts in collected.items()}
+    evidence = _fast_evidence(members)
+    return _about_square(name, members, n) if evidence is None else _about_fast(name, evidence)
 
 
 def _about_square(name: str, members: Sequence[MemberResult], n: int) -> list[dict[str, Any]]:
@@ -102,41 +89,46 @@ def _about_square(name: str, members: Sequence[MemberResult], n: int) -> list[di
     ]
 
 
-def _about_fast(name: str, notes: dict[str, np.ndarray], n: int) -> list[dict[str, Any]]:
-    fell = notes["fell_in"]
-    count = {stage: int((fell == number).sum()) for number, stage in enumerate(STAGES)}
-    met, alive = (int(notes[key].sum()) if key in notes else 0 for key in ("sentinel", "kept_alive"))
-    robust = int((fell < 0).sum())
-    if robust == 0:
+def _about_fast(name: str, evidence: FastEvidence) -> list[dict[str, Any]]:
+    if evidence.searched == 0:
         return []  # nothing left that could be doubted
-    restarted = count["restarts"] + count["kept alive"]
-    flat = int((np.isinf(notes["missing"]) & (fell < 0)).sum()) if "missing" in notes else 0
-    doubts = []
-    if count["sentinel"]:
-        doubts.append(f"FAB or Square broke {count['sentinel']} of the {met} samples they were run on")
-    if count["kept alive"]:
-        unseen = int(notes["far"].sum()) - alive
-        doubts.append(
-            f"{count['kept alive']} of {alive} far samples were misclassified when given all restarts, so about "
-            f"{round(count['kept alive'] * unseen / alive)} more may be missing"
-        )
-    if restarted > max(1, _CONVERGED * (robust + restarted)):
-        doubts.append(f"the last restarts still broke {restarted} samples")
-    if met == 0:
-        doubts.append("no robust sample was checked by FAB and Square: too few images to check the number by itself")
-    if flat:
-        doubts.append(f"{flat} robust samples have no gradient at all")
-    late = sum(count.values()) - count["clean"] - count["cross-entropy"]
-    if late > _MISLED * n:
-        doubts.append(
-            f"{late} samples withstood the cross-entropy and were misclassified under other losses: its gradients "
-            "mislead"
-        )
-    summary = f"{robust} samples are robust; FAB and Square checked {met} of them, {alive} far ones got all restarts"
-    if met < _FEW:
-        summary += ", which is few"
     check, title = "attack-completeness", f"{name}: the attack may miss adversarial examples"
+    doubts = [*evidence.signs, *evidence.doubts]
     if not doubts:
         advice = f"an upper bound from autoattack-fast, not an AutoAttack number; for one, {_FULL}"
-        return [Finding(check, OK, summary, advice, title).as_dict()]
-    return [Finding(check, SUSPICIOUS, f"{'; '.join(doubts)} ({summary})", _FULL, title).as_dict()]
+        return [Finding(check, OK, evidence.summary, advice, title).as_dict()]
+    text, advice = f"{'; '.join(doubts)} ({evidence.summary})", _FULL
+    if evidence.escalation:
+        lost = evidence.searched - evidence.robust
+        text = f"gradients are masked, so all of AutoAttack ran and broke {lost} more samples: {text}"
+        advice = "the number is AutoAttack's or lower; find what masks the gradients with 'vitadel diagnose'"
+    elif evidence.signs:
+        text = f"gradients are masked, and AutoAttack did not run (--no-escalate): {text}"
+    return [Finding(check, SUSPICIOUS, text, advice, title).as_dict()]
+
+
+def escalation_of(members: Sequence[MemberResult]) -> dict[str, Any]:
+    """The fields of results about the escalation of `autoattack-fast`; empty for other attacks."""
+    evidence = _fast_evidence(members)
+    if evidence is None:
+        return {}
+    extra = [member for member in members if member.name in evidence.escalation]
+    return {
+        "escalated": bool(extra),
+        "escalation": {
+            "reasons": evidence.signs if evidence.searched else [],
+            "doubts": evidence.doubts if evidence.searched else [],
+            "sentinels": evidence.sentinels,
+            "broken_by_sentinels": evidence.broken_by_sentinels,
+            "closer_than_gradients": evidence.ahead,
+            "broken": sum(member.broken for member in extra),
+            "gradient_calls": sum(int(record["gradients"]) for member in extra for record in member.records),
+            "forward_calls": sum(int(record["forwards"]) for member in extra for record in member.records),
+        },
+    }
+
+
+def _fast_evidence(members: Sequence[MemberResult]) -> FastEvidence | None:
+    if not members or f"{NOTE}fell_in" not in next(iter(members[0].records), {}):
+        return None
+    return FastEvidence({member.name: member.as_stage() for member in members})

@@ -14,14 +14,14 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.per_sample import run_attack
-from vitadel.attacks.wrappers import MEMBER
+from vitadel.attacks.wrappers import MEMBER, Stage, Staged, StageResult, next_stage
 from vitadel.backbones.classifier import check_logits, fastest_attention
 from vitadel.data.batches import Batch, read_batches
 from vitadel.data.preprocess import Preprocess
@@ -281,16 +281,21 @@ def clean_stage(context: RunContext, indices: Tensor, stage: str = "clean") -> l
 
 @dataclass(frozen=True)
 class MemberResult:
-    """What one attack did, or one member of an ensemble: verdicts, notes and costs, one record per batch."""
+    """What one attack did, or one member of an ensemble: verdicts, notes and costs, one record per batch.
+
+    `spared` are the indices of samples that were still correct before it and that it did not attack.
+    """
 
     name: str
     records: list[BatchRecord]
+    spared: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     @property
     def held(self) -> Tensor:
         """The indices of the samples that are still correct after it."""
         kept = [record["index"][record["held"]].astype(np.int64) for record in self.records]
-        return torch.from_numpy(np.concatenate(kept or [np.empty(0, np.int64)]))
+        attacked = torch.from_numpy(np.concatenate(kept or [np.empty(0, np.int64)]))
+        return torch.cat([attacked, self.spared]).sort().values if len(self.spared) else attacked
 
     @property
     def attacked(self) -> int:
@@ -298,7 +303,19 @@ class MemberResult:
 
     @property
     def broken(self) -> int:
-        return self.attacked - len(self.held)
+        return sum(int((~record["held"]).sum()) for record in self.records)
+
+    def notes(self) -> dict[str, np.ndarray]:
+        """The attack's notes about all samples that it attacked."""
+        names = [key for record in self.records[:1] for key in record if key.startswith(NOTE)]
+        return {key.removeprefix(NOTE): np.concatenate([record[key] for record in self.records]) for key in names}
+
+    def as_stage(self) -> StageResult:
+        """The result as a staged ensemble sees it; its samples are indices."""
+        index = np.concatenate([record["index"] for record in self.records] or [np.empty(0, np.int64)])
+        held = np.concatenate([record["held"] for record in self.records] or [np.empty(0, bool)])
+        info = {name: torch.from_numpy(values) for name, values in self.notes().items()}
+        return StageResult(torch.from_numpy(index.astype(np.int64)), torch.from_numpy(~held), info)
 
 
 def attack_stage(
@@ -307,6 +324,9 @@ def attack_stage(
     """Attack these samples; the members of an ensemble run one after another, each on what the earlier ones left."""
     if needs_known_family:
         context = replace(context, compiled=None)
+    staged = _staged_inside(attack)
+    if staged is not None:
+        return _run_stages(context, stage, *staged, threat, indices)
     results: list[MemberResult] = []
     for title, name, member, stream in members_of(stage, attack):
         indices = results[-1].held if results else indices
@@ -318,11 +338,59 @@ Stream = Callable[[SampleRNG], SampleRNG]
 
 
 def members_of(stage: str, attack: Attack) -> list[tuple[str, str, Attack, Stream]]:
-    """The members of an ensemble: name of their stage, own name, attack, random stream; one if it is no ensemble."""
+    """The members of an ensemble: name of their stage, own name, attack, random stream; one if it is no ensemble.
+
+    Of a staged ensemble the first, because the others depend on how that one goes.
+    """
+    staged = _staged_inside(attack)
+    if staged is not None:
+        first = _first_stage(*staged)
+        return [(f"{stage} {first.name}", first.name, first.attack, first.own)]
     if not isinstance(attack, Ensemble):
         return [(stage, "", attack, lambda rng: rng)]
     members = enumerate(attack.members())
     return [(f"{stage} {name}", name, member, _member_stream(number)) for number, (name, member) in members]
+
+
+def ordinary_form(attack: Attack) -> Attack:
+    """The first attack of a staged ensemble, which runs on every sample; any other attack as it is."""
+    staged = _staged_inside(attack)
+    return attack if staged is None else _first_stage(*staged).attack
+
+
+def _first_stage(ensemble: Staged, around: Callable[[Attack], Attack]) -> Stage:
+    first = next(ensemble.stages(SampleRNG.of_samples(0, [0])))
+    return replace(first, attack=around(first.attack))
+
+
+def _staged_inside(attack: Attack) -> tuple[Staged, Callable[[Attack], Attack]] | None:
+    """The staged ensemble that an attack is or wraps, and what to put around each of its attacks; else None."""
+    if isinstance(attack, Staged):
+        return attack, lambda stage: stage
+    found = _staged_inside(attack.attack) if hasattr(attack, "attack") else None
+    if found is None:
+        return None
+    ensemble, around = found
+    return ensemble, lambda stage: cast(Attack, replace(cast(Any, attack), attack=around(stage)))
+
+
+def _run_stages(
+    context: RunContext,
+    stage: str,
+    ensemble: Staged,
+    around: Callable[[Attack], Attack],
+    threat: Threat,
+    indices: Tensor,
+) -> list[MemberResult]:
+    """Run the stages that the ensemble asks for; what it asks for follows from the records of all batches."""
+    stages = ensemble.stages(SampleRNG.of_samples(context.seed, indices))
+    results: list[MemberResult] = []
+    while (step := next_stage(stages, results[-1].as_stage() if results else None)) is not None:
+        chosen = indices[step.places]
+        records = _one_attack(context, f"{stage} {step.name}", around(step.attack), threat, chosen, step.own)
+        correct = results[-1].held if results else indices
+        results.append(MemberResult(step.name, records, correct[~torch.isin(correct, chosen)]))
+    return results
 
 
 def refuse_lost_images(batch: Batch) -> None:

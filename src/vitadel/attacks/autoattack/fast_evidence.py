@@ -1,0 +1,224 @@
+"""What the stages of `autoattack-fast` say about its number: signs of masked gradients, weaker doubts, thin evidence.
+
+The limits come from honest models: those of the zoo, pretrained ViTs on ImageNet, small CNNs (docs/results.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from vitadel.attacks.gain_ratio import mean_over_steps
+from vitadel.attacks.wrappers import StageResult
+from vitadel.statistics import binomial_tail, exceeds_share
+
+STAGES = (
+    "clean",
+    "cross-entropy",
+    "probability margin",
+    "targets",
+    "best targets",
+    "restarts",
+    "kept alive",
+    "sentinel",
+    "escalation",
+)
+"""The stages that may fool a sample; the sample info `fell_in` is a position in this list, or -1 if none did."""
+
+SEARCH, FAB_SENTINEL, SQUARE_SENTINELS = "search", "fab-sentinel", ("square-sentinel-1", "square-sentinel-2")
+"""Names of the members in results; AutoAttack's members have their own names."""
+
+SQUARE_MARGIN = "square_margin"
+"""The sample info of Square as a sentinel: the largest margin that it reached."""
+
+_CONVERGED = 0.003  # share of the robust samples that the last restarts may still break
+_MISLED = 0.12  # share of the samples that may withstand the cross-entropy and not other losses
+_LUCKY = 0.02  # share of the sentinels on which Square may come closer to the boundary than the gradients
+_MASKED = 0.2  # the same share of a masked model, or more
+_ALARM, _CLEAR = 0.01, 0.05  # chance of an alarm at the first share, and of none at the second
+_AHEAD = 0.01  # Square is closer by more than this share of the margin
+_KEPT = 0.35  # free steps of honest models deliver more than this share of their promise
+_WILD = 0.3  # share of the short cornered steps that may gain or lose more than twice their promise
+_NEGLIGIBLE = 0.01  # so small a share of robust samples needs no further evidence
+_LEAST_SAMPLES = 8  # for a statement about steps
+
+
+@dataclass(frozen=True)
+class FastEvidence:
+    """The results of the stages so far, by name."""
+
+    results: Mapping[str, StageResult]
+
+    @cached_property
+    def count(self) -> dict[str, int]:
+        """How many samples each stage of the search fooled, by the names in `STAGES`."""
+        fell = self._info("fell_in")
+        return {stage: int((fell == number).sum()) for number, stage in enumerate(STAGES)}
+
+    @property
+    def attacked(self) -> int:
+        return len(self._search.samples)
+
+    @property
+    def searched(self) -> int:
+        """The samples that are still correct after the search."""
+        return int((~self._search.fooled).sum())
+
+    @property
+    def broken_by_sentinels(self) -> int:
+        return sum(int(result.fooled.sum()) for result in self._sentinels)
+
+    @property
+    def robust(self) -> int:
+        """The samples that are still correct after the last stage."""
+        return self.searched - sum(int(result.fooled.sum()) for name, result in self.results.items() if name != SEARCH)
+
+    @property
+    def escalation(self) -> list[str]:
+        """The names of AutoAttack's members that ran."""
+        return [name for name in self.results if name not in (SEARCH, FAB_SENTINEL, *SQUARE_SENTINELS)]
+
+    @cached_property
+    def sentinels(self) -> int:
+        """How many samples were attacked by Square."""
+        return max((len(result.samples) for result in self._squares), default=0)
+
+    @cached_property
+    def ahead(self) -> int:
+        """On how many sentinels Square came closer to the boundary than the gradients, or crossed it."""
+        margins = dict(zip(self._search.samples.tolist(), self._info("margin").tolist(), strict=True))
+        ahead: set[int] = set()
+        for result in self._squares:
+            for sample, fooled, reached in zip(
+                result.samples.tolist(), result.fooled.tolist(), result.info[SQUARE_MARGIN].tolist(), strict=True
+            ):
+                if fooled or reached > margins[sample] + _AHEAD * abs(margins[sample]):
+                    ahead.add(sample)
+        return len(ahead)
+
+    @property
+    def masked_by_sentinels(self) -> bool:
+        """Whether Square is ahead on more sentinels than it can be by luck."""
+        return binomial_tail(self.ahead, self.sentinels, _LUCKY) < _ALARM
+
+    @property
+    def cleared_by_sentinels(self) -> bool:
+        """Whether so few would be seen with a small chance only, if the model were masked."""
+        return 1 - binomial_tail(self.ahead + 1, self.sentinels, _MASKED) < _CLEAR
+
+    @cached_property
+    def kept_promise(self) -> float:
+        """The median over samples of the mean gain ratio of free steps; NaN if too few samples have any."""
+        return self._median("ratio", "free", slice(None))
+
+    @cached_property
+    def wild_steps(self) -> float:
+        """The median over samples of the share of wild steps among cornered ones up to half of eps; NaN if too few."""
+        return self._median("wild", "cornered", slice(2))
+
+    @cached_property
+    def signs(self) -> list[str]:
+        """The reasons to run all of AutoAttack."""
+        signs, restarted = [], self.count["restarts"] + self.count["kept alive"]
+        if self.broken_by_sentinels:
+            signs.append(
+                f"FAB or Square broke {self.broken_by_sentinels} of the {self.sentinels} samples they were run on"
+            )
+        elif self.masked_by_sentinels:
+            signs.append(
+                f"Square came closer to the boundary than the gradients on {self.ahead} of {self.sentinels} samples"
+            )
+        if self.kept_promise < _KEPT:
+            signs.append(
+                f"steps along the gradient delivered {100 * self.kept_promise:.0f} % of what it promised, in honest "
+                f"models it is more than {100 * _KEPT:.0f} %"
+            )
+        if self.wild_steps > _WILD:
+            signs.append(
+                f"{100 * self.wild_steps:.0f} % of the short steps changed the loss by more than twice what the "
+                f"gradient promised, in honest models it is less than {100 * _WILD:.0f} %: the output jumps"
+            )
+        if self.flat:
+            signs.append(f"{self.flat} robust samples have no gradient at all")
+        if exceeds_share(self.late, self.attacked, _MISLED):
+            signs.append(self._late_text)
+        if exceeds_share(restarted, self.searched + restarted, _CONVERGED):
+            signs.append(self._restarts_text)
+        return signs
+
+    @cached_property
+    def doubts(self) -> list[str]:
+        """Reasons not to trust the number that are too weak for more attacks."""
+        doubts, restarted = [], self.count["restarts"] + self.count["kept alive"]
+        alive = int(self._info("kept_alive").sum())
+        if self.count["kept alive"]:
+            unseen = int(self._info("far").sum()) - alive
+            doubts.append(
+                f"{self.count['kept alive']} of {alive} far samples were misclassified when given all restarts, so "
+                f"about {round(self.count['kept alive'] * unseen / alive)} more may be missing"
+            )
+        if restarted > max(1, _CONVERGED * (self.searched + restarted)):
+            doubts.append(self._restarts_text)
+        if self.late > _MISLED * self.attacked:
+            doubts.append(self._late_text)
+        if self.robust > _NEGLIGIBLE * self.attacked and not self.cleared_by_sentinels:
+            doubts.append(
+                f"{self.sentinels} robust samples are too few to exclude masked gradients"
+                if self.ahead == 0
+                else f"Square came closer to the boundary than the gradients on {self.ahead} of {self.sentinels} "
+                "samples, too few to tell"
+            )
+        return [doubt for doubt in doubts if doubt not in self.signs]
+
+    @property
+    def summary(self) -> str:
+        alive = int(self._info("kept_alive").sum())
+        checked = f"Square checked {self.sentinels} of them, {alive} far ones got all restarts"
+        return f"{self.searched} samples are robust to the search; {checked}"
+
+    @property
+    def flat(self) -> int:
+        """Samples that are still correct after the search and have no gradient."""
+        return int((self._info("missing").isinf() & ~self._search.fooled).sum())
+
+    @property
+    def late(self) -> int:
+        """Samples that withstood the cross-entropy and were misclassified in a later stage of the search."""
+        return sum(self.count.values()) - self.count["clean"] - self.count["cross-entropy"]
+
+    @property
+    def _late_text(self) -> str:
+        return (
+            f"{self.late} samples withstood the cross-entropy and were misclassified under other losses: its gradients "
+            "mislead"
+        )
+
+    @property
+    def _restarts_text(self) -> str:
+        return f"the last restarts still broke {self.count['restarts'] + self.count['kept alive']} samples"
+
+    @property
+    def _search(self) -> StageResult:
+        return self.results[SEARCH]
+
+    @property
+    def _squares(self) -> list[StageResult]:
+        return [self.results[name] for name in SQUARE_SENTINELS if name in self.results]
+
+    @property
+    def _sentinels(self) -> list[StageResult]:
+        return [*self._squares, *(self.results[name] for name in (FAB_SENTINEL,) if name in self.results)]
+
+    def _info(self, name: str) -> Tensor:
+        info = self._search.info
+        return info[name] if name in info else torch.zeros(len(self._search.samples))
+
+    def _median(self, term: str, kind: str, scales: slice) -> float:
+        if "gains" not in self._search.info:
+            return float("nan")
+        means = mean_over_steps(self._search.info["gains"], term, kind, scales)
+        return float(means.nanmedian()) if int((~means.isnan()).sum()) >= _LEAST_SAMPLES else float("nan")

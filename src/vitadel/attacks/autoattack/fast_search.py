@@ -1,0 +1,281 @@
+"""The search of `autoattack-fast`: short runs first, then more passes where they can still help.
+
+Every decision about a sample depends on this sample only, not on the rest of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.apgd import APGD
+from vitadel.attacks.autoattack.best_points import BestPoints, RecordBest, Value
+from vitadel.attacks.autoattack.nearest_targets import nearest_targets
+from vitadel.attacks.gain_ratio import GainRecorder
+from vitadel.attacks.goals import fooled, gradient
+from vitadel.attacks.losses import cross_entropy, lead, margin, probability_margin, targeted_dlr
+from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of
+from vitadel.attacks.pgd import PGD
+from vitadel.attacks.steppers import Scripted
+from vitadel.attacks.surrogate import changed, seen_through
+from vitadel.attacks.threats import dual_order
+from vitadel.backbones.anatomy import attentions_of
+from vitadel.backbones.classifier import check_pixels
+from vitadel.errors import UserError
+from vitadel.instrument.attention import scaled_attention
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.rng import SampleRNG
+from vitadel.types import Threat
+
+_DIVERSIFYING = 3  # steps of a restart along random logits
+_SCALED = 2  # the restart whose gradients pass through attention scores multiplied by _FACTOR, if they are saturated
+_FACTOR = 0.1
+_KEPT_ALIVE = 0.05  # share of the far samples that get all restarts, to measure what that rule misses
+
+
+def _with_scaled_gradients(model: nn.Module) -> nn.Module:
+    if hasattr(model, "_orig_mod"):
+        return model  # a compiled model does not run its own modules, so its attention cannot be scaled
+    try:
+        attentions_of(model)
+    except UserError:
+        return model
+    change = partial(scaled_attention, factors=_FACTOR, backward_only=True)
+    return seen_through(model, lambda inner: changed(inner, change))
+
+
+@dataclass(frozen=True)
+class _AttackState:
+    """One batch under attack, with the best points so far."""
+
+    threat: Threat
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    rng: SampleRNG
+    best: BestPoints
+    gains: Tensor
+
+    def run_apgd(self, place: Tensor, steps: int, value: Value, stream: str, turn: int = 0) -> None:
+        """APGD from a random start, on the samples at `place`."""
+        if len(place):
+            attack = APGD(self.threat, RecordBest(place, self.best, value), steps)
+            gains = GainRecorder.of(self.threat, self.x[place])
+            attack.search(self.model, self.x[place], self.y[place], self.rng[place].stream(stream, turn), gains=gains)
+            self.gains[place] += gains.sums
+
+    def run_pgd(
+        self, place: Tensor, lengths: tuple[float, ...], value: Value, stream: str, turn: int = 0, scaled: bool = False
+    ) -> None:
+        """PGD with the given step lengths from a random start; the last point is evaluated, too.
+
+        With `scaled` gradients pass through scaled attention, if the model is of a known family.
+        """
+        if len(place) == 0:
+            return
+        goal = RecordBest(place, self.best, value)
+        attack = PGD(self.threat, goal, Scripted(lengths), len(lengths))
+        rng = self.rng[place].stream(stream, turn)
+        model = _with_scaled_gradients(self.model) if scaled else self.model
+        # Gradients through scaled attention promise nothing about the model itself.
+        gains = None if scaled else GainRecorder.of(self.threat, self.x[place])
+        end = attack.search(model, self.x[place], self.y[place], rng, gains)
+        if gains is not None:
+            self.gains[place] += gains.sums
+        rest = ~self.best.fooled[place]
+        if bool(rest.any()):
+            with torch.no_grad():
+                goal(self.model, self.x[place], self.y[place]).keep(rest).evaluate(end[rest], 1.0)
+
+
+@dataclass(frozen=True)
+class FastSearch:
+    """The stages from the cross-entropy to the restarts; the fields are those of `AutoAttackFast`."""
+
+    threat: Threat
+    entropy_steps: int
+    margin_steps: int
+    targets: int
+    target_steps: int
+    best_targets: int
+    best_steps: int
+    candidates: int
+    reaches: tuple[tuple[float, int], ...]
+
+    __call__ = images_of
+    run_with_info = images_and_info_of
+
+    def run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool) -> tuple[Tensor, SampleInfo]:
+        """With info about each sample, which costs nothing.
+
+        The stage that fooled it (`fell_in`, as a position in `STAGES`), its distance from the boundary before the
+        restarts (`missing`), its number of restarts, whether it was kept alive, the largest margin found, and the sums
+        of a `GainRecorder` over all steps.
+        """
+        check_pixels(x)
+        x = x.detach()
+        with frozen(model):
+            with torch.no_grad():
+                logits = model(x)
+                best = BestPoints.of(self.threat, x, logits, y, fooled(model, x, logits, y))
+            state = _AttackState(self.threat, model, x, y, rng, best, GainRecorder.of(self.threat, x).sums)
+            info = {"fell_in": torch.where(best.fooled, 0, -1), "clean_margin": best.margin.clone()}
+            if self.threat.eps > 0:
+                for number, stage in enumerate(self._stages(state, logits, info), start=1):
+                    before = best.fooled.clone()
+                    stage()
+                    info["fell_in"][best.fooled & ~before] = number
+        return best.point, info | {"margin": best.margin, "gains": state.gains}
+
+    def _stages(self, state: _AttackState, logits: Tensor, info: SampleInfo) -> list[Callable[[], None]]:
+        """In the order of `STAGES`, without the clean images."""
+        alive = state.rng.stream("lots").uniform(2)[:, 0] < _KEPT_ALIVE
+        stages = _Stages(self, state, logits)
+
+        def restarts() -> None:
+            info["missing"] = stages.missing()
+            info["restarts"] = sum(
+                (more * (info["missing"] < reach) for reach, more in self.reaches),
+                start=torch.zeros_like(info["fell_in"]),
+            )
+            stages.restarts(info["restarts"])
+
+        def kept_alive() -> None:
+            info["far"] = (info["restarts"] < self.most_restarts) & ~state.best.fooled
+            info["kept_alive"] = alive & info["far"]
+            stages.restarts(torch.where(info["kept_alive"], self.most_restarts, 0), info["restarts"])
+
+        return [stages.entropy, stages.margins, stages.targets, stages.best_targets, restarts, kept_alive]
+
+    @property
+    def most_restarts(self) -> int:
+        return sum(count for _, count in self.reaches)
+
+    def passes(self) -> tuple[int, int]:
+        """With ten classes, for a sample that is never fooled and gets all restarts."""
+        runs = [self.entropy_steps, self.margin_steps, self.margin_steps]
+        runs += [self.target_steps] * self.targets + [self.best_steps] * self.best_targets
+        runs += [_DIVERSIFYING + self.margin_steps] * self.most_restarts
+        return sum(runs) + 1, 1 + len(runs)
+
+
+@dataclass
+class _Stages:
+    """The stages for one batch; `table` holds each sample's targets, `reached` the best lead of each target's logit."""
+
+    attack: FastSearch
+    state: _AttackState
+    logits: Tensor
+    table: Tensor = field(init=False)
+    reached: Tensor = field(init=False)
+
+    def entropy(self) -> None:
+        def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
+            return cross_entropy(logits, y)
+
+        self.state.run_apgd(self.state.best.not_fooled(), self.attack.entropy_steps, value, "entropy")
+
+    def margins(self) -> None:
+        for turn, first in enumerate(("label", "rival")):
+            value, lengths = _two_phases(self.attack.margin_steps, first)
+            self.state.run_pgd(self.state.best.not_fooled(), lengths, value, "margin", turn)
+
+    def targets(self) -> None:
+        """Short runs towards each target, the nearest class first."""
+        state, attack, place = self.state, self.attack, self.state.best.not_fooled()
+        shape = len(self.logits), min(attack.targets, self.logits.shape[1] - 1)
+        self.table = state.y.new_zeros(shape)
+        self.reached = torch.full(shape, -torch.inf, dtype=torch.float64, device=state.x.device)
+        if len(place) == 0:
+            return
+        clean = (state.x[place], state.y[place], self.logits[place])
+        self.table[place] = nearest_targets(state.model, *clean, state.threat, attack.candidates, shape[1])
+        for column in range(shape[1]):
+            state.run_apgd(state.best.not_fooled(), attack.target_steps, self._towards(column), "target", column)
+
+    def best_targets(self) -> None:
+        """Long runs towards the classes with the best lead so far; the second one on the targeted DLR loss."""
+        order = self.reached.argsort(dim=1, descending=True, stable=True)
+        for turn in range(min(self.attack.best_targets, order.shape[1])):
+            columns = order[:, turn]
+            value = self._towards(columns, ratio=turn % 2 == 1 and self.logits.shape[1] > 3)
+            self.state.run_apgd(self.state.best.not_fooled(), self.attack.best_steps, value, "best", turn)
+
+    def _towards(self, column: int | Tensor, ratio: bool = False) -> Value:
+        if isinstance(column, int):
+            target = self.table[:, column]
+        else:
+            target = self.table.gather(1, column[:, None]).squeeze(1)
+
+        def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
+            if ratio:
+                return targeted_dlr(logits, y, target[place])
+            gain = lead(logits, y, target[place])
+            if isinstance(column, int):
+                best = torch.maximum(self.reached[place, column], gain.detach().double())
+                self.reached[place, column] = best
+            return gain
+
+        return value
+
+    def missing(self) -> Tensor:
+        """The distance from each sample's best point to its linearized boundary, in units of eps.
+
+        Infinite for fooled samples, and where the gradient is zero.
+        """
+        state, place = self.state, self.state.best.not_fooled()
+        missing = torch.full((len(state.x),), torch.inf, dtype=torch.float64, device=state.x.device)
+        if len(place) == 0:
+            return missing
+        with torch.enable_grad():
+            z = state.best.point[place].clone().requires_grad_()
+            values = margin(state.model(z), state.y[place])
+            slope = gradient(values, z).flatten(1)
+        steepness = torch.linalg.vector_norm(slope, ord=dual_order(state.threat), dim=1).double()
+        gap = -values.detach().double()
+        missing[place] = torch.where(steepness > 0, gap / (steepness * state.threat.eps), torch.inf)
+        return missing
+
+    def restarts(self, wanted: Tensor, done: Tensor | None = None) -> None:
+        """Run restart number k for samples with more than k `wanted` and at most k `done` restarts."""
+        done = torch.zeros_like(wanted) if done is None else done
+        for turn in range(int(wanted.max()) if len(wanted) else 0):
+            place = ((wanted > turn) & (done <= turn) & ~self.state.best.fooled).nonzero().squeeze(1)
+            value, lengths = self._diversified(turn)
+            self.state.run_pgd(place, lengths, value, "restart", turn, scaled=turn == _SCALED)
+
+    def _diversified(self, turn: int) -> tuple[Value, tuple[float, ...]]:
+        """A few steps along random logits, every other time away from the label towards its rival, then on margins."""
+        weights = self.state.rng.stream("weights", turn).uniform(self.logits.shape[1]).to(self.logits.dtype) * 2 - 1
+        if turn % 2 == 0:
+            lot = self.state.rng.stream("label weight", turn).uniform(1).to(weights.dtype)
+            weights = weights.scatter(1, self.state.y[:, None], lot * 0.6 - 0.5)
+            weights = weights.scatter(1, self.state.best.rival[:, None], 0.8)
+        phases, lengths = _two_phases(self.attack.margin_steps, ("label", "rival")[turn % 2])
+        total = _DIVERSIFYING + len(lengths)
+
+        def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
+            step = round(progress * total)
+            if step < _DIVERSIFYING:
+                return (weights[place] * logits).sum(1)
+            return phases(logits, y, place, (step - _DIVERSIFYING) / len(lengths))
+
+        return value, (1.0,) * _DIVERSIFYING + lengths
+
+
+def _two_phases(steps: int, first: str) -> tuple[Value, tuple[float, ...]]:
+    """One side of the margin for two fifths of the steps, then both; steps shrink from 2 eps to 0 in each phase."""
+    turn = max(1, round(0.4 * steps))
+
+    def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
+        return probability_margin(logits, y, first if round(progress * steps) < turn else "margin")
+
+    def falling(count: int) -> tuple[float, ...]:
+        return tuple(1 + math.cos(math.pi * step / count) for step in range(count))
+
+    return value, falling(turn) + falling(max(steps - turn, 0))
