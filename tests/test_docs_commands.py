@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
+import yaml
 
 from docs_reading import REPOSITORY, Command, commands_in, inline_commands_in, pages, snippets_in
 from docs_running import World, parsed, verb_in
@@ -77,6 +79,15 @@ def test_a_misspelled_command_fails(world, words, message):
     done = world.run(["vitadel", *words])
     assert done.exit_code != 0
     assert message in f"{done.exception}\n{done.output}"
+
+
+@pytest.mark.slow
+def test_the_workflow_of_the_docs_runs(world):
+    (text,) = re.findall(r"```yaml\n(.*?)```", TEXTS["docs/pipeline.md"], re.DOTALL)
+    (job,) = yaml.safe_load(text)["jobs"].values()
+    (audit,) = [step["run"] for step in job["steps"] if step.get("name") == "Audit"]
+    done = world.run(shlex.split(audit))
+    assert done.exit_code in (0, 3), f"{done.exception!r}\n{done.output}"  # too few images for the gate here
 
 
 def test_commands_are_extracted_from_pages():

@@ -64,7 +64,7 @@ def test_one_run_needs_no_numbers_in_names(tmp_path: Path) -> None:
     names = {str(path.relative_to(tmp_path / "out")) for path in written}
     tables = {f"tables/{name}.{ending}" for name in ("runs", "attacks", "classes") for ending in ("csv", "tex", "md")}
     figures = {f"figures/{name}.{end}" for name in ("accuracy", "classes", "examples") for end in ("svg", "png")}
-    assert names == tables | figures
+    assert names == tables | figures | {"model-index.yaml", "timm.csv", "results.json"}
     assert names == {
         str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()
     }

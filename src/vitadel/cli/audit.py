@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +13,45 @@ from vitadel.cli import options
 from vitadel.cli.execution import audit_request, present, run_attacks
 from vitadel.cli.options import AttackFlags, DataFlags, ModelFlags, RunFlags, expand_groups, given_flags, option, rare
 from vitadel.errors import UserError
+
+if TYPE_CHECKING:
+    from vitadel.evaluation.engine.run import Outcome
+
+NOT_PASSED = 3
+"""The exit code of a run whose results do not pass a gate."""
+
+
+@dataclass(frozen=True)
+class GateFlags:
+    """What a pipeline asks for: conditions for the exit code, and a summary."""
+
+    fail_under: Annotated[
+        float | None, option("exit with code 3 if the interval of the robust accuracy begins below, in %")
+    ] = None
+    fail_on: Annotated[str | None, option("exit with code 3 on such a finding: suspicious or broken")] = None
+    summary: Annotated[Path | None, option("also write a short Markdown summary to this file")] = None
+
+    def judge(self) -> Callable[[Outcome], None]:
+        """Check the flags, and return what applies them to the results: everything is written before code 3."""
+        if self == GateFlags():
+            return lambda outcome: None
+        from vitadel.reporting.pipeline import Gate, check_summary_file, write_summary
+
+        gate = Gate(self.fail_under, self.fail_on)
+        if self.summary is not None:
+            check_summary_file(self.summary)
+
+        def apply(outcome: Outcome) -> None:
+            if outcome.is_main and self.summary is not None and outcome.folder is not None:
+                write_summary(outcome.folder.path, self.summary, gate)
+            failures = gate.failures(outcome.results)
+            if failures and outcome.is_main:
+                reasons = "".join(f"\n  {reason}" for reason in failures)
+                typer.echo(f"vitadel: the gate is not passed; the results are written.{reasons}", err=True)
+            if failures:
+                raise typer.Exit(NOT_PASSED)
+
+        return apply
 
 
 @expand_groups
@@ -22,6 +63,7 @@ def audit(
     how: ModelFlags = ModelFlags(),
     protocol: Annotated[str | None, option("a standard evaluation by name; see 'vitadel list protocols'")] = None,
     suite: Annotated[str | None, option("alias of the verbs corruptions, stability, threat-levels")] = None,
+    gates: GateFlags = GateFlags(),
     run: RunFlags = RunFlags(),
     independent: Annotated[bool, rare("run every attack on all correct samples", "--independent")] = False,
     precheck: Annotated[bool, rare("check outputs, gradients and attention before the attacks")] = True,
@@ -33,11 +75,14 @@ def audit(
     Each attack runs on the samples that the earlier ones left correct; writes a run folder and a report.
     """
     assert suite is None  # main.py runs the suite's own verb
+    judge = gates.judge()
     if protocol is not None:
         attacks, data, how, independent = _apply_protocol(protocol, attacks, data, how, independent, given_flags(ctx))
     own = {"independent": independent, "protocol": protocol, "calibration": calibration, "precision": precision}
     request = audit_request(attacks, data, **own)
-    present(run_attacks("audit", request, model, how, data, run, precheck=precheck), run)
+    outcome = run_attacks("audit", request, model, how, data, run, precheck=precheck)
+    present(outcome, run)
+    judge(outcome)
 
 
 def _apply_protocol(

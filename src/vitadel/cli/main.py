@@ -1,4 +1,7 @@
-"""`vitadel VERB`: the parser, and the exit codes: 0 done, 2 the user's mistake, 130 interrupted, 1 our fault."""
+"""`vitadel VERB`: the parser, and the exit codes.
+
+0 done, 2 the user's mistake, 3 a gate of `audit` not passed, 130 interrupted, 1 our fault.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ def report(
     out: Annotated[
         Path | None, option("HTML file (default: report.html in the run; comparison.html in the first of several)")
     ] = None,
-    export: Annotated[Path | None, option("folder for tables (CSV, LaTeX, Markdown) and figures (SVG, PNG)")] = None,
+    export: Annotated[
+        Path | None, option("folder for tables (CSV, LaTeX, Markdown), figures (SVG, PNG), and files for other tools")
+    ] = None,
 ) -> None:
     """Write one self-contained HTML page about runs."""
     from vitadel.reporting.page import write_report

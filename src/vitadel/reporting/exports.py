@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vitadel.errors import UserError
 from vitadel.reporting.comparison import Pairing, overview, pairings
+from vitadel.reporting.interchange import interchange_files
 from vitadel.reporting.kind import Section, kind_of, name_damage
 from vitadel.reporting.kinds.audit import accuracy_section
 from vitadel.reporting.read_runs import Run, aspects, class_scores, read_all, run_labels
@@ -17,7 +18,10 @@ from vitadel.runtime.run_folder import write_atomically
 
 
 def export(paths: Sequence[Path], out: Path) -> list[Path]:
-    """Write DIR/tables and DIR/figures for papers; returns the files, which replace those of an earlier export."""
+    """Write DIR/tables and DIR/figures for papers, and files for other tools; returns all of them.
+
+    They replace those of an earlier export.
+    """
     if out.is_file():
         raise UserError(f"{out} is a file; --export takes a folder, for tables/ and figures/ below it")
     runs = read_all(paths)
@@ -38,6 +42,8 @@ def export(paths: Sequence[Path], out: Path) -> list[Path]:
     for table in tables:
         for ending, convert in FORMATS.items():
             write(out / "tables" / f"{table.name}.{ending}", convert(table).encode("utf-8", errors="replace"))
+    for name, text in interchange_files(runs, run_labels(runs)).items():
+        write(out / name, text.encode("utf-8", errors="replace"))
     for name, picture in pictures.items():
         write(out / "figures" / f"{name}.svg", picture.svg_file())
         write(out / "figures" / f"{name}.png", picture.png())

@@ -121,14 +121,15 @@ _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 
 def as_markdown(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(_in_markdown(cell) for cell in cells)} |"
+        return f"| {' | '.join(in_markdown(cell) for cell in cells)} |"
 
     rule = "|".join("---" if column.digits is None else "---:" for column in table.columns)
-    head = [f"*{_in_markdown(table.caption)}*", "", line([column.heading for column in table.columns]), f"|{rule}|"]
+    head = [f"*{in_markdown(table.caption)}*", "", line([column.heading for column in table.columns]), f"|{rule}|"]
     return "\n".join([*head, *(line(row_texts(row, table)) for row in table.rows)]) + "\n"
 
 
-def _in_markdown(text: str) -> str:
+def in_markdown(text: str) -> str:
+    """Text with every mark escaped that Markdown or HTML would read."""
     escaped: dict[str, str | int | None] = {mark: f"\\{mark}" for mark in "\\`*_[]|#"}
     return printable(text).translate(str.maketrans(escaped | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}))
 
