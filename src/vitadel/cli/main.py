@@ -135,7 +135,7 @@ def main() -> None:
     """Run the console script. Wrong flags end inside `app` with exit code 2, Ctrl-C before a run with 130."""
     typed = sys.argv[1:]
     try:
-        for word in typed:
+        for word in (each for each in typed if not each.isprintable()):
             check_name(word.replace("\n", " ") if "=" in word else word, "argument")  # overrides may be YAML
         _read_trust()
         app()

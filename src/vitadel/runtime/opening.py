@@ -10,7 +10,7 @@ from typing import Any
 
 from vitadel.errors import UserError
 from vitadel.quantities import SEED, read_quantity
-from vitadel.runtime.safe_reading import validated
+from vitadel.runtime.safe_reading import check_name, validated
 
 _SUITE_VERBS = ("corruptions", "stability", "threat-levels")  # their runs are recorded as audits
 
@@ -59,8 +59,9 @@ class Opening:
         for name, value in known.items():
             if name in _READERS:
                 known[name] = _READERS[name](value, f"--{name.replace('_', '-')}")
-            elif isinstance(value, Path):
+            elif isinstance(value, str | Path):
                 known[name] = str(value)
+                check_name(known[name], name.replace("_", " "))
         return cls(**known)
 
     def to_json(self) -> dict[str, Any]:
