@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,11 @@ AVOIDED = re.compile(r"\b(told|tells?|telling|anew|begun|gathered|whoever|nobody
 MOST_AVOIDED = 30
 
 FILES = sorted(SOURCE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def where(path: Path) -> str:
@@ -67,7 +72,7 @@ def allowed(here: str) -> set[str]:
 
 
 def wrong_arrows() -> Iterator[str]:
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         parts, modules = path.relative_to(SOURCE).parts, imported(tree)
         if len(parts) == 1:
             continue
@@ -90,21 +95,21 @@ def test_no_two_modules_import_each_other():
     arrows = {
         (name, other.removeprefix("vitadel."))
         for name, path in names.items()
-        for other in imported(TREES[path])
+        for other in imported(trees()[path])
         if other.removeprefix("vitadel.") in names
     }
     assert not sorted((a, b) for a, b in arrows if a < b and (b, a) in arrows)
 
 
 def test_every_file_says_what_it_is():
-    assert not [where(path) for path, tree in TREES.items() if not ast.get_docstring(tree)]
+    assert not [where(path) for path, tree in trees().items() if not ast.get_docstring(tree)]
 
 
 def test_files_and_functions_are_short():
     long = [
         f"{where(path)}: {count} lines" for path in FILES if (count := len(path.read_text().splitlines())) > MOST_LINES
     ]
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
                 count = node.end_lineno - node.lineno + 1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.vits import make_vit, pixels
 
 from vitadel.backbones.classifier import fastest_attention
+from vits import make_vit, pixels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
