@@ -49,7 +49,7 @@ lint: setup
 	$(BIN)/mypy
 
 check: lint ## lint, type-check and run the fast tests
-	$(TEST) -m "not slow and not browser"
+	$(TEST) -m "not slow and not browser" --durations=5 --durations-min=2
 
 test: lint ## lint, type-check and run all tests
 	VITADEL_SCREENSHOTS=$(CURDIR)/runs/screenshots $(TEST) --durations=40 --durations-min=2

@@ -321,6 +321,7 @@ ATTACKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("placement", ["prefix", "append"])
 def test_attacks_work_through_the_tokens(attack: str, placement: str) -> None:

@@ -69,6 +69,7 @@ def hooks_on(model: nn.Module) -> list[str]:
 # --- at first -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", ALL, ids=named)
 @pytest.mark.parametrize("name", HOSTS)
 def test_at_first_it_is_the_pretrained_model(name: str, settings: dict[str, Any]) -> None:

@@ -70,6 +70,7 @@ def mean_distance(model: nn.Module, x: Tensor, factors: Sequence[float]) -> floa
     return float(lpips_distance(features(factors), features(1.0)).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(VITS))
 def test_works_on_every_family_and_ascends(family):
     model = make_vit(family, classes=3)
@@ -194,6 +195,7 @@ def test_never_weaker_than_the_plain_attack(factors, mode):
 MODES: dict[str, dict[str, bool]] = {"surrogate": {}, "bpda": {"backward_only": True}, "literal": {"literal": True}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("inner", [PGD(BALL, steps=4), Restarts(PGD(BALL, steps=2), 2), apgd_t(BALL, 4, 2)])
 def test_paper_style_is_the_accuracy_of_the_scaled_model(inner, mode):

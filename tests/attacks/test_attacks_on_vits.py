@@ -51,6 +51,7 @@ def labelled(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).argmax(1)
 
 
+@pytest.mark.slow
 @EVERY
 @pytest.mark.parametrize("threat", [Linf(EPS), L2(0.5), L1(3.0)], ids=["linf", "l2", "l1"])
 def test_stays_in_shape_box_and_budget(name: str, threat: Threat) -> None:
@@ -161,6 +162,7 @@ def test_other_pixels_and_other_models_are_refused(name: str) -> None:
         build(name)(TinyNet().eval(), images(2), torch.tensor([0, 1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pna-patchout momentum", "self-ensemble", "features quantized"])
 @pytest.mark.parametrize("vit", {tiny.family: name for name, tiny in VITS.items()}.values())
 def test_costs_exactly_what_it_says_on_every_family(name: str, vit: str) -> None:
@@ -183,6 +185,7 @@ def test_fooled_samples_stop_only_if_asked_to(name: str) -> None:
     assert cost.gradients == (0 if stops else 8)
 
 
+@pytest.mark.slow
 @EVERY
 def test_works_scaled_and_averaged(name: str) -> None:
     """Scaling seen by the attacker only changes what is found; averaging a model that is not random changes nothing."""

@@ -85,6 +85,7 @@ def test_finds_what_full_runs_find(ball, seed):
     assert 1.3 * (2 * cheap.gradients + cheap.forwards) < 2 * dear.gradients + dear.forwards
 
 
+@pytest.mark.slow
 def test_notes_say_when_each_sample_fell():
     model, x = TinyNet(5).eval(), images(80)
     y = model(x).argmax(1)

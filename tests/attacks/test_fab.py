@@ -198,6 +198,7 @@ def grey(count: int) -> torch.Tensor:
     return 0.5 + 0.2 * (images(count) - 0.5)
 
 
+@pytest.mark.slow
 @BALLS
 @ROUTES
 @pytest.mark.parametrize("clipped", [False, True], ids=["box far", "box active"])

@@ -59,6 +59,7 @@ def test_the_value_equals_a_computation_by_hand(axis: str, normed: bool) -> None
     torch.testing.assert_close(aim.evaluate(z, 0.5)[0], -total - 3 * change, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VITS)
 def test_the_clean_image_has_cosine_one_and_the_attack_lowers_it(name: str) -> None:
     model, x = make_vit(name), pixels(name)

@@ -95,6 +95,7 @@ def test_alignment_is_a_mean_of_means():
     assert alignment([a, b], [a + 2, b - 1]).item() == pytest.approx((4 + 1) / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("paper", [False, True])
 def test_the_patch_that_decides_is_found(seed, paper):

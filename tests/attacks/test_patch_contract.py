@@ -90,6 +90,7 @@ def test_leaves_no_trace(build):
     assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in model.modules())
 
 
+@pytest.mark.slow
 @everything
 def test_depends_on_seed_and_sample_only(build):
     model = vit()

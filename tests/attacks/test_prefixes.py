@@ -70,6 +70,7 @@ def test_notes_pass_through_views():
         assert attack.run_with_info(model, x, y)[1][PAPER_STYLE].shape == (5,)
 
 
+@pytest.mark.slow
 def test_the_doubts_of_an_attack_inside_are_passed_on():
     """What autoattack-fast reports about a sample: through scaled attention, or plain where that run came last."""
     model, x = make_vit("vit", classes=4), images(12, side=VITS["vit"].size)

@@ -253,6 +253,7 @@ def test_any_image_shape_works(ball, shape):
     assert (z != x).flatten(1).any(1).all()
 
 
+@pytest.mark.slow
 @BALLS
 def test_does_not_depend_on_the_rest_of_the_batch(ball):
     model, x = TinyNet(4).double().eval(), images(9).double()
@@ -266,6 +267,7 @@ def test_does_not_depend_on_the_rest_of_the_batch(ball):
     assert not torch.equal(attack(model, x, y, SampleRNG.of_samples(4, range(9))), whole)
 
 
+@pytest.mark.slow
 @BALLS
 @pytest.mark.parametrize("classes", [2, 3, 4])
 def test_hard_cases(ball, classes):
@@ -298,6 +300,7 @@ def test_mistakes_are_refused():
         Square(Linf(0.1))(nn.Linear(4, 2), torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ball", "eps"), [(Linf, 0.07), (L2, 0.9)], ids=["Linf", "L2"])
 def test_agrees_with_torchattacks_but_for_the_last_place(ball, eps, monkeypatch):
     """Which never puts a window at the last row or column: on small images that leaves many pixels out of reach."""

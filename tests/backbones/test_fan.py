@@ -83,6 +83,7 @@ def test_all_names_are_listed_with_their_paper() -> None:
     assert set(timm.list_models("fan_*")) == {*TABLE, *SMALL}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("classes", "parameters"), [(10, 25_736_794), (100, 25_771_444)])
 def test_other_numbers_of_classes(classes: int, parameters: int) -> None:
     model = unfilled("fan_small_12_p4_hybrid", num_classes=classes)
@@ -90,6 +91,7 @@ def test_other_numbers_of_classes(classes: int, parameters: int) -> None:
     assert model.num_classes == classes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_small_images_leave_64_tokens(name: str) -> None:
     model = unfilled(name, num_classes=10).eval()

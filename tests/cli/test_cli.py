@@ -28,6 +28,7 @@ def from_a_shell(*words: str, cwd: Path | None = None, code: int = 0) -> subproc
     return done
 
 
+@pytest.mark.slow
 def test_help_answers_within_0_6_seconds_of_processor_time():
     spent = []
     for _ in range(3):
@@ -52,6 +53,7 @@ def test_every_verb_has_one_line_of_help():
         assert line.rstrip("│ ").endswith(".")
 
 
+@pytest.mark.slow
 def test_a_renamed_flag_works_and_says_its_new_name_once(tmp_path):
     words = ["audit", "--limit=4", "--attacks=fgsm", "--no-doctor", f"--out={tmp_path / 'run'}", "--json"]
     done = vitadel(*words)
@@ -104,6 +106,7 @@ def test_a_finished_run_is_printed_again_without_work(tmp_path):
     assert "already holds a finished run" in vitadel(*words, code=2).stderr
 
 
+@pytest.mark.slow
 def test_plan_bounds_what_an_audit_takes():
     cost = json.loads(vitadel("plan", "--limit=40", "--attacks=fgsm,pgd-7(restarts=2)", "--json").stdout)
     checks, *rows = cost["rows"]

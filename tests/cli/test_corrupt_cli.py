@@ -18,6 +18,7 @@ def called(*words):
     return CliRunner().invoke(app, [*map(str, words), "--device", "cpu"])
 
 
+@pytest.mark.slow
 def test_a_short_benchmark_ends_with_tables_report_and_folder(tmp_path):
     out = tmp_path / "run"
     words = [*AUDIT, "--limit", "10", "--corruptions", "fog,contrast,spatter", "--severities", "1,5"]
@@ -72,6 +73,7 @@ def test_wrong_flags(words, message, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_benchmark_in_files_gives_the_numbers_of_the_fly(tmp_path):
     common = ["--corruptions", "contrast", "--batch-size", "8"]
     copy = [

@@ -35,6 +35,7 @@ def mine(tmp_path):
     return file
 
 
+@pytest.mark.slow
 def test_a_training_ends_with_accuracies_intervals_and_its_folder(vitadel, mine, tmp_path):
     code, out, err = vitadel("harden", mine, "train.seed=1", "--out", tmp_path / "run", "--device", "cpu")
     assert code == 0, err
@@ -71,6 +72,7 @@ def test_mistakes_end_with_one_message(vitadel, tmp_path, words, message):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_model_of_the_users_is_asked_first_and_what_it_prints_is_no_result(vitadel, mine, tmp_path, monkeypatch):
     (tmp_path / "chatty.py").write_text(
         "import torch\n\n\nclass Chatty(torch.nn.Linear):\n"
@@ -148,6 +150,7 @@ def test_a_plugin_that_does_not_suit_the_model_is_named(vitadel, mine, tmp_path,
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_fresh_head_is_told(vitadel, mine, tmp_path):
     for number in range(60):
         (tmp_path / "photos" / "train" / str(number % 3)).mkdir(parents=True, exist_ok=True)
@@ -174,6 +177,7 @@ def test_a_test_image_that_cannot_be_read_is_told_without_a_flag_that_there_is_n
     assert "--skip-bad" not in err
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_run_is_left_as_it_is(vitadel, mine, tmp_path):
     assert vitadel("harden", mine, "--out", tmp_path / "run", "--device", "cpu")[0] == 0
     before = sorted((file, file.stat().st_mtime_ns) for file in (tmp_path / "run").rglob("*"))
@@ -219,6 +223,7 @@ def test_a_budget_in_normalised_units_is_told_in_pixels_from_the_start(vitadel, 
     assert last["validation_cosine_robust"] == held_out["robust"]
 
 
+@pytest.mark.slow
 def test_a_budget_in_pixels_needs_no_more_words(vitadel, tmp_path):
     words = [*TOKENS, "objective.attack=features-1", "--out", tmp_path / "run"]
     code, _, err = vitadel("harden", *words, "--device", "cpu")
@@ -247,6 +252,7 @@ def test_mistakes_about_tokens_leave_no_folder(vitadel, tmp_path, word, message)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", [TOKENS, ["tora/shapes", "data.limit=8", "train.batch_size=4", "--row", "tora"]], ids=["tokens", "tora"]
 )

@@ -113,6 +113,7 @@ def test_a_bank_is_not_taken_for_a_bare_model(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_folder_of_an_audit_says_model_images_and_budget(tmp_path: Path) -> None:
     audit = ["audit", "zoo:shapes-standard", "--limit=6", "--seed=3", "--eps=3/255", "--attacks=fgsm", "--no-doctor"]
     command_line.vitadel(*audit, "--device=cpu", f"--out={tmp_path / 'audit'}")

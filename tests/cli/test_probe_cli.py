@@ -35,6 +35,7 @@ def recipes(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_probe_ends_with_heads_accuracies_and_its_folder(vitadel, recipes):
     out = recipes / "run"
     code, text, err = vitadel("probe", recipes / "linear.yaml", "train.seed=1", "--out", out, "--device", "cpu")
@@ -48,6 +49,7 @@ def test_a_probe_ends_with_heads_accuracies_and_its_folder(vitadel, recipes):
     assert {file.name for file in out.iterdir()} >= {"recipe.yaml", "results.json", "samples.parquet", "report.html"}
 
 
+@pytest.mark.slow
 def test_a_segmentation_ends_with_both_means_and_its_folder(vitadel, recipes):
     out = recipes / "run"
     code, text, err = vitadel("probe", recipes / "masks.yaml", "--out", out, "--device", "cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from command_line import vitadel
@@ -33,6 +34,7 @@ def test_missing_data_and_misspelt_names(tmp_path):
     assert "'vitadel stability' has no --protocol; 'vitadel audit' has." in idle
 
 
+@pytest.mark.slow
 def test_a_protocol_says_how_images_come_to_their_size(tmp_path):
     for name in ("n01440764", "n01855672"):
         folder = tmp_path / "imagenet" / "val" / name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from vitadel.attacks.patches.corruption_model import CorruptionModel, save_corruption_model
@@ -20,6 +21,7 @@ def called(*words, verb=("stability",)):
     return CliRunner().invoke(app, [*verb, "zoo:shapes-standard", *map(str, words)])
 
 
+@pytest.mark.slow
 def test_a_short_run_ends_with_tables_report_and_folder(tmp_path):
     out = tmp_path / "run"
     done = called(*SHORT, "--share", 0.25, "--out", out)

@@ -31,6 +31,7 @@ def called(*words):
     return CliRunner().invoke(app, ["audit", "zoo:shapes-standard", *map(str, words)])
 
 
+@pytest.mark.slow
 def test_a_short_run_ends_with_table_report_and_folder(tokens, tmp_path):
     out = tmp_path / "run"
     done = called("--tokens", tokens, "--suite", "ladder", "--levels", "T0,T6", *SHORT, "--out", out)

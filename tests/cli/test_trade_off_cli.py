@@ -119,6 +119,7 @@ def test_a_mistake_is_told_before_anything_is_opened(runs, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_from_python(runs, tmp_path):
     settings = {"data": "shapes(size=32)", "limit": 20, "attacks": "fgsm", "aimed": "", "device": "cpu"}
     results = vitadel.trade_off(runs[0], eps="1/255, 2/255", out=tmp_path / "run", **settings)

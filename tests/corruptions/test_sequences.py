@@ -67,6 +67,7 @@ def test_motions_pass_through_the_image_itself(name, clean):
     assert torch.equal(sequence(x, name)[clean], x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("height", "width", "side"), [(256, 300, 224), (32, 32, 32)])
 @pytest.mark.parametrize("frame", [0, 9, 15])
 @pytest.mark.parametrize("name", ["translate", "rotate", "scale", "shear"])

@@ -146,6 +146,7 @@ def test_scaled_attention_that_finds_more_is_reported_with_its_controls():
     assert (evidence["softened"], evidence["random factors"], evidence["in float64"]) == (0, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_missing_float64_run_is_not_reported_as_one():
     class Single(nn.Module):
         def __init__(self) -> None:
@@ -371,6 +372,7 @@ def test_an_honest_model_of_two_classes_raises_nothing():
     assert raised(Examination(Rule(pairs).eval(), x[:48], y[:48] // 2, eps=0.08)) == []
 
 
+@pytest.mark.slow
 def test_an_honest_cross_covariance_model_raises_nothing():
     x = torch.rand(16, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     model = make_vit("xcit").eval()

@@ -24,6 +24,7 @@ def findings_about(model, eps=8 / 255):
     return run_precheck(open_target(model, "shapes"), AuditRequest(("fgsm",), eps=eps), CPU)
 
 
+@pytest.mark.slow
 def test_an_honest_model_gets_one_line():
     (finding,) = findings_about(load_model("zoo:shapes-robust"))
     assert finding["verdict"] == "ok"

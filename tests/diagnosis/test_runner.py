@@ -100,6 +100,7 @@ def few_checks(**more) -> list[Check]:
     return [dataclasses.replace(check, **more.get(check.identifier.split("-")[0], {})) for check in kept]
 
 
+@pytest.mark.slow
 def test_an_interrupted_diagnosis_resumes(tmp_path, monkeypatch):
     asked = []
 
@@ -175,6 +176,7 @@ def test_wrong_settings_are_refused_before_anything_is_loaded(wrong, message):
         DiagnosisRequest(**wrong)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch):
     from vitadel.cli.diagnose import diagnose as verb
 

@@ -86,6 +86,7 @@ def robust_side(seed=0):
     return tora
 
 
+@pytest.mark.slow
 def test_names_that_differ_in_signs_only_keep_their_maps_apart(tmp_path):
     toras = {"run 1": robust_side(), "run+1": robust_side(50)}
     crew = [Candidate(name, open_target(tora, "shapes(size=32)@test")) for name, tora in toras.items()]
@@ -99,6 +100,7 @@ def test_names_that_differ_in_signs_only_keep_their_maps_apart(tmp_path):
     assert (kept["run 1"] - kept["run+1"]).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_trade_off_keeps_and_checks_maps(tmp_path):
     tora = robust_side()
     candidate = Candidate("one", open_target(tora, "shapes(size=32)@test"))

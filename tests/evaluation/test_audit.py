@@ -248,6 +248,7 @@ def test_a_damaged_piece_is_work_not_done(tmp_path):
     assert cache.find("clean", 1) is None
 
 
+@pytest.mark.slow
 def test_an_attack_by_rules_of_its_own_sees_all_and_stays_out_of_the_worst_case(tmp_path):
     names = ["fgsm", "patches-random(share=0.3,masks=2)"]
     results = vitadel.audit("zoo:shapes-robust", attacks=names, limit=30, eps="8/255", out=tmp_path / "run")

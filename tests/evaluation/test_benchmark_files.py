@@ -187,6 +187,7 @@ class Corner(nn.Module):
         return -(x[:, :, 3, 3].mean(1)[:, None] - torch.linspace(0.05, 0.95, 10)).square()
 
 
+@pytest.mark.slow
 def test_arrays_in_the_layout_of_cifar_give_the_numbers_of_the_fly(tmp_path):
     source, names = Shapes("test", size=32), ("brightness", "impulse_noise")
     request = CorruptedCopyRequest(corruptions=names, format="npy", limit=30, batch_size=8)

@@ -45,6 +45,7 @@ def test_it_is_used_only_where_it_is_faster(monkeypatch, speedup, pays):
     assert verdict.speedup == speedup
 
 
+@pytest.mark.slow
 def test_a_really_compiled_model_is_metered_and_agrees():
     """With the backend that compiles nothing, which needs no C compiler."""
     model = TinyNet().eval().requires_grad_(False)

@@ -191,6 +191,7 @@ def test_small_pictures_move_as_small_ones_before_a_large_model_sees_them(tmp_pa
     assert told["corrupted_at"] == [16, 16]
 
 
+@pytest.mark.slow
 def test_batch_size_changes_nothing(tmp_path):
     tables = []
     for size in (1, 7, 64):
@@ -199,6 +200,7 @@ def test_batch_size_changes_nothing(tmp_path):
     assert tables[0] == tables[1] == tables[2]
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed_it_comes_to_the_same_without_doing_it_again(tmp_path):
     whole = run(Brightness(), batch_size=8)
     model, out = Brightness(), tmp_path / "run"

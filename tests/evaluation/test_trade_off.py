@@ -144,6 +144,7 @@ def test_every_head_is_judged_as_by_hand(crew, outcome, samples):
     assert int(sum(right_of["joint"])) > 15
 
 
+@pytest.mark.slow
 def test_the_worst_case_is_what_holds_against_everything_within_the_budget(crew, outcome, samples):
     for entry in outcome.results["trade_off"]["contenders"]:
         name, held = entry["name"], np.array(samples[f"correct:{entry['name']}"])
@@ -185,6 +186,7 @@ def of_imagenet(seed):
     return model.eval()
 
 
+@pytest.mark.slow
 def test_every_output_chooses_between_the_classes_that_count(tmp_path):
     target = open_target(of_imagenet(0), write_imagenet_a(tmp_path / "a"))
     request = TradeOffRequest(eps=BUDGETS[:1], attacks=("pgd-2",), aimed=("pgd-2",), maps=2, batch_size=2)
@@ -241,6 +243,7 @@ class Masked(Tora):
         return super().forward(x).detach()
 
 
+@pytest.mark.slow
 def test_a_joint_output_without_gradients_is_seen_through_and_told(tmp_path):
     found = run_trade_off([candidate("masked", tora(made=Masked))], ORDER, CPU, out=tmp_path / "run").results
     (entry,) = found["trade_off"]["contenders"]

@@ -81,6 +81,7 @@ def test_tokens_change_the_head_and_stay_secret(tmp_path, tokens):
     assert str(tokens) in (tmp_path / "secret" / "recipe.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_a_probe_that_was_stopped_goes_on_and_trains_nothing_twice(tmp_path, monkeypatch):
     whole = run(linear(), tmp_path / "whole")
 
@@ -173,6 +174,7 @@ def test_a_segmentation_head_is_judged_by_hand(tmp_path, tokens):
     assert not (tmp_path / "run" / "partial").exists()
 
 
+@pytest.mark.slow
 def test_without_a_budget_an_attack_changes_nothing_and_without_tokens_there_is_one(tmp_path):
     told = run(masks(audit={"eps": 0}), tmp_path / "run")["segmentation"]
     (attacked,) = told["attacks"]
@@ -181,6 +183,7 @@ def test_without_a_budget_an_attack_changes_nothing_and_without_tokens_there_is_
     assert told["tokens"] is None
 
 
+@pytest.mark.slow
 def test_patch_tokens_kept_or_made_anew_train_the_same_head(tmp_path):
     short = masks(train={"steps": 6, "batch_size": 8}, audit={"attacks": [], "limit": 2})
     kept, anew = (run({**short, "data": {**short["data"], "cache_mb": size}}, tmp_path / str(size)) for size in (9, 0))
@@ -188,6 +191,7 @@ def test_patch_tokens_kept_or_made_anew_train_the_same_head(tmp_path):
         assert one["held_out_mean_iou"] == pytest.approx(other["held_out_mean_iou"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_segmentation_that_was_stopped_goes_on(tmp_path, monkeypatch):
     whole, calls = run(masks(), tmp_path / "whole"), []
     breaks_rules = segmentation_probe.breaks_rules

@@ -150,6 +150,7 @@ def trained_segmenter(
     return segmenter
 
 
+@pytest.mark.slow
 def test_foreground_is_learnt_and_the_model_is_not_touched() -> None:
     """On features of a small model that was made robust; random ones hardly tell a shape from its ground."""
     model = load_model("zoo:shapes-robust").train()

@@ -120,6 +120,7 @@ def test_vit_maps_equal_a_computation_by_hand() -> None:
         tokens = block(tokens)
 
 
+@pytest.mark.slow
 @every_vit
 @fused_or_not
 @pytest.mark.parametrize("factor", [1.0, 0.4])

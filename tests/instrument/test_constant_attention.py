@@ -68,6 +68,7 @@ def test_one_attention_in_closed_form() -> None:
     assert (full - expected).abs().max() > 0.1
 
 
+@pytest.mark.slow
 @every_vit
 @fused_or_not
 def test_values_stay_and_gradients_go_through_the_values_only(name: str, fused: bool) -> None:

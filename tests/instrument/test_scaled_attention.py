@@ -63,6 +63,7 @@ def fold(attention: Any, factor: float) -> None:
         rows(getattr(attention, "q_bias", None), factor, 0, width)
 
 
+@pytest.mark.slow
 @every_vit
 @fused_or_not
 @pytest.mark.parametrize("gradients", [True, False])
@@ -99,6 +100,7 @@ FOLDED: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in VITS]
 FOLDED += [("vit", {"qk_norm": True}), ("vit", {"block_fn": ParallelScalingBlock}), ("eva02", {"qkv_fused": True})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), FOLDED, ids=[name + "".join(more) for name, more in FOLDED])
 @fused_or_not
 def test_scaling_equals_folding_into_the_weights(name: str, settings: dict[str, Any], fused: bool) -> None:
@@ -117,6 +119,7 @@ def test_scaling_equals_folding_into_the_weights(name: str, settings: dict[str, 
     torch.testing.assert_close(slope, expected_slope, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @every_vit
 @fused_or_not
 def test_gradients_of_factors(name: str, fused: bool) -> None:

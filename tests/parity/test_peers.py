@@ -140,6 +140,7 @@ def precision(peer: str) -> torch.dtype:
 # --- the same images -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", PGDS)
 def test_pgd_gives_the_same_images(peer: str) -> None:
     model, x, y = batch(precision(peer))

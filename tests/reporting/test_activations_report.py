@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from run_folders import write_run
 from vitadel.reporting.kinds.activations import activations_sentence, activations_tables, draw_activations
 from vitadel.reporting.kinds.training import show_training
@@ -93,6 +95,7 @@ def test_cosines_of_trainings_are_called_cosines(tmp_path):
     assert "Trainings side by side" not in page
 
 
+@pytest.mark.slow
 def test_trainings_side_by_side(tmp_path):
     runs = [trained(tmp_path / "one"), trained(tmp_path / "two", (0.75, 0.25), "tokens/count:r10")]
     page = render(runs)

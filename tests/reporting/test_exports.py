@@ -262,6 +262,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path) -> None:
     run = made(tmp_path / "a")
     words = [sys.executable, "-m", "vitadel", "report", str(run), "--export", str(tmp_path / "out")]

@@ -64,6 +64,7 @@ def page_of(tmp_path: Path, *runs: Path) -> str:
     return (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_importing_the_page_does_not_load_torch_or_pyplot() -> None:
     code = "import sys, vitadel.reporting.page; print([m for m in ('torch', 'matplotlib.pyplot') if m in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -185,6 +186,7 @@ def test_a_call_from_python_is_not_shown_as_a_command(tmp_path: Path) -> None:
     assert "vitadel 'my script.py'" not in text
 
 
+@pytest.mark.slow
 def test_comparable_runs_are_compared_without_a_warning(tmp_path: Path) -> None:
     text = Outline(
         page_of(tmp_path, made(tmp_path / "a"), made(tmp_path / "b", model="deit", attacks={"fgsm": NONE}))
@@ -379,6 +381,7 @@ def test_no_command_is_given_that_diagnose_would_refuse(tmp_path: Path, norm: st
     assert bool(told.command) == can_diagnose(norm, eps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attacks", "cheapest", "budget"),
     [
@@ -426,6 +429,7 @@ def test_another_size_or_precision_is_marked(tmp_path: Path) -> None:
     assert "deit: Worst cases not compared: images of a different size are a different threat (8 x 8, 16 x 16)." in text
 
 
+@pytest.mark.slow
 def test_the_order_of_attacks_is_no_difference_anywhere_on_the_page(tmp_path: Path) -> None:
     first = made(tmp_path / "a", attacks={"fgsm": ALL, "pgd-20": HALF})
     second = made(tmp_path / "b", model="deit", attacks={"pgd-20": HALF, "fgsm": HALF})
@@ -560,6 +564,7 @@ def as_photographs(path: Path, rng: np.random.Generator) -> None:
     np.savez(path / "examples.npz", **{**arrays, **maps, "x": arrays["x"] + grain, "z": arrays["z"] + grain})
 
 
+@pytest.mark.slow
 def test_pages_that_would_be_too_large_have_lighter_figures_and_then_fewer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -578,6 +583,7 @@ def test_pages_that_would_be_too_large_have_lighter_figures_and_then_fewer(
         assert "Accuracy, clean and under attack" in small
 
 
+@pytest.mark.slow
 def test_five_runs_of_a_thousand_images_render_in_seconds_without_torch(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     names = [f"class {number}" for number in range(100)]

@@ -147,6 +147,7 @@ def test_images_to_fit_tokens_to_are_counted(target, tmp_path, count, enough):
         provided_for(target, levels=("T7",), attacker_data=f"npz:{file}")
 
 
+@pytest.mark.slow
 def test_fitted_tokens_are_kept_and_found_again(target, tmp_path, monkeypatch):
     """A resumed run continues with its tokens and their numbers."""
     request, out = ThreatLevelsRequest(**SHORT, levels=("T7",)), tmp_path / "run"
@@ -182,6 +183,7 @@ def test_fitted_tokens_are_kept_and_found_again(target, tmp_path, monkeypatch):
     assert all(fit["queries"] == 16 and fit["cosine"] != fit["cosine_before"] for fit in fits)
 
 
+@pytest.mark.slow
 def test_the_features_of_the_recipe_are_those_attacked(target, tmp_path):
     """As the released code does for CLIP, whose embeddings it compares."""
     file = tmp_path / "pooled.yaml"

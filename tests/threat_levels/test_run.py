@@ -113,6 +113,7 @@ def test_every_level_runs_at_every_budget(finished):
     }
 
 
+@pytest.mark.slow
 def test_numbers_fit_together(finished):
     results, out = finished
     ladder, n = results["ladder"], results["data"]["n"]
@@ -141,6 +142,7 @@ def test_numbers_fit_together(finished):
     assert results["worst_case"]["held"] == ladder["worst_case"][-1]["held"]
 
 
+@pytest.mark.slow
 def test_a_transfer_level_is_what_one_gets_by_hand(finished, target, sets, classifier):
     """T2 with the victim's head: crafted on the bare backbone, judged on the victim."""
     _, out = finished
@@ -174,6 +176,7 @@ def test_a_victim_and_attackers_choose_between_the_classes_that_count(tmp_path):
     assert all(row["held"] == RIGHT for row in results["ladder"]["rows"] if row["level"] == "T0")  # what noise can do
 
 
+@pytest.mark.slow
 def test_a_bank_counts_images_that_every_set_gets_right(finished, target, sets, classifier):
     results, _ = finished
     indices, _ = target.selection(20, 0, False)
@@ -189,6 +192,7 @@ def test_a_bank_counts_images_that_every_set_gets_right(finished, target, sets, 
     assert len(results["ladder"]["bank"]) == 2
 
 
+@pytest.mark.slow
 def test_cosines_are_told_both_ways(finished):
     results, _ = finished
     (row, *_) = [row for row in results["ladder"]["rows"] if row["level"] == "T2" and row["attack"] == "features-3"]
@@ -198,6 +202,7 @@ def test_cosines_are_told_both_ways(finished):
     assert row["cosines"]["no tokens, token"] < 0.9999
 
 
+@pytest.mark.slow
 def test_no_token_and_no_salt_is_written(finished, target):
     _, out = finished
     secret = target.model.tokens.detach().numpy().astype(np.float32)
@@ -238,6 +243,7 @@ def test_broken_off_and_resumed_it_tells_the_same(finished, target, sets, recipe
     assert plain(again) == plain(results)
 
 
+@pytest.mark.slow
 def test_heads_of_victim_and_attacker_are_put_on_the_frozen_features(target, sets, recipe, tmp_path):
     torch.manual_seed(1)
     theirs, ours = torch.nn.Linear(96, 10), torch.nn.Linear(96, 10)
@@ -377,6 +383,7 @@ def test_an_attacker_s_head_must_have_the_victim_s_classes(target, sets, recipe,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_heads(target, sets, recipe, tmp_path):
     request = request_of(sets, recipe, levels=("T0",), eps=EPS[:1])
     heads = [torch.nn.Linear(96, 10) for _ in range(2)]

@@ -438,6 +438,7 @@ RVT = {
 }
 
 
+@pytest.mark.slow
 def test_broken_off_and_resumed_it_ends_with_the_same_bits(tmp_path, monkeypatch):
     from vitadel.training import loop
 

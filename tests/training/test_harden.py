@@ -81,6 +81,7 @@ def test_an_audit_that_cannot_be_is_told_before_the_training(tmp_path, name):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_best_epoch_by_robust_accuracy_is_kept_and_among_equals_the_last(tmp_path, monkeypatch):
     scores = iter([Score(0.9, 0.1, 20), Score(0.2, 0.3, 20), Score(0.2, 0.3, 20), Score(0.95, 0.2, 20)])
     at_each = []
@@ -196,6 +197,7 @@ def test_validation_is_at_full_eps_while_training_warms_up(tmp_path, monkeypatch
     assert seen == [(8 / 255, 8 / 255)] * 2
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_validated_and_saved_in_place_of_the_live_ones(tmp_path):
     plain = recipe(train={"epochs": 1})
     averaged = recipe(train={"epochs": 1}, plugins={"weight_average": {"decay": 0.5}})
@@ -223,6 +225,7 @@ def test_biases_norms_and_positions_are_not_decayed():
     assert decayed["blocks.0.attn.qkv.weight"] == decayed["head.weight"] == 0.3
 
 
+@pytest.mark.slow
 def test_an_unknown_optimizer_is_told():
     with pytest.raises(UserError, match="adamw"):
         make_optimizer(OptimizerSection(name="adamww"), load_model("zoo:shapes-standard"))
@@ -271,6 +274,7 @@ class Notebook(GeneralTracker):
 notebooks = []
 
 
+@pytest.mark.slow
 def test_another_tracker_by_name_gets_the_settings_and_every_step(tmp_path, monkeypatch):
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Notebook)
     monkeypatch.setattr(tracking, "_available_trackers", [*tracking.get_available_trackers(), LoggerType.WANDB])

@@ -78,6 +78,7 @@ def finished(tmp_path_factory):
     return folder, results
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_it_should(finished):
     folder, results = finished
     assert results["complete"]
@@ -132,6 +133,7 @@ def test_a_training_that_broke_off_ends_with_the_same_bits(finished, tmp_path, m
     assert lines(tmp_path / "run") == lines(folder)
 
 
+@pytest.mark.slow
 def test_in_half_precision_it_ends_with_the_same_bits_too(finished, tmp_path, monkeypatch):
     changes = {"plugins": EVERYTHING, "train": {"amp_dtype": "bf16"}}
     run_harden(recipe(**changes), "small", CPU, out=tmp_path / "whole")
@@ -178,6 +180,7 @@ def test_parts_of_a_batch_add_up_to_the_batch(tmp_path, objective):
     assert not close(weights(tmp_path / "1"), weights(tmp_path / "0"), 2e-3)  # so that the comparison means something
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_weights(finished, tmp_path):
     run_harden(recipe(plugins=EVERYTHING, train={"seed": 1}), "small", CPU, out=tmp_path / "run")
     assert not same(weights(tmp_path / "run"), weights(finished[0]))
@@ -191,6 +194,7 @@ def test_a_finished_run_is_only_read(finished):
     assert (folder / "weights" / "best.safetensors").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_what_decides_nothing_may_change_while_a_run_goes_on(finished, tmp_path, monkeypatch, capsys):
     built = recipe(plugins=EVERYTHING)
     stopped_at_the_first_save(built, tmp_path / "run", monkeypatch)
@@ -300,6 +304,7 @@ def test_a_real_overflow_is_told(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     real = training_state.write_checkpoint
     states = []
@@ -339,6 +344,7 @@ def test_a_gradient_that_is_no_number_never_reaches_the_checkpoint(tmp_path, mon
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
 
 
+@pytest.mark.slow
 def test_a_kill_between_metrics_and_checkpoint_leaves_no_hole(finished, tmp_path, monkeypatch):
     real = training_state.write_checkpoint
     written = 0
@@ -407,6 +413,7 @@ def test_ctrl_c_while_the_last_epoch_is_judged_is_heeded(tmp_path, monkeypatch):
     assert (results["complete"], results["training"]["steps"]) == (True, 6)
 
 
+@pytest.mark.slow
 def test_attacks_in_train_mode_meet_it_from_the_first_step_of_every_life(tmp_path, monkeypatch):
     settings = {"model": {"drop_path": 0.4}, "train": {"attack_mode": "train", "checkpoint_every": 1}}
     modes, real = [], loop.run_inner_attack
@@ -422,6 +429,7 @@ def test_attacks_in_train_mode_meet_it_from_the_first_step_of_every_life(tmp_pat
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
 
 
+@pytest.mark.slow
 def test_attacks_leave_no_trace_on_a_training(tmp_path, monkeypatch):
     """No gradient reaches a parameter while an attack runs, and every module has its own mode before and after."""
     real = loop.run_inner_attack
@@ -471,12 +479,14 @@ OBJECTIVES = {
 }
 
 
+@pytest.mark.slow
 def test_mixed_labels_reach_every_objective(tmp_path):
     for name, objective in OBJECTIVES.items():
         built = recipe(objective=objective, augmentation={"mixup": 0.8, "cutmix": 1.0}, train={"epochs": 1})
         assert run_harden(built, "small", CPU, out=tmp_path / name)[0]["complete"]
 
 
+@pytest.mark.slow
 def test_attention_scaling_goes_with_every_objective(tmp_path):
     """New factors before the second epoch are in the file, and in the model that is opened from it."""
     for name, objective in OBJECTIVES.items():
@@ -489,6 +499,7 @@ def test_attention_scaling_goes_with_every_objective(tmp_path):
         assert factors != (1.0, 1.0), name
 
 
+@pytest.mark.slow
 def test_an_overfitted_epoch_is_rolled_back_and_the_good_one_deployed(tmp_path, monkeypatch):
     left = iter([0.5, 0.5, 0.4, 0.5, 0.9, 0.1])  # by FGSM and PGD: two good epochs, then one that overfits
     at_each = []
@@ -523,6 +534,7 @@ def test_an_epoch_that_was_gone_back_to_is_judged_if_it_was_not_yet(tmp_path, mo
     assert row["validation_clean"] == results["training"]["held_out"]["clean"]
 
 
+@pytest.mark.slow
 def test_weights_are_moved_by_the_scaled_loss_where_the_step_is_taken_by_it(tmp_path, monkeypatch):
     """fp16 multiplies the loss lest gradients round to zero."""
     seen = []

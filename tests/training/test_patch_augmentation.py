@@ -137,6 +137,7 @@ def trained(folder: Path, **changes) -> dict[str, Tensor]:
     return load_file(folder / "weights" / "last.safetensors")
 
 
+@pytest.mark.slow
 def test_both_halves_count_alike(tmp_path):
     """A twin that is the same image changes neither mean loss nor weights; one that is another image does."""
 

@@ -167,6 +167,7 @@ def test_recorded_settings_are_translated():
     assert translate_settings(old_names(settings)) == settings
 
 
+@pytest.mark.slow
 def test_a_run_folder_with_old_names_resumes(tmp_path, monkeypatch):
     """The settings in command.json and the recipe inside the checkpoint, as an earlier version wrote them."""
     whole = run_harden(recipe(), "small", CPU, out=tmp_path / "whole").results

@@ -269,6 +269,7 @@ def test_unknown_overrides_are_told_together_and_with_the_faults_of_the_recipe(w
         assert re.match(rf"  - {said}", line), (line, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [

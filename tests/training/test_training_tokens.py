@@ -134,6 +134,7 @@ def test_the_backbone_stays_as_it_was(trained):
     assert set(state["model"]) == {"tokens", "salt"}
 
 
+@pytest.mark.slow
 def test_a_resumed_training_ends_with_the_same_tokens(trained, tmp_path, monkeypatch):
     real = loop._Trainer.take_step
 
@@ -151,6 +152,7 @@ def test_a_resumed_training_ends_with_the_same_tokens(trained, tmp_path, monkeyp
     assert torch.equal(ours.tokens, theirs.tokens)
 
 
+@pytest.mark.slow
 def test_without_a_seed_nobody_else_can_train_the_same_tokens(tmp_path):
     found = []
     for name in ("one", "two"):

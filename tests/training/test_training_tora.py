@@ -149,6 +149,7 @@ def first_phase(pretrained, tmp_path_factory):
     return run_harden(recipe(pretrained), "tora", CPU, out=tmp_path_factory.mktemp("tora") / "run")
 
 
+@pytest.mark.slow
 def test_phase_two_changes_the_fusion_only_and_is_opened_again(pretrained, first_phase, tmp_path):
     results, folder, _ = first_phase
     assert results["complete"]
@@ -208,6 +209,7 @@ def _model_options(built):
 SCALING = {"attention_scaling": {"gap": 1, "images": 16, "steps": 2}}
 
 
+@pytest.mark.slow
 def test_attention_scaling_and_awp_go_with_phase_one(pretrained, tmp_path):
     built = recipe(pretrained, epochs=2, plugins={**SCALING, "awp": {"gamma": 0.005}})
     _, folder, _ = run_harden(built, "tora", CPU, out=tmp_path / "one")

@@ -63,6 +63,7 @@ def weights(folder):
     return load_file(folder / "weights" / "last.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "plugins"),
     [
@@ -93,6 +94,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path, objective, plugins):
         assert any(factor != 1 for factor in factors[0])
 
 
+@pytest.mark.slow
 def test_tora_in_two_processes_learns_what_one_learns(tmp_path):
     """Phase 1, whose masked gradients must be averaged like any others, and phase 2, where the fusion alone learns."""
     small, file = document()["model"], tmp_path / "pretrained.safetensors"
@@ -123,6 +125,7 @@ def _record(run: Path) -> str:
         return file.metadata()["vitadel"]
 
 
+@pytest.mark.slow
 def test_batch_norm_in_two_processes_and_control_c_in_one_of_them(tmp_path):
     """Both end at the same step, and go on with their own statistics to the same bits."""
     plugins = {"stopping.ControlC": {"at_step": 2, "rank": 1}}
