@@ -21,7 +21,16 @@ OLD_COMMAND = {  # as the version before the field `opening` wrote it
     "verb": "audit",
     "argv": [
         *("audit", "vit_tiny_patch16_224", "--weights", "tiny.safetensors", "--num-classes=10", "--mean=0.5"),
-        *("--std", "0.25,0.25,0.5", "--input-size", "32", "--crop-pct=7/8", "--interpolation", "bicubic"),
+        *(
+            "--std",
+            "0.25,0.25,0.5",
+            "--input-size",
+            "32",
+            "--crop-pct=7/8",
+            "--interpolation",
+            "bicubic",
+            "--crop-mode=squash",
+        ),
         *("--head-classes", "0, 217,482", "--small-images", "--tokens=a,b", "--allow-readable", "--data=cifar10"),
         *("--data-root", "/data", "--skip-bad", "--batch-size", "16", "--seed=3", "--device", "cpu"),
         *("--attacks", "pgd-20", "--eps", "4/255", "--no-doctor", "--limit", "100", "--independent"),
@@ -38,6 +47,7 @@ OPENED = Opening(
     input_size=32,
     crop_pct=0.875,
     interpolation="bicubic",
+    crop_mode="squash",
     head_classes=(0, 217, 482),
     small_images=True,
     tokens="a,b",
@@ -117,3 +127,24 @@ def test_the_next_command_leaves_out_what_is_the_default():
 def test_wrong_values(flags, message):
     with pytest.raises(UserError, match=message):
         Opening.read(**flags)
+
+
+def test_raw_pixels_are_mean_0_and_std_1():
+    assert Opening.read(no_normalize=True) == Opening(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    with pytest.raises(UserError, match="--no-normalize is --mean 0 --std 1; give it or"):
+        Opening.read(no_normalize=True, mean="0.5")
+
+
+def test_arguments_of_the_constructor_are_read_and_repeated():
+    typed = ["depth=12", "global_pool=avg", "window_size=[7, 7]", "qkv_bias=false"]
+    opening = Opening.read(model_kwargs=typed)
+    assert opening.kwargs == {"depth": 12, "global_pool": "avg", "window_size": (7, 7), "qkv_bias": False}
+    words = opening.flags()
+    assert Opening.read(model_kwargs=words[1::2]) == opening
+    assert set(words[::2]) == {"--model-kwargs"}
+
+
+@pytest.mark.parametrize("text", ["depth", "=3", "depth=", "a b=1", "depth=[1"])
+def test_other_arguments_are_refused(text):
+    with pytest.raises(UserError, match="--model-kwargs"):
+        Opening.read(model_kwargs=[text])

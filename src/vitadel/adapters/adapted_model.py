@@ -27,7 +27,7 @@ __all__ = ["open_model", "options_for_features", "token_run"]
 _BEST = Path("weights") / "best.safetensors"
 _OPTIONS = (
     *("weights", "num_classes", "mean", "std", "input_size", "crop_pct", "interpolation"),
-    *("small_images", "head_classes", "kwargs"),
+    *("crop_mode", "small_images", "head_classes", "kwargs"),
 )
 
 

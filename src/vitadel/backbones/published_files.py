@@ -44,7 +44,9 @@ def open_published(
         )
     if weights == "random":
         record = published.record(kwargs)
-        return build_classifier(record).backbone, replace(record, notes={"weights": "random: an untrained model"})
+        return build_classifier(record).backbone, replace(
+            record, notes=record.notes | {"weights": "random: an untrained model"}
+        )
     path = Path(str(weights)).expanduser()
     checkpoint = read_checkpoint(path)
     record = _fitting_record(published, checkpoint.weights, kwargs)

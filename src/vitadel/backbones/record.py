@@ -74,9 +74,9 @@ class ModelRecord:
         return {key: note for key, note in self.notes.items() if key not in _PASSING_NOTES}
 
     @property
-    def assumptions(self) -> tuple[str, ...]:
-        """What was not stated when the model was opened and had to be assumed."""
-        return tuple(self.notes[key] for key in (ASSUMED, LOOKS_LIKE) if key in self.notes)
+    def assumptions(self) -> dict[str, str]:
+        """The notes on what was not stated when the model was opened and had to be assumed."""
+        return {key: self.notes[key] for key in (ASSUMED, LOOKS_LIKE) if key in self.notes}
 
     @property
     def normalizes(self) -> bool:

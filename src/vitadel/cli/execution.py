@@ -25,7 +25,8 @@ def open_target(
 ) -> tuple[Processes, Target]:
     """Join the other processes, and open model and data as the flags say.
 
-    `for_features` asks for no head where a backbone has none; `notes` shows what had to be assumed about the model.
+    `for_features` asks for no head where a backbone has none. What had to be assumed about the model is shown; with
+    `notes` also how its file was read.
     """
     from vitadel.evaluation.engine.target import open_as
     from vitadel.runtime.distributed import join_processes
@@ -34,8 +35,9 @@ def open_target(
     processes = join_processes(device)
     opening = Opening.read(model=model, device=device, **asdict(how), **asdict(data))
     target = open_as(opening, for_features=for_features)
-    if notes and processes.is_main:
-        show_notes(target.model.record.notes)
+    if processes.is_main:
+        record = target.model.record
+        show_notes(record.notes if notes else record.assumptions)
     return processes, target
 
 

@@ -48,9 +48,14 @@ class ModelFlags:
     num_classes: Annotated[int | None, option("number of classes of a timm model's head")] = None
     mean: Annotated[str | None, rare("normalization mean, e.g. 0.5 or 0.485,0.456,0.406")] = None
     std: Annotated[str | None, rare("normalization standard deviation")] = None
+    no_normalize: Annotated[bool, rare("raw pixels in [0, 1]: --mean 0 --std 1", "--no-normalize")] = False
     input_size: Annotated[int | None, rare("image size in pixels, if not the model's own")] = None
     crop_pct: Annotated[str | None, rare("center crop as a share of the resized image, e.g. 0.875")] = None
     interpolation: Annotated[str | None, rare("how images are resized, e.g. bicubic")] = None
+    crop_mode: Annotated[str | None, rare("center (crop), squash (both sides resized) or border (padded)")] = None
+    model_kwargs: Annotated[
+        list[str] | None, rare("KEY=VALUE for timm's constructor, e.g. depth=12; may be repeated", "--model-kwargs")
+    ] = None
     head_classes: Annotated[str | None, rare("keep only these outputs of the head, e.g. 0,217,482")] = None
     small_images: Annotated[bool, rare("adapt a patch-16 ViT or XCiT to 32 px images", "--small-images")] = False
     tokens: Annotated[str | None, rare("file of robustness tokens; a,b is a bank, one drawn per image")] = None

@@ -76,7 +76,7 @@ def _view(run: Run, label: str) -> _View:
     family = f"family {model['family']}" if model.get("family") else ""
     kind = kind_of(run)
     with name_damage(run):
-        sections = [_findings(run), *kind.sections(run), _left_out(run), _provenance(run)]
+        sections = [_findings(run), *kind.sections(run), _left_out(run), _assumptions(run), _provenance(run)]
         view = _View(
             label=label,
             facts=[fact for fact in (f"data {aspects(run)['data']}", family, parameters) if fact],
@@ -89,6 +89,12 @@ def _view(run: Run, label: str) -> _View:
         for section in view.sections:
             section.picture  # noqa: B018 (draws it, while damage is named)
     return view
+
+
+def _assumptions(run: Run) -> Section | None:
+    """What was not stated and had to be assumed."""
+    assumed = run.results.get("assumptions")
+    return Section("Assumptions", sentences=assumed) if assumed else None
 
 
 def _render(runs: Sequence[Run], views: Sequence[_View]) -> str:

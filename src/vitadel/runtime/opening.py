@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -16,7 +17,7 @@ _SUITE_VERBS = ("corruptions", "stability", "threat-levels")  # their runs are r
 
 _MODEL_OPTIONS = [
     *("weights", "num_classes", "mean", "std", "input_size", "crop_pct", "interpolation", "small_images"),
-    *("head_classes", "new_head", "kwargs"),
+    *("crop_mode", "head_classes", "new_head", "kwargs"),
 ]
 
 
@@ -36,6 +37,7 @@ class Opening:
     input_size: int | None = None
     crop_pct: float | None = None
     interpolation: str | None = None
+    crop_mode: str | None = None
     head_classes: tuple[int, ...] | None = None
     small_images: bool | int = False
     tokens: str | None = None
@@ -45,8 +47,8 @@ class Opening:
     batch_size: int = 64
     seed: int = 0
     device: str = "auto"
-    new_head: bool = False  # the last two have no flag: Python callers give them in `model_options`
-    kwargs: Mapping[str, Any] | None = None
+    new_head: bool = False  # has no flag: Python callers give it in `model_options`
+    kwargs: Mapping[str, Any] | None = None  # --model-kwargs KEY=VALUE ...
 
     def __post_init__(self) -> None:
         if not SEED.holds(self.seed):
@@ -55,6 +57,12 @@ class Opening:
     @classmethod
     def read(cls, **flags: Any) -> Opening:
         """From flags as typed, or values as Python callers give them; those that are not fields are left out."""
+        if flags.get("no_normalize"):
+            if flags.get("mean") is not None or flags.get("std") is not None:
+                raise UserError("--no-normalize is --mean 0 --std 1; give it or --mean and --std, not both")
+            flags |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+        if flags.get("model_kwargs"):
+            flags["kwargs"] = _arguments(flags["model_kwargs"], "--model-kwargs")
         known = {each.name: flags[each.name] for each in fields(cls) if flags.get(each.name) is not None}
         for name, value in known.items():
             if name in _READERS:
@@ -77,7 +85,10 @@ class Opening:
         words = []
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name in ("model", "data", "new_head", "kwargs") or value == each.default:
+            if each.name in ("model", "data", "new_head") or value == each.default:
+                continue
+            if each.name == "kwargs":
+                words += [word for pair in (value or {}).items() for word in ("--model-kwargs", _argument(*pair))]
                 continue
             flag = f"--{each.name.replace('_', '-')}"
             if each.default is False:  # `small_images` may also be the patch size, which has no flag
@@ -135,6 +146,28 @@ def _channels(value: str | Sequence[float], flag: str) -> tuple[float, ...]:
     if len(numbers) not in (1, 3):
         raise UserError(f"{flag} takes one number or three, one per color channel; got {value!r}")
     return numbers * (3 // len(numbers))
+
+
+def _arguments(pairs: Sequence[str], flag: str) -> dict[str, Any]:
+    """Arguments of a constructor, typed as KEY=VALUE: numbers, true, false, [lists] and words."""
+    import yaml  # rarely needed, and slow to import
+
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip().isidentifier() or not value.strip():
+            raise UserError(f"{flag} takes KEY=VALUE, as in depth=12; got {pair!r}")
+        try:
+            read = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"{flag}: the value of {name!r} cannot be read: {value!r}") from error
+        found[name.strip()] = tuple(read) if isinstance(read, list) else read
+    return found
+
+
+def _argument(name: str, value: object) -> str:
+    text = json.dumps(value) if isinstance(value, list | tuple | bool) or value is None else str(value)
+    return f"{name}={text}"
 
 
 def _classes(value: str | Sequence[int], flag: str) -> tuple[int, ...]:

@@ -248,6 +248,10 @@ class _Audit:
             context = self._with_expected_times(context, verdicts, forward)
             attacks, members = self._attack(context, verdicts, indices, findings)
             results = self._results(verdicts, findings) | accuracy_among_all(context, verdicts.index)
+            if self.target.model_spec.startswith("published:"):
+                from vitadel.evaluation.audit.published_numbers import compare_with_published
+
+                results |= compare_with_published(self.target, request, results)
             if compilation is not None:
                 results["compile"] = compilation.summary()
             if request.keep != "nothing":

@@ -28,6 +28,7 @@ __all__ = [
     "Protocol",
     "compare_with_protocols",
     "differences",
+    "kind_of_data",
     "list_digest",
     "protocol_named",
     "protocols",
@@ -196,7 +197,7 @@ def compare_with_protocols(request: AuditRequest, target: Target, indices: Tenso
                 f"{protocol.comparable_with}."
             )
         return _comparison(protocol, {})
-    kind = _kind(target)[0]
+    kind = kind_of_data(target)[0]
     candidates = [protocol for protocol in protocols().values() if kind in protocol.data]
     compared = [(differences(each, request, target, indices), each) for each in candidates]
     if not compared:
@@ -224,7 +225,7 @@ def differences(protocol: Protocol, request: AuditRequest, target: Target, indic
         if given != wanted:
             found[what] = f"{given} instead of {wanted}"
 
-    kind, split = _kind(target)
+    kind, split = kind_of_data(target)
     if kind not in protocol.data or split == "train":
         found["data"] = f"{target.data_spec} instead of {protocol.needs or ' or '.join(protocol.data)}"
     require("norm", request.norm, protocol.norm)
@@ -257,7 +258,7 @@ def list_digest(names: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(bare).encode()).hexdigest()
 
 
-def _kind(target: Target) -> tuple[str, str | None]:
+def kind_of_data(target: Target) -> tuple[str, str | None]:
     """The kind of the data and the split; data given as an object have no kind."""
     from vitadel.data.spec import parse_spec
 

@@ -108,12 +108,15 @@ def open_target(
     skip_bad: bool = False,
     tokens: str | Path | None = None,
     allow_readable: bool = False,
+    for_features: bool = False,
 ) -> Target:
     """Open what is given by name, with its robustness tokens if there are any, and take objects as they are."""
     if isinstance(model, str):
         _refuse_shapes_for_others(model, data)
         opened = open_model(model, model_options, tokens=tokens, allow_readable=allow_readable)
         classifier, model_spec = cast(Classifier, opened), model
+        if not for_features:
+            _refuse_embedding(classifier.record, model)
     else:
         # A model with a record takes pixels already, as a classifier with robustness tokens does.
         recorded = isinstance(getattr(model, "record", None), ModelRecord)
@@ -153,8 +156,18 @@ def open_as(
         skip_bad=opening.skip_bad,
         tokens=opening.tokens,
         allow_readable=opening.allow_readable,
+        for_features=for_features,
     )
     return replace(target, opening=opening)
+
+
+def _refuse_embedding(record: ModelRecord, spec: str) -> None:
+    """An image tower without classes has no accuracy."""
+    if "output" in record.notes and record.can_be_rebuilt:
+        raise UserError(
+            f"'{spec}' gives an image embedding of {record.num_classes} numbers, not class scores, so it cannot be "
+            "evaluated alone. Train a head on its features with `vitadel probe`, or use it where features are enough."
+        )
 
 
 def _refuse_shapes_for_others(model: str, data: str | Source) -> None:

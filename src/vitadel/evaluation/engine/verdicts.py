@@ -149,7 +149,7 @@ def describe_target(target: Target, verdicts: Verdicts, fingerprint: str) -> dic
             "fingerprint": fingerprint,
             "notes": target.model.record.lasting_notes,
         },
-        "assumptions": list(target.model.record.assumptions),
+        "assumptions": list(target.model.record.assumptions.values()),
         "data": {
             "spec": target.data_spec,
             "n": len(verdicts.index),

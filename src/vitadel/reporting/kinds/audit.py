@@ -86,7 +86,9 @@ def accuracy_section(runs: Sequence[Run]) -> Section | None:
 
 
 def audit_sections(run: Run) -> list[Section]:
-    return [section for make in (_attacks, _classes, _examples, _protocol) if (section := make(run)) is not None]
+    return [
+        section for make in (_published, _attacks, _classes, _examples, _protocol) if (section := make(run)) is not None
+    ]
 
 
 def _attacks(run: Run) -> Section | None:
@@ -152,6 +154,16 @@ def _examples(run: Run) -> Section | None:
     if shows_attention(run):
         caption += " The last two rows: the last layer's attention over the patches, both on one scale."
     return Section("Examples", lambda: draw_examples(run), caption)
+
+
+def _published(run: Run) -> Section | None:
+    """The numbers that were published for this model beside those of the run."""
+    published = run.results.get("published")
+    if not published:
+        return None
+    wrong = None if published["consistent"] is not False else "The published numbers were not reached; see below."
+    sentences = [f"{published['model']}, published in {published['source']}.", *published["sentences"]]
+    return Section("Beside the published numbers", sentences=sentences, warning=wrong)
 
 
 def _protocol(run: Run) -> Section | None:
@@ -257,6 +269,9 @@ def show_audit(run: Run) -> None:
     if data["left_out"]:
         names = ", ".join(map(escape, data["left_out_names"][:3]))
         console.print(f"[yellow]{data['left_out']} samples could not be read and were left out: {names}[/]")
+    for sentence in (results.get("published") or {}).get("sentences", ()):
+        color = "red" if "by more than chance" in sentence else "green" if "consistent" in sentence else "dim"
+        console.print(f"[{color}]{escape(sentence)}[/]")
     show_findings(results["findings"])
     if kept := results.get("kept"):
         console.print(f"{kept['images']} adversarial images saved in {kept['folder']}/ (safetensors, floats in [0, 1])")
