@@ -40,7 +40,13 @@ def trained_by_two(recipe, folder, *words, ends_well=True, **environment):
     command = [sys.executable, *launcher, "-m", "vitadel", "harden", str(file), "--device", "cpu"]
     done = subprocess.run(
         [*command, "--out", str(folder / "run"), *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent), **environment},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parent),
+            "VITADEL_TRUST_CODE": "1",
+            **environment,
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vitadel.attacks.per_sample import per_sample
 from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.classifier import check_pixels
-from vitadel.errors import check_known
+from vitadel.errors import unknown_name
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
@@ -26,7 +26,8 @@ class Noise:
     kind: str = "uniform"
 
     def __post_init__(self) -> None:
-        check_known("kind of noise", self.kind, KINDS)
+        if self.kind not in KINDS:
+            raise unknown_name("kind of noise", self.kind, KINDS)
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 from torch import Tensor
 
 from vitadel.attacks.attention_scaling.aas import AAS, Rescaled
 from vitadel.attacks.parse import make
-from vitadel.backbones.anatomy import attentions_of
 from vitadel.diagnosis.checks import OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.examination import Examination, Level
 from vitadel.errors import UserError
@@ -26,14 +27,14 @@ _CALIBRATION_GRADIENTS = 50  # on each: ten for the search, and ten under each o
 
 def _score_gaps(e: Examination) -> list[Tensor]:
     """For every attention, over images, heads and queries: the largest score minus the second largest."""
-    try:
-        attentions_of(e.model)
-    except UserError as unknown:
-        raise NotExamined(f"its attention is not known: {unknown}") from None
     parts = []
     for x in e.first(16).split(e.batch_size):
-        with torch.no_grad(), score_statistics(e.model) as gaps:
-            e.model(x)
+        with ExitStack() as block:
+            try:
+                gaps = block.enter_context(score_statistics(e.model))
+            except UserError as unknown:
+                raise NotExamined(f"its attention is not known: {unknown}") from None
+            e.logits_of(x)
             parts.append([gap.flatten().float() for gap in gaps])
     whole = [torch.cat(of_one) for of_one in zip(*parts, strict=True)]
     return [gap[gap.isfinite()] for gap in whole]  # a row with a single key has no second score
