@@ -4,9 +4,10 @@
     python scripts/validate_diagnosis.py --half held-out --out runs/validate-diagnosis
     python scripts/validate_diagnosis.py --only ripples --only CNN       # names or families that contain this
 
-For every broken defense: what it hides from PGD-20, as the share of all images that PGD-20 leaves and a stronger or
-different attacker breaks (transfer from the model inside; Square), and the first check of `quick` that is raised. For
-every honest model: all checks that are raised. Results are kept in a file, so a run can be killed and started again.
+For every broken defense: what it hides from PGD-20, as the share of all images that another attacker breaks (transfer
+from the model inside; Square) and PGD-20 leaves. If that is more than 5 points: the first check of `quick` that is
+raised. For every honest model: all checks that are raised. Results are kept in files, so a run can be killed and
+started again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from torch import Tensor, nn
 from vitadel.adapters.adapted_model import open_model
 from vitadel.attacks import make
 from vitadel.attacks.settings import training_form
-from vitadel.diagnosis.checks.attack_comparisons import Transferred
 from vitadel.diagnosis.examination import Examination
 from vitadel.diagnosis.gallery import BROKEN_DEFENSES, HONEST_MODELS, BrokenDefense, HonestModel, held_out
 from vitadel.diagnosis.run import CHECKS, DiagnosisRequest, examination_of, run_checks
@@ -38,7 +38,7 @@ from vitadel.statistics import wilson
 
 HIDES = 0.05
 """Recall counts defenses that hide more than this share of all images from PGD-20."""
-_SQUARE = "square(queries=500,rescale_schedule=true)"
+_SQUARE = "square(queries=100,rescale_schedule=true)"
 _base = cache(open_model)
 
 
@@ -52,21 +52,21 @@ def examination(model: nn.Module, images: int) -> Examination:
 
 
 def hidden(defense: BrokenDefense, images: int) -> dict[str, Any]:
-    """What PGD-20 leaves, and how many of these the other attackers break."""
+    """How many images other attackers break, and how many of these PGD-20 leaves: what the defense hides.
+
+    The attackers come in the order of their cost, until one shows that something is hidden.
+    """
     e = examination(build(defense), images)
-    left = e.robust("pgd-20")
-    row: dict[str, Any] = {"clean": e.share(e.correct), "pgd-20": e.share(left)}
-    inside = _base(defense.base)
-    attackers: dict[str, Callable[[], int]] = {
-        "transfer": lambda: _broken_by_transfer(defense, left, images),
-        "transfer, step by step": lambda: e.broken_among(left, "", Transferred(make("pgd-20"), inside)),
-        "square": lambda: e.broken_among(left, _SQUARE),
+    attackers: dict[str, Callable[[], Tensor]] = {
+        "transfer": lambda: _broken_by_transfer(defense, e),
+        "square": lambda: e.correct & ~e.robust(_SQUARE),
     }
-    row["hides"], row["found by"] = 0.0, ""
-    for name, count in attackers.items():
-        share = count() / images
-        if share > row["hides"]:
-            row["hides"], row["found by"] = share, name
+    row: dict[str, Any] = {"clean": e.share(e.correct), "hides": 0.0, "found by": "", "breaks": 0.0}
+    for name, attack in attackers.items():
+        broken = attack()
+        left = int(broken.sum()) - e.broken_among(broken, "pgd-20")
+        if left / images >= row["hides"]:
+            row |= {"hides": left / images, "found by": name, "breaks": e.share(broken)}
         if row["hides"] > HIDES:
             break
     return row
@@ -78,10 +78,10 @@ def _crafted(base: str, images: int) -> Tensor:
     return examination(_base(base), images).craft(training_form(make("pgd-20")), _base(base))
 
 
-def _broken_by_transfer(defense: BrokenDefense, left: Tensor, images: int) -> int:
+def _broken_by_transfer(defense: BrokenDefense, e: Examination) -> Tensor:
     """Judged on a defense that has seen nothing else."""
-    fresh = examination(build(defense), images)
-    return int((left & (fresh.logits_of(_crafted(defense.base, images)).argmax(1) != fresh.y)).sum())
+    fresh = examination(build(defense), len(e.x))
+    return e.correct & (fresh.logits_of(_crafted(defense.base, len(e.x))).argmax(1) != e.y)
 
 
 def raised(e: Examination, *, all_checks: bool) -> dict[str, Any]:
@@ -128,28 +128,20 @@ def share_text(hits: int, n: int) -> str:
     return f"{hits} of {n} ({100 * low:.0f} to {100 * high:.0f} %)" if n else "none"
 
 
-def recall_table(rows: Sequence[tuple[BrokenDefense, dict[str, Any], dict[str, Any]]]) -> str:
+def recall_table(rows: Sequence[tuple[BrokenDefense, dict[str, Any], dict[str, Any] | None]]) -> str:
     lines = [
-        "| family | broken defense | strength | clean | pgd-20 leaves | hides | found by | first check raised |",
+        "| family | broken defense | strength | clean | attacker | breaks | PGD-20 misses | first check raised |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for defense, hides, found in rows:
-        percent = [f"{100 * hides[key]:.0f} %" for key in ("clean", "pgd-20", "hides")]
+        clean, breaks, missed = (f"{100 * hides[key]:.0f} %" for key in ("clean", "breaks", "hides"))
         strength = "" if defense.strength is None else f"{defense.strength:g}"
-        cells = (
-            defense.family,
-            defense.kind,
-            strength,
-            *percent,
-            hides["found by"],
-            ", ".join(found["raised"]) or "none",
-        )
+        first = "not run" if found is None else ", ".join(found["raised"]) or "none"
+        cells = (defense.family, defense.kind, strength, clean, hides["found by"], breaks, missed, first)
         lines.append("| " + " | ".join(cells) + " |")
-    counted = [found for _, hides, found in rows if hides["hides"] > HIDES]
+    counted = [found for _, hides, found in rows if found is not None and hides["hides"] > HIDES]
     hits = sum(bool(found["raised"]) for found in counted)
-    every = sum(bool(found["raised"]) for _, _, found in rows)
     lines += ["", f"Recall, of those that hide more than {100 * HIDES:.0f} points: {share_text(hits, len(counted))}."]
-    lines += [f"Raised, of all: {share_text(every, len(rows))}."]
     return "\n".join(lines)
 
 
@@ -185,10 +177,10 @@ def main() -> None:
     for each in defenses:
         if "hides" in parts:
             hides.get(each.name, lambda each=each: hidden(each, options.images))
-        if "broken" in parts:
+        if "broken" in parts and hides.rows.get(each.name, {"hides": 0.0})["hides"] > HIDES:
             broken.get(each.name, lambda each=each: raised(examination(build(each), options.images), all_checks=False))
-    done = [each for each in defenses if each.name in hides.rows and each.name in broken.rows]
-    tables.append(recall_table([(each, hides.rows[each.name], broken.rows[each.name]) for each in done]))
+    done = [each for each in defenses if each.name in hides.rows]
+    tables.append(recall_table([(each, hides.rows[each.name], broken.rows.get(each.name)) for each in done]))
     models: list[HonestModel] = chosen(HONEST_MODELS, options.half, options.only)
     for model in models if "honest" in parts else []:
         honest.get(model.name, lambda model=model: raised(examination(model.make(), options.images), all_checks=True))

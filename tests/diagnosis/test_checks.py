@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import pytest
@@ -51,6 +52,7 @@ HONEST = [
     gradients.random_gradients,
     gradients.staircase,
     gradients.uninformative_gradients,
+    gradients.gain_ratio,
     comparisons.step_sensitivity,
     comparisons.restart_sensitivity,
     comparisons.unbounded_attack,
@@ -376,3 +378,124 @@ def test_an_honest_model_raises_nothing_in_other_norms_and_small_budgets(norm, e
     if norm == "l1":
         with pytest.raises(NotExamined, match="a single pixel"):
             comparisons.single_step(e)
+
+
+# --- kinks are no lies ----------------------------------------------------------------------------------------------
+
+
+def test_a_slope_on_either_side_of_a_kink_or_between_is_correct():
+    ahead, behind = torch.tensor([1.0, 2.0, -1.0]), torch.tensor([-1.0, 2.0, 3.0])
+    for correct in ([1.0, 2.0, 3.0], [-1.0, 2.0, -1.0], [0.3, 2.0, 0.0]):
+        assert gradients.slope_error(torch.tensor(correct), ahead, behind) == 0
+    # Only the second has one slope; the errors of the others are those from the nearer end.
+    wrong = gradients.slope_error(torch.tensor([2.0, 0.0, -2.0]), ahead, behind)
+    assert wrong == pytest.approx(math.sqrt(1 + 4 + 1) / math.sqrt(4 + 0 + 4))
+    assert gradients.slope_error(torch.zeros(3), torch.ones(3), torch.ones(3)) == 1  # no gradient
+
+
+def eight_bits(x: Tensor) -> Tensor:
+    return (x * 255).round() / 255
+
+
+def largest(x: Tensor) -> Tensor:
+    return nn.functional.max_pool2d(nn.functional.pad(x, (0, 1, 0, 1), mode="replicate"), 2, 1)
+
+
+def median(x: Tensor) -> Tensor:
+    padded = nn.functional.pad(x, (1, 1, 1, 1), mode="replicate")
+    return padded.unfold(2, 3, 1).unfold(3, 3, 1).flatten(4).median(4).values
+
+
+@pytest.mark.parametrize("change", [largest, median, Tensor.abs, lambda x: (x - 0.5).relu() + 0.5])
+def test_kinks_at_ties_of_8_bit_pixels_are_honest(change):
+    model, x, y = toy()
+    coarse = (x[:60] * 15).round() / 15  # many neighbors are equal
+    e = Examination(Around(model, change).eval(), coarse, y[:60], eps=0.08)
+    verdict, evidence = gradients.wrong_gradients(e)
+    assert verdict == OK, evidence
+    # The same change with a gradient that is not its own is still found, and named.
+    hidden = Around(model, nn.Sequential(Changed(lambda x: change(x).detach() + 0.5 * (x - x.detach())))).eval()
+    verdict, evidence = gradients.wrong_gradients(Examination(hidden, coarse, y[:60], eps=0.08))
+    assert verdict == BROKEN
+
+
+class Changed(nn.Module):
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(x)
+
+
+@pytest.mark.parametrize("check", [gradients.wrong_gradients, gradients.zero_gradients])
+def test_the_module_at_fault_is_named(check):
+    model, x, y = toy()
+    hidden = nn.Sequential(Changed(Tensor.detach), model).eval()
+    verdict, evidence = check(Examination(hidden, x[:60], y[:60], eps=0.08))
+    assert (verdict, evidence["modules"]) == (BROKEN, ["0"])
+
+
+def test_square_spends_its_queries_on_the_images_that_are_left():
+    honest, hidden = examination(), examination(Tensor.detach)
+    (of_honest,) = [name for name in comparisons.black_box(honest)[1] if "queries" in name]
+    (of_hidden,) = [name for name in comparisons.black_box(hidden)[1] if "queries" in name]
+    assert of_hidden == "Square, 500 queries, breaks of these" or int(of_hidden.split()[1]) >= 500
+    standing = sum(bool(each) for each in comparisons._robust_to_white_box(honest))
+    assert int(of_honest.split()[1]) == min(2000, 500 * 60 // max(standing, 1))
+
+
+# --- promises -------------------------------------------------------------------------------------------------------
+
+
+class Score(nn.Module):
+    """Two classes, by a function of the mean brightness relative to a gray level."""
+
+    def __init__(self, score) -> None:
+        super().__init__()
+        self.score = score
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.score((x - 0.5).flatten(1).mean(1))
+        return torch.stack([value, -value], 1)
+
+
+def bright(score) -> Examination:
+    x = torch.full((24, 3, 8, 8), 0.5) + torch.linspace(0.1, 0.2, 24).view(-1, 1, 1, 1)
+    return Examination(Score(score).eval(), x, torch.zeros(24, dtype=torch.long), eps=0.08)
+
+
+def test_a_linear_model_keeps_its_promises_exactly():
+    verdict, evidence = gradients.gain_ratio(bright(lambda u: u))
+    assert verdict == OK
+    assert evidence["median share of the promise kept, clean"] == pytest.approx([1, 1, 1], abs=1e-3)
+    assert evidence["lengths, in units of eps"] == [0.0625, 0.25, 1]
+
+
+def test_a_promise_beyond_the_boundary_is_kept_by_crossing_it():
+    def high(u: Tensor) -> Tensor:
+        """Falls steeply to just below zero, and no further: what is promised there is 20 times what is delivered."""
+        return (40 * (u - 0.095)).clamp(min=-0.01)
+
+    verdict, evidence = gradients.gain_ratio(bright(high))
+    assert evidence["median share of the promise kept, clean"] == pytest.approx([1, 1, 1], abs=1e-3)
+    assert verdict == OK
+
+
+def test_a_promise_that_ends_before_the_boundary_is_broken():
+    def shallow(u: Tensor) -> Tensor:
+        return 1 + 0.05 * torch.tanh(400 * (u - 0.1).remainder(0.01))
+
+    verdict, evidence = gradients.gain_ratio(bright(shallow))
+    assert evidence["median share of the promise kept, clean"][2] < 0.4
+    assert verdict == SUSPICIOUS
+
+
+@pytest.mark.parametrize("period", [0.5, 2, 8])
+def test_ripples_between_rounding_and_budget_are_found(period):
+    def rippled(u: Tensor) -> Tensor:
+        turns = 2 * math.pi * 255 / period
+        return u + 5 / turns * torch.sin(turns * u)
+
+    verdict, evidence = gradients.gain_ratio(bright(rippled))
+    assert verdict == SUSPICIOUS, evidence

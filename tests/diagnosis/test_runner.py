@@ -199,3 +199,39 @@ def test_the_command(tmp_path, monkeypatch):
         app, ["zoo:shapes-standard", "--limit", "16", "--device", "cpu", "--out", str(out), "--resume", "--json"]
     )
     assert json.loads(again.stdout) == results
+
+
+def test_the_next_command_attacks_through_the_modules_that_a_finding_names():
+    def diagnosis(**more) -> Diagnosis:
+        wrong = Finding("wrong-gradients", "broken", {"relative error": 1.0, **more}, "", "")
+        shaky = Finding("random-outputs", "suspicious", {}, "", "")
+        return Diagnosis((wrong, shaky) if more.get("random") else (wrong,))
+
+    def attacks(found: Diagnosis) -> str:
+        return shlex.split(recommended_command(found, "m", "d", "linf", 8 / 255))[-1]
+
+    assert attacks(diagnosis()) == "square"
+    assert attacks(diagnosis(modules=["a.b", "c"])) == "bpda(modules=a.b;c)+pgd-100,square"
+    assert attacks(diagnosis(modules=["a.b"], random=True)) == "eot:20+bpda(modules=a.b)+pgd-100,square"
+
+
+def test_checks_are_announced_before_they_run():
+    model, x, y = trained_toy()
+    order = []
+    checks = [
+        dataclasses.replace(check, run=lambda e, check=check: order.append(check.identifier) or (OK, {}))
+        for check in few_checks()
+    ]
+    run_checks(Examination(model, x[:16], y[:16]), checks, announce=lambda check: order.append(f"{check.identifier}?"))
+    names = [check.identifier for check in checks]
+    assert order == [word for name in names for word in (f"{name}?", name)]
+
+
+def test_a_check_costs_what_has_not_run_yet():
+    model, x, y = trained_toy()
+    e = Examination(model, x[:16], y[:16], eps=1e-5)
+    (restarts,) = [check for check in CHECKS if check.identifier == "restart-sensitivity"]
+    times = run.PassTimes(gradient=1.0, forward=0.0)
+    assert run._most_seconds(restarts, e, times) == 16 * (10 + 40)
+    e.robust("pgd-10")
+    assert run._most_seconds(restarts, e, times) == 16 * 40

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,9 @@ from vitadel.cli import options
 from vitadel.cli.execution import open_target, present, run_options
 from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, ThreatFlags, expand_groups, option
 from vitadel.quantities import read_quantity
+
+if TYPE_CHECKING:
+    from vitadel.diagnosis.checks import Check
 
 
 @expand_groups
@@ -38,7 +41,14 @@ def diagnose(
         **data.for_request(),
     )
     processes, target = open_target(model, how, data, run.device, notes=True)
-    present(run_diagnosis(target, request, processes, show_cost=_show_cost, **run_options(run)), run)
+    present(
+        run_diagnosis(target, request, processes, show_cost=_show_cost, show_check=_show_check, **run_options(run)), run
+    )
+
+
+def _show_check(check: Check, seconds: float) -> None:
+    """Announce a check that takes long."""
+    typer.echo(f"{check.identifier}: up to {seconds:.0f} s", err=True)
 
 
 def _show_cost(cost: Mapping[str, Any]) -> None:

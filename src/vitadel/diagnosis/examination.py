@@ -63,9 +63,8 @@ class Level:
     def noise(self) -> str:
         return "noise(kind=surface,restarts=10)"
 
-    @property
-    def square(self) -> str:
-        return f"square(queries={self.queries},rescale_schedule=true)"
+    def square(self, queries: int) -> str:
+        return f"square(queries={queries},rescale_schedule=true)"
 
     @property
     def eot(self) -> str:
@@ -73,7 +72,7 @@ class Level:
 
 
 LEVELS = {
-    "quick": Level("quick", 48, 10, 4, 100, 2, 8, 30),
+    "quick": Level("quick", 48, 10, 4, 500, 2, 8, 30),
     "thorough": Level("thorough", 256, 50, 5, 1000, 8, 20, 60),
 }
 
@@ -189,6 +188,11 @@ class Examination:
         if (name, budget) not in self._robust:
             self._robust[name, budget] = self._attack(name, attack, budget, self.correct)
         return self._robust[name, budget]
+
+    @property
+    def attacks_done(self) -> set[str]:
+        """The attacks that have run with the budget of the diagnosis."""
+        return {name for name, eps in self._robust if eps == self.eps}
 
     def broken_among(self, exposed: Tensor, name: str, attack: Attack | None = None) -> int:
         """How many of the `exposed` images, which must be correctly classified, an attack breaks."""

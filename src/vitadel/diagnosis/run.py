@@ -18,7 +18,7 @@ from vitadel.adapters.adapted_model import open_model
 from vitadel.attacks.threats import make_threat
 from vitadel.data.batches import Batch, read_batches
 from vitadel.data.selection import BadSample, balanced_subset
-from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, Check, Finding, NotExamined, load_checks
+from vitadel.diagnosis.checks import BROKEN, MODULES, OK, SUSPICIOUS, Check, Finding, NotExamined, load_checks
 from vitadel.diagnosis.examination import Examination, Images, Level, attack_cost, level_named
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.cost import PassTimes
@@ -34,6 +34,7 @@ from vitadel.evaluation.engine.target import (
     subset_like,
 )
 from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, result_header
+from vitadel.findings import RANDOM_OUTPUTS
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import can_diagnose, quantity_text, read_quantity
 from vitadel.runtime.distributed import Processes, join_processes
@@ -62,6 +63,7 @@ FEWEST = 16
 _UNEXAMINED = "Repair the model, or use a smaller batch_size: a model that cannot be examined cannot be trusted."
 _FAILED = "left out: "
 _SO_FAR = "findings.json"
+_LONG = 10.0  # seconds: checks that may take longer are announced
 
 
 @dataclass(frozen=True)
@@ -239,12 +241,20 @@ def examination_of(
     return _examine(model, batch.x, batch.y, request, processes, others, surrogate), batch, mislabeled
 
 
-def _expected_cost(e: Examination) -> dict[str, Any]:
+def _expected_cost(e: Examination, times: PassTimes) -> dict[str, Any]:
     """Upper bound of the cost, from the passes of the attacks and the time of one batch on this machine."""
     cost = cost_of(e.level, [check for check in CHECKS if e.is_random or not check.if_random])
-    times = PassTimes.measure(e.model, e.first(min(e.batch_size, len(e.x))))
     seconds = len(e.x) * times.seconds(cost["gradients"], cost["forwards"])
     return cost | {"images": len(e.x), "seconds_at_most": round(seconds, 1)}
+
+
+def _most_seconds(check: Check, e: Examination, times: PassTimes) -> float:
+    """What a check takes at most, with its attacks that have not run yet."""
+    gradients, forwards = check.own_cost(e.level)
+    for name in set(check.attacks(e.level)) - e.attacks_done:
+        more = attack_cost(name)
+        gradients, forwards = gradients + more[0], forwards + more[1]
+    return len(e.x) * times.seconds(gradients, forwards)
 
 
 def run_diagnosis(
@@ -253,9 +263,13 @@ def run_diagnosis(
     processes: Processes,
     *,
     show_cost: Callable[[Mapping[str, Any]], None] = lambda cost: None,
+    show_check: Callable[[Check, float], None] = lambda check, seconds: None,
     **options: Unpack[RunOptions],
 ) -> Outcome:
-    """Diagnose a model in a run folder; `show_cost` receives the expected cost before the checks run."""
+    """Diagnose a model in a run folder; `show_cost` receives the expected cost before the checks run.
+
+    `show_check` receives each check that is likely to take long, before it runs, with the seconds it takes at most.
+    """
     if processes.count > 1:
         raise UserError("diagnose runs in one process; start it without torchrun")
     target = apply_class_subset(target)
@@ -264,13 +278,24 @@ def run_diagnosis(
     settings = run_settings(target, request, batch.indices)
 
     def work(run: Run) -> dict[str, Any]:
-        cost = _expected_cost(e)
+        times = PassTimes.measure(e.model, e.first(min(e.batch_size, len(e.x))))
+        cost = _expected_cost(e, times)
         show_cost(cost)
+
+        def announce(check: Check) -> None:
+            seconds = _most_seconds(check, e, times)
+            if seconds >= _LONG:
+                show_check(check, seconds)
+
         start = time.monotonic()
         so_far = run.path / _SO_FAR
         done = Diagnosis.from_dict(json.loads(so_far.read_text())) if so_far.is_file() else None
         diagnosis = run_checks(
-            e, shown=run.show_progress, done=done, save=lambda each: write_json(so_far, each.as_dict())
+            e,
+            shown=run.show_progress,
+            done=done,
+            announce=announce,
+            save=lambda each: write_json(so_far, each.as_dict()),
         )
         cost["seconds"] = round(time.monotonic() - start, 1)
         bad = [dataclasses.asdict(sample) for sample in (*mislabeled, *batch.bad)]
@@ -353,18 +378,21 @@ def run_checks(
     shown: bool = False,
     *,
     done: Diagnosis | None = None,
+    announce: Callable[[Check], None] = lambda check: None,
     save: Callable[[Diagnosis], None] = lambda diagnosis: None,
 ) -> Diagnosis:
     """Run the checks in order; once a vital one is broken, the others are left out.
 
     A check in which the model fails is left out with the reason, unless it is vital. Checks of `done` do not run again;
-    `save` receives the state after each check.
+    `announce` receives each check before it runs, `save` the state after it.
     """
     findings, left_out = (list(done.findings), dict(done.not_examined)) if done else ([], {})
     with progress("checks", len(checks), shown) as meter:
         for check in checks:
             if check.identifier not in left_out and all(each.check != check.identifier for each in findings):
                 useless = _broken_vital(findings, checks)
+                if useless is None:
+                    announce(check)
                 found = _run_check(check, e) if useless is None else f"meaningless while '{useless}' is broken"
                 if isinstance(found, Finding):
                     findings.append(found)
@@ -446,4 +474,15 @@ def recommended_command(
         return command("audit", "--attacks", "autoattack")
     if worst[0].next is None:
         return command("diagnose") + "  # after the repair"
-    return command("audit", "--attacks", worst[0].next)
+    return command("audit", "--attacks", _next_attacks(diagnosis, worst[0]))
+
+
+def _next_attacks(diagnosis: Diagnosis, check: Check) -> str:
+    """The attacks that a raised check asks for: through the modules that its evidence names, where it names any."""
+    raised = {finding.check: finding.evidence for finding in diagnosis.findings if finding.verdict != OK}
+    evidence = raised[check.identifier]
+    modules = evidence.get(MODULES) if isinstance(evidence, Mapping) else None
+    if not modules:
+        return check.next or "autoattack"
+    eot = "eot:20+" if RANDOM_OUTPUTS.identifier in raised else ""
+    return f"{eot}bpda(modules={';'.join(modules)})+pgd-100,square"

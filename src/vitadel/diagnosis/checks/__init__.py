@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BROKEN",
+    "MODULES",
     "OK",
     "SUSPICIOUS",
     "Check",
@@ -32,6 +33,9 @@ __all__ = [
 
 Outcome = tuple[Verdict, Evidence]
 """What a check returns: its verdict and the numbers behind it."""
+
+MODULES = "modules"
+"""The evidence that names the modules to attack through."""
 
 Cost = tuple[float, float]
 """(gradients, forwards) per image."""

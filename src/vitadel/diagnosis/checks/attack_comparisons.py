@@ -15,7 +15,7 @@ from vitadel.attacks.steppers import usual_length
 from vitadel.attacks.surrogate import Surrogate
 from vitadel.attacks.threats import make_threat
 from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
-from vitadel.diagnosis.examination import Examination, attack_cost, probing_threat
+from vitadel.diagnosis.examination import Examination, Level, attack_cost, probing_threat
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import quantity_text
 from vitadel.runtime.rng import SampleRNG
@@ -27,7 +27,10 @@ _STUDENT_IMAGES = 256
 # All as shares of all images.
 _GAIN = 0.05  # that more steps or restarts may break beyond the plain attack
 _LOSS_GAIN = 0.12  # that other losses may break beyond the cross-entropy
-_SURPRISE = 0.01  # that a weaker attacker may break alone
+_SURPRISE = 0.01  # that noise may break alone
+_RARE = 0.003  # that a weaker attacker may break of those that all gradient attacks left
+_GROUPS = 3  # in which Square attacks, the images nearest to another class first, until the verdict is clear
+_MOST_QUERIES = 4  # times the usual number, where few images are left
 _LEAKING = 0.03  # that one step may make correct
 _FAR = 0.4  # that one step may leave where many succeed
 _HARDLY = 0.05  # that one step may break of a model that hides from it
@@ -175,14 +178,20 @@ class Transferred:
         return 0, gradients + forwards
 
 
+def _white_box(level: Level) -> tuple[str, ...]:
+    return level.plain, level.longer, level.restarted, *level.other_losses
+
+
 def _robust_to_white_box(e: Examination) -> Tensor:
-    return e.robust(e.level.plain) & e.robust(e.level.margin)
+    return torch.stack([e.robust(name) for name in _white_box(e.level)]).all(0)
 
 
-def _weaker_attacker(e: Examination, strong: str, left: Tensor, weak: str, broken: int) -> Outcome:
+def _weaker_attacker(
+    e: Examination, strong: str, left: Tensor, weak: str, broken: int, expected: float = _RARE
+) -> Outcome:
     """The verdict on how many images a weaker attacker breaks of those that a stronger one left."""
     evidence = {f"{strong} leaves": e.share(left), f"{weak} breaks of these": broken, "n": len(left)}
-    return (SUSPICIOUS if exceeds_share(broken, len(left), _SURPRISE) else OK), evidence
+    return (SUSPICIOUS if exceeds_share(broken, len(left), expected) else OK), evidence
 
 
 @check(
@@ -200,17 +209,18 @@ def random_noise(e: Examination) -> Outcome:
     What to do: run square and autoattack-rand, and look at the checks on gradients.
     """
     left = e.robust(e.level.plain)
-    return _weaker_attacker(e, e.level.plain, left, "noise", e.broken_among(left, e.level.noise))
+    return _weaker_attacker(e, e.level.plain, left, "noise", e.broken_among(left, e.level.noise), _SURPRISE)
 
 
 @check(
     "black-box",
     "A black-box attack breaks images that gradients do not",
-    attacks=lambda level: (level.plain, level.margin, level.square),
+    cost=lambda level: (0, level.queries + 2),
+    attacks=_white_box,
     next="autoattack",
 )
 def black_box(e: Examination) -> Outcome:
-    """Raised if Square, which uses logits only, breaks images that gradient attacks with two losses do not.
+    """Raised if Square, which uses logits only, breaks images that all gradient attacks of this diagnosis left.
 
     Why it matters: gradients contain more information than logits, so a white-box attack that loses is misled:
     gradients are masked (Athalye et al. 2018, arXiv:1802.00420).
@@ -218,14 +228,25 @@ def black_box(e: Examination) -> Outcome:
     What to do: report the worst case with square among the attacks (autoattack has it), with 5000 queries.
     """
     left = _robust_to_white_box(e)
-    return _weaker_attacker(e, "white-box", left, "Square", e.broken_among(left, e.level.square))
+    standing = left.nonzero()[:, 0]
+    top = e.logits.topk(2, dim=1).values
+    nearest_first = standing[(top[:, 0] - top[:, 1])[standing].argsort()]
+    # What is not spent on images that gradient attacks broke is spent on the others.
+    queries = min(_MOST_QUERIES * e.level.queries, e.level.queries * len(left) // max(len(standing), 1))
+    broken = 0
+    for rows in nearest_first.chunk(_GROUPS):
+        exposed = torch.zeros_like(left).index_fill(0, rows, True)
+        broken += e.broken_among(exposed, e.level.square(queries))
+        if exceeds_share(broken, len(left), _RARE):
+            break
+    return _weaker_attacker(e, "white-box", left, f"Square, {queries} queries,", broken)
 
 
 @check(
     "transfer",
     "A transfer attack breaks images that gradients do not",
     cost=lambda level: (0, level.steps + _STUDENT_IMAGES / level.images),
-    attacks=lambda level: (level.plain, level.margin),
+    attacks=_white_box,
     next="autoattack",
 )
 def transfer(e: Examination) -> Outcome:

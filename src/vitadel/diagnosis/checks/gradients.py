@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from vitadel.attacks.gain_ratio import SCALES, STEP, measure_gains
 from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.threats import make_threat
-from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
+from vitadel.diagnosis.checks import BROKEN, MODULES, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.examination import Examination, probing_threat
 from vitadel.statistics import wilson
 from vitadel.types import Loss
@@ -16,6 +19,10 @@ from vitadel.types import Loss
 # tie.
 _LOW, _WIDTH = 0.0213, 0.9571
 _REACH = 0.1  # of the distance to the decision boundary
+_KEPT = (0.4, 3.0)  # the median share of a promise that steps keep
+_NOTHING = 0.25  # of the images, for which steps may deliver nothing
+_FEW = 8  # images of which no median is taken
+_ROUNDING = 1e-6
 
 
 def _gradients(
@@ -48,14 +55,14 @@ def zero_gradients(e: Examination) -> Outcome:
     What to do: look for detach, no_grad, rounding, argmax or integer steps between pixels and logits; for the
     cross-entropy alone, use losses that do not depend on the scale of the logits: cw-100, dlr-100, mifpe-100.
     """
-    shares = {}
+    shares: dict[str, Any] = {}
     start = e.threat.random(e.x, e.rng.stream("start"), surface=True)
     for name, loss in (("cross-entropy", cross_entropy), ("margin", margin)):
         flat = _gradients(e, torch.where(_odd(e.x), start, e.x), loss)[1].flatten(1)
         shares[f"not finite, {name}"] = e.share(~flat.isfinite().all(1))
         shares[f"zero, {name}"] = e.share((flat == 0).all(1))
     if any(share for name, share in shares.items() if name.startswith("not finite")) or shares["zero, margin"] > 0.02:
-        return BROKEN, shares
+        return BROKEN, shares | _modules(e)
     return (SUSPICIOUS if shares["zero, cross-entropy"] > 0.02 else OK), shares
 
 
@@ -94,25 +101,27 @@ def _odd(x: Tensor) -> Tensor:
 @check(
     "wrong-gradients",
     "Gradients disagree with finite differences",
-    cost=lambda level: (0.25, 0.5 + 0.5 * level.directions),
+    cost=lambda level: (0.25, 0.85 + 0.5 * level.directions),
     next="square",
 )
 def wrong_gradients(e: Examination) -> Outcome:
     """Raised if the slope that autograd gives along random directions is not the one that small moves of the images
-    show.
+    show, neither before nor behind nor between the two.
 
     Why it matters: the gradients are those of another function: something is detached, rounded with a replaced
-    gradient, or noise is added in the backward pass. Attacks follow directions that the model does not have.
+    gradient, or noise is added in the backward pass. Attacks follow directions that the model does not have. Kinks
+    (max pooling, medians, ReLU) are no such thing: on one side of them or the other the slope is right.
 
     What to do: find the part whose backward does not match its forward, and attack through a differentiable
-    replacement of it (BPDA, Athalye et al. 2018), or run square, which uses logits only.
+    replacement of it (bpda+, Athalye et al. 2018), or run square, which uses logits only.
     """
-    x = _clean_and_noisy(e)
     in_double = e.has_double_logits
     step, allowed = (1e-6, 0.05) if in_double else (1e-3, 0.2)  # short, because saturated attention bends sharply
-    signs = e.rng_of(len(x)).stream("projection").signs(_seeded_logits(e, x).shape[1]).to(x)
-    if not torch.equal(_seeded_logits(e, x), _seeded_logits(e, x)):
+    x = _off_ties(e, _clean_and_noisy(e), (100 if in_double else 10) * step)
+    here = _seeded_logits(e, x)
+    if not torch.equal(here, _seeded_logits(e, x)):
         raise NotExamined("the model's outputs are random even with a fixed seed of torch's generator")
+    signs = e.rng_of(len(x)).stream("projection").signs(here.shape[1]).to(x)
 
     def projected(logits: Tensor, weights: Tensor) -> Tensor:
         return (logits * weights).sum(1)
@@ -120,16 +129,35 @@ def wrong_gradients(e: Examination) -> Outcome:
     with torch.random.fork_rng():
         torch.manual_seed(e.seed)
         grad = _gradients(e, x, projected, model=e.double_model, y=signs)[1].nan_to_num(0.0)
-    analytic, numeric = [], []
+    analytic, ahead, behind = [], [], []
     for turn in range(e.level.directions):
         along = e.rng_of(len(x)).stream("direction", turn).signs(*x.shape[1:]).to(x)
         analytic.append((grad * along).flatten(1).sum(1))
-        ends = (_seeded_logits(e, x + step * along), _seeded_logits(e, x - step * along))
-        numeric.append(projected(ends[0] - ends[1], signs) / (2 * step))
-    by_autograd, by_moves = torch.cat(analytic), torch.cat(numeric)
-    size = float(torch.maximum(by_autograd.norm(), by_moves.norm()))
-    error = float((by_autograd - by_moves).norm()) / max(size, 1e-12)
-    return (BROKEN if error > allowed else OK), {"relative error": error, "allowed": allowed, "in float64": in_double}
+        ahead.append(projected(_seeded_logits(e, x + step * along) - here, signs) / step)
+        behind.append(projected(here - _seeded_logits(e, x - step * along), signs) / step)
+    error = slope_error(*(torch.cat(slopes) for slopes in (analytic, ahead, behind)))
+    evidence = {"relative error": error, "allowed": allowed, "in float64": in_double}
+    return (BROKEN, evidence | _modules(e)) if error > allowed else (OK, evidence)
+
+
+def slope_error(analytic: Tensor, ahead: Tensor, behind: Tensor) -> float:
+    """The relative error of slopes against those on both sides of a point; any slope between the two is correct."""
+    nearest = analytic.clamp(torch.minimum(ahead, behind), torch.maximum(ahead, behind))
+    size = float(torch.maximum(analytic.norm(), nearest.norm()))
+    return float((analytic - nearest).norm()) / max(size, 1e-12)
+
+
+def _off_ties(e: Examination, x: Tensor, reach: float) -> Tensor:
+    """Move pixels by a little, each by another amount: equal pixels are where maxima and medians have kinks."""
+    return x + reach * (2 * e.rng_of(len(x)).stream("ties").uniform(*x.shape[1:]).to(x) - 1)
+
+
+def _modules(e: Examination) -> dict[str, list[str]]:
+    """The modules whose gradient does not match what their output does, as evidence; nothing if there are none."""
+    from vitadel.attacks.bpda import find_masking_modules  # few models need it
+
+    found = list(find_masking_modules(e.model, e.first(4), e.seed))
+    return {MODULES: found} if found else {}
 
 
 def _seeded_logits(e: Examination, x: Tensor) -> Tensor:
@@ -165,14 +193,15 @@ def staircase(e: Examination) -> Outcome:
     Why it matters: the output is piecewise constant: bytes, fewer bits, JPEG or rounded activations. Its true gradient
     is zero almost everywhere, so gradients are missing or replaced, and both mislead attacks.
 
-    What to do: attack through a smooth replacement of the rounding (BPDA), judge on the real model, and run square.
+    What to do: attack through a smooth replacement of the rounding (bpda+), judge on the real model, and run square.
     """
     x = _clean_and_noisy(e)
     along = e.rng_of(len(x)).stream("staircase").signs(*x.shape[1:]).to(x)
     little = 1e-7 if e.has_double_logits else 1e-5
     here, near, far = (_seeded_logits(e, x + move * along) for move in (0.0, little, 0.02))
     constant = float(((here == near).all(1) & (here != far).any(1)).double().mean())
-    return (BROKEN if constant > 0.1 else OK), {"images that stay": constant, "when every pixel moves by": little}
+    evidence = {"images that stay": constant, "when every pixel moves by": little}
+    return (BROKEN, evidence | _modules(e)) if constant > 0.1 else (OK, evidence)
 
 
 @check("uninformative-gradients", "Gradient steps raise the loss no more than random steps", cost=(1, 2), next="square")
@@ -193,3 +222,55 @@ def uninformative_gradients(e: Examination) -> Outcome:
     if n == 0:
         raise NotExamined("no image is classified correctly")
     return (SUSPICIOUS if wilson(hits, n)[1] < 0.9 else OK), {"gradient beats random": hits / n, "n": n}
+
+
+@check("gain-ratio", "Steps do not deliver what gradients promise", cost=(2, 7), next="square")
+def gain_ratio(e: Examination) -> Outcome:
+    """Raised if steps along the gradient, of a quarter, one and four times an attack's length, deliver on most images
+    clearly less of the way to another class than the gradient promises, or far more; or if for many images they
+    deliver nothing at all. Clean images and noisy ones are judged apart.
+
+    Why it matters: gradients may be correct at a point and say nothing about moves of an attack's size: ripples, steep
+    staircases and sparse activations hide between the scale of rounding and that of the budget. The median share of
+    the promise that honest models keep, counted up to the boundary, is between 0.6 and 1.5 at all three lengths.
+
+    What to do: attack through the part that bends (bpda+), and run square and transfer attacks, which need no
+    gradients of this model.
+    """
+    noisy = e.threat.random(e.x, e.rng.stream("promise"))
+    lengths = tuple(STEP * scale * e.eps for scale in SCALES)
+    evidence: dict[str, Any] = {}
+    raised = False
+    for name, start in (("clean", e.x), ("noisy", noisy)):
+        kept, n = _kept_promises(e, start, lengths)
+        if n < _FEW:
+            continue
+        evidence[f"median share of the promise kept, {name}"] = [round(float(each.median()), 3) for each in kept]
+        evidence[f"images where steps deliver nothing, {name}"] = [int((each <= 0).sum()) for each in kept]
+        evidence[f"n, {name}"] = n
+        for each in kept:
+            middle, nothing = float(each.median()), int((each <= 0).sum())
+            raised |= not _KEPT[0] <= middle <= _KEPT[1] or wilson(nothing, n)[0] > _NOTHING
+    if not evidence:
+        raise NotExamined(f"fewer than {_FEW} images are classified correctly, with and without noise")
+    evidence["lengths, in units of eps"] = [round(STEP * scale, 4) for scale in SCALES]
+    return (SUSPICIOUS, evidence | _modules(e)) if raised else (OK, evidence)
+
+
+def _kept_promises(e: Examination, start: Tensor, lengths: tuple[float, ...]) -> tuple[Tensor, int]:
+    """The share of the promised gain that steps of each length deliver, for the images that are classified correctly.
+
+    Both are counted up to the boundary: a promise to go far beyond it is kept where the image is misclassified.
+    """
+    distance = -margin(e.logits_of(start), e.y).double()
+    correct = distance > 0
+    promised, delivered = [], []
+    for rows in correct.nonzero()[:, 0].split(e.batch_size):
+        gains = measure_gains(e.model, start[rows], e.y[rows], e.threat, lengths)
+        promised.append(torch.minimum(gains.promised, distance[rows]))
+        delivered.append(torch.minimum(gains.delivered, distance[rows]))
+    if not promised:
+        return distance.new_zeros(len(lengths), 0), 0
+    promise, delivery = torch.cat(promised, 1), torch.cat(delivered, 1)
+    lost = promise <= _ROUNDING * distance[correct]  # in rounding: nothing is promised, so nothing is delivered
+    return torch.where(lost, 0.0, delivery / promise), int(correct.sum())

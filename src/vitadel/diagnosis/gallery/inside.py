@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import attentions_of, backbone_of, blocks_of
+from vitadel.backbones.families.meansparse import MeanSparse
 from vitadel.data import open_dataset
 from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess
@@ -121,22 +122,6 @@ def _after_activations(make: Any) -> Build:
     return build
 
 
-class MeanSparse(nn.Module):
-    """Set features within `width` standard deviations of their channel's mean to that mean (Amini et al. 2024,
-    arXiv:2406.05927). `mean` and `spread` are those of training images."""
-
-    def __init__(self, width: float, mean: Tensor, spread: Tensor) -> None:
-        super().__init__()
-        self.width = width
-        self.register_buffer("mean", mean)
-        self.register_buffer("spread", spread)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        mean = self.get_buffer("mean")
-        near = (hidden - mean).abs() <= self.width * self.get_buffer("spread")
-        return torch.where(near, mean.expand_as(hidden), hidden)
-
-
 @cache
 def _training_images(count: int = 32) -> Tensor:
     (batch,) = read_batches(open_dataset("shapes@train"), [list(range(count))], Preprocess(32))
@@ -144,13 +129,17 @@ def _training_images(count: int = 32) -> Tensor:
 
 
 def _mean_sparse(width: float) -> Build:
+    """Put MeanSparse (Amini et al. 2024, arXiv:2406.05927) before the activation of every block's MLP."""
+
     def build(model: nn.Module) -> nn.Module:
         changed = copy.deepcopy(model)
         images = _training_images()
         for part in blocks_of(changed):
             mlp: Any = part.module.mlp
             hidden = _outputs_of(mlp.fc1, changed, images).flatten(0, -2)
-            sparse = MeanSparse(width, hidden.mean(0), hidden.std(0))
+            sparse = MeanSparse(hidden.shape[1])
+            sparse.running_mean, sparse.running_var = hidden.mean(0), hidden.var(0)
+            sparse.threshold = torch.tensor(width)
             mlp.act = nn.Sequential(sparse, mlp.act).train(mlp.act.training)
         return changed
 

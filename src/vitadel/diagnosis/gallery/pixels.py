@@ -104,7 +104,7 @@ _STAIRCASES = (
         "smooth staircase by sharpness",
         "a smooth staircase of this sharpness, 2/255 wide",
         lambda sharpness: before(smooth_stairs(2, sharpness)),
-        (10, 50),
+        (10, 50, 400),
     ),
     *sweep(
         "staircases",
