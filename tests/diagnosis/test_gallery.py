@@ -60,8 +60,10 @@ def test_it_is_large_and_its_strengths_are_curves():
 
 @pytest.mark.parametrize("defense", BROKEN_DEFENSES, ids=lambda defense: defense.name)
 def test_every_broken_defense_answers(defense):
+    model = defense.build(copy.deepcopy(base(defense.base)))
+    assert any(part.training for part in model.modules()) == ("train-mode" in defense.raises)
     with torch.no_grad():
-        logits = defense.build(copy.deepcopy(base(defense.base)))(x())
+        logits = model(x())
     assert logits.shape == (2, 10)
     assert logits.isfinite().all() or "non-finite-outputs" in defense.raises
 
@@ -73,6 +75,7 @@ def test_every_broken_defense_answers(defense):
 )
 def test_every_honest_model_answers_with_gradients_and_ignores_its_batch(model):
     built, images = model.make(), x()
+    assert not any(part.training for part in built.modules())
     z = images.clone().requires_grad_()
     logits = built(z)
     assert torch.autograd.grad(logits.sum(), z)[0].flatten(1).abs().amax(1).min() > 0

@@ -47,12 +47,16 @@ class BrokenDefense:
 
 @dataclass(frozen=True)
 class HonestModel:
-    """A model that hides nothing, and must raise no check; `make` builds it."""
+    """A model that hides nothing, and must raise no check."""
 
     name: str
     about: str
-    make: Callable[[], nn.Module]
+    build: Callable[[], nn.Module]
     family: str = ""
+
+    def make(self) -> nn.Module:
+        """The model in eval mode."""
+        return self.build().eval()
 
 
 def sweep(
@@ -123,7 +127,8 @@ class Defended(nn.Module):
         self.input_transform = nn.Identity() if before is None else before
         self.model = model
         self.output_transform = nn.Identity() if after is None else after
-        self.training = model.training
+        for part in (self, *self.input_transform.modules(), *self.output_transform.modules()):
+            part.training = model.training
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.output_transform(self.model(self.input_transform(x)))
