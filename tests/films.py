@@ -11,7 +11,7 @@ __all__ = ["write_video"]
 
 
 def write_video(path: Path, levels: Sequence[int]) -> None:
-    """One frame of 32 x 32 pixels per grey level; the codec keeps them to a few levels."""
+    """One frame of 32 x 32 pixels per gray level; the codec keeps them to a few levels."""
     import av  # here, as tests that need it are skipped where it is missing
 
     path.parent.mkdir(parents=True, exist_ok=True)

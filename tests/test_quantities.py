@@ -33,7 +33,7 @@ def test_other_things_are_refused(text):
         (0.1234, "0.1234"),
     ],
 )
-def test_amounts_are_written_as_grey_levels_where_they_are_some(value, text):
+def test_amounts_are_written_as_gray_levels_where_they_are_some(value, text):
     assert quantity_text(value) == text
     assert read_quantity(text) == pytest.approx(value, abs=1e-12)
 

@@ -1,4 +1,4 @@
-"""Models whose behaviour is known in advance."""
+"""Models whose behavior is known in advance."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def images(count: int, seed: int = 0, side: int = 8) -> Tensor:
 
 
 def trained_toy() -> tuple[nn.Module, Tensor, Tensor]:
-    """Four noisy patterns and a small network that has learnt them."""
+    """Four noisy patterns and a small network that has learned them."""
     pattern = SampleRNG.of_samples(5, range(4)).signs(3, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
     y = torch.arange(600) % 4
     x = (0.5 + 0.07 * pattern[y] + 0.2 * SampleRNG.of_samples(6, range(600)).normal(3, 8, 8)).clamp(0, 1)

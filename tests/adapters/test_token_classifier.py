@@ -46,7 +46,7 @@ def lively_tokens(count: int = 3, seed: int = 0) -> Tensor:
     return fresh_tokens(24, count, scale=1.0, seed=seed)
 
 
-def normalised(x: Tensor) -> Tensor:
+def normalized(x: Tensor) -> Tensor:
     return (x - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
 
 
@@ -84,7 +84,7 @@ def test_disabled_tokens_change_no_bit(name: str) -> None:
     classifier, x = classifier_of(name), pixels(name)
     backbone: Any = classifier.backbone
     with torch.no_grad():
-        logits, whole = classifier(x), backbone.forward_features(normalised(x))
+        logits, whole = classifier(x), backbone.forward_features(normalized(x))
         model = TokenClassifier(classifier, lively_tokens(), enabled=False)
         assert torch.equal(model(x), logits)
         assert torch.equal(final_features(model, x), whole[:, places(name, whole.shape[1])])
@@ -103,7 +103,7 @@ def test_features_are_class_and_patch_tokens_after_the_norm(name: str, placement
     classifier, x, tokens = classifier_of(name), pixels(name), lively_tokens()
     backbone: Any = classifier.backbone
     with torch.no_grad(), extra_tokens(backbone, tokens):
-        whole = backbone.forward_features(normalised(x))
+        whole = backbone.forward_features(normalized(x))
     seen = final_features(TokenClassifier(classifier, tokens, placement=placement), x)
     registers = 4 if VITS[name].prefix == 5 else 0
     assert seen.shape == (2, VITS[name].prefix - registers + 16, 24)
@@ -182,7 +182,7 @@ def test_a_longer_sequence_never_reaches_the_pool() -> None:
     classifier, x = classifier_of("vit", global_pool="avg", class_token=False), pixels("vit")
     backbone: Any = classifier.backbone
     tokens = lively_tokens()
-    stream = backbone.norm_pre(backbone._pos_embed(backbone.patch_embed(normalised(x))))
+    stream = backbone.norm_pre(backbone._pos_embed(backbone.patch_embed(normalized(x))))
     stream = backbone.blocks(torch.cat([stream, tokens.expand(2, -1, -1)], 1))[:, :16]
     torch.testing.assert_close(
         TokenClassifier(classifier, tokens)(x), backbone.forward_head(backbone.norm(stream)), rtol=0, atol=1e-5

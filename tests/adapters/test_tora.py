@@ -361,7 +361,7 @@ def test_models_that_it_cannot_be_put_on(name: str, message: str) -> None:
     assert any(each.requires_grad for each in classifier.parameters())  # refused before anything was frozen
 
 
-def test_other_mistakes() -> None:
+def test_other_user_errors() -> None:
     with pytest.raises(UserError, match=r"classify by a class token \(global_pool 'avg'\)"):
         Tora(classifier_of(global_pool="avg"))
     with pytest.raises(UserError, match="needs a Classifier, got VisionTransformer"):

@@ -394,7 +394,7 @@ class Offsets(nn.Module):
         return self.heights + (x.flatten(1).mean(1, keepdim=True) - 0.5) * 10 * self.rates
 
 
-GREY, ZEROS = torch.full((4, 3, 4, 4), 0.5), torch.zeros(4, dtype=torch.long)
+GRAY, ZEROS = torch.full((4, 3, 4, 4), 0.5), torch.zeros(4, dtype=torch.long)
 
 
 @pytest.mark.parametrize("classes", [3, 4, 5])
@@ -402,23 +402,23 @@ def test_targets_are_tried_in_the_order_of_the_clean_logits(classes):
     heights, rates = [0.0, -1.0, -2.0, -9.0, -10.0][:classes], [0.0, 0.0, 3.0, 0.0, 0.0][:classes]
     model = Offsets(heights, rates)  # only the class of rank 3 can be reached
     one, two = (OverTargets(APGD(Linf(0.1), random_start=False, steps=20), n) for n in (1, 2))
-    assert (model(one(model, GREY, ZEROS)).argmax(1) == 0).all()
-    assert (model(two(model, GREY, ZEROS)).argmax(1) == 2).all()
-    assert (APGD(Linf(0.1), TowardsClass(ZEROS + 2), random_start=False)(model, GREY, ZEROS) > 0.5).all()
+    assert (model(one(model, GRAY, ZEROS)).argmax(1) == 0).all()
+    assert (model(two(model, GRAY, ZEROS)).argmax(1) == 2).all()
+    assert (APGD(Linf(0.1), TowardsClass(ZEROS + 2), random_start=False)(model, GRAY, ZEROS) > 0.5).all()
     with count_passes(model) as cost:  # no more targets than wrong classes
-        OverTargets(APGD(Linf(1e-3), steps=5), targets=99)(model, GREY, ZEROS)
+        OverTargets(APGD(Linf(1e-3), steps=5), targets=99)(model, GRAY, ZEROS)
     assert cost.gradients == 4 * 5 * (classes - 1)
 
 
 def test_any_wrong_class_counts_and_the_label_is_no_target():
     model = Offsets([0.0, -1.0, -2.0, -9.0], [0.0, 1.0, 3.0, 0.0])  # on the way to class 1, class 2 comes first
-    z = OverTargets(APGD(Linf(0.07), random_start=False, steps=20), 1)(model, GREY, ZEROS)
+    z = OverTargets(APGD(Linf(0.07), random_start=False, steps=20), 1)(model, GRAY, ZEROS)
     assert (model(z).argmax(1) == 2).all()
     model = Offsets([0.0, 0.0, -2.0, -9.0], [0.0, 0.0, 5.0, 0.0])  # a tie: either order, the label is rank 1
     for y in (ZEROS, ZEROS + 1):
-        aim = TowardsRank(2)(model, GREY, y)
-        assert torch.allclose(aim.evaluate(GREY, 0.0)[0], torch.zeros(4))
-        assert (APGD(Linf(0.1), TowardsRank(3), random_start=False)(model, GREY, y) > 0.5).all()
+        aim = TowardsRank(2)(model, GRAY, y)
+        assert torch.allclose(aim.evaluate(GRAY, 0.0)[0], torch.zeros(4))
+        assert (APGD(Linf(0.1), TowardsRank(3), random_start=False)(model, GRAY, y) > 0.5).all()
 
 
 # --- another library -------------------------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ def test_as_strong_as_torchattacks(kind, norm, eps, trained):
         (lambda: APGD(Linf(0.1), momentum=-1), "momentum must lie between 0 and 1"),
         (lambda: OverTargets(APGD(Linf(0.1)), 0), "targets must be at least 1"),
         (lambda: OverTargets(APGD(Linf(0.1), stop_when_fooled=False)), "stop_when_fooled=True"),
-        (lambda: APGD(Linf(0.1), TowardsRank(5))(Offsets([0.0] * 4, [1.0] * 4), GREY, ZEROS), "rank must lie"),
+        (lambda: APGD(Linf(0.1), TowardsRank(5))(Offsets([0.0] * 4, [1.0] * 4), GRAY, ZEROS), "rank must lie"),
     ],
 )
 def test_impossible_settings_are_refused(build, message):

@@ -80,11 +80,11 @@ class FallsToAWhitePixel(nn.Module):
 def test_each_member_sees_what_the_others_left():
     x = torch.zeros(5, 3, 4, 4)
     x[:, 0, 0, 0] = torch.arange(5) / 100
-    crew = (Recorder({1, 3}), Recorder({0}), Recorder({2, 3}))
-    WorstOf(crew)(FallsToAWhitePixel(), x, torch.zeros(5, dtype=torch.int64))
-    assert [member.seen for member in crew] == [[[0, 1, 2, 3, 4]], [[0, 2, 4]], [[2, 4]]]
+    members = (Recorder({1, 3}), Recorder({0}), Recorder({2, 3}))
+    WorstOf(members)(FallsToAWhitePixel(), x, torch.zeros(5, dtype=torch.int64))
+    assert [member.seen for member in members] == [[[0, 1, 2, 3, 4]], [[0, 2, 4]], [[2, 4]]]
     with pytest.raises(UserError, match="3 attacks need as many names, got 1"):
-        WorstOf(crew, ("alone",))
+        WorstOf(members, ("alone",))
 
 
 @pytest.mark.slow

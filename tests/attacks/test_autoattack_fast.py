@@ -170,8 +170,8 @@ def drive(fast: AutoAttackFast, fooled: Callable[[Stage], Tensor], n: int, **inf
     known = {"fell_in": torch.full((n,), -1), "missing": margins + 2, "margin": margins, **info}
     while (stage := next_stage(stages, result)) is not None:
         seen.append(stage)
-        told = known if stage.name == "search" else {"square_margin": margins[stage.places] - 1}
-        result = StageResult(stage.places, fooled(stage), told)
+        reported = known if stage.name == "search" else {"square_margin": margins[stage.places] - 1}
+        result = StageResult(stage.places, fooled(stage), reported)
     return seen
 
 

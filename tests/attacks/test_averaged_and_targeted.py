@@ -11,7 +11,7 @@ from vitadel.attacks import PGD, Linf, make
 from vitadel.attacks.goals import fooled
 from vitadel.attacks.square import Square
 from vitadel.attacks.surrogate import Surrogate, deployed, seen_through
-from vitadel.attacks.wrappers import Averaged, Targeted, _mean_logits
+from vitadel.attacks.wrappers import Averaged, Targeted, mean_logits
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import count_passes
 from vitadel.runtime.rng import SampleRNG
@@ -103,7 +103,7 @@ def test_averaging_holds_one_pass_in_memory():
         model, x = TinyNet().eval().requires_grad_(False), images(4).requires_grad_()
         kept: dict[int, Tensor] = {}  # the tensors themselves, so that no address is used twice
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
-            _mean_logits(model, x, times) if times else model(x)
+            mean_logits(model, x, times) if times else model(x)
         return sum(t.numel() for t in kept.values())
 
     assert saved(20) == saved(1) < saved(0)

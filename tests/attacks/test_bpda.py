@@ -153,7 +153,7 @@ def test_eot_and_bpda_together():
         ("eot:0+bpda+fgsm", "must be positive"),
     ],
 )
-def test_mistakes_are_one_message(name, message):
+def test_user_errors_are_one_message(name, message):
     model, x = Linear(stairs), images(2)
     with pytest.raises(UserError, match=message):
         make(name)(model, x, torch.zeros(2, dtype=torch.int64))

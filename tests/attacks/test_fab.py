@@ -193,8 +193,8 @@ def _greedy_length(x: torch.Tensor, w: torch.Tensor, gap: torch.Tensor) -> torch
     return torch.tensor(length, dtype=torch.float64)
 
 
-def grey(count: int) -> torch.Tensor:
-    """Images so near to mid-grey that no boundary is reached at the box."""
+def gray(count: int) -> torch.Tensor:
+    """Images so near to mid-gray that no boundary is reached at the box."""
     return 0.5 + 0.2 * (images(count) - 0.5)
 
 
@@ -204,7 +204,7 @@ def grey(count: int) -> torch.Tensor:
 @pytest.mark.parametrize("clipped", [False, True], ids=["box far", "box active"])
 def test_finds_the_minimal_norm_of_a_linear_model(ball, targets, clipped):
     model = ManyPlanes(4)
-    x = images(16) if clipped else grey(16)
+    x = images(16) if clipped else gray(16)
     y = model(x).argmax(1)
     best = model.distance(x, y, ORDERS[ball])
     z = FAB(ball(WHOLE_BOX[ball]), steps=40, targets=targets, stop_when_fooled=False)(model, x, y)
@@ -218,7 +218,7 @@ def test_finds_the_minimal_norm_of_a_linear_model(ball, targets, clipped):
 def test_two_classes_agree_with_the_closed_form(ball):
     weight = SampleRNG.of_samples(0, [0]).normal(192)[0]
     weight[11] = 12.0  # one pixel is enough in L1, and does not reach the box
-    toy, x = LinearToy(weight, -0.5 * float(weight.sum())), grey(20)
+    toy, x = LinearToy(weight, -0.5 * float(weight.sum())), gray(20)
     y = toy(x).argmax(1)
     distance = toy.distance(x, {Linf: "linf", L2: "l2", L1: "l1"}[ball])
     for attack in (FAB(ball(WHOLE_BOX[ball]), 30, stop_when_fooled=False), FAB(ball(WHOLE_BOX[ball]), 30, 9)):
@@ -232,7 +232,7 @@ def test_two_classes_agree_with_the_closed_form(ball):
 @BALLS
 @ROUTES
 def test_succeeds_exactly_above_the_distance_and_else_returns_the_image(ball, targets):
-    model, x = ManyPlanes(4), grey(16)
+    model, x = ManyPlanes(4), gray(16)
     y = model(x).argmax(1)
     best = model.distance(x, y, ORDERS[ball])
     eps = float(best.median())
@@ -283,7 +283,7 @@ def test_announces_the_cost_of_ten_classes():
 
 
 def test_targeted_runs_follow_the_classes_in_clean_order():
-    model, x = ManyPlanes(6, spread=2.0), grey(30)
+    model, x = ManyPlanes(6, spread=2.0), gray(30)
     y = model(x).argmax(1)
     size = [L2(1.0).size(FAB(L2(20.0), 30, count, stop_when_fooled=False)(model, x, y), x) for count in (1, 2, 3, 5)]
     for more, fewer in itertools.pairwise(reversed(size)):
@@ -353,7 +353,7 @@ def test_hard_cases(ball, targets):
     assert ball(1.0).size(z, x).max() <= WHOLE_BOX[ball] / 10
 
 
-def test_mistakes_are_refused():
+def test_user_errors_are_refused():
     for settings in ({"steps": 0}, {"targets": 0}, {"restarts": 0}):
         with pytest.raises(UserError, match="at least 1"):
             FAB(Linf(0.1), **settings)
@@ -362,7 +362,7 @@ def test_mistakes_are_refused():
 
 
 @pytest.mark.parametrize("ball", [Linf, L2], ids=["Linf", "L2"])
-def test_ends_where_the_linearised_boundary_is_as_near_as_the_point(ball):
+def test_ends_where_the_linearized_boundary_is_as_near_as_the_point(ball):
     """The condition for a nearest point of a curved boundary; stuck on a tie of two logits one is farther away."""
     model, x, y = trained_toy()
     z = FAB(ball(20.0), steps=40, stop_when_fooled=False)(model, x, y)

@@ -1,4 +1,4 @@
-"""The feature-space attack: cosines by hand, a floor under the PSNR, whole grey levels."""
+"""The feature-space attack: cosines by hand, a floor under the PSNR, whole gray levels."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_the_papers_numbers() -> None:
     torch.testing.assert_close(step[free], torch.full_like(step[free], 0.01), rtol=1e-3, atol=1e-5)
 
 
-def test_mistakes_are_refused() -> None:
+def test_user_errors_are_refused() -> None:
     with pytest.raises(UserError, match="unknown axis 'tokens'; did you mean token"):
         features(Linf(EPS), axis="tokens")
     with pytest.raises(UserError, match="paper=true sets step, axis"):

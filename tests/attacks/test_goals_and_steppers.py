@@ -102,13 +102,13 @@ def _rng(count):
     return SampleRNG.of_samples(0, range(count))
 
 
-def test_momentum_gathers_normalised_gradients():
+def test_momentum_sums_normalized_gradients():
     x = torch.full((2, 3, 2, 2), 0.5)
     step = Momentum(decay=0.5).start(Linf(0.1), 10, x)
     first = torch.randn(2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
     second = -0.4 * first * torch.tensor([1.0, 3.0]).view(2, 1, 1, 1)
     assert torch.allclose(step.move(x, first, 0), x + 0.01 * first.sign())
-    # Normalised, the second gradient weighs 1 against a memory of 0.5: it turns the direction round.
+    # Normalized, the second gradient weighs 1 against a memory of 0.5: it turns the direction round.
     assert torch.allclose(step.move(x, second, 1), x - 0.01 * first.sign())
     assert len(step.keep(torch.tensor([True, False])).memory) == 1
 

@@ -155,7 +155,7 @@ def test_preparation_is_decided_by_the_seed_and_leaves_no_trace():
 
 
 def test_the_selector_sees_what_the_model_sees():
-    """Normalised pixels: the same network behind another normalisation of shifted images makes the same choice."""
+    """Normalized pixels: the same network behind another normalization of shifted images makes the same choice."""
     x, y = 0.5 * images(8, side=16), torch.zeros(8, dtype=torch.long)
     selector = CorruptionModel(4, 4, 4)
     attack = dataclasses.replace(LearnedPatches(BALL, side=4, share=0.2), selector=selector)

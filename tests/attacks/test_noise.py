@@ -51,7 +51,7 @@ def test_no_pass_is_spent():
         make("noise(kind=unifrom)")
 
 
-def test_restarts_draw_anew():
+def test_restarts_draw_again():
     x = images(3)
     attack = make("noise(restarts=2)")
     y = torch.zeros(3, dtype=torch.int64)

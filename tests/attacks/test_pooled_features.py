@@ -137,7 +137,7 @@ def test_the_effective_budget_is_among_the_settings() -> None:
     assert settings_of(FeatureAttack(Linf(4 / 255)))["effective_eps"] is None
 
 
-def test_mistakes_are_refused() -> None:
+def test_user_errors_are_refused() -> None:
     for wrong in (
         lambda: features(Linf(EPS), axis="channel", features="pooled"),
         lambda: RobustnessTokens(make("features-3"), axis="channel", features="pooled"),

@@ -71,7 +71,7 @@ def test_notes_pass_through_views():
 
 
 @pytest.mark.slow
-def test_the_doubts_of_an_attack_inside_are_passed_on():
+def test_the_warnings_of_an_attack_inside_are_passed_on():
     """What autoattack-fast reports about a sample: through scaled attention, or plain where that run came last."""
     model, x = make_vit("vit", classes=4), images(12, side=VITS["vit"].size)
     with torch.no_grad():

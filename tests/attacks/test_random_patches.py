@@ -109,7 +109,7 @@ def test_a_side_that_does_not_divide_is_refused():
 
 
 def three_changes() -> tuple[Tensor, Tensor]:
-    """Grey images; patch 1 changes by .1 everywhere, patch 7 by .3 in one pixel, patch 10 by .02 everywhere."""
+    """Gray images; patch 1 changes by .1 everywhere, patch 7 by .3 in one pixel, patch 10 by .02 everywhere."""
     x = torch.full((2, 3, 16, 16), 0.5)
     z = x.clone()
     z[:, :, 0:4, 4:8] += 0.1
@@ -198,7 +198,7 @@ def test_pgd_in_patches_finds_the_best_patch_of_a_linear_model(ball):
         assert gain == pytest.approx((0.5 if ball is None else 0.1) * tiles[best].abs().sum().item(), rel=1e-4)
 
 
-def test_noise_is_drawn_in_the_space_that_the_model_normalises_to():
+def test_noise_is_drawn_in_the_space_that_the_model_normalizes_to():
     model = wrap(Grey(), mean=(0.1, 0.4, 0.9), std=(0.2, 0.5, 0.3))
     x, rng = images(30, side=16), SampleRNG.of_samples(0, range(30))
     noise = uniform_noise(model, x, rng)

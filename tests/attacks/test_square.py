@@ -289,7 +289,7 @@ def test_builder_repeats():
     assert square(L1(1.0), restarts=3) == Restarts(Square(L1(1.0)), 3)
 
 
-def test_mistakes_are_refused():
+def test_user_errors_are_refused():
     with pytest.raises(UserError, match="at least 1 query"):
         Square(Linf(0.1), queries=0)
     with pytest.raises(UserError, match="share of the pixels"):

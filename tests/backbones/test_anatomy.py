@@ -1,4 +1,4 @@
-"""The table of families: recognised under any wrapping, counted right, and clear about what it does not know."""
+"""The table of families: recognized under any wrapping, counted right, and clear about what it does not know."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vits import VITS, make_vit, pixels
 
 
 class Wrapping(nn.Module):
-    """As normalising, parallel and compiled wrappers do: the model is an attribute."""
+    """As normalizing, parallel and compiled wrappers do: the model is an attribute."""
 
     def __init__(self, attribute: str, inner: nn.Module) -> None:
         super().__init__()

@@ -144,7 +144,7 @@ def test_unreadable_files_are_named_with_the_reason(name: str, content: bytes, s
     assert str(tmp_path / name) in str(caught.value)
 
 
-def test_metadata_of_a_damaged_file_is_a_mistake_too(tmp_path: Path) -> None:
+def test_metadata_of_a_damaged_file_is_a_user_error_too(tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(safetensors.torch.save(WEIGHTS)[:-4])
     with pytest.raises(UserError, match="cannot be read as a safetensors file"):
         read_metadata(tmp_path / "w.safetensors")
@@ -201,7 +201,7 @@ def test_keys_that_fit_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("outer", "inner"), [("normalize.", "model."), ("0.", "1."), ("module.0.", "module.1.")])
-def test_a_normalising_layer_around_the_model_is_understood(outer: str, inner: str) -> None:
+def test_a_normalizing_layer_around_the_model_is_understood(outer: str, inner: str) -> None:
     source, target = make(), make()
     weights = {
         f"{outer}mean": torch.tensor([0.1, 0.2, 0.3]),
@@ -319,7 +319,7 @@ def test_positions_that_fit_no_square() -> None:
         ("vit_tiny_patch16_224", {"qk_norm": True}, "a variant that normalizes queries and keys"),
     ],
 )
-def test_variants_are_recognised_both_ways(name: str, extra: dict[str, Any], meaning: str) -> None:
+def test_variants_are_recognized_both_ways(name: str, extra: dict[str, Any], meaning: str) -> None:
     text = complaint(make(), make(name, **extra).state_dict())
     assert f"the file holds {meaning}" in text
     text = complaint(make(name, **extra), make().state_dict())

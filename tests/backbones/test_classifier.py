@@ -1,4 +1,4 @@
-"""Pixels in [0, 1] in, logits out: normalisation, precision, outputs of all kinds, and what is noticed."""
+"""Pixels in [0, 1] in, logits out: normalization, precision, outputs of all kinds, and what is noticed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ChannelMeans(nn.Module):
-    """Logits are the mean of each channel, so that normalisation can be computed by hand."""
+    """Logits are the mean of each channel, so that normalization can be computed by hand."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(dim=(2, 3))
@@ -47,7 +47,7 @@ def images(batch: int = 4) -> Tensor:
     return torch.rand(batch, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-def test_normalises_each_channel_by_hand() -> None:
+def test_normalizes_each_channel_by_hand() -> None:
     x = images()
     got = wrap(ChannelMeans(), MEAN, STD)(x)
     for channel in range(3):
@@ -55,7 +55,7 @@ def test_normalises_each_channel_by_hand() -> None:
         torch.testing.assert_close(got[:, channel], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_identity_normalisation_hands_over_the_very_pixels() -> None:
+def test_identity_normalization_hands_over_the_very_pixels() -> None:
     seen: list[Tensor] = []
     model = wrap(Answers(lambda logits: logits))
     model.backbone.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -64,7 +64,7 @@ def test_identity_normalisation_hands_over_the_very_pixels() -> None:
     assert seen[0] is x
 
 
-def test_gradient_reaches_the_pixels_through_the_normalisation() -> None:
+def test_gradient_reaches_the_pixels_through_the_normalization() -> None:
     x = images(1).requires_grad_()
     (grad,) = torch.autograd.grad(wrap(ChannelMeans(), MEAN, STD)(x)[0, 1], x)
     torch.testing.assert_close(grad[0, 1], torch.full((8, 8), 1 / (64 * STD[1])))
@@ -113,7 +113,7 @@ class Linear(nn.Module):
         return torch.as_tensor(self.layer(x.mean(dim=(2, 3))))
 
 
-def test_moving_to_bf16_keeps_the_normalisation_exact_and_gives_float32_logits() -> None:
+def test_moving_to_bf16_keeps_the_normalization_exact_and_gives_float32_logits() -> None:
     model = wrap(Linear(), MEAN, STD).bfloat16()
     assert model.backbone.get_parameter("layer.weight").dtype == torch.bfloat16
     assert model.mean.dtype == model.std.dtype == torch.float32
@@ -135,7 +135,7 @@ def test_autocast_gives_float32_logits() -> None:
         assert model(images()).dtype == torch.float32
 
 
-def test_normalisation_is_no_part_of_the_state() -> None:
+def test_normalization_is_no_part_of_the_state() -> None:
     assert list(wrap(Linear(), MEAN, STD).state_dict()) == ["backbone.layer.weight", "backbone.layer.bias"]
 
 
@@ -161,7 +161,7 @@ def test_wrap_records_its_arguments_and_the_classes_of_the_module() -> None:
     assert wrap(module).record.num_classes == 9
 
 
-def test_wrapping_a_timm_model_with_another_normalisation_is_noted() -> None:
+def test_wrapping_a_timm_model_with_another_normalization_is_noted() -> None:
     module = ChannelMeans()
     module.pretrained_cfg = {"mean": MEAN, "std": STD}  # type: ignore[assignment]
     assert "0.485" in wrap(module).record.notes["normalisation"]
@@ -177,7 +177,7 @@ def test_wrap_refuses_nonsense() -> None:
         wrap(ChannelMeans(), std=(0.5, 0.0, 0.5))
 
 
-def test_a_classifier_is_not_normalised_twice() -> None:
+def test_a_classifier_is_not_normalized_twice() -> None:
     model = wrap(ChannelMeans(), MEAN, STD)
     assert wrap(model) is model
     with pytest.raises(UserError, match=r"Classifier already.*`.backbone`"):

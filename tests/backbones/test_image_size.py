@@ -28,7 +28,7 @@ MESSAGE = (
 )
 
 
-class Normalised(nn.Module):
+class Normalized(nn.Module):
     def __init__(self, net: nn.Module, size: int | None = None) -> None:
         super().__init__()
         self.net, self.size = net, size
@@ -77,7 +77,7 @@ def test_what_timm_takes_is_taken() -> None:
 
 
 def test_wrapped_models_are_asked_before_they_are_doubted() -> None:
-    inside, resizing = wrap(Normalised(dynamic())), wrap(Normalised(dynamic(), size=32))
+    inside, resizing = wrap(Normalized(dynamic())), wrap(Normalized(dynamic(), size=32))
     with pytest.raises(UserError, match=MESSAGE.format("mine")):
         check_images_fit(inside, (36, 40), "mine")
     check_images_fit(inside, (40, 40), "mine")
@@ -85,7 +85,7 @@ def test_wrapped_models_are_asked_before_they_are_doubted() -> None:
 
 
 def test_a_run_fails_before_its_first_image() -> None:
-    model = wrap(Normalised(make_vit("vit", patch_size=16, dynamic_img_size=True)), input_size=40)
+    model = wrap(Normalized(make_vit("vit", patch_size=16, dynamic_img_size=True)), input_size=40)
     target = Target(model, "mine", open_dataset("shapes"), "shapes")
     with pytest.raises(UserError, match=r"40 x 40 pixels .* patches of 16 x 16 by 'mine'.*32 x 32 and 48 x 48"):
         _ = target.preprocess

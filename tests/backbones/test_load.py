@@ -47,7 +47,7 @@ def plain_file(path: Path, name: str = VIT, **kwargs: Any) -> nn.Module:
     return model
 
 
-def normalised(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+def normalized(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     return (x - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
 
 
@@ -55,12 +55,12 @@ def normalised(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Te
 
 
 @pytest.mark.parametrize(("name", "mean", "std"), [(VIT, (0.5,) * 3, (0.5,) * 3), (DEIT, *IMAGENET)])
-def test_normalisation_comes_from_timms_data_config(name: str, mean: Any, std: Any, tmp_path: Path) -> None:
+def test_normalization_comes_from_timms_data_config(name: str, mean: Any, std: Any, tmp_path: Path) -> None:
     reference = plain_file(tmp_path / "w.pt", name)
     model = load_model(name, weights=tmp_path / "w.pt", num_classes=10, kwargs=KWARGS)
     assert (model.record.mean, model.record.std) == (mean, std)
     assert not model.training
-    torch.testing.assert_close(model(images()), reference(normalised(images(), mean, std)))
+    torch.testing.assert_close(model(images()), reference(normalized(images(), mean, std)))
 
 
 def test_the_record_says_how_images_are_prepared() -> None:
@@ -83,7 +83,7 @@ def test_a_file_with_a_record_wins_over_timm_and_brings_its_shape(tmp_path: Path
     assert torch.equal(model(images()), reference(images()))
 
 
-def test_a_wrapped_models_file_gives_its_normalisation(tmp_path: Path) -> None:
+def test_a_wrapped_models_file_gives_its_normalization(tmp_path: Path) -> None:
     module = timm.create_model(VIT, **KWARGS, num_classes=10).eval()
     reference = wrap(module, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     save_classifier(reference, tmp_path / "w.safetensors")
@@ -149,7 +149,7 @@ def test_a_file_of_another_architecture_by_its_record(tmp_path: Path) -> None:
         load_model(VIT, weights=tmp_path / "m.safetensors", kwargs={"depth": 9})
 
 
-def test_a_model_that_has_learnt_may_drop_more_or_less(tmp_path: Path) -> None:
+def test_a_model_that_has_learned_may_drop_more_or_less(tmp_path: Path) -> None:
     """Fine-tuning with another rate of drop-path: no weight depends on it, and the new rate is recorded."""
     before = saved(tmp_path / "m.safetensors")
     file = str(tmp_path / "m.safetensors")
@@ -216,7 +216,7 @@ def test_pretrained_is_timms_own_download_with_its_own_head(monkeypatch: pytest.
         load_model(DEIT, weights="pretrained", num_classes=10, kwargs=KWARGS)
 
 
-def test_a_failed_download_is_a_mistake_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_is_a_user_error_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*_given: Any, **_more: Any) -> nn.Module:
         raise ConnectionError("no route to host\nmore")
 
@@ -268,7 +268,7 @@ def test_another_input_size_after_loading_and_back_from_disk(tmp_path: Path) -> 
 def test_a_file_that_was_trained_at_the_requested_size(tmp_path: Path) -> None:
     reference = plain_file(tmp_path / "w.pt", img_size=48)
     model = load_model(VIT, weights=tmp_path / "w.pt", num_classes=10, input_size=48, kwargs=KWARGS)
-    torch.testing.assert_close(model(images(48)), reference(normalised(images(48), (0.5,) * 3, (0.5,) * 3)))
+    torch.testing.assert_close(model(images(48)), reference(normalized(images(48), (0.5,) * 3, (0.5,) * 3)))
 
 
 def test_input_sizes_that_cannot_be() -> None:
@@ -307,7 +307,7 @@ def test_a_file_that_was_adapted_before(tmp_path: Path) -> None:
     adapted = timm.create_model(VIT, num_classes=10, img_size=32, **small, patch_size=4).eval()
     torch.save(adapted.state_dict(), tmp_path / "w.pt")
     model = load_model(VIT, weights=tmp_path / "w.pt", num_classes=10, small_images=True, kwargs=small)
-    torch.testing.assert_close(model(images()), adapted(normalised(images(), (0.5,) * 3, (0.5,) * 3)))
+    torch.testing.assert_close(model(images()), adapted(normalized(images(), (0.5,) * 3, (0.5,) * 3)))
 
 
 # --- files and folders of ours
@@ -552,7 +552,7 @@ def test_a_hugging_face_model_with_its_processors_numbers(monkeypatch: pytest.Mo
     asked = fake_transformers(monkeypatch)
     model = load_model("hf:org/name")
     assert asked == ["org/name"]
-    expected = normalised(images(24), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)).mean(dim=(2, 3))
+    expected = normalized(images(24), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)).mean(dim=(2, 3))
     torch.testing.assert_close(model(images(24)), expected)
     assert (model.record.name, model.record.num_classes, model.record.input_size) == ("hf:org/name", 3, (24, 24))
 
@@ -581,7 +581,7 @@ def test_a_processors_geometry_in_timms_terms(changes: Any, expected: Any, monke
 
 
 def test_a_timm_model_inside_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processor has no numbers of its own; taking the defaults would silently leave out the normalisation."""
+    """Its processor has no numbers of its own; taking the defaults would silently leave out the normalization."""
     config = timm.data.resolve_data_config(model=timm.create_model(DEIT, **KWARGS))
     fake_transformers(monkeypatch, prepares=SimpleNamespace(data_config=config, rescale_factor=1 / 255))
     record = load_model("hf:timm/deit").record

@@ -132,7 +132,7 @@ def test_a_file_without_record_says_what_to_do(tmp_path: Path) -> None:
         (json.dumps({"schema": 1, "name": "a", "std": [0, 0, 0]}), "std must be three positive numbers"),
     ],
 )
-def test_a_damaged_record_is_a_mistake_with_the_file_name(text: str, said: str) -> None:
+def test_a_damaged_record_is_a_user_error_with_the_file_name(text: str, said: str) -> None:
     with pytest.raises(UserError) as caught:
         ModelRecord.from_json(text, "runs/a.safetensors")
     assert said in str(caught.value)
@@ -155,7 +155,7 @@ def test_unknown_names_tags_and_arguments() -> None:
         create_backbone("deit_tiny_patch16_224", None, {"depht": 2})
 
 
-def test_record_and_classifier_agree_on_normalising() -> None:
+def test_record_and_classifier_agree_on_normalizing() -> None:
     assert RECORD.normalizes
     assert not ModelRecord("a").normalizes
     assert isinstance(build_classifier(RECORD), Classifier)

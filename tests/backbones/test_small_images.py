@@ -162,12 +162,12 @@ def test_doing_it_twice_changes_nothing_more() -> None:
         ("cait_xxs24_224", {}, 32, 4, "no adaptation to small images is known for 'Cait'"),
     ],
 )
-def test_what_cannot_be_adapted_is_a_mistake(name: str, kwargs: Any, size: int, patch: int, said: str) -> None:
+def test_what_cannot_be_adapted_is_a_user_error(name: str, kwargs: Any, size: int, patch: int, said: str) -> None:
     with pytest.raises(UserError, match=said):
         adapt_to_small_images(make(name, **kwargs), size, patch)
 
 
-def test_hybrids_and_unknown_interpolations_are_mistakes() -> None:
+def test_hybrids_and_unknown_interpolations_are_user_errors() -> None:
     with pytest.raises(UserError, match="no adaptation"):
         adapt_to_small_images(make("vit_tiny_r_s16_p8_224"))
     with pytest.raises(UserError, match="bicubic or bilinear, got 'nearest'"):

@@ -168,7 +168,7 @@ def test_selftest_passes():
     ],
     ids=lambda value: " ".join(value)[:40],
 )  # fmt: skip
-def test_mistakes_get_one_message_and_exit_code_two(words, said, tmp_path):
+def test_user_errors_get_one_message_and_exit_code_two(words, said, tmp_path):
     done = vitadel(*words, cwd=tmp_path, code=2)
     for part in said:
         assert part in done.stderr
@@ -176,7 +176,7 @@ def test_mistakes_get_one_message_and_exit_code_two(words, said, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mistake_shows_no_traceback_in_a_shell(tmp_path):
+def test_a_user_error_shows_no_traceback_in_a_shell(tmp_path):
     done = from_a_shell("audit", "--attacks", "pdg-20", cwd=tmp_path, code=2)
     assert done.stderr.startswith("vitadel: unknown attack 'pdg-20'")
     assert list(tmp_path.iterdir()) == []

@@ -42,7 +42,7 @@ def test_a_short_benchmark_ends_with_tables_report_and_folder(tmp_path):
     assert called(*words, "--resume").exit_code == 0
 
 
-def test_a_copy_is_written_and_told(tmp_path):
+def test_a_copy_is_written_and_reported(tmp_path):
     words = ["corrupt", "--limit", "10", "--corruptions", "contrast", "--severities", "3", "--out", tmp_path / "c"]
     done = called(*words)
     assert done.exit_code == 0, done.output

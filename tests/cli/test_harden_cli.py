@@ -63,7 +63,7 @@ def test_a_training_ends_with_accuracies_intervals_and_its_folder(vitadel, mine,
         (["missing.yaml"], "missing.yaml"),
     ],
 )
-def test_mistakes_end_with_one_message(vitadel, tmp_path, words, message):
+def test_user_errors_end_with_one_message(vitadel, tmp_path, words, message):
     code, out, err = vitadel("harden", *words, "--out", tmp_path / "run", "--device", "cpu")
     assert code == 2
     assert message in err
@@ -114,7 +114,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_a_model_that_cannot_learn_is_told_before_anything_is_written(vitadel, mine, tmp_path, monkeypatch, name):
+def test_a_model_that_cannot_learn_is_reported_before_anything_is_written(vitadel, mine, tmp_path, monkeypatch, name):
     answer, message = SPOILT[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "spoilt", raising=False)
@@ -132,7 +132,7 @@ def test_a_model_that_cannot_learn_is_told_before_anything_is_written(vitadel, m
 
 
 @pytest.mark.parametrize("key", ["objective.attack", "validation.attack"])
-def test_a_target_that_is_a_label_is_told_before_the_training(vitadel, mine, tmp_path, key):
+def test_a_target_that_is_a_label_is_reported_before_the_training(vitadel, mine, tmp_path, key):
     code, _, err = vitadel("harden", mine, f"{key}=targeted:1+pgd-2", "--out", tmp_path / "run", "--device", "cpu")
     assert (code, f"{key}: targeted:1+pgd-2: class 1 is the label of" in err) == (2, True), err
     assert not (tmp_path / "run").exists()
@@ -151,7 +151,7 @@ def test_a_plugin_that_does_not_suit_the_model_is_named(vitadel, mine, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_fresh_head_is_told(vitadel, mine, tmp_path):
+def test_a_fresh_head_is_reported(vitadel, mine, tmp_path):
     for number in range(60):
         (tmp_path / "photos" / "train" / str(number % 3)).mkdir(parents=True, exist_ok=True)
         picture = Image.new("RGB", (32, 32), (number * 4, 0, 0))
@@ -164,7 +164,7 @@ def test_a_fresh_head_is_told(vitadel, mine, tmp_path):
     assert "the head of zoo:shapes-standard is new, for the 3 classes of data.train" in " ".join(err.split())
 
 
-def test_a_test_image_that_cannot_be_read_is_told_without_a_flag_that_there_is_not(vitadel, mine, tmp_path):
+def test_a_test_image_that_cannot_be_read_is_reported_without_a_flag_that_there_is_not(vitadel, mine, tmp_path):
     for number in range(20):
         name = str(number % 10)
         (tmp_path / "test" / name).mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def test_a_folder_of_another_run_is_left_as_it_is(vitadel, mine, tmp_path):
     assert sorted((file, file.stat().st_mtime_ns) for file in (tmp_path / "run").rglob("*")) == before
 
 
-def test_a_plan_for_a_recipe_and_a_mistake_about_it(vitadel, mine):
+def test_a_plan_for_a_recipe_and_a_user_error_about_it(vitadel, mine):
     code, out, err = vitadel("plan", mine, "train.epochs=2", "--device", "cpu")
     assert code == 0, err
     assert "2 epochs, 6 steps of 16 images" in " ".join(out.split())
@@ -209,7 +209,7 @@ TOKENS = [
 ]
 
 
-def test_a_budget_in_normalised_units_is_told_in_pixels_from_the_start(vitadel, tmp_path):
+def test_a_budget_in_normalized_units_is_reported_in_pixels_from_the_start(vitadel, tmp_path):
     words = [*TOKENS, "objective.attack=features-2(paper=true)", "threat.eps=8/255", "--out", tmp_path / "run"]
     code, out, err = vitadel("harden", *words, "--device", "cpu")
     assert code == 0, err
@@ -245,7 +245,7 @@ def test_a_budget_in_pixels_needs_no_more_words(vitadel, tmp_path):
         ("model={name: resnet18, weights: random}", "no anatomy known"),
     ],
 )
-def test_mistakes_about_tokens_leave_no_folder(vitadel, tmp_path, word, message):
+def test_user_errors_about_tokens_leave_no_folder(vitadel, tmp_path, word, message):
     code, _, err = vitadel("harden", *TOKENS, word, "--out", tmp_path / "run", "--device", "cpu")
     assert code == 2
     assert message in " ".join(err.split())

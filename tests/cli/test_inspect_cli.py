@@ -76,7 +76,7 @@ def test_a_backbone_without_a_head_needs_none(
         (["--limit=0"], "limit must be at least 1"),
     ],
 )
-def test_mistakes_end_with_two(
+def test_user_errors_end_with_two(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

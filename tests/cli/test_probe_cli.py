@@ -78,7 +78,7 @@ def test_a_segmentation_ends_with_both_means_and_its_folder(vitadel, recipes):
         (["probe", "segmentation/shapes", "data.size=[30,32]"], "cannot be cut into patches"),
     ],
 )
-def test_mistakes_end_with_one_message(vitadel, tmp_path, words, message):
+def test_user_errors_end_with_one_message(vitadel, tmp_path, words, message):
     out = [] if words[0] == "plan" else ["--out", tmp_path / "run"]
     code, shown, err = vitadel(*words, *out, "--device", "cpu")
     assert (code, shown) == (2, "")

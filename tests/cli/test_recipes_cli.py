@@ -58,7 +58,7 @@ def test_copy_writes_a_recipe_that_runs_on_and_never_overwrites(tmp_path, monkey
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine.yaml", "new"]
 
 
-def test_check_tells_what_is_good_and_every_fault_of_the_rest(tmp_path):
+def test_check_reports_what_is_good_and_every_fault_of_the_rest(tmp_path):
     for name in ("one.yaml", "two.yaml"):
         (tmp_path / name).write_text(FAULTY)
     assert vitadel("recipes", "check", SHIPPED, "aas/table4") == f"{SHIPPED}: good\naas/table4: good, 4 rows\n"
@@ -87,7 +87,7 @@ def test_a_check_runs_no_command_that_a_recipe_names(tmp_path, monkeypatch, plac
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 
-def test_list_tells_every_recipe_with_its_rows(monkeypatch):
+def test_list_reports_every_recipe_with_its_rows(monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
     listed = vitadel("list", "recipes")
     for name in shipped_recipes():

@@ -144,7 +144,7 @@ def test_defaults_of_the_flags_are_those_of_the_request(name: str) -> None:
         (["accumulation", "--classes=cat,dog"], "--classes takes whole numbers"),
     ],
 )
-def test_mistakes_end_with_two(
+def test_user_errors_end_with_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

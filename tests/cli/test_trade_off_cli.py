@@ -110,7 +110,7 @@ def test_two_lambdas_a_baseline_and_a_knob(runs, tmp_path):
     assert json.loads(again.stdout)["trade_off"] == measured
 
 
-def test_a_mistake_is_told_before_anything_is_opened(runs, tmp_path):
+def test_a_user_error_is_reported_before_anything_is_opened(runs, tmp_path):
     done = called("nowhere", "--eps", "4/255,1/255", "--out", tmp_path / "run")
     assert isinstance(done.exception, UserError)
     assert "the smallest first" in str(done.exception)

@@ -1,4 +1,4 @@
-"""Pictures for the tests of corruptions: smooth colours with some grain, as 8-bit arrays and as floats."""
+"""Pictures for the tests of corruptions: smooth colors with some grain, as 8-bit arrays and as floats."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_an_enlargement_is_scipys_cut_on_all_sides(zoom, size):
 
 
 @pytest.mark.parametrize(("radius", "sigma"), [(3, 0.1), (8, 0.5), (10, 0.5), (0.3, 0.4), (1.5, 0.1), (2.5, 0.01)])
-def test_the_kernel_of_defocus_is_opencvs_and_not_normalised(radius, sigma):
+def test_the_kernel_of_defocus_is_opencvs_and_not_normalized(radius, sigma):
     theirs, ours = parts.disk(radius, sigma), filtering.disk(radius, sigma)
     margin = (len(theirs) - len(ours)) // 2
     np.testing.assert_allclose(np.pad(ours, margin), theirs, atol=1e-8)
@@ -126,9 +126,9 @@ def test_fallen_snow_lies_as_in_the_formula(mix):
     x = pictures(1, 40, 48)
     layer = np.random.default_rng(0).integers(0, 120, (40, 48)).astype(np.uint8)
     image = np.float32(array(x[0])) / 255
-    grey = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)[..., None]
+    gray = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)[..., None]
     white = (layer / 255)[..., None]
-    expected = mix * image + (1 - mix) * np.maximum(image, grey * 1.5 + 0.5) + white + np.rot90(white, 2)
+    expected = mix * image + (1 - mix) * np.maximum(image, gray * 1.5 + 0.5) + white + np.rot90(white, 2)
     ours = weather.add_snow(x.mul(255).round().to(torch.uint8), torch.from_numpy(layer)[None, None], mix)
     assert_levels_agree(ours[0].permute(1, 2, 0).numpy(), np.uint8(np.clip(expected, 0, 1) * 255))
 

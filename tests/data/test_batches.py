@@ -117,7 +117,7 @@ def test_an_exception_of_the_caller_leaves_no_thread() -> None:
     assert readers() == []
 
 
-def test_a_bad_sample_is_a_mistake_that_names_it() -> None:
+def test_a_bad_sample_is_a_user_error_that_names_it() -> None:
     stream = read_batches(Counted(broken=frozenset({39})), CHUNKS, Preprocess(8), skip_bad=False)
     assert next(stream).indices.tolist() == CHUNKS[0]
     assert next(stream).indices.tolist() == CHUNKS[1]
@@ -145,7 +145,7 @@ def test_a_picture_that_cannot_be_resized_is_bad_too() -> None:
     assert [bad.index for bad in batch.bad] == [4]
 
 
-def test_a_mistake_within_reading_reaches_the_caller() -> None:
+def test_a_user_error_within_reading_reaches_the_caller() -> None:
     class Full(Counted):
         def read(self, indices: Sequence[int]) -> list[Image.Image | Exception]:
             raise UserError("no room for temporary files")

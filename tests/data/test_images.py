@@ -32,7 +32,7 @@ def test_alpha_is_dropped_and_not_blended() -> None:
     assert np.array_equal(pixels_of(decode(encoded(Image.fromarray(rgba), "PNG"))), rgba[..., :3])
 
 
-def test_palette_with_transparency_gives_the_palette_colours_without_a_warning() -> None:
+def test_palette_with_transparency_gives_the_palette_colors_without_a_warning() -> None:
     colors = picture(5, 1, 4)[0]
     places = np.arange(12, dtype=np.uint8).reshape(3, 4) % 4
     image = Image.fromarray(places).convert("P")
@@ -82,7 +82,7 @@ def test_broken_files_say_what_is_wrong() -> None:
     assert np.array_equal(pixels_of(faults[3]), picture(8, 64, 64))
 
 
-def test_a_mistake_is_not_blamed_on_the_sample() -> None:
+def test_a_user_error_is_not_blamed_on_the_sample() -> None:
     def full(_: int) -> Image.Image:
         raise UserError("no room for temporary files")
 

@@ -154,9 +154,9 @@ def test_palettes_hold_classes_and_missing_masks_are_reported(tmp_path):
     (tmp_path / "masks").mkdir()
     with pytest.raises(UserError, match="1 images have no mask"):
         open_masked(f"folder:{tmp_path}", classes=3)
-    coloured = Image.fromarray(mask.astype(np.uint8))
-    coloured.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0])
-    coloured.save(tmp_path / "masks" / "a.png")
+    colored = Image.fromarray(mask.astype(np.uint8))
+    colored.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0])
+    colored.save(tmp_path / "masks" / "a.png")
     assert open_masked(f"folder:{tmp_path}", classes=3).read([0], ResizeCrop((6, 8)))[1][0, :, 0].tolist() == [
         0,
         1,

@@ -17,7 +17,7 @@ MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 @pytest.mark.parametrize(("size", "crop_pct"), [(32, 1.0), (32, 0.875), ((24, 40), 0.9), (48, 0.95)])
 @pytest.mark.parametrize("shape", [(50, 80), (33, 32), (20, 20)])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-def test_timms_evaluation_transform_up_to_normalisation(crop_mode, size, crop_pct, shape, interpolation) -> None:
+def test_timms_evaluation_transform_up_to_normalization(crop_mode, size, crop_pct, shape, interpolation) -> None:
     image = Image.fromarray(picture(0, *shape))
     height, width = (size, size) if isinstance(size, int) else size
     transform = create_transform(

@@ -83,6 +83,6 @@ def test_the_answer_does_not_depend_on_torchs_generator() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, -5])
-def test_a_limit_below_one_is_a_mistake(limit: int) -> None:
+def test_a_limit_below_one_is_a_user_error(limit: int) -> None:
     with pytest.raises(UserError, match=f"at least 1, got {limit}"):
         balanced_subset(LABELS, limit, seed=0)

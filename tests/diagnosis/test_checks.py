@@ -171,7 +171,7 @@ class Normalize(nn.Module):
         (Normalize([0.5] * 3, [0.5] * 3), BROKEN),
     ],
 )
-def test_pixels_normalised_twice_are_seen_where_nothing_is_lost_by_it(before, verdict):
+def test_pixels_normalized_twice_are_seen_where_nothing_is_lost_by_it(before, verdict):
     model, x, y = toy()
     times = 2 if verdict == BROKEN else 1
 
@@ -190,7 +190,7 @@ def test_pixels_normalised_twice_are_seen_where_nothing_is_lost_by_it(before, ve
     ("factor", "mean", "std", "verdict"),
     [(255, 127.5, 127.5, OK), (255, 116.3, 1.0, OK), (1, 127.5, 127.5, BROKEN), (255, 0.5, 0.5, BROKEN)],
 )
-def test_a_normalisation_is_given_what_it_is_for_bytes_or_pixels(factor, mean, std, verdict):
+def test_a_normalization_is_given_what_it_is_for_bytes_or_pixels(factor, mean, std, verdict):
     model, x, y = toy()
 
     def undone(x: Tensor) -> Tensor:  # so that not one answer differs
@@ -202,7 +202,7 @@ def test_a_normalisation_is_given_what_it_is_for_bytes_or_pixels(factor, mean, s
     assert outcome == verdict, evidence
 
 
-def test_what_only_looks_like_a_normalisation_is_left_alone():
+def test_what_only_looks_like_a_normalization_is_left_alone():
     model, x, y = toy()
     model_ = Around(model).eval()
     model_.spare = Normalize([0.5] * 3, [0.5] * 3)  # never run

@@ -47,14 +47,14 @@ def examination(rule, precision: torch.dtype = torch.float32, **more) -> Examina
 
 
 def scored(rule, side: int = 8, count: int = 48) -> Examination:
-    """Two classes; the first is right, and stands as long as the score of the images, which are grey, is positive."""
+    """Two classes; the first is right, and stands as long as the score of the images, which are gray, is positive."""
 
     def logits(x: Tensor) -> Tensor:
         score = rule((x - 0.5) / 0.08)
         return torch.stack([score, torch.zeros_like(score)], 1)
 
-    grey = torch.full((count, 3, side, side), 0.5)
-    return Examination(Rule(logits).eval(), grey, torch.zeros(count, dtype=torch.long), eps=0.08)
+    gray = torch.full((count, 3, side, side), 0.5)
+    return Examination(Rule(logits).eval(), gray, torch.zeros(count, dtype=torch.long), eps=0.08)
 
 
 def refuse_more_than(most: int, model: nn.Module) -> nn.Module:
@@ -307,7 +307,7 @@ def hollow(u: Tensor, at: float, width: float) -> Tensor:
 def test_one_step_that_costs_much_is_bent_only_if_half_of_it_costs_more(at, verdict):
     e = scored(lambda u: u.flatten(1).mean(1))
     darker = torch.arange(48) % 5 < 2
-    e.x[darker, 0] += 0.1  # these fall to the whole step; uniform moves do not change what tells them
+    e.x[darker, 0] += 0.1  # these fall to the whole step; uniform moves do not change what says them
     e.x[darker, 1] -= 0.1
 
     def score(x: Tensor) -> Tensor:

@@ -72,16 +72,16 @@ def test_five_conditions_as_one_pass_over_all_images_gives_them(tmp_path: Path, 
         (tokened, transferred, "attacked, with tokens"),
         (tokened, adaptive, "attacked through the tokens"),
     ]
-    told = results["activations"]
-    assert told["layers"] == LAYERS
-    assert [entry["name"] for entry in told["conditions"]] == [name for _, _, name in expected]
+    reported = results["activations"]
+    assert reported["layers"] == LAYERS
+    assert [entry["name"] for entry in reported["conditions"]] == [name for _, _, name in expected]
     for number, (model, images, _) in enumerate(expected):
         by_hand = massive_activations(model, images).values
         quarters = by_hand.double().quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=1)
         torch.testing.assert_close(torch.tensor(seen(results, number)), quarters.float(), rtol=1e-4, atol=1e-4)
     assert seen(results, 1) != seen(results, 4)
-    assert max(entry["largest_change"] for entry in told["conditions"]) <= 4 / 255 + 1e-6
-    assert told["conditions"][1]["largest_change"] > 1 / 255
+    assert max(entry["largest_change"] for entry in reported["conditions"]) <= 4 / 255 + 1e-6
+    assert reported["conditions"][1]["largest_change"] > 1 / 255
 
 
 def test_planted_values_are_placed(tmp_path: Path) -> None:
@@ -98,10 +98,10 @@ def test_planted_values_are_placed(tmp_path: Path) -> None:
 
 
 def test_shares_count_images() -> None:
-    told = activations._places([-1, -1, 4, 5], [7, 8, 8, 8])
-    assert (told["kind"], told["kind_share"]) in [("class", 0.5), ("patch", 0.5)]
-    assert (told["token"], told["token_share"]) == ("class", 0.5)
-    assert (told["channel"], told["channel_share"], told["same_place_share"]) == (8, 0.75, 0.25)
+    reported = activations._places([-1, -1, 4, 5], [7, 8, 8, 8])
+    assert (reported["kind"], reported["kind_share"]) in [("class", 0.5), ("patch", 0.5)]
+    assert (reported["token"], reported["token_share"]) == ("class", 0.5)
+    assert (reported["channel"], reported["channel_share"], reported["same_place_share"]) == (8, 0.75, 0.25)
 
 
 def test_few_images_are_warned_of(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_no_tokens_and_no_secrets_in_the_folder(tmp_path: Path) -> None:
         assert not any(value in path.read_text() for value in values), path
 
 
-def test_mistakes_are_told(tmp_path: Path) -> None:
+def test_user_errors_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is calibrated on other images first"):
         ActivationsRequest("aas+pgd-3")
     with pytest.raises(UserError, match="unknown attack"):

@@ -21,7 +21,7 @@ from vitadel.runtime.distributed import join_processes
 from vitadel.runtime.rng import SampleRNG
 from vits import pixels
 
-GREY = (0.5, 0.5, 0.5)
+GRAY = (0.5, 0.5, 0.5)
 
 
 class OnePatch(nn.Module):
@@ -42,12 +42,12 @@ def test_a_planted_map_loses_everything_at_once(place):
     y = torch.zeros(2, dtype=torch.int64)
     model, others = OnePatch(place // 4, place % 4), [each for each in range(20) if each != place]
     request = torch.tensor([[place, *others]] * 2)
-    deletion, insertion = deletion_and_insertion(model, x, y, request, (5, 4), GREY)
+    deletion, insertion = deletion_and_insertion(model, x, y, request, (5, 4), GRAY)
     seen, blind = 1 / (1 + math.exp(-4)), 0.5
     assert deletion[0].tolist() == pytest.approx([seen] + [blind] * PARTS)
     assert insertion[0].tolist() == pytest.approx([blind] + [seen] * PARTS)
     assert float(area(deletion)[0]) == pytest.approx(blind + (seen - blind) / 2 / PARTS)
-    last, first = deletion_and_insertion(model, x, y, request.flip(1), (5, 4), GREY)
+    last, first = deletion_and_insertion(model, x, y, request.flip(1), (5, 4), GRAY)
     assert torch.equal(last, insertion.flip(1))  # hiding by the order backwards is showing by the order
     assert torch.equal(first, deletion.flip(1))
 
@@ -89,9 +89,9 @@ def robust_side(seed=0):
 @pytest.mark.slow
 def test_names_that_differ_in_signs_only_keep_their_maps_apart(tmp_path):
     toras = {"run 1": robust_side(), "run+1": robust_side(50)}
-    crew = [Candidate(name, open_target(tora, "shapes(size=32)@test")) for name, tora in toras.items()]
+    members = [Candidate(name, open_target(tora, "shapes(size=32)@test")) for name, tora in toras.items()]
     request = TradeOffRequest(eps=(1 / 255,), attacks=("fgsm",), aimed=(), maps=2, limit=10, batch_size=2)
-    out = run_trade_off(crew, request, join_processes("cpu"), out=tmp_path / "run")
+    out = run_trade_off(members, request, join_processes("cpu"), out=tmp_path / "run")
     with np.load(out.folder.path / "maps.npz", allow_pickle=False) as arrays:
         x = torch.from_numpy(arrays["x"]).float() / 255
         kept = {name: torch.from_numpy(arrays[f"maps:{name}"]) for name in toras}
@@ -106,8 +106,8 @@ def test_a_trade_off_keeps_and_checks_maps(tmp_path):
     candidate = Candidate("one", open_target(tora, "shapes(size=32)@test"))
     request = TradeOffRequest(eps=(1 / 255,), attacks=("fgsm",), aimed=(), maps=3, limit=10, batch_size=2)
     out = run_trade_off([candidate], request, join_processes("cpu"), out=tmp_path / "run")
-    told = out.results["trade_off"]["maps"]
-    assert told["n"] == 3
+    reported = out.results["trade_off"]["maps"]
+    assert reported["n"] == 3
     with np.load(out.folder.path / "maps.npz", allow_pickle=False) as arrays:
         x, maps = torch.from_numpy(arrays["x"]), torch.from_numpy(arrays["maps:one"])
     assert len(x) == maps.shape[1] == 3
@@ -118,7 +118,7 @@ def test_a_trade_off_keeps_and_checks_maps(tmp_path):
     for layer, gate in enumerate(gates):  # the other adapter's map, from its own gates
         other = gate.rob.mean((1, 2))[:, 1:].view(3, *maps.shape[2:])
         torch.testing.assert_close(maps[layer] + other, torch.ones_like(other), atol=1e-5, rtol=0)
-    (entry,) = told["contenders"]
+    (entry,) = reported["contenders"]
     assert entry["share_by_layer"] == pytest.approx(maps.mean((1, 2, 3)).tolist(), abs=1e-6)
     for kind in ("deletion", "insertion"):
         by = entry[kind]

@@ -102,8 +102,8 @@ def test_train_mode_and_probabilities_are_noticed():
 
     model = Probabilities(10)
     results = vitadel.audit(model, Shapes("test", size=8), attacks="fgsm", limit=20)
-    told = [(finding["check"], finding["verdict"]) for finding in results["findings"]]
-    assert told == [("train-mode", "suspicious"), ("probability-outputs", "broken")]  # as the doctor has it
+    reported = [(finding["check"], finding["verdict"]) for finding in results["findings"]]
+    assert reported == [("train-mode", "suspicious"), ("probability-outputs", "broken")]  # as the diagnosis has it
     assert model.training
 
 
@@ -131,7 +131,7 @@ def test_attacks_that_break_the_rules_gain_nothing(monkeypatch):
     assert entry["held"] == results["clean"]["correct"]
 
 
-def test_nan_outputs_and_missing_classes_are_told():
+def test_nan_outputs_and_missing_classes_are_reported():
     class Broken(Brightness):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * float("nan")
@@ -158,7 +158,7 @@ def test_nan_outputs_and_missing_classes_are_told():
         ({"attacks": ("pgd-0",)}, "at least 1 step"),
     ],
 )
-def test_senseless_orders_are_told_before_anything_is_loaded(fault, said):
+def test_senseless_requests_are_reported_before_anything_is_loaded(fault, said):
     with pytest.raises(UserError, match=said):
         AuditRequest(**fault)
 
@@ -205,7 +205,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
     assert (counted["data"]["n"], counted["data"]["left_out"]) == (20, 3)
 
 
-def test_an_image_lost_between_two_stages_is_told_and_not_counted_as_robust(tmp_path, monkeypatch):
+def test_an_image_lost_between_two_stages_is_reported_and_not_counted_as_robust(tmp_path, monkeypatch):
     from vitadel.evaluation.audit import audit as audit_module
     from vitadel.evaluation.engine import verdicts as module
 
@@ -224,7 +224,7 @@ def test_an_image_lost_between_two_stages_is_told_and_not_counted_as_robust(tmp_
         vitadel.audit(Two().eval(), f"folder:{tmp_path}/photos", attacks="fgsm", skip_bad=True)
 
 
-def test_fewer_outputs_than_labels_are_told():
+def test_fewer_outputs_than_labels_are_reported():
     class Five(Brightness):
         num_classes = None
 

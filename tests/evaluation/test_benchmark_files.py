@@ -40,8 +40,8 @@ class DarkTenches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits = torch.full((len(x), 1000), -9.0)
-        grey = x[:, :, :4, :4].mean((1, 2, 3))
-        logits[:, 0], logits[:, 99] = 0.5 - grey, grey - 0.5
+        gray = x[:, :, :4, :4].mean((1, 2, 3))
+        logits[:, 0], logits[:, 99] = 0.5 - gray, gray - 0.5
         return logits
 
 
@@ -116,8 +116,8 @@ def test_without_clean_images_there_is_no_relative_error(copied):
     assert len(table["prediction:fog/5"]) == 24
     write_report([copied / "run"], copied / "run" / "report.html")
     page = (copied / "run" / "report.html").read_text()
-    told = f"(no mCE, which takes 15 at 5 severities and 224 pixels) {results['corruptions']['mean_ce']:.1f}"
-    assert told in page
+    reported = f"(no mCE, which takes 15 at 5 severities and 224 pixels) {results['corruptions']['mean_ce']:.1f}"
+    assert reported in page
     assert not (copied / "run" / "figures" / "classes.png").exists()  # nothing is known about clean images
 
 
@@ -227,30 +227,30 @@ def test_all_fifteen_at_five_severities_make_an_mce(clean):
         errors = [wrong[name, level].sum() / n for level in range(1, 6)]
         ce[name] = 100 * sum(errors) / sum(alexnet.values())
         relative[name] = 100 * (sum(errors) - 5 * 3 / n) / (sum(alexnet.values()) - 5 * 0.435)
-    told = results["corruptions"]
-    assert {row["corruption"]: row["ce"] for row in told["rows"]} == pytest.approx(ce)
-    assert told["mce"] == pytest.approx(sum(ce.values()) / 15)
-    assert told["relative_mce"] == pytest.approx(sum(relative.values()) / 15)
+    reported = results["corruptions"]
+    assert {row["corruption"]: row["ce"] for row in reported["rows"]} == pytest.approx(ce)
+    assert reported["mce"] == pytest.approx(sum(ce.values()) / 15)
+    assert reported["relative_mce"] == pytest.approx(sum(relative.values()) / 15)
     quiet = [value for name, value in ce.items() if not name.endswith("_noise")]
-    assert told["mce_without_noise"] == pytest.approx(sum(quiet) / 12)
+    assert reported["mce_without_noise"] == pytest.approx(sum(quiet) / 12)
     for name in ("mce", "relative_mce", "mce_without_noise", "mean_error"):
-        low, high = told[f"{name}_ci95"]
-        assert low < told[name] < high
+        low, high = reported[f"{name}_ci95"]
+        assert low < reported[name] < high
     mfr = sum(0.1 / value for value in ALEXNET_FLIPS.values()) / 10 * 100
     assert results["perturbations"]["mfr"] == pytest.approx(mfr)
     fewer = {part: column for part, column in predictions.items() if part[0] != "frost"}
     found = PredictionSet(replace(files, in_memory=True), verdicts, True, fewer, {}, {"frost": "no photos"})
-    told = corruption_results(target, CorruptionRequest(), found, settings)["corruptions"]
-    assert told["mce"] is None
-    assert told["relative_mce"] is None
-    assert told["mce_without_noise"] is None
-    assert told["mean_ce"] == pytest.approx((sum(ce.values()) - ce["frost"]) / 14)
+    reported = corruption_results(target, CorruptionRequest(), found, settings)["corruptions"]
+    assert reported["mce"] is None
+    assert reported["relative_mce"] is None
+    assert reported["mce_without_noise"] is None
+    assert reported["mean_ce"] == pytest.approx((sum(ce.values()) - ce["frost"]) / 14)
     small = replace(files, shape=(64, 64))
     found = PredictionSet(small, verdicts, True, predictions, dict.fromkeys(ALEXNET_FLIPS, scores), {})
     results = corruption_results(target, CorruptionRequest(), found, settings)
-    told = results["corruptions"]
-    assert [told[name] for name in ("mce", "relative_mce", "mce_without_noise")] == [None] * 3
-    assert told["mean_ce"] == pytest.approx(sum(ce.values()) / 15)
+    reported = results["corruptions"]
+    assert [reported[name] for name in ("mce", "relative_mce", "mce_without_noise")] == [None] * 3
+    assert reported["mean_ce"] == pytest.approx(sum(ce.values()) / 15)
     assert results["perturbations"]["mfr"] is None
 
 
@@ -264,11 +264,11 @@ def test_a_sequence_for_validation_takes_nothing_from_the_ten(clean):
     predicted = PredictionSet(origin, Verdicts(torch.arange(n), label, label, []), True, {}, sequences, {})
     target = open_target(DarkTenches().eval(), f"imagenet:{clean}/val")
 
-    def told(request, predicted):
+    def reported(request, predicted):
         settings = {"model_fingerprint": "0"}
         return corruption_results(target, request, predicted, settings)["perturbations"]
 
-    found = told(CorruptionRequest(), predicted)
+    found = reported(CorruptionRequest(), predicted)
     rates = {name: 100 * value / ALEXNET_FLIPS[name] for name, value in share.items()}
     assert {row["perturbation"]: row["flip_rate"] for row in found["rows"] if "flip_rate" in row} == pytest.approx(
         rates
@@ -279,8 +279,8 @@ def test_a_sequence_for_validation_takes_nothing_from_the_ten(clean):
     assert found["mean_flip_probability_over"] == list(ALEXNET_FLIPS)
     assert [row["perturbation"] for row in found["rows"] if not row["counted"]] == ["spatter", "shear"]
     assert [remark[:40] for remark in found["remarks"]] == ["Made in memory: ImageNet-P's own videos "]
-    assert "mfr" not in told(CorruptionRequest(difficulty=2), predicted)
-    alone = told(CorruptionRequest(), replace(predicted, sequences={"shear": sequences["shear"]}))
+    assert "mfr" not in reported(CorruptionRequest(difficulty=2), predicted)
+    alone = reported(CorruptionRequest(), replace(predicted, sequences={"shear": sequences["shear"]}))
     assert (alone["mean_flip_probability"], alone["mfr"]) == (1, None)
 
 
@@ -316,7 +316,7 @@ def test_large_pictures_are_corrupted_at_the_size_of_the_benchmark_whatever_the_
 
 
 def test_pictures_of_a_benchmark_are_never_cropped_again(tmp_path):
-    """A bright rim around a dark middle: whoever crops sees a tench."""
+    """A bright rim around a dark middle: anyone who crops sees a tench."""
     pixels = np.full((16, 16, 3), 250, np.uint8)
     pixels[4:12, 4:12] = 5
     folder = tmp_path / "contrast" / "1" / GOOSE

@@ -48,7 +48,7 @@ def test_without_a_training_split_it_is_what_the_audit_leaves_out(data):
     assert not set(rows.tolist()) & set(audited.tolist())
 
 
-def test_nothing_left_is_told():
+def test_nothing_left_is_reported():
     target = open_target("zoo:shapes-robust", Shapes("test"))
     with pytest.raises(UserError, match="--calibration SPEC"):
         calibration_images(target, torch.arange(len(target.source)), None, 50, seed=0)

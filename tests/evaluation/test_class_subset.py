@@ -1,4 +1,4 @@
-"""ImageNet-A and -R: the largest of 200 logits counts, and all 1000 are told beside it."""
+"""ImageNet-A and -R: the largest of 200 logits counts, and all 1000 are reported beside it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def root(tmp_path):
     return tmp_path
 
 
-def test_an_audit_counts_among_the_200_and_tells_the_1000(root):
+def test_an_audit_counts_among_the_200_and_reports_the_1000(root):
     results = vitadel.audit(Grey().eval(), f"imagenet-a:{root}/a", attacks="fgsm", eps=1 / 255, out=root / "run")
     assert results["clean"]["correct"] == 3
     assert results["clean_among_all"]["correct"] == 0

@@ -149,7 +149,7 @@ def test_large_pictures_are_prepared_as_imagenet_c_was(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reported"),
     [
         ({"format": "gif"}, "unknown format 'gif'"),
         ({"format": "npy"}, "all five severities"),
@@ -160,10 +160,10 @@ def test_large_pictures_are_prepared_as_imagenet_c_was(tmp_path):
     ],
     ids=str,
 )
-def test_mistakes_are_told_before_anything_is_written(settings, told, tmp_path):
+def test_user_errors_are_reported_before_anything_is_written(settings, reported, tmp_path):
     with pytest.raises(UserError) as caught:
         write(tmp_path / "c", **settings)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
     assert not (tmp_path / "c").exists()
 
 
@@ -175,7 +175,7 @@ def test_another_copy_is_not_mixed_in(tmp_path):
         write(tmp_path / "c", resume=True, seed=1)
 
 
-def grey_pictures(root: Path, *names: str) -> str:
+def gray_pictures(root: Path, *names: str) -> str:
     for number, name in enumerate(names):
         path = root / "in" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +184,7 @@ def grey_pictures(root: Path, *names: str) -> str:
 
 
 def test_pictures_that_differ_by_their_endings_alone_are_not_written_over_each_other(tmp_path):
-    spec = grey_pictures(tmp_path, "cat/1.bmp", "cat/1.png", "cat/2.png", "dog/1.png")
+    spec = gray_pictures(tmp_path, "cat/1.bmp", "cat/1.png", "cat/2.png", "dog/1.png")
     with pytest.raises(UserError, match=r"cat/1\.bmp and cat/1\.png would both be written to cat/1\.png; rename"):
         write(tmp_path / "c", open_dataset(spec), limit=None)
     assert not (tmp_path / "c").exists()
@@ -193,8 +193,8 @@ def test_pictures_that_differ_by_their_endings_alone_are_not_written_over_each_o
     assert len(pictures(tmp_path / "c")) == 2 * 3
 
 
-def test_images_that_cannot_be_read_are_told_and_not_counted(tmp_path):
-    spec = grey_pictures(tmp_path, "cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png")
+def test_images_that_cannot_be_read_are_reported_and_not_counted(tmp_path):
+    spec = gray_pictures(tmp_path, "cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png")
     (tmp_path / "in" / "cat" / "2.png").write_bytes(b"no picture")
     for resume in (False, True):
         results, _, _ = write(
@@ -212,7 +212,7 @@ def test_images_that_cannot_be_read_are_told_and_not_counted(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_told_and_arrays_go_on_when_there_is_space(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_arrays_go_on_when_there_is_space(tmp_path, monkeypatch):
     settings = {"format": "npy", "severities": (1, 2, 3, 4, 5), "corruptions": ("contrast",)}
     write(tmp_path / "whole", **settings)
 

@@ -103,7 +103,7 @@ def test_some_severities_are_compared_with_the_same_of_alexnet():
     assert corruption_errors(chosen)["fog"] == pytest.approx(50)
 
 
-def test_names_without_constants_are_told():
+def test_names_without_constants_are_reported():
     with pytest.raises(UserError, match="no error of AlexNet for 'spatter'"):
         corruption_errors({"spatter": {1: 0.5}})
     with pytest.raises(UserError, match="no flip probability of AlexNet for shear"):

@@ -131,13 +131,13 @@ def test_a_model_that_always_flips(monkeypatch):
         return torch.stack([torch.full_like(x, level) for level in (0.02, 0.98, 0.02, 0.98)])
 
     monkeypatch.setattr(perturbations, "sequence", blinking)
-    told = run(Brightness(), corruptions=(), perturbations=("rotate", "shot_noise"))["perturbations"]
-    rotate, noise = told["rows"]
+    reported = run(Brightness(), corruptions=(), perturbations=("rotate", "shot_noise"))["perturbations"]
+    rotate, noise = reported["rows"]
     assert (rotate["flip_probability"], rotate["frames"]) == (1, 4)
     assert noise["flip_probability"] == pytest.approx(2 / 3)  # the third frame is like the first
     assert rotate["top5_distance"] == 15
-    assert told["mean_flip_probability"] == pytest.approx(5 / 6)
-    assert "mfr" not in told
+    assert reported["mean_flip_probability"] == pytest.approx(5 / 6)
+    assert "mfr" not in reported
 
 
 @pytest.mark.parametrize("name", ["translate", "gaussian_noise"])
@@ -186,9 +186,9 @@ def test_small_pictures_move_as_small_ones_before_a_large_model_sees_them(tmp_pa
     assert float(flipped.sum()) > 0
     table = pq.read_table(tmp_path / "run" / "samples.parquet").to_pydict()
     assert table["flips:translate"] == pytest.approx(flipped.tolist())
-    told = corruptions(model, source(), perturbations=None, **settings | {"limit": 2})["perturbations"]
-    assert [row["perturbation"] for row in told["rows"]] == list(CIFAR_SEQUENCES)
-    assert told["corrupted_at"] == [16, 16]
+    reported = corruptions(model, source(), perturbations=None, **settings | {"limit": 2})["perturbations"]
+    assert [row["perturbation"] for row in reported["rows"]] == list(CIFAR_SEQUENCES)
+    assert reported["corrupted_at"] == [16, 16]
 
 
 @pytest.mark.slow
@@ -225,36 +225,36 @@ corruptions("zoo:shapes-standard", "shapes", limit=12, batch_size=4, corruptions
 
 
 @pytest.mark.slow
-def test_two_processes_tell_what_one_tells(tmp_path):
+def test_two_processes_report_what_one_reports(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    told = []
+    reported = []
     for count in (1, 2):
         launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={count}", "--standalone"] if count > 1 else []
         command = [sys.executable, *launcher, str(script), str(tmp_path / str(count))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, done.stderr
-        told.append((tmp_path / str(count) / "results.json").read_text())
-    assert told[0] == told[1]
+        reported.append((tmp_path / str(count) / "results.json").read_text())
+    assert reported[0] == reported[1]
 
 
-def test_what_cannot_be_had_is_left_out_and_told_unless_it_was_asked_for(monkeypatch):
+def test_what_cannot_be_had_is_left_out_and_reported_unless_it_was_asked_for(monkeypatch):
     def without_photos(x, name, *more):
         if name == "frost":
             raise UserError("no photos of frost here")
         return x
 
     monkeypatch.setattr(corrupted_copy, "corrupt", without_photos)
-    told = run(Always(), corruptions=None, severities=(1,))["corruptions"]
-    assert told["left_out"] == {"frost": "no photos of frost here"}
-    assert told["mean_error_over"] == [name for name in COMMON if name != "frost"]
+    reported = run(Always(), corruptions=None, severities=(1,))["corruptions"]
+    assert reported["left_out"] == {"frost": "no photos of frost here"}
+    assert reported["mean_error_over"] == [name for name in COMMON if name != "frost"]
     with pytest.raises(UserError, match="no photos of frost"):
         run(Always(), corruptions=("frost", "fog"))
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reported"),
     [
         ({"severities": (0,)}, "some of 1, 2, 3, 4, 5, each once; got 0"),
         ({"severities": (6,)}, "got 6"),
@@ -272,7 +272,7 @@ def test_what_cannot_be_had_is_left_out_and_told_unless_it_was_asked_for(monkeyp
     ],
     ids=str,
 )
-def test_mistakes_are_told(settings, told):
+def test_user_errors_are_reported(settings, reported):
     with pytest.raises(UserError) as caught:
         run(Always(), **settings)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)

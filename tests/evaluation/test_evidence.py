@@ -40,7 +40,7 @@ def test_an_ordinary_course_is_ok_and_says_what_it_is_not():
 
 
 @pytest.mark.parametrize(
-    ("falls", "more", "told"),
+    ("falls", "more", "reported"),
     [
         ({}, {"broken": 2}, "FAB or Square broke 2 of the 60"),
         ({}, {"ahead": 9}, "Square came closer to the boundary than the gradients on 9 of 60 samples"),
@@ -52,10 +52,10 @@ def test_an_ordinary_course_is_ok_and_says_what_it_is_not():
         ({}, {"flat": 3}, "3 robust samples have no gradient"),
     ],
 )
-def test_doubts_offer_the_full_ensemble(falls, more, told):
+def test_warnings_offer_the_full_ensemble(falls, more, reported):
     (finding,) = findings_about("autoattack-fast", notes_of(falls, **more), 1000)
     assert finding["verdict"] == "suspicious"
-    assert told in finding["evidence"]
+    assert reported in finding["evidence"]
     assert "--attacks autoattack" in finding["advice"]
 
 

@@ -26,7 +26,7 @@ class Counting(nn.Module):
         return self.linear(x.flatten(1))
 
 
-def crew(*names: str) -> list[tuple[str, object]]:
+def ensemble(*names: str) -> list[tuple[str, object]]:
     return [(name, make(name, eps=8 / 255)) for name in names]
 
 
@@ -34,7 +34,7 @@ def crew(*names: str) -> list[tuple[str, object]]:
 def test_it_takes_few_passes_and_leaves_no_trace(name):
     model = Counting().train()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    preflight(model, crew(name), (16, 16))
+    preflight(model, ensemble(name), (16, 16))
     members = 4 if name == "autoattack" else 1
     assert 1 < model.passes <= 1 + 3 * members
     assert model.training
@@ -54,16 +54,16 @@ def test_it_takes_few_passes_and_leaves_no_trace(name):
         "patches-learned",
     ],
 )
-def test_what_does_not_suit_the_model_is_told(name):
+def test_what_does_not_suit_the_model_is_reported(name):
     with pytest.raises(UserError):
-        preflight(Counting(), crew("pgd-2", name), (16, 16))
+        preflight(Counting(), ensemble("pgd-2", name), (16, 16))
 
 
 @pytest.mark.parametrize("name", ["patch-fool-2", "aas(images=4,steps=1)+pgd-2", "features-3", "patches-learned"])
 def test_what_suits_it_is_not(name):
     model, passes = make_vit("vit"), []
     model.register_forward_hook(lambda module, given, logits: passes.append(len(logits)))
-    preflight(model, crew(name), (32, 32))
+    preflight(model, ensemble(name), (32, 32))
     assert 1 < len(passes) <= 8
 
 

@@ -1,4 +1,4 @@
-"""A protocol's name is borne only by runs that agree with it in everything, and all that differs is told at once."""
+"""A protocol's name is borne only by runs that agree with it in everything; all that differs is reported at once."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def request_of(name: str, **changes) -> AuditRequest:
     return AuditRequest(**{**asked, **changes})
 
 
-def told(request: AuditRequest, target: Target) -> dict:
+def reported(request: AuditRequest, target: Target) -> dict:
     return compare_with_protocols(request, target, torch.arange(len(target.source)))
 
 
 def refusal(request: AuditRequest, target: Target) -> str:
     with pytest.raises(UserError, match="does not follow the protocol") as caught:
-        told(request, target)
+        reported(request, target)
     return str(caught.value)
 
 
@@ -89,20 +89,22 @@ def test_a_run_by_the_book_bears_the_name(name):
     protocol = PROTOCOLS[name]
     data = "imagenet:somewhere" if "imagenet" in protocol.data else protocol.data[0]
     target = subject_of(data, protocol.images, protocol.pixels or 64)
-    found = told(request_of(name), target)
+    found = reported(request_of(name), target)
     assert (found["name"], found["comparable_with"]) == (name, protocol.comparable_with)
     assert found["differences"] == {}
-    unasked = told(request_of(name, protocol=None), target)
-    assert unasked["name"] == name  # whoever does everything right need not know that there is a name
+    unasked = reported(request_of(name, protocol=None), target)
+    assert unasked["name"] == name  # anyone who does everything right need not know that there is a name
 
 
 def test_the_same_attack_by_another_name_is_the_same():
     target = subject_of()
-    assert told(request_of("robustbench-cifar10", attacks=("autoattack-100(targets=9)",)), target)["differences"] == {}
+    assert (
+        reported(request_of("robustbench-cifar10", attacks=("autoattack-100(targets=9)",)), target)["differences"] == {}
+    )
     assert "attacks" in refusal(request_of("robustbench-cifar10", attacks=("autoattack-50",)), target)
 
 
-def test_all_differences_are_told_at_once():
+def test_all_differences_are_reported_at_once():
     request = request_of(
         "robustbench-cifar10", eps=4 / 255, attacks=("pgd-20", "fgsm"), precision="bf16", skip_bad=True, norm="l2"
     )
@@ -120,7 +122,7 @@ def test_all_differences_are_told_at_once():
 
 def test_training_images_and_nameless_data_are_other_data():
     assert "data: cifar10@train" in refusal(request_of("robustbench-cifar10"), subject_of("cifar10@train"))
-    assert told(request_of("robustbench-cifar10"), subject_of("cifar10@test"))["name"]
+    assert reported(request_of("robustbench-cifar10"), subject_of("cifar10@test"))["name"]
     nameless = replace(subject_of(), given_as_object=True)
     assert "data: cifar10 instead of cifar10" in refusal(request_of("robustbench-cifar10"), nameless)
 
@@ -150,7 +152,7 @@ def test_an_attack_that_a_protocol_rules_out_is_a_difference_and_no_fault():
     request = AuditRequest(
         attacks=("features-30(paper=true)",)
     )  # cannot be built in the norm of robustbench-cifar10-l2
-    found = told(request, subject_of())
+    found = reported(request, subject_of())
     assert found["name"] is None
     assert found["differences"]["attacks"].startswith("features-30(paper=true) instead of ")
     wanted = PROTOCOLS["robustbench-cifar10-l2"]
@@ -202,7 +204,7 @@ def test_studies_on_other_images_are_other_attacks():
     assert "calibration: svhn instead of the training split" in message
     assert message.count(" instead of ") == 1
     idle = request_of("robustbench-cifar10", calibration="svhn")  # AutoAttack studies nothing
-    assert told(idle, subject_of())["name"] == "robustbench-cifar10"
+    assert reported(idle, subject_of())["name"] == "robustbench-cifar10"
 
 
 def test_five_thousand_images_are_not_yet_those_of_the_list(monkeypatch):
@@ -212,7 +214,7 @@ def test_five_thousand_images_are_not_yet_those_of_the_list(monkeypatch):
     names = [target.source.name(index) for index in range(5_000)]
     right = replace(PROTOCOLS["robustbench-imagenet"], image_list=list_digest(reversed(names)))
     monkeypatch.setattr(protocols, "protocols", lambda: {right.name: right})
-    assert told(request_of("robustbench-imagenet"), target)["name"] == "robustbench-imagenet"
+    assert reported(request_of("robustbench-imagenet"), target)["name"] == "robustbench-imagenet"
 
 
 def test_lists_are_named_by_their_images_alone():
@@ -223,14 +225,14 @@ def test_lists_are_named_by_their_images_alone():
 
 
 def test_a_run_without_a_name_hears_how_far_off_it_is():
-    found = told(AuditRequest(attacks=("autoattack",), eps=0.4, norm="l2"), subject_of())
+    found = reported(AuditRequest(attacks=("autoattack",), eps=0.4, norm="l2"), subject_of())
     assert (found["name"], found["comparable_with"]) == (None, None)
     assert found["nearest"] == "robustbench-cifar10-l2"
     assert found["differences"] == {"eps": "0.4 instead of 0.5"}
-    assert told(AuditRequest(), subject_of("folder:x", 20))["nearest"] is None
+    assert reported(AuditRequest(), subject_of("folder:x", 20))["nearest"] is None
 
 
-def test_unknown_names_are_told_with_the_known_ones():
+def test_unknown_names_are_reported_with_the_known_ones():
     with pytest.raises(UserError, match="did you mean robustbench-cifar10") as caught:
         AuditRequest(protocol="robustbench-cifar-10")
     assert "paper-aas" in str(caught.value)

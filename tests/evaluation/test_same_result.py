@@ -54,10 +54,10 @@ def start(launcher: list[str], out: Path, *more: str) -> subprocess.Popen[bytes]
 
 
 def finish(process: subprocess.Popen[bytes], code: int = 0) -> str:
-    """Wait for the end and return what was told on standard error."""
-    told = process.communicate(timeout=300)[1].decode()
-    assert process.returncode == code, told
-    return told
+    """Wait for the end and return what was reported on standard error."""
+    reported = process.communicate(timeout=300)[1].decode()
+    assert process.returncode == code, reported
+    return reported
 
 
 def pieces(out: Path) -> int:
@@ -124,8 +124,8 @@ def test_interrupted_by_control_c_says_how_to_go_on(tmp_path, undisturbed):
     process = start([], out)
     wait_for_pieces(process, out, 1)
     process.send_signal(signal.SIGINT)
-    told = finish(process, 130)
-    assert "Traceback" not in told
-    assert f"--out={out} --resume" in told
+    reported = finish(process, 130)
+    assert "Traceback" not in reported
+    assert f"--out={out} --resume" in reported
     finish(start([], out, "--resume"))
     assert outcome(out) == undisturbed

@@ -63,11 +63,11 @@ def columns(folder):
 
 def test_a_model_that_ignores_patches_is_perfectly_stable(tmp_path):
     results = measured(blind(), tmp_path / "run", learned=True).results
-    told, clean = results["stability"], results["clean"]["accuracy"]
+    reported, clean = results["stability"], results["clean"]["accuracy"]
     assert results["complete"]
-    assert (told["n"], told["patches"], told["corrupted"], told["side"]) == (12, 16, 4, 8)
+    assert (reported["n"], reported["patches"], reported["corrupted"], reported["side"]) == (12, 16, 4, 8)
     for who in ("random", "learned"):
-        part = told[who]
+        part = reported[who]
         assert part["similarity"]["mean"] == pytest.approx(1, abs=1e-6)
         assert part["similarity"]["first_mask"]["counts"][-1] == 12
         assert part["drift"]["median"] == pytest.approx([0, 0], abs=1e-6)
@@ -91,7 +91,7 @@ def test_numbers_by_another_computation(tmp_path, monkeypatch):
         return noted
 
     monkeypatch.setattr(stability, "_noise_in", watched)
-    told = measured(model, tmp_path / "run", batch_size=12, masks=3).results["stability"]
+    reported = measured(model, tmp_path / "run", batch_size=12, masks=3).results["stability"]
     assert len(seen) == 3
     model.eval()
     cosines, gaps, right = [], [], []
@@ -107,7 +107,7 @@ def test_numbers_by_another_computation(tmp_path, monkeypatch):
     with torch.no_grad():
         right = [(model(z).argmax(1).numpy() == table["label"]) for _, z in seen]
     assert table["random:right"].tolist() == np.sum(right, axis=0).tolist()
-    assert told["random"]["accuracy"]["mean"] == pytest.approx(np.mean(right))
+    assert reported["random"]["accuracy"]["mean"] == pytest.approx(np.mean(right))
 
 
 @torch.no_grad()
@@ -169,21 +169,21 @@ def test_a_given_selector_chooses(tmp_path, monkeypatch):
         return real(model, batch, rng, corrupt, masks, request)
 
     monkeypatch.setattr(stability, "_measure", spy)
-    told = measured(lively(), tmp_path / "run", selector=str(tmp_path / "c.safetensors")).results["stability"]
-    assert set(told) >= {"random", "transfer"}
-    assert "learned" not in told
+    reported = measured(lively(), tmp_path / "run", selector=str(tmp_path / "c.safetensors")).results["stability"]
+    assert set(reported) >= {"random", "transfer"}
+    assert "learned" not in reported
     transferred = torch.cat(changed[3:]).flatten(1)
     assert transferred.tolist() == [[True] * 4 + [False] * 12] * 12  # of equal scores the first
     assert torch.cat(changed[:3]).flatten(1).sum(1).tolist() == [4] * 12
 
 
-@pytest.mark.parametrize(("grid", "told"), [
+@pytest.mark.parametrize(("grid", "reported"), [
     ((2, 2, 16), "2 x 2 patches of side 16, but here images have 4 x 4 of side 8"),
     ((8, 8, 8), "8 x 8 patches of side 8, but here images have 4 x 4 of side 8"),
 ])  # fmt: skip
-def test_a_selector_for_another_grid_is_told_first(tmp_path, grid, told):
+def test_a_selector_for_another_grid_is_reported_first(tmp_path, grid, reported):
     save_corruption_model(CorruptionModel(*grid), tmp_path / "c.safetensors")
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=reported):
         measured(lively(), tmp_path / "run", selector=str(tmp_path / "c.safetensors"))
     assert not (tmp_path / "run").exists()
 
@@ -204,18 +204,18 @@ def test_masks_are_judged_among_the_classes_that_count(tmp_path):
 
 def test_order_statistics_of_masks():
     right = np.array([[1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]], dtype=bool)
-    told = over_masks(right)
-    assert told["curve"] == [0.25, 0.25, 0.5, 0.75]
-    assert told["mean"] == pytest.approx(7 / 16)
-    assert (told["worst"]["held"], told["best"]["held"]) == (1, 3)
-    assert told["by_mask"] == {"lowest": 0.25, "highest": 0.5}
-    assert told["curve"][0] <= told["mean"] <= told["curve"][-1]
+    reported = over_masks(right)
+    assert reported["curve"] == [0.25, 0.25, 0.5, 0.75]
+    assert reported["mean"] == pytest.approx(7 / 16)
+    assert (reported["worst"]["held"], reported["best"]["held"]) == (1, 3)
+    assert reported["by_mask"] == {"lowest": 0.25, "highest": 0.5}
+    assert reported["curve"][0] <= reported["mean"] <= reported["curve"][-1]
 
 
 def test_three_ways_to_compare_maps():
     clean = torch.eye(4)[None, None].repeat(1, 1, 1, 1)
     other = clean.clone()
-    other[0, 0, 3] = torch.tensor([1.0, 0, 0, 0])  # the row of the centre: 2 // 2 * 2 + 1
+    other[0, 0, 3] = torch.tensor([1.0, 0, 0, 0])  # the row of the center: 2 // 2 * 2 + 1
     assert map_similarity(clean, other, 1, "map", 0).item() == pytest.approx(3 / 4)
     assert map_similarity(clean, other, 1, "rows", 0).item() == pytest.approx(3 / 4)
     assert map_similarity(clean, other, 1, "centre", 0).item() == pytest.approx(0)
@@ -237,21 +237,21 @@ def test_drift_is_relative():
 
 def test_interval_of_a_mean():
     values = np.linspace(-0.2, 0.8, 300)
-    told, half = mean_with_interval(values), 1.959964 * values.std() / np.sqrt(300)
-    assert (told["mean"], told["n"]) == (pytest.approx(0.3), 300)
-    assert told["ci95"] == pytest.approx([0.3 - half, 0.3 + half], abs=0.2 * half)
+    reported, half = mean_with_interval(values), 1.959964 * values.std() / np.sqrt(300)
+    assert (reported["mean"], reported["n"]) == (pytest.approx(0.3), 300)
+    assert reported["ci95"] == pytest.approx([0.3 - half, 0.3 + half], abs=0.2 * half)
     assert mean_with_interval(np.array([0.3]))["ci95"] == [-1, 1]
     assert steps_below_one(0.43)[0] == pytest.approx(0.4)
     assert steps_below_one(1.0)[0] == pytest.approx(0.95)
 
 
-@pytest.mark.parametrize(("settings", "told"), [
+@pytest.mark.parametrize(("settings", "reported"), [
     ({"share": 0}, "share is the share"), ({"watched": 9, "masks": 4}, "--watched must be from 1"),
     ({"similarity": "maps"}, "did you mean map"), ({"attacks": ("pdg-5",)}, "pgd"),
     ({"noise": "grey"}, "unknown noise"),
 ])  # fmt: skip
-def test_orders_without_sense(settings, told):
-    with pytest.raises(UserError, match=told):
+def test_orders_without_sense(settings, reported):
+    with pytest.raises(UserError, match=reported):
         StabilityRequest(**settings)
 
 

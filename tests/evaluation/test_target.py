@@ -1,4 +1,4 @@
-"""A model and its data: what does not belong together is told."""
+"""A model and its data: what does not belong together is reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_zoo_model_of_shapes_is():
     assert open_target("zoo:shapes-robust", "shapes").model_spec == "zoo:shapes-robust"
 
 
-def test_an_unknown_name_is_told_as_such():
+def test_an_unknown_name_is_reported_as_such():
     with pytest.raises(UserError, match="unknown zoo model"):
         open_target("zoo:cifar10-tredes", "shapes")
 
@@ -34,13 +34,13 @@ def test_a_number_of_classes_is_only_advised_where_it_can_be_set(tmp_path):
     np.savez(tmp_path / "set.npz", images=np.zeros((2, 32, 32, 3), np.uint8), labels=np.array([0, 12]))
     data = f"npz:{tmp_path}/set.npz"
 
-    def told(model: str, **options: object) -> str:
+    def reported(model: str, **options: object) -> str:
         with pytest.raises(UserError, match="13 classes and the model 10: take a model for this data") as caught:
             open_target(model, data, model_options=options).selection(None, 0, False)
         return str(caught.value)
 
-    assert "--num-classes" not in told("zoo:shapes-robust")
-    assert "with --weights random set --num-classes 13" in told("rvt_micro_32", weights="random", num_classes=10)
+    assert "--num-classes" not in reported("zoo:shapes-robust")
+    assert "with --weights random set --num-classes 13" in reported("rvt_micro_32", weights="random", num_classes=10)
 
 
 def test_a_model_is_the_same_whatever_a_recipe_says_about_it():

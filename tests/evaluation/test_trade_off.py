@@ -92,15 +92,15 @@ def candidate(name, model):
 
 
 @pytest.fixture(scope="module")
-def crew():
+def members():
     first = tora()
     baseline = tora(kind="single", trade_off=0.5)
     return [candidate("low", first), candidate("high", other_fusion(first)), candidate("single", baseline)]
 
 
 @pytest.fixture(scope="module")
-def outcome(crew, tmp_path_factory):
-    return run_trade_off(crew, ORDER, CPU, out=tmp_path_factory.mktemp("trade") / "run")
+def outcome(members, tmp_path_factory):
+    return run_trade_off(members, ORDER, CPU, out=tmp_path_factory.mktemp("trade") / "run")
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +114,12 @@ def pixels(target, index):
 
 
 @pytest.mark.slow
-def test_every_head_is_judged_as_by_hand(crew, outcome, samples):
-    x, y = pixels(crew[0].target, samples["index"])
-    model = crew[0].tora
+def test_every_head_is_judged_as_by_hand(members, outcome, samples):
+    x, y = pixels(members[0].target, samples["index"])
+    model = members[0].tora
     assert samples["label"] == y.tolist()
     outputs = {"acc": BranchClassifier(model, "acc"), "rob": BranchClassifier(model, "rob"), "joint": model}
-    told = outcome.results["trade_off"]["contenders"][0]["rvt"]
+    reported = outcome.results["trade_off"]["contenders"][0]["rvt"]
     right_of = {}
     for head, output in outputs.items():
         z = x.clone().requires_grad_()
@@ -134,9 +134,9 @@ def test_every_head_is_judged_as_by_hand(crew, outcome, samples):
             with torch.no_grad():
                 assert samples["prediction:low"] == output(x).argmax(1).tolist()
         assert samples[f"held:low{where}: RVT fgsm at 1/255"] == held.tolist()
-        assert told[head]["clean"]["correct"] == int(right.sum())
-        assert told[head]["attacks"][0]["held"] == int(held.sum())
-        assert [entry["target"] for entry in told[head]["attacks"]] == [head] * 2
+        assert reported[head]["clean"]["correct"] == int(right.sum())
+        assert reported[head]["attacks"][0]["held"] == int(held.sum())
+        assert [entry["target"] for entry in reported[head]["attacks"]] == [head] * 2
         right_of[head] = right.tolist()
     assert set(samples["clean_prediction"]) == {None}  # there are three models, of which none is the one
     assert samples["prediction:low"] != samples["prediction:high"]
@@ -145,7 +145,7 @@ def test_every_head_is_judged_as_by_hand(crew, outcome, samples):
 
 
 @pytest.mark.slow
-def test_the_worst_case_is_what_holds_against_everything_within_the_budget(crew, outcome, samples):
+def test_the_worst_case_is_what_holds_against_everything_within_the_budget(members, outcome, samples):
     for entry in outcome.results["trade_off"]["contenders"]:
         name, held = entry["name"], np.array(samples[f"correct:{entry['name']}"])
         for worst in entry["worst_case"]:
@@ -162,8 +162,8 @@ def test_the_worst_case_is_what_holds_against_everything_within_the_budget(crew,
     assert [each["lambda"] for each in outcome.results["trade_off"]["contenders"]] == [0.1, 0.9, 0.5]
 
 
-def test_an_aimed_step_follows_the_gradient_of_its_branch(crew):
-    model, target = crew[0].tora, crew[0].target
+def test_an_aimed_step_follows_the_gradient_of_its_branch(members):
+    model, target = members[0].tora, members[0].target
     x, y = pixels(target, range(12))
     eps = 2 / 255
     for branch in ("acc", "rob"):
@@ -190,13 +190,13 @@ def of_imagenet(seed):
 def test_every_output_chooses_between_the_classes_that_count(tmp_path):
     target = open_target(of_imagenet(0), write_imagenet_a(tmp_path / "a"))
     request = TradeOffRequest(eps=BUDGETS[:1], attacks=("pgd-2",), aimed=("pgd-2",), maps=2, batch_size=2)
-    crew = [Candidate("one", target), Candidate("plain", open_target(classifier_of(classes=1000), target.source))]
-    answering(crew[1].target.model.backbone.head)
-    results = run_trade_off(crew, request, CPU, out=tmp_path / "run").results
+    members = [Candidate("one", target), Candidate("plain", open_target(classifier_of(classes=1000), target.source))]
+    answering(members[1].target.model.backbone.head)
+    results = run_trade_off(members, request, CPU, out=tmp_path / "run").results
     assert results["data"]["classes"] == 200
     one, plain = results["trade_off"]["contenders"]
     assert (one["kind"], plain["kind"]) == ("tora", "model")
-    assert {head: told["clean"]["correct"] for head, told in one["rvt"].items()} == dict.fromkeys(
+    assert {head: reported["clean"]["correct"] for head, reported in one["rvt"].items()} == dict.fromkeys(
         ("acc", "rob", "joint"), RIGHT
     )
     assert [each["attacked"] for each in one["attacks"]] == [RIGHT] * 3
@@ -216,9 +216,9 @@ def test_an_aimed_step_between_some_classes(tmp_path):
         torch.testing.assert_close(found, (x + eps * slope.sign()).clamp(0, 1))
 
 
-def test_an_aimed_attack_costs_what_it_says(crew):
-    model = crew[0].tora
-    x, _ = pixels(crew[0].target, range(6))
+def test_an_aimed_attack_costs_what_it_says(members):
+    model = members[0].tora
+    x, _ = pixels(members[0].target, range(6))
     with torch.no_grad():
         y = model(x).argmax(1)
     attack = BranchAttack(make("pgd-3", eps=1e-6), "acc")
@@ -244,18 +244,18 @@ class Masked(Tora):
 
 
 @pytest.mark.slow
-def test_a_joint_output_without_gradients_is_seen_through_and_told(tmp_path):
+def test_a_joint_output_without_gradients_is_seen_through_and_reported(tmp_path):
     found = run_trade_off([candidate("masked", tora(made=Masked))], ORDER, CPU, out=tmp_path / "run").results
     (entry,) = found["trade_off"]["contenders"]
     before, *after = [each["held"] for each in entry["attacks"] if each["eps"] == BUDGETS[1]]
     assert after[-1] < before - 5
-    told = [each for each in found["findings"] if each["check"] == "branch-attacks"]
-    assert told
-    assert told[-1]["verdict"] == "suspicious"
+    reported = [each for each in found["findings"] if each["check"] == "branch-attacks"]
+    assert reported
+    assert reported[-1]["verdict"] == "suspicious"
 
 
 @pytest.mark.slow
-def test_interrupted_and_resumed_it_tells_the_same(crew, outcome, tmp_path, monkeypatch):
+def test_interrupted_and_resumed_it_reports_the_same(members, outcome, tmp_path, monkeypatch):
     real, calls = trade_off.attack_stage, 0
 
     def fragile(*given, **more):
@@ -267,11 +267,11 @@ def test_interrupted_and_resumed_it_tells_the_same(crew, outcome, tmp_path, monk
 
     monkeypatch.setattr(trade_off, "attack_stage", fragile)
     with pytest.raises(Interrupted):
-        run_trade_off(crew, ORDER, CPU, out=tmp_path / "run")
+        run_trade_off(members, ORDER, CPU, out=tmp_path / "run")
     monkeypatch.undo()
-    again = run_trade_off(crew, ORDER, CPU, out=tmp_path / "run", resume=True)
+    again = run_trade_off(members, ORDER, CPU, out=tmp_path / "run", resume=True)
     assert _timeless(again.results) == _timeless(outcome.results)
-    finished = run_trade_off(crew, ORDER, CPU, out=tmp_path / "run", resume=True)
+    finished = run_trade_off(members, ORDER, CPU, out=tmp_path / "run", resume=True)
     assert finished.results == json.loads((again.folder.path / "results.json").read_text())
 
 
@@ -281,29 +281,29 @@ def _timeless(value):
     return [_timeless(each) for each in value] if isinstance(value, list) else value
 
 
-def test_the_knob_gives_fusions_in_between(crew):
-    found = between(crew, 3)
+def test_the_knob_gives_fusions_in_between(members):
+    found = between(members, 3)
     assert [each.knob["at"] for each in found] == [0.25, 0.5, 0.75]
     assert found[0].knob["lambdas"] == [0.1, 0.9]
     middle = fusion_of(found[1].tora).weights
-    expected = interpolate_fusions(fusion_of(crew[0].tora), fusion_of(crew[1].tora), 0.5).weights
+    expected = interpolate_fusions(fusion_of(members[0].tora), fusion_of(members[1].tora), 0.5).weights
     assert all(torch.equal(middle[name], expected[name]) for name in expected)
-    assert found[1].tora.classifier is crew[0].tora.classifier  # not a copy for each
-    assert not torch.equal(fusion_of(crew[0].tora).weights[name := "fusion.0.query.weight"], middle[name])
-    assert between(crew, 0) == []
+    assert found[1].tora.classifier is members[0].tora.classifier  # not a copy for each
+    assert not torch.equal(fusion_of(members[0].tora).weights[name := "fusion.0.query.weight"], middle[name])
+    assert between(members, 0) == []
 
 
 @pytest.mark.parametrize("alone", [slice(0, 1), slice(2, 3)])
-def test_a_knob_needs_two_fusions_of_one_training(crew, alone):
+def test_a_knob_needs_two_fusions_of_one_training(members, alone):
     with pytest.raises(UserError, match="--knob goes from one fusion to another of the same training"):
-        between(crew[alone], 1)
+        between(members[alone], 1)
 
 
-def test_a_knob_needs_two_lambdas(crew):
-    again = candidate("again", other_fusion(crew[0].tora, trade_off=0.1))
+def test_a_knob_needs_two_lambdas(members):
+    again = candidate("again", other_fusion(members[0].tora, trade_off=0.1))
     with pytest.raises(UserError, match="with different lambdas"):
-        between([crew[0], again], 1)
-    assert [each.knob["lambdas"] for each in between([crew[0], again, crew[1]], 1)] == [[0.1, 0.9]]
+        between([members[0], again], 1)
+    assert [each.knob["lambdas"] for each in between([members[0], again, members[1]], 1)] == [[0.1, 0.9]]
 
 
 def test_models_by_name_share_data():
@@ -324,7 +324,7 @@ def test_budgets_and_attacks_however_they_are_written(eps):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reported"),
     [
         ({"eps": (4 / 255, 1 / 255)}, "the smallest first"),
         ({"eps": ()}, "got none"),
@@ -339,20 +339,20 @@ def test_budgets_and_attacks_however_they_are_written(eps):
         ({"maps": -1}, "--maps must be at least 0"),
     ],
 )
-def test_orders_that_make_no_sense(settings, told):
-    with pytest.raises(UserError, match=told):
+def test_orders_that_make_no_sense(settings, reported):
+    with pytest.raises(UserError, match=reported):
         TradeOffRequest(**settings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reported"),
     [
         ({"classes": 10}, r"differ in classes \(10 and 5\)"),
         ({"img_size": 16}, "differ in image size and preprocessing"),
     ],
 )
-def test_models_for_other_inputs_or_classes_are_refused(settings, told):
+def test_models_for_other_inputs_or_classes_are_refused(settings, reported):
     first, other = (candidate(name, classifier_of(**given)) for name, given in (("one", {}), ("two", settings)))
-    with pytest.raises(UserError, match=f"'two' and 'one' {told}"):
+    with pytest.raises(UserError, match=f"'two' and 'one' {reported}"):
         check_alike(first, other)
     check_alike(first, first)

@@ -63,7 +63,7 @@ def test_a_limit_keeps_the_numbers_of_the_videos(root):
     assert len(results["perturbations"]["remarks"]) == 1  # nothing was made in memory
 
 
-def test_what_is_missing_is_told(root):
+def test_what_is_missing_is_reported(root):
     with pytest.raises(UserError, match="has sequences only"):
         corruptions(Bright().eval(), f"imagenet-p:{root}/p", corruptions=("snow",), device="cpu")
     (root / "p" / "tilt" / GOOSE / "2.mp4").unlink()

@@ -129,7 +129,7 @@ def test_attention_factors_hold_for_pooling_too() -> None:
     torch.testing.assert_close(head(token_features(model, x)[0].class_token), model(x), rtol=0, atol=1e-6)
 
 
-def test_pixels_are_normalised_as_the_classifier_does() -> None:
+def test_pixels_are_normalized_as_the_classifier_does() -> None:
     net, x = make_vit("vit"), pixels("vit")
     model = Classifier(net, wrap(net, mean=(0.4,) * 3, std=(0.3,) * 3).record)
     expected = token_features(net, (x - 0.4) / 0.3)[0]

@@ -42,11 +42,11 @@ from vitadel.training.recipes.probe_sections import LEARNING_RATES, HeadTraining
 from vits import make_vit, pixels
 
 PREPROCESS = Preprocess(32)
-COLOURS = ((200, 40, 40), (40, 200, 40), (40, 40, 200))
+COLORS = ((200, 40, 40), (40, 200, 40), (40, 40, 200))
 
 
 @dataclass(frozen=True)
-class Colours:
+class Colors:
     """Red, green and blue images with some noise; from `flipped_from` on, labels are wrong."""
 
     count: int = 90
@@ -65,7 +65,7 @@ class Colours:
 
     def read(self, indices: Sequence[int]) -> list[Image.Image | Exception]:
         noise = SampleRNG.of_samples(3, indices).stream("colours").integers(40, 32, 32, 3).numpy()
-        colors = np.array([COLOURS[index % 3] for index in indices])[:, None, None]
+        colors = np.array([COLORS[index % 3] for index in indices])[:, None, None]
         return [Image.fromarray(picture) for picture in (colors + noise).astype(np.uint8)]
 
     def name(self, index: int) -> str:
@@ -77,15 +77,13 @@ def some_features(count: int = 48, blocks: int = 2, width: int = 6, classes: int
     return Features(rng.normal(blocks + 1, width), rng.stream("labels").integers(classes))
 
 
-def quick_probe(
-    source: Colours | None = None, model: nn.Module | None = None, **more: Any
-) -> tuple[Probe, ProbeReport]:
+def quick_probe(source: Colors | None = None, model: nn.Module | None = None, **more: Any) -> tuple[Probe, ProbeReport]:
     settings = {"blocks": (1, 2), "lrs": (1e-4, 0.1), "steps": 60, "batch_size": 32, **more}
     training = HeadTraining(**{key: settings.pop(key) for key in ("steps", "batch_size", "seed") if key in settings})
     head = LinearHead(**{key: settings.pop(key) for key in ("blocks", "average", "lrs", "half") if key in settings})
     model = classifier() if model is None else model
     rows = torch.arange(90).split([60, 30])
-    return train_probe(model, source or Colours(), *rows, PREPROCESS, head, training, **settings)
+    return train_probe(model, source or Colors(), *rows, PREPROCESS, head, training, **settings)
 
 
 def classifier(name: str = "vit") -> Classifier:
@@ -93,7 +91,7 @@ def classifier(name: str = "vit") -> Classifier:
 
 
 def by_hand(features: Features, inputs: Tensor, start: Tensor, rate: float, steps: int) -> nn.Linear:
-    """One head by torch's own optimiser, on all images at once."""
+    """One head by torch's own optimizer, on all images at once."""
     head = nn.Linear(inputs.shape[1], start.shape[0])
     with torch.no_grad():
         head.weight.copy_(start)
@@ -183,16 +181,16 @@ def test_a_probe_on_separable_images_is_perfect() -> None:
     assert probe.classes == ("red", "green", "blue")
 
 
-def pixels_and_labels(rows: Sequence[int], source: Colours | None = None) -> tuple[Tensor, Tensor]:
-    source = source or Colours()
+def pixels_and_labels(rows: Sequence[int], source: Colors | None = None) -> tuple[Tensor, Tensor]:
+    source = source or Colors()
     images = [PREPROCESS(image) for image in source.read(rows) if isinstance(image, Image.Image)]
     return torch.stack(images).float() / 255, source.labels()[torch.tensor(list(rows))]
 
 
 def test_the_choice_is_made_on_the_held_out_images() -> None:
-    """Where their labels are all wrong, a head that learnt nothing beats those that learnt."""
+    """Where their labels are all wrong, a head that learned nothing beats those that learned."""
     _, right = quick_probe(blocks=(1,), average=(True,), lrs=(1e-12, 0.1))
-    _, wrong = quick_probe(Colours(flipped_from=60), blocks=(1,), average=(True,), lrs=(1e-12, 0.1))
+    _, wrong = quick_probe(Colors(flipped_from=60), blocks=(1,), average=(True,), lrs=(1e-12, 0.1))
     assert right.chosen == HeadSetting(1, True, 0.1)
     assert wrong.chosen == HeadSetting(1, True, 1e-12)
     assert wrong.heads[1].correct == 0
@@ -228,7 +226,7 @@ def test_a_head_that_diverges_is_not_chosen() -> None:
 
 def test_cached_features_are_those_of_the_model() -> None:
     model = classifier("dinov2_registers")
-    features = cached_features(model, Colours(), torch.tensor([5, 0, 7]), PREPROCESS, blocks=2, batch_size=2)
+    features = cached_features(model, Colors(), torch.tensor([5, 0, 7]), PREPROCESS, blocks=2, batch_size=2)
     images, labels = pixels_and_labels([5, 0, 7])
     assert torch.equal(features.labels, labels)
     with torch.no_grad():
@@ -236,7 +234,7 @@ def test_cached_features_are_those_of_the_model() -> None:
     torch.testing.assert_close(features.tokens[:, 0], first.class_token, rtol=0, atol=1e-5)
     torch.testing.assert_close(features.tokens[:, 1], second.class_token, rtol=0, atol=1e-5)
     torch.testing.assert_close(features.tokens[:, 2], second.patch_tokens.mean(1), rtol=0, atol=1e-5)
-    half = cached_features(model, Colours(), torch.tensor([5, 0, 7]), PREPROCESS, blocks=2, half=True)
+    half = cached_features(model, Colors(), torch.tensor([5, 0, 7]), PREPROCESS, blocks=2, half=True)
     assert half.tokens.dtype == torch.float16
     assert half.tokens.nbytes == features.tokens.nbytes // 2
     torch.testing.assert_close(half.tokens.float(), features.tokens, rtol=1e-3, atol=1e-3)
@@ -272,7 +270,7 @@ def test_attacks_go_through_a_probe() -> None:
 def test_a_probe_can_be_audited(tmp_path: Path) -> None:
     probe, _ = quick_probe()
     folder = tmp_path / "data"
-    for index, image in enumerate(Colours().read(range(60, 72))):
+    for index, image in enumerate(Colors().read(range(60, 72))):
         assert isinstance(image, Image.Image)
         place = folder / f"{index % 3}" / f"{index}.png"
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -359,25 +357,25 @@ def test_heads_that_do_not_belong_are_refused(tmp_path: Path) -> None:
         ({"blocks": (3,)}, "last 3 blocks.*has 2"),
     ],
 )
-def test_wrong_settings_are_told(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_reported(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         quick_probe(**settings)
 
 
-def test_images_without_a_label_are_told() -> None:
+def test_images_without_a_label_are_reported() -> None:
     @dataclass(frozen=True)
-    class Unlabelled(Colours):
+    class Unlabelled(Colors):
         def labels(self) -> Tensor:
             return torch.full((self.count,), -1)
 
     rows = usable_rows(Unlabelled(), 3)
     assert len(rows) == 0
-    assert len(usable_rows(Colours(), 3)) == 90
+    assert len(usable_rows(Colors(), 3)) == 90
     with pytest.raises(UserError, match=r"held_out is 1, but .* has only 0 images"):
         split_rows(Unlabelled().labels(), rows, held_out=1, limit=None, seed=0, limit_seed=0)
 
 
-def test_features_that_are_not_finite_are_told() -> None:
+def test_features_that_are_not_finite_are_reported() -> None:
     model = classifier()
     with torch.no_grad():
         next(iter(model.backbone.norm.parameters())).fill_(1e6)  # type: ignore[union-attr]

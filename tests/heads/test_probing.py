@@ -59,14 +59,19 @@ def test_a_probe_is_judged_with_the_model_it_was_trained_on(tmp_path, tokens, wi
     assert results["clean"]["correct"] == accuracy_by_hand(tmp_path / "run", model, rows)
     assert (results["clean"]["n"], results["attacks"][0]["name"], results["complete"]) == (30, "fgsm", True)
     assert results["attacks"][0]["held"] <= results["clean"]["correct"]
-    told = results["probe"]
-    assert (told["trained_on"], told["held_out"], told["classes_trained"], len(told["heads"])) == (120, 40, 10, 8)
-    best = max(told["heads"], key=lambda head: (head["correct"], -head["loss"]))
-    assert {key: best[key] for key in ("blocks", "average", "rate")} == told["chosen"]
-    assert told["tokens"] == (model.fingerprint if with_them else None)
+    reported = results["probe"]
+    assert (reported["trained_on"], reported["held_out"], reported["classes_trained"], len(reported["heads"])) == (
+        120,
+        40,
+        10,
+        8,
+    )
+    best = max(reported["heads"], key=lambda head: (head["correct"], -head["loss"]))
+    assert {key: best[key] for key in ("blocks", "average", "rate")} == reported["chosen"]
+    assert reported["tokens"] == (model.fingerprint if with_them else None)
     about = head_metadata(tmp_path / "run" / "weights" / "head.safetensors")
     assert (about["blocks"], len(about["classes"]), len(about["backbone_fingerprint"])) == (
-        told["chosen"]["blocks"],
+        reported["chosen"]["blocks"],
         10,
         16,
     )
@@ -129,7 +134,7 @@ def test_a_bank_trains_no_head(tmp_path, tokens):
 
 
 def mean_iou(predictions, truth):
-    """Over all pixels, written anew."""
+    """Over all pixels, written again."""
     scores = []
     for number in range(11):
         ours, theirs = predictions == number, truth == number
@@ -142,7 +147,7 @@ def mean_iou(predictions, truth):
 def test_a_segmentation_head_is_judged_by_hand(tmp_path, tokens):
     document = masks(train={"steps": 150}, audit={"eps": 24 / 255})
     results = run(document, tmp_path / "run", tokens)
-    told, recipe = results["segmentation"], build_probe(document, "toy")
+    reported, recipe = results["segmentation"], build_probe(document, "toy")
     tokened = load_tokens(tokens, model_of(masks())).eval()
     head, _ = segmentation_probe._load_head(tmp_path / "run" / "weights" / "head.safetensors", tokened)
     deployed, public = Segmenter(tokened, head).eval(), Segmenter(tokened.classifier, head).eval()
@@ -153,41 +158,43 @@ def test_a_segmentation_head_is_judged_by_hand(tmp_path, tokens):
     rows = balanced_subset(torch.zeros(10_000, dtype=torch.int64), 12, 0)
     x, truth = open_masked("shapes(size=16)@test").read(rows, ResizeCrop((16, 16)))
     with torch.no_grad():
-        assert told["clean"]["mean_iou"] == pytest.approx(mean_iou(deployed(x).argmax(1), truth))
-    low, high = told["clean"]["mean_iou_ci95"]
-    assert low < told["clean"]["mean_iou"] < high
+        assert reported["clean"]["mean_iou"] == pytest.approx(mean_iou(deployed(x).argmax(1), truth))
+    low, high = reported["clean"]["mean_iou_ci95"]
+    assert low < reported["clean"]["mean_iou"] < high
     attack = pixel_attack("pgd-3", recipe.audit)
     made_on = ["deployed segmenter", "public backbone", "public backbone, the attacker's own head"]
-    assert [entry["made_on"] for entry in told["attacks"]] == made_on
-    for entry, maker in zip(told["attacks"], (deployed, public, attackers), strict=True):
+    assert [entry["made_on"] for entry in reported["attacks"]] == made_on
+    for entry, maker in zip(reported["attacks"], (deployed, public, attackers), strict=True):
         z = attack(maker, x, truth, SampleRNG.of_samples(0, rows).stream("pgd-3"))
         with torch.no_grad():
             assert entry["mean_iou"] == pytest.approx(mean_iou(deployed(z).argmax(1), truth), abs=1e-3)
         assert (entry["void"], entry["judged_on"]) == (0, "deployed segmenter")
-    direct, blind, blindest = (entry["pixel_accuracy"] for entry in told["attacks"])
-    assert direct < blind < told["clean"]["pixel_accuracy"]
-    assert direct < blindest < told["clean"]["pixel_accuracy"]
+    direct, blind, blindest = (entry["pixel_accuracy"] for entry in reported["attacks"])
+    assert direct < blind < reported["clean"]["pixel_accuracy"]
+    assert direct < blindest < reported["clean"]["pixel_accuracy"]
     # The attacker's head is the one that a training without tokens ends with.
     bare = run(document, tmp_path / "bare")["segmentation"]
-    assert trained_without["heads"] == bare["heads"] != told["heads"]
-    assert told["chosen"]["rate"] == max(told["heads"], key=lambda each: each["held_out_mean_iou"])["rate"]
+    assert trained_without["heads"] == bare["heads"] != reported["heads"]
+    assert reported["chosen"]["rate"] == max(reported["heads"], key=lambda each: each["held_out_mean_iou"])["rate"]
     assert not (tmp_path / "run" / "partial").exists()
 
 
 @pytest.mark.slow
 def test_without_a_budget_an_attack_changes_nothing_and_without_tokens_there_is_one(tmp_path):
-    told = run(masks(audit={"eps": 0}), tmp_path / "run")["segmentation"]
-    (attacked,) = told["attacks"]
+    reported = run(masks(audit={"eps": 0}), tmp_path / "run")["segmentation"]
+    (attacked,) = reported["attacks"]
     for key in ("mean_iou", "mean_iou_per_image", "pixel_accuracy", "iou", "mean_iou_ci95"):
-        assert attacked[key] == told["clean"][key]
-    assert told["tokens"] is None
+        assert attacked[key] == reported["clean"][key]
+    assert reported["tokens"] is None
 
 
 @pytest.mark.slow
-def test_patch_tokens_kept_or_made_anew_train_the_same_head(tmp_path):
+def test_patch_tokens_kept_or_made_again_train_the_same_head(tmp_path):
     short = masks(train={"steps": 6, "batch_size": 8}, audit={"attacks": [], "limit": 2})
-    kept, anew = (run({**short, "data": {**short["data"], "cache_mb": size}}, tmp_path / str(size)) for size in (9, 0))
-    for one, other in zip(kept["segmentation"]["heads"], anew["segmentation"]["heads"], strict=True):
+    kept, repeated = (
+        run({**short, "data": {**short["data"], "cache_mb": size}}, tmp_path / str(size)) for size in (9, 0)
+    )
+    for one, other in zip(kept["segmentation"]["heads"], repeated["segmentation"]["heads"], strict=True):
         assert one["held_out_mean_iou"] == pytest.approx(other["held_out_mean_iou"], abs=1e-3)
 
 
@@ -212,7 +219,7 @@ def test_a_segmentation_that_was_stopped_goes_on(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("document", "told"),
+    ("document", "reported"),
     [
         (masks(data={"size": [18, 16]}), r"cannot be cut into patches of 4 x 4.*\[16, 16\] or \[20, 16\]"),
         (masks(data={"size": [32, 16]}), "dynamic_img_size=true"),
@@ -224,8 +231,8 @@ def test_a_segmentation_that_was_stopped_goes_on(tmp_path, monkeypatch):
         (masks(data={"train": "parquet:missing.parquet", "classes": 11}), "nothing matches"),
     ],
 )
-def test_mistakes_leave_no_folder(tmp_path, document, told):
-    with pytest.raises(UserError, match=told):
+def test_user_errors_leave_no_folder(tmp_path, document, reported):
+    with pytest.raises(UserError, match=reported):
         run(document, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

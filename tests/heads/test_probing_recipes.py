@@ -32,8 +32,8 @@ def test_a_recipe_is_built_as_it_says():
     assert isinstance(recipe.data, MaskData)
 
 
-def test_all_faults_are_told_at_once():
-    told = faults(
+def test_all_faults_are_reported_at_once():
+    reported = faults(
         {
             **linear(),
             "plugins": {},
@@ -43,13 +43,13 @@ def test_all_faults_are_told_at_once():
             "audit": {"attacks": ["pgdd-3"]},
         }
     )
-    text = "\n".join(told)
+    text = "\n".join(reported)
     for part in ("no 'plugins'", "model: needs 'name'", "has no 'ratez'", "held_out must be", "did you mean pgd"):
         assert part in text, part
 
 
 @pytest.mark.parametrize(
-    ("document", "told"),
+    ("document", "reported"),
     [
         (linear(data={"train": "shapes(size=16)"}), "means the test images; write shapes(size=16)@train"),
         (linear(data={"train": "shapes(size=16)@test"}), "are the images of data.test"),
@@ -76,9 +76,9 @@ def test_all_faults_are_told_at_once():
         (masks(head={"blocks": [1]}), "head: has no 'blocks'"),
     ],
 )
-def test_what_is_wrong_is_told(document, told):
+def test_what_is_wrong_is_reported(document, reported):
     text = "\n".join(faults(document))
-    assert told in text
+    assert reported in text
 
 
 def test_an_attack_on_masks_is_pgd_with_the_settings_of_its_name():
@@ -89,7 +89,7 @@ def test_an_attack_on_masks_is_pgd_with_the_settings_of_its_name():
     assert (pixel_attack("fgsm", audit).steps, pixel_attack("fgsm", audit).random_start) == (1, False)
 
 
-def test_each_verb_tells_the_other():
+def test_each_verb_reports_the_other():
     with pytest.raises(UserError, match="run it with `vitadel probe`"):
         build_recipe(compose("probes/shapes"), "probes/shapes")
     with pytest.raises(UserError, match="run it with `vitadel harden`"):

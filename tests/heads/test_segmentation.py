@@ -82,7 +82,7 @@ def test_masks_of_bytes_are_read_too() -> None:
         (row(0, 1), torch.zeros(1, 3, 1, 2), "argmax"),
     ],
 )
-def test_wrong_numbers_are_told(truth: Tensor, guess: Tensor, message: str) -> None:
+def test_wrong_numbers_are_reported(truth: Tensor, guess: Tensor, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Confusion(3).add(guess, truth)
 
@@ -151,7 +151,7 @@ def trained_segmenter(
 
 
 @pytest.mark.slow
-def test_foreground_is_learnt_and_the_model_is_not_touched() -> None:
+def test_foreground_is_learned_and_the_model_is_not_touched() -> None:
     """On features of a small model that was made robust; random ones hardly tell a shape from its ground."""
     model = load_model("zoo:shapes-robust").train()
     before = {key: value.clone() for key, value in model.state_dict().items()}

@@ -12,7 +12,7 @@ from vitadel.instrument.attention_rows import find_row, over_patches, read_rows
 from vitadel.instrument.tokens import extra_tokens
 from vits import VITS, make_vit, pixels
 
-# name -> (attention that 'last' means for a patch, its row for the centre, grid there)
+# name -> (attention that 'last' means for a patch, its row for the center, grid there)
 CENTRE = {
     "vit": (1, 1 + 2 * 4 + 2, (4, 4)),
     "deit_distilled": (1, 2 + 10, (4, 4)),

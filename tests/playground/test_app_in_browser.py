@@ -1,4 +1,4 @@
-"""The playground in a real browser: from a click to a picture, silent, and asking nobody else for anything."""
+"""The playground in a real browser: from a click to a picture, silent, and asking no one else for anything."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def test_two_models_on_all_screens(visit: Visit, tmp_path: Path) -> None:
         page.wait_for_timeout(300)
         assert not visit.scrolls_sideways()
         for scheme in ("light", "dark"):
-            # What the system's setting does when a page is opened; opening it anew would forget the results.
+            # What the system's setting does when a page is opened; opening it again would forget the results.
             page.evaluate(f"document.body.classList.toggle('dark', {str(scheme == 'dark').lower()})")
-            page.wait_for_timeout(500)  # colours fade over
+            page.wait_for_timeout(500)  # colors fade over
             name = f"playground-{tab.partition(' ')[0].lower()}-{screen['width']}-{scheme}"
             keep_screenshot(page, name, tmp_path)
     page.evaluate("document.body.classList.remove('dark')")
@@ -211,7 +211,7 @@ def test_a_page_is_served_whatever_gradio_thinks_of_localhost(
     else:
         for name in ("NO_PROXY", "no_proxy"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody listens there
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # no one listens there
     with serve(cache(), "127.0.0.1", 0) as other:
         assert other != address
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -247,7 +247,7 @@ def test_no_event_loop_is_left_open(address: str) -> None:
     assert open_loops() == before
 
 
-def test_a_port_that_is_taken_is_a_mistake(address: str) -> None:
+def test_a_port_that_is_taken_is_a_user_error(address: str) -> None:
     from vitadel.playground.app import serve
 
     with socket.socket() as taken:
@@ -261,7 +261,7 @@ def test_a_port_that_is_taken_is_a_mistake(address: str) -> None:
 
 
 @pytest.mark.slow
-def test_without_gradio_the_way_to_get_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gradio_the_way_to_get_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "vitadel.playground.app", raising=False)
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(UserError, match=r"pip install 'vitadel\[ui\]'"):

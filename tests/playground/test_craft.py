@@ -32,22 +32,22 @@ SIDE, CELLS = 4, 48
 class Line(nn.Module):
     """Logits (0, s) with s = sum(w x) + b, w of +-1: an Linf step of eps changes s by 48 eps."""
 
-    def __init__(self, score_at_grey: float) -> None:
+    def __init__(self, score_at_gray: float) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.tensor([1.0, -1.0]).repeat(CELLS // 2).view(1, 3, SIDE, SIDE))
-        self.score = score_at_grey
+        self.score = score_at_gray
 
     def forward(self, x: Tensor) -> Tensor:
         s = (self.w * (x - 0.5)).sum((1, 2, 3)) + self.score
         return torch.stack([torch.zeros_like(s), s], 1)
 
 
-def grey(side: int = SIDE) -> Tensor:
+def gray(side: int = SIDE) -> Tensor:
     return torch.full((1, 3, side, side), 0.5)
 
 
 def crafted_on(model: nn.Module, form: AttackForm, x: Tensor | None = None):  # type: ignore[no-untyped-def]
-    return craft(model, grey() if x is None else x, make(form.attack, eps=form.eps, norm=form.norm), form)
+    return craft(model, gray() if x is None else x, make(form.attack, eps=form.eps, norm=form.norm), form)
 
 
 def logistic(s: float) -> float:
@@ -67,7 +67,7 @@ def test_closed_form(score: float, fooled: bool) -> None:
     assert crafted.size("l1") == pytest.approx(eps * CELLS, abs=1e-4)
     assert (crafted.gradients, crafted.forwards) == (1, 0)
     kept = load(crafted.safetensors())
-    assert torch.equal(kept["clean"], grey())
+    assert torch.equal(kept["clean"], gray())
     assert torch.equal(kept["adversarial"], crafted.z)
 
 
@@ -102,7 +102,7 @@ def test_what_leaves_the_budget_counts_for_nothing() -> None:
         def passes(self) -> tuple[int, int]:
             return 0, 0
 
-    crafted = craft(Line(1.0), grey(), Cheat(), AttackForm())
+    crafted = craft(Line(1.0), gray(), Cheat(), AttackForm())
     assert (crafted.after.answer, crafted.fooled, crafted.void) == (0, False, True)
 
 
@@ -116,11 +116,11 @@ def test_rounding_to_8_bits_can_undo_an_attack() -> None:
     assert sorted(whole.picture.unique().tolist()) == [127, 129]
 
 
-def test_every_pass_is_told_and_no_hook_stays() -> None:
-    model, told = Line(100.0), []
+def test_every_pass_is_reported_and_no_hook_stays() -> None:
+    model, reported = Line(100.0), []
     form = AttackForm("pgd-5(random_start=false)", 1 / 255)
-    craft(model, grey(), make(form.attack, eps=form.eps), form, lambda done, most: told.append((done, most)))
-    assert told == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
+    craft(model, gray(), make(form.attack, eps=form.eps), form, lambda done, most: reported.append((done, most)))
+    assert reported == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
     assert not model._forward_hooks
 
 
@@ -153,7 +153,7 @@ def test_models_without_a_map_say_why() -> None:
     swin = predict(make_vit("swin", img_size=64), torch.full((1, 3, 64, 64), 0.5))
     assert swin.attention is None
     assert "windows" in swin.no_attention
-    line = predict(Line(1.0), grey())
+    line = predict(Line(1.0), gray())
     assert line.attention is None
     assert "no anatomy known" in line.no_attention
 
@@ -165,28 +165,28 @@ def opened(**changes: object) -> OpenedModel:
 
 
 def test_attacks_that_study_the_model_are_made_ready_on_its_own_data() -> None:
-    told: list[tuple[int, int | None]] = []
+    reported: list[tuple[int, int | None]] = []
     attack = prepare_attack(
-        opened(), AttackForm("aas(images=8,steps=1,select=false)+fgsm"), 0, lambda *got: told.append(got)
+        opened(), AttackForm("aas(images=8,steps=1,select=false)+fgsm"), 0, lambda *got: reported.append(got)
     )
     assert len(attack.factors) == 6  # type: ignore[attr-defined]
-    assert told
-    assert all(most is None for _, most in told)
+    assert reported
+    assert all(most is None for _, most in reported)
     with pytest.raises(UserError, match=r"calibrates on images of the model's own data.*--data SPEC"):
         prepare_attack(opened(knows_data=False), AttackForm("aas+fgsm"))
 
 
-@pytest.mark.parametrize("tell", [None, lambda *_: None])
-def test_a_study_is_bounded_too(monkeypatch: pytest.MonkeyPatch, tell: ReportProgress | None) -> None:
+@pytest.mark.parametrize("report", [None, lambda *_: None])
+def test_a_study_is_bounded_too(monkeypatch: pytest.MonkeyPatch, report: ReportProgress | None) -> None:
     form = AttackForm(
         "aas(images=8,steps=3,select=false)+fgsm"
     )  # 8 images, once as they are and three times on the way
     monkeypatch.setattr("vitadel.playground.craft.MOST_PASSES", 32)
-    prepare_attack(opened(), form, 0, tell)
+    prepare_attack(opened(), form, 0, report)
     monkeypatch.setattr("vitadel.playground.craft.MOST_PASSES", 31)
     beyond = opened()
     with pytest.raises(UserError, match=r"calibrates with more than 31 passes.*Use fewer images or steps"):
-        prepare_attack(beyond, form, 0, tell)
+        prepare_attack(beyond, form, 0, report)
     assert not beyond.target.model._forward_hooks
 
 

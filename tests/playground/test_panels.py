@@ -31,7 +31,7 @@ def pictures(page: str) -> list[Image.Image]:
     return [Image.open(io.BytesIO(base64.b64decode(content))) for content in found]
 
 
-def test_everything_about_a_success_is_told() -> None:
+def test_everything_about_a_success_is_reported() -> None:
     page = result_panel(crafted(), ("cat", "dog"), AttackForm("pgd-20", 8 / 255), "cat")
     assert "Fooled: cat became dog." in page
     assert "pgd-20, linf 8/255: used Linf 2.00/255, L2 0.054; 20 gradients, 3 other passes, 1.2 s." in page
@@ -59,7 +59,7 @@ def test_downloads_hold_the_image() -> None:
     assert (image.size, image.getpixel((3, 3))) == ((4, 4), (102, 102, 102))
 
 
-def test_failures_voids_and_wrong_models_are_told_as_such() -> None:
+def test_failures_voids_and_wrong_models_are_reported_as_such() -> None:
     assert "Robust: still cat." in result_panel(crafted(fooled=False), ("cat", "dog"), AttackForm(), "cat")
     void = replace(crafted(), fooled=False, void=True)
     assert "exceeded its budget" in result_panel(void, ("cat", "dog"), AttackForm(), None)
@@ -90,15 +90,15 @@ def test_comparison_says_who_is_fooled_by_whose_image() -> None:
 def test_comparison_begins_with_its_verdict() -> None:
     stays, moves = Prediction(0, torch.tensor([0.9, 0.1]), None), Prediction(1, torch.tensor([0.2, 0.8]), None)
     moved = {True: TransferResult(stays, moves, False), False: TransferResult(stays, stays, False)}
-    for fooled, also, told in (
+    for fooled, also, reported in (
         ((False, False), (False, True), "Both models are robust.</p>"),
         ((True, False), (False, False), "Only A is fooled. What fools A does not fool B.</p>"),
         ((True, True), (True, False), "Both are fooled. What fools A also fools B. What fools B does not fool A.</p>"),
     ):
         made = [crafted(fooled=each) for each in fooled]
         page = comparison_panel(("A", "B"), [("cat", "dog")] * 2, made, [moved[each] for each in also], AttackForm())
-        assert told in page
-        assert page.index(told) < page.index("<img")
+        assert reported in page
+        assert page.index(reported) < page.index("<img")
 
 
 def test_hostile_names_stay_words() -> None:

@@ -37,7 +37,7 @@ def test_images_by_number_with_their_true_class() -> None:
 
 
 def test_only_what_was_named_or_shipped_can_be_opened() -> None:
-    named = "python:os:getcwd"  # a page must not be able to ask for code that nobody named
+    named = "python:os:getcwd"  # a page must not be able to ask for code that no one named
     assert named not in cache().specs
     with pytest.raises(UserError, match="no model 'python:os:getcwd' here"):
         cache().open(named)

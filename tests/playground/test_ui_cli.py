@@ -68,7 +68,7 @@ def test_models_are_named_with_their_flags_and_opened_at_once(served: list[tuple
     assert opened.names == tuple(f"class {number}" for number in range(7))
 
 
-def test_a_wrong_name_is_told_before_anything_is_served(served: list[tuple[Any, str, int]]) -> None:
+def test_a_wrong_name_is_reported_before_anything_is_served(served: list[tuple[Any, str, int]]) -> None:
     result = run("vit_tinny_patch16_224", "--device", "cpu")
     assert isinstance(result.exception, UserError)
     assert "did you mean" in str(result.exception)

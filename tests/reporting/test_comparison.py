@@ -31,7 +31,7 @@ def test_the_best_is_named_with_its_lead(tmp_path: Path) -> None:
     assert sentence.startswith(
         "b is the most robust: 70.0 % under fgsm with Linf 8/255 on 100 images of shapes, before c with 50.0 %. "
         "That is +20.0 points (95 % interval +"
-    )  # b stands after a and before c: the difference is told from the best
+    )  # b stands after a and before c: the difference is reported from the best
     assert sentence.endswith("p < 0.0001 by Holm over all comparisons).")
     other = headline_of(*reversed(runs))
     assert other == sentence

@@ -166,19 +166,19 @@ def test_corruptions_are_numbers_in_full(tmp_path: Path) -> None:
     row = {"corruption": "motion_blur", "part_of_mce": True, "error": 2 / 3, "ce": 100 / 7}
     cells = [{"corruption": "motion_blur", "severity": 1, "error": 1 / 3}]
     mean = {"mean_error": 2 / 3, "mean_error_ci95": [0.6, 0.7], "mean_error_over": ["motion_blur"], "mean_ce": None}
-    told = {"severities": [1], "cells": cells, "rows": [row], "made": "here", **mean}
-    (got,) = suite_tables(tmp_path / "a", suite="corruptions", corruptions=told)["corruptions"]
+    reported = {"severities": [1], "cells": cells, "rows": [row], "made": "here", **mean}
+    (got,) = suite_tables(tmp_path / "a", suite="corruptions", corruptions=reported)["corruptions"]
     assert got["corruption"] == "motion blur"
     numbers = [float(got[name]) for name in ("1", "mean error, %", "CE")]
     assert numbers == pytest.approx([100 / 3, 200 / 3, 100 / 7], rel=1e-14)
 
 
-def test_a_ladder_is_numbers_in_full(tmp_path: Path) -> None:
+def test_threat_levels_are_exported_in_full(tmp_path: Path) -> None:
     row = {"level": "T2", "title": "grey box", "knows": "weights", "attack": "pgd-20", "eps": 4 / 255, "cosines": {}}
     row |= {"eps_text": "4/255", "in_pixels": True, **shares("robust_accuracy", 1 / 7)}
-    told = {"tokens": 3, "fingerprint": "f", "budgets": [{"eps": 4 / 255, "eps_text": "4/255"}], "rows": [row]}
-    told |= {"levels": [row], "worst_case": [], "controls": [], "extraction": [], "left_out": []}
-    (got,) = suite_tables(tmp_path / "a", suite="ladder", ladder=told)["threat-ladder"]
+    reported = {"tokens": 3, "fingerprint": "f", "budgets": [{"eps": 4 / 255, "eps_text": "4/255"}], "rows": [row]}
+    reported |= {"levels": [row], "worst_case": [], "controls": [], "extraction": [], "left_out": []}
+    (got,) = suite_tables(tmp_path / "a", suite="ladder", ladder=reported)["threat-ladder"]
     assert (got["attacker"], got["knows"], got["attack"], got["eps"]) == ("T2 grey box", "weights", "pgd-20", "4/255")
     assert exact(got, "accuracy", 1 / 7)
 
@@ -192,9 +192,9 @@ def test_a_trade_off_is_numbers_in_full(tmp_path: Path) -> None:
     apart = {"map - random": spread(-1 / 7), "map - attention": spread(1 / 11)}
     checks = {"name": "low", "deletion": areas, "deletion_differences": apart}
     checks |= {"insertion": areas, "insertion_differences": apart}
-    told = {"budgets": [{"eps": 4 / 255, "eps_text": "4/255"}], "contenders": [entry]}
-    told |= {"rvt": {"eps_text": "1/255", "attacks": ["fgsm"]}, "maps": {"n": 5, "contenders": [checks]}}
-    tables = suite_tables(tmp_path / "a", suite="trade-off", trade_off=told)
+    reported = {"budgets": [{"eps": 4 / 255, "eps_text": "4/255"}], "contenders": [entry]}
+    reported |= {"rvt": {"eps_text": "1/255", "attacks": ["fgsm"]}, "maps": {"n": 5, "contenders": [checks]}}
+    tables = suite_tables(tmp_path / "a", suite="trade-off", trade_off=reported)
     (got,) = tables["trade-off-of-accuracy-and-robustness-1"]
     assert (got["model"], got["what"]) == ("low", "TORA, lambda 0.5")
     assert exact(got, "clean", 5 / 7)
@@ -219,9 +219,17 @@ def test_stability_is_numbers_in_full(tmp_path: Path) -> None:
         drift = {"median": [0.1, 2 / 7], "lower": [0.0, 0.1], "upper": [0.3, 0.4], "mean": [0.1, 0.2]}
         return {"accuracy": seen, "similarity": {**spread(mean), **masks}, "drift": drift}
 
-    told = {"n": 40, "masks": 3, "watched": 2, "patches": 16, "corrupted": 4, "similarity": "map", "blocks": ["1", "2"]}
-    told |= {"random": part(1 / 3), "transfer": part(2 / 3)}
-    tables = suite_tables(tmp_path / "a", suite="stability", stability=told)
+    reported = {
+        "n": 40,
+        "masks": 3,
+        "watched": 2,
+        "patches": 16,
+        "corrupted": 4,
+        "similarity": "map",
+        "blocks": ["1", "2"],
+    }
+    reported |= {"random": part(1 / 3), "transfer": part(2 / 3)}
+    tables = suite_tables(tmp_path / "a", suite="stability", stability=reported)
     chance, moved = tables["stability-under-noisy-patches-1"]
     assert (chance["patches"], moved["patches"]) == ("random", "transferred")
     assert exact(chance, "mean over masks", 1 / 3)
@@ -245,12 +253,12 @@ def test_findings_become_a_table(tmp_path: Path) -> None:
 
 
 def test_unfinished_runs_are_exported_as_far_as_they_got(tmp_path: Path) -> None:
-    begun = made(tmp_path / "a", pending=["square"])
-    export([begun, made(tmp_path / "b")], tmp_path / "out")
+    started = made(tmp_path / "a", pending=["square"])
+    export([started, made(tmp_path / "b")], tmp_path / "out")
     first, _ = rows_of(tmp_path / "out" / "tables" / "runs.csv")
     assert (first["finished"], float(first["clean, %"])) == ("no", 100)
-    (begun / "results.json").unlink()
-    export([begun], tmp_path / "empty")
+    (started / "results.json").unlink()
+    export([started], tmp_path / "empty")
     (only,) = rows_of(tmp_path / "empty" / "tables" / "runs.csv")
     assert (only["clean, %"], only["n"]) == ("", "")
 

@@ -112,7 +112,7 @@ def test_more_than_twenty_classes_say_how_many_are_left_out(tmp_path: Path) -> N
     assert sum(text.startswith("class-") for text in written) == 20
 
 
-def test_examples_show_the_perturbation_around_grey(tmp_path: Path) -> None:
+def test_examples_show_the_perturbation_around_gray(tmp_path: Path) -> None:
     run = made(tmp_path / "a", pictures=8)
     picture = draw_examples(run)
     assert picture is not None
@@ -129,7 +129,7 @@ def test_examples_show_the_perturbation_around_grey(tmp_path: Path) -> None:
     assert "disc becomes square; square stays square" in picture.alt
 
 
-def test_unchanged_examples_are_plain_grey(tmp_path: Path) -> None:
+def test_unchanged_examples_are_plain_gray(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", correct=HALF, attacks={"fgsm": HALF})
     with np.load(path / "examples.npz") as file:
         arrays = dict(file)
@@ -159,9 +159,9 @@ def test_attention_lies_over_the_images_on_one_scale(tmp_path: Path) -> None:
     shown = [image.get_array() for image in picture.figure.axes[0].images]
     assert len(shown) == 10
     most, none, half = (np.array(matplotlib.colormaps["inferno"](value)[:3]) for value in (1.0, 0.0, 0.5))
-    grey = run.examples["x"][0].mean(0)[..., None]
-    np.testing.assert_allclose(shown[6][:4, :2], 0.4 * grey[:4, :2] + 0.6 * most, atol=1e-6)
-    np.testing.assert_allclose(shown[6][4:, 2:], 0.4 * grey[4:, 2:] + 0.6 * none, atol=1e-6)
+    gray = run.examples["x"][0].mean(0)[..., None]
+    np.testing.assert_allclose(shown[6][:4, :2], 0.4 * gray[:4, :2] + 0.6 * most, atol=1e-6)
+    np.testing.assert_allclose(shown[6][4:, 2:], 0.4 * gray[4:, 2:] + 0.6 * none, atol=1e-6)
     np.testing.assert_allclose(
         shown[7][:4, :2], 0.4 * run.examples["x"][1].mean(0)[:4, :2, None] + 0.6 * half, atol=1e-6
     )

@@ -84,11 +84,11 @@ def test_the_sentence_of_an_audit_names_everything_a_number_depends_on(tmp_path:
 
 def test_the_sentence_of_an_audit_claims_nothing_without_attacks_or_results(tmp_path: Path) -> None:
     assert "no attack was run" in verdict(read_run(made(tmp_path / "a", attacks={})))
-    begun = made(tmp_path / "b", attacks={}, pending=["fgsm"])
-    assert verdict(read_run(begun)).startswith("So far: 100.0 %")
-    assert "no attack is finished" in verdict(read_run(begun))
-    (begun / "results.json").unlink()
-    assert verdict(read_run(begun)) == "There are no results yet."
+    started = made(tmp_path / "b", attacks={}, pending=["fgsm"])
+    assert verdict(read_run(started)).startswith("So far: 100.0 %")
+    assert "no attack is finished" in verdict(read_run(started))
+    (started / "results.json").unlink()
+    assert verdict(read_run(started)) == "There are no results yet."
 
 
 def test_one_run_one_page(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_an_unfinished_run_says_so_and_how_to_go_on(tmp_path: Path) -> None:
     assert "Classes" not in outline.text
 
 
-def test_a_run_that_has_only_begun_still_gives_a_page(tmp_path: Path) -> None:
+def test_a_run_that_has_only_started_still_gives_a_page(tmp_path: Path) -> None:
     path = made(tmp_path / "a", attacks={}, pending=["fgsm"])
     (path / "results.json").unlink()
     text = Outline(page_of(tmp_path, path, made(tmp_path / "b"))).text
@@ -233,7 +233,7 @@ def test_findings_and_missing_data_are_shown(tmp_path: Path) -> None:
     assert "19.png and 3 more a torn archive" in text
 
 
-def test_void_proposals_are_told(tmp_path: Path) -> None:
+def test_void_proposals_are_reported(tmp_path: Path) -> None:
     path = made(tmp_path / "a")
     results = json.loads((path / "results.json").read_text())
     results["attacks"][0]["void"] = 1234
@@ -268,7 +268,7 @@ def test_a_run_named_twice_is_shown_once(tmp_path: Path) -> None:
     assert text.index("zoo:shapes-robust") < text.index("deit")
 
 
-def test_mistakes_are_told_and_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_user_errors_are_reported_and_nothing_is_overwritten(tmp_path: Path) -> None:
     run = made(tmp_path / "a")
     with pytest.raises(UserError, match="at least one run folder"):
         write_report([], tmp_path / "page.html")
@@ -281,7 +281,7 @@ def test_mistakes_are_told_and_nothing_is_overwritten(tmp_path: Path) -> None:
     assert not (tmp_path / "page.html").exists()
 
 
-def test_members_and_the_papers_way_of_counting_are_told(tmp_path):
+def test_members_and_the_papers_way_of_counting_are_reported(tmp_path):
     folder = made(tmp_path / "run")
     results = json.loads((folder / "results.json").read_text())
     entry = results["attacks"][0]
@@ -291,10 +291,10 @@ def test_members_and_the_papers_way_of_counting_are_told(tmp_path):
     ]
     entry["paper_style"] = {"held": 9, "n": 90, "robust_accuracy": 0.1, "ci95": [0.05, 0.18], "remark": "no <estimate>"}
     (folder / "results.json").write_text(json.dumps(results))
-    told = " ".join(page_of(tmp_path, folder).split())
-    assert "apgd-ce broke 12 of 90, square broke 0 of 78." in told
-    assert "Counted as in the paper: 10.0 %" in told
-    assert "no &lt;estimate&gt;" in told
+    reported = " ".join(page_of(tmp_path, folder).split())
+    assert "apgd-ce broke 12 of 90, square broke 0 of 78." in reported
+    assert "Counted as in the paper: 10.0 %" in reported
+    assert "no &lt;estimate&gt;" in reported
 
 
 def with_own_rules(path: Path, name: str) -> Path:
@@ -310,9 +310,9 @@ def with_own_rules(path: Path, name: str) -> Path:
 
 def test_what_is_no_part_of_the_worst_case_is_not_said_to_be_withstood(tmp_path: Path) -> None:
     both = with_own_rules(made(tmp_path / "a", attacks={"fgsm": ALL, "patch-fool": HALF}), "patch-fool")
-    told = verdict(read_run(both))
-    assert "under fgsm with Linf 8/255, seed 0, 100.0 % still are" in told
-    assert told.endswith("Different threat model, not part of the worst case: patch-fool 50.0 % (35.2 to 64.8 %).")
+    reported = verdict(read_run(both))
+    assert "under fgsm with Linf 8/255, seed 0, 100.0 % still are" in reported
+    assert reported.endswith("Different threat model, not part of the worst case: patch-fool 50.0 % (35.2 to 64.8 %).")
     text = Outline(page_of(tmp_path, both)).text
     assert "classified correctly after every attack within the budget" in text
     assert "Different threat model, not part of the worst case: patch-fool." in text
@@ -328,13 +328,13 @@ def test_a_run_without_attacks_needs_no_chart_of_one_bar(tmp_path: Path) -> None
     assert "Accuracy, clean and under attack" in page_of(tmp_path, clean, attacked)
 
 
-def test_what_all_attacks_cost_together_is_told(tmp_path: Path) -> None:
+def test_what_all_attacks_cost_together_is_reported(tmp_path: Path) -> None:
     text = Outline(page_of(tmp_path, made(tmp_path / "a", attacks={"fgsm": HALF, "pgd-20": ALL}))).text
     # 40 images, then the 20 that still stand, at 20 gradients, 22 forwards and 3.25 seconds a stage.
     assert "All together: 1,200 gradients and 1,320 forwards of single images, 6.5 s on cpu." in text
 
 
-def test_trust_is_told_before_the_numbers(tmp_path: Path) -> None:
+def test_trust_is_reported_before_the_numbers(tmp_path: Path) -> None:
     looked = {"check": "the doctor's glance", "verdict": "ok", "evidence": "", "advice": ""}
     calm = trust(read_run(made(tmp_path / "a", model="my model", data="folder:my photos", findings=[looked])))
     assert calm is not None
@@ -355,9 +355,9 @@ def test_trust_is_told_before_the_numbers(tmp_path: Path) -> None:
     assert trust(read_run(made(tmp_path / "c", pending=["pgd-20"]))) is None
     failed = read_run(made(tmp_path / "e", findings=[fine], verb="diagnose"))
     failed.results["diagnosis"] = {"verdict": "suspicious", "sentence": "It cannot be told.", "next": None}
-    told = trust(failed)
-    assert told is not None
-    assert (told.verdict, told.sign) == ("suspicious", "!")
+    reported = trust(failed)
+    assert reported is not None
+    assert (reported.verdict, reported.sign) == ("suspicious", "!")
     page = Outline(page_of(tmp_path, tmp_path / "b")).text
     assert page.index("Do not rely") < page.index("Accuracy, clean and under attack")
 
@@ -366,19 +366,19 @@ def test_trust_is_told_before_the_numbers(tmp_path: Path) -> None:
 def test_a_model_that_was_not_checked_is_not_called_fine(tmp_path: Path, checks: tuple[str, ...]) -> None:
     fine = [{"check": name, "verdict": "ok", "evidence": "", "advice": ""} for name in checks]
     path = made(tmp_path / "a", findings=fine)
-    told = trust(read_run(path))
-    assert told is not None
-    assert (told.verdict, told.sign) == ("unexamined", "?")
-    assert told.sentence.startswith("Not examined: this model was not checked")
-    assert told.command == "vitadel diagnose zoo:shapes-robust --data shapes --norm linf --eps 8/255"
+    reported = trust(read_run(path))
+    assert reported is not None
+    assert (reported.verdict, reported.sign) == ("unexamined", "?")
+    assert reported.sentence.startswith("Not examined: this model was not checked")
+    assert reported.command == "vitadel diagnose zoo:shapes-robust --data shapes --norm linf --eps 8/255"
     assert "nothing suspicious" not in page_of(tmp_path, path)
 
 
 @pytest.mark.parametrize(("norm", "eps"), [("linf", 0.0), ("linf", 0.4), ("linf", 0.5), ("l2", 0.0), ("l2", 0.5)])
 def test_no_command_is_given_that_diagnose_would_refuse(tmp_path: Path, norm: str, eps: float) -> None:
-    told = trust(read_run(made(tmp_path / "a", norm=norm, eps=f"{eps:g}")))
-    assert told is not None
-    assert bool(told.command) == can_diagnose(norm, eps)
+    reported = trust(read_run(made(tmp_path / "a", norm=norm, eps=f"{eps:g}")))
+    assert reported is not None
+    assert bool(reported.command) == can_diagnose(norm, eps)
 
 
 @pytest.mark.slow
@@ -439,24 +439,24 @@ def test_the_order_of_attacks_is_no_difference_anywhere_on_the_page(tmp_path: Pa
     assert "deit worst case" in text
 
 
-def test_an_unfinished_run_beside_another_is_told_in_the_pairs(tmp_path: Path) -> None:
+def test_an_unfinished_run_beside_another_is_reported_in_the_pairs(tmp_path: Path) -> None:
     text = Outline(page_of(tmp_path, made(tmp_path / "a"), made(tmp_path / "b", model="deit", pending=["square"]))).text
     assert "zoo:shapes-robust and deit: Not compared: one of them has no verdicts of single images yet." in text
 
 
 def test_a_diagnosis_states_its_conclusion_cost_and_gaps(tmp_path: Path) -> None:
     path = made(tmp_path / "a", attacks={}, verb="diagnose")
-    told = {
+    reported = {
         "sentence": "Trust it: <nothing> raised.",
         "next": "vitadel audit x",
         "not_examined": {"transfer": "no images"},
     }
-    rewrite(path, diagnosis=told)
+    rewrite(path, diagnosis=reported)
     text = Outline(page_of(tmp_path, path)).text
     assert "Trust it: <nothing> raised. Next: vitadel audit x" in text
     assert "Not examined: transfer, no images." in text
     cost = {"images": 48, "gradients": 1234.0, "forwards": 99.0, "seconds_at_most": 50.0, "seconds": 12.34}
-    rewrite(path, diagnosis=told | {"cost": cost})
+    rewrite(path, diagnosis=reported | {"cost": cost})
     text = Outline(page_of(tmp_path, path)).text
     assert "Cost: 48 images, at most 1,234 gradients and 99 forwards each; it took 12.3 s." in text
 
@@ -480,10 +480,10 @@ def test_a_suite_that_lacks_what_it_should_show_is_damage_and_nothing_is_written
     path, fine = made(tmp_path / "a", verb=part.get("verb", "audit")), made(tmp_path / "b")
     rewrite(path, **part)
     for write in (lambda: page_of(tmp_path, fine, path), lambda: export([fine, path], tmp_path / "files")):
-        with pytest.raises(UserError, match="should have written is not as expected") as told:
+        with pytest.raises(UserError, match="should have written is not as expected") as reported:
             write()
-        assert str(path / "results.json") in str(told.value)
-        assert str(fine) not in str(told.value)
+        assert str(path / "results.json") in str(reported.value)
+        assert str(fine) not in str(reported.value)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "b"]
     assert not (path / "figures").exists()
 
@@ -534,8 +534,8 @@ def test_what_a_run_may_be_compared_with_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [None, "rvt"])
 def test_robustbench_is_spoken_of_where_another_protocol_is_nearer(tmp_path: Path, name: str | None) -> None:
     path = made(tmp_path / "a")
-    told = {"name": name, "comparable_with": name and "RVT", "nearest": "rvt", "nearest_is": "RVT", "remark": ""}
-    rewrite(path, protocol={**told, "differences": {} if name else {"eps": "4/255 instead of 1/255"}})
+    reported = {"name": name, "comparable_with": name and "RVT", "nearest": "rvt", "nearest_is": "RVT", "remark": ""}
+    rewrite(path, protocol={**reported, "differences": {} if name else {"eps": "4/255 instead of 1/255"}})
     text = Outline(page_of(tmp_path, path)).text
     assert "omparable with RVT" in text
     assert text.count("Not comparable with RobustBench: only a run of one of its protocols is.") == 1
@@ -573,13 +573,13 @@ def test_pages_that_would_be_too_large_have_lighter_figures_and_then_fewer(
         as_photographs(run, np.random.default_rng(0))
     whole = page_of(tmp_path, *runs)
     assert "data:image/jpeg" not in whole
-    told = "Left out, to keep the page below 10 MB"
+    reported = "Left out, to keep the page below 10 MB"
     for share, left_out in ((0.8, False), (0.1, True)):
         monkeypatch.setattr("vitadel.reporting.page.MOST_BYTES", int(share * len(whole)))
         small = page_of(tmp_path, *runs)
         assert len(small.encode()) <= share * len(whole)
         assert "data:image/jpeg" in small or left_out
-        assert (told in Outline(small).text) == left_out
+        assert (reported in Outline(small).text) == left_out
         assert "Accuracy, clean and under attack" in small
 
 
@@ -601,10 +601,10 @@ def test_five_runs_of_a_thousand_images_render_in_seconds_without_torch(tmp_path
         "try:\n    main.main()\nexcept SystemExit as end:\n    assert not end.code\n"
         "print(time.process_time() - begun)\nprint('torch' in sys.modules)"
     )
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout.split()
-    assert told[0] == "page.html"
-    assert float(told[1]) < 10
-    assert told[2] == "False"
+    assert reported[0] == "page.html"
+    assert float(reported[1]) < 10
+    assert reported[2] == "False"
     assert (tmp_path / "page.html").stat().st_size < 10_000_000

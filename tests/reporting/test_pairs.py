@@ -49,8 +49,8 @@ def test_only_the_same_images_are_paired(tmp_path: Path) -> None:
     base = read_run(write_run(tmp_path / "a", correct=EIGHT, attacks={"fgsm": EIGHT}))
     moved = read_run(write_run(tmp_path / "b", correct=EIGHT, attacks={"fgsm": EIGHT}, first_index=4))
     other = read_run(write_run(tmp_path / "c", correct=EIGHT, attacks={"fgsm": EIGHT}, data="cifar10"))
-    begun = read_run(write_run(tmp_path / "d", correct=EIGHT, attacks={"fgsm": EIGHT}, pending=["pgd-20"]))
-    assert pair_rows(base, moved) == pair_rows(base, other) == pair_rows(base, begun) == []
+    started = read_run(write_run(tmp_path / "d", correct=EIGHT, attacks={"fgsm": EIGHT}, pending=["pgd-20"]))
+    assert pair_rows(base, moved) == pair_rows(base, other) == pair_rows(base, started) == []
 
 
 def test_worst_cases_are_paired_only_under_one_threat(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_worst_cases_are_paired_only_under_one_threat(tmp_path: Path) -> None:
     assert [row.what for row in pair_rows(base, weaker)] == ["clean"]
 
 
-def test_differences_are_told_with_their_size(tmp_path: Path) -> None:
+def test_differences_are_reported_with_their_size(tmp_path: Path) -> None:
     first = read_run(write_run(tmp_path / "a", correct=EIGHT, attacks={"fgsm": [YES] * 6 + [NO] * 2}))
     second = read_run(write_run(tmp_path / "b", correct=EIGHT, attacks={"fgsm": [YES] * 2 + [NO] * 6}))
     worst = pair_rows(first, second)[1]
@@ -121,13 +121,13 @@ def test_what_may_not_be_compared_is_said(tmp_path: Path) -> None:
         (pair,) = pairings([base, made(name, attacks=attacks)])
         assert [row.what for row in pair.rows] == ["clean"]
         assert "the attacks differ" in pair.remark
-    for name, more, told in (
+    for name, more, reported in (
         ("i", {"size": 32}, "images of a different size are a different threat (8 x 8, 32 x 32)"),
         ("j", {"precision": "fp16"}, "attacks and verdicts were computed in different precisions (fp32, fp16)"),
     ):
         (pair,) = pairings([base, made(name, **more)])
         assert [row.what for row in pair.rows] == ["clean"]
-        assert pair.remark == f"Worst cases not compared: {told}."
+        assert pair.remark == f"Worst cases not compared: {reported}."
 
 
 def test_a_run_without_verdicts_yet_is_not_left_out_unsaid(tmp_path: Path) -> None:

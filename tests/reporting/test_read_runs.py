@@ -50,7 +50,7 @@ def test_unfinished_run_keeps_what_is_there(tmp_path: Path) -> None:
     assert class_scores(run) == []
 
 
-def test_run_that_has_only_begun(tmp_path: Path) -> None:
+def test_run_that_has_only_started(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", correct=EIGHT, attacks={}, pending=["pgd-20"])
     (path / "results.json").unlink()
     run = read_run(path)
@@ -86,8 +86,8 @@ def test_a_folder_of_runs_points_at_them(tmp_path: Path) -> None:
 
 
 def clean(**fields: Any) -> bytes:
-    told = {"correct": 3, "n": 4, "accuracy": 0.75, "ci95": [0.3, 0.95], **fields}
-    return json.dumps({"clean": told}).encode()
+    reported = {"correct": 3, "n": 4, "accuracy": 0.75, "ci95": [0.3, 0.95], **fields}
+    return json.dumps({"clean": reported}).encode()
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,9 @@ def clean(**fields: Any) -> bytes:
 def test_damaged_files_are_named(tmp_path: Path, file: str, content: bytes, message: str) -> None:
     path = write_run(tmp_path / "run", correct=EIGHT, attacks={"fgsm": EIGHT})
     (path / file).write_bytes(content)
-    with pytest.raises(UserError, match=message) as told:
+    with pytest.raises(UserError, match=message) as reported:
         read_run(path)
-    assert str(path / file) in str(told.value)
+    assert str(path / file) in str(reported.value)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_examples_without_their_arrays_are_damaged(tmp_path: Path) -> None:
         read_run(path)
 
 
-def test_examples_tell_one_attack(tmp_path: Path) -> None:
+def test_examples_report_one_attack(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", correct=EIGHT, attacks={"fgsm": EIGHT})
     with np.load(path / "examples.npz") as file:
         arrays = dict(file)
@@ -215,7 +215,7 @@ def test_classes_without_samples_or_names(tmp_path: Path) -> None:
     assert [(score.name, score.held) for score in scores] == [("a", None), ("class 1", None)]
 
 
-def test_labels_tell_runs_apart(tmp_path: Path) -> None:
+def test_labels_report_runs_apart(tmp_path: Path) -> None:
     runs = [
         read_run(write_run(tmp_path / name, correct=EIGHT, attacks={}, model=model))
         for name, model in [("one", "deit"), ("two", "deit"), ("three", "vit"), ("deeper/two", "deit")]
@@ -250,15 +250,15 @@ def test_the_order_of_attacks_and_those_outside_the_worst_case_make_no_differenc
     assert differing_aspects([first, second]) == ["attacks"]
 
 
-def test_an_older_run_tells_its_size_by_its_examples(tmp_path: Path) -> None:
+def test_an_older_run_reports_its_size_by_its_examples(tmp_path: Path) -> None:
     new = read_run(write_run(tmp_path / "new", correct=EIGHT, attacks={"fgsm": EIGHT}, size=32))
     old = read_run(write_run(tmp_path / "old", correct=EIGHT, attacks={"fgsm": EIGHT}, older=True))
     assert (aspects(new)["size"], aspects(old)["size"]) == ("32 x 32", "8 x 8")
     assert differing_aspects([new, old]) == ["size"]
     (tmp_path / "old" / "examples.npz").unlink()
-    untold = read_run(tmp_path / "old")
-    assert aspects(untold)["size"] == ""
-    assert differing_aspects([new, untold]) == differing_aspects([untold, new]) == []
+    unrecorded = read_run(tmp_path / "old")
+    assert aspects(unrecorded)["size"] == ""
+    assert differing_aspects([new, unrecorded]) == differing_aspects([unrecorded, new]) == []
 
 
 def test_fields_of_a_kind_are_checked_for_that_kind_only(tmp_path: Path) -> None:

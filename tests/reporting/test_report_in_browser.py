@@ -80,7 +80,7 @@ def _curves(path: Path) -> Path:
     points = [
         {"at": step, "text": str(step), "robust_accuracy": 0.9 - step / 50, "ci95": [0.3, 0.95]} for step in range(15)
     ]
-    told = {
+    reported = {
         "name": "curves",
         "attack": "pgd",
         "steps": 20,
@@ -92,7 +92,7 @@ def _curves(path: Path) -> Path:
     }
     write_run(path, correct=[YES] * 8, attacks={}, model="zoo:shapes-robust")
     results = json.loads((path / "results.json").read_text())
-    (path / "results.json").write_text(json.dumps({**results, "study": told}))
+    (path / "results.json").write_text(json.dumps({**results, "study": reported}))
     (path / "samples.parquet").unlink()
     return path
 

@@ -100,12 +100,12 @@ def test_remarks_say_what_lies_above_what(folder):
         "At 4/255, TORA, lambda 0.1 to 0.9: worst case 25.0 % to 60.0 % (p = 0.00012), "
         "clean 95.0 % to 90.0 % (p = 0.5)."
     )
-    told = " ".join(remarks)
-    assert "low lies above one, not significantly: worst case 22.5 % to 25.0 % (p = 1)" in told
-    assert "high lies above one: worst case 22.5 % to 60.0 % (p = 6.1e-05), clean 90.0 % to 90.0 % (p = 1)" in told
-    assert "no point of TORA lies above bare or below it" in told
-    assert "high lies below strong, not significantly: worst case 65.0 % to 60.0 %" in told
-    assert "middle lies" not in told  # what was not trained is no answer about the training
+    reported = " ".join(remarks)
+    assert "low lies above one, not significantly: worst case 22.5 % to 25.0 % (p = 1)" in reported
+    assert "high lies above one: worst case 22.5 % to 60.0 % (p = 6.1e-05), clean 90.0 % to 90.0 % (p = 1)" in reported
+    assert "no point of TORA lies above bare or below it" in reported
+    assert "high lies below strong, not significantly: worst case 65.0 % to 60.0 %" in reported
+    assert "middle lies" not in reported  # what was not trained is no answer about the training
     assert "not corrected for the number of comparisons" in remarks[-1]
 
 
@@ -137,7 +137,7 @@ def test_points_stand_where_their_accuracies_say(folder):
     assert across.get_segments()[0][0, 1] == 25.0
 
 
-def test_maps_are_coloured_around_one_half(folder):
+def test_maps_are_colored_around_one_half(folder):
     picture = draw_maps(read_run(folder))
     maps = [image for image in picture.figure.axes[0].images if image.get_array().ndim == 2]
     assert len(maps) == 4  # two images, two blocks

@@ -33,7 +33,7 @@ def test_a_new_folder_records_its_command(tmp_path):
     assert not run.complete
 
 
-def test_an_unfinished_run_goes_on_only_when_told(tmp_path):
+def test_an_unfinished_run_goes_on_only_when_asked(tmp_path):
     begin(tmp_path / "run")
     before = files(tmp_path)
     with pytest.raises(UserError, match=r"unfinished run.*--resume"):
@@ -43,16 +43,16 @@ def test_an_unfinished_run_goes_on_only_when_told(tmp_path):
 
 
 def test_two_processes_do_not_work_in_one_folder(tmp_path):
-    folder, told = tmp_path / "run", tmp_path / "told"
+    folder, reported = tmp_path / "run", tmp_path / "told"
     code = f"""
 import pathlib, time
 from vitadel.runtime.run_folder import Command, open_run
 open_run(Command("audit", {dict(SETTINGS)!r}), "m", out=pathlib.Path({str(folder)!r}), resume=False)
-pathlib.Path({str(told)!r}).touch()
+pathlib.Path({str(reported)!r}).touch()
 time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", code]) as other:
-        while not told.exists():
+        while not reported.exists():
             assert other.poll() is None
             time.sleep(0.05)
         with pytest.raises(UserError, match="another process is working in"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from two_patterns import GREY, Faint, Patterned, pattern, patterned
+from two_patterns import GRAY, Faint, Patterned, pattern, patterned
 
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import open_target
@@ -50,21 +50,21 @@ def test_everyone_sees_the_class_and_all_begin_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(reference_models, "open_model", lambda spec: patterned(2.0))
     request = AccumulationRequest(starts=3, steps=20, step=0.05, start="grey", others=("twin",), batch_size=4)
     results = study_accumulation(open_target(patterned(), Faint()), request, CPU, out=tmp_path / "run").results
-    told = results["study"]
-    assert (told["n"], [each["name"] for each in told["classes"]]) == (6, ["pattern", "opposite"])
-    for maker in told["models"]:
+    reported = results["study"]
+    assert (reported["n"], [each["name"] for each in reported["classes"]]) == (6, ["pattern", "opposite"])
+    for maker in reported["models"]:
         assert maker["confidence"]["median"][-1] == pytest.approx(1)
         assert len(maker["confidence"]["median"]) == 21
         for seen in maker["seen_by"]:
             assert (seen["pictures"]["top1"]["right"], seen["pictures"]["top1"]["n"]) == (6, 6)
             assert seen["dealt"]["top1"]["accuracy"] == 0.5
-    first, second = (maker["seen_by"][0]["start"] for maker in told["models"])
+    first, second = (maker["seen_by"][0]["start"] for maker in reported["models"])
     assert first == second
     with np.load(tmp_path / "run" / "study.npz", allow_pickle=False) as arrays:
         pictures = arrays["pictures 0"]
     assert len(pictures) == 2 <= SHOWN
     assert np.abs(pictures[0] - 255.0 * (pattern().numpy() > 0)).max() <= 1
-    assert GREY == 128
+    assert GRAY == 128
 
 
 def test_wrong_requests_are_refused(tmp_path):

@@ -14,9 +14,9 @@ from vitadel.studies.agreement import agreement, chance, permuted_agreement, top
 
 def test_counted_by_hand():
     tops = np.array([[0, 1], [2, 0], [1, 2], [0, 2]])
-    told = agreement(tops, np.array([0, 0, 0, 1]))
-    assert (told["top1"]["right"], told["top1"]["n"], told["top1"]["accuracy"]) == (1, 4, 0.25)
-    assert (told["topk"]["right"], told["topk"]["accuracy"]) == (2, 0.5)
+    reported = agreement(tops, np.array([0, 0, 0, 1]))
+    assert (reported["top1"]["right"], reported["top1"]["n"], reported["top1"]["accuracy"]) == (1, 4, 0.25)
+    assert (reported["topk"]["right"], reported["topk"]["accuracy"]) == (2, 0.5)
 
 
 def test_equal_logits_have_one_order_and_the_first_is_argmax():
@@ -31,18 +31,18 @@ def test_moments_are_those_of_all_deals(k):
     tops = np.stack([chosen.permutation(4)[:k] for _ in range(6)])
     targets = np.array([0, 0, 0, 1, 2, 3])
     every = [(tops == targets[list(deal), None]).any(1).mean() for deal in itertools.permutations(range(6))]
-    told = permuted_agreement(tops, targets, 4)["topk"]
-    assert told["accuracy"] == pytest.approx(np.mean(every))
+    reported = permuted_agreement(tops, targets, 4)["topk"]
+    assert reported["accuracy"] == pytest.approx(np.mean(every))
     half = 1.959963984540054 * np.std(every)
-    assert told["ci95"] == pytest.approx([max(0, np.mean(every) - half), min(1, np.mean(every) + half)])
+    assert reported["ci95"] == pytest.approx([max(0, np.mean(every) - half), min(1, np.mean(every) + half)])
 
 
 def test_one_answer_to_everything_is_never_more_than_chance():
     """It scores the share of its class however the pictures are dealt: accuracy 2/3 here is no agreement at all."""
     tops, targets = np.zeros((6, 1), int), np.array([0, 0, 0, 0, 1, 2])
-    told = permuted_agreement(tops, targets, 3)["top1"]
-    assert told["accuracy"] == agreement(tops, targets)["top1"]["accuracy"] == pytest.approx(2 / 3)
-    assert told["ci95"] == pytest.approx([2 / 3, 2 / 3], abs=1e-6)
+    reported = permuted_agreement(tops, targets, 3)["top1"]
+    assert reported["accuracy"] == agreement(tops, targets)["top1"]["accuracy"] == pytest.approx(2 / 3)
+    assert reported["ci95"] == pytest.approx([2 / 3, 2 / 3], abs=1e-6)
 
 
 def test_few_pictures_and_few_classes():
@@ -55,5 +55,5 @@ def test_few_pictures_and_few_classes():
 def test_rounding_decides_nothing():
     """With one answer to everything and 5 balanced classes, means of shares come out a bit below a fifth."""
     for n in range(5, 200, 5):
-        told = permuted_agreement(np.zeros((n, 1), int), np.arange(n) % 5, 5)["top1"]
-        assert against_chance({"accuracy": 0.2}, told) == "no more than chance"
+        reported = permuted_agreement(np.zeros((n, 1), int), np.arange(n) % 5, 5)["top1"]
+        assert against_chance({"accuracy": 0.2}, reported) == "no more than chance"

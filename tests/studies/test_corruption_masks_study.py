@@ -47,14 +47,14 @@ def test_one_mask_for_every_image(tmp_path):
     first = CorruptionModel(4, 4, 8)
     torch.nn.init.zeros_(first.mix)
     save_corruption_model(first, tmp_path / "afat" / "weights" / "corruption-model.safetensors")
-    told = studied(tmp_path / "run", str(tmp_path / "afat"))
-    assert (told["n"], told["grid"], told["corrupted"], told["trained_here"]) == (6, [4, 4], 4, False)
-    learned = told["masks"]["learned"]
+    reported = studied(tmp_path / "run", str(tmp_path / "afat"))
+    assert (reported["n"], reported["grid"], reported["corrupted"], reported["trained_here"]) == (6, [4, 4], 4, False)
+    learned = reported["masks"]["learned"]
     assert (learned["bits"], learned["overlap"]) == pytest.approx((math.log2(4), 1))
-    assert told["accuracy"]["usual"] == told["accuracy"]["learned"]
-    assert told["harm"]["usual"] == told["harm"]["learned"]
-    assert told["masks"]["random"]["bits"] > learned["bits"]
-    assert told["overlap_by_chance"] == 0.25
+    assert reported["accuracy"]["usual"] == reported["accuracy"]["learned"]
+    assert reported["harm"]["usual"] == reported["harm"]["learned"]
+    assert reported["masks"]["random"]["bits"] > learned["bits"]
+    assert reported["overlap_by_chance"] == 0.25
     with np.load(tmp_path / "run" / "study.npz", allow_pickle=False) as arrays:
         assert arrays["heat learned"].tolist() == [[1, 1, 1, 1], *[[0, 0, 0, 0]] * 3]
         assert arrays["heat random"].sum() == pytest.approx(4)
@@ -64,12 +64,12 @@ def test_one_mask_for_every_image(tmp_path):
 
 
 def test_one_is_trained_where_none_is_given(tmp_path):
-    told = studied(tmp_path / "run", None, training_steps=1, fills=1)
-    assert told["trained_here"]
+    reported = studied(tmp_path / "run", None, training_steps=1, fills=1)
+    assert reported["trained_here"]
     assert (tmp_path / "run" / "corruption-model.safetensors").exists()
 
 
-def test_what_does_not_fit_is_told_before_anything_is_written(tmp_path):
+def test_what_does_not_fit_is_reported_before_anything_is_written(tmp_path):
     save_corruption_model(CorruptionModel(2, 2, 8), tmp_path / "c.safetensors")
     with pytest.raises(UserError, match="2 x 2 patches of side 8"):
         studied(tmp_path / "run", str(tmp_path / "c.safetensors"))

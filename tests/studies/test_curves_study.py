@@ -83,7 +83,7 @@ def test_a_long_run_judged_on_its_way_is_the_short_run(text: str) -> None:
     assert fallen[0] < fallen[-1]  # or there would be nothing to tell apart
 
 
-def test_rises_are_told_and_falls_are_not() -> None:
+def test_rises_are_reported_and_falls_are_not() -> None:
     several = [range(9), range(7), [*range(6), 20, 21], range(8), range(3), range(8)]
     one, other = rises(list("abcdef"), [torch.tensor(list(held)) for held in several])
     assert (one["from"], one["to"], one["images"], one["clear"]) == ("b", "c", 1, False)
@@ -92,7 +92,7 @@ def test_rises_are_told_and_falls_are_not() -> None:
     assert other["p"] == pytest.approx(1 / 32)
 
 
-def test_points_by_default_and_mistakes() -> None:
+def test_points_by_default_and_user_errors() -> None:
     assert CurvesRequest().points == pytest.approx([0, 1 / 255, 2 / 255, 4 / 255, 8 / 255, 16 / 255])
     assert CurvesRequest(eps=0.6).points[-1] == 0.6  # twice that is beyond any pixel
     assert CurvesRequest(eps=0.6, norm="l2").points[-1] == 1.2

@@ -52,12 +52,12 @@ def run(tmp_path_factory):
 
 
 def test_a_twin_sees_the_other_class_in_every_perturbation(run):
-    """An image 3 grey levels strong falls to a budget of 8, one of 20 holds; either way the change is the opposite."""
-    told = run.results["study"]
-    assert (told["n"], told["k"], told["chance"]["topk"]) == (8, 1, 0.5)
-    assert (told["fooled"]["fooled"], told["fooled"]["n"]) == (4, 8)
-    assert [entry["itself"] for entry in told["models"]] == [True, False]
-    for entry in told["models"]:
+    """An image 3 gray levels strong falls to a budget of 8, one of 20 holds; either way the change is the opposite."""
+    reported = run.results["study"]
+    assert (reported["n"], reported["k"], reported["chance"]["topk"]) == (8, 1, 0.5)
+    assert (reported["fooled"]["fooled"], reported["fooled"]["n"]) == (4, 8)
+    assert [entry["itself"] for entry in reported["models"]] == [True, False]
+    for entry in reported["models"]:
         assert entry["clean"]["accuracy"] == 1
         assert (entry["label"]["perturbation"]["top1"]["right"], entry["label"]["dealt"]["top1"]["n"]) == (0, 8)
         assert entry["label"]["dealt"]["top1"]["accuracy"] == 0.5

@@ -60,7 +60,7 @@ def test_quantiles_of_a_histogram_are_those_of_the_values_to_half_a_bin() -> Non
     assert quantile(count_gaps(torch.zeros(9)), 0.5) <= EDGES[0]
 
 
-def test_mistakes() -> None:
+def test_user_errors() -> None:
     with pytest.raises(UserError, match="plain attack"):
         SaturationRequest(attack="aas+pgd-3")
     with pytest.raises(UserError, match="--images"):

@@ -50,7 +50,7 @@ def test_with_nothing_scaled_it_is_the_plain_attack_again() -> None:
     assert torch.equal(z, search(model, x, y, rng.stream("rescaled")))
 
 
-def test_mistakes() -> None:
+def test_user_errors() -> None:
     with pytest.raises(UserError, match=r"unknown way 'frist'.*did you mean first"):
         ScaledBlocksRequest(ways=("frist",))
     with pytest.raises(UserError, match="at least 1"):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from vitadel.backbones.classifier import wrap
 from vitadel.runtime.rng import SampleRNG
 
-__all__ = ["GREY", "SIDE", "Faint", "Patterned", "pattern", "patterned"]
+__all__ = ["GRAY", "SIDE", "Faint", "Patterned", "pattern", "patterned"]
 
-SIDE, GREY = 8, 128
+SIDE, GRAY = 8, 128
 
 
 def pattern() -> Tensor:
@@ -29,7 +29,7 @@ class Patterned(nn.Module):
         self.weight = nn.Parameter(strength * torch.stack([pattern(), -pattern()]).flatten(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x - GREY / 255).flatten(1) @ self.weight.T
+        return (x - GRAY / 255).flatten(1) @ self.weight.T
 
 
 def patterned(strength: float = 1.0) -> nn.Module:
@@ -37,7 +37,7 @@ def patterned(strength: float = 1.0) -> nn.Module:
 
 
 class Faint:
-    """Patterns of the two classes in turn; of each four images two are `levels[0]` grey levels strong."""
+    """Patterns of the two classes in turn; of each four images two are `levels[0]` gray levels strong."""
 
     classes: Sequence[str] = ("pattern", "opposite")
 
@@ -58,7 +58,7 @@ class Faint:
 
     def _image(self, index: int) -> Image.Image:
         sign, level = 1 - 2 * (index % 2), self.levels[index // 2 % 2]
-        pixels = GREY + sign * level * pattern().permute(1, 2, 0).numpy()
+        pixels = GRAY + sign * level * pattern().permute(1, 2, 0).numpy()
         return Image.fromarray(pixels.astype(np.uint8))
 
     def name(self, index: int) -> str:

@@ -34,7 +34,7 @@ def test_the_fit_answers_as_the_victim_does(victim, exposed, left):
     assert not found.model.tokens.requires_grad
 
 
-def test_what_it_needs_is_told(victim):
+def test_what_it_needs_is_reported(victim):
     x = images(8, side=32)
     with pytest.raises(UserError, match="features or scores, got 'labels'"):
         extract_tokens(victim, x.split(4), "labels")

@@ -95,7 +95,7 @@ def test_several_surrogates_are_averaged_with_the_bare_backbone(assets):
         torch.testing.assert_close(MeanOf(assets.surrogates)(x), sum(logits[1:]) / 2)
 
 
-def test_unknown_levels_are_told():
+def test_unknown_levels_are_reported():
     assert check_levels(["T6", "T2"]) == ("T2", "T6")
     with pytest.raises(UserError, match=r"unknown threat level 'T9'.*Known: T0, T1, T2, T2\+"):
         check_levels(["T9"])

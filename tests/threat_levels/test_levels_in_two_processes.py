@@ -58,7 +58,7 @@ def run_with(tmp_path, tokens, processes):
 
 
 @pytest.mark.slow
-def test_two_processes_tell_what_one_tells(tmp_path, tokens):
+def test_two_processes_report_what_one_reports(tmp_path, tokens):
     one, two = (run_with(tmp_path, tokens, count) for count in (1, 2))
     assert one["complete"]
     assert two["complete"]

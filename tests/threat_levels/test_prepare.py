@@ -41,9 +41,9 @@ def far_away(tmp_path_factory):
 
 def written(folder, **data):
     file = folder / "short.yaml"
-    told = ", ".join(f"{key}: '{value}'" for key, value in data.items())
+    reported = ", ".join(f"{key}: '{value}'" for key, value in data.items())
     file.write_text(
-        f"extends: tokens/shapes\ndata: {{limit: 8, held_out: 10, {told}}}\ntrain: {{batch_size: 4}}\n"
+        f"extends: tokens/shapes\ndata: {{limit: 8, held_out: 10, {reported}}}\ntrain: {{batch_size: 4}}\n"
         "objective: {attack: features-1}\nvalidation: {limit: 10}\n"
     )
     return str(file)
@@ -58,7 +58,7 @@ def provided_for(target, **changes):
 def test_each_kind_of_sets_has_its_images(target, recipe):
     """Attackers have theirs; what the defender trained, or might have trained instead, is by the recipe's."""
     provided = provided_for(target, levels=("T2", "T3", "T8"), recipe=recipe, attacker_data=THEIRS)
-    assert {name: lesson.data for name, lesson in provided.trainings.items()} == {
+    assert {name: training.data for name, training in provided.trainings.items()} == {
         "surrogates": THEIRS,
         "bank": None,
         "controls": None,
@@ -88,7 +88,7 @@ def test_controls_are_trained_on_the_attackers_images_if_there_are_no_others(tar
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "reported"),
     [
         ({"levels": ("T2",)}, r"cannot train controls.*not/here.*Give images with --attacker-data"),
         ({"levels": ("T3",)}, r"cannot train surrogates.*not/here.*Give images with.*files with --surrogates"),
@@ -103,14 +103,14 @@ def test_controls_are_trained_on_the_attackers_images_if_there_are_no_others(tar
     ],
     ids=["controls", "surrogates", "attackers", "bank"],
 )
-def test_missing_images_are_reported_before_anything_is_spent(target, far_away, tmp_path, asked, told):
-    with pytest.raises(UserError, match=told):
+def test_missing_images_are_reported_before_anything_is_spent(target, far_away, tmp_path, asked, reported):
+    with pytest.raises(UserError, match=reported):
         run_threat_levels(target, ThreatLevelsRequest(**SHORT, recipe=far_away, **asked), CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("recipe", "told"),
+    ("recipe", "reported"),
     [
         ("tokens/shaeps", "unknown recipe 'tokens/shaeps'.*tokens/shapes"),
         ("tokens/paper", r"--recipe tokens/paper: this recipe is a table.*--recipe tokens/paper:dinov2-s. Known rows:"),
@@ -119,8 +119,8 @@ def test_missing_images_are_reported_before_anything_is_spent(target, far_away, 
         ("shapes/trades", "--recipe shapes/trades trains no robustness tokens .its adapter is whole_model"),
     ],
 )
-def test_a_wrong_recipe_is_reported_before_there_is_a_folder(target, tmp_path, recipe, told):
-    with pytest.raises(UserError, match=told):
+def test_a_wrong_recipe_is_reported_before_there_is_a_folder(target, tmp_path, recipe, reported):
+    with pytest.raises(UserError, match=reported):
         run_threat_levels(
             target, ThreatLevelsRequest(**SHORT, levels=("T2",), recipe=recipe), CPU, out=tmp_path / "run"
         )
@@ -167,17 +167,17 @@ def test_fitted_tokens_are_kept_and_found_again(target, tmp_path, monkeypatch):
     files = sorted((out / "sets").iterdir())
     assert [file.name for file in files] == ["extracted-from-features.safetensors", "extracted-from-scores.safetensors"]
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
-    begun = {file: file.read_bytes() for file in files}
+    started = {file: file.read_bytes() for file in files}
     # Without the tokens, as an earlier version left its folders, verdicts on them cannot be gone on with.
     files[0].unlink()
     with pytest.raises(UserError, match=r"verdicts about tokens fitted to features .T7., but not these tokens"):
         run_threat_levels(target, request, CPU, out=out, resume=True)
-    for file, content in begun.items():
+    for file, content in started.items():
         file.write_bytes(content)
         file.chmod(0o600)
     monkeypatch.setattr(prepare, "extract_tokens", lambda *arguments, **named: pytest.fail("fitted again"))
     results = run_threat_levels(target, request, CPU, out=out, resume=True).results
-    assert {file: file.read_bytes() for file in files} == begun
+    assert {file: file.read_bytes() for file in files} == started
     fits = results["ladder"]["extraction"]
     assert [fit["from"] for fit in fits] == ["features", "scores"]
     assert all(fit["queries"] == 16 and fit["cosine"] != fit["cosine_before"] for fit in fits)

@@ -157,8 +157,8 @@ def test_a_transfer_level_is_what_one_gets_by_hand(finished, target, sets, class
         verdict = judge(target.model, Linf(eps), batch.x, z, batch.y)
         held |= dict(zip(batch.indices.tolist(), (clean & verdict.held).tolist(), strict=True))
     samples = pq.read_table(out / "samples.parquet").to_pandas()
-    told = dict(zip(samples["index"], samples["held:T2 pgd-3, victim's head at 4/255"], strict=True))
-    assert told == held
+    reported = dict(zip(samples["index"], samples["held:T2 pgd-3, victim's head at 4/255"], strict=True))
+    assert reported == held
 
 
 def test_a_victim_and_attackers_choose_between_the_classes_that_count(tmp_path):
@@ -193,7 +193,7 @@ def test_a_bank_counts_images_that_every_set_gets_right(finished, target, sets, 
 
 
 @pytest.mark.slow
-def test_cosines_are_told_both_ways(finished):
+def test_cosines_are_reported_both_ways(finished):
     results, _ = finished
     (row, *_) = [row for row in results["ladder"]["rows"] if row["level"] == "T2" and row["attack"] == "features-3"]
     names = {f"{what}, {axis}" for what in ("to bare", "to own", "no tokens") for axis in ("token", "channel")}
@@ -216,7 +216,7 @@ def test_no_token_and_no_salt_is_written(finished, target):
 
 
 @pytest.mark.slow
-def test_broken_off_and_resumed_it_tells_the_same(finished, target, sets, recipe, tmp_path, monkeypatch):
+def test_broken_off_and_resumed_it_reports_the_same(finished, target, sets, recipe, tmp_path, monkeypatch):
     real, calls = run.judge, 0
 
     def fragile(*arguments):
@@ -235,9 +235,9 @@ def test_broken_off_and_resumed_it_tells_the_same(finished, target, sets, recipe
     again = run_threat_levels(target, request, CPU, out=tmp_path / "run", other=other, resume=True).results
     results, _ = finished
 
-    def plain(told):
-        rows = [{key: value for key, value in row.items() if key != "seconds"} for row in told["ladder"]["rows"]]
-        return rows, told["ladder"]["controls"], told["ladder"]["worst_case"], told["clean"]
+    def plain(reported):
+        rows = [{key: value for key, value in row.items() if key != "seconds"} for row in reported["ladder"]["rows"]]
+        return rows, reported["ladder"]["controls"], reported["ladder"]["worst_case"], reported["clean"]
 
     # Token sets that are trained here are named by salted fingerprints, which differ; what they do does not.
     assert plain(again) == plain(results)
@@ -267,7 +267,7 @@ def test_heads_of_victim_and_attacker_are_put_on_the_frozen_features(target, set
     assert own.source.model is target.model.classifier
 
 
-def test_a_model_without_tokens_is_told(tmp_path):
+def test_a_model_without_tokens_is_reported(tmp_path):
     plain = open_target("zoo:shapes-standard", "shapes")
     with pytest.raises(UserError, match=r"judge secret tokens, and 'zoo:shapes-standard' has none.*--tokens FILE"):
         run_threat_levels(plain, ThreatLevelsRequest(limit=10, recipe="tokens/shapes"), CPU, out=tmp_path / "run")
@@ -288,8 +288,8 @@ def test_at_least_one_attack_must_be_available(target, sets, recipe, tmp_path, c
 def test_the_sets_of_a_bank_are_alike(target, classifier, sets, recipe, tmp_path, count, placement):
     file = str(tmp_path / "other.safetensors")
     save_tokens(TokenClassifier(classifier, fresh_tokens(96, count, seed=8), placement=placement), file, {})
-    told = rf"set 1 of --bank has {count} tokens \({placement}\), the victim 4 \(prefix\)"
-    with pytest.raises(UserError, match=told):
+    reported = rf"set 1 of --bank has {count} tokens \({placement}\), the victim 4 \(prefix\)"
+    with pytest.raises(UserError, match=reported):
         run_threat_levels(target, request_of(sets, recipe, levels=("T8",), bank=(file,)), CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     # An attacker may guess the number of tokens, and their place, as it likes.
@@ -319,7 +319,7 @@ def test_the_worst_case_keeps_what_was_found_at_smaller_budgets(target):
         table.rows.append({"level": "T2", "attack": name, "eps": eps, "in_pixels": in_pixels})
         table.robust[f"T2 {name}", eps] = torch.tensor(verdicts)
     assert table.worst(EPS[0]).tolist() == [True, False, True, True]
-    assert table.worst(EPS[1]).tolist() == [False, False, False, True]  # the released attack changes 2 grey levels
+    assert table.worst(EPS[1]).tolist() == [False, False, False, True]  # the released attack changes 2 gray levels
     by_level = {(code, eps): robust.tolist() for code, eps, robust in table.by_level()}
     assert by_level["T2", EPS[1]] == [True, True, False, True]
     bank = ThreatLevelTable(

@@ -29,7 +29,7 @@ LABELS = torch.tensor([0, 3, 1, 4])
 
 
 def model_and_images(name="vit", **settings):
-    """In float64, with the normalisation of a real model: 16 patches of 8 px."""
+    """In float64, with the normalization of a real model: 16 patches of 8 px."""
     model = wrap(make_vit(name, **settings), mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3)).double()
     return model, pixels(name, 4, dtype=torch.float64)
 
@@ -115,7 +115,7 @@ def test_what_patches_are_filled_with(settings, low, high):
         assert values.max().item() == pytest.approx(high[channel], abs=0.01)
 
 
-def test_the_opponent_wants_the_opposite_and_learns_through_the_corrupted_images_only():
+def test_the_selector_wants_the_opposite_and_learns_through_the_corrupted_images_only():
     """d loss / d C by hand: through the chain rule from x' to the mask to the scores."""
     model, x = model_and_images()
     objective = Afat(weight=0.3, share=0.25)
@@ -135,8 +135,8 @@ def test_the_opponent_wants_the_opposite_and_learns_through_the_corrupted_images
     noise = mean + std * rng
     at_pixels = (slope * (x - noise)).sum(1)  # d x' / d mask, of all pixels of a patch
     at_patches = at_pixels.unflatten(1, (4, 8)).unflatten(3, (4, 8)).sum((2, 4)).flatten(1)
-    normalised = ((x - mean) / std).float()
-    scores = F.gelu(F.conv2d(normalised, selector.look, stride=8)).flatten(1) @ selector.mix.T
+    normalized = ((x - mean) / std).float()
+    scores = F.gelu(F.conv2d(normalized, selector.look, stride=8)).flatten(1) @ selector.mix.T
     expected = torch.autograd.grad((scores * at_patches.float()).sum(), [selector.look, selector.mix])
     for weight, wanted in zip((selector.look, selector.mix), expected, strict=True):
         assert wanted.abs().max() > 0
@@ -144,7 +144,7 @@ def test_the_opponent_wants_the_opposite_and_learns_through_the_corrupted_images
     before = {name: weight.detach().clone() for name, weight in selector.named_parameters()}
     run = training(model, x)
     fresh = step(Afat(weight=0.3, share=0.25, lr=0.1, momentum=0, weight_decay=0, grad_norm=2.0), run, model, x)
-    start = CorruptionModel(4, 4, 8, 3, torch.Generator().manual_seed(seed_of_opponent(run)))
+    start = CorruptionModel(4, 4, 8, 3, torch.Generator().manual_seed(seed_of_selector(run)))
     moved = torch.cat(
         [(now - then).flatten() for now, then in zip(fresh.parameters(), start.parameters(), strict=True)]
     )
@@ -152,7 +152,7 @@ def test_the_opponent_wants_the_opposite_and_learns_through_the_corrupted_images
     assert all(torch.equal(weight, before[name]) for name, weight in selector.named_parameters())
 
 
-def seed_of_opponent(run):
+def seed_of_selector(run):
     from vitadel.training.data_stream import derive_seed
 
     return derive_seed(run.seed, "opponent")
@@ -178,7 +178,7 @@ def test_uphill_is_against_the_gradient_that_the_model_follows(selector):
     model, x = model_and_images()
     settings = {"weight": 0.3, "selector": selector, "momentum": 0, "weight_decay": 0, "lr": 1e-3}
     run = training(model, x)
-    start = flat(CorruptionModel(4, 4, 8, 3, torch.Generator().manual_seed(seed_of_opponent(run))).parameters())
+    start = flat(CorruptionModel(4, 4, 8, 3, torch.Generator().manual_seed(seed_of_selector(run))).parameters())
     slopes = []
     objective = Afat(**settings)
     objective.patch_selector._ascend = lambda run: slopes.append(
@@ -225,8 +225,8 @@ def test_max_ce_selector_climbs_the_cross_entropy_of_corrupted_images():
     at_pixels = (slope * (x - noise)).sum(1)
     at_patches = at_pixels.unflatten(1, (4, 8)).unflatten(3, (4, 8)).sum((2, 4)).flatten(1).float()
     selector = objective.patch_selector._model
-    normalised = ((x - model.mean.double()) / model.std.double()).float()
-    hidden = F.gelu(F.conv2d(normalised, selector.look, stride=8)).flatten(1)
+    normalized = ((x - model.mean.double()) / model.std.double()).float()
+    hidden = F.gelu(F.conv2d(normalized, selector.look, stride=8)).flatten(1)
     torch.testing.assert_close(slopes["cross-entropy"], at_patches.T @ hidden, rtol=1e-4, atol=1e-7)
     assert not torch.allclose(slopes["cross-entropy"], slopes["alignment"], rtol=0.1)
 
@@ -287,7 +287,7 @@ def test_nothing_corrupted_nothing_to_align():
 
 
 def test_dropped_tokens_are_gone_and_the_others_compared():
-    """Against a model that is told which tokens to keep by timm's own function of that purpose."""
+    """Against a model that is reported which tokens to keep by timm's own function of that purpose."""
     model, x = model_and_images()
     objective = Afat(weight=0.5, share=0.25, fill="drop", selector="random")
     counts = []
@@ -394,14 +394,14 @@ def test_masks_are_new_at_every_step_and_blind_to_the_batch():
     assert torch.equal(alone[0], halves[2][2])
 
 
-@pytest.mark.parametrize(("settings", "told"), [
+@pytest.mark.parametrize(("settings", "reported"), [
     ({"share": 1.5}, r"share must be in"), ({"weight": -1}, "weight must be a finite number of at least 0"),
     ({"noise": "pixels"}, "did you mean"),
     ({"lr": 0}, "lr must be"), ({"fill": "drop", "share": 1}, "no token would be left"),
     ({"fill": "drop", "same_paths": True}, "leave out same_paths"),
 ])  # fmt: skip
-def test_settings_without_sense(settings, told):
-    with pytest.raises(UserError, match=told):
+def test_settings_without_sense(settings, reported):
+    with pytest.raises(UserError, match=reported):
         Afat(**settings)
 
 
@@ -464,14 +464,14 @@ def test_broken_off_and_resumed_it_ends_with_the_same_bits(tmp_path, monkeypatch
         [json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in (whole, again)
     )
     assert rows == rows_again
-    told = [row for row in rows if "masks_moved" in row]
-    assert len(told) == 2
-    assert told[1]["masks_moved"] > 0
+    reported = [row for row in rows if "masks_moved" in row]
+    assert len(reported) == 2
+    assert reported[1]["masks_moved"] > 0
     selector = load_corruption_model(whole / "weights" / "corruption-model.safetensors")
     assert (selector.rows, selector.columns, selector.side) == (2, 2, 8)
 
 
-def test_random_patches_need_no_opponent(tmp_path):
+def test_random_patches_need_no_selector(tmp_path):
     folder = trained(tmp_path / "run", objective={**OBJECTIVE, "selector": "random"}, train={"epochs": 1})
     assert not (folder / "weights" / "corruption-model.safetensors").exists()
     assert "masks_moved" not in (folder / "metrics.jsonl").read_text()

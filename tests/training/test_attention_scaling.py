@@ -1,4 +1,4 @@
-"""AAS-AT: when scales are refreshed, what they maximise, and that they are a part of the model."""
+"""AAS-AT: when scales are refreshed, what they maximize, and that they are a part of the model."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_bound_that_is_none_is_refused(smallest):
         AttentionScaling(smallest=smallest)
 
 
-def test_the_jump_of_the_loss_is_told():
+def test_the_jump_of_the_loss_is_reported():
     plugin, run, model = scaled_run()
     x, y = run.batches[0]
 

@@ -41,7 +41,7 @@ def test_a_padded_crop_is_a_window_of_the_padded_picture():
     assert got == windows
 
 
-def test_erasing_paints_a_rectangle_in_the_mean_colour():
+def test_erasing_paints_a_rectangle_in_the_mean_color():
     erased = make_augment(Augmentation(reprob=1.0), Preprocess(16, mean=(0.5, 0.25, 1.0)))(RAMP, 1)
     changed = (erased != PIXELS).any(0)
     rows, columns = changed.any(1).nonzero()[:, 0], changed.any(0).nonzero()[:, 0]
@@ -49,7 +49,7 @@ def test_erasing_paints_a_rectangle_in_the_mean_colour():
     assert (box == torch.tensor([128, 64, 255], dtype=torch.uint8)[:, None, None]).all()
 
 
-def test_a_model_of_raw_pixels_does_not_make_black_the_mean_colour():
+def test_a_model_of_raw_pixels_does_not_make_black_the_mean_color():
     erased = make_augment(Augmentation(reprob=1.0), Preprocess(16, mean=(0.0, 0.0, 0.0)))(RAMP, 1)
     assert (erased == torch.tensor([124, 116, 104])[:, None, None]).all(0).any()
 
@@ -98,6 +98,6 @@ def test_mixing_makes_probabilities_of_labels():
     assert make_mixup(Augmentation(), 4) is None
 
 
-def test_a_policy_that_timm_cannot_read_is_told():
+def test_a_policy_that_timm_cannot_read_is_reported():
     with pytest.raises(UserError, match="rand-m9"):
         make_augment(Augmentation(auto_augment="random-9"), SAME)

@@ -82,7 +82,7 @@ def test_it_goes_uphill_and_the_parts_make_the_whole():
     torch.testing.assert_close(moved[2], moved[0], rtol=1e-4, atol=1e-5)
 
 
-def test_the_optimisers_step_stays_when_the_move_is_taken_back():
+def test_the_optimizers_step_stays_when_the_move_is_taken_back():
     model = nn.Linear(2, 2, bias=False)
     before = model.weight.detach().clone()
     run, losses = FakeTraining(model), lambda: [model.weight.square().sum()]

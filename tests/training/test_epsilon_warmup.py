@@ -77,7 +77,7 @@ def test_a_start_eps_that_makes_no_sense(start_eps):
         EpsilonWarmup(3, start_eps=start_eps)
 
 
-def test_a_first_budget_above_the_full_one_is_told_before_and_in_training():
+def test_a_first_budget_above_the_full_one_is_reported_before_and_in_training():
     attack = PGD(Linf(4 / 255), steps=1)
     warm_up = EpsilonWarmup(3, start_eps=5 / 255)
     with pytest.raises(UserError, match=r"to 4/255 cannot start at 5/255"):
@@ -89,7 +89,7 @@ def test_a_first_budget_above_the_full_one_is_told_before_and_in_training():
         warm_up.check_objective(Standard(), Linf(5 / 255))
 
 
-def test_an_attack_without_a_budget_is_told():
+def test_an_attack_without_a_budget_is_reported():
     with pytest.raises(UserError, match="eps of Budgetless cannot be changed"):
         EpsilonWarmup(3).check_objective(Adversarial(Budgetless()), Linf(4 / 255))
 

@@ -75,7 +75,7 @@ def test_without_a_test_set_nothing_is_audited(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["targeted:99+pgd-2", "targeted:0+pgd-2", "patches-random(side=7)"])
-def test_an_audit_that_cannot_be_is_told_before_the_training(tmp_path, name):
+def test_an_audit_that_cannot_be_is_reported_before_the_training(tmp_path, name):
     with pytest.raises(UserError):
         run_harden(recipe(audit={"attacks": ["pgd-2", name]}), "small", CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -104,7 +104,7 @@ def test_among_epochs_that_withstand_as_much_the_more_accurate_is_kept():
     assert Score(0.2, 0.3, 20).decisive > Score(0.9, 0.2, 20).decisive
 
 
-def test_plug_ins_for_which_a_training_is_too_short_are_told(tmp_path, capsys):
+def test_plug_ins_for_which_a_training_is_too_short_are_reported(tmp_path, capsys):
     plugins = {
         "awp": {"from_epoch": 1},
         "weight_average": {"from_epoch": 3},
@@ -114,16 +114,16 @@ def test_plug_ins_for_which_a_training_is_too_short_are_told(tmp_path, capsys):
     }
     late = {"shape": "steps", "milestones": [1, 2, 5]}
     run_harden(recipe(plugins=plugins, schedule=late), "small", CPU, out=tmp_path / "run", show_progress=True)
-    told = " ".join(capsys.readouterr().err.split())
-    assert "plugins.awp" not in told  # it has one of the two epochs
+    reported = " ".join(capsys.readouterr().err.split())
+    assert "plugins.awp" not in reported  # it has one of the two epochs
     for name, first in (("weight_average", 3), ("overfitting_guard", 2), ("attention_scaling", 2)):
-        assert f"plugins.{name}: starts at epoch {first} (from 0) of 2: it has no effect" in told
-    assert "plugins.epsilon_warmup: takes 2 of 2 epochs: full eps is never reached" in told
-    assert "schedule: there are 2 epochs, so nothing happens at 2, 5" in told
+        assert f"plugins.{name}: starts at epoch {first} (from 0) of 2: it has no effect" in reported
+    assert "plugins.epsilon_warmup: takes 2 of 2 epochs: full eps is never reached" in reported
+    assert "schedule: there are 2 epochs, so nothing happens at 2, 5" in reported
 
 
 @pytest.mark.parametrize(("asked", "rate"), [(None, 0.3), (0.0, 0.0), (0.1, 0.1)])
-def test_drop_path_of_a_model_that_has_learnt(tmp_path, asked, rate):
+def test_drop_path_of_a_model_that_has_learned(tmp_path, asked, rate):
     kwargs = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "drop_path_rate": 0.3}
     file = tmp_path / "model.safetensors"
     save_classifier(load_model("vit_tiny_patch16_224", weights="random", num_classes=10, kwargs=kwargs), file)
@@ -160,7 +160,7 @@ def test_a_model_must_read_its_own_state_back():
         asked(Talkative())
 
 
-def test_a_rate_that_never_gets_full_is_told():
+def test_a_rate_that_never_gets_full_is_reported():
     note = "the warm-up takes 3 of 3 epochs: the full rate is never reached"
     assert [Schedule(warmup_epochs=3).length_warning(epochs) for epochs in (3, 4)] == [note, None]
 
@@ -226,7 +226,7 @@ def test_biases_norms_and_positions_are_not_decayed():
 
 
 @pytest.mark.slow
-def test_an_unknown_optimizer_is_told():
+def test_an_unknown_optimizer_is_reported():
     with pytest.raises(UserError, match="adamw"):
         make_optimizer(OptimizerSection(name="adamww"), load_model("zoo:shapes-standard"))
 
@@ -241,7 +241,7 @@ def test_tensorboard_gets_every_step(tmp_path):
     assert [event.step for event in events.Scalars("validation_robust")] == [3]
 
 
-def test_a_tracker_that_does_not_exist_is_told(tmp_path):
+def test_a_tracker_that_does_not_exist_is_reported(tmp_path):
     with pytest.raises(UserError, match="did you mean tensorboard"):
         run_harden(recipe(train={"tracker": "tensorbord"}), "small", CPU, out=tmp_path / "run")
 
@@ -294,7 +294,7 @@ def test_another_tracker_by_name_gets_the_settings_and_every_step(tmp_path, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("trouble", "told"),
+    ("trouble", "reported"),
     [
         (OSError(28, "No space left on device"), r"no space left on the disk while writing .*tracker.*--resume"),
         (ConnectionResetError(104, "reset by peer"), r"'wandb' cannot be reached: .*reset by peer.*--resume"),
@@ -308,7 +308,9 @@ def test_another_tracker_by_name_gets_the_settings_and_every_step(tmp_path, monk
     ],
 )
 @pytest.mark.parametrize("moment", ["store_init_configuration", "log", "finish"])
-def test_a_tracker_that_fails_is_told_and_the_training_goes_on_later(tmp_path, monkeypatch, trouble, told, moment):
+def test_a_tracker_that_fails_is_reported_and_the_training_goes_on_later(
+    tmp_path, monkeypatch, trouble, reported, moment
+):
     def fails(*_, **__):
         raise trouble
 
@@ -317,12 +319,12 @@ def test_a_tracker_that_fails_is_told_and_the_training_goes_on_later(tmp_path, m
     built = recipe(data={"limit": 16, "test": None}, train={"epochs": 1, "tracker": "wandb"})
     with monkeypatch.context() as patched:
         patched.setattr(Notebook, moment, fails)
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=reported):
             run_harden(built, "small", CPU, out=tmp_path / "run")
     assert run_harden(built, "small", CPU, out=tmp_path / "run", resume=True)[0]["complete"]
 
 
-def test_an_optimiser_that_this_machine_lacks_leaves_no_folder(tmp_path):
+def test_an_optimizer_that_this_machine_lacks_leaves_no_folder(tmp_path):
     with pytest.raises(UserError, match=r"optimizer 'fusedlamb' cannot be built .*CUDA"):
         run_harden(recipe(optimizer={"name": "fusedlamb"}), "small", CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -419,7 +421,7 @@ def test_an_average_cannot_be_rolled_back(tmp_path):
         run_harden(recipe(plugins=plugins), "small", CPU, out=tmp_path / "run")
 
 
-def test_a_tracker_that_is_not_installed_is_told(tmp_path):
+def test_a_tracker_that_is_not_installed_is_reported(tmp_path):
     with pytest.raises(UserError, match="not installed"):
         run_harden(recipe(train={"tracker": "wandb"}), "small", CPU, out=tmp_path / "run")
 

@@ -91,7 +91,7 @@ def test_a_run_leaves_what_it_should(finished):
     assert model.record.num_classes == 10
 
 
-def test_metrics_tell_of_every_step_and_epoch(finished):
+def test_metrics_report_of_every_step_and_epoch(finished):
     folder, _ = finished
     rows = lines(folder)
     steps = [row for row in rows if "epoch" not in row]
@@ -208,7 +208,7 @@ def test_what_decides_nothing_may_change_while_a_run_goes_on(finished, tmp_path,
 
 
 def test_other_images_cannot_go_on_with_a_run(tmp_path, monkeypatch):
-    """Held-out images are chosen by their places: were one taken away, others might be learnt from after all."""
+    """Held-out images are chosen by their places: were one taken away, others might be learned from after all."""
     photos = tmp_path / "photos"
     for number in range(60):
         (photos / str(number % 2)).mkdir(parents=True, exist_ok=True)
@@ -297,7 +297,7 @@ def test_weights_that_give_no_answer_are_neither_judged_nor_saved(tmp_path, monk
     run_harden(recipe(), "small", CPU, out=tmp_path / "run", resume=True)
 
 
-def test_a_real_overflow_is_told(tmp_path):
+def test_a_real_overflow_is_reported(tmp_path):
     with pytest.raises(UserError, match="training diverged at step"):
         run_harden(
             recipe(optimizer={"lr": 1e30, "clip_grad_norm": None, "name": "sgd"}), "small", CPU, out=tmp_path / "run"
@@ -366,7 +366,7 @@ def test_a_kill_between_metrics_and_checkpoint_leaves_no_hole(finished, tmp_path
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_told_for_metrics_and_weights_too(tmp_path):
+def test_a_full_disk_is_reported_for_metrics_and_weights_too(tmp_path):
     (tmp_path / "full").symlink_to("/dev/full")
     metrics = Metrics(tmp_path / "full")
     metrics.add(1, {"loss": 1.0})

@@ -232,7 +232,7 @@ def test_batch_norm_keeps_clean_and_perturbed_apart():
 
 
 @pytest.mark.parametrize(
-    ("build", "told"),
+    ("build", "reported"),
     [
         (lambda: Standard(1.5), r"label_smoothing.*\[0, 1\], got 1.5"),
         (lambda: Adversarial(ATTACK, clean_share=-0.1), r"clean_share.*\[0, 1\], got -0.1"),
@@ -240,8 +240,8 @@ def test_batch_norm_keeps_clean_and_perturbed_apart():
         (lambda: Mart(ATTACK, beta=float("nan")), "beta.*got nan"),
     ],
 )
-def test_senseless_settings_are_refused(build, told):
-    with pytest.raises(UserError, match=told):
+def test_senseless_settings_are_refused(build, reported):
+    with pytest.raises(UserError, match=reported):
         build()
 
 

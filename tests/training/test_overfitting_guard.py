@@ -20,7 +20,7 @@ EPS = 8 / 255
 
 
 class Wavy(nn.Module):
-    """How far grey images are brightened decides: the wrong class leads by wave * sin(pi * d / eps) + slope * d / eps
+    """How far gray images are brightened decides: the wrong class leads by wave * sin(pi * d / eps) + slope * d / eps
     - 0.5. A wave of 1 is wrong half way to the ball's surface, and right again on it, where FGSM lands."""
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ HEALTHY, OVERFITTED, BEATEN = {}, {"wave": 1.0}, {"slope": 2.0}
 
 def guarded(action: str = "warn", **settings: float) -> tuple[OverfittingGuard, FakeTraining, Wavy]:
     model = Wavy().train()
-    grey = (torch.full((6, 3, 4, 4), 0.5), torch.zeros(6, dtype=torch.int64))
-    return OverfittingGuard(action, **settings), FakeTraining(model, [grey, grey], Linf(EPS)), model
+    gray = (torch.full((6, 3, 4, 4), 0.5), torch.zeros(6, dtype=torch.int64))
+    return OverfittingGuard(action, **settings), FakeTraining(model, [gray, gray], Linf(EPS)), model
 
 
 def epochs(guard: OverfittingGuard, run: FakeTraining, *states: dict[str, float]) -> None:
@@ -68,7 +68,7 @@ def test_both_accuracies_are_measured(state, left):
     assert model.wave.requires_grad
 
 
-def test_a_gap_is_told_and_training_goes_on():
+def test_a_gap_is_reported_and_training_goes_on():
     guard, run, _ = guarded()
     epochs(guard, run, HEALTHY, OVERFITTED)
     assert run.reported == [

@@ -124,7 +124,7 @@ def test_a_batch_is_followed_by_its_varied_twin():
     assert torch.equal(changed.y, part.y.repeat(2))
     assert torch.equal(changed.names[:50], part.names)
     assert len(set(changed.names.tolist())) == 100
-    noise = (changed.x[50:] - x).std((0, 2, 3))  # 0.01 after normalising
+    noise = (changed.x[50:] - x).std((0, 2, 3))  # 0.01 after normalizing
     torch.testing.assert_close(noise, 0.01 * torch.tensor(std), rtol=0.05, atol=0)
     assert torch.equal(plugin.change_batch(run, part).x, changed.x)
     run.step = 4
@@ -166,7 +166,7 @@ def test_settings_that_make_no_sense(settings, message):
         PatchAugmentation(**settings)
 
 
-def test_patches_that_leave_a_rest_are_told_before_training():
+def test_patches_that_leave_a_rest_are_reported_before_training():
     message = "16 x 16 pixels cannot be cut into patches of 6 to augment; set patch_size .* divisor of 16"
     with pytest.raises(UserError, match=message):
         augment_patches(images(1, side=16), rng(1), 6)

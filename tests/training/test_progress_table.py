@@ -34,14 +34,14 @@ def test_on_a_terminal_a_table_grows_by_a_row_per_epoch_above_a_bar(terminal):
         seen.add_epoch(0, EPOCH, best=True)
         seen.add_step(4, STEP, 60.0)
         seen.live.refresh()
-    told = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())  # without what moves the cursor
-    assert "4 BatchNorm layers [of the loss]" in told  # as it is: no markup
-    last = [line.rstrip() for line in told.replace("\r", "\n").splitlines() if line.strip()]
+    reported = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())  # without what moves the cursor
+    assert "4 BatchNorm layers [of the loss]" in reported  # as it is: no markup
+    last = [line.rstrip() for line in reported.replace("\r", "\n").splitlines() if line.strip()]
     rows = [line.split() for line in last if line.lstrip().startswith("1/2")]
     assert rows
     assert rows[-1] == ["1/2", "2.000", "50.0", "%", "25.0", "%", "best"]  # the mean of its three steps
     assert any(line.startswith("epoch") and "robust, held out" in line for line in last)
-    assert "step 4/6, loss 2.000, accuracy in training 25.0 %, eps 8/255, 2:00 left" in told
+    assert "step 4/6, loss 2.000, accuracy in training 25.0 %, eps 8/255, 2:00 left" in reported
 
 
 def test_elsewhere_epochs_are_lines_and_steps_only_now_and_then(capsys, monkeypatch):

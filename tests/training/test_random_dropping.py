@@ -237,7 +237,7 @@ def test_what_it_cannot_change():
             RandomDropping(epochs=epochs)
 
 
-def test_what_it_cannot_change_is_told_before_training():
+def test_what_it_cannot_change_is_reported_before_training():
     with pytest.raises(UserError, match="training attack is Restarts"):
         RandomDropping().check_objective(Adversarial(Restarts(ATTACK, 2)), ATTACK.threat)
     RandomDropping().check_objective(Adversarial(ATTACK), ATTACK.threat)

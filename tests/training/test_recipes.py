@@ -15,7 +15,7 @@ from vitadel.training.recipes.build import build_recipe
 from vitadel.training.recipes.compose import SECTIONS, compose, merge, rows, source, texts
 from vitadel.training.recipes.yaml_files import TEXTS, recipe_text, shipped_recipes
 
-SHELF = Path(vitadel.__file__).parent / "recipes"
+ZOO = Path(vitadel.__file__).parent / "recipes"
 BASE = """
 about: a base
 model: {name: vit_tiny_patch16_224, kwargs: {depth: 2, img_size: 32}}
@@ -98,7 +98,7 @@ def test_another_use_starts_from_nothing():
     assert base == {"objective": {"use": "trades", "beta": 6, "attack": "kl-10"}}
 
 
-def test_circles_are_told(write):
+def test_circles_are_reported(write):
     write("extends: b.yaml\n", "a.yaml")
     write("extends: a.yaml\n", "b.yaml")
     with pytest.raises(UserError, match=r"extends itself.*a extends .*b extends .*a"):
@@ -162,7 +162,7 @@ def test_rows_must_be_chosen_and_exist(write):
         ("[{a: {}, ab: {}}, {'': {}, b: {}}]", "are called 'ab'"),
     ],
 )
-def test_sweeps_that_make_no_sense_are_told(write, sweep, said):
+def test_sweeps_that_make_no_sense_are_reported(write, sweep, said):
     with pytest.raises(UserError, match=said):
         rows(write(f"sweep: {sweep}\n"))
 
@@ -191,7 +191,7 @@ def test_overrides_by_text_and_by_mapping(write):
     assert by_text["model"]["kwargs"] == {"depth": 9, "img_size": 32}
 
 
-def test_a_null_for_what_is_not_there_is_told_and_never_switches_anything_on(write):
+def test_a_null_for_what_is_not_there_is_reported_and_never_switches_anything_on(write):
     overrides = ["plugins.awp.gama=null", "objective.bta=null", "plugins.awpp=null", "adapter.ues=null"]
     with pytest.raises(UserError) as caught:
         build_recipe(compose("shapes/trades", None, overrides), "mine")
@@ -243,12 +243,12 @@ def test_settings_of_a_users_own_class_can_be_overridden(write):
         ("model.kwargs={depth: 1, depth: 2}", "'depth' twice"),
     ],
 )
-def test_overrides_that_make_no_sense_are_told(write, override, said):
+def test_overrides_that_make_no_sense_are_reported(write, override, said):
     with pytest.raises(UserError, match=said):
         compose("base.yaml", None, [override])
 
 
-def test_unknown_overrides_are_told_together_and_with_the_faults_of_the_recipe(write):
+def test_unknown_overrides_are_reported_together_and_with_the_faults_of_the_recipe(write):
     name = write("extends: shapes/trades\nobjective: {betta: 1}\nmodel: {name: null}\n")
     overrides = ["train.epoch=3", "optimzer.lr=3", "epochs=3", "threat.epsilon=null", "plugins.awp.gama=1", "extra="]
     with pytest.raises(UserError) as caught:
@@ -289,7 +289,7 @@ def test_unknown_overrides_are_told_together_and_with_the_faults_of_the_recipe(w
         ("extends: nowhere.yaml\n", "no recipe file"),
     ],
 )
-def test_files_that_make_no_sense_are_told(write, text, said):
+def test_files_that_make_no_sense_are_reported(write, text, said):
     with pytest.raises(UserError, match=re.compile(said, re.DOTALL)):
         compose(write(text))
 
@@ -322,8 +322,8 @@ def test_numbers_are_written_as_people_write_them(value, written):
     assert recipe_text({"threat": {"eps": value}}) == f"threat:\n  eps: {written}\n"
 
 
-def test_the_shelf_is_derived_from_the_files():
-    files = {str(path.relative_to(SHELF).with_suffix("")) for path in SHELF.rglob("*.yaml")}
+def test_the_zoo_is_derived_from_the_files():
+    files = {str(path.relative_to(ZOO).with_suffix("")) for path in ZOO.rglob("*.yaml")}
     assert set(shipped_recipes()) == files
     laptop = {"standard", "pgd-at", "fast-at", "trades", "trades-awp", "mart", "aas-at", "mo"}
     for folder in ("shapes", "cifar10-tiny", "imagenette-tiny"):

@@ -58,7 +58,7 @@ def test_attacked_images_and_targets_carry_no_graph() -> None:
 
 
 def test_the_papers_constraints_hold_together() -> None:
-    """At 8/255 in pixels, PSNR of 40 dB and whole grey levels, on every image, box included."""
+    """At 8/255 in pixels, PSNR of 40 dB and whole gray levels, on every image, box included."""
     classifier, x = classifier_of(), photos()
     attack = training_form(make("features-10(psnr=40,quantize=true,normed=true)", eps=EPS))
     z = attack(classifier, x, Y)

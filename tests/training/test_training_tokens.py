@@ -153,7 +153,7 @@ def test_a_resumed_training_ends_with_the_same_tokens(trained, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_without_a_seed_nobody_else_can_train_the_same_tokens(tmp_path):
+def test_without_a_seed_no_one_else_can_train_the_same_tokens(tmp_path):
     found = []
     for name in ("one", "two"):
         _, folder, _ = run_harden(recipe({"seed": None}, train={"epochs": 1}), "tokens", CPU, out=tmp_path / name)
@@ -162,7 +162,7 @@ def test_without_a_seed_nobody_else_can_train_the_same_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("through", [False, True])
-def test_attacks_see_the_tokens_only_if_told_to(tmp_path, monkeypatch, through):
+def test_attacks_see_the_tokens_only_if_asked_to(tmp_path, monkeypatch, through):
     seen = []
     real = loop.run_inner_attack
     monkeypatch.setattr(
@@ -179,7 +179,7 @@ def test_tokens_go_back_on_the_model_they_were_made_for(trained):
         load_tokens(folder.path / "weights" / "best.safetensors", small_model())
 
 
-def test_mistakes_are_told(tmp_path):
+def test_user_errors_are_reported(tmp_path):
     with pytest.raises(UserError, match="did you mean tokens"):
         recipe({"use": "token"})
     given = document(objective=OBJECTIVE)
@@ -188,7 +188,7 @@ def test_mistakes_are_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("adapter", "told"),
+    ("adapter", "reported"),
     [
         ({"count": 0}, "count of at least 1, got 0"),
         ({"count": -2}, "count of at least 1, got -2"),
@@ -196,13 +196,13 @@ def test_mistakes_are_told(tmp_path):
         ({"placement": "prefx"}, "unknown placement of tokens 'prefx'.*did you mean prefix.*Known: prefix, append"),
     ],
 )
-def test_settings_of_tokens_are_checked_with_the_recipe(adapter, told):
-    with pytest.raises(UserError, match=f"adapter: .*{told}"):
+def test_settings_of_tokens_are_checked_with_the_recipe(adapter, reported):
+    with pytest.raises(UserError, match=f"adapter: .*{reported}"):
         recipe(adapter)
 
 
 @pytest.mark.parametrize(
-    ("model", "adapter", "told"),
+    ("model", "adapter", "reported"),
     [
         ({"name": "resnet18", "kwargs": {}}, {}, "no anatomy known"),
         ({"name": "swin_tiny_patch4_window7_224", "kwargs": {"img_size": 64, "window_size": 4}}, {}, "no meaning"),
@@ -210,15 +210,15 @@ def test_settings_of_tokens_are_checked_with_the_recipe(adapter, told):
     ],
     ids=["no transformer", "no seam", "rotates by place"],
 )
-def test_a_model_that_takes_no_such_tokens_leaves_no_folder(tmp_path, model, adapter, told):
+def test_a_model_that_takes_no_such_tokens_leaves_no_folder(tmp_path, model, adapter, reported):
     given = recipe(adapter).document
     given["model"] = model
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=reported):
         run_harden(build_recipe(given, "tokens"), "tokens", CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-# Heads that have learnt nothing
+# Heads that have learned nothing
 
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
@@ -262,7 +262,7 @@ def test_a_file_with_a_head_for_a_backbone_released_without_keeps_it(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "classes"), [(DINO, 0), ("vit_tiny_patch16_224", 1000)], ids=["none", "other"])
-def test_a_frozen_head_that_has_learnt_nothing_is_not_audited(tmp_path, name, classes):
+def test_a_frozen_head_that_has_learned_nothing_is_not_audited(tmp_path, name, classes):
     file, test = weight_file(tmp_path, name, classes), "shapes(size=16)@test"
     with pytest.raises(UserError, match=r"random head. Set data.test=null .*vitadel probe"):
         run_harden(of_file(name, file, test), "tokens", CPU, out=tmp_path / "run")
@@ -327,7 +327,7 @@ def test_images_are_seen_as_by_the_released_code(name, row):
 # What held-out images tell
 
 
-def test_what_is_told_as_robust_is_of_attacked_images_and_both_decide():
+def test_what_is_reported_as_robust_is_of_attacked_images_and_both_decide():
     source, rows = open_dataset("shapes(size=16)@train"), torch.arange(5)
 
     def measure(model, x, z):

@@ -103,7 +103,7 @@ def test_lambda_weighs_the_robust_loss(weight):
     )
 
 
-def test_without_tora_it_is_told():
+def test_without_tora_it_is_reported():
     model = load_model("zoo:shapes-standard")
     x, z, y = (part.float() if part.is_floating_point() else part for part in batch())
     with pytest.raises(UserError, match=r"adapter: \{use: tora\}"):
@@ -111,7 +111,7 @@ def test_without_tora_it_is_told():
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reported"),
     [
         ({"trade_off": 0.5}, "TORA has two phases"),
         ({"start": "somewhere"}, "TORA has two phases"),
@@ -121,8 +121,8 @@ def test_without_tora_it_is_told():
         ({"softmax": "adaptor"}, "unknown softmax"),
     ],
 )
-def test_settings_that_do_not_go_together(settings, told):
-    with pytest.raises(UserError, match=told):
+def test_settings_that_do_not_go_together(settings, reported):
+    with pytest.raises(UserError, match=reported):
         ToraParts(**settings)
 
 

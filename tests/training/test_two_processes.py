@@ -1,4 +1,4 @@
-"""Two processes with half the batch each take the same optimiser steps as one, up to the order of additions."""
+"""Two processes with half the batch each take the same optimizer steps as one, up to the order of additions."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_two_processes_take_the_steps_of_one(tmp_path, objective, plugins):
     for a, b in zip(*rows, strict=True):
         assert a == pytest.approx(b, abs=1e-3, rel=1e-3)
     if objective["use"] == "afat":
-        opponents = [load_file(run / "weights" / "corruption-model.safetensors") for run in (one, two)]
-        assert all(torch.allclose(value, opponents[1][key], atol=1e-4) for key, value in opponents[0].items())
+        selectors = [load_file(run / "weights" / "corruption-model.safetensors") for run in (one, two)]
+        assert all(torch.allclose(value, selectors[1][key], atol=1e-4) for key, value in selectors[0].items())
     if plugins:
         factors = [json.loads(_record(run))["attention_factors"] for run in (one, two)]
         assert factors[0] == pytest.approx(factors[1], rel=1e-3)
@@ -136,10 +136,10 @@ def test_batch_norm_in_two_processes_and_control_c_in_one_of_them(tmp_path):
     """Both end at the same step, and go on with their own statistics to the same bits."""
     plugins = {"stopping.ControlC": {"at_step": 2, "rank": 1}}
     recipe = document(objective=TRADES, model=XCIT, train={"epochs": 1}, plugins=plugins)
-    whole, told = trained_by_two(recipe, tmp_path / "whole")
-    assert "separately in 2 processes, averaged after every epoch" in told
-    cut, told = trained_by_two(recipe, tmp_path / "cut", ends_well=False, CONTROL_C="1")
-    assert "interrupted; finished work is saved" in told
+    whole, reported = trained_by_two(recipe, tmp_path / "whole")
+    assert "separately in 2 processes, averaged after every epoch" in reported
+    cut, reported = trained_by_two(recipe, tmp_path / "cut", ends_well=False, CONTROL_C="1")
+    assert "interrupted; finished work is saved" in reported
     assert torch.load(cut / "checkpoint.pt", weights_only=True)["step"] == 3
     trained_by_two(recipe, tmp_path / "cut", "--resume")
     first, second = weights(whole), weights(cut)

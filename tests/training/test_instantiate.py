@@ -1,4 +1,4 @@
-"""From documents to objects: everything is built, and everything that is wrong is told at once."""
+"""From documents to objects: everything is built, and everything that is wrong is reported at once."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_norm_of_the_threat_reaches_the_attack():
     assert type(recipe.objective.attack.threat).__name__ == "L2"
 
 
-def test_all_faults_are_told_at_once_unknown_then_missing_then_wrong():
+def test_all_faults_are_reported_at_once_unknown_then_missing_then_wrong():
     document = {
         "about": 3,
         "modell": {},
@@ -109,7 +109,7 @@ def test_all_faults_are_told_at_once_unknown_then_missing_then_wrong():
 
 
 def test_a_number_out_of_range_hides_no_name_that_means_nothing():
-    told = faults(
+    reported = faults(
         data={"held_out": -1, "test": "shaps@test"},
         train={"seed": -1, "tracker": "tensorbord"},
         validation={"every": 0, "attack": "pdg-10"},
@@ -118,9 +118,9 @@ def test_a_number_out_of_range_hides_no_name_that_means_nothing():
         optimizer={"clip_grad_norm": 0, "name": "adamww"},
     )
     for name in ("data.test", "train.tracker", "validation.attack", "audit.attacks", "optimizer.name"):
-        assert sum(fault.startswith(f"{name}: ") for fault in told) == 1, (name, told)
-    assert any(fault.startswith("augmentation.auto_augment: ") for fault in told)
-    assert len(told) == 12  # and one about each number
+        assert sum(fault.startswith(f"{name}: ") for fault in reported) == 1, (name, reported)
+    assert any(fault.startswith("augmentation.auto_augment: ") for fault in reported)
+    assert len(reported) == 12  # and one about each number
 
 
 @pytest.mark.parametrize(
@@ -203,12 +203,12 @@ def test_sections_speak_for_themselves():
     ],
     ids=str,
 )  # fmt: skip
-def test_each_fault_is_told_under_its_name(changes, said):
+def test_each_fault_is_reported_under_its_name(changes, said):
     found = faults(**changes)
     assert any(re.match(said, fault) for fault in found), found
 
 
-def test_a_wrong_spec_is_told_once_and_under_its_own_name():
+def test_a_wrong_spec_is_reported_once_and_under_its_own_name():
     (fault,) = faults(data={"validation": "shapes(colour=red)@val"})
     assert re.match(r"data.validation: .*no setting 'colour'", fault)
 
@@ -343,7 +343,7 @@ def test_a_users_check_of_the_model_is_heard(dangerous):
     assert fault == "plugins.dangerous_parts.FailingLast: it failed with OSError: no model for me"
 
 
-def test_settings_of_types_that_nobody_knows_are_handed_on(dangerous):
+def test_settings_of_types_that_no_one_knows_are_handed_on(dangerous):
     recipe = built(plugins={"dangerous_parts.Odder": {"odd": {"a": 1}}})
     assert recipe.plugins[-1][1].odd == {"a": 1}  # type: ignore[attr-defined]
 
@@ -396,7 +396,7 @@ OUTSIDE = {
     ("section", "key", "value"),
     [(section, key, value) for section, keys in OUTSIDE.items() for key, values in keys.items() for value in values],
 )
-def test_numbers_outside_of_their_range_are_told(section, key, value):
+def test_numbers_outside_of_their_range_are_reported(section, key, value):
     shape = {"shape": "steps"} if key == "milestones" and value != [5] else {}
     found = [fault for fault in faults(**{section: {key: value, **shape}}) if fault.startswith(f"{section}: ")]
     assert len(found) == 1
@@ -416,7 +416,7 @@ def test_numbers_at_the_edge_of_their_range_are_good():
     assert recipe.train.seed == 2**62
 
 
-def test_all_numbers_of_a_section_are_told_together():
+def test_all_numbers_of_a_section_are_reported_together():
     (fault,) = faults(optimizer={"lr": 0, "clip_grad_norm": -1.5, "betas": [0.9, 1.0]})
     assert fault == (
         "optimizer: lr must be a finite number above 0, got 0.0; "
@@ -505,7 +505,7 @@ def check_faults(**changes: Any) -> tuple[str, ...]:
     return caught.value.faults
 
 
-def test_models_that_cannot_be_built_are_told():
+def test_models_that_cannot_be_built_are_reported():
     (fault,) = check_faults(model={"kwargs": {"depht": 3}})
     assert fault.startswith("model: 'vit_tiny_patch16_224' cannot be built")
     (fault,) = check_faults(model={"mean": [0.5, 0.5, 0.5]})
@@ -519,19 +519,19 @@ def test_models_that_cannot_be_built_are_told():
     [{"num_heads": 0}, {"depth": -1}, {"embed_dim": 7}, {"patch_size": 0}, {"img_size": "2020-01-01"}, {"depth": 2.5}],
     ids=str,
 )
-def test_arguments_that_make_no_sense_to_timm_are_told(kwargs):
+def test_arguments_that_make_no_sense_to_timm_are_reported(kwargs):
     (fault,) = check_faults(model={"kwargs": kwargs})
     assert fault.startswith("model: 'vit_tiny_patch16_224' cannot be ")
     assert "\n" not in fault
 
 
 @pytest.mark.parametrize("kwargs", [{"num_heads": 0}, {"depth": -1}])
-def test_such_arguments_are_mistakes_when_the_model_is_made_too(kwargs):
+def test_such_arguments_are_user_errors_when_the_model_is_made_too(kwargs):
     with pytest.raises(UserError, match="cannot be built with"):
         create_backbone("vit_tiny_patch16_224", 10, kwargs)
 
 
-def test_plugins_that_do_not_go_with_the_model_are_told_together():
+def test_plugins_that_do_not_go_with_the_model_are_reported_together():
     document = GOOD | {"model": {"name": "resnet18"}, "plugins": {"attention_scaling": {}, "random_dropping": {}}}
     with pytest.raises(Faulty) as caught:
         check_model(build_recipe(document, "toy"), "toy")
@@ -541,16 +541,16 @@ def test_plugins_that_do_not_go_with_the_model_are_told_together():
 
 
 @pytest.mark.parametrize(
-    ("name", "placement", "told"),
+    ("name", "placement", "reported"),
     [("resnet18", "prefix", "no anatomy known"), ("eva02_tiny_patch14_224", "append", "RoPE")],
 )
-def test_an_adapter_that_does_not_go_with_the_model_is_told(name, placement, told):
+def test_an_adapter_that_does_not_go_with_the_model_is_reported(name, placement, reported):
     document = GOOD | {"model": {"name": name}, "adapter": {"use": "tokens", "placement": placement}}
     with pytest.raises(Faulty) as caught:
         check_model(build_recipe(document, "toy"), "toy")
     (fault,) = caught.value.faults
     assert fault.startswith("adapter: ")
-    assert told in fault
+    assert reported in fault
 
 
 def test_numbers_of_classes_must_agree():
@@ -578,9 +578,9 @@ sweep:
 def test_faults_of_a_table_name_their_rows(tmp_path):
     file = tmp_path / "table.yaml"
     file.write_text(TABLE)
-    told = check_recipe(str(file), check_probe)
-    assert told is not None
-    first, *lines = told.splitlines()
+    reported = check_recipe(str(file), check_probe)
+    assert reported is not None
+    first, *lines = reported.splitlines()
     assert first == f"recipe {file} has 2 problems:"
     assert lines[0].startswith("  - train: has no 'epoch'")
     assert lines[0].endswith("(rows b, c)")

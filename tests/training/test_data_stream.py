@@ -18,7 +18,7 @@ NOTHING = Augmentation()
 
 @dataclass(frozen=True)
 class Numbered:
-    """Image i is of one grey, i modulo 251; its label is i modulo 10, plus `shift`."""
+    """Image i is of one gray, i modulo 251; its label is i modulo 10, plus `shift`."""
 
     size: int
     shift: int = 0
@@ -79,8 +79,8 @@ def test_a_resumed_stream_goes_on_where_it_was():
 def test_processes_and_parts_share_the_same_batch(processes, parts):
     section = Augmentation(crop="pad", hflip=0.5)
     alone = stream(section=section)
-    crew = [replace(alone, rank=rank, processes=processes, parts=parts) for rank in range(processes)]
-    for whole, *shares in zip(alone.steps(0, 5), *(each.steps(0, 5) for each in crew), strict=True):
+    attacks = [replace(alone, rank=rank, processes=processes, parts=parts) for rank in range(processes)]
+    for whole, *shares in zip(alone.steps(0, 5), *(each.steps(0, 5) for each in attacks), strict=True):
         together = [part for share in shares for part in share]
         assert torch.equal(whole[0].names, torch.cat([part.names for part in together]))
         assert torch.equal(whole[0].x, torch.cat([part.x for part in together]))
@@ -93,7 +93,7 @@ def test_workers_read_what_the_process_itself_would_read():
         assert torch.equal(a.x, b.x)
 
 
-def test_every_epoch_varies_an_image_anew():
+def test_every_epoch_varies_an_image_again():
     section = Augmentation(color_jitter=0.9)
     ours = stream(size=16, section=section)
     (a,), (b,) = next(ours.steps(0, 1)), next(ours.steps(1, 2))
@@ -127,7 +127,7 @@ def test_a_second_source_fills_its_share_of_every_batch_and_starts_over_when_it_
     assert all(len(each.unique()) == 20 for each in passes)
 
 
-def test_a_second_source_that_is_seen_several_times_in_an_epoch_is_varied_anew():
+def test_a_second_source_that_is_seen_several_times_in_an_epoch_is_varied_again():
     ours = stream(extra=Numbered(4), extra_rows=torch.arange(4), extra_share=0.5)
     names = []
     for (part,) in ours.steps(0, 5):
@@ -138,7 +138,7 @@ def test_a_second_source_that_is_seen_several_times_in_an_epoch_is_varied_anew()
     assert {name % 2**40 for name in names} == {0, 1, 2, 3}
 
 
-def test_mistakes_are_told():
+def test_user_errors_are_reported():
     with pytest.raises(UserError, match="only 100"):
         stream(batch_size=128)
     with pytest.raises(UserError, match="multiple of 6"):

@@ -95,7 +95,7 @@ def test_every_attack_of_the_catalogue_can_be_trained_against(name, mixed):
         assert (z - x).abs().amax() <= threats[0].eps + 1e-6
 
 
-def test_what_holds_no_threat_is_told():
+def test_what_holds_no_threat_is_reported():
     @dataclass(frozen=True)
     class Own:
         budget: float = 0.1
