@@ -26,6 +26,8 @@ class CheckName(NamedTuple):
 TRAIN_MODE = CheckName("train-mode", "Modules are in train mode")
 RANDOM_OUTPUTS = CheckName("random-outputs", "Outputs differ between two identical calls")
 PROBABILITY_OUTPUTS = CheckName("probability-outputs", "Outputs are probabilities, not logits")
+LOG_PROBABILITY_OUTPUTS = CheckName("log-probability-outputs", "Outputs are log-probabilities, not logits")
+CLEAN_ACCURACY = CheckName("clean-accuracy", "Clean accuracy is at chance level")
 PRECHECK = CheckName("precheck", "Checks before the audit")
 
 

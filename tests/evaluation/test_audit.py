@@ -102,13 +102,14 @@ def test_train_mode_and_probabilities_are_noticed():
 
     model = Probabilities(10)
     results = vitadel.audit(model, Shapes("test", size=8), attacks="fgsm", limit=20)
-    reported = [(finding["check"], finding["verdict"]) for finding in results["findings"]]
-    assert reported == [("train-mode", "suspicious"), ("probability-outputs", "broken")]  # as the diagnosis has it
+    found = [(finding["check"], finding["verdict"]) for finding in results["findings"]]
+    assert found[-2:] == [("train-mode", "suspicious"), ("probability-outputs", "broken")]
+    assert {check for check, _ in found[:-2]} <= {"clean-accuracy", "constant-prediction"}  # it is untrained
     assert model.training
 
 
 def test_an_honest_model_raises_nothing():
-    assert vitadel.audit(Brightness().eval(), attacks="fgsm", limit=20)["findings"] == []
+    assert vitadel.audit("zoo:shapes-robust", attacks="fgsm", limit=20)["findings"] == []
 
 
 def test_attacks_that_break_the_rules_gain_nothing(monkeypatch):

@@ -88,7 +88,7 @@ def other_fusion(model, trade_off=0.9):
 
 
 def candidate(name, model):
-    return Candidate(name, open_target(model, SOURCE))
+    return Candidate(name, open_target(model, SOURCE, match=False))
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,7 @@ def test_run_that_has_only_started(tmp_path: Path) -> None:
         "norm": "Linf",
         "eps": "8/255",
         "attacks": "",
+        "outputs": "",
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -49,6 +49,8 @@ OPENED = Opening(
     interpolation="bicubic",
     crop_mode="squash",
     head_classes=(0, 217, 482),
+    class_file="names.txt",
+    among="data",
     small_images=True,
     tokens="a,b",
     allow_readable=True,
@@ -80,7 +82,7 @@ def test_python_callers_may_give_arrays_and_patch_sizes() -> None:
 
 
 def test_folders_without_the_field_are_read_from_the_words_typed():
-    assert recorded_opening(OLD_COMMAND) == OPENED
+    assert recorded_opening(OLD_COMMAND) == replace(OPENED, class_file=None, among="all")
 
 
 @pytest.mark.parametrize(("first", "typed"), [("audit", True), ("corruptions", True), ("x.py", False), ("", False)])
@@ -104,7 +106,7 @@ def test_the_next_command_says_every_field_by_a_flag_that_the_verb_has(verb):
     assert declared.keys() >= FIELDS
     kept = command[5:-6]
     assert {word for word in kept if word.startswith("--")} == {
-        f"--{name.replace('_', '-')}" for name in FIELDS - {"model", "data"}
+        "--classes" if name == "class_file" else f"--{name.replace('_', '-')}" for name in FIELDS - {"model", "data"}
     }
     again = recorded_opening({"verb": verb, "argv": [verb, "a model", "--data", "cifar10", *kept]})
     assert again == OPENED

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.layers import PatchEmbed
@@ -46,6 +46,10 @@ class Classifier(nn.Module):
         """How to rebuild this model, with its current attention factors."""
         factors = self.attention_factors
         return self._record if factors is None else replace(self._record, attention_factors=tuple(factors.tolist()))
+
+    def record_training(self, measured: dict[str, Any] | None) -> None:
+        """Keep what a training measured on held-out images in the record, which is saved with the weights."""
+        self._record = replace(self._record, training=measured)
 
     def set_attention_factors(self, factors: Sequence[float]) -> None:
         """Set the factors on pre-softmax scores, one per softmax attention in the order of `attentions_of`.
@@ -143,6 +147,11 @@ def wrap(
         raise UserError(
             f"wrap takes an nn.Module, got {type(module).__name__}. Put a plain function into a module first."
         )
+    if type(module).__module__.partition(".")[0] == "open_clip":
+        raise UserError(
+            f"{type(module).__name__} of open_clip gives features of images, not logits. Wrap a module that compares "
+            "them with the features of your class prompts: scale * image_features @ text_features.T."
+        )
     normalization = (three_numbers(mean, "mean"), three_numbers(std, "std"))
     if isinstance(module, Classifier):
         if normalization != ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)):
@@ -158,7 +167,21 @@ def wrap(
         interpolation=interpolation,
         notes=_normalization_note(module, *normalization),
     )
-    return Classifier(module, record)
+    return Classifier(module, with_class_names(module, record))
+
+
+_FEWEST_OF_IMAGENET = 1000
+
+
+def with_class_names(backbone: nn.Module, record: ModelRecord) -> ModelRecord:
+    """The record with the names of the outputs, where the module or its size says them."""
+    may_know = hasattr(backbone, "config") or (record.num_classes or 0) >= _FEWEST_OF_IMAGENET
+    if record.classes is not None or not may_know:
+        return record
+    from vitadel.backbones.class_names import names_in_model  # most models are not ImageNet's
+
+    found = names_in_model(backbone, record.num_classes)
+    return record if found is None else replace(record, classes=found[0], classes_from=found[1])
 
 
 def _announced_classes(module: nn.Module) -> int | None:
@@ -169,13 +192,36 @@ def _announced_classes(module: nn.Module) -> int | None:
 
 
 def _normalization_note(module: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, str]:
-    """A note if timm's configuration of the module names another normalization, which would cost accuracy."""
+    """A note if the module normalizes too, or if its library normalizes images outside of it and otherwise than here;
+    both cost accuracy."""
+    given = (mean, std) != ((0.0,) * 3, (1.0,) * 3)
+    inside = next((name for name, part in module.named_modules() if name and _normalizes(part)), None)
+    if inside is not None:
+        twice = f"pixels are normalized twice: by mean={mean}, std={std}, then by the model's own part '{inside}'"
+        return {"normalization": twice} if given else {}
     config: Any = getattr(module, "pretrained_cfg", None)
-    if not isinstance(config, Mapping) or "mean" not in config or "std" not in config:
-        return {}
-    if (tuple(config["mean"]), tuple(config["std"])) == (mean, std):
-        return {}
-    return {"normalisation": f"timm's own for this model is mean={tuple(config['mean'])}, std={tuple(config['std'])}"}
+    if isinstance(config, Mapping) and "mean" in config and "std" in config:
+        own = (tuple(config["mean"]), tuple(config["std"]))
+        about = f"timm's own for this model is mean={own[0]}, std={own[1]}"
+        return {} if own == (mean, std) else {"normalisation": about}
+    outside = None if given else _OUTSIDE.get(type(module).__module__.partition(".")[0])
+    return {} if outside is None else {"normalization": f"models of its library do not normalize pixels: {outside}"}
+
+
+_OUTSIDE = {
+    "torchvision": "give vitadel.wrap(model, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)) if it was trained "
+    "with ImageNet's",
+    "transformers": "give vitadel.wrap(model, mean=processor.image_mean, std=processor.image_std), or load hf:NAME",
+}
+
+
+def _normalizes(part: nn.Module) -> bool:
+    """Whether a module has a mean and a standard deviation of three colors, and is not the identity."""
+    numbers = [getattr(part, name, None) for name in ("mean", "std")]
+    if not all(isinstance(each, Tensor) and each.numel() == 3 for each in numbers):
+        return False
+    mean, std = (each.detach().flatten().tolist() for each in cast("list[Tensor]", numbers))
+    return (mean, std) != ([0.0] * 3, [1.0] * 3)
 
 
 @contextmanager
@@ -206,6 +252,10 @@ def check_pixels(x: Tensor) -> None:
 
     Any other shape passes: attacks also run on toy models that take vectors.
     """
+    if not isinstance(x, Tensor):
+        raise UserError(
+            f"attacks take tensors of pixels in [0, 1], got {type(x).__name__}. Convert it: torch.as_tensor(x)."
+        )
     if x.ndim == 4 and x.shape[3] == 3 and x.shape[1] not in (1, 3):
         raise UserError(
             f"model expects images of shape (batch, 3, height, width), got {tuple(x.shape)}. "
@@ -261,6 +311,14 @@ def looks_like_probabilities(logits: Tensor) -> bool:
     values = logits.detach().double()
     inside = bool(((values >= 0) & (values <= 1)).all())
     return inside and bool(((values.sum(1) - 1).abs() <= 1e-4).all())
+
+
+def looks_like_log_probabilities(logits: Tensor) -> bool:
+    """Whether a log-softmax was applied already: no value above 0, and exponentials of each row sum to 1."""
+    if logits.ndim != 2 or logits.numel() == 0:
+        return False
+    values = logits.detach().double()
+    return bool((values <= 1e-6).all()) and bool((values.logsumexp(1).abs() <= 1e-4).all())
 
 
 def modules_in_train_mode(model: nn.Module) -> list[str]:

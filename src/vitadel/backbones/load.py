@@ -23,7 +23,13 @@ from vitadel.backbones.checkpoints import (
     read_checkpoint,
     read_record,
 )
-from vitadel.backbones.classifier import Classifier, check_multiple, modules_in_train_mode, wrap
+from vitadel.backbones.classifier import (
+    Classifier,
+    check_multiple,
+    modules_in_train_mode,
+    with_class_names,
+    wrap,
+)
 from vitadel.backbones.classifier_head import keep_classes, keep_projection
 from vitadel.backbones.compatibility import class_count, find_mismatch
 from vitadel.backbones.record import ModelRecord, three_numbers
@@ -120,6 +126,8 @@ def load_model(
         crop_mode=crop_mode,
     )
     backbone, record = _open(spec, options)
+    if options.weights != "random":
+        record = with_class_names(backbone, record)
     classifier = _apply_options(backbone, record, options, spec).eval()
     try:
         return classifier.to(device)
@@ -284,7 +292,8 @@ def _load_weights(
     record = replace(record, notes=record.notes | ({"weights": notes} if notes else {}))
     own = read_record(path)
     if own is not None:
-        return replace(record, mean=own.mean, std=own.std, attention_factors=own.attention_factors), True
+        kept = {name: getattr(own, name) for name in ("mean", "std", "attention_factors", "classes", "classes_from")}
+        return replace(record, **kept), True
     if fitted.normalizer is not None:
         mean, std = fitted.normalizer
         return replace(record, mean=three_numbers(mean, "mean"), std=three_numbers(std, "std")), True
@@ -398,10 +407,10 @@ def _apply_options(backbone: nn.Module, record: ModelRecord, options: _Options, 
             )
         keep_projection(backbone)
         reset(options.num_classes)
-        record = replace(record, num_classes=options.num_classes)
+        record = replace(record, num_classes=options.num_classes, classes=None, classes_from=None)
     elif options.head_classes is not None:
         keep_classes(backbone, options.head_classes, spec)
-        record = replace(record, num_classes=len(options.head_classes))
+        record = _with_classes_kept(record, options.head_classes)
     elif options.num_classes is not None and options.num_classes != (record.num_classes or options.num_classes):
         raise UserError(
             f"'{spec}' has {record.num_classes} classes, --num-classes {options.num_classes} was given. "
@@ -423,6 +432,12 @@ def _with_preprocessing(record: ModelRecord, options: _Options) -> ModelRecord:
     if options.crop_mode is not None:
         record = replace(record, crop_mode=options.crop_mode)
     return record
+
+
+def _with_classes_kept(record: ModelRecord, kept: Sequence[int]) -> ModelRecord:
+    names = None if record.classes is None else tuple(record.classes[number] for number in kept)
+    note = f"{len(kept)} of {record.num_classes} outputs are kept (--head-classes)"
+    return replace(record, num_classes=len(kept), classes=names, notes=record.notes | {"outputs": note})
 
 
 def _set_sizes(backbone: nn.Module, record: ModelRecord, options: _Options) -> ModelRecord:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from vitadel.errors import UserError
@@ -15,6 +15,8 @@ _SCHEMA = 1
 ASSUMED, LOOKS_LIKE = "assumed", "looks like"
 """Notes on a foreign file: what it leaves open and was taken from the model's name; what it may be."""
 _PASSING_NOTES = ("about", ASSUMED, LOOKS_LIKE, "published")
+_DESCRIPTIONS = ("outputs", "normalization")  # notes for readers, which change no output
+_LATER = ("classes", "classes_from", "training")
 LARGEST_SIDE = 16384
 """Pixels; a batch of larger images does not fit into any memory."""
 
@@ -37,6 +39,8 @@ class ModelRecord:
     `name` is a timm name, or the spec of a model that cannot be built by name ('wrapped', 'python:...', 'hf:...').
     `kwargs` go to `timm.create_model`. `small_images` is the patch size that the model was adapted to, if it was.
     `attention_factors`, one per softmax attention, multiply pre-softmax scores, if the model was trained with them.
+    `classes` are the names of the outputs and `classes_from` says where they are known from; None if not known.
+    `training` is what the training measured on held-out images: clean, n, data.
     `input_size` is (height, width); images are resized to `input_size / crop_pct` and cropped when they are read.
     """
 
@@ -52,6 +56,9 @@ class ModelRecord:
     small_images: int | None = None
     attention_factors: tuple[float, ...] | None = None
     notes: dict[str, str] = field(default_factory=dict)
+    classes: tuple[str, ...] | None = None
+    classes_from: str | None = None
+    training: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.num_classes is not None and self.num_classes < 2:
@@ -65,8 +72,9 @@ class ModelRecord:
             if not all(1 <= side <= LARGEST_SIDE for side in self.input_size):
                 raise UserError(f"input_size must be from 1 to {LARGEST_SIDE} pixels, got {self.input_size}.")
             object.__setattr__(self, "input_size", tuple(self.input_size))
-        if self.attention_factors is not None:
-            object.__setattr__(self, "attention_factors", tuple(self.attention_factors))
+        for name in ("attention_factors", "classes"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def lasting_notes(self) -> dict[str, str]:
@@ -86,9 +94,16 @@ class ModelRecord:
     def can_be_rebuilt(self) -> bool:
         return ":" not in self.name and self.name != "wrapped"
 
+    def without_names(self) -> ModelRecord:
+        """The record without what does not change an output: class names, descriptions and measurements."""
+        notes = {key: note for key, note in self.lasting_notes.items() if key not in _DESCRIPTIONS}
+        return replace(self, notes=notes, classes=None, classes_from=None, training=None)
+
     def to_json(self) -> str:
         try:
-            return json.dumps({"schema": _SCHEMA, **asdict(self)}, sort_keys=True, allow_nan=False)
+            # Fields of later versions are left out where they say nothing: fingerprints of old models stay.
+            known = {name: value for name, value in asdict(self).items() if name not in _LATER or value is not None}
+            return json.dumps({"schema": _SCHEMA, **known}, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"the record of '{self.name}' cannot be written: {error}. Use plain numbers and strings."

@@ -7,6 +7,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import timm
@@ -23,6 +24,7 @@ __all__ = [
     "data_config",
     "is_timm_name",
     "own_models",
+    "published_top1",
     "register_models",
     "suggest_models",
 ]
@@ -68,6 +70,22 @@ def suggest_models(name: str, others: Iterable[str] = ()) -> str:
     if longer:
         return f"; did you mean {', '.join(sorted(longer, key=lambda other: (len(other), other))[:3])}?"
     return nearest_names(name, known) or "."
+
+
+@cache
+def _top1() -> dict[str, float]:
+    text = files("vitadel.backbones").joinpath("timm_top1.csv").read_text("utf-8")
+    rows = (line.split(",") for line in text.splitlines()[1:])
+    return {name: float(top1) / 100 for name, top1 in rows}
+
+
+def published_top1(name: str) -> float | None:
+    """The top-1 accuracy on ImageNet's validation images that timm publishes for a model; None if it has none.
+
+    From results/results-imagenet.csv of pytorch-image-models. A name without a tag means its first weights.
+    """
+    tags = [f"{name}.{full.partition('.')[2]}" for full in get_arch_pretrained_cfgs(name)] if "." not in name else []
+    return next((_top1()[each] for each in (name, *tags) if each in _top1()), None)
 
 
 def create_backbone(

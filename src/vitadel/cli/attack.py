@@ -6,7 +6,7 @@ from typing import Annotated
 
 from vitadel.cli import options
 from vitadel.cli.execution import audit_request, present, run_attacks
-from vitadel.cli.options import AttackFlags, DataFlags, ModelFlags, RunFlags, expand_groups, option
+from vitadel.cli.options import AttackFlags, ClassifierFlags, DataFlags, RunFlags, expand_groups, option
 
 
 @expand_groups
@@ -17,7 +17,7 @@ def attack(
         bool, option("also write 8-bit images and classify them again: rounding can undo an attack", "--png")
     ] = False,
     data: DataFlags = DataFlags("shapes"),
-    how: ModelFlags = ModelFlags(),
+    how: ClassifierFlags = ClassifierFlags(),
     run: RunFlags = RunFlags(),
     calibration: options.Calibration = None,
     precision: options.Precision = "fp32",

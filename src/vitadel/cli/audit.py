@@ -11,7 +11,16 @@ import typer
 
 from vitadel.cli import options
 from vitadel.cli.execution import audit_request, present, run_attacks
-from vitadel.cli.options import AttackFlags, DataFlags, ModelFlags, RunFlags, expand_groups, given_flags, option, rare
+from vitadel.cli.options import (
+    AttackFlags,
+    ClassifierFlags,
+    DataFlags,
+    RunFlags,
+    expand_groups,
+    given_flags,
+    option,
+    rare,
+)
 from vitadel.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,7 +69,7 @@ def audit(
     model: options.Model = "zoo:shapes-robust",
     attacks: AttackFlags = AttackFlags("fgsm,pgd-20"),
     data: DataFlags = DataFlags("shapes"),
-    how: ModelFlags = ModelFlags(),
+    how: ClassifierFlags = ClassifierFlags(),
     protocol: Annotated[str | None, option("a standard evaluation by name; see 'vitadel list protocols'")] = None,
     suite: Annotated[str | None, option("alias of the verbs corruptions, stability, threat-levels")] = None,
     gates: GateFlags = GateFlags(),
@@ -86,8 +95,8 @@ def audit(
 
 
 def _apply_protocol(
-    name: str, attacks: AttackFlags, data: DataFlags, how: ModelFlags, independent: bool, given: set[str]
-) -> tuple[AttackFlags, DataFlags, ModelFlags, bool]:
+    name: str, attacks: AttackFlags, data: DataFlags, how: ClassifierFlags, independent: bool, given: set[str]
+) -> tuple[AttackFlags, DataFlags, ClassifierFlags, bool]:
     """Set what the protocol prescribes, except for flags that were given; the audit refuses those that differ."""
     from vitadel.evaluation.audit.protocols import protocol_named, settings
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from vitadel.cli import options
 from vitadel.cli.execution import open_target, present, run_options
-from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, expand_groups, option, split_list
+from vitadel.cli.options import ClassifierFlags, DataFlags, RunFlags, expand_groups, option, split_list
 from vitadel.errors import UserError
 
 Severities = Annotated[str, option("some of 1,2,3,4,5")]
@@ -23,7 +23,7 @@ def corruptions(
     difficulty: Annotated[int, option("1, 2 or 3: how much sequences change from frame to frame")] = 1,
     data: DataFlags = DataFlags("shapes"),
     clean_data: Annotated[str | None, option("clean images for --data imagenet-c:DIR or cifar10-c, as SPEC")] = None,
-    how: ModelFlags = ModelFlags(),
+    how: ClassifierFlags = ClassifierFlags(),
     run: RunFlags = RunFlags(),
     precision: options.Precision = "fp32",
 ) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from vitadel.cli import options
 from vitadel.cli.execution import open_target, present, run_options
-from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, ThreatFlags, expand_groups, option
+from vitadel.cli.options import ClassifierFlags, DataFlags, RunFlags, ThreatFlags, expand_groups, option
 from vitadel.quantities import read_quantity
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def diagnose(
     surrogate: Annotated[str | None, option("MODEL to transfer attacks from (default: a student trained here)")] = None,
     threat: ThreatFlags = ThreatFlags(),
     data: DataFlags = DataFlags("shapes"),
-    how: ModelFlags = ModelFlags(),
+    how: ClassifierFlags = ClassifierFlags(),
     run: RunFlags = RunFlags(),
 ) -> None:
     """Check whether robustness numbers of MODEL can be trusted.

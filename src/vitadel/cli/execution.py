@@ -36,8 +36,9 @@ def open_target(
     opening = Opening.read(model=model, device=device, **asdict(how), **asdict(data))
     target = open_as(opening, for_features=for_features)
     if processes.is_main:
-        record = target.model.record
-        show_notes(record.notes if notes else record.assumptions)
+        record, mapping = target.model.record, target.mapping
+        stated = {} if mapping is None or not mapping.changes_labels else {"classes": mapping.sentence(target.among)}
+        show_notes({**(record.notes if notes else record.assumptions), **stated})
     return processes, target
 
 

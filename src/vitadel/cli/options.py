@@ -63,6 +63,14 @@ class ModelFlags:
 
 
 @dataclass(frozen=True)
+class ClassifierFlags(ModelFlags):
+    """How a MODEL is opened whose outputs are matched with the classes of the data."""
+
+    class_file: Annotated[str | None, rare("file with the class name of each output of MODEL", "--classes")] = None
+    among: Annotated[str, rare("judge among 'all' outputs, or those of the 'data'")] = "all"
+
+
+@dataclass(frozen=True)
 class DataFlags:
     """Which images, and how many at once."""
 
@@ -154,7 +162,10 @@ def given_flags(ctx: typer.Context) -> set[str]:
 
 def spell_flag(name: str) -> str:
     """Return a parameter's flag as it is typed."""
-    return f"--{name.removesuffix('_model').replace('_', '-')}"
+    return _SPELLED.get(name) or f"--{name.removesuffix('_model').replace('_', '-')}"
+
+
+_SPELLED = {"class_file": "--classes"}
 
 
 def split_list(text: str | None) -> tuple[str, ...]:

@@ -10,7 +10,15 @@ import typer
 
 from vitadel.cli import options
 from vitadel.cli.execution import audit_request, open_target
-from vitadel.cli.options import AttackFlags, DataFlags, ModelFlags, expand_groups, flag_names, given_flags, spell_flag
+from vitadel.cli.options import (
+    AttackFlags,
+    ClassifierFlags,
+    DataFlags,
+    expand_groups,
+    flag_names,
+    given_flags,
+    spell_flag,
+)
 from vitadel.errors import UserError, nearest_names
 
 
@@ -24,7 +32,7 @@ def plan(
     row: options.Row = None,
     attacks: AttackFlags = AttackFlags("fgsm,pgd-20"),
     data: DataFlags = DataFlags("shapes"),
-    how: ModelFlags = ModelFlags(),
+    how: ClassifierFlags = ClassifierFlags(),
     device: options.Device = "auto",
     as_json: options.Json = False,
 ) -> None:
@@ -36,7 +44,7 @@ def plan(
 
     shipped = shipped_recipes()
     if model in shipped or model.endswith((".yaml", ".yml")):
-        of_audits = {flag for group in (DataFlags, AttackFlags, ModelFlags) for flag in flag_names(group)}
+        of_audits = {flag for group in (DataFlags, AttackFlags, ClassifierFlags) for flag in flag_names(group)}
         odd = [spell_flag(name) for name in ctx.params if name in of_audits & given_flags(ctx) - {"data_root"}]
         if odd:
             raise UserError(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from vitadel.cli import options
 from vitadel.cli.execution import open_target, present, run_options
-from vitadel.cli.options import DataFlags, ModelFlags, RunFlags, expand_groups, option
+from vitadel.cli.options import ClassifierFlags, DataFlags, RunFlags, expand_groups, option
 from vitadel.quantities import read_quantity
 
 Share = Annotated[str, option("share of patches that get noise")]
@@ -30,7 +30,7 @@ def stability(
         str, option("attacks run as well, at 1/255; '' for none")
     ] = "pgd-5(step=0.5/255),patch-fool",
     data: DataFlags = DataFlags("shapes"),
-    how: ModelFlags = ModelFlags(),
+    how: ClassifierFlags = ClassifierFlags(),
     run: RunFlags = RunFlags(),
     calibration: options.Calibration = None,
 ) -> None:

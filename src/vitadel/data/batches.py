@@ -69,12 +69,19 @@ def _batches(source: Source, chunks: _Chunks, shape: tuple[int, int], skip_bad: 
             indices = torch.tensor([index for index, _ in good], dtype=torch.int64)
             x = torch.empty(len(good), 3, *shape)
             for row, (_, pixels) in enumerate(good):
-                torch.div(pixels, 255, out=x[row])
+                if pixels.dtype == torch.uint8:
+                    torch.div(pixels, 255, out=x[row])
+                else:
+                    x[row] = pixels
             yield Batch(indices, x, labels[indices], bad)
 
 
 def _read_ahead(source: Source, chunks: Iterable[Sequence[int]], preprocess: Preprocess, threads: int) -> _Chunks:
     def work(part: Sequence[int]) -> list[_Outcome]:
+        exactly = getattr(source, "read_exactly", None)  # images in memory may be floats
+        exact = None if exactly is None else exactly(part, preprocess.shape)
+        if exact is not None:
+            return list(zip(part, exact, strict=True))
         outcomes: list[_Outcome] = []
         for index, image in zip(part, source.read(part), strict=True):
             try:

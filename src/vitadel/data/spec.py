@@ -101,11 +101,25 @@ def _open(request: DataRequest) -> Any:
 def _unknown(request: DataRequest) -> str:
     path = Path(request.spec.rpartition("@")[0] or request.spec).expanduser()
     if request.spec.strip() and path.exists():
-        kinds = {".parquet": "parquet", ".npz": "npz", ".tar": "shards"}
-        kind = "folder" if path.is_dir() else kinds.get(path.suffix, "folder")
+        kind = "folder" if path.is_dir() else _KINDS_OF_FILES.get(path.suffix, "folder")
         return f"'{request.spec}' is a path without a kind of data; did you mean {kind}:{request.spec}?"
     forms = ", ".join(kind.form for kind in DATA_KINDS.values())
     return f"unknown data '{request.spec}'{nearest_names(request.kind, DATA_KINDS) or '.'} Known: {forms}"
+
+
+_KINDS_OF_FILES = {".parquet": "parquet", ".npz": "npz", ".tar": "shards"}
+
+
+def with_kind(spec: str) -> str:
+    """The spec, with its kind of data in front if it is only a path: `photos` is `folder:photos`."""
+    text, at, split = spec.rpartition("@")
+    path = Path((text or spec) if at and split.isidentifier() else spec).expanduser()
+    kind = re.split(r"[:/(@]", spec, maxsplit=1)[0].strip().lower()
+    if kind in DATA_KINDS or not spec.strip() or not path.exists():
+        return spec
+    if path.is_dir():
+        return f"{'parquet' if any(path.glob('*.parquet')) else 'folder'}:{spec}"
+    return f"{_KINDS_OF_FILES[path.suffix]}:{spec}" if path.suffix in _KINDS_OF_FILES else spec
 
 
 def whole_number(text: str) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,9 @@ from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.runtime.opening import Opening, next_command
 from vitadel.runtime.progress import progress
 from vitadel.runtime.run_folder import write_json
-from vitadel.types import Source
+
+if TYPE_CHECKING:
+    from vitadel.evaluation.engine.class_mapping import Classes
 
 __all__ = [
     "CHECKS",
@@ -97,7 +99,7 @@ class DiagnosisRequest(RunRequest):
 
 def diagnose(
     model: str | nn.Module,
-    data: str | Source | tuple[Tensor, Tensor] = "shapes",
+    data: Any = "shapes",
     *,
     level: str = "quick",
     eps: float | str = 8 / 255,
@@ -111,10 +113,12 @@ def diagnose(
     model_options: Mapping[str, Any] | None = None,
     tokens: str | Path | None = None,
     allow_readable: bool = False,
+    classes: Classes | None = None,
+    among: str = "all",
 ) -> list[Finding]:
     """Check whether a robustness number of this model can be trusted: findings with evidence and advice, one per check.
 
-    `data` is anything that `audit` takes, or a pair of tensors: pixels and labels. The level `quick` uses 48 images,
+    `data`, `classes` and `among` are those of `audit`. The level `quick` uses 48 images,
     `thorough` 256 and stronger attacks; `limit` overrides the number. `surrogate` is a model to transfer attacks from;
     without one, a small student of the model's outputs is trained if there are images besides the examined ones.
     Modules are returned to their device and modes.
@@ -124,13 +128,16 @@ def diagnose(
         level, read_quantity(eps, "eps"), norm, named, limit=limit, batch_size=batch_size, seed=seed
     )
     processes = join_processes(device)
-    secrets: dict[str, Any] = {"tokens": tokens, "allow_readable": allow_readable}
+    opening: dict[str, Any] = {"tokens": tokens, "allow_readable": allow_readable}
     with _restored(model), _restored(surrogate):
-        if isinstance(data, tuple):
-            opened = open_model(model, model_options, **secrets) if isinstance(model, str) else model
-            e = _examination_of_tensors(opened, *data, request, processes, surrogate)
+        if isinstance(data, tuple) and len(data) == 2:
+            opened = open_model(model, model_options, **opening) if isinstance(model, str) else model
+            x, y = (torch.as_tensor(each) for each in data)
+            x = x / 255 if x.dtype == torch.uint8 else x
+            e = _examination_of_tensors(opened, x, y, request, processes, surrogate)
         else:
-            target = open_target(model, data, data_root=data_root, model_options=model_options, **secrets)
+            opening |= {"classes": classes, "among": among}
+            target = open_target(model, data, data_root=data_root, model_options=model_options, **opening)
             e = examination_of(target, request, processes, surrogate)[0]
         _check_enough(len(e.x))
         diagnosis = run_checks(e)

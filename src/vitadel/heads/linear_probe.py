@@ -132,8 +132,8 @@ class Probe(nn.Module):
         record = _record_of(self.model)
         if record is None:
             return None
-        head = f"linear, on {_inputs_text(self.blocks, self.average)}"
-        return replace(record, num_classes=self.num_classes, notes=record.notes | {"head": head})
+        notes = record.notes | {"head": f"linear, on {_inputs_text(self.blocks, self.average)}"}
+        return replace(record, num_classes=self.num_classes, notes=notes, classes=None, classes_from=None)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = _stacked(token_features(self.model, x, self.blocks))

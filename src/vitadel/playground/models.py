@@ -125,7 +125,7 @@ class ModelCache:
         # A zoo model of other data may be shown any image here: its answers are not counted, so its data stay unnamed.
         known = self._is_for_data(spec) or not spec.startswith("zoo:")
         data = self.data if known else self.source
-        target = open_target(spec, data, data_root=self.data_root, skip_bad=True, **options)
+        target = open_target(spec, data, data_root=self.data_root, skip_bad=True, match=False, **options)
         target.model.to(self.device)
         target.model.eval()
         with torch.no_grad():

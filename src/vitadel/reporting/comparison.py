@@ -52,7 +52,7 @@ def _comparison(runs: Sequence[Run]) -> Section:
     ]
     differing = differing_aspects(runs)
     # Size and precision are mostly the same, and the table is wide without them.
-    rare = {"selection", "size", "precision"} - (set(differing) - {"selection"})
+    rare = {"selection", "size", "precision", "outputs"} - (set(differing) - {"selection"})
     columns = {name: name if name in ("n", "eps") else name.capitalize() for name in _ASPECTS if name not in rare}
     content = {"rows": rows, "differing": [_ASPECTS[name] for name in differing], "columns": columns}
     return Section("Side by side", block="comparison", content=content)
@@ -67,6 +67,7 @@ _ASPECTS = {
     "norm": "norm",
     "eps": "eps",
     "attacks": "attacks",
+    "outputs": "outputs that the model chooses from",
 }
 _SIGNIFICANT = 0.05
 

@@ -324,11 +324,16 @@ def threat_text(run: Run) -> str:
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
     """What to call each run: its model, with the folder's name where models repeat, with a number where those do."""
-    labels = [run.model for run in runs]
+    labels = [run.model + (f", {restricted}" if (restricted := kept_outputs(run)) else "") for run in runs]
     twice = {label for label, count in Counter(labels).items() if count > 1}
     labels = [f"{label} ({run.folder})" if label in twice else label for label, run in zip(labels, runs, strict=True)]
     twice = {label for label, count in Counter(labels).items() if count > 1}
     return [f"{label} [{place}]" if label in twice else label for place, label in enumerate(labels, start=1)]
+
+
+def kept_outputs(run: Run) -> str:
+    """'10 of 1000 outputs' if the model was restricted to some of its classes; else nothing."""
+    return str(run.results.get("model", {}).get("outputs") or "")
 
 
 def aspects(run: Run) -> dict[str, str]:
@@ -344,6 +349,7 @@ def aspects(run: Run) -> dict[str, str]:
         "norm": _NORMS.get(norm, norm),
         "eps": str(threat.get("eps_text") or settings.get("eps") or ""),
         "attacks": ", ".join(entry["name"] for entry in run.attacks),
+        "outputs": kept_outputs(run),
     }
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from vitadel.findings import title_of
 from vitadel.quantities import duration
 from vitadel.reporting.kind import Section, kind_of
-from vitadel.reporting.read_runs import Run, aspects, read_run
+from vitadel.reporting.read_runs import Run, aspects, read_run, run_labels
 from vitadel.reporting.tables import fold_intervals, row_texts
 
 VERDICT_COLORS = {"ok": "green", "suspicious": "yellow", "broken": "red"}
@@ -40,7 +40,8 @@ def show_heading(run: Run) -> None:
     """Print which model was run on which data."""
     if "model" in run.results:
         known = aspects(run)
-        heading = f"{run.model} on {known['data']}: n = {known['n']}, seed {run.results.get('seed')}"
+        (label,) = run_labels([run])
+        heading = f"{label} on {known['data']}: n = {known['n']}, seed {run.results.get('seed')}"
         Console().print(f"[bold]{escape(heading)}[/]")
 
 

@@ -39,6 +39,8 @@ class Opening:
     interpolation: str | None = None
     crop_mode: str | None = None
     head_classes: tuple[int, ...] | None = None
+    class_file: str | None = None
+    among: str = "all"
     small_images: bool | int = False
     tokens: str | None = None
     allow_readable: bool = False
@@ -90,12 +92,16 @@ class Opening:
             if each.name == "kwargs":
                 words += [word for pair in (value or {}).items() for word in ("--model-kwargs", _argument(*pair))]
                 continue
-            flag = f"--{each.name.replace('_', '-')}"
+            flag = _flag(each.name)
             if each.default is False:  # `small_images` may also be the patch size, which has no flag
                 words.append(flag)
             else:
                 words += [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
         return words
+
+
+def _flag(name: str) -> str:
+    return "--classes" if name == "class_file" else f"--{name.replace('_', '-')}"
 
 
 def recorded_opening(command: Mapping[str, Any]) -> Opening:
@@ -119,7 +125,7 @@ def typed_words(command: Mapping[str, Any]) -> list[str]:
 
 def _flags_typed(words: Sequence[str]) -> dict[str, Any]:
     """The values of the flags that open something, in the words of a command."""
-    kinds = {f"--{each.name.replace('_', '-')}": each for each in fields(Opening) if each.name != "model"}
+    kinds = {_flag(each.name): each for each in fields(Opening) if each.name != "model"}
     found: dict[str, Any] = {}
     for place, word in enumerate(words):
         flag, joined, value = word.partition("=")

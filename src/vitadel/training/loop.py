@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.parse import make
 from vitadel.attacks.settings import pixels_per_unit, threats_in, training_form
+from vitadel.backbones.classifier import Classifier
 from vitadel.errors import Interrupted, UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
@@ -299,8 +300,18 @@ def _score(state: TrainingState) -> Score:
     return state.held_out.score(state.model, attack, state.threat, state.processes, state.seed)
 
 
+def _measured(state: TrainingState) -> dict[str, Any] | None:
+    """What a reader of the weights should expect: accuracy on held-out images; None for another measure."""
+    score, data = state.best, state.recipe.data
+    if score is None or score.measure != "accuracy":
+        return None
+    return {"clean": score.clean, "n": score.n, "data": data.validation or data.train, "trained_on": data.train}
+
+
 def _write_weights(state: TrainingState, name: str, already_deployed: bool = False) -> None:
     with nullcontext() if already_deployed else _deployed(state):
+        if isinstance(state.model, Classifier):
+            state.model.record_training(_measured(state) if name == "best" else None)
         if state.processes.is_main:
             state.recipe.adapter.save(state.model, state.folder / "weights" / f"{name}.safetensors")
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from vitadel.attacks.settings import pixels_per_unit, settings_of
 from vitadel.backbones.classifier import Classifier, check_images_fit, fastest_attention
+from vitadel.classes import are_numbers
 from vitadel.data import open_dataset
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.selection import balanced_subset, check_same_classes, split_rows, usable_rows
@@ -111,11 +112,15 @@ def open_training(
         given = None if model is None else StartingModel(model)
         start = given or starting_model(recipe.model, classes, section.train)
     _refuse_audit_of_new_head(recipe, start.fresh_head)
-    model = start.classifier
-    if "about" in recipe.document:
-        notes = {**model.record.lasting_notes, "about": recipe.document["about"]}
-        model = Classifier(model.backbone, replace(model.record, notes=notes))
-    record = model.record
+    model, names = start.classifier, None if are_numbers(source.classes) else tuple(source.classes)
+    about = {"about": recipe.document["about"]} if "about" in recipe.document else {}
+    record = replace(
+        model.record,
+        notes={**model.record.lasting_notes, **about},
+        classes=names,
+        classes_from=None if names is None else f"data.train of its training ({section.train})",
+    )
+    model = Classifier(model.backbone, record)
     size = record.input_size or _first_size(source, section.train)
     check_images_fit(model, size, recipe.model.name)
     if not record.can_be_rebuilt:

@@ -51,15 +51,29 @@ def open_hf(request: DataRequest) -> HubImages:
         raise UserError("hf: needs the package datasets: pip install 'vitadel[hf]' (or pip install datasets)") from None
     splits = _splits(datasets, request, chosen.get("config"))
     split = pick_split(splits, request.split, f"'{request.argument}'")
-    data = splits[split]
+    return _images(datasets, splits[split], request.argument, split, chosen)
+
+
+def images_of_dataset(data: Any) -> HubImages:
+    """The images of a dataset that a Python program has loaded; of several splits the one to test on."""
+    import datasets
+
+    splits = dict(data) if isinstance(data, datasets.DatasetDict) else {str(data.split or "test"): data}
+    split = pick_split(splits, None, "the dataset") if len(splits) > 1 else next(iter(splits))
+    name = getattr(data, "builder_name", None) or "Hugging Face dataset"
+    return _images(datasets, splits[split], name, split, {})
+
+
+def _images(datasets: ModuleType, data: Any, origin: str, split: str, chosen: dict[str, str]) -> HubImages:
     if not len(data):
-        raise UserError(f"'{request.argument}@{split}' has no rows")
-    image, label = _columns(datasets, data.features, request, chosen)
+        raise UserError(f"'{origin}@{split}' has no rows")
+    data = data.with_format(None)
+    image, label = _columns(datasets, data.features, f"'{origin}'", chosen)
     labels, classes = number_labels(data[label][:], getattr(data.features[label], "names", None))
     column = data.select_columns([image])
     if isinstance(data.features[image], datasets.Image):
         column = column.cast_column(image, datasets.Image(decode=False))
-    return HubImages(request.argument, split, column.with_format(None), labels, classes)
+    return HubImages(origin, split, column, labels, classes)
 
 
 def _splits(datasets: ModuleType, request: DataRequest, config: str | None) -> dict[str, Any]:
@@ -80,8 +94,8 @@ def _splits(datasets: ModuleType, request: DataRequest, config: str | None) -> d
     return {str(loaded.split or request.split or "test"): loaded}  # a single split may have no name
 
 
-def _columns(datasets: ModuleType, features: Any, request: DataRequest, chosen: dict[str, str]) -> tuple[str, str]:
-    where = f"'{request.argument}' (columns: {', '.join(features)})"
+def _columns(datasets: ModuleType, features: Any, origin: str, chosen: dict[str, str]) -> tuple[str, str]:
+    where = f"{origin} (columns: {', '.join(features)})"
     images = [name for name, kind in features.items() if isinstance(kind, datasets.Image) or _dtype(kind) == "binary"]
     named = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
     plain = [name for name, kind in features.items() if _dtype(kind).startswith(("int", "uint", "string"))]

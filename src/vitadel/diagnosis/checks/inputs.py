@@ -13,7 +13,7 @@ from vitadel.backbones.classifier import looks_like_probabilities, modules_in_tr
 from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.examination import Examination, relative_change
 from vitadel.errors import UserError
-from vitadel.findings import PROBABILITY_OUTPUTS, TRAIN_MODE
+from vitadel.findings import CLEAN_ACCURACY, PROBABILITY_OUTPUTS, TRAIN_MODE
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.statistics import binomial_tail, significantly_fewer
 
@@ -159,7 +159,7 @@ def _other_preprocessing(e: Examination) -> dict[str, Tensor]:
     return images
 
 
-@check("clean-accuracy", "Clean accuracy is at chance level", vital=True)
+@check(*CLEAN_ACCURACY, vital=True)
 def clean_accuracy(e: Examination) -> Outcome:
     """Raised if clean accuracy is at chance level, on so many images that even a weak model would be better.
 

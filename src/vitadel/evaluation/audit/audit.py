@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
@@ -24,7 +24,13 @@ from vitadel.attacks.threats import make_threat
 from vitadel.data.batches import Batch, read_batches
 from vitadel.data.selection import BadSample
 from vitadel.errors import UserError
-from vitadel.evaluation.audit.evidence import escalation_of, findings_about, findings_about_mode, findings_about_outputs
+from vitadel.evaluation.audit.evidence import (
+    escalation_of,
+    findings_about,
+    findings_about_mode,
+    findings_about_outputs,
+    without_reassurance,
+)
 from vitadel.evaluation.audit.protocols import compare_with_protocols, protocol_named
 from vitadel.evaluation.engine.attack_preparation import calibrate, needs_calibration, preflight
 from vitadel.evaluation.engine.cost import SHORT, compile_if_faster
@@ -55,7 +61,10 @@ from vitadel.quantities import read_quantity
 from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import write_atomically
-from vitadel.types import Attack, Source, Threat
+from vitadel.types import Attack, Threat
+
+if TYPE_CHECKING:
+    from vitadel.evaluation.engine.class_mapping import Classes
 
 __all__ = [
     "DEFAULT_ATTACKS",
@@ -79,6 +88,7 @@ KEEP = ("nothing", "images", "png")
 IMAGES, PICTURES = "adversarial", "png"  # folders of saved examples
 PNG_HOLDS = "png_holds"
 """The note of a saved image: the model classifies its 8-bit version correctly."""
+_FEW, _MOST = 8, 0.9  # images, and the share of them that is right, from which on a clean accuracy is no chance
 _EXAMPLES = 8  # samples with their perturbed versions, for the report
 
 
@@ -128,7 +138,7 @@ class AuditRequest(RunRequest):
 
 def audit(
     model: str | nn.Module = DEFAULT_MODEL,
-    data: str | Source = DEFAULT_DATA,
+    data: Any = DEFAULT_DATA,
     *,
     attacks: str | Sequence[str] = DEFAULT_ATTACKS,
     eps: float | str = 8 / 255,
@@ -138,12 +148,17 @@ def audit(
     tokens: str | Path | None = None,
     allow_readable: bool = False,
     escalate: bool = True,
+    classes: Classes | None = None,
+    among: str = "all",
     out: str | Path | None = None,
     resume: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Audit a model from Python; returns the content of `results.json`. A run folder is written if `out` names one.
 
+    `model` is a spec or any nn.Module on pixels in [0, 1]. `data` is a spec, a path, tensors or arrays `(x, y)`, a
+    torch Dataset or DataLoader, a Hugging Face dataset, or a source. `classes` names the model's outputs (a file or a
+    list), where they are not known otherwise; `among="data"` judges among the outputs of the data's classes only.
     `settings` are further fields of `AuditRequest`: norm, limit, batch_size, seed, independent, precision, skip_bad,
     calibration, compile, protocol; those of a protocol come from `evaluation.audit.protocols.settings`.
     `model_options` are arguments of `load_model`. `tokens` is a file of robustness tokens, which only its owner may
@@ -164,6 +179,8 @@ def audit(
         skip_bad=bool(request.skip_bad),
         tokens=tokens,
         allow_readable=allow_readable,
+        classes=classes,
+        among=among,
     )
     return run_audit(target, request, processes, out=out, resume=resume, in_memory=True).results
 
@@ -244,6 +261,7 @@ class _Audit:
             start = time.perf_counter()
             verdicts = Verdicts.from_clean_stage(context, indices, mislabeled)
             forward = (time.perf_counter() - start) / len(verdicts.index)
+            findings = self._findings_about_clean(context, verdicts) + findings
             findings += findings_about_outputs(context, verdicts.index)
             context = self._with_expected_times(context, verdicts, forward)
             attacks, members = self._attack(context, verdicts, indices, findings)
@@ -276,6 +294,15 @@ class _Audit:
         trial = estimate(context, attacks, exposed, independent=request.independent, **budget)
         sys.stderr.write(f"attacks: {trial.summary()}\n")
         return replace(context, expected=trial.likely)
+
+    def _findings_about_clean(self, context: RunContext, verdicts: Verdicts) -> list[dict[str, Any]]:
+        """Whether the clean accuracy makes sense; nine right images in ten of a plain set-up need no second look."""
+        target, right, n = self.target, int(verdicts.correct.sum()), len(verdicts.index)
+        if n >= _FEW and right >= _MOST * n and target.is_plain:
+            return []
+        from vitadel.evaluation.audit.clean_accuracy import sense_of_clean
+
+        return sense_of_clean(context, verdicts, target)
 
     def _attack(
         self, context: RunContext, verdicts: Verdicts, indices: Tensor, findings: list[dict[str, Any]]
@@ -310,7 +337,7 @@ class _Audit:
             "precision": request.precision,
             "protocol": self.protocol,
             **verdicts.summary(),
-            "findings": findings,
+            "findings": without_reassurance(findings),
         }
 
 

@@ -9,10 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.autoattack.fast_evidence import FastEvidence
-from vitadel.backbones.classifier import looks_like_probabilities, modules_in_train_mode
+from vitadel.backbones.classifier import (
+    looks_like_log_probabilities,
+    looks_like_probabilities,
+    modules_in_train_mode,
+)
 from vitadel.data.batches import read_batches
 from vitadel.evaluation.engine.stages import NOTE, MemberResult, RunContext
-from vitadel.findings import BROKEN, OK, PROBABILITY_OUTPUTS, RANDOM_OUTPUTS, SUSPICIOUS, TRAIN_MODE, Finding
+from vitadel.findings import (
+    BROKEN,
+    LOG_PROBABILITY_OUTPUTS,
+    OK,
+    PROBABILITY_OUTPUTS,
+    RANDOM_OUTPUTS,
+    SUSPICIOUS,
+    TRAIN_MODE,
+    Finding,
+)
 from vitadel.statistics import exceeds_share
 
 _FULL = "run the full ensemble: --attacks autoattack"
@@ -63,7 +76,26 @@ def findings_about_outputs(context: RunContext, indices: Tensor) -> list[dict[st
                 PROBABILITY_OUTPUTS.title,
             ).as_dict()
         )
+    elif looks_like_log_probabilities(outputs):
+        findings.append(
+            Finding(
+                LOG_PROBABILITY_OUTPUTS.identifier,
+                SUSPICIOUS,
+                f"no output of {len(outputs)} images is above 0, and their exponentials add up to 1",
+                "return logits, without log_softmax: attacks are not harmed, but confident outputs are rounded to 0",
+                LOG_PROBABILITY_OUTPUTS.title,
+            ).as_dict()
+        )
     return findings
+
+
+_DECISIVE = ("clean-accuracy", "known-accuracy", "constant-prediction", "better-set-up")
+
+
+def without_reassurance(findings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The findings; if the clean accuracy makes no sense, without those that say that something else is fine."""
+    doubted = any(each["check"] in _DECISIVE for each in findings)
+    return [each for each in findings if not doubted or each["verdict"] != OK]
 
 
 def findings_about(name: str, members: Sequence[MemberResult], n: int) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vitadel.evaluation.engine.target import Target
-    from vitadel.types import Source
 
 
 _OPENING = [each.name for each in fields(Opening)]
@@ -40,7 +39,7 @@ class Reopened:
     given: Collection[str] = ()
     recorded: Mapping[str, Any] | None = None
     model: nn.Module | None = None  # where it is no name, but an object
-    data: Source | None = None
+    data: Any = None
 
     def open_target(self, *, for_features: bool = False) -> Target:
         """Open model and data; a `UserError` if they have changed since the audit and no setting asked for others."""
@@ -77,6 +76,8 @@ def reopen(run_or_model: str | Path | nn.Module, settings: Mapping[str, Any], gi
         known |= {name: value for name, value in fixed.items() if name in taken}
         model = str(known["model"])
         check_code_trusted(model if model.startswith("python:") else None, f"the run folder '{run_or_model}'")
+    if isinstance(known["data"], Path):
+        known["data"] = str(known["data"])
     objects = {name: known[name] for name in ("model", "data") if not isinstance(known[name], str)}
     opening = Opening.read(**{**known, **dict.fromkeys(objects)})
     request = {

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from PIL.Image import Image
@@ -29,10 +29,14 @@ from vitadel.data import open_dataset
 from vitadel.data.batches import read_batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.data.selection import BadSample, balanced_subset, check_labels, skipped
-from vitadel.data.spec import parse_spec, same_images
+from vitadel.data.spec import parse_spec, same_images, with_kind
 from vitadel.errors import UserError
 from vitadel.runtime.opening import Opening
 from vitadel.types import Source
+
+if TYPE_CHECKING:
+    from vitadel.classes import ClassMapping
+    from vitadel.evaluation.engine.class_mapping import Classes
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,9 @@ class Target:
     data_root: str | Path | None = None
     given_as_object: bool = False  # the data set; then `data_spec` is no name to open anything by
     opening: Opening | None = None
+    mapping: ClassMapping | None = None  # from the data's classes to the model's outputs, where both have names
+    among: str = "all"
+    remarks: tuple[str, ...] = ()  # about objects that were not taken as they are
 
     @cached_property
     def preprocess(self) -> Preprocess:
@@ -69,6 +76,32 @@ class Target:
         except UserError:
             return "unknown"
 
+    @property
+    def restriction(self) -> str:
+        """'10 of 1000 outputs' if the user restricted the model to some of its classes; else nothing."""
+        if self.mapping is not None and self.among == "data" and len(self.mapping.outputs) < self.mapping.of:
+            return f"{len(self.mapping.outputs)} of {self.mapping.of} outputs"
+        kept, outputs, _ = self.model.record.notes.get("outputs", "").partition(" outputs")
+        return kept + outputs
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is known or assumed that a clean accuracy should be compared with."""
+        split = "" if self.given_as_object else self.data_spec.rpartition("@")[2]
+        known = self.model.record.training is not None or self.mapping is not None
+        return not (known or self.assumptions or split in ("train", "trainval"))
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What was taken for granted about model and data, because nothing states it."""
+        mapping, record = self.mapping, self.model.record
+        found = [] if mapping is None or not mapping.assumption else [mapping.assumption]
+        if mapping is not None and "assumed" in mapping.origin:
+            found.append(f"the model's classes are {mapping.origin}")
+        if mapping is None and record.num_classes not in (None, len(self.source.classes)):
+            found.append("labels of the data are numbers of the model's outputs")
+        return [*record.assumptions.values(), *found, *normalization_doubts(record), *self.remarks]
+
     def selection(self, limit: int | None, seed: int, skip_bad: bool | None) -> tuple[Tensor, tuple[BadSample, ...]]:
         """The sorted indices of the samples to work on, and those left out because of their labels."""
         labels = self.source.labels()
@@ -81,10 +114,8 @@ class Target:
         return balanced_subset(labels[rows], limit, seed, rows), mislabeled
 
     def model_fingerprint(self) -> str:
-        """Identifies weights and normalization, so that a run is not resumed with different ones. The description of
-        the recipe is not part of it."""
-        record = self.model.record
-        digest = hashlib.sha256(replace(record, notes=record.lasting_notes).to_json().encode())
+        """Identifies weights and normalization, so that a run is not resumed with different ones."""
+        digest = hashlib.sha256(self.model.record.without_names().to_json().encode())
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -101,7 +132,7 @@ def sample_fingerprint(indices: Tensor, labels: Tensor) -> str:
 
 def open_target(
     model: str | nn.Module,
-    data: str | Source,
+    data: Any,
     *,
     data_root: str | Path | None = None,
     model_options: Mapping[str, Any] | None = None,
@@ -109,8 +140,17 @@ def open_target(
     tokens: str | Path | None = None,
     allow_readable: bool = False,
     for_features: bool = False,
+    classes: Classes | None = None,
+    among: str = "all",
+    match: bool = True,
 ) -> Target:
-    """Open what is given by name, with its robustness tokens if there are any, and take objects as they are."""
+    """Open what is given by name, with its robustness tokens if there are any, and take objects as they are.
+
+    `data` is a spec, a path, tensors or arrays (x, y), a Dataset, a DataLoader, or a source. Its classes are matched
+    with the model's outputs by their names (see `engine.class_mapping`), unless `match` is off
+    or only features are used.
+    """
+    data = str(data) if isinstance(data, Path) else data
     if isinstance(model, str):
         _refuse_shapes_for_others(model, data)
         opened = open_model(model, model_options, tokens=tokens, allow_readable=allow_readable)
@@ -122,13 +162,20 @@ def open_target(
         recorded = isinstance(getattr(model, "record", None), ModelRecord)
         classifier = cast(Classifier, model) if recorded else wrap(model)
         model_spec = classifier.record.name
-    return Target(
+    remarks: tuple[str, ...] = ()
+    if isinstance(data, str):
+        data = with_kind(data)
+        source = open_dataset(data, root=data_root, skip_bad=skip_bad)
+    else:
+        source, remarks = _source_of(data)
+    target = Target(
         classifier,
         model_spec,
-        open_dataset(data, root=data_root, skip_bad=skip_bad) if isinstance(data, str) else data,
-        data if isinstance(data, str) else repr(data),
+        source,
+        data if isinstance(data, str) else repr(source),
         data_root,
         given_as_object=not isinstance(data, str),
+        remarks=remarks,
         opening=Opening.read(
             **(model_options or {}),
             model=model if isinstance(model, str) else None,
@@ -137,12 +184,40 @@ def open_target(
             tokens=tokens,
             allow_readable=allow_readable,
             skip_bad=skip_bad,
+            class_file=classes if isinstance(classes, str | Path) else None,
+            among=among,
         ),
     )
+    if not match or for_features:
+        return target
+    return _matched(target, (model_options or {}).get("weights"), classes, among)
+
+
+def _source_of(data: Any) -> tuple[Source, tuple[str, ...]]:
+    from vitadel.data.sources.objects import shuffles, source_of  # names are far more usual
+
+    shuffled = "the DataLoader shuffles; its dataset was read in its own order, so that indices are stable"
+    return source_of(data), (shuffled,) if shuffles(data) else ()
+
+
+def _matched(target: Target, weights: str | Path | None, classes: Classes | None, among: str) -> Target:
+    """The target with labels that are numbers of the model's outputs."""
+    record = target.model.record
+    same = record.num_classes == len(target.source.classes)
+    from_file = (weights is not None and str(weights) not in _NO_FILE) or Path(target.model_spec).exists()
+    if same and record.classes is None and classes is None and not from_file:
+        return target  # nothing is known of the model's classes but their number
+    from vitadel.evaluation.engine.class_mapping import match_source
+
+    source, mapping = match_source(target.source, record, target.model_spec, weights, classes, among)
+    return replace(target, source=source, mapping=mapping, among=among)
+
+
+_NO_FILE = ("random", "pretrained")
 
 
 def open_as(
-    opening: Opening, model: nn.Module | None = None, data: Source | None = None, *, for_features: bool = False
+    opening: Opening, model: nn.Module | None = None, data: Any = None, *, for_features: bool = False
 ) -> Target:
     """Open model and data as recorded, or take objects instead of names; `for_features` needs no head."""
     options, spec = opening.model_options(), opening.model
@@ -157,6 +232,8 @@ def open_as(
         tokens=opening.tokens,
         allow_readable=opening.allow_readable,
         for_features=for_features,
+        classes=opening.class_file,
+        among=opening.among,
     )
     return replace(target, opening=opening)
 
@@ -180,6 +257,15 @@ def _refuse_shapes_for_others(model: str, data: str | Source) -> None:
             f"{model} was trained on {trained_on}; shapes, the built-in images, are the default of --data and mean "
             f"nothing to it. Give --data {trained_on}@test with --data-root DIR, or --data parquet:FILE."
         )
+
+
+def normalization_doubts(record: ModelRecord) -> tuple[str, ...]:
+    """What speaks against the normalization of a model that was given as an object."""
+    if "normalisation" in record.notes:  # of a timm module
+        call = "give vitadel.wrap(model, mean=..., std=...) with them if it was trained so"
+        how = f"by mean={record.mean}, std={record.std}" if record.normalizes else "as they are"
+        return (f"pixels reach the model {how}, but {record.notes['normalisation']}: {call}",)
+    return (record.notes["normalization"],) if "normalization" in record.notes else ()
 
 
 class SubsetLogits(nn.Module):
@@ -239,6 +325,10 @@ class SubsetSource:
     def read(self, indices: Sequence[int]) -> list[Image | Exception]:
         return self.source.read(indices)
 
+    def read_exactly(self, indices: Sequence[int], shape: tuple[int, int]) -> list[Tensor | Exception] | None:
+        exactly = getattr(self.source, "read_exactly", None)
+        return None if exactly is None else cast("list[Tensor | Exception] | None", exactly(indices, shape))
+
     def name(self, index: int) -> str:
         return self.source.name(index)
 
@@ -268,9 +358,18 @@ def subset_like(chosen: nn.Module, model: nn.Module) -> nn.Module:
 
 def relabel_like(other: Source, source: Source) -> Source:
     """`other` with its labels renumbered as in `source`, if it has all classes that `source` was restricted from."""
-    if not isinstance(source, SubsetSource) or len(other.classes) != len(source.source.classes):
+    if not isinstance(source, SubsetSource):
+        return _mapped_like(other, source)
+    other = _mapped_like(other, source.source)
+    return SubsetSource(other, source.chosen) if len(other.classes) == len(source.source.classes) else other
+
+
+def _mapped_like(other: Source, source: Source) -> Source:
+    if not hasattr(source, "mapping"):
         return other
-    return SubsetSource(other, source.chosen)
+    from vitadel.evaluation.engine.class_mapping import map_like
+
+    return map_like(other, source)
 
 
 CALIBRATION_BATCH = 64

@@ -140,16 +140,17 @@ def result_header(seed: int, *, suite: str | None = None) -> dict[str, Any]:
 
 
 def describe_target(target: Target, verdicts: Verdicts, fingerprint: str) -> dict[str, Any]:
-    """The fields `model`, `assumptions` and `data` of the results."""
+    """The fields `model`, `assumptions`, `data` and `class_mapping` of the results."""
     return {
         "model": {
             "spec": target.model_spec,
             "parameters": sum(p.numel() for p in target.model.parameters()),
             "family": target.family,
             "fingerprint": fingerprint,
+            "outputs": target.restriction or None,
             "notes": target.model.record.lasting_notes,
         },
-        "assumptions": list(target.model.record.assumptions.values()),
+        "assumptions": target.assumptions,
         "data": {
             "spec": target.data_spec,
             "n": len(verdicts.index),
@@ -161,6 +162,7 @@ def describe_target(target: Target, verdicts: Verdicts, fingerprint: str) -> dic
             "left_out_names": [entry["name"] for entry in verdicts.bad[:20]],
             "not_opened": list(skipped(target.source)),
         },
+        **({} if target.mapping is None else {"class_mapping": target.mapping.summary(target.among)}),
     }
 
 

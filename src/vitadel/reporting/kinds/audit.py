@@ -13,7 +13,9 @@ from vitadel.findings import PRECHECK, title_of
 from vitadel.quantities import can_diagnose
 from vitadel.reporting.audit_figures import draw_accuracies, draw_classes, draw_examples, shows_attention
 from vitadel.reporting.kind import Kind, Section, Trust, doubts, kind_of
-from vitadel.reporting.read_runs import Run, aspects, class_scores, threat_text
+from vitadel.reporting.read_runs import Run, aspects, class_scores, run_labels, threat_text
+from vitadel.reporting.tables import Column as ReportColumn
+from vitadel.reporting.tables import Table as ReportTable
 from vitadel.reporting.terminal import show_effective_eps, show_findings
 from vitadel.reporting.text import interval_text, listed, percent, share_text
 from vitadel.runtime.opening import next_command, recorded_opening
@@ -87,7 +89,9 @@ def accuracy_section(runs: Sequence[Run]) -> Section | None:
 
 def audit_sections(run: Run) -> list[Section]:
     return [
-        section for make in (_published, _attacks, _classes, _examples, _protocol) if (section := make(run)) is not None
+        section
+        for make in (_published, _attacks, _classes, _examples, _class_mapping, _protocol)
+        if (section := make(run)) is not None
     ]
 
 
@@ -166,6 +170,20 @@ def _published(run: Run) -> Section | None:
     return Section("Beside the published numbers", sentences=sentences, warning=wrong)
 
 
+_MOST_CLASSES = 200
+
+
+def _class_mapping(run: Run) -> Section | None:
+    """Which output each class of the data was judged by."""
+    mapping = run.results.get("class_mapping")
+    if not mapping or (mapping["in_order"] and mapping["outputs"] == len(mapping["classes"])):
+        return None
+    rows = tuple((row["data"], str(row["output"]), row["model"]) for row in mapping["classes"][:_MOST_CLASSES])
+    columns = (ReportColumn("class of the data"), ReportColumn("output"), ReportColumn("class of the model"))
+    table = ReportTable("Classes of the data and outputs of the model.", columns, rows, "class-mapping")
+    return Section("Class mapping", sentences=[f"{_mapping_sentence(mapping)}."], tables=[table])
+
+
 def _protocol(run: Run) -> Section | None:
     """What the numbers may be compared with, and if not with a leaderboard, why not."""
     protocol = run.results.get("protocol")
@@ -212,10 +230,11 @@ def _cost_texts(entry: Mapping[str, Any]) -> tuple[str, str]:
     return f"{entry['gradient_calls'] / seen:.1f}", f"{entry['forward_calls'] / seen:.1f}"
 
 
-def _accuracy_table(results: Mapping[str, Any], console: Console) -> Table:
-    threat, data, model = results["threat"], results["data"], results["model"]
+def _accuracy_table(run: Run, console: Console) -> Table:
+    results = run.results
+    threat, data, (label,) = results["threat"], results["data"], run_labels([run])
     table = Table(
-        title=f"{escape(model['spec'])} on {escape(data['spec'])}: {threat['norm']}, eps {threat['eps_text']}, "
+        title=f"{escape(label)} on {escape(data['spec'])}: {threat['norm']}, eps {threat['eps_text']}, "
         f"n = {data['n']}, seed {results['seed']}",
         title_justify="left",
     )
@@ -240,12 +259,24 @@ def _accuracy_table(results: Mapping[str, Any], console: Console) -> Table:
     return table
 
 
+def _mapping_sentence(mapping: Mapping[str, Any]) -> str:
+    """How classes were matched, and which outputs the model chooses from."""
+    known = f" ({mapping['model_classes_from']})" if mapping["model_classes_from"] else ""
+    return (
+        f"Classes: {len(mapping['classes'])} of the data, matched with the model's {mapping['outputs']}{known} by "
+        f"{' and '.join(mapping['matched_by'])}; judged among {mapping['judged_among']}"
+    )
+
+
 def show_audit(run: Run) -> None:
     """The table of accuracies, what it counts, and what limits it."""
     console, results = Console(), run.results
     attacks, data = results["attacks"], results["data"]
-    console.print(_accuracy_table(results, console))
+    console.print(_accuracy_table(run, console))
     notes = []
+    mapping = results.get("class_mapping")
+    if mapping and mapping["outputs"] > len(mapping["classes"]):
+        notes.append(f"{_mapping_sentence(mapping)}.")
     if beside := results.get("clean_among_all"):
         accuracy = f"{100 * beside['accuracy']:.1f} %"
         notes.append(f"Clean, among all {beside['classes']} classes: {accuracy}, {beside['remark']}.")

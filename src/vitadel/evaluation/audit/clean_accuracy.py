@@ -1,0 +1,169 @@
+"""Sense of the clean accuracy: against chance, against what is known of the model, and against other set-ups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitadel.data.batches import read_batches
+from vitadel.evaluation.engine.stages import RunContext
+from vitadel.evaluation.engine.target import Target, normalization_doubts
+from vitadel.evaluation.engine.verdicts import Verdicts
+from vitadel.findings import BROKEN, CLEAN_ACCURACY, OK, SUSPICIOUS, CheckName, Finding, Verdict
+from vitadel.statistics import binomial_tail, wilson
+
+KNOWN_ACCURACY = CheckName("known-accuracy", "Clean accuracy is far below what is known of the model")
+CONSTANT_PREDICTION = CheckName("constant-prediction", "One class is predicted for almost all images")
+BETTER_SET_UP = CheckName("better-set-up", "Another preprocessing or labeling fits the model better")
+CLASS_MAPPING = CheckName("class-mapping", "Classes of data and model were not matched by name")
+OUTSIDE_NORMALIZATION = CheckName("outside-normalization", "The model's normalization is not the expected one")
+TRAINING_IMAGES = CheckName("training-images", "The images are those of a training split")
+
+_IMAGES = 64  # on which alternatives are tried
+_IMAGES_PER_CLASS = 4  # from which on two swapped classes can be seen
+_UNLIKELY = 0.01
+_GOOD = 0.75  # a clean accuracy above which no alternative is tried, unless more is known of the model
+_SAME = 0.95  # share of one prediction that counts as constant
+_CAUSES = "check the order of the classes, --weights, --mean, --std, --input-size and the crop"
+
+
+@dataclass(frozen=True)
+class Known:
+    """A clean accuracy that is known of a model; `exact` if it is that of these very weights."""
+
+    accuracy: float
+    source: str
+    exact: bool
+
+    @property
+    def margin(self) -> float:
+        """How far below is far: other weights for the same architecture, as robust ones, are less accurate."""
+        return 0.1 if self.exact else 0.3
+
+
+def sense_of_clean(context: RunContext, verdicts: Verdicts, target: Target) -> list[dict[str, Any]]:
+    """Findings about the clean accuracy of all audited images, the gravest first; none if it makes sense."""
+    n, right = len(verdicts.label), int(verdicts.correct.sum())
+    known = known_accuracy(target)
+    found = findings_about_accuracy(verdicts.label, verdicts.prediction, known, len(target.source.classes))
+    low = known is not None and wilson(right, n)[1] < known.accuracy
+    labels = _findings_about_labels(verdicts)
+    if not labels and (found or low or right < _GOOD * n):
+        found += _findings_about_pixels(context, verdicts)
+    found += labels
+    found += _findings_about_assumptions(target)
+    order = {BROKEN: 0, SUSPICIOUS: 1, OK: 2}
+    return [finding.as_dict() for finding in sorted(found, key=lambda each: order[each.verdict])]
+
+
+def chance_level(label: Tensor, outputs: int) -> float:
+    """The accuracy of a guess among the classes that occur: that of the most frequent one; 1/outputs for one class."""
+    counts = label.unique(return_counts=True)[1]
+    return 1 / max(outputs, 2) if len(counts) == 1 else float(counts.max()) / len(label)
+
+
+def findings_about_accuracy(label: Tensor, prediction: Tensor, known: Known | None, outputs: int) -> list[Finding]:
+    """What speaks against clean predictions: chance level, one class for all, far below what is known."""
+    n, right = len(label), int((label == prediction).sum())
+    chance = chance_level(label, outputs)
+    found = []
+    if _is_constant(label, prediction):
+        share = float((prediction == prediction.mode().values).double().mean())
+        evidence = f"class {int(prediction.mode().values)} is predicted for {share:.0%} of {n} images"
+        advice = f"the model collapsed or does not see the images: {_CAUSES}, or train with a lower learning rate"
+        found.append(_finding(CONSTANT_PREDICTION, BROKEN, evidence, advice))
+    accuracy = f"{right} of {n} images are correct ({right / n:.1%})"
+    if binomial_tail(right, n, chance) >= _UNLIKELY:
+        weak = chance + 0.2 * (1 - chance)
+        certain = binomial_tail(n - right, n, 1 - weak) < _UNLIKELY
+        evidence = f"{accuracy}, and guessing among the data's classes gives {chance:.1%}"
+        advice = f"no number of this run means anything before this is resolved: {_CAUSES}"
+        if not certain:
+            advice = f"too few images to distinguish the model from guessing: take more, and {_CAUSES}"
+        found.append(_finding(CLEAN_ACCURACY, BROKEN if certain else SUSPICIOUS, evidence, advice))
+    elif known is not None and wilson(right, n)[1] < known.accuracy - known.margin:
+        grave = known.exact and wilson(right, n)[1] < known.accuracy - 0.2
+        evidence = f"{accuracy}; {known.source}: {known.accuracy:.1%}"
+        found.append(_finding(KNOWN_ACCURACY, BROKEN if grave else SUSPICIOUS, evidence, _CAUSES))
+    return found
+
+
+def _is_constant(label: Tensor, prediction: Tensor) -> bool:
+    top = prediction.mode().values
+    predicted, true = float((prediction == top).double().mean()), float((label == top).double().mean())
+    # With few images of few classes a good model may predict one class most of the time.
+    return len(label) >= 8 and predicted >= _SAME and true < 0.8 * predicted and len(label.unique()) > 1
+
+
+def _finding(check: CheckName, verdict: Verdict, evidence: str, advice: str) -> Finding:
+    return Finding(check.identifier, verdict, evidence, advice, check.title)
+
+
+def _findings_about_labels(verdicts: Verdicts) -> list[Finding]:
+    """Another meaning of the labels that fits better: it costs no pass, so it is tried wherever it can be seen."""
+    right, n = int(verdicts.correct.sum()), len(verdicts.label)
+    if right == n or (2 * right > n and n < _IMAGES_PER_CLASS * len(verdicts.label.unique())):
+        return []
+    from vitadel.evaluation.audit.alternatives import other_labels
+
+    found = other_labels(verdicts.label, verdicts.prediction)
+    if found is None:
+        return []
+    fit, rows = found
+    return [_better(fit.name, fit.accuracy, verdicts.correct[rows], fit.remedy)]
+
+
+def _findings_about_pixels(context: RunContext, verdicts: Verdicts) -> list[Finding]:
+    """The other preprocessing that fits better than the one as given, if there is one."""
+    from vitadel.evaluation.audit.alternatives import best_alternative, try_alternatives
+
+    places = torch.linspace(0, len(verdicts.index) - 1, min(_IMAGES, len(verdicts.index))).long()
+    rows = verdicts.index[places].tolist()
+    (batch,) = read_batches(context.source, [rows], context.preprocess, skip_bad=context.skip_bad)
+    batch = batch.to(context.processes.device)
+    with context.arithmetic():
+        as_given, fits = try_alternatives(context.model, batch.x, batch.y, context.batch_size)
+    best = best_alternative(fits, as_given)
+    return [] if best is None else [_better(best.name, best.accuracy, as_given, best.remedy)]
+
+
+def _better(name: str, accuracy: float, as_given: Tensor, remedy: str) -> Finding:
+    given = float(as_given.double().mean())
+    evidence = f"{given:.1%} as given, {accuracy:.1%} with {name}, on {len(as_given)} images"
+    return _finding(BETTER_SET_UP, BROKEN, evidence, remedy)
+
+
+def _findings_about_assumptions(target: Target) -> list[Finding]:
+    found = []
+    if target.mapping is not None and target.mapping.doubt:
+        advice = "name the model's outputs in their order with --classes FILE, or rename the data's classes"
+        found.append(_finding(CLASS_MAPPING, SUSPICIOUS, target.mapping.doubt, advice))
+    for doubt in normalization_doubts(target.model.record):
+        advice = "normalize exactly once, inside the model, as it was trained: vitadel.wrap(model, mean=..., std=...)"
+        found.append(_finding(OUTSIDE_NORMALIZATION, SUSPICIOUS, doubt, advice))
+    if not target.given_as_object and target.data_spec.rpartition("@")[2] in ("train", "trainval"):
+        evidence = f"{target.data_spec} is a training split"
+        advice = "audit images that the model was not trained on: @test or @val"
+        found.append(_finding(TRAINING_IMAGES, SUSPICIOUS, evidence, advice))
+    return found
+
+
+def known_accuracy(target: Target) -> Known | None:
+    """What is known of the model's clean accuracy on such data: its own record, or timm's published top-1."""
+    record = target.model.record
+    own = record.training
+    if own is not None and own.get("measure", "accuracy") == "accuracy":
+        source = f"on {own['n']} held-out images of its training ({own['data']})"
+        return Known(float(own["clean"]), source, exact=True)
+    mapping = target.mapping
+    if record.num_classes != 1000 or mapping is None or "ImageNet-1k" not in mapping.origin:
+        return None
+    if getattr(target.source, "among", None) is not None or target.data_spec.startswith(("imagenet-a", "imagenet-r")):
+        return None  # harder images, other classes
+    from vitadel.backbones.timm_models import published_top1
+
+    top1 = published_top1(record.name)
+    return None if top1 is None else Known(top1, f"timm's {record.name} on ImageNet's validation images", exact=False)
