@@ -245,7 +245,9 @@ def _write_weights(model: str, given: dict[str, Any]) -> None:
     path = given.get("weights")
     if path in (None, "random", "pretrained") or Path(path).exists():
         return
-    weights = create_backbone(model, None, {}).state_dict()
+    published = model.startswith("published:")
+    backbone = load_model(model, weights="random").backbone if published else create_backbone(model, None, {})
+    weights = backbone.state_dict()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     if path.endswith(".safetensors"):
         save_file(weights, path)

@@ -356,6 +356,9 @@ def test_an_unknown_wrapper() -> None:
 def test_anything_else_still_gets_a_cause() -> None:
     weights = dict(make().state_dict())
     weights["blocks.0.mlp.fc1.weight"] = torch.zeros(50, 24)
+    assert "'blocks.0.mlp.fc1.weight' is (50, 24) in the file and (96, 24) in the model" in complaint(make(), weights)
+    del weights["blocks.0.mlp.fc1.weight"]
+    weights["blocks.0.gate"] = torch.zeros(50, 24)
     assert complaint(make(), weights).endswith(
         "another variant or version of this model. Give MODEL the exact name it was trained as."
     )

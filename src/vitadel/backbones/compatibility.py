@@ -228,6 +228,9 @@ def _structural_cause(mismatch: Mismatch, module: nn.Module, weights: Mapping[st
     if not mismatch.missing and not mismatch.unexpected and len(mismatch.misshaped) > len(module.state_dict()) / 2:
         name, (file, model) = next(iter(mismatch.misshaped.items()))
         return f"another size of this model: '{name}' is {file} in the file and {model} in the model."
+    renamed = _renamed(mismatch, module, weights)
+    if renamed:
+        return renamed
     if "patch_embed.proj.weight" in mismatch.misshaped:
         file, model = mismatch.misshaped["patch_embed.proj.weight"]
         return (
@@ -236,7 +239,29 @@ def _structural_cause(mismatch: Mismatch, module: nn.Module, weights: Mapping[st
         )
     if "pos_embed" in mismatch.misshaped:
         return _other_grid(*mismatch.misshaped["pos_embed"], module)
+    if not mismatch.missing and not mismatch.unexpected:
+        name, (file, model) = next(iter(mismatch.misshaped.items()))
+        return (
+            f"another variant of this model, or a file that was edited: '{name}' is {file} in the file and {model} in "
+            "the model, and all names fit. Give MODEL the exact name it was trained as."
+        )
     return "another variant or version of this model. Give MODEL the exact name it was trained as."
+
+
+def _renamed(mismatch: Mismatch, module: nn.Module, weights: Mapping[str, Tensor]) -> str:
+    """The cause if as many keys are unexpected as are missing, with the same shapes; else ''."""
+    own, file = _shapes(module.state_dict()), _shapes(weights)
+    shapes = [
+        sorted(side[key] for key in keys) for side, keys in ((own, mismatch.missing), (file, mismatch.unexpected))
+    ]
+    if not mismatch.missing or shapes[0] != shapes[1] or mismatch.misshaped:
+        return ""
+    missing = mismatch.missing[0]
+    same = next(key for key in mismatch.unexpected if file[key] == own[missing])
+    return (
+        f"renamed keys: '{same}' in the file has the shape of '{missing}', which is missing. Give MODEL the exact name "
+        "it was trained as, or rename the keys in the file."
+    )
 
 
 def _other_grid(file: Shape, model: Shape, module: nn.Module) -> str:

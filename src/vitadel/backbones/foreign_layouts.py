@@ -130,13 +130,16 @@ _OPEN_CLIP_TRUNK = Layout(
 )
 _BLOCKS_OF_TRANSFORMERS = (
     (r"\.attention\.attention\.(query|key|value)\.", r".attn.\1."),
-    (r"\.attention\.output\.dense\.", ".attn.proj."),
+    (r"\.attention\.q_proj\.", ".attn.query."),  # names of transformers 5 in memory; its files have the old ones
+    (r"\.attention\.k_proj\.", ".attn.key."),
+    (r"\.attention\.v_proj\.", ".attn.value."),
+    (r"\.attention\.(output\.dense|o_proj)\.", ".attn.proj."),
     (r"\.intermediate\.dense\.", ".mlp.fc1."),
     (r"(\d)\.output\.dense\.", r"\1.mlp.fc2."),
     (r"\.layernorm_before\.", ".norm1."),
     (r"\.layernorm_after\.", ".norm2."),
     (r"^(vit|deit|dinov2)\.", ""),
-    (r"^encoder\.layer\.", "blocks."),
+    (r"^(encoder\.layer|layers)\.", "blocks."),
     (r"^embeddings\.cls_token$", "cls_token"),
     (r"^embeddings\.mask_token$", "mask_token"),
     (r"^embeddings\.position_embeddings$", "pos_embed"),
@@ -150,7 +153,7 @@ _BLOCKS_OF_TRANSFORMERS = (
 )
 _TRANSFORMERS_VIT = Layout(
     name="ViT, DeiT or DINOv2 of transformers",
-    marker=r"((vit|deit|dinov2)\.)?encoder\.layer\.0\.attention\.attention\.query\.weight",
+    marker=r"((vit|deit|dinov2)\.)?(encoder\.layer|layers)\.0\.attention\.(attention\.query|q_proj)\.weight",
     renamings=_BLOCKS_OF_TRANSFORMERS,
     finish=_joined_qkv,
 )

@@ -29,6 +29,7 @@ from vitadel.errors import UserError
 __all__ = ["describe_assumptions", "open_published", "recognize", "suggest_published"]
 
 _TOLERANCE = 0.01  # of the number of parameters, to preselect candidates before they are built
+_SHOWN = 6  # of the models that a file may be
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -128,8 +129,8 @@ def _score(published: Published, weights: Mapping[str, Tensor], like: Checkpoint
 
 
 def _listed(specs: list[str]) -> str:
-    shown = ", ".join(specs[:3])
-    return f"{shown} and {len(specs) - 3} more" if len(specs) > 3 else shown
+    shown = ", ".join(specs[:_SHOWN])
+    return f"{shown} and {len(specs) - _SHOWN} more" if len(specs) > _SHOWN else shown
 
 
 def suggest_published(checkpoint: Checkpoint, path: Path) -> str:

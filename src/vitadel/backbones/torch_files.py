@@ -115,7 +115,7 @@ def _refuse_other_programs(path: Path) -> None:
         found = "an ONNX graph"
     elif path.suffix == ".index" or ".data-0000" in path.name:
         found = "a part of a TensorFlow checkpoint"
-    elif path.suffix in (".h5", ".keras", ".pb", ".tflite", ".msgpack", ".engine", ".mlmodel"):
+    elif found is None and path.suffix in (".h5", ".keras", ".pb", ".tflite", ".msgpack", ".engine", ".mlmodel"):
         found = f"a file of another framework, by its name ({path.suffix})"
     elif head.startswith(b"PK"):
         found = _other_archive(path)
