@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from toys import Constant, TinyNet, images
-from vitadel.attacks.apgd import APGD
-from vitadel.attacks.gain_ratio import SCALES, GainRecorder, measure_gains
+from vitadel.attacks.apgd import APGD, apgd_t
+from vitadel.attacks.gain_ratio import GAINS, SCALES, GainRecorder, measure_gains, summarize_gains
 from vitadel.attacks.goals import OnLogits
 from vitadel.attacks.losses import margin
 from vitadel.attacks.pgd import PGD
@@ -147,3 +147,33 @@ def test_the_recorder_agrees_with_an_independent_sum():
     changes = values.diff(dim=0)
     assert math.isclose(float(gains.sums[..., 5].sum()), float(changes.sum()), abs_tol=0.2 * float(changes.abs().sum()))
     assert (gains.sums[..., 0].sum((1, 2)) <= 4).all()
+
+
+def test_a_step_to_another_loss_does_not_count():
+    x, y, rng = gray(4), torch.zeros(4, dtype=torch.int64), SampleRNG.of_samples(0, range(4))
+    for changes, steps in (((), 4), ((2,), 3)):
+        gains = GainRecorder.of(Linf(EPS), x, changes)
+        attack = PGD(Linf(EPS), OnLogits(margin), Scripted((0.1,) * 5), 5, random_start=False)
+        attack.search(Linear(), x, y, rng, gains)
+        assert (gains.sums[..., 0].sum((1, 2)) == steps).all()
+
+
+def test_a_summary_has_scales_and_points():
+    x, y, rng = gray(4), torch.zeros(4, dtype=torch.int64), SampleRNG.of_samples(0, range(4))
+    attack = PGD(Linf(EPS), OnLogits(margin), Scripted((0.0625, 0.25, 0.25, 0.0)), 4, random_start=False)
+    z, info = attack.run_with_info(Linear(), x, y, rng)
+    assert torch.equal(z, attack(Linear(), x, y, rng))
+    summary = summarize_gains(info[GAINS])
+    assert [(row["length"], row["steps"]) for row in summary["free"]] == [(0.0625, 4), (0.25, 8)]
+    assert all(abs(row["median_ratio"] - 1) < 1e-3 for row in summary["free"])
+    assert summary["cornered"] == []
+    assert all(math.isclose(promised, delivered, rel_tol=1e-3) for promised, delivered in summary["points"])
+
+
+def test_targets_add_up_their_steps():
+    model, x, rng = TinyNet(4).eval(), images(6), SampleRNG.of_samples(0, range(6))
+    y = model(x).argmax(1)
+    one, three = (
+        apgd_t(Linf(1e-4), steps=5, targets=count).run_with_info(model, x, y, rng)[1][GAINS] for count in (1, 3)
+    )
+    assert (three[..., 0].sum((1, 2)) > one[..., 0].sum((1, 2))).all()

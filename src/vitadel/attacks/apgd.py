@@ -12,10 +12,10 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.gain_ratio import GainRecorder
+from vitadel.attacks.gain_ratio import GAINS, GainRecorder
 from vitadel.attacks.goals import LogitAim, OnLogits, fooled, gradient
 from vitadel.attacks.losses import dlr, lead, likeliest_wrong, targeted_dlr
-from vitadel.attacks.per_sample import keep_samples, per_sample
+from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, keep_samples, per_sample
 from vitadel.attacks.threats import L1, Linf
 from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.classifier import check_pixels
@@ -231,6 +231,13 @@ class APGD:
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         return self.search(model, x, y, rng)[0]
 
+    def run_with_info(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    ) -> tuple[Tensor, SampleInfo]:
+        """With the sums over its steps of what they promised and delivered."""
+        gains = GainRecorder.of(self.threat, x)
+        return self.search(model, x, y, rng, gains=gains)[0], {GAINS: gains.sums}
+
     def search(
         self,
         model: nn.Module,
@@ -391,10 +398,13 @@ class OverTargets:
         if not self.attack.stop_when_fooled:
             raise UserError("targets are tried until one succeeds: use an attack with stop_when_fooled=True")
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+    __call__ = images_of
+    run_with_info = images_and_info_of
+
+    def run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool) -> tuple[Tensor, SampleInfo]:
+        """With the sums over the steps towards all targets of what they promised and delivered."""
         check_pixels(x)
-        rng = SampleRNG.of_pixels(x) if rng is None else rng
-        found = x.detach().clone()
+        found, sums = x.detach().clone(), GainRecorder.of(self.attack.threat, x).sums
         with frozen(model), torch.no_grad():
             clean = model(found)
             (place,) = torch.where(~fooled(model, found, clean, y))
@@ -403,9 +413,12 @@ class OverTargets:
                 break
             attack = replace(self.attack, goal=TowardsClass(target[place]))
             own = rng[place].stream("target", number)
-            found[place], rest = attack.search(model, x[place], y[place], own, all_correct=True)
+            gains = GainRecorder.of(attack.threat, x[place]) if with_info else None
+            found[place], rest = attack.search(model, x[place], y[place], own, all_correct=True, gains=gains)
+            if gains is not None:
+                sums[place] += gains.sums
             place = place[rest]
-        return found
+        return found, {GAINS: sums} if with_info else {}
 
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes(all_correct=True)

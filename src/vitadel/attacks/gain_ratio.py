@@ -8,6 +8,7 @@ less, over most steps of one length, where gradients say nothing about moves of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ STEP = 0.25
 SCALES = (0.25, 1.0, 4.0)
 """The lengths at which gains are compared, in units of an attack's step."""
 
+GAINS = "gains"
+"""The sample info of a search: the sums of a `GainRecorder`."""
+
 KINDS = ("free", "cornered")
 """Steps that follow their gradient, and those in a corner of ball and box, where most of it points outward.
 
@@ -38,6 +42,7 @@ _EDGES = (STEP * 2 * SCALES[0], STEP * 2 * SCALES[1])  # between the scales, in 
 _ALIGNED = 0.15  # least promise of a free step, in units of that of the steepest step of its length
 _MOST = 2.0  # ratios are clipped to -_MOST .. _MOST, so that no single step decides a mean
 
+_MOST_POINTS = 200
 _ROUNDING = 1e-5  # gains below this share of the values are rounding errors
 
 
@@ -85,7 +90,8 @@ def promised_gain(grad: Tensor, z: Tensor, step: Tensor) -> Tensor:
 
 
 def _exceeds_rounding(promised: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    return promised > _ROUNDING * torch.maximum(before.abs(), after.abs())
+    """Whether a promise is larger than rounding errors: of the values, and of logits of size 1 behind small values."""
+    return promised > _ROUNDING * torch.maximum(before.abs(), after.abs()).clamp(min=1)
 
 
 @dataclass
@@ -93,7 +99,8 @@ class GainRecorder:
     """Sums over the steps of searches, for each sample; costs no pass and no synchronization.
 
     A search calls `arrive` after each evaluation and `depart` before it moves on. The axes of `sums` are samples,
-    `KINDS`, `SCALES` and `TERMS`.
+    `KINDS`, `SCALES` and `TERMS`. `changes` are the numbers, from 0, of evaluations with another loss than the one
+    before: the steps that lead to them do not count.
     """
 
     threat: Threat
@@ -102,13 +109,15 @@ class GainRecorder:
     promised: Tensor
     kind: Tensor
     scale: Tensor
+    changes: tuple[int, ...] = ()
+    evaluations: int = 0
 
     @classmethod
-    def of(cls, threat: Threat, x: Tensor) -> GainRecorder:
+    def of(cls, threat: Threat, x: Tensor, changes: tuple[int, ...] = ()) -> GainRecorder:
         nothing = torch.full((len(x),), torch.nan, dtype=torch.float64, device=x.device)
         first = torch.zeros_like(nothing, dtype=torch.int64)
         sums = nothing.new_zeros(len(x), len(KINDS), len(SCALES), len(TERMS))
-        return cls(threat, sums, nothing, nothing.clone(), first, first.clone())
+        return cls(threat, sums, nothing, nothing.clone(), first, first.clone(), changes)
 
     def depart(self, place: Tensor, value: Tensor, grad: Tensor, z: Tensor, step: Tensor) -> None:
         """The samples at `place` go from `z`, with this value and gradient, to `step`."""
@@ -125,11 +134,37 @@ class GainRecorder:
         ratio = (delivered / promised).clamp(-_MOST, _MOST)
         failed, wild = (delivered <= 0).double(), (ratio.abs() == _MOST).double()
         terms = torch.stack([torch.ones_like(ratio), failed, wild, ratio, promised, delivered], dim=1)
-        self.sums[place, self.kind[place], self.scale[place]] += torch.where(counts[:, None], terms, 0.0)
+        if self.evaluations not in self.changes:
+            self.sums[place, self.kind[place], self.scale[place]] += torch.where(counts[:, None], terms, 0.0)
         self.promised[place] = torch.nan  # no step, until the next departure
+        self.evaluations += 1
 
 
 def mean_over_steps(sums: Tensor, term: str, kind: str, scales: slice = slice(None)) -> Tensor:
     """Each sample's mean of one of the `TERMS` over its steps of one kind and these scales; NaN where it has none."""
     chosen = sums[:, KINDS.index(kind), scales].sum(1)
     return chosen[:, TERMS.index(term)] / chosen[:, TERMS.index("steps")]
+
+
+def summarize_gains(sums: Tensor) -> dict[str, Any]:
+    """What results record of an attack's steps: for each kind of step its scales, and points for a figure.
+
+    A point is the mean promised and delivered gain of a sample's free steps, in units of the attack's own loss.
+    """
+    summary: dict[str, Any] = {}
+    for kind in KINDS:
+        summary[kind] = []
+        for place, scale in enumerate(SCALES):
+            scales = slice(place, place + 1)
+            ratio = mean_over_steps(sums, "ratio", kind, scales)
+            known = ~ratio.isnan()
+            if bool(known.any()):
+                steps = sums[:, KINDS.index(kind), place].sum(0)
+                row = {"length": STEP * scale, "samples": int(known.sum()), "steps": int(steps[0])}
+                row["median_ratio"] = round(float(ratio[known].median()), 4)
+                row |= {name: round(float(steps[TERMS.index(name)] / steps[0]), 4) for name in ("failed", "wild")}
+                summary[kind].append(row)
+    promised, delivered = (mean_over_steps(sums, name, "free") for name in ("promised", "delivered"))
+    known = ~promised.isnan()
+    points = torch.stack([promised[known], delivered[known]], dim=1)[:_MOST_POINTS]
+    return summary | {"points": [[float(f"{value:.4g}") for value in point] for point in points.tolist()]}

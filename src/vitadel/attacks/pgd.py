@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.gain_ratio import GainRecorder
+from vitadel.attacks.gain_ratio import GAINS, GainRecorder
 from vitadel.attacks.goals import OnLogits, gradient
+from vitadel.attacks.per_sample import SampleInfo
 from vitadel.attacks.steppers import Steepest
 from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError
@@ -50,6 +51,15 @@ class PGD:
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         return self.search(model, x, y, rng)
+
+    def run_with_info(
+        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
+    ) -> tuple[Tensor, SampleInfo]:
+        """With the sums over its steps of what they promised and delivered; a single step leaves no value behind."""
+        if self.steps == 1:
+            return self.search(model, x, y, rng), {}
+        gains = GainRecorder.of(self.threat, x)
+        return self.search(model, x, y, rng, gains), {GAINS: gains.sums}
 
     def search(
         self,

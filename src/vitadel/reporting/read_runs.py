@@ -266,6 +266,8 @@ _ATTACK = {
     "settings?": "an object",
     "members?": "a list",
     "paper_style?": "an object or null",
+    "gains?": "an object",
+    "escalation?": "an object",
 }
 _MEMBER = {"name": "text", "attacked": "a whole number", "broken": "a whole number"}
 _PAPER_STYLE = {"robust_accuracy": "a number", "ci95": "two numbers", "remark": "text"}
@@ -291,8 +293,18 @@ def _faults(results: Mapping[str, Any]) -> Iterator[str]:
             continue
         yield misfit("attacks", entry, _ATTACK)
         yield from (misfit("members", member, _MEMBER) for member in entry.get("members", []))
+        if entry.get("gains") is not None:
+            yield misfit("gains", entry["gains"], {"points": "a list"})
+            yield from (
+                "" if _is_point(point) else "a point of 'gains' should be two numbers"
+                for point in entry["gains"].get("points", [])
+            )
         if entry.get("paper_style") is not None:
             yield misfit("paper_style", entry["paper_style"], _PAPER_STYLE)
+
+
+def _is_point(value: Any) -> bool:
+    return _TYPES["two numbers"](value)
 
 
 def _lacking(wanted: Sequence[str], present: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from vitadel.attacks.gain_ratio import mean_over_steps
+from vitadel.attacks.gain_ratio import GAINS, mean_over_steps
 from vitadel.attacks.wrappers import StageResult
 from vitadel.statistics import binomial_tail, exceeds_share
 
@@ -36,13 +36,14 @@ SQUARE_MARGIN = "square_margin"
 """The sample info of Square as a sentinel: the largest margin that it reached."""
 
 _CONVERGED = 0.003  # share of the robust samples that the last restarts may still break
+_UNFINISHED = 0.02  # the same share, beyond which the search is too weak for this model
 _MISLED = 0.12  # share of the samples that may withstand the cross-entropy and not other losses
 _LUCKY = 0.02  # share of the sentinels on which Square may come closer to the boundary than the gradients
 _MASKED = 0.2  # the same share of a masked model, or more
 _ALARM, _CLEAR = 0.01, 0.05  # chance of an alarm at the first share, and of none at the second
 _AHEAD = 0.01  # Square is closer by more than this share of the margin
 _KEPT = 0.35  # free steps of honest models deliver more than this share of their promise
-_WILD = 0.3  # share of the short cornered steps that may gain or lose more than twice their promise
+_WILD = 0.15  # share of the cornered steps that may gain or lose more than twice their promise
 _NEGLIGIBLE = 0.01  # so small a share of robust samples needs no further evidence
 _LEAST_SAMPLES = 8  # for a statement about steps
 
@@ -113,12 +114,12 @@ class FastEvidence:
     @cached_property
     def kept_promise(self) -> float:
         """The median over samples of the mean gain ratio of free steps; NaN if too few samples have any."""
-        return self._median("ratio", "free", slice(None))
+        return self._median("ratio", "free")
 
     @cached_property
     def wild_steps(self) -> float:
-        """The median over samples of the share of wild steps among cornered ones up to half of eps; NaN if too few."""
-        return self._median("wild", "cornered", slice(2))
+        """The median over samples of the share of wild steps among cornered ones; NaN if too few samples have any."""
+        return self._median("wild", "cornered")
 
     @cached_property
     def signs(self) -> list[str]:
@@ -139,14 +140,14 @@ class FastEvidence:
             )
         if self.wild_steps > _WILD:
             signs.append(
-                f"{100 * self.wild_steps:.0f} % of the short steps changed the loss by more than twice what the "
-                f"gradient promised, in honest models it is less than {100 * _WILD:.0f} %: the output jumps"
+                f"{100 * self.wild_steps:.0f} % of the steps at the border of the budget changed the loss by more than "
+                f"twice what the gradient promised, in honest models less than {100 * _WILD:.0f} %: the output jumps"
             )
         if self.flat:
             signs.append(f"{self.flat} robust samples have no gradient at all")
         if exceeds_share(self.late, self.attacked, _MISLED):
             signs.append(self._late_text)
-        if exceeds_share(restarted, self.searched + restarted, _CONVERGED):
+        if exceeds_share(restarted, self.searched + restarted, _UNFINISHED):
             signs.append(self._restarts_text)
         return signs
 
@@ -217,8 +218,8 @@ class FastEvidence:
         info = self._search.info
         return info[name] if name in info else torch.zeros(len(self._search.samples))
 
-    def _median(self, term: str, kind: str, scales: slice) -> float:
-        if "gains" not in self._search.info:
+    def _median(self, term: str, kind: str) -> float:
+        if GAINS not in self._search.info:
             return float("nan")
-        means = mean_over_steps(self._search.info["gains"], term, kind, scales)
+        means = mean_over_steps(self._search.info[GAINS], term, kind)
         return float(means.nanmedian()) if int((~means.isnan()).sum()) >= _LEAST_SAMPLES else float("nan")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitadel.attacks.apgd import APGD
 from vitadel.attacks.autoattack.best_points import BestPoints, RecordBest, Value
 from vitadel.attacks.autoattack.nearest_targets import nearest_targets
-from vitadel.attacks.gain_ratio import GainRecorder
+from vitadel.attacks.gain_ratio import GAINS, GainRecorder
 from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import cross_entropy, lead, margin, probability_margin, targeted_dlr
 from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of
@@ -70,11 +70,19 @@ class _AttackState:
             self.gains[place] += gains.sums
 
     def run_pgd(
-        self, place: Tensor, lengths: tuple[float, ...], value: Value, stream: str, turn: int = 0, scaled: bool = False
+        self,
+        place: Tensor,
+        lengths: tuple[float, ...],
+        value: Value,
+        changes: tuple[int, ...],
+        stream: str,
+        turn: int = 0,
+        scaled: bool = False,
     ) -> None:
         """PGD with the given step lengths from a random start; the last point is evaluated, too.
 
-        With `scaled` gradients pass through scaled attention, if the model is of a known family.
+        `changes` are the steps at which `value` becomes another function. With `scaled` gradients pass through scaled
+        attention, if the model is of a known family.
         """
         if len(place) == 0:
             return
@@ -83,7 +91,7 @@ class _AttackState:
         rng = self.rng[place].stream(stream, turn)
         model = _with_scaled_gradients(self.model) if scaled else self.model
         # Gradients through scaled attention promise nothing about the model itself.
-        gains = None if scaled else GainRecorder.of(self.threat, self.x[place])
+        gains = None if scaled else GainRecorder.of(self.threat, self.x[place], changes)
         end = attack.search(model, self.x[place], self.y[place], rng, gains)
         if gains is not None:
             self.gains[place] += gains.sums
@@ -130,7 +138,7 @@ class FastSearch:
                     before = best.fooled.clone()
                     stage()
                     info["fell_in"][best.fooled & ~before] = number
-        return best.point, info | {"margin": best.margin, "gains": state.gains}
+        return best.point, info | {"margin": best.margin, GAINS: state.gains}
 
     def _stages(self, state: _AttackState, logits: Tensor, info: SampleInfo) -> list[Callable[[], None]]:
         """In the order of `STAGES`, without the clean images."""
@@ -183,7 +191,8 @@ class _Stages:
     def margins(self) -> None:
         for turn, first in enumerate(("label", "rival")):
             value, lengths = _two_phases(self.attack.margin_steps, first)
-            self.state.run_pgd(self.state.best.not_fooled(), lengths, value, "margin", turn)
+            changes = (_second_phase(self.attack.margin_steps),)
+            self.state.run_pgd(self.state.best.not_fooled(), lengths, value, changes, "margin", turn)
 
     def targets(self) -> None:
         """Short runs towards each target, the nearest class first."""
@@ -247,7 +256,8 @@ class _Stages:
         for turn in range(int(wanted.max()) if len(wanted) else 0):
             place = ((wanted > turn) & (done <= turn) & ~self.state.best.fooled).nonzero().squeeze(1)
             value, lengths = self._diversified(turn)
-            self.state.run_pgd(place, lengths, value, "restart", turn, scaled=turn == _SCALED)
+            changes = (_DIVERSIFYING, _DIVERSIFYING + _second_phase(self.attack.margin_steps))
+            self.state.run_pgd(place, lengths, value, changes, "restart", turn, scaled=turn == _SCALED)
 
     def _diversified(self, turn: int) -> tuple[Value, tuple[float, ...]]:
         """A few steps along random logits, every other time away from the label towards its rival, then on margins."""
@@ -268,9 +278,14 @@ class _Stages:
         return value, (1.0,) * _DIVERSIFYING + lengths
 
 
+def _second_phase(steps: int) -> int:
+    """The step at which both sides of the margin count."""
+    return max(1, round(0.4 * steps))
+
+
 def _two_phases(steps: int, first: str) -> tuple[Value, tuple[float, ...]]:
     """One side of the margin for two fifths of the steps, then both; steps shrink from 2 eps to 0 in each phase."""
-    turn = max(1, round(0.4 * steps))
+    turn = _second_phase(steps)
 
     def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
         return probability_margin(logits, y, first if round(progress * steps) < turn else "margin")

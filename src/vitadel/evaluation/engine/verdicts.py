@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vitadel.attacks.attention_scaling.aas import PAPER_STYLE
+from vitadel.attacks.gain_ratio import GAINS, summarize_gains
 from vitadel.data.selection import BadSample, skipped
 from vitadel.evaluation.engine.stages import (
     NOTE,
@@ -103,6 +104,8 @@ class Verdicts:
             "judged_on": "deployed model",
             "paper_style": _paper_style(records),
         }
+        if gains := _gains(records):
+            entry["gains"] = gains
         if len(members) > 1:
             entry["members"] = [
                 {"name": member.name, "attacked": member.attacked, "broken": member.broken, **costs_of(member.records)}
@@ -194,6 +197,13 @@ def _paper_style(records: Sequence[BatchRecord]) -> dict[str, Any] | None:
         "remark": "of the attacked samples, judged on the rescaled model instead of the deployed one: "
         "not a robustness estimate",
     }
+
+
+def _gains(records: Sequence[BatchRecord]) -> dict[str, Any] | None:
+    """What the steps of an attack delivered against what gradients promised; None for attacks without gradients."""
+    name = f"{NOTE}{GAINS}"
+    sums = [torch.from_numpy(record[name]) for record in records if name in record]
+    return summarize_gains(torch.cat(sums)) if sums else None
 
 
 def samples_table(verdicts: Verdicts) -> bytes:

@@ -88,11 +88,8 @@ def accuracy_section(runs: Sequence[Run]) -> Section | None:
 
 
 def audit_sections(run: Run) -> list[Section]:
-    return [
-        section
-        for make in (_published, _attacks, _classes, _examples, _class_mapping, _protocol)
-        if (section := make(run)) is not None
-    ]
+    parts = (_published, _attacks, _gains, _classes, _examples, _class_mapping, _protocol)
+    return [section for make in parts if (section := make(run)) is not None]
 
 
 def _attacks(run: Run) -> Section | None:
@@ -115,6 +112,16 @@ def _attacks(run: Run) -> Section | None:
     device = run.environment.get("device_name") or run.environment.get("device") or ""
     content = {"rows": rows, "threat": threat_text(run), "total": total, "device": str(device)}
     return Section("Attacks", block="attacks", content=content)
+
+
+def _gains(run: Run) -> Section | None:
+    """What the steps of each attack delivered against what gradients promised."""
+    entries = [entry for entry in run.attacks if (entry.get("gains") or {}).get("points")]
+    if not entries:
+        return None
+    from vitadel.reporting.gain_figure import CAPTION, draw_gains
+
+    return Section("Promised and delivered", lambda: draw_gains(entries), CAPTION)
 
 
 def _classes(run: Run) -> Section | None:
