@@ -166,7 +166,8 @@ class FastEvidence:
             doubts.append(self._restarts_text)
         if self.late > _MISLED * self.attacked:
             doubts.append(self._late_text)
-        if self.robust > _NEGLIGIBLE * self.attacked and not self.cleared_by_sentinels:
+        undecided = not (self.masked_by_sentinels or self.cleared_by_sentinels)
+        if undecided and self.robust > _NEGLIGIBLE * self.attacked:
             doubts.append(
                 f"{self.sentinels} robust samples are too few to exclude masked gradients"
                 if self.ahead == 0
