@@ -2,8 +2,8 @@
 
 The upper bound takes every image for robust to the last step of every attack. Most are not: the cost of an image is
 small if it is misclassified early, and nearly the bound if it never is. So a short PGD first sorts a few images into
-these two groups, and the attacks themselves then run on some images of each. The trial uses the random streams of the
-run, keeps none of its results, and so changes no verdict.
+these two groups, and the attacks themselves then run on some images of each, as far as that takes little time. The
+trial uses the random streams of the run, keeps none of its results, and so changes no verdict.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _AT_ONCE = 8  # images screened together
 _MOST_SCREENED, _MOST_TRIED = 64, 16
 _BUDGET = 0.03  # share of the likely cost that the screening may take, and the trial of each group
 _SECONDS = 2.0, 90.0  # the least and the most time for the trial of a group
+_FEW = 4
 _EARLY = 3.0  # gradients that a misclassified image costs, as long as nothing is known
 
 
@@ -64,6 +65,12 @@ class Stage:
     def at_most(self) -> Passes:
         """Of one image, with the forward pass that judges it."""
         gradients, forwards = self.attack.passes()
+        return Passes(gradients, forwards + 1)
+
+    @property
+    def usual(self) -> Passes:
+        """Of one robust image; the most, unless the attack knows better."""
+        gradients, forwards = getattr(self.attack, "usual_passes", self.attack.passes)()
         return Passes(gradients, forwards + 1)
 
 
@@ -127,7 +134,7 @@ def estimate(
     trial = _Trial(context, model, make_threat(norm, eps), stages, seconds)
     with _generators_kept(context), frozen(context.model):
         likely, images = trial.run(indices, make(_SCREEN, eps=eps, norm=norm))
-    # An attack that cannot run yet, or an image that was cut off, counts with the bound.
+    # Images that are tried may cost more passes than the bound of ten classes.
     return Estimate(times, {name: min(likely[name], at_most[name]) for name in at_most}, at_most, images)
 
 
@@ -163,9 +170,9 @@ class _Trial:
         return {name: self.seconds(passes) for name, passes in likely.items()}, screened
 
     @property
-    def _bound(self) -> float:
-        """Seconds of one image that withstands everything."""
-        return self.seconds(sum((stage.at_most for stage in self.stages), Passes(0, 0)))
+    def _usual(self) -> float:
+        """Seconds of one robust image."""
+        return self.seconds(sum((stage.usual for stage in self.stages), Passes(0, 0)))
 
     def _screened(self, indices: Tensor, screen: Attack) -> tuple[int, list[Batch], list[Batch]]:
         """How many images were screened, and those that PGD leaves correct and those it does not, one by one.
@@ -186,7 +193,7 @@ class _Trial:
             robust += [_rows(batch, row) for row in held.nonzero()]
             broken += [_rows(batch, row) for row in (right & ~held).nonzero()]
             spent += self.seconds(Passes(cost.gradients, cost.forwards))
-            likely = len(indices) / screened * (len(robust) * self._bound / 2 + len(broken) * early)
+            likely = len(indices) / screened * (len(robust) * self._usual + len(broken) * early)
             if spent > _BUDGET * likely:
                 break
         return max(screened, 1), robust, broken
@@ -209,50 +216,52 @@ class _Trial:
             return judge(self.context.model, threat, batch.x, z, batch.y).held
 
     def _tried(self, group: Sequence[Batch], count: float) -> dict[str, Passes]:
-        """The mean passes of each stage per image, on as many images as there is time for, one at least.
+        """The mean passes of each stage per image, on as many images as there is time for.
 
-        `count` is the number of such images in the run.
+        `count` is the number of such images in the run. As long as few are tried, images with the usual passes of a
+        robust one are counted among them.
         """
-        allowed = min(max(_BUDGET * self._bound * count, _SECONDS[0]), _SECONDS[1])
+        allowed = min(max(_BUDGET * self._usual * count, _SECONDS[0]), _SECONDS[1])
         until = time.perf_counter() + allowed
-        at_once = max(1, min(_AT_ONCE, int(allowed / self._bound)))
+        at_once = max(1, min(_AT_ONCE, int(allowed / self._usual)))
         total = {stage.name: Passes(0, 0) for stage in self.stages}
         done = 0
         for start in range(0, min(len(group), _MOST_TRIED), at_once):
             images = _joined(group[start : start + at_once])
-            passes, finished = self._passes_of(images, until)
-            if not finished and done:
+            passes = self._passes_of(images, until)
+            if passes is None:
                 break
             total = {name: total[name] + each for name, each in passes.items()}
             done += len(images.y)
-            if time.perf_counter() > until:
-                break
-        return {name: each.scaled(1 / done) for name, each in total.items()}
+        usual = max(0, _FEW - done) if done < len(group) else 0
+        return {
+            stage.name: (total[stage.name] + stage.usual.scaled(usual)).scaled(1 / (done + usual))
+            for stage in self.stages
+        }
 
-    def _passes_of(self, images: Batch, until: float) -> tuple[dict[str, Passes], bool]:
-        """The passes of each stage on these images, and whether all of them ended in time; the bound if not."""
+    def _passes_of(self, images: Batch, until: float) -> dict[str, Passes] | None:
+        """The passes of each stage on these images; None if they do not end in time."""
         everything = torch.ones(len(images.y), dtype=torch.bool, device=images.y.device)
-        robust, left, in_time, passes = everything, everything, True, {}
+        robust, left, passes = everything, everything, {}
         for stage in self.stages:
             if stage.first:
                 left = everything if stage.alone else robust
             exposed = left.nonzero().squeeze(1)
-            passes[stage.name] = stage.at_most.scaled(len(exposed))
-            if not in_time or needs_calibration(stage.attack) or len(exposed) == 0:
+            passes[stage.name] = stage.usual.scaled(len(exposed))
+            if needs_calibration(stage.attack) or len(exposed) == 0:
                 continue
             try:
                 with _deadline(self.model, until), count_passes(self.model) as cost:
                     held = self._attacked(_rows(images, exposed), stage.attack, stage.stream, stage.own_rules)
             except _OutOfTime:
-                in_time = False
-                continue
+                return None
             judging = len(exposed) if self.model is not self.context.model else 0
             passes[stage.name] = Passes(cost.gradients, cost.forwards + judging)
             left = left.clone()
             left[exposed] = held
             if not stage.own_rules:
                 robust = robust & left
-        return passes, in_time
+        return passes
 
 
 def _rows(batch: Batch, rows: Tensor) -> Batch:
