@@ -23,6 +23,20 @@ def test_8_bits_round_towards_the_clean_image():
     assert in_8_bits(z, x).flatten().tolist() == [101, 99, 100, 102, 0, 255]
 
 
+def test_examples_are_misclassified_and_robust_images_of_the_strongest_attack(tmp_path):
+    settings = {"attacks": ["pgd-5", "fgsm"], "independent": True, "limit": 60, "eps": 8 / 255}
+    results = vitadel.audit("zoo:shapes-robust", "shapes", out=tmp_path / "run", **settings)
+    strongest = min(results["attacks"], key=lambda entry: entry["held"])["name"]
+    assert strongest == "pgd-5"
+    with np.load(tmp_path / "run" / "examples.npz") as examples:
+        assert str(examples["attack"]) == strongest
+        robust = examples["label"] == examples["prediction"]
+        assert 0 < robust.sum() < len(robust) == 8
+        samples = pq.read_table(tmp_path / "run" / "samples.parquet").to_pydict()
+        held = dict(zip(samples["index"], samples["held:pgd-5"], strict=True))
+        assert [held[index] for index in examples["index"].tolist()] == robust.tolist()
+
+
 @pytest.mark.slow
 def test_images_on_disk_are_what_was_judged(tmp_path):
     out = tmp_path / "run"
@@ -47,7 +61,8 @@ def test_images_on_disk_are_what_was_judged(tmp_path):
             assert torch.equal(model(file["images"]).argmax(1), file["prediction"])
         assert (file["prediction"] != file["label"]).all()
         for row, index in enumerate(file["index"].tolist()):
-            (path,) = (out / "png").glob(f"{index:06d}-*.png")
+            label, seen = (results["data"]["class_names"][int(file[name][row])] for name in ("label", "prediction"))
+            (path,) = (out / "png").glob(f"{index:06d}-{label}-as-{seen}-*.png")
             picture = np.asarray(Image.open(path))
             pixels = torch.from_numpy(picture.copy()).permute(2, 0, 1)[None] / 255
             assert (pixels - file["clean"][row]).abs().max() <= 16 / 255 + 1e-6

@@ -17,6 +17,7 @@ from PIL import Image
 from run_folders import write_run
 from vitadel.errors import UserError
 from vitadel.reporting.exports import export, tables_of
+from vitadel.reporting.page import write_report
 from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.tables import Column, Table, as_csv, as_latex, as_markdown
 
@@ -277,3 +278,15 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(run / "report.html")
     assert (tmp_path / "out" / "tables" / "runs.tex").exists()
+
+
+def test_runs_can_be_given_names(tmp_path: Path) -> None:
+    runs = [made(tmp_path / "a"), made(tmp_path / "b")]
+    export(runs, tmp_path / "out", ["ours", "theirs"])
+    assert (tmp_path / "out" / "tables" / "runs.md").read_text().count("| ours |") == 1
+    write_report(runs, tmp_path / "page.html", title="A <title>", names=["ours", "theirs"])
+    page = (tmp_path / "page.html").read_text()
+    assert "A &lt;title&gt;" in page
+    assert "theirs" in page
+    with pytest.raises(UserError, match="--names gives 1 names for 2 runs"):
+        export(runs, tmp_path / "out", ["ours"])

@@ -104,8 +104,15 @@ def test_class_bars_show_clean_and_worst_case(tmp_path: Path) -> None:
     assert "star: 0.0 %" in picture.alt
 
 
+def test_classes_with_few_images_have_no_bars(tmp_path: Path) -> None:
+    few, enough = ({"correct": [True] * n, "attacks": {"fgsm": [True] * n}} for n in (36, 40))
+    assert draw_classes(made(tmp_path / "few", **few)) is None
+    assert draw_classes(made(tmp_path / "enough", **enough)) is not None
+
+
 def test_more_than_twenty_classes_say_how_many_are_left_out(tmp_path: Path) -> None:
-    picture = draw_classes(made(tmp_path / "a", class_names=[f"class-{n}" for n in range(40)]))
+    many = {"correct": [True] * 400, "attacks": {"fgsm": [True] * 400}}
+    picture = draw_classes(made(tmp_path / "a", class_names=[f"class-{n}" for n in range(40)], **many))
     assert picture is not None
     written = texts(picture.svg("p-"))
     assert "… 20 classes in between …" in written
@@ -213,7 +220,9 @@ def test_svg_follows_the_page_and_keeps_its_ids_apart(tmp_path: Path) -> None:
 
 def test_names_are_text_never_markup_or_mathematics(tmp_path: Path) -> None:
     hostile = ["<script>alert(1)</script>", "$\\frac{1}$", "a\x00b\x1b", "猫 & \U0001f600", 'x" onload="y']
-    run = made(tmp_path / "a", model="<b>$m$</b>", class_names=hostile)
+    run = made(
+        tmp_path / "a", model="<b>$m$</b>", class_names=hostile, correct=[True] * 50, attacks={"fgsm": [True] * 50}
+    )
     pictures = [draw_accuracies([run]), draw_classes(run), draw_examples(run)]
     for picture in pictures:
         assert picture is not None

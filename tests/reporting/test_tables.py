@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from vitadel.reporting.tables import Column, Table, fold_intervals, row_texts, share_cells, share_columns
+import pytest
+
+from vitadel.errors import UserError
+from vitadel.reporting.tables import (
+    Column,
+    Table,
+    check_columns,
+    choose_columns,
+    fold_intervals,
+    narrow,
+    row_texts,
+    share_cells,
+    share_columns,
+)
 
 SHARE = {"accuracy": 0.5, "ci95": (0.25, 0.7512)}
 
@@ -27,3 +40,28 @@ def test_ends_by_bare_names_and_numbers_without_an_interval() -> None:
 def test_a_table_without_intervals_is_itself() -> None:
     table = Table("", (Column("from"), Column("to")), (("a", "b"),))
     assert fold_intervals(table) == table
+
+
+def test_a_table_for_a_paper_is_narrow():
+    texts = (Column("data"), Column("eps"), Column("p (Holm)", 4))
+    columns = (Column("run"), Column("n", 0), *share_columns("clean"), *texts)
+    rows = (
+        ("/home/me/runs/a", 100, 66.2, 61.5, 70.7, "folder:/home/me/photos", "8/255", 1e-9),
+        ("zoo:b", 100, 99.96, 98.6, 100.0, "folder:/home/me/photos", "4/255", 0.03),
+    )
+    table = narrow(Table("Runs.", columns, rows))
+    assert [column.heading for column in table.columns] == ["run", "clean, %", "eps", "p (Holm)"]
+    assert row_texts(table.rows[0], table) == ["a", "66.2 [61.5, 70.7]", "8/255", "<0.0001"]
+    assert row_texts(table.rows[1], table) == ["zoo:b", "99.96 [98.6, 100.0]", "4/255", "0.0300"]
+    assert table.caption == "Runs. All rows: n 100, data folder:photos."
+
+
+def test_columns_can_be_chosen():
+    columns = (Column("run"), *share_columns("worst case"), Column("eps"))
+    table = Table("Runs.", columns, (("a", 1.0, 0.5, 2.0, "8/255"),))
+    check_columns(["eps", "Worst case"], [table])
+    chosen = choose_columns(fold_intervals(table), ["eps", "Worst case"])
+    assert [column.heading for column in chosen.columns] == ["eps", "worst case, %"]
+    assert choose_columns(table, ["seed"]) == table  # of another table
+    with pytest.raises(UserError, match="unknown column 'worst'"):
+        check_columns(["worst"], [table])

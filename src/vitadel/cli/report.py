@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vitadel.cli.options import option
+from vitadel.cli.options import option, split_list
 
 
 def report(
@@ -15,18 +15,24 @@ def report(
     out: Annotated[
         Path | None, option("HTML file (default: report.html in the run; comparison.html in the first of several)")
     ] = None,
+    title: Annotated[str | None, option("title of the page")] = None,
+    names: Annotated[str | None, option("what to call the runs, comma-separated, instead of their models")] = None,
     export: Annotated[
         Path | None, option("folder for tables (CSV, LaTeX, Markdown), figures (SVG, PNG), and files for other tools")
+    ] = None,
+    columns: Annotated[
+        str | None, option("columns of the exported LaTeX and Markdown tables, e.g. run,clean,worst case")
     ] = None,
 ) -> None:
     """Write one self-contained HTML page about runs."""
     from vitadel.reporting.page import write_report
 
     target = out or runs[0] / ("report.html" if len(runs) == 1 else "comparison.html")
-    write_report(runs, target)
+    called = split_list(names)
+    write_report(runs, target, title=title, names=called)
     if export is not None:
         from vitadel.reporting import exports
 
-        exports.export(runs, export)
+        exports.export(runs, export, called, split_list(columns))
         typer.echo(f"tables and figures: {export}", err=True)
     typer.echo(str(target))

@@ -55,6 +55,6 @@ def run_precheck(
         raised.append(Finding(name, SUSPICIOUS, failures, advice, title))
     if not raised:
         evidence = f"{len(found)} checks of outputs, gradients and attention on {len(e.x)} images raised nothing"
-        advice = f"'vitadel diagnose {target.model_spec}' also compares attacks with each other"
+        advice = "a full diagnosis ('vitadel diagnose') also compares attacks with each other"
         raised.append(Finding(name, OK, evidence, advice, title))
     return [finding.as_dict() for finding in raised]

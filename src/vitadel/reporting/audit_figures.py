@@ -17,6 +17,7 @@ from vitadel.statistics import wilson
 
 _ROW = 20  # points, as are all lengths below
 _MOST_CLASSES = 20
+_FEWEST_PER_CLASS = 10  # with fewer, the interval of a share is wider than 50 points
 _MOST_RUNS_WITH_ATTACKS = 6  # beyond, the figure would be too crowded
 _SMALL_IMAGE = 96  # up to this many pixels, eight examples fit beside each other
 
@@ -152,11 +153,17 @@ def extreme_classes(scores: Sequence[ClassScore]) -> tuple[list[ClassScore], lis
     return (ordered, []) if len(ordered) <= _MOST_CLASSES else (ordered[:half], ordered[-half:])
 
 
+def enough_per_class(run: Run) -> bool:
+    """Whether most classes have so many images that a bar says something."""
+    counts = sorted(score.n for score in class_scores(run))
+    return bool(counts) and counts[len(counts) // 2] >= _FEWEST_PER_CLASS
+
+
 def draw_classes(run: Run) -> Picture | None:
-    """Clean and worst-case accuracy per class; None without samples."""
-    scores = class_scores(run)
-    if not scores:
+    """Clean and worst-case accuracy per class; None without samples, or with too few of each class."""
+    if not enough_per_class(run):
         return None
+    scores = class_scores(run)
     best, rest = extreme_classes(scores)
     shown = [*best, *rest]
     attacked = shown[0].held is not None

@@ -12,20 +12,32 @@ from vitadel.reporting.interchange import interchange_files
 from vitadel.reporting.kind import Section, kind_of, name_damage
 from vitadel.reporting.kinds.audit import accuracy_section
 from vitadel.reporting.read_runs import Run, aspects, class_scores, read_all, run_labels
-from vitadel.reporting.tables import FORMATS, Cell, Column, Table, share_cells, share_columns
+from vitadel.reporting.tables import (
+    FORMATS,
+    Cell,
+    Column,
+    Table,
+    check_columns,
+    choose_columns,
+    narrow,
+    share_cells,
+    share_columns,
+)
 from vitadel.reporting.text import plain
 from vitadel.runtime.run_folder import write_atomically
 
 
-def export(paths: Sequence[Path], out: Path) -> list[Path]:
+def export(paths: Sequence[Path], out: Path, names: Sequence[str] = (), columns: Sequence[str] = ()) -> list[Path]:
     """Write DIR/tables and DIR/figures for papers, and files for other tools; returns all of them.
 
-    They replace those of an earlier export.
+    They replace those of an earlier export. `names` are what to call the runs; `columns` are those of the LaTeX and
+    Markdown tables that have any of them, else the tables are made narrow by themselves. CSV has all columns.
     """
     if out.is_file():
         raise UserError(f"{out} is a file; --export takes a folder, for tables/ and figures/ below it")
-    runs = read_all(paths)
+    runs = read_all(paths, names)
     tables = tables_of(runs)
+    check_columns(columns, tables)
     shared = overview(runs, pairings(runs)) if len(runs) > 1 else filter(None, [accuracy_section(runs)])
     pictures = {picture.name: picture for section in shared if (picture := section.picture)}
     for place, run in enumerate(runs, start=1):
@@ -41,7 +53,8 @@ def export(paths: Sequence[Path], out: Path) -> list[Path]:
 
     for table in tables:
         for ending, convert in FORMATS.items():
-            write(out / "tables" / f"{table.name}.{ending}", convert(table).encode("utf-8", errors="replace"))
+            shown = table if ending == "csv" else choose_columns(narrow(table), columns)
+            write(out / "tables" / f"{table.name}.{ending}", convert(shown).encode("utf-8", errors="replace"))
     for name, text in interchange_files(runs, run_labels(runs)).items():
         write(out / name, text.encode("utf-8", errors="replace"))
     for name, picture in pictures.items():

@@ -32,15 +32,18 @@ MOST_BYTES = 10_000_000
 """Size of a page that can still be mailed."""
 
 
-def write_report(runs: Sequence[Path], out: Path) -> None:
-    """Write the page, and the figures as PNG into the run folder that contains the page."""
+def write_report(runs: Sequence[Path], out: Path, *, title: str | None = None, names: Sequence[str] = ()) -> None:
+    """Write the page, and the figures as PNG into the run folder that contains the page.
+
+    `names` are what to call the runs, instead of their models.
+    """
     if out.suffix.lower() not in (".html", ".htm"):
         raise UserError(
             f"the report is an HTML page and its name must end in .html, got {out}; use for example report.html"
         )
-    found = read_all(runs)
+    found = read_all(runs, names)
     views = _views(found)
-    page = _render(found, views)  # first: if anything cannot be shown, nothing is written
+    page = _render(found, views, title)  # first: if anything cannot be shown, nothing is written
     for run, view in zip(found, views, strict=True):
         if out.resolve().is_relative_to(run.path.resolve()):
             for picture in filter(None, [section.picture for section in (*_accuracies(run), *view.sections)]):
@@ -97,12 +100,12 @@ def _assumptions(run: Run) -> Section | None:
     return Section("Assumptions", sentences=assumed) if assumed else None
 
 
-def _render(runs: Sequence[Run], views: Sequence[_View]) -> str:
+def _render(runs: Sequence[Run], views: Sequence[_View], title: str | None = None) -> str:
     several = len(runs) > 1
     pairs = pairings(runs) if several else []
     page = functools.partial(
         _template().render,
-        title=f"{len(runs)} runs compared" if several else f"{views[0].label} on {aspects(runs[0])['data']}",
+        title=title or (f"{len(runs)} runs compared" if several else f"{views[0].label} on {aspects(runs[0])['data']}"),
         headline=headline(runs, pairs) if several else "",
         doubted=[view for view in views if view.trust and view.trust.verdict in ("broken", "suspicious")],
         overview=overview(runs, pairs) if several else _accuracies(runs[0]),

@@ -6,7 +6,7 @@ import json
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Run:
     samples: Table | None
     examples: dict[str, Array] | None
     metrics: tuple[dict[str, float], ...] = ()  # of a training, one row per step and per epoch
+    name: str | None = None  # given by the reader of the report
 
     @property
     def complete(self) -> bool:
@@ -104,14 +105,19 @@ def read_run(path: Path) -> Run:
     )
 
 
-def read_all(paths: Sequence[Path]) -> list[Run]:
-    """Read the folders; one that is named twice is read once."""
+def read_all(paths: Sequence[Path], names: Sequence[str] = ()) -> list[Run]:
+    """Read the folders, to be called by these names, if any are given; one that is given twice is read once."""
     if not paths:
         raise UserError("a report needs at least one run folder; `vitadel audit` prints the folder it wrote")
     once: dict[Path, Path] = {}
     for path in paths:
         once.setdefault(path.resolve(), path)
-    return [read_run(path) for path in once.values()]
+    if names and len(names) != len(once):
+        raise UserError(
+            f"--names gives {len(names)} names for {len(once)} runs; give one for each, separated by commas"
+        )
+    runs = [read_run(path) for path in once.values()]
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)] if names else runs
 
 
 def _check_is_run(path: Path) -> None:
@@ -336,7 +342,7 @@ def threat_text(run: Run) -> str:
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
     """What to call each run: its model, with the folder's name where models repeat, with a number where those do."""
-    labels = [run.model + (f", {restricted}" if (restricted := kept_outputs(run)) else "") for run in runs]
+    labels = [run.name or run.model + (f", {restricted}" if (restricted := kept_outputs(run)) else "") for run in runs]
     twice = {label for label, count in Counter(labels).items() if count > 1}
     labels = [f"{label} ({run.folder})" if label in twice else label for label, run in zip(labels, runs, strict=True)]
     twice = {label for label, count in Counter(labels).items() if count > 1}

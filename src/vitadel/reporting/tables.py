@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vitadel.reporting.text import printable, round_percent
+from vitadel.errors import check_known
+from vitadel.reporting.text import p_text, printable, round_percent
 
 Cell = str | int | float | None
 
@@ -55,7 +56,7 @@ def mean_cells(entry: Mapping[str, Any]) -> tuple[Cell, Cell, Cell]:
     return entry["mean"], *entry["ci95"]
 
 
-def fold_intervals(table: Table) -> Table:
+def fold_intervals(table: Table, interval: str = "({} to {})") -> Table:
     """The table for reading: intervals in brackets after their numbers, and no column that is empty in all rows."""
     headings = [column.heading for column in table.columns]
     keep = [
@@ -64,8 +65,58 @@ def fold_intervals(table: Table) -> Table:
         if not _is_end(headings, place) and (not table.rows or any(row[place] is not None for row in table.rows))
     ]
     columns = tuple(table.columns[place] for place in keep)
-    rows = tuple(tuple(_with_interval(row, table, headings, place) for place in keep) for row in table.rows)
+    rows = tuple(tuple(_with_interval(row, table, headings, place, interval) for place in keep) for row in table.rows)
     return replace(table, columns=columns, rows=rows)
+
+
+def narrow(table: Table) -> Table:
+    """The table for a paper: intervals as in 66.2 [61.5, 70.7], no folders before names, no column that repeats itself.
+
+    Texts, and numbers of images, that are the same in all rows go into the caption.
+    """
+    table = fold_intervals(table, "[{}, {}]")
+    rows = [tuple(_FOLDERS.sub("", cell) if isinstance(cell, str) else cell for cell in row) for row in table.rows]
+
+    def repeats_itself(place: int, column: Column) -> bool:
+        moves = (column.digits is None and column.heading not in _STAY) or column.heading == "n"
+        return place > 0 and moves and len({row[place] for row in rows}) == 1
+
+    repeated = {place: rows[0][place] for place, column in enumerate(table.columns) if repeats_itself(place, column)}
+    kept = [place for place in range(len(table.columns)) if place not in repeated]
+    facts = ", ".join(
+        f"{table.columns[place].heading} {cell}" for place, cell in repeated.items() if cell not in ("", "none", "yes")
+    )
+    return replace(
+        table,
+        caption=f"{table.caption} All rows: {facts}." if facts else table.caption,
+        columns=tuple(table.columns[place] for place in kept),
+        rows=tuple(tuple(row[place] for place in kept) for row in rows),
+    )
+
+
+_STAY = ("B", "attack", "images", "check", "title", "verdict")  # what a row is about
+_FOLDERS = re.compile(r"(?<![^\s:(])/(?:[^\s/,:]+/)+")  # the folders of an absolute path, also after 'folder:'
+
+
+def _bare(heading: str) -> str:
+    return heading.removesuffix(", %").strip().lower()
+
+
+def check_columns(wanted: Sequence[str], tables: Sequence[Table]) -> None:
+    """Refuse a column that no table has."""
+    known = {_bare(column.heading) for table in tables for column in fold_intervals(table).columns}
+    for name in wanted:
+        check_known("column", name.strip().lower(), sorted(known))
+
+
+def choose_columns(table: Table, wanted: Sequence[str]) -> Table:
+    """The table with only these columns, in their order; unchanged if it has none of them, or nothing is wanted."""
+    places = {_bare(column.heading): place for place, column in enumerate(table.columns)}
+    kept = [places[name] for name in (each.strip().lower() for each in wanted) if name in places]
+    if not kept:
+        return table
+    columns = tuple(table.columns[place] for place in kept)
+    return replace(table, columns=columns, rows=tuple(tuple(row[place] for place in kept) for row in table.rows))
 
 
 def _is_end(headings: Sequence[str], place: int) -> bool:
@@ -78,11 +129,11 @@ def _has_ends(headings: Sequence[str], place: int) -> bool:
     return endings == ["from", "to"]
 
 
-def _with_interval(row: Sequence[Cell], table: Table, headings: Sequence[str], place: int) -> Cell:
+def _with_interval(row: Sequence[Cell], table: Table, headings: Sequence[str], place: int, interval: str) -> Cell:
     if not _has_ends(headings, place) or row[place] is None:
         return row[place]
     value, low, high = map(_round, row[place : place + 3], table.columns[place : place + 3])
-    return f"{value} ({low} to {high})" if low and high else value
+    return f"{value} {interval.format(low, high)}" if low and high else value
 
 
 def row_texts(row: Sequence[Cell], table: Table) -> list[str]:
@@ -98,6 +149,8 @@ def _round(cell: Cell, column: Column) -> str:
     if not isinstance(cell, float):
         return str(cell)
     digits = column.digits or 0
+    if column.heading.startswith("p ("):
+        return p_text(cell).replace(" ", "")
     return round_percent(cell, digits) if column.heading.endswith("%") else f"{cell:.{digits}f}"
 
 

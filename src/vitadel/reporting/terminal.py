@@ -51,7 +51,9 @@ def show_section(section: Section) -> None:
     for table in map(fold_intervals, section.tables):
         shown = Table(title=escape(table.caption), title_justify="left")
         for column in table.columns:
-            shown.add_column(escape(column.heading), justify="left" if column.digits is None else "right")
+            shown.add_column(
+                escape(column.heading), justify="left" if column.digits is None else "right", overflow="fold"
+            )
         for row in table.rows:
             shown.add_row(*map(escape, row_texts(row, table)))
         console.print(shown)

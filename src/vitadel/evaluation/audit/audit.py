@@ -90,6 +90,7 @@ PNG_HOLDS = "png_holds"
 """The note of a saved image: the model classifies its 8-bit version correctly."""
 _FEW, _MOST = 8, 0.9  # images, and the share of them that is right, from which on a clean accuracy is no chance
 _EXAMPLES = 8  # samples with their perturbed versions, for the report
+_EXAMPLE_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,9 @@ class _Audit:
         run, request = self.run, self.request
         saver = None
         if run.folder is not None and request.keep != "nothing":
-            saver = ExampleSaver(run.path, self.target.model, request.keep == "png").save
+            saver = ExampleSaver(
+                run.path, self.target.model, request.keep == "png", tuple(self.target.source.classes)
+            ).save
         context = run.context(self.target, request, precision=request.precision, save_examples=saver)
         context, compilation = _compile(context) if request.compile else (context, None)
         findings = findings_about_mode(context.model) + (examine(self.target) if run.processes.is_main else [])
@@ -275,7 +278,10 @@ class _Audit:
             if request.keep != "nothing":
                 results["kept"] = count_saved(members, request.keep == "png")
             if run.folder is not None and run.processes.is_main and attacks:
-                run.write("examples.npz", example_arrays(context, verdicts, *min(attacks, key=_cost_of)))
+                run.write(
+                    "examples.npz",
+                    example_arrays(context, verdicts, *_strongest(attacks, verdicts, request.independent)),
+                )
             run.write("samples.parquet", samples_table(verdicts))
         return results
 
@@ -353,6 +359,17 @@ def _cost_of(named: tuple[str, Attack]) -> int:
     return 3 * gradients + forwards
 
 
+def _strongest(attacks: Sequence[tuple[str, Attack]], verdicts: Verdicts, independent: bool) -> tuple[str, Attack]:
+    """The attack that leaves the fewest samples, of those within the budget if there are any.
+
+    Where each attacked only what the earlier ones left, the one with the most passes: their numbers cannot be compared.
+    """
+    within = [named for named in attacks if named[0] not in verdicts.outside] or attacks
+    if independent:
+        return min(within, key=lambda named: int(verdicts.held[named[0]].sum()))
+    return max(within, key=_cost_of)
+
+
 def in_8_bits(z: Tensor, x: Tensor) -> Tensor:
     """The nearest 8-bit image that is no farther from `x` than `z` is, where there is one."""
     levels = z * 255
@@ -367,6 +384,12 @@ class ExampleSaver:
     folder: Path
     model: nn.Module
     png: bool = False
+    classes: Sequence[str] = ()
+
+    def _class_name(self, number: int) -> str:
+        """For the name of a file: letters, digits and hyphens."""
+        name = self.classes[number] if number < len(self.classes) else f"class-{number}"
+        return re.sub(r"[^a-zA-Z0-9]+", "-", name).strip("-")[:30] or f"class-{number}"
 
     def save(self, stage: str, number: int, batch: Batch, z: Tensor, verdict: Verdict) -> dict[str, Tensor]:
         """Save the successes of a batch; with pictures, the note `PNG_HOLDS` of every sample."""
@@ -390,7 +413,9 @@ class ExampleSaver:
         for row in fooled.nonzero()[:, 0].tolist():
             buffer = io.BytesIO()
             Image.fromarray(pictures[row].permute(1, 2, 0).cpu().numpy()).save(buffer, format="PNG")
-            write_atomically(self.folder / PICTURES / f"{int(batch.indices[row]):06d}-{name}.png", buffer.getvalue())
+            classes = (self._class_name(int(each[row])) for each in (batch.y, verdict.prediction))
+            file = f"{int(batch.indices[row]):06d}-{'-as-'.join(classes)}-{name}.png"
+            write_atomically(self.folder / PICTURES / file, buffer.getvalue())
         return {PNG_HOLDS: right & fooled}
 
 
@@ -407,8 +432,15 @@ def count_saved(members: Sequence[MemberResult], png: bool) -> dict[str, Any]:
 
 
 def example_arrays(context: RunContext, verdicts: Verdicts, name: str, attack: Attack) -> bytes | None:
-    """`examples.npz`: a few samples, clean and as this attack perturbs them, for the report. It runs once more."""
-    rows = verdicts.index[verdicts.correct][:_EXAMPLES].tolist()
+    """`examples.npz`: a few samples, clean and as this attack perturbs them, for the report. It runs once more.
+
+    Half of them are robust, but no more than a small part of all robust ones, which cost the most.
+    """
+    robust = verdicts.index[verdicts.robust]
+    broken = verdicts.index[verdicts.correct & ~verdicts.robust]
+    count = min(_EXAMPLES // 2, max(1, round(_EXAMPLE_SHARE * len(robust))))
+    chosen = torch.cat([broken[: _EXAMPLES - min(count, len(robust))], robust[:count]])
+    rows = chosen.sort().values.tolist()
     if not rows:
         return None
     (batch,) = read_batches(context.source, [rows], context.preprocess, skip_bad=context.skip_bad)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from vitadel.backbones.classifier import check_logits, fastest_attention
 from vitadel.data.batches import Batch, read_batches
 from vitadel.data.preprocess import Preprocess
 from vitadel.errors import UserError
+from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import RESUMED, progress
 from vitadel.runtime.rng import SampleRNG
@@ -210,7 +212,7 @@ def run_stage(
     todo = [k for k in mine if not _is_done(context.cache.find(stage, k), chunks[k])]
     total, saved = sum(len(chunks[k]) for k in mine), sum(len(chunks[k]) for k in mine if k not in set(todo))
     shown = context.show_progress and context.processes.is_main
-    with progress(stage, total, shown, context.expected.get(stage)) as meter:
+    with progress(_readable(stage), total, shown, context.expected.get(stage)) as meter:
         if saved:
             meter.advance(saved, RESUMED)
         stream = read_batches(context.source, (chunks[k] for k in todo), context.preprocess, skip_bad=context.skip_bad)
@@ -247,6 +249,11 @@ def running_share(word: str, count: Callable[[BatchRecord], tuple[float, int]]) 
 def share_wrong(record: BatchRecord) -> tuple[float, int]:
     """Counts for `running_share` from a record of correct predictions."""
     return int((~record["right"]).sum()), record["right"].size
+
+
+def _readable(stage: str) -> str:
+    """Budgets as people write them: studies name their stages, and so the files of batches, by the exact number."""
+    return re.sub(r"\b0\.[0-9]{6,}\b", lambda number: quantity_text(float(number[0])), stage)
 
 
 def _is_done(record: BatchRecord | None, chunk: list[int]) -> bool:

@@ -11,7 +11,13 @@ from rich.table import Table
 
 from vitadel.findings import PRECHECK, title_of
 from vitadel.quantities import can_diagnose
-from vitadel.reporting.audit_figures import draw_accuracies, draw_classes, draw_examples, shows_attention
+from vitadel.reporting.audit_figures import (
+    draw_accuracies,
+    draw_classes,
+    draw_examples,
+    enough_per_class,
+    shows_attention,
+)
 from vitadel.reporting.kind import Kind, Section, Trust, doubts, kind_of
 from vitadel.reporting.read_runs import Run, aspects, class_scores, run_labels, threat_text
 from vitadel.reporting.tables import Column as ReportColumn
@@ -146,9 +152,17 @@ def _classes(run: Run) -> Section | None:
     return Section(
         "Classes",
         lambda: draw_classes(run),
-        "The number beside a class is that of its images. Few images make a class's share uncertain: see the interval.",
+        _class_caption(run),
         block="classes",
         content={"rows": rows, "attacks": attacks},
+    )
+
+
+def _class_caption(run: Run) -> str:
+    if not enough_per_class(run):
+        return ""
+    return (
+        "The number beside a class is that of its images. Few images make a class's share uncertain: see the interval."
     )
 
 
@@ -160,8 +174,8 @@ def _examples(run: Run) -> Section | None:
     if "attack" in examples:
         own_rules = bool(examples.get("own_rules", False))
         attack = f"{examples['attack']} ({'different threat model' if own_rules else threat_text(run)})"
-    caption = f"The first correctly classified images, and what {attack} alone makes of them. "
-    caption += "Above each column the true class, below it the model's answer to the perturbed image."
+    caption = f"Correctly classified images, some misclassified and some robust under attack, and what {attack} alone "
+    caption += "makes of them. Above each column the true class, below it the model's answer to the perturbed image."
     if shows_attention(run):
         caption += " The last two rows: the last layer's attention over the patches, both on one scale."
     return Section("Examples", lambda: draw_examples(run), caption)
@@ -249,9 +263,8 @@ def _accuracy_table(run: Run, console: Console) -> Table:
         table.add_column(heading, justify="left" if heading in ("", "95 % interval") else "right")
 
     def add(name: str, value: float, interval: Sequence[float], cost: tuple[str, str] = ("", "")) -> None:
-        low, high = interval
-        bounds = f"{100 * low:.1f} to {100 * high:.1f}"
-        table.add_row(escape(name), f"{100 * value:.1f} %", bounds, _bar(value, console), *cost)
+        bounds = interval_text(interval).removesuffix(" %")
+        table.add_row(escape(name), percent(value), bounds, _bar(value, console), *cost)
 
     clean, worst = results["clean"], results["worst_case"]
     add("clean", clean["accuracy"], clean["ci95"])
@@ -285,18 +298,18 @@ def show_audit(run: Run) -> None:
     if mapping and mapping["outputs"] > len(mapping["classes"]):
         notes.append(f"{_mapping_sentence(mapping)}.")
     if beside := results.get("clean_among_all"):
-        accuracy = f"{100 * beside['accuracy']:.1f} %"
+        accuracy = percent(beside["accuracy"])
         notes.append(f"Clean, among all {beside['classes']} classes: {accuracy}, {beside['remark']}.")
     if attacks:
         counts = " or ".join(dict.fromkeys(entry["counts"] for entry in attacks))
         notes.append(f"Robust accuracy counts {counts}; passes are per attacked sample.")
     for entry in attacks:
         if style := entry["paper_style"]:
-            accuracy = f"{100 * style['robust_accuracy']:.1f} %"
+            accuracy = percent(style["robust_accuracy"])
             notes.append(f"{entry['name']}, counted as in its paper: {accuracy}, {style['remark']}.")
     if results.get("compile"):
         notes.append(results["compile"])
-    if results.get("protocol"):
+    if (results.get("protocol") or {}).get("nearest"):  # else there is nothing that could be compared with
         notes.append(_comparability(results["protocol"]))
     for note in notes:
         console.print(f"[dim]{escape(note)}[/]")
@@ -316,6 +329,10 @@ def show_audit(run: Run) -> None:
         if kept["pictures"]:
             still = kept["images"] - kept["undone_by_8_bits"]
             console.print(f"and as 8-bit pictures in {kept['pictures']}/: {still} of them still fool the model")
+    trust = trust_audit(run)
+    if trust is not None and trust.command:
+        # As it stands, on one line: a wrapped command cannot be pasted.
+        console.print(f"next: {trust.command}", soft_wrap=True, markup=False, highlight=False)
 
 
 KIND = Kind(audit_sentence, audit_sections, trust=trust_audit, show=show_audit, partial=True)
