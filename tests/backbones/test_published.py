@@ -222,7 +222,7 @@ def test_a_file_under_a_plain_name_is_recognized_and_nothing_is_changed(tmp_path
     assert looks.startswith("this looks like published:imagenet/Debenedetti2022Light_XCiT-S12")
     assert "trained with no normalization (raw pixels)" in looks
     assert "--mean 0 --std 1" in looks
-    assert "mean 0.485" in model.record.notes["assumed"]
+    assert "ImageNet mean and std" in model.record.notes["assumed"]
     assert "--no-normalize" in model.record.notes["assumed"]
     right = load_model("xcit_small_12_p16_224", weights=path, mean=(0, 0, 0), std=(1, 1, 1))
     assert "normalization" not in right.record.notes.get("assumed", "")

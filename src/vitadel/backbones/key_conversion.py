@@ -107,11 +107,18 @@ def _without_computed(start: Fitted, own: Mapping[str, tuple[int, ...]]) -> Fitt
     return replace(start, weights=weights, notes=(*start.notes, *note))
 
 
+def _other_windows(module: nn.Module, start: Fitted) -> bool:
+    """Whether the file has attention windows of another size: timm's converter would resample their tables, slowly."""
+    own = module.state_dict()
+    tables = [key for key in start.weights if key.endswith("relative_position_bias_table") and key in own]
+    return any(own[key].shape != start.weights[key].shape for key in tables)
+
+
 def _by_timm(module: nn.Module, start: Fitted) -> list[Fitted]:
     """The keys renamed by timm's converter for this family; nothing if there is none or it changes numbers."""
     home = type(module).__module__
     convert = getattr(sys.modules.get(home), "checkpoint_filter_fn", None) if home.startswith("timm.models.") else None
-    if convert is None:
+    if convert is None or _other_windows(module, start):
         return []
     try:
         converted = convert(dict(start.weights), module)

@@ -25,6 +25,11 @@ __all__ = [
 ]
 
 _CLASSES = {"imagenet": 1000, "cifar10": 10, "cifar100": 100}
+_USUAL: dict[tuple[float, ...], str] = {
+    (0.485, 0.456, 0.406, 0.229, 0.224, 0.225): "ImageNet",
+    (0.481, 0.458, 0.408, 0.269, 0.261, 0.276): "CLIP",
+    (0.491, 0.482, 0.446, 0.247, 0.244, 0.262): "CIFAR-10",
+}
 _ACCURACIES = ("clean", "autoattack", "pgd-20", "best_known")
 
 
@@ -136,7 +141,10 @@ def describe_normalization(mean: tuple[float, ...], std: tuple[float, ...]) -> s
     """Mean and std in words."""
     if set(mean) == {0.0} and set(std) == {1.0}:
         return "no normalization (raw pixels)"
-    return f"mean {join_numbers(mean)} and std {join_numbers(std)}"
+    if len({*mean, *std}) == 1:
+        return f"mean and std {mean[0]:g}"
+    name = _USUAL.get((*(round(value, 3) for value in mean), *(round(value, 3) for value in std)))
+    return f"{name} mean and std" if name else f"mean {join_numbers(mean)} and std {join_numbers(std)}"
 
 
 def describe_resizing(how: Published | ModelRecord, size: int) -> str:

@@ -157,7 +157,8 @@ def describe_assumptions(
             f"{' and '.join(assumed)}, which are timm's for '{record.name}': '{path.name}' does not say how it was "
             f"trained. Other values: {', '.join(flags)}."
         )
-    looks = _compare(recognize(checkpoint.weights, checkpoint, path), taken)
+    found = recognize(checkpoint.weights, checkpoint, path)
+    looks = _compare(found, taken, certain=any(_score(each, checkpoint.weights, checkpoint, path) for each in found))
     if looks:
         notes[LOOKS_LIKE] = looks
     return notes
@@ -177,22 +178,26 @@ class _Preprocessing:
         return cls(describe_normalization(*values), describe_resizing(record, size))
 
 
-def _compare(found: list[Published], taken: _Preprocessing) -> str:
+def _compare(found: list[Published], taken: _Preprocessing, *, certain: bool) -> str:
     """What differs between the published models that a file fits and how it was opened; '' if nothing does."""
-    kinds: dict[_Preprocessing, list[str]] = {}
+    kinds: dict[str, list[Published]] = {}
     for each in found:
-        kinds.setdefault(_Preprocessing(each.normalization, each.resizing), []).append(each.spec)
-    if not kinds or list(kinds) == [taken]:
+        kinds.setdefault(each.normalization, []).append(each)
+    ways = {(each.normalization, each.resizing) for each in found}
+    if not found or ways == {(taken.normalization, taken.resizing)}:
         return ""
     looks = "; or ".join(
-        f"{_listed(specs)}, trained with {kind.normalization}, evaluated with {kind.resizing}"
-        for kind, specs in kinds.items()
+        f"{_listed([each.spec for each in group])}, trained with {normalization}"
+        for normalization, group in kinds.items()
     )
-    first = found[0]
-    mean, std = (",".join(f"{value:g}" for value in dict.fromkeys(numbers)) for numbers in (first.mean, first.std))
-    same = len({kind.normalization for kind in kinds}) == 1
-    flags = f"--mean {mean} --std {std}" if same else "--mean and --std"
+    evaluated = f", evaluated with {found[0].resizing}" if len({each.resizing for each in found}) == 1 else ""
+    alone = "" if certain else " (by keys and shapes, which timm's own weights have, too)"
+    mean, std = (",".join(f"{value:g}" for value in dict.fromkeys(way)) for way in (found[0].mean, found[0].std))
+    flags = f"--mean {mean} --std {std}" if len(kinds) == 1 else "--mean and --std"
+    if list(kinds) == [taken.normalization]:
+        flags = f"--crop-pct {found[0].crop_pct:g}"
+    model = found[0].spec if len(found) == 1 else "the one it is"
     return (
-        f"this looks like {looks}. Here it has {taken.normalization}, {taken.resizing}. Use {first.spec} as MODEL"
-        f"{'' if len(found) == 1 else ' (or the one it is)'}, or {flags}."
+        f"this looks like {looks}{evaluated}{alone}. Here it has {taken.normalization}, {taken.resizing}. "
+        f"Use {model} as MODEL, or {flags}."
     )
