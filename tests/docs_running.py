@@ -32,6 +32,7 @@ from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_toke
 from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.backbones.checkpoints import save_classifier
 from vitadel.backbones.load import load_model
+from vitadel.backbones.published import find_published
 from vitadel.backbones.timm_models import create_backbone
 from vitadel.cli.main import app
 from vitadel.errors import UserError
@@ -248,6 +249,9 @@ def _write_weights(model: str, given: dict[str, Any]) -> None:
     published = model.startswith("published:")
     backbone = load_model(model, weights="random").backbone if published else create_backbone(model, None, {})
     weights = backbone.state_dict()
+    if path.endswith("/"):  # RobustBench's cache
+        entry = find_published(model.removeprefix("published:"))
+        path = f"{path}{entry.dataset}/{entry.norm.capitalize()}/{entry.name}.pt"
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     if path.endswith(".safetensors"):
         save_file(weights, path)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vitadel.diagnosis.run import diagnose
     from vitadel.evaluation.activations import massive_activations
     from vitadel.evaluation.audit.audit import audit
+    from vitadel.evaluation.benchmark import benchmark
     from vitadel.evaluation.trade_off.run import trade_off
     from vitadel.heads.probe import probe
     from vitadel.instrument import attention_maps, block_features, extra_tokens, scaled_attention, score_statistics
@@ -33,6 +34,7 @@ __all__ = [
     "attacks",
     "attention_maps",
     "audit",
+    "benchmark",
     "block_features",
     "diagnose",
     "extra_tokens",
@@ -54,6 +56,7 @@ _HOMES = {
     "Classifier": "vitadel.backbones",
     "attention_maps": "vitadel.instrument",
     "audit": "vitadel.evaluation.audit.audit",
+    "benchmark": "vitadel.evaluation.benchmark",
     "block_features": "vitadel.instrument",
     "diagnose": "vitadel.diagnosis.run",
     "extra_tokens": "vitadel.instrument",

@@ -24,6 +24,7 @@ from vitadel.backbones.published import (
     find_published,
 )
 from vitadel.backbones.record import ASSUMED, LOOKS_LIKE, ModelRecord
+from vitadel.backbones.robustbench_cache import find_in_cache
 from vitadel.errors import UserError
 
 __all__ = ["describe_assumptions", "open_published", "recognize", "suggest_published"]
@@ -40,7 +41,8 @@ def open_published(
     published = find_published(name)
     if weights is None or weights == "pretrained":
         raise UserError(
-            f"'{published.spec}' needs its weights as --weights FILE; vitadel does not download them. "
+            f"'{published.spec}' needs its weights as --weights FILE, or a cache folder of RobustBench; vitadel "
+            "does not download them. "
             f"They are to be had here: {published.where}."
         )
     if weights == "random":
@@ -49,6 +51,7 @@ def open_published(
             record, notes=record.notes | {"weights": "random: an untrained model"}
         )
     path = Path(str(weights)).expanduser()
+    path = find_in_cache(path, published) if path.is_dir() else path
     checkpoint = read_checkpoint(path)
     record = _fitting_record(published, checkpoint.weights, kwargs)
     backbone = build_classifier(record).backbone

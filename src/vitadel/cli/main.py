@@ -87,7 +87,7 @@ app = typer.Typer(
 _PANELS = {
     "Measure": ("audit", "corruptions", "stability", "threat-levels", "trade-off", "plan"),
     "Harden": ("harden", "probe", "recipes"),
-    "Analyze": ("diagnose", "study", "inspect", "report", "ui"),
+    "Analyze": ("diagnose", "study", "inspect", "report", "leaderboard", "ui"),
     "Tools": ("attack", "corrupt", "list", "selftest"),
 }
 """The verbs; each is in the file of its name, as a function of its name or, with verbs of its own, as `app`."""

@@ -23,6 +23,9 @@ def report(
     columns: Annotated[
         str | None, option("columns of the exported LaTeX and Markdown tables, e.g. run,clean,worst case")
     ] = None,
+    robustbench: Annotated[
+        bool, option("also write RobustBench's model_info file and new-model issue into each run", "--robustbench")
+    ] = False,
 ) -> None:
     """Write one self-contained HTML page about runs."""
     from vitadel.reporting.page import write_report
@@ -35,4 +38,9 @@ def report(
 
         exports.export(runs, export, called, split_list(columns))
         typer.echo(f"tables and figures: {export}", err=True)
+    if robustbench:
+        from vitadel.reporting.robustbench import write_robustbench
+
+        for path in (path for run in runs for path in write_robustbench(run)):
+            typer.echo(f"for RobustBench: {path}", err=True)
     typer.echo(str(target))

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import base64
 import functools
-import hashlib
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vitadel.errors import UserError
-from vitadel.quantities import duration
 from vitadel.reporting.comparison import headline, overview, pairings
 from vitadel.reporting.figures import Picture, lighten_images
 from vitadel.reporting.kind import Section, Trust, kind_of, name_damage
 from vitadel.reporting.kinds.audit import accuracy_section
 from vitadel.reporting.read_runs import Run, aspects, faced, read_all, run_labels, threat_text
-from vitadel.reporting.tables import fold_intervals, row_texts
-from vitadel.reporting.text import interval_text, listed, p_text, percent, plain
+from vitadel.reporting.templates import load_template, script_fields
 from vitadel.runtime.opening import typed_words
 from vitadel.runtime.run_folder import write_atomically
-from vitadel.version import __version__
 
 MOST_BYTES = 10_000_000
 """Size of a page that can still be mailed."""
@@ -104,15 +97,13 @@ def _render(runs: Sequence[Run], views: Sequence[_View], title: str | None = Non
     several = len(runs) > 1
     pairs = pairings(runs) if several else []
     page = functools.partial(
-        _template().render,
+        load_template("report.html").render,
         title=title or (f"{len(runs)} runs compared" if several else f"{views[0].label} on {aspects(runs[0])['data']}"),
         headline=headline(runs, pairs) if several else "",
         doubted=[view for view in views if view.trust and view.trust.verdict in ("broken", "suspicious")],
         overview=overview(runs, pairs) if several else _accuracies(runs[0]),
         runs=views,
-        script=Markup(_script()),
-        script_hash=f"sha256-{base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()}",
-        version=__version__,
+        **script_fields("sort.js"),
     )
     pictures: list[Picture] = []
 
@@ -154,33 +145,6 @@ _LEFT_OUT = Markup(
     '<p class="note">Left out, to keep the page below 10 MB: make a report of this run alone, or <code>--export</code> '
     "the figures.</p>"
 )
-
-
-@functools.cache
-def _script() -> str:
-    """The script that sorts tables; the page's policy names its hash, so that nothing else on the page can run."""
-    return files("vitadel.reporting").joinpath("templates", "sort.js").read_text("utf-8")
-
-
-@functools.cache
-def _template() -> Any:
-    loader = PackageLoader("vitadel.reporting", "templates")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters.update(
-        percent=percent,
-        interval=interval_text,
-        duration=duration,
-        p_value=p_text,
-        points=lambda share: f"{100 * share:+.1f}",
-        listed=listed,
-        plain=plain,
-        folded=fold_intervals,
-        texts=row_texts,
-        unbroken=lambda text: text.replace(" %", "\u00a0%"),  # no line begins with a percent sign
-    )
-    return environment.get_template("report.html")
 
 
 def _gauges(run: Run) -> list[dict[str, Any]]:
