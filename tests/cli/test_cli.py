@@ -14,6 +14,7 @@ from PIL import Image
 
 from command_line import vitadel
 from vitadel.cli.main import app
+from vitadel.evaluation.audit.audit import AuditRequest
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
@@ -180,3 +181,17 @@ def test_a_user_error_shows_no_traceback_in_a_shell(tmp_path):
     done = from_a_shell("audit", "--attacks", "pdg-20", cwd=tmp_path, code=2)
     assert done.stderr.startswith("vitadel: unknown attack 'pdg-20'")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_quick_is_the_pair_of_fast_attacks_and_says_so(tmp_path):
+    words = ["audit", "zoo:shapes-standard", "--limit=6", "--no-precheck", f"--out={tmp_path / 'run'}"]
+    said = vitadel(*words, "--attacks=quick")
+    assert "A smoke test: FGSM and PGD-20 measure no robustness." in said.stdout
+    assert json.loads((tmp_path / "run" / "command.json").read_text())["settings"]["attacks"] == ["fgsm", "pgd-20"]
+
+
+def test_a_bare_audit_runs_autoattack_fast(tmp_path):
+    words = ["audit", "zoo:shapes-standard", "--limit=6", "--no-precheck", f"--out={tmp_path / 'run'}"]
+    assert "smoke test" not in vitadel(*words).stdout
+    assert json.loads((tmp_path / "run" / "command.json").read_text())["settings"]["attacks"] == ["autoattack-fast"]
+    assert AuditRequest().attacks == ("autoattack-fast",)

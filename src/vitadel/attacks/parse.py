@@ -29,9 +29,14 @@ class AttackName:
     prefixes: tuple[tuple[str, dict[str, Setting]], ...] = ()
 
 
+QUICK = {"quick": ("fgsm", "pgd-20")}
+"""Names for lists of attacks: a smoke test, which takes a minute and measures no robustness."""
+
+
 def split_attack_list(text: str) -> list[str]:
-    """Split a list of attacks at the commas outside brackets."""
-    names = [part.strip() for part in re.split(r",(?![^(]*\))", text)]
+    """Split a list of attacks at the commas outside brackets; `quick` stands for a pair of fast ones."""
+    parts = [part.strip() for part in re.split(r",(?![^(]*\))", text)]
+    names = [name for part in parts for name in QUICK.get(part.lower(), (part,))]
     if not all(names):
         raise UserError(f"empty name in the attack list {text!r}; write it like fgsm,pgd-20(restarts=5)")
     return names

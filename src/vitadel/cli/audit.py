@@ -67,7 +67,7 @@ class GateFlags:
 def audit(
     ctx: typer.Context,
     model: options.Model = "zoo:shapes-robust",
-    attacks: AttackFlags = AttackFlags("fgsm,pgd-20"),
+    attacks: AttackFlags = AttackFlags("autoattack-fast"),
     data: DataFlags = DataFlags("shapes"),
     how: ClassifierFlags = ClassifierFlags(),
     protocol: Annotated[str | None, option("a standard evaluation by name; see 'vitadel list protocols'")] = None,

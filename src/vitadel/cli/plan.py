@@ -30,7 +30,7 @@ def plan(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="for a recipe, e.g. train.epochs=3")
     ] = None,
     row: options.Row = None,
-    attacks: AttackFlags = AttackFlags("fgsm,pgd-20"),
+    attacks: AttackFlags = AttackFlags("autoattack-fast"),
     data: DataFlags = DataFlags("shapes"),
     how: ClassifierFlags = ClassifierFlags(),
     device: options.Device = "auto",

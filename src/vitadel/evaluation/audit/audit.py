@@ -83,7 +83,7 @@ __all__ = [
 
 DEFAULT_MODEL = "zoo:shapes-robust"
 DEFAULT_DATA = "shapes"
-DEFAULT_ATTACKS = ("fgsm", "pgd-20")
+DEFAULT_ATTACKS = ("autoattack-fast",)
 KEEP = ("nothing", "images", "png")
 IMAGES, PICTURES = "adversarial", "png"  # folders of saved examples
 PNG_HOLDS = "png_holds"
@@ -166,7 +166,8 @@ def audit(
     read unless `allow_readable`. Without `escalate`, autoattack-fast only warns if gradients look masked. The precheck
     of `vitadel audit` is not included: see `vitadel.diagnose`.
     """
-    names = split_attack_list(attacks) if isinstance(attacks, str) else list(attacks)
+    given = [attacks] if isinstance(attacks, str) else attacks
+    names = [name for text in given for name in split_attack_list(text)]
     names = names if escalate else without_escalation(names)
     request = request_from(
         AuditRequest, "audit", {"attacks": tuple(names), "eps": read_quantity(eps, "eps"), **settings}

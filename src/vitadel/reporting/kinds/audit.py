@@ -236,6 +236,7 @@ def _comparability(protocol: Mapping[str, Any]) -> str:
 
 
 _NOT_ROBUSTBENCH = "Not comparable with RobustBench: only a run of one of its protocols is."
+_SMOKE_TEST = {"fgsm", "pgd-20"}  # the attacks that `--attacks quick` stands for
 _BAR = 12
 
 
@@ -303,6 +304,8 @@ def show_audit(run: Run) -> None:
     if attacks:
         counts = " or ".join(dict.fromkeys(entry["counts"] for entry in attacks))
         notes.append(f"Robust accuracy counts {counts}; passes are per attacked sample.")
+    if attacks and {entry["name"] for entry in attacks} <= _SMOKE_TEST:
+        notes.append("A smoke test: FGSM and PGD-20 measure no robustness. Leave out --attacks for autoattack-fast.")
     for entry in attacks:
         if style := entry["paper_style"]:
             accuracy = percent(style["robust_accuracy"])
