@@ -14,6 +14,7 @@ from vitadel.attacks import Linf
 from vitadel.backbones.load import load_model
 from vitadel.errors import UserError
 from vitadel.training.interfaces import AfterEpoch, Stateful
+from vitadel.training.plugins import overfitting_guard
 from vitadel.training.plugins.overfitting_guard import OverfittingGuard
 
 EPS = 8 / 255
@@ -62,8 +63,11 @@ def test_both_accuracies_are_measured(state, left):
     assert isinstance(guard, AfterEpoch)
     assert isinstance(guard, Stateful)
     epochs(guard, run, state)
-    assert run.logged == {"fgsm_accuracy": left[0], "pgd_accuracy": left[1]}
-    assert run.asked == [12, 12]
+    assert {name: run.logged[name] for name in ("fgsm_accuracy", "pgd_accuracy")} == {
+        "fgsm_accuracy": left[0],
+        "pgd_accuracy": left[1],
+    }
+    assert run.asked == [12, 12, 12]
     assert model.training
     assert model.wave.requires_grad
 
@@ -101,8 +105,21 @@ def test_new_attention_factors_are_no_fall():
     assert run.stopped.startswith("catastrophic overfitting in epoch 4")
 
 
-def test_limits_are_settings():
+def test_the_gain_of_a_step_is_measured():
+    """A slope delivers all it promises, the wave nothing after a step of eps; without slope there is no promise."""
     guard, run, _ = guarded(gap=1.0, fall=1.0)
+    epochs(guard, run, HEALTHY)
+    assert "step_gain" not in run.logged
+    epochs(guard, run, {"slope": 0.25})
+    assert run.logged["step_gain"] == pytest.approx(1, abs=1e-3)
+    assert run.reported == []
+    epochs(guard, run, OVERFITTED)
+    assert run.logged["step_gain"] == pytest.approx(0, abs=1e-3)
+    assert run.reported[0].startswith("catastrophic overfitting in epoch 3: a step of length eps delivers")
+
+
+def test_limits_are_settings():
+    guard, run, _ = guarded(gap=1.0, fall=1.0, least_gain=-1.0)
     epochs(guard, run, HEALTHY, OVERFITTED)
     assert run.reported == []
 
@@ -139,6 +156,7 @@ def test_rollback_puts_secret_tokens_back(monkeypatch):
     good, guard, run = model.tokens.detach().clone(), OverfittingGuard("rollback"), FakeTraining(model)
     left = iter([0.5, 0.5, 0.9, 0.1])  # FGSM and PGD after two epochs, the second overfitted
     monkeypatch.setattr(OverfittingGuard, "_accuracy", lambda *_: next(left))
+    monkeypatch.setattr(overfitting_guard, "_step_gain", lambda *_: 1.0)
     guard.after_epoch(run)
     assert [name for name in guard.state() if "classifier.backbone" in name] == []  # frozen: nothing to put back
     resumed = OverfittingGuard("rollback")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from vitadel.attacks.gain_ratio import measure_gains
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest
 from vitadel.errors import UserError
@@ -24,11 +26,12 @@ _LAST, _FACTORS, _PREFIX = "pgd_accuracy", "attention_factors", "good."
 class OverfittingGuard:
     """Attacks held-out images after each epoch, at full eps, by FGSM and by PGD with `steps` steps.
 
-    An alarm is raised if the accuracy under FGSM is more than `gap` above that under PGD, or if the latter is more than
-    `fall` below that of the previous epoch. 'warn' only prints it, 'stop' ends training, 'rollback' ends it with the
-    weights of the last epoch without alarm, as in arXiv:2001.03994. A model that is not adversarially trained yet looks
-    much like a collapsed one: with an epsilon warm-up, set `from_epoch` to the epoch where eps is full. An epoch with
-    new attention factors (AAS-AT) is not compared with the previous one.
+    An alarm is raised if the accuracy under FGSM is more than `gap` above that under PGD, if the latter is more than
+    `fall` below that of the previous epoch, or if a step of length eps delivers less than the share `least_gain` of
+    what its gradient promised (the median of the images; see `attacks.gain_ratio`). 'warn' only prints it, 'stop' ends
+    training, 'rollback' ends it with the weights of the last epoch without alarm, as in arXiv:2001.03994. A model that
+    is not adversarially trained yet looks much like a collapsed one: with an epsilon warm-up, set `from_epoch` to the
+    epoch where eps is full. An epoch with new attention factors (AAS-AT) is not compared with the previous one.
     """
 
     action: str = "warn"
@@ -37,6 +40,7 @@ class OverfittingGuard:
     images: int = 256
     steps: int = 10
     from_epoch: int = 0
+    least_gain: float = 0.1
     _last: float | None = field(init=False, default=None, repr=False)
     _factors: Tensor | None = field(init=False, default=None, repr=False)
     _good: dict[str, Tensor] = field(init=False, default_factory=dict, repr=False)
@@ -64,25 +68,31 @@ class OverfittingGuard:
             return
         one_step = PGD(run.threat, stepper=Steepest(run.threat.eps), steps=1, random_start=False)
         # Computed by the main process only: processes must not come to different decisions.
-        fgsm, pgd = run.processes.on_main(
-            lambda: (self._accuracy(one_step, run), self._accuracy(PGD(run.threat, steps=self.steps), run))
+        fgsm, pgd, gain = run.processes.on_main(
+            lambda: (
+                self._accuracy(one_step, run),
+                self._accuracy(PGD(run.threat, steps=self.steps), run),
+                _step_gain(run, self.images),
+            )
         )
-        run.log({"fgsm_accuracy": fgsm, "pgd_accuracy": pgd})
+        run.log({"fgsm_accuracy": fgsm, "pgd_accuracy": pgd} | ({} if math.isnan(gain) else {"step_gain": gain}))
         factors = _factors_of(run.model)
         if factors is not None and (self._factors is None or not torch.equal(factors, self._factors)):
             self._last = None
-        alarm = self._alarm(fgsm, pgd)
+        alarm = self._alarm(fgsm, pgd, gain)
         self._last, self._factors = pgd, factors
         if alarm:
             self._act(run, alarm)
         elif self.action == "rollback":
             self._good = {name: each.detach().to("cpu", copy=True) for name, each in _changing(run.model).items()}
 
-    def _alarm(self, fgsm: float, pgd: float) -> str:
+    def _alarm(self, fgsm: float, pgd: float, gain: float) -> str:
         if fgsm - pgd > self.gap:
             return f"held-out accuracy is {fgsm:.0%} under FGSM and {pgd:.0%} under PGD-{self.steps}"
         if self._last is not None and self._last - pgd > self.fall:
             return f"held-out accuracy under PGD-{self.steps} is {pgd:.0%}, after {self._last:.0%} an epoch ago"
+        if gain < self.least_gain:
+            return f"a step of length eps delivers {gain:.0%} of what its gradient promised"
         return ""
 
     def _act(self, run: Training, alarm: str) -> None:
@@ -115,6 +125,14 @@ class OverfittingGuard:
         self._last = float(state[_LAST]) if _LAST in state else None
         self._factors = state.get(_FACTORS)
         self._good = {name.removeprefix(_PREFIX): each for name, each in state.items() if name.startswith(_PREFIX)}
+
+
+def _step_gain(run: Training, images: int) -> float:
+    """The median gain ratio of steps of length eps from held-out images; NaN where gradients promise nothing."""
+    ratios = [
+        measure_gains(run.model, x, y, run.threat, (run.threat.eps,)).ratio[0] for x, y in run.held_out_images(images)
+    ]
+    return float(torch.cat(ratios).nanmedian()) if ratios else math.nan
 
 
 def _factors_of(model: nn.Module) -> Tensor | None:
