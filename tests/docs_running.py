@@ -235,8 +235,9 @@ def _sizes(context: typer.Context) -> list[str]:
 
 
 def _write_model(folder: Path, data: str) -> None:
-    """Write the stand-in for MODEL: a ViT for 1000 classes at 224 px, or for 10 at 32 px, as the data require."""
-    classes, size, patch = (1000, 224, 32) if data.startswith("imagenet") else (10, 32, 8)
+    """Write the stand-in for MODEL: a ViT for 1000 classes at 224 px, or for 10 or 2 at 32 px, as the data require."""
+    few = 2 if data.startswith("folder") else 10
+    classes, size, patch = (1000, 224, 32) if data.startswith("imagenet") else (few, 32, 8)
     shape = {**TINY["vit"], "img_size": size, "patch_size": patch}
     classifier = load_model("vit_tiny_patch16_224", weights="random", num_classes=classes, kwargs=shape)
     save_classifier(classifier, folder / "weights" / "best.safetensors")

@@ -17,6 +17,7 @@ from vitadel.evaluation.audit.clean_accuracy import (
     Known,
     chance_level,
     findings_about_accuracy,
+    findings_about_training,
     known_accuracy,
 )
 from vitadel.evaluation.audit.evidence import without_reassurance
@@ -169,3 +170,17 @@ def test_an_audit_says_so_first():
 def test_training_splits_are_named():
     results = vitadel.audit("zoo:shapes-robust", "shapes@train", attacks=["fgsm"], limit=20)
     assert [each["check"] for each in results["findings"]] == ["training-images"]
+
+
+def test_what_speaks_against_a_training():
+    def found(clean, robust=None, results=None):
+        return {each["check"]: each["verdict"] for each in findings_about_training(LABELS, clean, robust, 10, results)}
+
+    good = {"clean": {"correct": 190, "n": 200, "accuracy": 0.95}, "findings": []}
+    bad = {"clean": {"correct": 120, "n": 200, "accuracy": 0.6}, "findings": []}
+    assert found(0.95, 0.4, good) == {}
+    assert found(0.1, 0.1) == {"clean-accuracy": "broken"}
+    assert found(0.6, 0.7) == {"robust-above-clean": "broken"}
+    assert found(0.95, 0.4, bad) == {"known-accuracy": "broken"}
+    raised = {**bad, "findings": [{"check": "known-accuracy", "verdict": "broken"}]}
+    assert found(0.95, 0.4, raised) == {}  # said already

@@ -19,9 +19,9 @@ from timm.layers import DropPath
 
 import vitadel
 from small_recipes import document, recipe
-from vitadel.backbones.checkpoints import save_classifier
+from vitadel.backbones.checkpoints import read_record, save_classifier
 from vitadel.backbones.load import load_model
-from vitadel.data.sources.shapes import Shapes
+from vitadel.data.sources.shapes import CLASSES, Shapes
 from vitadel.errors import UserError
 from vitadel.runtime.distributed import join_processes
 from vitadel.training import run as harden_module
@@ -464,3 +464,15 @@ def test_a_guard_may_end_a_training(tmp_path, monkeypatch):
     assert results["training"]["steps"] == 3
     assert (folder.path / "weights" / "last.safetensors").exists()
     assert training_state.read_checkpoint(folder.path)["stopped"] == "it overfits"
+
+
+def test_weights_know_their_classes_and_a_collapse_is_said(tmp_path):
+    """Two steps of a tiny model teach it nothing: at chance, which the results say first."""
+    changes = {"data": {"test": None}, "train": {"epochs": 1}, "validation": {"limit": 40}}
+    results, folder, _ = run_harden(recipe(**changes), "small", CPU, out=tmp_path / "run")
+    record = read_record(folder.path / "weights" / "best.safetensors")
+    assert record.classes == tuple(CLASSES)
+    assert record.classes_from == "data.train of its training (shapes(size=16)@train)"
+    assert record.training["n"] == 40
+    assert record.training["clean"] == results["training"]["held_out"]["clean"]
+    assert results["findings"][0]["check"] == "clean-accuracy"

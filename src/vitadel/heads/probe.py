@@ -20,6 +20,7 @@ from vitadel.data.preprocess import Preprocess
 from vitadel.data.selection import check_same_classes, split_rows, usable_rows
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
+from vitadel.evaluation.audit.clean_accuracy import findings_about_training
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute
 from vitadel.evaluation.engine.target import Target
 from vitadel.heads.frozen_features import FrozenModel, feature_width, token_features
@@ -194,7 +195,17 @@ class _LinearJob:
         )
         outcome = run_audit(target, request, run.processes, **run.inside("audit"))
         run.copy_from("audit", "samples.parquet", "examples.npz")
-        return {**outcome.results, "probe": {"recipe": name, "tokens": self.base.tokens, **report}}
+        found = self._findings_about_held_out(report, outcome.results) + list(outcome.results["findings"])
+        return {**outcome.results, "findings": found, "probe": {"recipe": name, "tokens": self.base.tokens, **report}}
+
+    def _findings_about_held_out(self, report: Mapping[str, Any], results: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What speaks against the chosen head by its accuracy on held-out images."""
+        chosen = [each for each in report["heads"] if report["chosen"].items() <= each.items() and each["n"]]
+        if not chosen or chosen[0]["n"] != len(self.held_out):
+            return []
+        labels = self.train.labels()[self.held_out]
+        clean = chosen[0]["correct"] / chosen[0]["n"]
+        return findings_about_training(labels, clean, None, len(self.train.classes), results)
 
     def _train(self, path: Path, processes: Processes, shown: bool) -> Probe:
         trained, report = train_probe(

@@ -24,6 +24,7 @@ from vitadel.data.preprocess import Preprocess
 from vitadel.data.selection import balanced_subset, check_same_classes, split_rows, usable_rows
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import AuditRequest, check_request, check_targets, run_audit
+from vitadel.evaluation.audit.clean_accuracy import findings_about_training
 from vitadel.evaluation.engine.run import Outcome, RunOptions, execute
 from vitadel.evaluation.engine.run import Run as EngineRun
 from vitadel.evaluation.engine.stages import PRECISIONS
@@ -368,4 +369,9 @@ def _audit(
         target = Target(cast(Classifier, model), str(run.path), setup.test, recipe.data.test, root)
         results = run_audit(target, _request(recipe), run.processes, **run.inside("audit")).results
         run.copy_from("audit", "samples.parquet", "examples.npz")
-    return {**results, "training": training}
+    found = list(results.get("findings") or [])
+    if state.best is not None and state.best.measure == "accuracy":
+        held_out, best = setup.held_out, state.best
+        labels = held_out.source.labels()[held_out.rows]
+        found = findings_about_training(labels, best.clean, best.robust, state.num_classes, results) + found
+    return {**results, **({"findings": found} if found or "findings" in results else {}), "training": training}

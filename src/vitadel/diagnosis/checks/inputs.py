@@ -13,6 +13,7 @@ from vitadel.backbones.classifier import looks_like_probabilities, modules_in_tr
 from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.examination import Examination, relative_change
 from vitadel.errors import UserError
+from vitadel.evaluation.audit.clean_accuracy import chance_level
 from vitadel.findings import CLEAN_ACCURACY, PROBABILITY_OUTPUTS, TRAIN_MODE
 from vitadel.instrument.hooks import Edge, hooked
 from vitadel.statistics import binomial_tail, significantly_fewer
@@ -169,7 +170,7 @@ def clean_accuracy(e: Examination) -> Outcome:
     What to do: compare the data's class order with the model's, and check --weights, --mean, --std and --input-size.
     """
     right, n = int(e.correct.sum()), len(e.y)
-    chance = 1 / e.logits.shape[1]
+    chance = chance_level(e.y, e.logits.shape[1])
     evidence = {"accuracy": right / n, "n": n, "guessing": chance}
     if binomial_tail(right, n, chance) < _UNLIKELY:
         return OK, evidence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ CONSTANT_PREDICTION = CheckName("constant-prediction", "One class is predicted f
 BETTER_SET_UP = CheckName("better-set-up", "Another preprocessing or labeling fits the model better")
 CLASS_MAPPING = CheckName("class-mapping", "Classes of data and model were not matched by name")
 OUTSIDE_NORMALIZATION = CheckName("outside-normalization", "The model's normalization is not the expected one")
+ROBUST_ABOVE_CLEAN = CheckName("robust-above-clean", "Robust accuracy is above clean accuracy")
 TRAINING_IMAGES = CheckName("training-images", "The images are those of a training split")
 
 _IMAGES = 64  # on which alternatives are tried
@@ -69,26 +71,61 @@ def findings_about_accuracy(label: Tensor, prediction: Tensor, known: Known | No
     """What speaks against clean predictions: chance level, one class for all, far below what is known."""
     n, right = len(label), int((label == prediction).sum())
     chance = chance_level(label, outputs)
-    found = []
+    found: list[Finding] = []
     if _is_constant(label, prediction):
         share = float((prediction == prediction.mode().values).double().mean())
         evidence = f"class {int(prediction.mode().values)} is predicted for {share:.0%} of {n} images"
         advice = f"the model collapsed or does not see the images: {_CAUSES}, or train with a lower learning rate"
         found.append(_finding(CONSTANT_PREDICTION, BROKEN, evidence, advice))
     accuracy = f"{right} of {n} images are correct ({right / n:.1%})"
-    if binomial_tail(right, n, chance) >= _UNLIKELY:
-        weak = chance + 0.2 * (1 - chance)
-        certain = binomial_tail(n - right, n, 1 - weak) < _UNLIKELY
-        evidence = f"{accuracy}, and guessing among the data's classes gives {chance:.1%}"
-        advice = f"no number of this run means anything before this is resolved: {_CAUSES}"
-        if not certain:
-            advice = f"too few images to distinguish the model from guessing: take more, and {_CAUSES}"
-        found.append(_finding(CLEAN_ACCURACY, BROKEN if certain else SUSPICIOUS, evidence, advice))
-    elif known is not None and wilson(right, n)[1] < known.accuracy - known.margin:
-        grave = known.exact and wilson(right, n)[1] < known.accuracy - 0.2
-        evidence = f"{accuracy}; {known.source}: {known.accuracy:.1%}"
-        found.append(_finding(KNOWN_ACCURACY, BROKEN if grave else SUSPICIOUS, evidence, _CAUSES))
-    return found
+    guessed = _at_chance(right, n, chance, accuracy)
+    return found + (guessed or ([] if known is None else _far_below(right, n, known, accuracy)))
+
+
+def findings_about_training(
+    label: Tensor, clean: float, robust: float | None, outputs: int, results: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """What speaks against a training by its scores on held-out images with these labels, and by its audit, if any.
+
+    Accuracy is at chance level, robust accuracy is above clean, or held-out accuracy is far above that of the audit.
+    """
+    n = len(label)
+    right = round(clean * n)
+    known = {each["check"] for each in (results or {}).get("findings") or []}
+    found = []
+    if CLEAN_ACCURACY.identifier not in known:
+        found += _at_chance(right, n, chance_level(label, outputs), f"{right} of {n} held-out images are correct")
+    if robust is not None and robust > clean:
+        evidence = f"on {n} held-out images: robust {robust:.1%}, clean {clean:.1%}"
+        advice = "a robust image is a correct one: check how both were measured, and that outputs are not random"
+        found.append(_finding(ROBUST_ABOVE_CLEAN, BROKEN, evidence, advice))
+    tested = (results or {}).get("clean")
+    if tested and not known & {KNOWN_ACCURACY.identifier, CLEAN_ACCURACY.identifier}:
+        held_out = Known(clean, f"on {n} held-out images of its training", exact=True)
+        accuracy = f"{tested['correct']} of {tested['n']} test images are correct ({tested['accuracy']:.1%})"
+        found += _far_below(tested["correct"], tested["n"], held_out, accuracy)
+    return [each.as_dict() for each in found]
+
+
+def _at_chance(right: int, n: int, chance: float, accuracy: str) -> list[Finding]:
+    if binomial_tail(right, n, chance) < _UNLIKELY:
+        return []
+    weak = chance + 0.2 * (1 - chance)
+    certain = binomial_tail(n - right, n, 1 - weak) < _UNLIKELY
+    evidence = f"{accuracy}, and guessing among the data's classes gives {chance:.1%}"
+    advice = f"no number of this run means anything before this is resolved: {_CAUSES}"
+    if not certain:
+        advice = f"too few images to distinguish the model from guessing: take more, and {_CAUSES}"
+    return [_finding(CLEAN_ACCURACY, BROKEN if certain else SUSPICIOUS, evidence, advice)]
+
+
+def _far_below(right: int, n: int, known: Known, accuracy: str) -> list[Finding]:
+    highest = wilson(right, n)[1]
+    if highest >= known.accuracy - known.margin:
+        return []
+    grave = known.exact and highest < known.accuracy - 0.2
+    evidence = f"{accuracy}; {known.source}: {known.accuracy:.1%}"
+    return [_finding(KNOWN_ACCURACY, BROKEN if grave else SUSPICIOUS, evidence, _CAUSES)]
 
 
 def _is_constant(label: Tensor, prediction: Tensor) -> bool:

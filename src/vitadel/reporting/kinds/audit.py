@@ -22,7 +22,7 @@ from vitadel.reporting.kind import Kind, Section, Trust, doubts, kind_of
 from vitadel.reporting.read_runs import Run, aspects, class_scores, run_labels, threat_text
 from vitadel.reporting.tables import Column as ReportColumn
 from vitadel.reporting.tables import Table as ReportTable
-from vitadel.reporting.terminal import show_effective_eps, show_findings
+from vitadel.reporting.terminal import VERDICT_COLORS, show_effective_eps, show_findings
 from vitadel.reporting.text import interval_text, listed, percent, share_text
 from vitadel.runtime.opening import next_command, recorded_opening
 from vitadel.statistics import wilson
@@ -293,6 +293,9 @@ def show_audit(run: Run) -> None:
     """The table of accuracies, what it counts, and what limits it."""
     console, results = Console(), run.results
     attacks, data = results["attacks"], results["data"]
+    if (doubt := doubts(run)) is not None:
+        color = VERDICT_COLORS.get(doubt.verdict, "yellow")
+        console.print(f"[{color} bold]{escape(doubt.sentence.replace('; see the findings', '; see below'))}[/]")
     console.print(_accuracy_table(run, console))
     notes = []
     mapping = results.get("class_mapping")

@@ -14,7 +14,7 @@ from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.kinds.audit import audit_sections, audit_sentence, show_audit
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table
-from vitadel.reporting.terminal import show_effective_eps
+from vitadel.reporting.terminal import show_effective_eps, show_findings
 from vitadel.reporting.text import percent
 
 _ACCURACIES = {"validation_clean": ("clean", "clean"), "validation_robust": ("worst", "under attack")}
@@ -182,6 +182,7 @@ def show_training(run: Run) -> None:
         show_audit(run)
     else:
         console.print("[dim]The recipe names no test data, so nothing was audited.[/]")
+        show_findings(run.results.get("findings") or [])
 
 
 KIND = Kind(audit_sentence, _sections, compare_trainings, show=show_training, partial=True)
