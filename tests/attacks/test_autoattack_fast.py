@@ -122,6 +122,7 @@ def test_far_samples_are_drawn_before_anything_is_known():
     assert 5 <= int(seen[0].sum()) <= 38  # a twentieth of 400, within four standard deviations
 
 
+@pytest.mark.slow
 def test_a_model_without_slope_is_noticed():
     x, y = images(5), torch.zeros(5, dtype=torch.int64)
     _, notes = AutoAttackFast(Linf(0.1)).run_with_info(Constant(), x, y, SampleRNG.of_samples(0, range(5)))
@@ -143,6 +144,7 @@ def short(threat: Threat) -> WorstOf:
     return autoattack(threat, steps=10, targets=2, queries=300)
 
 
+@pytest.mark.slow
 def test_masked_gradients_are_noticed_and_all_of_autoattack_runs():
     model, x = Rounded(TinyNet(4).eval()), images(60)
     y, rng = model(x).argmax(1), SampleRNG.of_samples(0, range(60))

@@ -47,6 +47,7 @@ def test_every_pair_runs_and_keeps_the_budget(outer, inner, core):
     assert z.max() <= 1
 
 
+@pytest.mark.slow
 def test_averaging_reaches_the_softened_restart():
     from vitadel.attacks.autoattack.fast import AutoAttackFast
     from vitadel.attacks.threats import Linf

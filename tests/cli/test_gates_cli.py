@@ -11,6 +11,7 @@ from command_line import vitadel
 QUICK = ("audit", "zoo:shapes-standard", "--limit=10", "--attacks=fgsm", "--no-precheck")
 
 
+@pytest.mark.slow
 def test_a_gate_that_is_not_passed_ends_with_3_and_everything_written(tmp_path):
     run, summary = tmp_path / "run", tmp_path / "audit.md"
     words = [*QUICK, f"--out={run}", "--fail-under=99", f"--summary={summary}"]

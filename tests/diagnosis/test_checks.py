@@ -369,6 +369,7 @@ def test_levels_and_the_probing_budget():
         level_named("quik")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("norm", "eps"), [("l2", 0.5), ("l1", 5.0), ("linf", 1 / 255)])
 def test_an_honest_model_raises_nothing_in_other_norms_and_small_budgets(norm, eps):
     model, x, y = toy()

@@ -111,6 +111,7 @@ def test_without_escalation_a_warning_is_left(honest):
     assert "--no-escalate" in completeness(results)["evidence"]
 
 
+@pytest.mark.slow
 def test_batches_and_interruptions_change_nothing(tmp_path):
     def outcome(results: dict, folder) -> tuple:
         entry = {key: value for key, value in results["attacks"][0].items() if key not in ("seconds", "members")}
