@@ -10,8 +10,9 @@ import importlib
 import os
 import shlex
 import sys
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 import typer
 from typer.core import TyperGroup
@@ -131,8 +132,37 @@ def resuming_command(argv: list[str], folder: Path) -> str:
     return shlex.join([*words, "--resume"])
 
 
+class _LossyStream:
+    """Standard error that may have no reader left: what cannot be written is dropped, and the work goes on."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        if self.stream is not None:
+            with suppress(OSError, ValueError):
+                self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if self.stream is not None:
+            with suppress(OSError, ValueError):
+                self.stream.flush()
+
+    def isatty(self) -> bool:
+        return self.stream is not None and not self.stream.closed and self.stream.isatty()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 def main() -> None:
     """Run the console script. Wrong flags end inside `app` with exit code 2, Ctrl-C before a run with 130."""
+    with redirect_stderr(cast("TextIO", _LossyStream(sys.stderr))):
+        _main()
+
+
+def _main() -> None:
     typed = sys.argv[1:]
     try:
         for word in (each for each in typed if not each.isprintable()):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
@@ -41,6 +40,7 @@ from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.runtime.opening import Opening, next_command
 from vitadel.runtime.progress import progress
 from vitadel.runtime.run_folder import write_json
+from vitadel.runtime.safe_reading import read_json_file
 
 if TYPE_CHECKING:
     from vitadel.evaluation.engine.class_mapping import Classes
@@ -296,7 +296,9 @@ def run_diagnosis(
 
         start = time.monotonic()
         so_far = run.path / _SO_FAR
-        done = Diagnosis.from_dict(json.loads(so_far.read_text())) if so_far.is_file() else None
+        done = None  # a missing or damaged file: everything is checked again
+        with suppress(UserError, LookupError, TypeError, ValueError, AttributeError):
+            done = Diagnosis.from_dict(read_json_file(so_far, "the checks so far"))
         diagnosis = run_checks(
             e,
             shown=run.show_progress,

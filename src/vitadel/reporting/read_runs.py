@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +95,7 @@ def read_run(path: Path) -> Run:
     environment = _read_json(path / "environment.json", required=False)
     _check(path / "environment.json", misfit("", environment, _ENVIRONMENT))
     results = _read_json(path / "results.json", required=False)
-    _check(path / "results.json", next(filter(None, _faults(results)), ""))
+    _check(path / "results.json", next(filter(None, chain(_faults(results), _contradictions(results))), ""))
     return Run(
         path=path,
         command=command,
@@ -205,7 +207,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, float], ...]:
         if any("step" not in row for row in rows):
             raise ValueError("a row has no step")
         return tuple({str(name): float(value) for name, value in row.items()} for row in rows)
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise damaged(path, error) from error
 
 
@@ -219,12 +221,15 @@ Fields = Mapping[str, str]
 
 _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "text": lambda value: isinstance(value, str),
-    "a number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "a number": lambda value: _is_number(value),
+    "a share": lambda value: _is_number(value) and 0 <= value <= 1,
+    "a count": lambda value: _TYPES["a whole number"](value) and value >= 0,
+    "an amount": lambda value: _is_number(value) and value >= 0,
     "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63,
     "an object": lambda value: isinstance(value, dict),
     "a list": lambda value: isinstance(value, list),
     "a list of texts": lambda value: _all_are("text", value),
-    "two numbers": lambda value: _all_are("a number", value) and len(value) == 2,
+    "two shares": lambda value: _all_are("a share", value) and len(value) == 2 and value[0] <= value[1],
     "two whole numbers": lambda value: _all_are("a whole number", value) and len(value) == 2,
     "anything": lambda value: True,
 }
@@ -238,7 +243,7 @@ _RESULTS = {
     **dict.fromkeys(("attacks?", "findings?"), "a list or null"),
     **dict.fromkeys(("suite?", "precision?"), "text or null"),
 }
-_ROBUST = {"held": "a whole number", "n": "a whole number", "robust_accuracy": "a number", "ci95": "two numbers"}
+_ROBUST = {"held": "a count", "n": "a count", "robust_accuracy": "a share", "ci95": "two shares"}
 _PARTS: Mapping[str, Fields] = {
     "model": {"spec?": "text or null", "parameters?": "a whole number", "family?": "text or null"},
     "data": {
@@ -251,7 +256,7 @@ _PARTS: Mapping[str, Fields] = {
         "preprocessing?": "text",
     },
     "threat": {"norm?": "text or null", "eps?": "a number", "eps_text?": "text or null"},
-    "clean": {"correct": "a whole number", "n": "a whole number", "accuracy": "a number", "ci95": "two numbers"},
+    "clean": {"correct": "a count", "n": "a count", "accuracy": "a share", "ci95": "two shares"},
     "worst_case": _ROBUST,
     "protocol": {
         "name": "text or null",
@@ -267,16 +272,43 @@ _ATTACK = {
     "name": "text",
     **_ROBUST,
     "counts": "text",
-    "attacked": "a whole number",
-    **dict.fromkeys(("gradient_calls", "forward_calls", "seconds", "void"), "a number"),
+    "attacked": "a count",
+    **dict.fromkeys(("gradient_calls", "forward_calls", "seconds", "void"), "an amount"),
     "settings?": "an object",
     "members?": "a list",
     "paper_style?": "an object or null",
     "gains?": "an object",
     "escalation?": "an object",
 }
-_MEMBER = {"name": "text", "attacked": "a whole number", "broken": "a whole number"}
-_PAPER_STYLE = {"robust_accuracy": "a number", "ci95": "two numbers", "remark": "text"}
+_MEMBER = {"name": "text", "attacked": "a count", "broken": "a count"}
+_PAPER_STYLE = {"robust_accuracy": "a share", "ci95": "two shares", "remark": "text"}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+def _contradiction(name: str, entry: Mapping[str, Any], part: str, whole: str, share: str = "") -> str:
+    """Why counts cannot be true: more of a part than of the whole, or a share that is not their quotient."""
+    if not all(_is_number(entry.get(key)) for key in (part, whole)):
+        return ""
+    if entry[part] > entry[whole]:
+        return f"'{name}' is impossible: {part} is {entry[part]} of {whole} {entry[whole]}"
+    if not share or not _is_number(entry.get(share)) or not entry[whole]:
+        return ""
+    quotient = entry[part] / entry[whole]
+    agrees = abs(entry[share] - quotient) < 1e-3
+    return "" if agrees else f"'{name}' contradicts itself: {share} is {entry[share]:g}, {part} / {whole} {quotient:g}"
+
+
+def _contradictions(results: Mapping[str, Any]) -> Iterator[str]:
+    yield _contradiction("clean", results.get("clean") or {}, "correct", "n", "accuracy")
+    yield _contradiction("worst_case", results.get("worst_case") or {}, "held", "n", "robust_accuracy")
+    if results.get("suite") is not None:
+        return
+    for entry in results.get("attacks") or []:
+        yield _contradiction(entry["name"], entry, "held", "n", "robust_accuracy")
+        yield from (_contradiction(each["name"], each, "broken", "attacked") for each in entry.get("members", []))
 
 
 def _all_are(kind: str, value: Any) -> bool:

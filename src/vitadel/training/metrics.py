@@ -47,10 +47,16 @@ class Metrics:
         if self.path is None or not self.path.exists():
             return []
         lines = self.path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        try:
+            read = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+            kept = [(line, row) for line, row in read if row["step"] <= step]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"{self.path} is damaged: {error!r}. Restore it, or train again with another --out."
+            ) from error
         if len(kept) != len(lines):
-            write_atomically(self.path, "".join(kept).encode())
-        rows: list[dict[str, float]] = [json.loads(line) for line in kept]
+            write_atomically(self.path, "".join(line for line, _ in kept).encode())
+        rows: list[dict[str, float]] = [row for _, row in kept]
         return [row for row in rows if row["step"] > since and "epoch" not in row]
 
     def add(self, step: int, row: Mapping[str, float]) -> None:

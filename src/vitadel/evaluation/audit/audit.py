@@ -222,7 +222,13 @@ def check_request(target: Target, request: AuditRequest, indices: Tensor, device
     for name in request.attacks:
         check_targets(name, target.source.labels()[indices])
     attacks = request.make_attacks()
-    if any(needs_calibration(attack) for _, attack in attacks):
+    if not any(needs_calibration(attack) for _, attack in attacks):
+        if request.calibration is not None:
+            raise UserError(
+                f"--calibration {request.calibration} has no effect: none of {', '.join(request.attacks)} is "
+                "calibrated. Leave it out, or add one such as aas+pgd-20."
+            )
+    else:
         calibration_images(target, indices, request.calibration, 1, request.seed)
     preflight(target.model.to(device), attacks, target.preprocess.shape)
 

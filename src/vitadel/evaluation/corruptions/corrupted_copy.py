@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitadel.backbones.record import LARGEST_SIDE
 from vitadel.corruptions import COMMON, SEVERITIES, corrupt
 from vitadel.data import balanced_subset, check_labels, read_batches
 from vitadel.data.batches import Batch
@@ -61,6 +62,8 @@ class CorruptedCopyRequest(RunRequest):
         if self.corruptions == ():
             raise UserError("no corruption is requested, so there is nothing to write; give some with --corruptions")
         check_known("format", self.format, FORMATS)
+        if self.size is not None and not 1 <= self.size <= LARGEST_SIDE:
+            raise UserError(f"--size must be from 1 to {LARGEST_SIDE} pixels, got {self.size}. Leave it out for 224.")
         if self.format == "npy" and (self.severities != SEVERITIES or self.skip_bad):
             raise UserError(
                 "the arrays of CIFAR-C hold every image at all five severities: drop --severities, --skip-bad"

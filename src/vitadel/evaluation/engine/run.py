@@ -25,6 +25,7 @@ from vitadel.version import __version__
 
 Request = TypeVar("Request", bound="RunRequest")
 
+_MOST = 2**31  # samples in a batch or in all; far beyond what a machine holds, far below what tensors can count
 _PACKAGES = ("torch", "torchvision", "timm", "numpy", "accelerate", "safetensors", "pillow", "pyarrow")
 
 
@@ -42,8 +43,10 @@ class RunRequest:
     skip_bad: bool | None = False
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise UserError(f"--batch-size must be at least 1, got {self.batch_size}")
+        if not 1 <= self.batch_size < _MOST:
+            raise UserError(f"--batch-size must be at least 1 and below 2**31, got {self.batch_size}")
+        if self.limit is not None and self.limit >= _MOST:
+            raise UserError(f"--limit must be below 2**31, got {self.limit}; leave it out to use all samples")
 
 
 def request_from(kind: type[Request], verb: str, settings: Mapping[str, Any]) -> Request:

@@ -1,0 +1,130 @@
+"""No hostile input ends in a traceback, hangs, is silently accepted, or changes files that are not the run's.
+
+`make test` tries the same inputs every time; `make fuzz` tries new ones, for longer. What was found is in corpus.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import hostile
+import material
+import pytest
+from driver import Case, Edit, attempt
+from hypothesis import HealthCheck, Phase, given, settings
+
+CORPUS = json.loads((Path(__file__).parent / "corpus.json").read_text())
+EXAMPLES = int(os.environ.get("VITADEL_FUZZ_EXAMPLES", "0"))
+"""Inputs of each kind; 0 for the fixed ones of `make test`."""
+
+settings.register_profile(
+    "fixed",
+    deadline=None,
+    database=None,
+    derandomize=EXAMPLES == 0,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate] if EXAMPLES == 0 else [Phase.generate, Phase.shrink],
+)
+PROFILE = settings.get_profile("fixed")
+
+
+def ends_well(case: Case) -> None:
+    ending = attempt(case)
+    assert not ending.faults, "\n".join([*ending.faults, ending.message])
+
+
+@pytest.mark.parametrize("entry", CORPUS, ids=lambda entry: entry["about"])
+def test_what_was_found_ends_well(entry):
+    edits = tuple(
+        Edit(
+            each["name"],
+            None if each.get("place") is None else tuple(each["place"]),
+            *(each[key] for key in ("value", "start", "length")),
+        )
+        for each in entry.get("edits", ())
+    )
+    files = tuple(entry.get("files", {}).items())
+    ends_well(
+        Case(
+            tuple(entry["words"]),
+            entry.get("base", "inputs"),
+            edits,
+            files,
+            entry.get("works", False),
+            entry.get("wrong", False),
+        )
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _made():
+    """Make the material before hypothesis generates: it draws random numbers."""
+    material.inputs()
+
+
+@pytest.fixture(scope="module")
+def finished_runs():
+    for kind in material.RUNS:
+        material.run(kind)
+
+
+def test_sound_inputs_are_accepted():
+    for case in hostile.sound():
+        ending = attempt(case)
+        assert (ending.code, ending.faults) in ((0, ()), ("started", ())), (case, ending)
+
+
+@settings(PROFILE, max_examples=EXAMPLES or 25)
+@given(hostile.arguments())
+def test_arguments(case):
+    ends_well(case)
+
+
+@settings(PROFILE, max_examples=EXAMPLES or 25)
+@given(hostile.attack_strings())
+def test_attack_strings(case):
+    ends_well(case)
+
+
+@pytest.mark.slow
+@settings(PROFILE, max_examples=EXAMPLES or 40)
+@given(hostile.data_specs())
+def test_data_specs(case):
+    ends_well(case)
+
+
+@pytest.mark.slow
+@settings(PROFILE, max_examples=EXAMPLES or 40)
+@given(hostile.data_files())
+def test_data_files(case):
+    ends_well(case)
+
+
+@pytest.mark.slow
+@settings(PROFILE, max_examples=EXAMPLES or 40)
+@given(hostile.arrays())
+def test_arrays(case):
+    ends_well(case)
+
+
+@pytest.mark.slow
+@settings(PROFILE, max_examples=EXAMPLES or 40)
+@given(hostile.recipes())
+def test_recipes(case):
+    ends_well(case)
+
+
+@pytest.mark.slow
+@settings(PROFILE, max_examples=EXAMPLES or 60)
+@given(hostile.run_folders())
+def test_run_folders(finished_runs, case):
+    ends_well(case)
+
+
+@pytest.mark.slow
+@settings(PROFILE, max_examples=EXAMPLES or 40)
+@given(hostile.checkpoints())
+def test_checkpoints(case):
+    ends_well(case)
