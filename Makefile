@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt
 TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
 CODE := src tests scripts benchmarks
+FUZZ ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test lint docs zoo clean
+.PHONY: help setup demo check test fuzz lint docs zoo clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +54,9 @@ check: lint ## lint, type-check and run the fast tests
 
 test: lint ## lint, type-check and run all tests
 	VITADEL_SCREENSHOTS=$(CURDIR)/runs/screenshots $(TEST) --durations=40 --durations-min=2
+
+fuzz: setup ## try new hostile inputs, 300 of each kind (FUZZ=1000 for more)
+	OMP_NUM_THREADS=1 VITADEL_FUZZ_EXAMPLES=$(FUZZ) $(BIN)/python -m pytest -q tests/fuzz
 
 docs: $(VENV)/.ready-docs ## build the documentation site into build/site
 	$(BIN)/mkdocs build --strict --quiet

@@ -182,7 +182,9 @@ def _faults(case: Case, code: object, message: str, before: dict[str, Any], afte
         yield f"a warning of a library: {message}"
     if case.wrong and code in (0, "started"):
         yield f"a wrong input was accepted ({code})"
-    out = {case.words[row + 1].split("/")[0] for row, word in enumerate(case.words[:-1]) if word == "--out"}
+    out = {
+        case.words[row + 1].split("/")[0] for row, word in enumerate(case.words[:-1]) if word in ("--out", "--export")
+    }
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     resumed = "--resume" in case.words or case.words[:1] == ("report",)
     outside = sorted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -313,3 +314,24 @@ def test_code_that_a_run_folder_names_runs_only_if_trusted(vitadel_ends, run, mo
     edit(run / "command.json", lambda command: command["opening"].update(model="python:os:getcwd"))
     edit(run / "command.json", lambda command: command["settings"].update(model="python:os:getcwd"))
     assert "'python:os:getcwd', which would be imported and run" in vitadel_ends("study", "attention", run)
+
+
+# Standard error
+
+
+class _Broken(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("stream", [_Broken(), None], ids=["reader gone", "closed from the start"])
+def test_work_goes_on_when_standard_error_is_closed(monkeypatch, tmp_path, stream):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["vitadel", "attack", *AUDIT[1:6], "--device", "cpu", "--out", "run"])
+    monkeypatch.setattr(sys, "stderr", stream)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["complete"]

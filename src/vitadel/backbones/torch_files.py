@@ -7,6 +7,7 @@ import pickle
 import pickletools
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -147,18 +148,16 @@ def _starts_as_archive(path: Path) -> bool:
 
 def _foreign_names(path: Path) -> list[str]:
     """The classes and functions that a pickle names and that are not allowed, read without running it."""
-    if _starts_as_archive(path):
-        with zipfile.ZipFile(path) as archive:
-            inner = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            data = archive.read(inner)
-        return sorted(set(_names_in(data)))
     names: list[str] = []
-    with path.open("rb") as file:
-        for _ in range(4):  # older files are several pickles one after the other
-            try:
-                names += _names_in(file)
-            except (ValueError, EOFError, pickle.UnpicklingError, IndexError):
-                break
+    with suppress(ValueError, EOFError, pickle.UnpicklingError, IndexError, zipfile.BadZipFile, StopIteration):
+        if _starts_as_archive(path):
+            with zipfile.ZipFile(path) as archive:
+                inner = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+                names += _names_in(archive.read(inner))
+        else:
+            with path.open("rb") as file:
+                for _ in range(4):  # older files are several pickles one after the other
+                    names += _names_in(file)
     return sorted(set(names))
 
 

@@ -160,7 +160,7 @@ def _read_samples(path: Path) -> Table | None:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
         raise damaged(path, error) from error
-    _check(path, _lacking(list(_SAMPLE_COLUMNS), table.column_names))
+    _check(path, lacking(list(_SAMPLE_COLUMNS), table.column_names))
     for field in table.schema:
         fits = _SAMPLE_COLUMNS.get(field.name) or (pa.types.is_boolean if field.name.startswith("held:") else None)
         # A benchmark in files may have no clean images at all.
@@ -184,7 +184,7 @@ def _read_examples(path: Path) -> dict[str, Array] | None:
     if not path.exists():
         return None
     arrays = read_arrays(path)
-    _check(path, _lacking(_EXAMPLE_ARRAYS, list(arrays)))
+    _check(path, lacking(_EXAMPLE_ARRAYS, list(arrays)))
     shape = arrays["x"].shape
     if len(shape) != 4 or shape[1] != 3 or 0 in shape[2:] or shape != arrays["z"].shape:
         raise damaged(path, f"x and z should be images (n, 3, h, w), got {arrays['x'].shape} and {arrays['z'].shape}")
@@ -222,14 +222,15 @@ Fields = Mapping[str, str]
 _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "text": lambda value: isinstance(value, str),
     "a number": lambda value: _is_number(value),
-    "a share": lambda value: _is_number(value) and 0 <= value <= 1,
-    "a count": lambda value: _TYPES["a whole number"](value) and value >= 0,
-    "an amount": lambda value: _is_number(value) and value >= 0,
+    "a number from 0 to 1": lambda value: _is_number(value) and 0 <= value <= 1,
+    "a whole number of at least 0": lambda value: _TYPES["a whole number"](value) and value >= 0,
+    "a number of at least 0": lambda value: _is_number(value) and value >= 0,
     "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63,
     "an object": lambda value: isinstance(value, dict),
     "a list": lambda value: isinstance(value, list),
     "a list of texts": lambda value: _all_are("text", value),
-    "two shares": lambda value: _all_are("a share", value) and len(value) == 2 and value[0] <= value[1],
+    "two numbers": lambda value: _all_are("a number", value) and len(value) == 2,
+    "two numbers from 0 to 1": lambda value: _all_are("a number from 0 to 1", value) and len(value) == 2,
     "two whole numbers": lambda value: _all_are("a whole number", value) and len(value) == 2,
     "anything": lambda value: True,
 }
@@ -243,7 +244,8 @@ _RESULTS = {
     **dict.fromkeys(("attacks?", "findings?"), "a list or null"),
     **dict.fromkeys(("suite?", "precision?"), "text or null"),
 }
-_ROBUST = {"held": "a count", "n": "a count", "robust_accuracy": "a share", "ci95": "two shares"}
+_COUNT, _SHARE, _INTERVAL = "a whole number of at least 0", "a number from 0 to 1", "two numbers from 0 to 1"
+_ROBUST = {"held": _COUNT, "n": _COUNT, "robust_accuracy": _SHARE, "ci95": _INTERVAL}
 _PARTS: Mapping[str, Fields] = {
     "model": {"spec?": "text or null", "parameters?": "a whole number", "family?": "text or null"},
     "data": {
@@ -256,7 +258,7 @@ _PARTS: Mapping[str, Fields] = {
         "preprocessing?": "text",
     },
     "threat": {"norm?": "text or null", "eps?": "a number", "eps_text?": "text or null"},
-    "clean": {"correct": "a count", "n": "a count", "accuracy": "a share", "ci95": "two shares"},
+    "clean": {"correct": _COUNT, "n": _COUNT, "accuracy": _SHARE, "ci95": _INTERVAL},
     "worst_case": _ROBUST,
     "protocol": {
         "name": "text or null",
@@ -272,16 +274,16 @@ _ATTACK = {
     "name": "text",
     **_ROBUST,
     "counts": "text",
-    "attacked": "a count",
-    **dict.fromkeys(("gradient_calls", "forward_calls", "seconds", "void"), "an amount"),
+    "attacked": _COUNT,
+    **dict.fromkeys(("gradient_calls", "forward_calls", "seconds", "void"), "a number of at least 0"),
     "settings?": "an object",
     "members?": "a list",
     "paper_style?": "an object or null",
     "gains?": "an object",
     "escalation?": "an object",
 }
-_MEMBER = {"name": "text", "attacked": "a count", "broken": "a count"}
-_PAPER_STYLE = {"robust_accuracy": "a share", "ci95": "two shares", "remark": "text"}
+_MEMBER = {"name": "text", "attacked": _COUNT, "broken": _COUNT}
+_PAPER_STYLE = {"robust_accuracy": _SHARE, "ci95": _INTERVAL, "remark": "text"}
 
 
 def _is_number(value: Any) -> bool:
@@ -323,7 +325,7 @@ def _faults(results: Mapping[str, Any]) -> Iterator[str]:
     protocol = results.get("protocol") or {}
     # A protocol that is named also says what the run may be compared with.
     wanted = [name for key, name in (("name", "comparable_with"), ("nearest", "nearest_is")) if protocol.get(key)]
-    yield _lacking(wanted, [name for name in wanted if protocol.get(name)])
+    yield lacking(wanted, [name for name in wanted if protocol.get(name)])
     yield from (misfit("findings", entry, _FINDING) for entry in results.get("findings") or [])
     for entry in results.get("attacks") or []:
         if results.get("suite") is not None:  # suites have sections of their own for their attacks
@@ -345,7 +347,7 @@ def _is_point(value: Any) -> bool:
     return _TYPES["two numbers"](value)
 
 
-def _lacking(wanted: Sequence[str], present: Sequence[str]) -> str:
+def lacking(wanted: Sequence[str], present: Sequence[str]) -> str:
     """'it lacks a, b', or nothing."""
     missing = [name for name in wanted if name not in present]
     return f"it lacks {', '.join(missing)}" if missing else ""
@@ -354,7 +356,7 @@ def _lacking(wanted: Sequence[str], present: Sequence[str]) -> str:
 def misfit(name: str, value: Any, expected: Fields) -> str:
     """What is missing from the object called `name`, or has the wrong type; '' if nothing."""
     fields = value if isinstance(value, Mapping) else {}
-    missing = _lacking([key for key in expected if not key.endswith("?")], list(fields))
+    missing = lacking([key for key in expected if not key.endswith("?")], list(fields))
     if missing:
         return f"{missing} in '{name}'" if name else missing
     for key, kind in ((key.removesuffix("?"), kind) for key, kind in expected.items()):

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from vitadel.findings import title_of
 from vitadel.quantities import duration
-from vitadel.reporting.kind import Section, kind_of
+from vitadel.reporting.kind import Section, kind_of, name_damage
 from vitadel.reporting.read_runs import Run, aspects, read_run, run_labels
 from vitadel.reporting.tables import fold_intervals, row_texts
 
@@ -23,7 +23,8 @@ def show_run(folder: Path) -> None:
     """Print the results of a finished run in the way of its kind."""
     run = read_run(folder)
     show = kind_of(run).show or show_sections
-    show(run)
+    with name_damage(run):
+        show(run)
 
 
 def show_sections(run: Run) -> None:

@@ -19,7 +19,7 @@ from vitadel.reporting.audit_figures import (
     shows_attention,
 )
 from vitadel.reporting.kind import Kind, Section, Trust, doubts, kind_of
-from vitadel.reporting.read_runs import Run, aspects, class_scores, run_labels, threat_text
+from vitadel.reporting.read_runs import Run, aspects, class_scores, damaged, lacking, run_labels, threat_text
 from vitadel.reporting.tables import Column as ReportColumn
 from vitadel.reporting.tables import Table as ReportTable
 from vitadel.reporting.terminal import VERDICT_COLORS, show_effective_eps, show_findings
@@ -289,9 +289,14 @@ def _mapping_sentence(mapping: Mapping[str, Any]) -> str:
     )
 
 
+_SHOWN = ("model", "data", "threat", "clean", "worst_case", "attacks", "findings")
+
+
 def show_audit(run: Run) -> None:
     """The table of accuracies, what it counts, and what limits it."""
     console, results = Console(), run.results
+    if fault := lacking(_SHOWN, list(results)):
+        raise damaged(run.path / "results.json", fault)
     attacks, data = results["attacks"], results["data"]
     if (doubt := doubts(run)) is not None:
         color = VERDICT_COLORS.get(doubt.verdict, "yellow")
@@ -310,7 +315,7 @@ def show_audit(run: Run) -> None:
     if attacks and {entry["name"] for entry in attacks} <= _SMOKE_TEST:
         notes.append("A smoke test: FGSM and PGD-20 measure no robustness. Leave out --attacks for autoattack-fast.")
     for entry in attacks:
-        if style := entry["paper_style"]:
+        if style := entry.get("paper_style"):
             accuracy = percent(style["robust_accuracy"])
             notes.append(f"{entry['name']}, counted as in its paper: {accuracy}, {style['remark']}.")
     if results.get("compile"):
@@ -320,11 +325,11 @@ def show_audit(run: Run) -> None:
     for note in notes:
         console.print(f"[dim]{escape(note)}[/]")
     for entry in attacks:
-        show_effective_eps(entry["name"], entry["settings"], console)
+        show_effective_eps(entry["name"], entry.get("settings", {}), console)
     if void := sum(entry["void"] for entry in attacks):
         console.print(f"[yellow]{void} proposals broke box or budget and were not counted as successes.[/]")
-    if data["left_out"]:
-        names = ", ".join(map(escape, data["left_out_names"][:3]))
+    if data.get("left_out"):
+        names = ", ".join(map(escape, data.get("left_out_names", [])[:3]))
         console.print(f"[yellow]{data['left_out']} samples could not be read and were left out: {names}[/]")
     for sentence in (results.get("published") or {}).get("sentences", ()):
         color = "red" if "by more than chance" in sentence else "green" if "consistent" in sentence else "dim"
