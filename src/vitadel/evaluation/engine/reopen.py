@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vitadel.evaluation.engine.target import Target
 
 
-_OPENING = [each.name for each in fields(Opening)]
+_OPENING = [*(each.name for each in fields(Opening)), "no_normalize", "model_kwargs"]  # two flags set other fields
 _FIXED_BY_AN_AUDIT = {*_OPENING, "limit", "eps", "norm"} - {"device"}
 OPENING_SETTINGS = sorted({*_FIXED_BY_AN_AUDIT, "device"} - {"model"})
 """Settings that `reopen` reads; all others belong to the caller."""
