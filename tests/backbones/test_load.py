@@ -21,7 +21,7 @@ from vitadel.backbones.checkpoints import build_classifier, load_classifier, sav
 from vitadel.backbones.load import model_names
 from vitadel.backbones.record import ModelRecord
 from vitadel.backbones.third_party import processor_normalization
-from vitadel.backbones.zoo import zoo_names
+from vitadel.backbones.zoo import write_checksums, zoo_names
 from vitadel.errors import UserError
 
 KWARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -376,6 +376,7 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package folder with two shipped models."""
     saved(tmp_path / "zoo" / "shapes-plain.safetensors", replace(RECORD, notes={"about": "trained on shapes"}))
     saved(tmp_path / "zoo" / "shapes-trades.safetensors")
+    write_checksums(tmp_path / "zoo")
     monkeypatch.setattr(resources, "files", lambda _package: tmp_path)
     return tmp_path
 

@@ -123,11 +123,11 @@ def test_a_file_without_record_says_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("not json", "cannot be read"),
-        ("[]", "cannot be read"),
-        ("{}", "cannot be read"),
-        (json.dumps({"schema": 1, "name": "a", "colour": "red"}), "unexpected keyword argument 'colour'"),
-        (json.dumps({"schema": 1}), "cannot be read"),
+        ("not json", "is not valid JSON"),
+        ("[]", "holds list, not keys and values"),
+        ("{}", "has schema None"),
+        (json.dumps({"schema": 1, "name": "a", "colour": "red"}), "unknown field 'colour'"),
+        (json.dumps({"schema": 1}), "'name' is wrong: Field required"),
         (json.dumps({"schema": 2, "name": "a"}), "schema 2, this version reads 1. Update"),
         (json.dumps({"schema": 1, "name": "a", "std": [0, 0, 0]}), "std must be three positive numbers"),
     ],

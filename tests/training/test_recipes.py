@@ -229,7 +229,8 @@ def test_numbers_of_numpy_are_numbers():
     assert [type(value) for value in values] == [float, int, int]
 
 
-def test_settings_of_a_users_own_class_can_be_overridden(write):
+def test_settings_of_a_users_own_class_can_be_overridden(write, monkeypatch):
+    monkeypatch.setenv("VITADEL_TRUST_CODE", "1")
     name = write("plugins: {my.package.Plugin: {pace: 1}}\n")
     assert compose(name, None, ["plugins.my.package.Plugin.pace=2"])["plugins"] == {"my.package.Plugin": {"pace": 2}}
 
