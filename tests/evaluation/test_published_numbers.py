@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from vitadel.backbones import published as catalogue
 from vitadel.backbones.checkpoints import build_classifier
 from vitadel.backbones.published import find_published
 from vitadel.evaluation.audit.audit import AuditRequest
+from vitadel.evaluation.audit.clean_accuracy import known_accuracy
 from vitadel.evaluation.audit.published_numbers import compare_with_published
 from vitadel.statistics import share
 
@@ -27,18 +28,30 @@ PUBLISHED = find_published(NAME)
 def compare(
     correct: int, held: int, n: int = 1000, *, data: str = "cifar10", name: str = NAME, **request: Any
 ) -> dict[str, Any]:
+    target = target_of(name, data)
+    asked = AuditRequest(**{"attacks": ("autoattack",), "eps": 8 / 255, **request})
+    entries = [{"name": each, **share(held, n, "held", "robust_accuracy")} for each in asked.attacks]
+    results = {"clean": share(correct, n, "correct", "accuracy"), "attacks": entries}
+    return dict(compare_with_published(target, asked, results)["published"])
+
+
+def target_of(name: str, data: str) -> Any:
     record = find_published(name).record()
-    target = SimpleNamespace(
+    return SimpleNamespace(
         model_spec=f"published:{name}",
         model=SimpleNamespace(record=record),
         source=SimpleNamespace(classes=["x"] * (record.num_classes or 0)),
         data_spec=data,
         given_as_object=False,
     )
-    asked = AuditRequest(**{"attacks": ("autoattack",), "eps": 8 / 255, **request})
-    entries = [{"name": each, **share(held, n, "held", "robust_accuracy")} for each in asked.attacks]
-    results = {"clean": share(correct, n, "correct", "accuracy"), "attacks": entries}
-    return dict(compare_with_published(cast(Any, target), asked, results)["published"])
+
+
+def test_the_check_of_clean_accuracy_knows_the_published_one() -> None:
+    known = known_accuracy(target_of(NAME, "cifar10"))
+    assert known is not None
+    assert (known.accuracy, known.exact) == (0.8482, True)
+    assert "arXiv:2312.04960" in known.source
+    assert known_accuracy(target_of(NAME, "cifar100")) is None
 
 
 def test_numbers_inside_the_interval_are_consistent() -> None:

@@ -407,7 +407,8 @@ def _apply_options(backbone: nn.Module, record: ModelRecord, options: _Options, 
             )
         keep_projection(backbone)
         reset(options.num_classes)
-        record = replace(record, num_classes=options.num_classes, classes=None, classes_from=None)
+        notes = {key: note for key, note in record.notes.items() if key != "output"}  # it now has class scores
+        record = replace(record, num_classes=options.num_classes, classes=None, classes_from=None, notes=notes)
     elif options.head_classes is not None:
         keep_classes(backbone, options.head_classes, spec)
         record = _with_classes_kept(record, options.head_classes)

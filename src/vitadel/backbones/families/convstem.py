@@ -96,6 +96,10 @@ class IsotropicConvNeXt(nn.Module):
         self.head: nn.Module = nn.Identity()
         self.reset_classifier(num_classes)
 
+    def get_classifier(self) -> nn.Module:
+        """The classification layer."""
+        return self.head
+
     def reset_classifier(self, num_classes: int) -> None:
         """Replace the classification layer by an untrained one; none if there are no classes."""
         self.num_classes = num_classes

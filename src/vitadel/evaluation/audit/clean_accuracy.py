@@ -189,8 +189,13 @@ def _findings_about_assumptions(target: Target) -> list[Finding]:
 
 
 def known_accuracy(target: Target) -> Known | None:
-    """What is known of the model's clean accuracy on such data: its own record, or timm's published top-1."""
+    """What is known of the model's clean accuracy on such data: from its record, its paper, or timm's list."""
     record = target.model.record
+    if target.model_spec.startswith("published:"):
+        from vitadel.evaluation.audit.published_numbers import published_accuracy
+
+        accuracy, source = published_accuracy(target)
+        return None if accuracy is None else Known(accuracy, source, exact=True)
     own = record.training
     if own is not None and own.get("measure", "accuracy") == "accuracy":
         source = f"on {own['n']} held-out images of its training ({own['data']})"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vitadel.evaluation.audit.audit import AuditRequest
     from vitadel.evaluation.engine.target import Target
 
-__all__ = ["compare_with_published"]
+__all__ = ["compare_with_published", "published_accuracy"]
 
 _ATTACKS = ("autoattack", "pgd-20")
 _BENCHMARKS = ("imagenet", "cifar10", "cifar100")
@@ -91,6 +91,13 @@ def compare_with_published(target: Target, request: AuditRequest, results: Mappi
             "sentences": [*sentences, *([remark] if remark and found else [])],
         }
     }
+
+
+def published_accuracy(target: Target) -> tuple[float | None, str]:
+    """The published clean accuracy of a published model as a share, and its source; None on other images."""
+    published = find_published(target.model_spec.removeprefix("published:"))
+    reason, _ = _about_data(published, target)
+    return None if reason else _as_share(published.numbers.get("clean")), f"as published in {published.paper}"
 
 
 def _compare(what: str, published: float, entry: Mapping[str, Any], name: str) -> _Comparison:
