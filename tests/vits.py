@@ -67,9 +67,7 @@ VITS = {
     "levit_conv": Tiny("levit", "levit_conv_128s", _LEVIT, (2, 8, 3), 3, 0, size=64),
     "fan": Tiny("fan", "fan_tiny_12_p16_224", _plain(), (3, 3), 2, 0, other_softmaxes=6),
     "fan_hybrid": Tiny("fan", "fan_tiny_8_p4_hybrid", _plain(**_HYBRID), (3, 3), 2, 0, other_softmaxes=6),
-    "convstem": Tiny(
-        "vit", "convstem_vit_small", _plain(patch_size=16, stem=((6, 2), (8, 2), (12, 2), (16, 2))), (3, 3), 2, 1
-    ),
+    "convstem": Tiny("vit", "convstem_vit_small", _plain(stem=((6, 2), (8, 2), (16, 2))), (3, 3), 2, 1),
     "rvt": Tiny("rvt", "rvt_tiny_plus", _RVT, (3, 6, 6), 3, 0),
 }
 
