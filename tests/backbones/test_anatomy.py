@@ -9,6 +9,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from other_vits import OTHERS
 from vitadel.backbones import anatomy
 from vitadel.backbones.anatomy import (
     ANATOMIES,
@@ -50,7 +51,7 @@ def test_each_family_is_known_with_its_parts(name: str) -> None:
 
 
 def test_every_row_is_tried() -> None:
-    assert {tiny.family for tiny in VITS.values()} == set(ANATOMIES)
+    assert {tiny.family for tiny in (*VITS.values(), *OTHERS.values())} == set(ANATOMIES)
 
 
 @pytest.mark.parametrize("name", VITS)

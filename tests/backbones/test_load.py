@@ -6,17 +6,18 @@ import sys
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import safetensors.torch
 import timm
 import torch
+import transformers
 from timm.layers import DropPath
 from torch import Tensor, nn
 
 from vitadel.backbones import Classifier, load, load_model, wrap
+from vitadel.backbones.anatomy import family_of
 from vitadel.backbones.checkpoints import build_classifier, load_classifier, save_classifier
 from vitadel.backbones.load import model_names
 from vitadel.backbones.record import ModelRecord
@@ -499,148 +500,108 @@ def test_factories_take_neither_words_nor_arguments(factories: str) -> None:
         load_model(f"python:{factories}:model", kwargs={"depth": 1})
 
 
-# --- Hugging Face
+# --- Hugging Face: tiny models and processors of the real library
 
 
-class FakeClassifier(nn.Module):
-    """As transformers' models: the answer is an object with logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(num_labels=3)
-
-    def forward(self, pixel_values: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(logits=pixel_values.mean(dim=(2, 3)))
-
-
-def processor(**changes: Any) -> SimpleNamespace:
-    settings: dict[str, Any] = {
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": [0.1, 0.2, 0.3],
-        "image_std": [0.4, 0.5, 0.6],
-        "size": {"height": 24, "width": 24},
-    }
-    return SimpleNamespace(**{**settings, **changes})
+def saved_vit(folder: Path, *, processor: bool = True, head: bool = True) -> Any:
+    """A tiny ViT for three classes, saved as transformers does."""
+    shape = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 32}
+    config = transformers.ViTConfig(**shape, image_size=24, patch_size=8, num_labels=3)
+    model = (transformers.ViTForImageClassification if head else transformers.ViTModel)(config).eval()
+    model.save_pretrained(folder)
+    if processor:
+        vit_processor().save_pretrained(folder)
+    return model
 
 
-def fake_transformers(
-    monkeypatch: pytest.MonkeyPatch, *, model: Any = None, prepares: Any = None, missing: tuple[str, ...] = ()
-) -> list[str]:
-    asked: list[str] = []
-
-    def from_pretrained(name: str, output_loading_info: bool) -> tuple[nn.Module, dict[str, Any]]:
-        asked.append(name)
-        if isinstance(model, Exception):
-            raise model
-        assert output_loading_info
-        return FakeClassifier(), {"missing_keys": set(missing)}
-
-    def prepare(_name: str) -> Any:
-        if isinstance(prepares, Exception):
-            raise prepares
-        return prepares or processor()
-
-    module = ModuleType("transformers")
-    module.AutoModelForImageClassification = SimpleNamespace(from_pretrained=from_pretrained)  # type: ignore[attr-defined]
-    module.AutoImageProcessor = SimpleNamespace(from_pretrained=prepare)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "transformers", module)
-    return asked
+def vit_processor(**changes: Any) -> Any:
+    numbers = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "size": {"height": 24, "width": 24}}
+    return transformers.ViTImageProcessor(**{**numbers, **changes})
 
 
-def test_a_hugging_face_model_with_its_processors_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = fake_transformers(monkeypatch)
-    model = load_model("hf:org/name")
-    assert asked == ["org/name"]
-    expected = normalized(images(24), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)).mean(dim=(2, 3))
-    torch.testing.assert_close(model(images(24)), expected)
-    assert (model.record.name, model.record.num_classes, model.record.input_size) == ("hf:org/name", 3, (24, 24))
+def test_a_hugging_face_model_answers_as_with_its_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    original = saved_vit(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    model = load_model("hf:./model")
+    pixels = (images(24) * 255).round() / 255
+    bytes_in = [(image * 255).round().to(torch.uint8) for image in pixels]
+    with torch.no_grad():
+        expected = original(vit_processor()(bytes_in, return_tensors="pt")["pixel_values"]).logits
+        torch.testing.assert_close(model(pixels), expected, rtol=1e-4, atol=1e-5)
+    assert (model.record.name, model.record.num_classes, model.record.input_size) == ("hf:./model", 3, (24, 24))
+    assert family_of(model) == "hf-vit"
 
 
 EDGE, SQUARE = {"shortest_edge": 256}, {"height": 224, "width": 224}
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("kind", "changes", "expected"),
     [
-        ({"size": SQUARE}, (224, 1.0, "squash")),
-        ({"size": SimpleNamespace(height=224, width=224, shortest_edge=None)}, (224, 1.0, "squash")),
-        ({"size": 224}, (224, 1.0, "squash")),
-        ({"size": EDGE, "crop_size": SQUARE, "do_center_crop": True}, (224, 224 / 256, "center")),
-        ({"size": EDGE, "crop_size": SQUARE, "do_center_crop": False}, (256, 1.0, "center")),
-        ({"size": {"shortest_edge": 224}, "crop_pct": 0.875}, (224, 0.875, "center")),
-        ({"size": {"shortest_edge": 384}, "crop_pct": 0.875}, (384, 1.0, "squash")),
+        ("ViT", {"size": SQUARE}, (224, 1.0, "squash")),
+        ("CLIP", {"size": EDGE, "crop_size": SQUARE, "do_center_crop": True}, (224, 224 / 256, "center")),
+        ("CLIP", {"size": EDGE, "crop_size": SQUARE, "do_center_crop": False}, (256, 1.0, "center")),
+        ("ConvNext", {"size": {"shortest_edge": 224}, "crop_pct": 0.875}, (224, 0.875, "center")),
+        ("ConvNext", {"size": {"shortest_edge": 384}, "crop_pct": 0.875}, (384, 1.0, "squash")),
     ],
 )
-def test_a_processors_geometry_in_timms_terms(changes: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_transformers(monkeypatch, prepares=processor(**changes, resample=2))
-    record = load_model("hf:org/name").record
+def test_a_processors_geometry_in_timms_terms(kind: str, changes: Any, expected: Any, tmp_path: Path) -> None:
+    saved_vit(tmp_path, processor=False)
+    getattr(transformers, f"{kind}ImageProcessor")(**changes, resample=2).save_pretrained(tmp_path)
+    record = load_model(f"hf:{tmp_path}").record
     size, crop_pct, crop_mode = expected
     assert (record.input_size, record.crop_pct, record.crop_mode) == ((size, size), crop_pct, crop_mode)
     assert record.interpolation == "bilinear"
 
 
-def test_a_timm_model_inside_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timm_model_inside_transformers(tmp_path: Path) -> None:
     """Its processor has no numbers of its own; taking the defaults would silently leave out the normalization."""
-    config = timm.data.resolve_data_config(model=timm.create_model(DEIT, **KWARGS))
-    fake_transformers(monkeypatch, prepares=SimpleNamespace(data_config=config, rescale_factor=1 / 255))
-    record = load_model("hf:timm/deit").record
+    config = transformers.TimmWrapperConfig(architecture=DEIT, num_labels=1000, model_args=dict(KWARGS))
+    config.pretrained_cfg = timm.create_model(DEIT, **KWARGS).pretrained_cfg
+    transformers.TimmWrapperForImageClassification(config).save_pretrained(tmp_path)
+    record = load_model(f"hf:{tmp_path}").record
     assert (record.mean, record.std) == IMAGENET
     assert (record.input_size, record.crop_pct, record.crop_mode) == ((224, 224), 0.9, "center")
 
 
-def test_a_processor_that_nothing_is_known_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_transformers(monkeypatch, prepares=SimpleNamespace(do_rescale=False))
-    with pytest.raises(UserError, match=r"has an image processor of an unknown kind .*do_normalize.*Give mean and std"):
-        load_model("hf:org/name")
-    assert load_model("hf:org/name", mean=(0.5,), std=(0.5,)).record.std == (0.5,) * 3
-
-
 @pytest.mark.parametrize(
-    ("changes", "by_hand"),
+    ("kind", "changes", "by_hand"),
     [
-        ({}, lambda byte: (byte / 255 - 0.2) / 0.5),
-        ({"do_normalize": False}, lambda byte: byte / 255),
-        ({"rescale_factor": 1 / 127.5, "rescale_offset": True}, lambda byte: (byte / 127.5 - 1 - 0.2) / 0.5),
-        ({"do_rescale": False}, lambda byte: (byte - 0.2) / 0.5),
+        ("ViT", {}, lambda byte: (byte / 255 - 0.2) / 0.5),
+        ("ViT", {"do_normalize": False}, lambda byte: byte / 255),
+        (
+            "EfficientNet",
+            {"rescale_factor": 1 / 127.5, "rescale_offset": True},
+            lambda byte: (byte / 127.5 - 1 - 0.2) / 0.5,
+        ),
+        ("ViT", {"do_rescale": False}, lambda byte: (byte - 0.2) / 0.5),
     ],
-    ids=["usual", "no normalising", "offset", "no rescaling"],
+    ids=["usual", "no normalizing", "offset", "no rescaling"],
 )
-def test_processors_arithmetic_on_bytes_equals_ours_on_pixels(changes: dict[str, Any], by_hand: Any) -> None:
-    mean, std = processor_normalization(processor(**changes))
+def test_processors_arithmetic_on_bytes_equals_ours_on_pixels(kind: str, changes: Any, by_hand: Any) -> None:
+    numbers = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    mean, std = processor_normalization(getattr(transformers, f"{kind}ImageProcessor")(**numbers, **changes))
     for byte in (0, 51, 255):
         assert (byte / 255 - mean[1]) / std[1] == pytest.approx(by_hand(byte))
 
 
-def test_a_folder_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = fake_transformers(monkeypatch)
+def test_an_untrained_head_is_not_evaluated(tmp_path: Path) -> None:
+    saved_vit(tmp_path, head=False)
+    with pytest.raises(UserError, match=r"no trained weights for classifier.bias, classifier.weight: it is a backbone"):
+        load_model(f"hf:{tmp_path}")
+
+
+def test_hugging_face_failures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"folder './model' for 'hf:./model' does not exist"):
         load_model("hf:./model")
     (tmp_path / "model").mkdir()
-    load_model("hf:./model")
-    assert [Path(name) for name in asked] == [Path("model")]
-
-
-def test_an_untrained_head_is_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_transformers(monkeypatch, missing=("classifier.weight", "classifier.bias"))
-    with pytest.raises(UserError, match=r"no trained weights for classifier.bias, classifier.weight: it is a backbone"):
-        load_model("hf:org/name")
-
-
-def test_hugging_face_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_transformers(monkeypatch, model=OSError("org/nam is not a valid identifier\nmore"))
-    with pytest.raises(
-        UserError, match=r"'hf:org/nam' could not be loaded .*: org/nam is not a valid identifier\. Check"
-    ):
-        load_model("hf:org/nam")
-    fake_transformers(monkeypatch, prepares=OSError("no preprocessor_config.json"))
-    with pytest.raises(
-        UserError, match=r"has no image processor that can be read: no preprocessor_config.json. Give mean and std"
-    ):
-        load_model("hf:org/name")
-    assert load_model("hf:org/name", mean=(0.5,), std=(0.5,)).record.mean == (0.5,) * 3
+    with pytest.raises(UserError, match=r"'hf:./model' could not be loaded as an image classifier: .*\. Check"):
+        load_model("hf:./model")
+    saved_vit(tmp_path / "model", processor=False)
+    with pytest.raises(UserError, match=r"has no image processor that can be read: .*\. Give mean and std"):
+        load_model("hf:./model")
+    assert load_model("hf:./model", mean=(0.5,), std=(0.5,)).record.mean == (0.5,) * 3
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match=r"needs the package transformers. Install it: pip install 'vitadel\[hf\]'"):
         load_model("hf:org/name")

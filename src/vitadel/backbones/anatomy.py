@@ -3,10 +3,10 @@
 A row names classes instead of importing them, so that the table loads no model code. A new family needs one row if its
 attention modules
 
-- have `num_heads`, and `fused_attn` if they can call `F.scaled_dot_product_attention`;
-- form scores of shape (batch, heads, queries, keys) by one product of queries and keys (or by the fused call), as their
-  first product of two four-dimensional tensors;
-- turn them into probabilities by one softmax.
+- have `num_heads` or `num_attention_heads`;
+- form scores of shape (batch, heads, queries, keys) by one product of queries and keys, as their first product of two
+  four-dimensional tensors, and turn them into probabilities by one softmax;
+- or call `F.scaled_dot_product_attention`, as `nn.MultiheadAttention` does.
 
 These are the two seams of attention: content scores are scaled at the product, maps and scores are read at the softmax.
 Position biases and masks are added between the two.
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from operator import attrgetter
 from typing import cast
 
 from torch import nn
@@ -38,7 +39,10 @@ class ScoreSeam(Enum):
 
 @dataclass(frozen=True)
 class TokenSeam:
-    """Extra prefix tokens are added to the output of module `enter` and removed from the input of module `leave`."""
+    """Extra prefix tokens are added to the output of module `enter` and removed from the input of module `leave`.
+
+    `width` is the backbone's attribute with the width of tokens; it may be inside another one: 'config.hidden_size'.
+    """
 
     enter: str = "norm_pre"
     leave: str = "norm"
@@ -51,15 +55,17 @@ class Anatomy:
 
     `classes` are full names of backbone classes (subclasses count). `blocks` and `attentions` are bare class names,
     looked up inside the backbone in the order of registration, which is the order of execution. `prefix` is the number
-    of class and register tokens before the patches in the first block, or the name of the backbone's attribute;
-    class-attention blocks add their class token later. `tokens` is None if extra tokens are not possible, and
+    of class and register tokens before the patches in the first block, or the name of the backbone's attribute, or
+    several of these to be added; class-attention blocks add their class token later. `class_token` is the backbone's
+    attribute with it, if there is one. `tokens` is None if extra tokens are not possible, and
     `no_tokens` then says why. `norm_is_next`: the final norm takes the output of the last of `blocks`.
     """
 
     classes: tuple[str, ...]
     blocks: tuple[str, ...]
     attentions: Mapping[str, ScoreSeam] = field(default_factory=partial(dict, Attention=ScoreSeam.CONTENT))
-    prefix: str | int = 0
+    prefix: str | int | tuple[str | int, ...] = 0
+    class_token: str = "cls_token"
     tokens: TokenSeam | None = None
     no_tokens: str = ""
     norm_is_next: bool = True
@@ -72,6 +78,31 @@ _STAGES = "its stages resize the grid of tokens, and extra tokens have no place 
 _GRID_ONLY = "its blocks are made for a grid of tokens, without any prefix, and extra tokens have no place in the grid"
 _LATE_CLASS = "its class token joins in the class-attention blocks only, so there is no prefix to extend"
 _LATE_CLASS_ON_GRID = _LATE_CLASS + "; besides, its blocks convolve over the grid of tokens"
+
+_AFTER_EMBEDDINGS = TokenSeam("embeddings", "layernorm", "config.hidden_size")
+
+
+def _hugging_face(
+    package: str,
+    start: str,
+    classes: Sequence[str],
+    *,
+    prefix: int | tuple[str | int, ...] = 1,
+    class_token: str = "embeddings.cls_token",
+    tokens: TokenSeam | None = None,
+    no_tokens: str = "",
+) -> Anatomy:
+    """A row for transformers: names begin alike, and older versions have a module around their self-attention."""
+    return Anatomy(
+        classes=tuple(f"transformers.models.{package}.modeling_{package}.{name}" for name in classes),
+        blocks=(f"{start}Layer", f"{start}EncoderLayer"),
+        attentions={f"{start}Attention": _CONTENT, f"{start}SelfAttention": _CONTENT},
+        prefix=prefix,
+        class_token=class_token,
+        tokens=tokens,
+        no_tokens=no_tokens,
+    )
+
 
 ANATOMIES: dict[str, Anatomy] = {
     "vit": Anatomy(
@@ -142,6 +173,46 @@ ANATOMIES: dict[str, Anatomy] = {
         blocks=("Block",),
         no_tokens=_GRID_ONLY,
     ),
+    "torchvision-vit": Anatomy(
+        classes=("torchvision.models.vision_transformer.VisionTransformer",),
+        blocks=("EncoderBlock",),
+        attentions={"MultiheadAttention": _CONTENT},
+        prefix=1,
+        class_token="class_token",
+        tokens=TokenSeam("encoder.dropout", "encoder.ln", "hidden_dim"),
+    ),
+    "torchvision-swin": Anatomy(
+        classes=("torchvision.models.swin_transformer.SwinTransformer",),
+        blocks=("SwinTransformerBlock",),
+        attentions={"ShiftedWindowAttention": _CONTENT},
+        no_tokens=_STAGES,
+    ),
+    "hf-vit": _hugging_face("vit", "ViT", ("ViTModel",), tokens=_AFTER_EMBEDDINGS),
+    "hf-deit": _hugging_face("deit", "DeiT", ("DeiTModel",), prefix=2, tokens=_AFTER_EMBEDDINGS),
+    "hf-beit": _hugging_face("beit", "Beit", ("BeitModel",), no_tokens=_FIXED_PAIRS),
+    "hf-dinov2": _hugging_face("dinov2", "Dinov2", ("Dinov2Model",), tokens=_AFTER_EMBEDDINGS),
+    "hf-dinov2-registers": _hugging_face(
+        "dinov2_with_registers",
+        "Dinov2WithRegisters",
+        ("Dinov2WithRegistersModel",),
+        prefix=(1, "config.num_register_tokens"),
+        tokens=_AFTER_EMBEDDINGS,
+    ),
+    "hf-clip": _hugging_face(
+        "clip",
+        "CLIP",
+        ("CLIPVisionModel", "CLIPVisionTransformer"),
+        class_token="embeddings.class_embedding",
+        no_tokens="its final norm sees the class token only, so extra tokens have no place to leave",
+    ),
+    "hf-siglip": _hugging_face(  # its pooling head is not used for classification
+        "siglip",
+        "Siglip",
+        ("SiglipVisionModel", "SiglipVisionTransformer"),
+        prefix=0,
+        tokens=TokenSeam("embeddings", "post_layernorm", "config.hidden_size"),
+    ),
+    "hf-swin": _hugging_face("swin", "Swin", ("SwinModel",), prefix=0, no_tokens=_STAGES),
 }
 
 
@@ -242,8 +313,9 @@ def attentions_of(model: nn.Module) -> list[SoftmaxAttention]:
     row, found = ANATOMIES[family_of(backbone)], []
     for name, module in backbone.named_modules():
         seam = next((row.attentions[k.__name__] for k in type(module).__mro__ if k.__name__ in row.attentions), None)
-        if seam is not None:
-            found.append(SoftmaxAttention(name, module, cast(int, module.num_heads), seam))
+        heads = getattr(module, "num_heads", None) or getattr(module, "num_attention_heads", None)
+        if seam is not None and heads is not None:
+            found.append(SoftmaxAttention(name, module, cast(int, heads), seam))
     for block in blocks_of(backbone):
         if not any(each.name == block.name or each.name.startswith(block.name + ".") for each in found):
             inner = getattr(block.module, "attn", block.module)
@@ -271,4 +343,13 @@ def prefix_tokens_of(model: nn.Module) -> int:
     """The number of class and register tokens before the patches in the first block."""
     backbone = backbone_of(model)
     prefix = ANATOMIES[family_of(backbone)].prefix
-    return prefix if isinstance(prefix, int) else int(getattr(backbone, prefix))
+    parts = prefix if isinstance(prefix, tuple) else (prefix,)
+    return sum(part if isinstance(part, int) else int(attrgetter(part)(backbone)) for part in parts)
+
+
+def has_class_token(model: nn.Module) -> bool:
+    """Whether the backbone has a class token, wherever it joins."""
+    backbone = backbone_of(model)
+    *outer, last = ANATOMIES[family_of(backbone)].class_token.split(".")
+    home = attrgetter(".".join(outer))(backbone) if outer else backbone
+    return getattr(home, last, None) is not None

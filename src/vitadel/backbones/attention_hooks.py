@@ -139,7 +139,7 @@ class _HookedForward:
         else:
             own["forward"] = self.covered
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hooks = tuple(self.hooks)
         in_forward = tuple(hook for hook in hooks if not hook.backward_only)
         value = self._run(in_forward, args, kwargs)
@@ -147,9 +147,11 @@ class _HookedForward:
             return value
         # Observers belong to the values, which the first run gave.
         slope = self._run(tuple(replace(hook, observe=None) for hook in hooks), args, kwargs)
-        return cast(Tensor, _ValueWithGradient.apply(value.detach(), slope))
+        if isinstance(value, tuple):  # with attention maps behind the output
+            return (_ValueWithGradient.apply(value[0].detach(), slope[0]), *value[1:])
+        return _ValueWithGradient.apply(value.detach(), slope)
 
-    def _run(self, hooks: Sequence[AttentionHook], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _run(self, hooks: Sequence[AttentionHook], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.attention.module
         with ExitStack() as stack:
             extra = sum(hook.extra_prefix for hook in hooks)
@@ -159,6 +161,9 @@ class _HookedForward:
             if any(hook.needs_softmax for hook in hooks) and hasattr(module, "fused_attn"):
                 stack.enter_context(_attribute(module, "fused_attn", False))
             stack.enter_context(_Calls(self.attention, hooks))
+            # torch's own forward hides its calls from modes, and without gradients it is one kernel.
+            if type(module) is nn.MultiheadAttention and hooks:
+                return _multihead_attention(module, *args, **kwargs)
             return self.forward(*args, **kwargs)
 
 
@@ -196,6 +201,8 @@ class _Calls(TorchFunctionMode):
     def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass a plain number to the kernel, which scales scores anyway; multiply the queries by any other factor,
         which costs a few percent of a pass."""
+        if any(hook.needs_softmax for hook in self.hooks):
+            return self._unfused(*args, **kwargs)
         query: Tensor = args[0]
         scale = kwargs.get("scale")
         for number in self._factors(ScoreSeam.CONTENT):
@@ -206,6 +213,28 @@ class _Calls(TorchFunctionMode):
             else:
                 query = query * _as_multiplier(number, query)
         return func(query, *args[1:], **(kwargs if scale is None else kwargs | {"scale": scale}))
+
+    def _unfused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """The fused call in separate steps, for modules that cannot be switched: the softmax is visible."""
+        if is_causal or enable_gqa:
+            raise UserError(f"'{self.attention.name}' attends causally or with shared keys, which vision models do not")
+        scores = self._scaled(query @ key.mT, ScoreSeam.CONTENT)
+        scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return F.dropout(self._softmax(torch.softmax, (scores, -1), {}), dropout_p) @ value
 
     def _product(self, product: Tensor) -> Tensor:
         if product.dim() != 4 or product.shape[1] != self.attention.heads:
@@ -222,6 +251,34 @@ class _Calls(TorchFunctionMode):
         for hook in self.hooks:
             probabilities = probabilities if hook.edit is None else hook.edit(probabilities)
         return probabilities
+
+
+def _multihead_attention(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """The forward of torch's module by a call of fused attention, which hooks see; no maps are returned."""
+    padded = any(isinstance(given, Tensor) for given in more.values())
+    if padded or module.bias_k is not None or module.add_zero_attn or module.in_proj_weight is None:
+        raise UserError(
+            "this nn.MultiheadAttention has padding, extra keys or separate widths, and cannot be hooked; vision "
+            "models use none of these"
+        )
+    inputs = [query, key, value] if module.batch_first else [each.transpose(0, 1) for each in (query, key, value)]
+    biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    projected = [F.linear(x, w, b) for x, w, b in zip(inputs, module.in_proj_weight.chunk(3), biases, strict=True)]
+    q, k, v = (each.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for each in projected)
+    dropout = module.dropout if module.training else 0.0
+    # A boolean mask of this module marks what is hidden, one of fused attention what is seen.
+    mask = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout).transpose(1, 2).flatten(2)
+    output = F.linear(mixed, module.out_proj.weight, module.out_proj.bias)
+    return (output if module.batch_first else output.transpose(0, 1)), None
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from vitadel.backbones.anatomy import (
     SoftmaxAttention,
     attentions_of,
-    backbone_of,
     family_of,
+    has_class_token,
     main_attentions,
     prefix_tokens_of,
 )
@@ -55,7 +55,7 @@ def attention_over_patches(model: nn.Module, x: Tensor) -> Tensor:
     if len(seen) != len(x):
         raise UserError(f"the last attention of family '{family_of(model)}' is over windows, not over the whole image")
     grid = grid_of_keys(model, x, seen.shape[2])
-    has_class = seen.shape[1] == 1 or getattr(backbone_of(model), "cls_token", None) is not None
+    has_class = seen.shape[1] == 1 or has_class_token(model)
     rows = seen[:, 0] if has_class else seen[:, prefix_tokens_of(model) :].mean(1)
     return over_patches(AttentionRow(attention, 0, grid), rows)
 
@@ -89,7 +89,7 @@ def find_row(model: nn.Module, x: Tensor, query: str, block: str) -> AttentionRo
     grid = grid_of_keys(model, x, keys)
     if query == CLASS:
         # Registers are no class tokens, and a late class token (class attention) takes no part in the blocks.
-        has_class = prefix_tokens_of(model) > 0 and getattr(backbone_of(model), "cls_token", None) is not None
+        has_class = prefix_tokens_of(model) > 0 and has_class_token(model)
         if queries > 1 and not has_class:
             raise UserError(
                 f"'{attention.name}' of family '{family}' has no class token; take --query {CENTER} or ROW,COL"

@@ -43,9 +43,12 @@ class Edge:
             changed = self.act(args[0])
             return None if changed is None else (changed, *args[1:])
 
-        def leave(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        def leave(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
             fired()
-            return self.act(output)
+            if not isinstance(output, tuple):
+                return self.act(output)
+            changed = self.act(output[0])  # modules of transformers also return attention maps
+            return None if changed is None else (changed, *output[1:])
 
         if self.before:
             return self.module.register_forward_pre_hook(enter, prepend=self.first).remove

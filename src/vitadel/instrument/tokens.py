@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Never
 from weakref import WeakKeyDictionary
 
@@ -120,7 +121,7 @@ def own_tokens(model: nn.Module) -> Iterator[OwnTokens]:
 def token_width(model: nn.Module) -> int:
     """The width of extra tokens; raises `UserError` for models that cannot have them."""
     seam = _seam(model)
-    return int(getattr(backbone_of(model), seam.width))
+    return int(attrgetter(seam.width)(backbone_of(model)))
 
 
 def check_placement(model: nn.Module, placement: str) -> None:
@@ -188,8 +189,12 @@ def patch_grid(model: nn.Module, x: Tensor) -> tuple[int, int]:
     Only the patch embedding runs, on one image; this does not count as a query. Extra tokens join later.
     """
     row, backbone = anatomy_of(model), backbone_of(model)
-    name = row.tokens.enter if row.tokens else blocks_of(model)[0].name
-    shape = _shape_at(name, backbone.get_submodule(name), model, x)
+    if row.tokens:  # what it returns, before extra tokens join
+        name = row.tokens.enter
+        shape = _shape_at(Edge(name, backbone.get_submodule(name), _stop, first=True), model, x)
+    else:
+        block = blocks_of(model)[0]
+        shape = _shape_at(Edge(block.name, block.module, _stop, before=True), model, x)
     # LeViT's convolutional variant keeps (batch, channels, height, width); everything else has channels last.
     tokens = shape[2:] if getattr(backbone, "use_conv", False) else shape[1:-1]
     count, (height, width) = math.prod(tokens) - prefix_tokens_of(model), x.shape[-2:]
@@ -219,12 +224,13 @@ def grid_of_keys(model: nn.Module, x: Tensor, keys: int) -> tuple[int, int]:
     return rows, patches // rows
 
 
-def _shape_at(name: str, module: nn.Module, model: nn.Module, x: Tensor) -> torch.Size:
-    def stop(tokens: Tensor) -> Never:
-        raise _Reached(tokens.shape)
+def _stop(tokens: Tensor) -> Never:
+    raise _Reached(tokens.shape)
 
+
+def _shape_at(edge: Edge, model: nn.Module, x: Tensor) -> torch.Size:
     try:
-        with frozen(model), torch.no_grad(), hooked(model, [Edge(name, module, stop, before=True)]):
+        with frozen(model), torch.no_grad(), hooked(model, [edge]):
             model(x[:1].detach())
     except _Reached as reached:
         return reached.shape
