@@ -1,4 +1,4 @@
-"""Write the pages that are generated from the code: docs/api.md, docs/checks.md and docs/commands.md.
+"""Write the pages that are generated from the code: docs/api.md, checks.md, commands.md and recipe-keys.md.
 
 python scripts/make_docs.py             # write them
 python scripts/make_docs.py --check     # only list those that are out of date
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import enum
 import inspect
 from collections.abc import Callable, Iterator
@@ -228,7 +229,54 @@ def _row(parameter: Any) -> str:
     return f"| `{written}` | {shown} | {meaning} |"
 
 
-PAGES: dict[str, Callable[[], str]] = {"api.md": api, "checks.md": checks, "commands.md": commands}
+def recipe_keys() -> str:
+    """Keys of training recipes: a table for each section, objective, plug-in and adapter."""
+    from vitadel.training.recipes.compose import section_types
+    from vitadel.training.recipes.instantiate import component_names, find_component
+
+    parts = ["# Recipe keys", _MADE, _RECIPE_KEYS]
+    for name, kind in section_types().items():
+        if dataclasses.is_dataclass(kind):
+            parts += [f"## {name}", *_keys(kind)]
+    for what, title in (("objective", "objective"), ("plug-in", "plugins"), ("adapter", "adapter")):
+        parts.append(f"## {title}: one of these{' or several' if title == 'plugins' else ''}")
+        for name in component_names(what):
+            parts += [f"### {name}", *_keys(find_component(what, name))]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+_RECIPE_KEYS = """All keys of training recipes, with their defaults. `vitadel recipes new` writes a recipe for a model
+and data of your own ([example](my-model.md)); `vitadel recipes check FILE` says what is wrong with one. On the command
+line a key is set as in `vitadel harden shapes/trades train.epochs=3`. This page is generated from the code."""
+
+
+def _keys(kind: Any) -> Iterator[str]:
+    yield inspect.cleandoc(kind.__doc__ or "")
+    rows = []
+    for each in dataclasses.fields(kind):
+        if not each.init or each.name.startswith("_"):
+            continue
+        default: Any = each.default
+        if default is dataclasses.MISSING:
+            made = each.default_factory is not dataclasses.MISSING
+            default = each.default_factory() if made else dataclasses.MISSING  # type: ignore[misc]
+        shown = "required" if default is dataclasses.MISSING else f"`{_plain_value(default)}`"
+        written = str(each.type).replace("|", "\\|")
+        rows.append(f"| `{each.name}` | `{written}` | {shown} |")
+    if rows:
+        yield "\n".join(["| key | type | default |", "|---|---|---|", *rows])
+
+
+def _plain_value(value: Any) -> str:
+    return "null" if value is None else str(list(value) if isinstance(value, tuple) else value).replace("|", "\\|")
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "api.md": api,
+    "checks.md": checks,
+    "commands.md": commands,
+    "recipe-keys.md": recipe_keys,
+}
 
 
 def main() -> None:

@@ -166,6 +166,9 @@ class World:
         given = dict(context.params)
         if str(given.get("recipe", "")).endswith((".yaml", ".yml")):
             Path(given["recipe"]).write_text(source("shapes/trades"))
+        if context.info_name == "plan" and str(given.get("model")).endswith(".yaml"):
+            Path(given["model"]).write_text(source("shapes/trades"))
+            return
         for path in given.get("names") or ():
             if path.endswith((".yaml", ".yml")):
                 Path(path).write_text(source("shapes/trades"))
@@ -214,7 +217,8 @@ def _for_one_process(words: Sequence[str]) -> list[str]:
 
 def _sizes(context: typer.Context) -> list[str]:
     """Flags that make a command small: those of FLAGS, and integers above MOST."""
-    if context.info_name == "plan" and context.params["model"] in shipped_recipes():
+    model = str(context.params.get("model"))
+    if context.info_name == "plan" and (model in shipped_recipes() or model.endswith(".yaml")):
         return []  # the recipe sets the sizes
     added = []
     for option in context.command.params:

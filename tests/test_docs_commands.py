@@ -99,12 +99,12 @@ def test_commands_are_extracted_from_pages():
     assert (inline.line, inline.text) == (7, "vitadel list data")
 
 
-@pytest.mark.parametrize("page", ["api.md", "checks.md", "commands.md"])
+@pytest.mark.parametrize("page", ["api.md", "checks.md", "commands.md", "recipe-keys.md"])
 def test_generated_pages_are_up_to_date(page):
     spec = importlib.util.spec_from_file_location("make_docs", REPOSITORY / "scripts" / "make_docs.py")
     make_docs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make_docs)
-    assert set(make_docs.PAGES) == {"api.md", "checks.md", "commands.md"}
+    assert set(make_docs.PAGES) == {"api.md", "checks.md", "commands.md", "recipe-keys.md"}
     written = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
     assert make_docs.PAGES[page]() == written, f"docs/{page} is out of date: run scripts/make_docs.py"
 

@@ -1,4 +1,4 @@
-"""`vitadel recipes`: print a recipe, copy it for editing, check that it would run."""
+"""`vitadel recipes`: print a recipe, copy it for editing, check that it would run, make a new one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from vitadel.cli import options
 from vitadel.cli.options import option
 from vitadel.errors import UserError
 
-app = typer.Typer(help="Show, copy or check recipes.", no_args_is_help=True)
+app = typer.Typer(help="Show, copy, check or make recipes.", no_args_is_help=True)
 
 Names = Annotated[list[str] | None, typer.Argument(help="recipes or .yaml files; all shipped ones by default")]
 Name = Annotated[str, typer.Argument(help="a recipe's name, e.g. shapes/trades, or a .yaml file of your own")]
@@ -39,9 +40,38 @@ def copy(name: Name, target: Annotated[Path, typer.Argument(help="the .yaml file
     """Copy a recipe, with its comments, for editing."""
     from vitadel.training.recipes.compose import source
 
+    _check_ending(target)
+    _write_new(target, source(name))
+
+
+@app.command()
+def new(
+    target: Annotated[Path, typer.Argument(help="the .yaml file to write")],
+    model: Annotated[str, option("MODEL to train, as for audit")],
+    data: Annotated[str, option("training data, e.g. folder:photos, with or without train/ and test/ below it")],
+    weights: Annotated[str | None, option("weight file to start from; random weights without")] = None,
+    objective: Annotated[str, option("trades, adversarial, mart or standard")] = "trades",
+    eps: options.Eps = "4/255",
+    data_root: options.DataRoot = None,
+) -> None:
+    """Write a recipe for a model and data of your own."""
+    from vitadel.training.recipes.new_recipe import new_recipe
+
+    _check_ending(target)
+    if target.exists():
+        raise UserError(f"'{target}' already exists and was not changed; choose another name")
+    made = new_recipe(model, data, weights=weights, objective=objective, eps=eps, root=data_root)
+    for note in made.notes:
+        typer.echo(f"note: {note}", err=True)
+    _write_new(target, made.text)
+
+
+def _check_ending(target: Path) -> None:
     if target.suffix not in (".yaml", ".yml"):
         raise UserError(f"'{target}' does not end in .yaml, as recipe files must; try {target}.yaml")
-    text = source(name)
+
+
+def _write_new(target: Path, text: str) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("x", encoding="utf-8") as file:
