@@ -426,6 +426,17 @@ def test_a_tracker_that_is_not_installed_is_reported(tmp_path):
         run_harden(recipe(train={"tracker": "wandb"}), "small", CPU, out=tmp_path / "run")
 
 
+def test_what_a_foreign_weight_file_leaves_open_is_said_and_not_kept(tmp_path, capsys):
+    kwargs = {"depth": 1, "embed_dim": 24, "num_heads": 3, "img_size": 32, "patch_size": 8}
+    model = load_model("vit_tiny_patch16_224", weights="random", num_classes=10, kwargs=kwargs)
+    torch.save(model.backbone.state_dict(), tmp_path / "w.pth")
+    changed = document()
+    changed["model"] = {"name": "vit_tiny_patch16_224", "weights": str(tmp_path / "w.pth"), "kwargs": kwargs}
+    setup = open_training(build_recipe(changed, "small"), CPU)
+    assert "vit_tiny_patch16_224, assumed: mean and std 0.5" in capsys.readouterr().err
+    assert "assumed" not in setup.model.record.notes  # the trained model was trained so
+
+
 def test_the_seed_draws_the_first_weights_and_the_callers_generator_is_left_alone():
     torch.manual_seed(3)
     before = torch.get_rng_state()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -114,6 +115,9 @@ def open_training(
         start = given or starting_model(recipe.model, classes, section.train)
     _refuse_audit_of_new_head(recipe, start.fresh_head)
     model, names = start.classifier, None if are_numbers(source.classes) else tuple(source.classes)
+    if processes.is_main:
+        for what, note in model.record.assumptions.items():  # about the file that training starts from
+            sys.stderr.write(f"{recipe.model.name}, {what}: {note}\n")
     about = {"about": recipe.document["about"]} if "about" in recipe.document else {}
     record = replace(
         model.record,
