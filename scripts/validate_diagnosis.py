@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from vitadel.adapters.adapted_model import open_model
 from vitadel.attacks import make
 from vitadel.attacks.settings import training_form
-from vitadel.diagnosis.examination import Examination
+from vitadel.diagnosis.examination import LEVELS, Examination
 from vitadel.diagnosis.gallery import BROKEN_DEFENSES, HONEST_MODELS, BrokenDefense, HonestModel, held_out
-from vitadel.diagnosis.run import CHECKS, DiagnosisRequest, examination_of, run_checks
+from vitadel.diagnosis.run import CHECKS, Check, DiagnosisRequest, examination_of, run_checks
 from vitadel.evaluation.engine.target import open_target
 from vitadel.findings import OK
 from vitadel.runtime.distributed import join_processes
@@ -84,10 +84,15 @@ def _broken_by_transfer(defense: BrokenDefense, e: Examination) -> Tensor:
     return e.correct & (fresh.logits_of(_crafted(defense.base, len(e.x))).argmax(1) != e.y)
 
 
-def raised(e: Examination, *, all_checks: bool) -> dict[str, Any]:
+def without_attacks() -> list[Check]:
+    """The checks that compare no attacks, which take seconds."""
+    return [check for check in CHECKS if not check.attacks(LEVELS["quick"]) and check.identifier != "unbounded-attack"]
+
+
+def raised(e: Examination, checks: Sequence[Check] = CHECKS, *, all_checks: bool) -> dict[str, Any]:
     """The checks that are raised: all, or the first."""
     start, found, evidence = time.process_time(), [], {}
-    for batch in [list(CHECKS)] if all_checks else [[check] for check in CHECKS]:
+    for batch in [list(checks)] if all_checks else [[check] for check in checks]:
         diagnosis = run_checks(e, batch)
         for finding in diagnosis.findings:
             if finding.verdict != OK:
@@ -96,7 +101,8 @@ def raised(e: Examination, *, all_checks: bool) -> dict[str, Any]:
         found += [f"failed: {name}" for name in diagnosis.failed]
         if found and not all_checks:
             break
-    return {"raised": found, "evidence": evidence, "cpu_seconds": round(time.process_time() - start, 1)}
+    seconds = round(time.process_time() - start, 1)
+    return {"raised": found, "evidence": evidence, "checks": len(checks), "cpu_seconds": seconds}
 
 
 class Results:
@@ -146,11 +152,12 @@ def recall_table(rows: Sequence[tuple[BrokenDefense, dict[str, Any], dict[str, A
 
 
 def alarm_table(rows: Sequence[tuple[HonestModel, dict[str, Any]]]) -> str:
-    lines = ["| family | honest model | checks raised | processor seconds |", "|---|---|---|---|"]
+    lines = ["| family | honest model | checks | raised | processor seconds |", "|---|---|---|---|---|"]
     for model, found in rows:
         cells = (
             model.family,
             f"{model.name}: {model.about}",
+            found["checks"],
             ", ".join(found["raised"]) or "none",
             found["cpu_seconds"],
         )
@@ -167,6 +174,7 @@ def main() -> None:
     )
     parser.add_argument("--images", type=int, default=48)
     parser.add_argument("--part", choices=("hides", "broken", "honest"), action="append", help="default: all three")
+    parser.add_argument("--without-attacks", action="store_true", help="honest models: only checks that take seconds")
     parser.add_argument("--out", type=Path, default=Path("runs/validate-diagnosis"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -182,8 +190,11 @@ def main() -> None:
     done = [each for each in defenses if each.name in hides.rows]
     tables.append(recall_table([(each, hides.rows[each.name], broken.rows.get(each.name)) for each in done]))
     models: list[HonestModel] = chosen(HONEST_MODELS, options.half, options.only)
-    for model in models if "honest" in parts else []:
-        honest.get(model.name, lambda model=model: raised(examination(model.make(), options.images), all_checks=True))
+    checks = without_attacks() if options.without_attacks else CHECKS
+    for each in models if "honest" in parts else []:
+        honest.get(
+            each.name, lambda each=each: raised(examination(each.make(), options.images), checks, all_checks=True)
+        )
     seen = [model for model in models if model.name in honest.rows]
     tables.append(alarm_table([(model, honest.rows[model.name]) for model in seen]))
     page = "\n\n".join(tables) + "\n"
