@@ -345,9 +345,20 @@ def test_one_step_jumps_over_what_many_find():
     assert evidence == {"clean": 1.0, "fgsm": 1.0, "pgd-10": 0.0, "fgsm, half of eps": 0.0}
 
 
+def test_a_fine_staircase_with_a_gradient_that_predicts_moves_by_eps_is_honest():
+    def fine(x: Tensor) -> Tensor:
+        return x + ((x * 255).round() / 255 - x).detach()
+
+    for check in (gradients.staircase, gradients.wrong_gradients):
+        assert check(examination(fine))[0] == OK
+        # A replaced gradient that is not the right one predicts nothing.
+        assert check(examination(lambda x: ((x * 255).round() / 255).detach() + 2 * (x - x.detach())))[0] == BROKEN
+    assert gradients.staircase(examination(lambda x: (x * 255).round() / 255))[0] == BROKEN
+
+
 def test_a_staircase_is_felt_in_the_dark():
     assert gradients.staircase(examination(lambda x: (x * 7).round() / 7))[0] == BROKEN
-    straight = examination(lambda x: x + ((x * 7).round() / 7 - x).detach())
+    straight = examination(lambda x: x + ((x * 3).round() / 3 - x).detach())  # far coarser than the budget
     assert gradients.staircase(straight)[0] == BROKEN
     assert gradients.wrong_gradients(straight)[0] == BROKEN
 

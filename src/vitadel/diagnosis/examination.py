@@ -196,7 +196,11 @@ class Examination:
 
     def broken_among(self, exposed: Tensor, name: str, attack: Attack | None = None) -> int:
         """How many of the `exposed` images, which must be correctly classified, an attack breaks."""
-        return int((exposed & ~self._attack(name, attack, self.eps, exposed)).sum())
+        return int((exposed & ~self.robust_among(exposed, name, attack)).sum())
+
+    def robust_among(self, exposed: Tensor, name: str, attack: Attack | None = None) -> Tensor:
+        """Which of the `exposed` images are robust to an attack."""
+        return self._attack(name, attack, self.eps, exposed)
 
     def _attack(self, name: str, attack: Attack | None, eps: float, exposed: Tensor) -> Tensor:
         ready = make(name, eps=eps, norm=self.norm) if attack is None else attack

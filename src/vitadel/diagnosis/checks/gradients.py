@@ -21,6 +21,8 @@ _LOW, _WIDTH = 0.0213, 0.9571
 _REACH = 0.1  # of the distance to the decision boundary
 _KEPT = (0.4, 3.0)  # the median share of a promise that steps keep
 _NOTHING = 0.25  # of the images, for which steps may deliver nothing
+_STAY = 0.1  # of the images, whose output may be constant nearby
+_FINE = 0.35  # the slope error of moves by eps, up to which a staircase is fine and its replaced gradient right
 _FEW = 8  # images of which no median is taken
 _ROUNDING = 1e-6
 
@@ -121,6 +123,17 @@ def wrong_gradients(e: Examination) -> Outcome:
     here = _seeded_logits(e, x)
     if not torch.equal(here, _seeded_logits(e, x)):
         raise NotExamined("the model's outputs are random even with a fixed seed of torch's generator")
+    error = _slope_error_of_moves(e, x, here, step)
+    evidence = {"relative error": error, "allowed": allowed, "in float64": in_double}
+    if error > allowed and _constant_share(e)[0] > _STAY:
+        evidence["of moves by eps"] = _slope_error_of_moves(e, x, here, e.eps)
+        if evidence["of moves by eps"] < _FINE:
+            return OK, evidence
+    return (BROKEN, evidence | _modules(e)) if error > allowed else (OK, evidence)
+
+
+def _slope_error_of_moves(e: Examination, x: Tensor, here: Tensor, step: float) -> float:
+    """The error of autograd's slopes, of random projections of the logits, against moves along random signs."""
     signs = e.rng_of(len(x)).stream("projection").signs(here.shape[1]).to(x)
 
     def projected(logits: Tensor, weights: Tensor) -> Tensor:
@@ -135,9 +148,7 @@ def wrong_gradients(e: Examination) -> Outcome:
         analytic.append((grad * along).flatten(1).sum(1))
         ahead.append(projected(_seeded_logits(e, x + step * along) - here, signs) / step)
         behind.append(projected(here - _seeded_logits(e, x - step * along), signs) / step)
-    error = slope_error(*(torch.cat(slopes) for slopes in (analytic, ahead, behind)))
-    evidence = {"relative error": error, "allowed": allowed, "in float64": in_double}
-    return (BROKEN, evidence | _modules(e)) if error > allowed else (OK, evidence)
+    return slope_error(*(torch.cat(slopes) for slopes in (analytic, ahead, behind)))
 
 
 def slope_error(analytic: Tensor, ahead: Tensor, behind: Tensor) -> float:
@@ -188,20 +199,32 @@ def random_gradients(e: Examination) -> Outcome:
 
 @check("staircase", "Output is piecewise constant", cost=(0, 0.75), next="square")
 def staircase(e: Examination) -> Outcome:
-    """Raised if outputs do not change at all when images move a little, but do when they move a lot.
+    """Raised if outputs do not change at all when images move a little, but do when they move a lot; not if the steps
+    are so fine that gradients predict moves by eps, as after quantization-aware training.
 
     Why it matters: the output is piecewise constant: bytes, fewer bits, JPEG or rounded activations. Its true gradient
     is zero almost everywhere, so gradients are missing or replaced, and both mislead attacks.
 
     What to do: attack through a smooth replacement of the rounding (bpda+), judge on the real model, and run square.
     """
+    constant, little = _constant_share(e)
+    evidence: dict[str, Any] = {"images that stay": constant, "when every pixel moves by": little}
+    if constant <= _STAY:
+        return OK, evidence
+    x = _clean_and_noisy(e)
+    evidence["slope error of moves by eps"] = _slope_error_of_moves(e, x, _seeded_logits(e, x), e.eps)
+    if evidence["slope error of moves by eps"] < _FINE:
+        return OK, evidence
+    return BROKEN, evidence | _modules(e)
+
+
+def _constant_share(e: Examination) -> tuple[float, float]:
+    """The share of images whose output does not change when every pixel moves by a little, but does by a lot."""
     x = _clean_and_noisy(e)
     along = e.rng_of(len(x)).stream("staircase").signs(*x.shape[1:]).to(x)
     little = 1e-7 if e.has_double_logits else 1e-5
     here, near, far = (_seeded_logits(e, x + move * along) for move in (0.0, little, 0.02))
-    constant = float(((here == near).all(1) & (here != far).any(1)).double().mean())
-    evidence = {"images that stay": constant, "when every pixel moves by": little}
-    return (BROKEN, evidence | _modules(e)) if constant > 0.1 else (OK, evidence)
+    return float(((here == near).all(1) & (here != far).any(1)).double().mean()), little
 
 
 @check("uninformative-gradients", "Gradient steps raise the loss no more than random steps", cost=(1, 2), next="square")

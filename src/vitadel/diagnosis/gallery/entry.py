@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.load import load_model
@@ -154,4 +155,6 @@ def smoothed(x: Tensor) -> Tensor:
 
 def looks_noisy(x: Tensor, level: float) -> Tensor:
     """Whether flat parts, of which every clean image has some, are no longer flat."""
+    if len(x) == 0:  # of which there is no quantile
+        return torch.zeros(0, dtype=torch.bool, device=x.device)
     return (x - smoothed(x)).abs().flatten(1).quantile(0.2, dim=1) > level
