@@ -128,7 +128,7 @@ def _other_archive(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except (zipfile.BadZipFile, OSError):
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
         return None  # torch's own message says what is wrong with it
     if any(name.endswith("/constants.pkl") or name == "constants.pkl" for name in names):
         return "a TorchScript program, which holds code"

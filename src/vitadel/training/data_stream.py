@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as pictures
 
 from vitadel.data.preprocess import Preprocess
+from vitadel.data.selection import BadSample
 from vitadel.errors import UserError
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.recipes.training_sections import Augmentation
@@ -118,6 +119,7 @@ def make_mixup(section: Augmentation, num_classes: int) -> Callable[[Tensor, Ten
 
 _EXTRA = 1 << 40  # offset of the names of the second source's samples
 _COPY = 1 << 44  # offset of the names of a sample's further versions
+_REPLACEMENTS = 100  # images that are tried in place of one that cannot be read
 _PASSES = 1 << 15  # versions of the second source's samples with names of their own
 
 
@@ -133,9 +135,10 @@ class MicroBatch:
     names: Tensor
     x: Tensor
     y: Tensor
+    bad: tuple[BadSample, ...] = ()  # images that could not be read, in whose place are others
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(self.names, self.x.to(device), self.y.to(device))
+        return replace(self, x=self.x.to(device), y=self.y.to(device))
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,7 @@ class DataStream:
     rank: int = 0
     processes: int = 1
     workers: int = 0
+    skip_bad: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_size % (self.parts * self.processes):
@@ -290,6 +294,7 @@ class _Reader:
         keys = SampleRNG.of_samples(stream.seed, names).stream("augment", epoch).bits().tolist()
         x = torch.empty(len(names), 3, *stream.preprocess.shape)
         y = torch.empty(len(names), dtype=torch.int64)
+        bad: list[BadSample] = []
         for source, labels, chosen in zip((own, stream.extra), self.labels, (~extra, extra), strict=True):
             places = chosen.nonzero()[:, 0].tolist()
             if not places or source is None or labels is None:
@@ -297,9 +302,26 @@ class _Reader:
             wanted = rows[places].tolist()
             for place, row, image in zip(places, wanted, source.read(wanted), strict=True):
                 if isinstance(image, Exception):
-                    raise UserError(
-                        f"training image {row} ({source.name(row)}) cannot be read: {image}. Replace or remove it."
-                    ) from image
+                    name = int(names[place]) % _COPY
+                    bad.append(BadSample(name, source.name(row), str(image)))
+                    rows[place], image = self._replacement(source, name, bad[-1])
                 torch.div(stream.augment(image, keys[place] % 2**63), 255, out=x[place])
             y[places] = labels[rows[places]]
-        return MicroBatch(names, x, y)
+        return MicroBatch(names, x, y, tuple(bad))
+
+    def _replacement(self, source: Source, name: int, bad: BadSample) -> tuple[int, Image.Image]:
+        """Another row of the same source and its image, which depend on the seed and the unreadable sample only."""
+        stream = self.stream
+        if not stream.skip_bad:
+            raise UserError(
+                f"training image {name % _EXTRA} ({bad.name}) cannot be read: {bad.reason}. Replace or remove it, or "
+                "continue with --resume and data.skip_bad=true: another image then takes its place."
+            )
+        pool = stream._pools[name // _EXTRA].rows
+        rng = SampleRNG.of_samples(stream.seed, [name])
+        for trial in range(_REPLACEMENTS):
+            row = int(pool[int(rng.stream("replacement", trial).bits()[0]) % len(pool)])
+            image = source.read([row])[0]
+            if not isinstance(image, Exception):
+                return row, image
+        raise UserError(f"{_REPLACEMENTS} training images in a row cannot be read, the first {bad.name}: {bad.reason}.")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from vitadel.data.batches import Batch, read_batches
 from vitadel.data.preprocess import Preprocess
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import judge
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes
@@ -54,6 +55,20 @@ class HeldOut:
     source: Source
     rows: Tensor
     preprocess: Preprocess
+    bad: tuple[str, ...] = ()  # images that could not be read and are left out
+
+    def without_bad(self) -> HeldOut:
+        """Only the images that can be read; reads them all."""
+        good, bad = [], []
+        for row in self.rows.tolist():
+            image = self.source.read([row])[0]
+            if isinstance(image, Exception):
+                bad.append(f"{self.source.name(row)}: {image}")
+            else:
+                good.append(row)
+        if not good:
+            raise UserError(f"none of the {len(bad)} held-out images can be read, the first {bad[0]}.")
+        return replace(self, rows=torch.tensor(good), bad=tuple(bad))
 
     def _batches(self, processes: Processes) -> Iterator[Batch]:
         """This process's share of the images."""

@@ -66,6 +66,7 @@ def train(state: TrainingState, accelerator: Accelerator, optimizer: torch.optim
             state.epoch = state.step // state.steps_per_epoch
             if state.step % state.steps_per_epoch == 0:
                 _start_epoch(state)
+            state.record_bad(batch)
             trainer.take_step(batch)
             epoch_ends = state.step % state.steps_per_epoch == 0
             saves = epoch_ends or trainer.interrupted or state.step % state.recipe.train.checkpoint_every == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ from vitadel.training.starting_model import StartingModel, check_answer, startin
 from vitadel.training.training_state import TrainingState, describe_statistics
 from vitadel.types import Source
 
+_TRIED = 32  # images that are read before a training
 _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -150,9 +152,11 @@ def open_training(
         rank=processes.rank,
         processes=processes.count,
         workers=section.workers,
+        skip_bad=section.skip_bad,
     )
     check_micro_batches(recipe.train, recipe.augmentation, processes.count)
     held_out = HeldOut(validation_source, held_out_rows, preprocess)
+    held_out = held_out.without_bad() if section.skip_bad else held_out
     setup = TrainingSetup(recipe, model, stream, held_out, others["test"], start.fresh_head)
     _check_targets(setup)
     for name, plugin in recipe.plugins:
@@ -217,6 +221,8 @@ def run_harden(
     make_optimizer(recipe.optimizer, adapted)
     resume = options.get("resume", False)
     if not resume:
+        _check_images(setup.stream)
+        _check_space(adapted, options.get("out"))
         _check_audit(setup, adapted, data_root, processes.device)
     settings = {**deciding(recipe.document), "--data-root": None if data_root is None else str(data_root)}
 
@@ -227,6 +233,32 @@ def run_harden(
     return execute(
         "harden", name, settings, processes, work, not_compared=IDLE, translate=translate_settings, **options
     )
+
+
+def _check_images(stream: DataStream) -> None:
+    """Read a few images over the whole data, so that a wrong folder or format is found before the training."""
+    rows = stream.rows[torch.linspace(0, len(stream.rows) - 1, _TRIED).long().unique()].tolist()
+    images = stream.source.read(rows)
+    bad = [(row, image) for row, image in zip(rows, images, strict=True) if isinstance(image, Exception)]
+    if len(bad) == len(rows) or (bad and not stream.skip_bad):
+        row, why = bad[0]
+        raise UserError(
+            f"{len(bad)} of {len(rows)} training images that were tried cannot be read, the first {row} "
+            f"({stream.source.name(row)}): {why}. Replace or remove them, or set data.skip_bad=true."
+        ) from why
+
+
+def _check_space(model: nn.Module, out: str | Path | None) -> None:
+    """Refuse to start where the checkpoints do not fit: weights, two moments of the optimizer, and the best weights."""
+    folder = Path(out or "runs").absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    needed = 4 * sum(each.numel() * each.element_size() for each in model.parameters())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise UserError(
+            f"checkpoints take about {needed / 2**20:.0f} MB, and {existing} has {free / 2**20:.0f} MB left. Free some "
+            "space, or choose another --out."
+        )
 
 
 def _adapted(setup: TrainingSetup, processes: Processes) -> nn.Module:
@@ -356,7 +388,7 @@ def _audit(
     """Audit the best epoch's weights on the test set by the recipe's attacks, in a folder inside the run's."""
     recipe = state.recipe
     run.processes.wait()
-    training = {
+    training: dict[str, Any] = {
         "recipe": name,
         "epochs": state.epochs,
         "steps": state.step,
@@ -366,6 +398,9 @@ def _audit(
         "held_out": None if state.best is None else asdict(state.best),
         "attack": None if recipe.objective.attack is None else settings_of(recipe.objective.attack),
     }
+    if recipe.data.skip_bad:
+        bad = [*setup.held_out.bad, *state.bad_images()]
+        training |= {"left_out": len(bad), "left_out_names": bad[:20]}
     results: dict[str, Any] = {"complete": True, "seed": recipe.train.seed}
     if setup.test is not None and recipe.data.test is not None:
         root = recipe.data.root if data_root is None else data_root

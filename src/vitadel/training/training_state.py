@@ -22,7 +22,7 @@ from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import write_atomically
 from vitadel.runtime.secrets import read_secret, write_secret
-from vitadel.training.data_stream import DataStream
+from vitadel.training.data_stream import DataStream, MicroBatch
 from vitadel.training.held_out import HeldOut, Score
 from vitadel.training.interfaces import Stateful
 from vitadel.training.metrics import Metrics, ProgressTable
@@ -31,6 +31,7 @@ from vitadel.training.recipes.compose import IDLE, deciding
 from vitadel.training.recipes.yaml_files import translate_settings
 from vitadel.types import Source, Threat
 
+_BAD_IMAGES = "partial/unreadable"
 _NAMED = 1000  # images whose names a resumed run must find again
 _UNFINISHED = (".checkpoint.pt.*", ".metrics.jsonl.*", "weights/.*.safetensors.*")
 
@@ -102,6 +103,17 @@ class TrainingState:
         """In random order, as data may be sorted by class."""
         order = SampleRNG.of_samples(self.seed, rows).stream("studied").bits().argsort(stable=True)
         return CalibrationImages(source, rows[order[:count]], self.stream.preprocess, self.processes.device)
+
+    def record_bad(self, batch: Sequence[MicroBatch]) -> None:
+        """Keep the names of images that could not be read, a file each: all processes and resumed runs add to them."""
+        for sample in (sample for part in batch for sample in part.bad):
+            file = self.folder / _BAD_IMAGES / f"{sample.index:014d}.txt"
+            if not file.exists():
+                write_atomically(file, f"{sample.name}: {sample.reason}".encode(errors="backslashreplace"))
+
+    def bad_images(self) -> list[str]:
+        """What `record_bad` has kept, in the order of the data."""
+        return [file.read_text("utf-8") for file in sorted((self.folder / _BAD_IMAGES).glob("*.txt"))]
 
     def log(self, values: Mapping[str, float]) -> None:
         self.logged.update(values)

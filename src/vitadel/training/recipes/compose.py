@@ -43,7 +43,7 @@ __all__ = [
 
 Document = dict[str, Any]
 
-IDLE = (*TEXTS, "data.workers", "train.tracker", "train.checkpoint_every")
+IDLE = (*TEXTS, "data.workers", "data.skip_bad", "train.tracker", "train.checkpoint_every")
 """Keys that do not change the result: a run may resume with other values of them."""
 
 SECTIONS = (

@@ -67,6 +67,7 @@ class DataSection:
     `limit` uses a class-balanced part of the training data. `extra` is a second source of training images, for example
     generated ones; a share `extra_share` of every batch comes from it, and an epoch is one pass over `train`. In the
     first `easier_epochs` images are read from `easier`, a variant of `train` with the same samples in the same order.
+    `skip_bad` trains on another image where one cannot be read, and counts and lists such images.
     """
 
     train: str
@@ -80,6 +81,7 @@ class DataSection:
     easier_epochs: int = 0
     root: str | None = None
     workers: int = 0
+    skip_bad: bool = False
 
     def __post_init__(self) -> None:
         check_ranges(
