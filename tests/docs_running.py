@@ -11,7 +11,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ from vitadel.adapters.adapted_model import open_model, options_for_features
 from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens, token_width
 from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.backbones.checkpoints import save_classifier
+from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
 from vitadel.backbones.published import find_published
 from vitadel.backbones.timm_models import create_backbone
@@ -109,7 +110,9 @@ class World:
         my_module = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32, patch_size=8).eval()
         x = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
         y = my_module(x).argmax(1)
-        names = {"vitadel": vitadel, "model": vitadel.wrap(my_module), "my_module": my_module, "x": x, "y": y}
+        known = ("tabby", "tench", *map("class {}".format, range(8)))  # with those of the folder's stand-in
+        model = Classifier(my_module, replace(vitadel.wrap(my_module).record, classes=known, classes_from="the test"))
+        names = {"vitadel": vitadel, "model": model, "my_module": my_module, "x": x, "y": y}
         place = self.root / "snippets" / page
         place.mkdir(parents=True)
         with chdir(place):

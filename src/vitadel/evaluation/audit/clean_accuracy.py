@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vitadel.data.batches import read_batches
+from vitadel.data.batches import Batch, read_batches
+from vitadel.data.preprocess import Preprocess
+from vitadel.data.spec import parse_spec, same_images
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import RunContext
 from vitadel.evaluation.engine.target import Target, normalization_doubts
 from vitadel.evaluation.engine.verdicts import Verdicts
@@ -155,14 +159,23 @@ def _findings_about_labels(verdicts: Verdicts) -> list[Finding]:
 
 def _findings_about_pixels(context: RunContext, verdicts: Verdicts) -> list[Finding]:
     """The other preprocessing that fits better than the one as given, if there is one."""
-    from vitadel.evaluation.audit.alternatives import best_alternative, try_alternatives
+    from vitadel.evaluation.audit.alternatives import Fit, best_alternative, try_alternatives
 
     places = torch.linspace(0, len(verdicts.index) - 1, min(_IMAGES, len(verdicts.index))).long()
     rows = verdicts.index[places].tolist()
-    (batch,) = read_batches(context.source, [rows], context.preprocess, skip_bad=context.skip_bad)
-    batch = batch.to(context.processes.device)
-    with context.arithmetic():
+
+    def read(preprocess: Preprocess) -> Batch:
+        (batch,) = read_batches(context.source, [rows], preprocess, skip_bad=context.skip_bad)
+        return batch.to(context.processes.device)
+
+    batch, own = read(context.preprocess), context.preprocess
+    with context.arithmetic(), torch.no_grad():
         as_given, fits = try_alternatives(context.model, batch.x, batch.y, context.batch_size)
+        for share in (1.0, 0.875):
+            cropped = read(replace(own, crop_pct=share)).x if share != own.crop_pct else batch.x
+            if not torch.equal(cropped, batch.x):
+                right = context.model(cropped).argmax(1) == batch.y
+                fits.append(Fit(f"a central crop of {share:g}", right, f"--crop-pct {share:g}"))
     best = best_alternative(fits, as_given)
     return [] if best is None else [_better(best.name, best.accuracy, as_given, best.remedy)]
 
@@ -181,11 +194,25 @@ def _findings_about_assumptions(target: Target) -> list[Finding]:
     for doubt in normalization_doubts(target.model.record):
         advice = "normalize exactly once, inside the model, as it was trained: vitadel.wrap(model, mean=..., std=...)"
         found.append(_finding(OUTSIDE_NORMALIZATION, SUSPICIOUS, doubt, advice))
-    if not target.given_as_object and target.data_spec.rpartition("@")[2] in ("train", "trainval"):
-        evidence = f"{target.data_spec} is a training split"
+    trained_on = (target.model.record.training or {}).get("trained_on")
+    if _are_training_images(target, trained_on):
+        evidence = f"{target.data_spec} is {'what the model was trained on' if trained_on else 'a training split'}"
         advice = "audit images that the model was not trained on: @test or @val"
         found.append(_finding(TRAINING_IMAGES, SUSPICIOUS, evidence, advice))
     return found
+
+
+def _are_training_images(target: Target, trained_on: str | None) -> bool:
+    if target.given_as_object:
+        return False
+    if target.data_spec.rpartition("@")[2] in ("train", "trainval"):
+        return True
+    root = Path(target.data_root or "data")
+    try:
+        here, there = (parse_spec(str(spec), root=root, split=None) for spec in (target.data_spec, trained_on))
+        return trained_on is not None and same_images(here, there)
+    except UserError:
+        return False
 
 
 def known_accuracy(target: Target) -> Known | None:

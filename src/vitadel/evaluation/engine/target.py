@@ -268,13 +268,19 @@ def normalization_doubts(record: ModelRecord) -> tuple[str, ...]:
     return (record.notes["normalization"],) if "normalization" in record.notes else ()
 
 
+AMONG_DATA = "by --among data"
+
+
 class SubsetLogits(nn.Module):
     """A classifier restricted to some of its classes, renumbered in their order."""
 
     chosen: Tensor
 
-    def __init__(self, classifier: Classifier, chosen: Sequence[int], of: int) -> None:
+    def __init__(
+        self, classifier: Classifier, chosen: Sequence[int], of: int, why: str = "as in published results"
+    ) -> None:
         super().__init__()
+        self.why = why
         self.classifier = classifier
         self.of = of
         self.register_buffer("chosen", torch.tensor(chosen, dtype=torch.int64), persistent=False)
@@ -285,7 +291,7 @@ class SubsetLogits(nn.Module):
     def record(self) -> ModelRecord:
         """The classifier's record, with the number of classes that are left."""
         record, count = self.classifier.record, len(self.chosen)
-        note = f"the largest of {count} of its {self.of} logits counts, as in published results"
+        note = f"the largest of {count} of its {self.of} logits counts, {self.why}"
         return replace(record, num_classes=count, notes=record.notes | {"classes": note})
 
     def forward(self, x: Tensor) -> Tensor:
@@ -345,7 +351,8 @@ def apply_class_subset(target: Target) -> Target:
             f"{source.name(strange[0])} is not of one of the {len(among)} classes of {target.data_spec} (nor are "
             f"{len(strange) - 1} others); use the benchmark's own files, or imagenet:DIR for all classes"
         )
-    model = SubsetLogits(target.model, among, len(target.source.classes))
+    reason = () if target.mapping is None or target.among == "all" else (AMONG_DATA,)
+    model = SubsetLogits(target.model, among, len(target.source.classes), *reason)
     return replace(target, model=cast(Classifier, model), source=source)
 
 
@@ -353,7 +360,7 @@ def subset_like(chosen: nn.Module, model: nn.Module) -> nn.Module:
     """`model` restricted to the same classes as `chosen`; unchanged if that is not restricted."""
     if not isinstance(chosen, SubsetLogits):
         return model
-    return SubsetLogits(cast(Classifier, model), chosen.chosen.tolist(), chosen.of).to(chosen.chosen.device)
+    return SubsetLogits(cast(Classifier, model), chosen.chosen.tolist(), chosen.of, chosen.why).to(chosen.chosen.device)
 
 
 def relabel_like(other: Source, source: Source) -> Source:

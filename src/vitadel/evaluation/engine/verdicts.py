@@ -25,7 +25,7 @@ from vitadel.evaluation.engine.stages import (
     check_any_readable,
     clean_stage,
 )
-from vitadel.evaluation.engine.target import SubsetLogits, SubsetSource, Target
+from vitadel.evaluation.engine.target import AMONG_DATA, SubsetLogits, SubsetSource, Target
 from vitadel.statistics import share
 from vitadel.version import __version__
 
@@ -132,7 +132,9 @@ def accuracy_among_all(context: RunContext, indices: Tensor) -> dict[str, Any]:
     records = clean_stage(whole, indices, f"clean among all {model.of}")
     right = sum(int((record["prediction"] == record["label"]).sum()) for record in records)
     n = sum(len(record["label"]) for record in records)
-    remark = f"the largest of all {model.of} logits; not comparable with published numbers of this benchmark"
+    remark = f"the largest of all {model.of} logits"
+    if model.why != AMONG_DATA:
+        remark += "; not comparable with published numbers of this benchmark"
     return {"clean_among_all": {**share(right, n, "correct", "accuracy"), "classes": model.of, "remark": remark}}
 
 
