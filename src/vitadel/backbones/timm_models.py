@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.resources import files
@@ -103,7 +104,9 @@ def create_backbone(
                 f"model '{base}' has no weights called '{tag}'{nearest_names(tag, tags) or '.'} Known: {allowed}."
             )
     try:
-        model: nn.Module = timm.create_model(name, pretrained=pretrained, num_classes=num_classes, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # of sizes that are refused below
+            model: nn.Module = timm.create_model(name, pretrained=pretrained, num_classes=num_classes, **kwargs)
     except UserError:
         raise
     except (TypeError, AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
