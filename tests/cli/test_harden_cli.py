@@ -241,7 +241,7 @@ def test_a_budget_in_pixels_needs_no_more_words(vitadel, tmp_path):
     ("word", "message"),
     [
         ("adapter.count=0", "count of at least 1, got 0"),
-        ("adapter.placement=middle", "known: prefix, append"),
+        ("adapter.placement=middle", "Known: prefix, append"),
         ("model={name: resnet18, weights: random}", "no anatomy known"),
     ],
 )
