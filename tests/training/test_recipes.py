@@ -392,6 +392,7 @@ def test_a_shipped_recipe_says_its_own_things_only(name):
         "tokens/deit-tiny",
         "tora/imagenet",
         "afat/imagenet",
+        "convstem/imagenet",
         "probes/shapes",
         "segmentation/shapes",
     )

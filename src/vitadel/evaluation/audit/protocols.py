@@ -135,7 +135,24 @@ RVT = Protocol(
 )
 """AFAT and TORA-ViT were evaluated by it, too: stability and trade-off take budget and attacks from here."""
 
+_LIST_DIGEST = "2305860aee3636d88c990e932a0348b11f457aab6fc40af26963c6cf2b38877c"
 _LISTED = "imagenet:DIR(list=FILE), where FILE is RobustBench's imagenet_test_image_ids.txt"
+
+
+def _unseen_threat(norm: str, eps: str) -> Protocol:
+    return Protocol(
+        name=f"unseen-{norm}",
+        comparable_with=f"Singh et al. 2023, {norm.upper()} {eps}, of models trained for Linf 4/255",
+        citation="Singh et al. 2023, arXiv:2303.01870",
+        data=("imagenet",),
+        images=5_000,
+        eps=eps,
+        norm=norm,
+        attacks=("autoattack",),
+        image_list=_LIST_DIGEST,
+        needs=_LISTED,
+        remark="The union counts an image only if it is robust in all of Linf 4/255, L2 2 and L1 75: three runs.",
+    )
 
 
 @functools.cache
@@ -151,9 +168,11 @@ def protocols() -> Mapping[str, Protocol]:
             "imagenet",
             5_000,
             "4/255",
-            image_list="2305860aee3636d88c990e932a0348b11f457aab6fc40af26963c6cf2b38877c",
+            image_list=_LIST_DIGEST,
             needs=_LISTED,
         ),
+        _unseen_threat("l2", "2"),
+        _unseen_threat("l1", "75"),
         RVT,
         _aas("cifar10", "CIFAR-10"),
         _aas("cifar100", "CIFAR-100"),
