@@ -93,7 +93,8 @@ def test_an_honest_model_is_not_escalated(honest):
     assert entry["escalation"]["reasons"] == []
     assert entry["members"][0]["name"] == "search"
     assert not {"apgd-ce", "square"} & {member["name"] for member in entry["members"]}
-    assert completeness(results)["verdict"] == "ok"
+    # Its clean accuracy is that of chance, beside which no finding is "ok".
+    assert "attack-completeness" not in {each["check"] for each in results["findings"] if each["verdict"] != "ok"}
 
 
 def test_a_masked_model_gets_no_certificate(honest):
