@@ -34,10 +34,8 @@ NOT_PASSED = 3
 class GateFlags:
     """What a pipeline asks for: conditions for the exit code, and a summary."""
 
-    fail_under: Annotated[
-        float | None, option("exit with code 3 if the interval of the robust accuracy begins below, in %")
-    ] = None
-    fail_on: Annotated[str | None, option("exit with code 3 on such a finding: suspicious or broken")] = None
+    fail_under: Annotated[float | None, option("exit code 3 if the robust interval begins below this (in %)")] = None
+    fail_on: Annotated[str | None, option("exit code 3 on such a finding: suspicious or broken")] = None
     summary: Annotated[Path | None, option("also write a short Markdown summary to this file")] = None
 
     def judge(self) -> Callable[[Outcome], None]:
@@ -75,7 +73,7 @@ def audit(
     gates: GateFlags = GateFlags(),
     run: RunFlags = RunFlags(),
     independent: Annotated[bool, rare("run every attack on all correct samples", "--independent")] = False,
-    precheck: Annotated[bool, rare("check outputs, gradients and attention before the attacks")] = True,
+    precheck: Annotated[bool, rare("check the model before the attacks")] = True,
     calibration: options.Calibration = None,
     precision: options.Precision = "fp32",
 ) -> None:

@@ -29,14 +29,14 @@ Model = Annotated[
 RunOrModel = Annotated[
     str, typer.Argument(metavar="RUN-OR-MODEL", help="run folder of an audit, or a MODEL as 'vitadel audit' takes it")
 ]
-DataRoot = Annotated[Path | None, rare("folder of torchvision data sets and benchmark files")]
+DataRoot = Annotated[Path | None, rare("folder of data sets and benchmark files")]
 AllowReadable = Annotated[bool, rare("accept a token file that other users can read", "--allow-readable")]
-Eps = Annotated[str, option("perturbation budget for pixels in [0, 1], e.g. 8/255")]
+Eps = Annotated[str, option("budget for pixels in [0, 1]")]
 Norm = Annotated[str, option("linf, l2 or l1")]
 Device = Annotated[str, option("auto, cpu, cuda, cuda:1")]
 Json = Annotated[bool, option("print the results as JSON on standard output", "--json")]
 Row = Annotated[str | None, option("row of the table, for a recipe that is a whole table")]
-Calibration = Annotated[str | None, rare("data that calibrated attacks (aas+, patches-learned) fit on")]
+Calibration = Annotated[str | None, rare("data that aas+ and patches-learned fit on")]
 Precision = Annotated[str, rare("fp32, bf16 or fp16")]
 
 
@@ -46,19 +46,19 @@ class ModelFlags:
 
     weights: Annotated[str | None, option("weight file, 'pretrained' (timm's download) or 'random'")] = None
     num_classes: Annotated[int | None, option("number of classes of a timm model's head")] = None
-    mean: Annotated[str | None, rare("normalization mean, e.g. 0.5 or 0.485,0.456,0.406")] = None
+    mean: Annotated[str | None, rare("normalization mean, e.g. 0.485,0.456,0.406")] = None
     std: Annotated[str | None, rare("normalization standard deviation")] = None
     no_normalize: Annotated[bool, rare("raw pixels in [0, 1]: --mean 0 --std 1", "--no-normalize")] = False
     input_size: Annotated[int | None, rare("image size in pixels, if not the model's own")] = None
-    crop_pct: Annotated[str | None, rare("center crop as a share of the resized image, e.g. 0.875")] = None
+    crop_pct: Annotated[str | None, rare("share of the image that is kept, e.g. 0.875")] = None
     interpolation: Annotated[str | None, rare("how images are resized, e.g. bicubic")] = None
-    crop_mode: Annotated[str | None, rare("center (crop), squash (both sides resized) or border (padded)")] = None
+    crop_mode: Annotated[str | None, rare("center, squash or border (padded)")] = None
     model_kwargs: Annotated[
-        list[str] | None, rare("KEY=VALUE for timm's constructor, e.g. depth=12; may be repeated", "--model-kwargs")
+        list[str] | None, rare("KEY=VALUE for timm, e.g. depth=12; repeatable", "--model-kwargs")
     ] = None
-    head_classes: Annotated[str | None, rare("keep only these outputs of the head, e.g. 0,217,482")] = None
+    head_classes: Annotated[str | None, rare("keep only these outputs, e.g. 0,217,482")] = None
     small_images: Annotated[bool, rare("adapt a patch-16 ViT or XCiT to 32 px images", "--small-images")] = False
-    tokens: Annotated[str | None, rare("file of robustness tokens; a,b is a bank, one drawn per image")] = None
+    tokens: Annotated[str | None, rare("file of robustness tokens; a,b is a bank")] = None
     allow_readable: AllowReadable = False
 
 
@@ -66,15 +66,15 @@ class ModelFlags:
 class ClassifierFlags(ModelFlags):
     """How a MODEL is opened whose outputs are matched with the classes of the data."""
 
-    class_file: Annotated[str | None, rare("file with the class name of each output of MODEL", "--classes")] = None
-    among: Annotated[str, rare("judge among 'all' outputs, or those of the 'data'")] = "all"
+    class_file: Annotated[str | None, rare("file with the class name of each output", "--classes")] = None
+    among: Annotated[str, rare("judge among 'all' outputs or the 'data'")] = "all"
 
 
 @dataclass(frozen=True)
 class DataFlags:
     """Which images, and how many at once."""
 
-    data: Annotated[str, option("shapes, cifar10, folder:DIR, ...; see 'vitadel list data'")]
+    data: Annotated[str, option("e.g. folder:DIR; see 'vitadel list data'")]
     data_root: DataRoot = None
     limit: Annotated[int | None, option("use a seeded, class-balanced subset of this size")] = None
     batch_size: Annotated[int, option("samples per batch")] = 64
@@ -98,16 +98,11 @@ class ThreatFlags:
 class AttackFlags:
     """Which attacks, within which budget."""
 
-    attacks: Annotated[str, option("e.g. fgsm,'pgd-20(restarts=5)'; see 'vitadel list attacks'")]
+    attacks: Annotated[str, option("one or a list; see 'vitadel list attacks'")]
     eps: Eps = "8/255"
     norm: Norm = "linf"
     compile_model: Annotated[bool, rare("use torch.compile if it is faster here", "--compile")] = False
-    escalate: Annotated[
-        bool,
-        rare(
-            "autoattack-fast: run all of AutoAttack if gradients look masked, or only warn", "--escalate/--no-escalate"
-        ),
-    ] = True
+    escalate: Annotated[bool, rare("all of AutoAttack if gradients look masked", "--escalate/--no-escalate")] = True
 
 
 @dataclass(frozen=True)
