@@ -200,7 +200,10 @@ def _compare(found: list[Published], taken: _Preprocessing, *, certain: bool) ->
     if list(kinds) == [taken.normalization]:
         flags = f"--crop-pct {found[0].crop_pct:g}"
     model = found[0].spec if len(found) == 1 else "the one it is"
+    # Strides of CIFAR's XCiT and eps of MIMIR's Swin are in no key or shape, and no flag of normalization sets them.
+    hidden = any(each.small_images is not None or each.model.startswith("mimir_") for each in found)
+    instead = "; it computes otherwise than timm's model, too" if hidden else f", or {flags}"
     return (
         f"this looks like {looks}{evaluated}{alone}. Here it has {taken.normalization}, {taken.resizing}. "
-        f"Use {model} as MODEL, or {flags}."
+        f"Use {model} as MODEL{instead}."
     )
