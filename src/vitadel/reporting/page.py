@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vitadel.errors import UserError
+from vitadel.quantities import duration
 from vitadel.reporting.comparison import headline, overview, pairings
 from vitadel.reporting.figures import Picture, lighten_images
 from vitadel.reporting.kind import Section, Trust, kind_of, name_damage
 from vitadel.reporting.kinds.audit import accuracy_section
 from vitadel.reporting.read_runs import Run, aspects, faced, read_all, run_labels, threat_text
-from vitadel.reporting.templates import load_template, script_fields
+from vitadel.reporting.tables import fold_intervals, row_texts
+from vitadel.reporting.text import interval_text, listed, p_text, percent, plain
 from vitadel.runtime.opening import typed_words
 from vitadel.runtime.run_folder import write_atomically
+from vitadel.version import __version__
 
 MOST_BYTES = 10_000_000
 """Size of a page that can still be mailed."""
@@ -145,6 +153,37 @@ _LEFT_OUT = Markup(
     '<p class="note">Left out, to keep the page below 10 MB: make a report of this run alone, or <code>--export</code> '
     "the figures.</p>"
 )
+
+
+@functools.cache
+def load_template(name: str) -> Any:
+    """The template of this file name, with the filters that write numbers."""
+    loader = PackageLoader("vitadel.reporting", "templates")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(
+        percent=percent,
+        interval=interval_text,
+        duration=duration,
+        p_value=p_text,
+        points=lambda share: f"{100 * share:+.1f}",
+        listed=listed,
+        plain=plain,
+        folded=fold_intervals,
+        texts=row_texts,
+        identity=id,
+        parts=lambda text: re.findall(r"[^:_/-]*[:_/-]?", text),
+        unbroken=lambda text: text.replace(" %", "\u00a0%"),  # no line begins with a percent sign
+    )
+    return environment.get_template(name)
+
+
+def script_fields(*names: str) -> dict[str, Any]:
+    """What a page says of itself: its script, the hash that its policy names so that nothing else runs, the version."""
+    script = "\n".join(files("vitadel.reporting").joinpath("templates", name).read_text("utf-8") for name in names)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return {"script": Markup(script), "script_hash": f"sha256-{digest}", "version": __version__}
 
 
 def _gauges(run: Run) -> list[dict[str, Any]]:
