@@ -174,8 +174,10 @@ def open_run(command: Command, name: str, *, out: Path | None, resume: bool) -> 
 
 def _remove_temporary_files(path: Path) -> None:
     """Remove what a killed process left of `write_atomically`, where this is a run folder or nothing else is in it."""
-    torn = [file for file in path.glob(".*") if _TEMPORARY.fullmatch(file.name) and file.is_file()]
-    if (path / _COMMAND).is_file() or len(torn) == len(list(path.iterdir())):
+    is_run = (path / _COMMAND).is_file()
+    found = path.rglob(".*") if is_run else path.glob(".*")  # a run also writes into folders of its own
+    torn = [file for file in found if _TEMPORARY.fullmatch(file.name) and file.is_file()]
+    if is_run or len(torn) == len(list(path.iterdir())):
         for file in torn:
             file.unlink(missing_ok=True)
 
