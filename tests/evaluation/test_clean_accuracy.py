@@ -184,3 +184,24 @@ def test_what_speaks_against_a_training():
     assert found(0.95, 0.4, bad) == {"known-accuracy": "broken"}
     raised = {**bad, "findings": [{"check": "known-accuracy", "verdict": "broken"}]}
     assert found(0.95, 0.4, raised) == {}  # said already
+
+
+class FirstChannel(nn.Module):
+    """Reads the label from the first color."""
+
+    def forward(self, x):
+        label = (10 * x[:, 0].mean((1, 2))).round().long().clamp(0, 9)
+        return nn.functional.one_hot(label, 10).to(x.dtype) + 0 * x.mean((1, 2, 3))[:, None]
+
+
+@pytest.mark.parametrize(("n", "decided"), [(64, False), (400, True)])
+def test_more_images_decide_where_a_few_cannot(n, decided):
+    """Swapped channels set one image in ten right: 6 of 64 may be luck, 40 of 400 are none."""
+    label, place = torch.arange(n) // 10 % 10, torch.arange(n) % 10
+    wrong = (label + 1) % 10
+    first, last = torch.where(place < 4, wrong, label), torch.where(place < 3, wrong, label)
+    x = (torch.stack([first, label, last], 1) / 10)[:, :, None, None].expand(-1, -1, 8, 8)
+    results = vitadel.audit(FirstChannel().eval(), (x, label), attacks=["fgsm"], eps=1 / 255)
+    assert abs(results["clean"]["accuracy"] - 0.6) < 0.05
+    found = {each["check"]: each["evidence"] for each in results["findings"]}
+    assert ("with BGR channels, on 400 images" in found.get("better-set-up", "")) == decided

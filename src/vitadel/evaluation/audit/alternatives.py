@@ -21,7 +21,7 @@ NORMALIZATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "CIFAR-10's mean and std": ((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)),
     "CLIP's mean and std": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
 }
-_FLOOR = 0.05  # by which an alternative must be better, as a share of the images
+_FLOOR = 0.03  # by which an alternative must be better, as a share of the images
 _FEWEST_PER_CLASS = 2
 
 
@@ -49,8 +49,10 @@ def best_alternative(fits: Sequence[Fit], as_given: Tensor) -> Fit | None:
 
 
 @torch.no_grad()
-def try_alternatives(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 64) -> tuple[Tensor, list[Fit]]:
-    """Which images (pixels in [0, 1], RGB) the model gets right as given, and with each alternative.
+def try_alternatives(
+    model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 64, only: str | None = None
+) -> tuple[Tensor, list[Fit]]:
+    """Which images (pixels in [0, 1], RGB) the model gets right as given, and with each alternative, or the `only` one.
 
     The model's own normalization is that of its record, and replaced; a model without a record gets prepared pixels.
     `best_alternative` chooses among the result.
@@ -62,8 +64,12 @@ def try_alternatives(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 6
         return torch.cat([model(part).argmax(1) for part in images.split(batch_size)])
 
     prediction = predict(x)
-    fits = [Fit(name, predict(images) == y, remedy) for name, images, remedy in _other_pixels(x, own)]
-    return prediction == y, [*fits, *shifted_labels(y, prediction)]
+    fits = [
+        Fit(name, predict(images) == y, remedy)
+        for name, images, remedy in _other_pixels(x, own)
+        if only in (None, name)
+    ]
+    return prediction == y, fits if only else [*fits, *shifted_labels(y, prediction)]
 
 
 Colors = tuple[float, ...]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from vitadel.data.batches import Batch, read_batches
-from vitadel.data.preprocess import Preprocess
+from vitadel.data.batches import read_batches
 from vitadel.data.spec import parse_spec, same_images
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import RunContext
@@ -19,6 +18,9 @@ from vitadel.evaluation.engine.target import Target, normalization_doubts
 from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.findings import BROKEN, CLEAN_ACCURACY, OK, SUSPICIOUS, CheckName, Finding, Verdict
 from vitadel.statistics import binomial_tail, wilson
+
+if TYPE_CHECKING:
+    from vitadel.evaluation.audit.alternatives import Fit
 
 KNOWN_ACCURACY = CheckName("known-accuracy", "Clean accuracy is far below what is known of the model")
 CONSTANT_PREDICTION = CheckName("constant-prediction", "One class is predicted for almost all images")
@@ -28,7 +30,8 @@ OUTSIDE_NORMALIZATION = CheckName("outside-normalization", "The model's normaliz
 ROBUST_ABOVE_CLEAN = CheckName("robust-above-clean", "Robust accuracy is above clean accuracy")
 TRAINING_IMAGES = CheckName("training-images", "The images are those of a training split")
 
-_IMAGES = 64  # on which alternatives are tried
+_IMAGES = 64  # on which all alternatives are tried
+_MORE_IMAGES = 512  # on which the best of them is, if these cannot decide
 _IMAGES_PER_CLASS = 4  # from which on two swapped classes can be seen
 _UNLIKELY = 0.01
 _GOOD = 0.75  # a clean accuracy above which no alternative is tried, unless more is known of the model
@@ -158,26 +161,54 @@ def _findings_about_labels(verdicts: Verdicts) -> list[Finding]:
 
 
 def _findings_about_pixels(context: RunContext, verdicts: Verdicts) -> list[Finding]:
-    """The other preprocessing that fits better than the one as given, if there is one."""
-    from vitadel.evaluation.audit.alternatives import Fit, best_alternative, try_alternatives
+    """The other preprocessing that fits better than the one as given, if there is one.
 
-    places = torch.linspace(0, len(verdicts.index) - 1, min(_IMAGES, len(verdicts.index))).long()
-    rows = verdicts.index[places].tolist()
+    All are tried on a few images, and the best of them on more if a few cannot decide.
+    """
+    from vitadel.evaluation.audit.alternatives import best_alternative
 
-    def read(preprocess: Preprocess) -> Batch:
-        (batch,) = read_batches(context.source, [rows], preprocess, skip_bad=context.skip_bad)
-        return batch.to(context.processes.device)
-
-    batch, own = read(context.preprocess), context.preprocess
-    with context.arithmetic(), torch.no_grad():
-        as_given, fits = try_alternatives(context.model, batch.x, batch.y, context.batch_size)
-        for share in (1.0, 0.875):
-            cropped = read(replace(own, crop_pct=share)).x if share != own.crop_pct else batch.x
-            if not torch.equal(cropped, batch.x):
-                right = context.model(cropped).argmax(1) == batch.y
-                fits.append(Fit(f"a central crop of {share:g}", right, f"--crop-pct {share:g}"))
+    few, more = (_spread(verdicts.index, most) for most in (_IMAGES, _MORE_IMAGES))
+    as_given, fits = _try(context, few)
     best = best_alternative(fits, as_given)
+    promising = max(fits, key=lambda fit: fit.accuracy)
+    if best is None and len(more) > len(few) and int(promising.correct.sum()) > int(as_given.sum()):
+        as_given, fits = _try(context, more, promising.name)
+        best = best_alternative(fits, as_given)
     return [] if best is None else [_better(best.name, best.accuracy, as_given, best.remedy)]
+
+
+def _spread(indices: Tensor, most: int) -> list[int]:
+    """At most so many of the indices, evenly spread: data may be sorted by class."""
+    return indices[torch.linspace(0, len(indices) - 1, min(most, len(indices))).long()].tolist()
+
+
+@torch.no_grad()
+def _try(context: RunContext, rows: Sequence[int], only: str | None = None) -> tuple[Tensor, list[Fit]]:
+    """Which of these images are right as given, and with each alternative, or with the `only` one."""
+    from vitadel.evaluation.audit.alternatives import Fit, try_alternatives
+
+    size, own, device = context.batch_size, context.preprocess, context.processes.device
+    chunks = [rows[start : start + size] for start in range(0, len(rows), size)]
+    crops = {f"a central crop of {share:g}": share for share in (1.0, 0.875) if share != own.crop_pct}
+    crops = {name: share for name, share in crops.items() if only in (None, name)}
+    streams = [
+        read_batches(context.source, chunks, each, skip_bad=context.skip_bad)
+        for each in (own, *(replace(own, crop_pct=share) for share in crops.values()))
+    ]
+    right: list[Tensor] = []
+    found: dict[str, list[Fit]] = {}
+    for batch, *cropped in zip(*streams, strict=True):
+        batch = batch.to(device)
+        with context.arithmetic():
+            given, fits = try_alternatives(context.model, batch.x, batch.y, size, only)
+            for (name, share), other in zip(crops.items(), cropped, strict=True):
+                correct = context.model(other.x.to(device)).argmax(1) == batch.y
+                fits.append(Fit(name, correct, f"--crop-pct {share:g}"))
+        right.append(given)
+        for fit in fits:
+            found.setdefault(fit.name, []).append(fit)
+    joined = [replace(parts[0], correct=torch.cat([part.correct for part in parts])) for parts in found.values()]
+    return torch.cat(right), joined
 
 
 def _better(name: str, accuracy: float, as_given: Tensor, remedy: str) -> Finding:
