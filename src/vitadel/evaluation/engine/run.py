@@ -44,7 +44,8 @@ class RunRequest:
 
     def __post_init__(self) -> None:
         if not 1 <= self.batch_size < _MOST:
-            raise UserError(f"--batch-size must be at least 1 and below 2**31, got {self.batch_size}")
+            allowed = "at least 1" if self.batch_size < 1 else "below 2**31"
+            raise UserError(f"--batch-size must be {allowed}, got {self.batch_size}")
         if self.limit is not None and self.limit >= _MOST:
             raise UserError(f"--limit must be below 2**31, got {self.limit}; leave it out to use all samples")
 
