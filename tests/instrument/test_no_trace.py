@@ -121,14 +121,15 @@ def test_no_trace_is_left(name: str, fused: bool, trouble: str | None) -> None:
 
 
 def test_an_attention_that_never_shows_its_softmax_is_refused() -> None:
-    class AlwaysFused(Attention):  # type: ignore[misc]
+    class ByHand(Attention):  # type: ignore[misc]
         def forward(self, x: Tensor, **_: Any) -> Tensor:
             q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-            out: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            weights = (self.scale * q @ k.transpose(-2, -1)).exp()
+            out: Tensor = self.proj((weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2))
             return out
 
     model: Any = make_vit("vit")
-    model.blocks[1].attn = AlwaysFused(24, num_heads=3)
+    model.blocks[1].attn = ByHand(24, num_heads=3)
     with pytest.raises(UserError, match=r"nothing was seen at 'blocks\.1\.attn'"), attention_maps(model):
         model(pixels("vit"))
     with scaled_attention(model, 0.5):
