@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
 
