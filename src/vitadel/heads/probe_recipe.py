@@ -67,9 +67,10 @@ def build_probe(document: Mapping[str, Any], where: str) -> ProbeRecipe:
     faults = check_outline(document, PROBE_SECTIONS, _NEEDED, (*TEXTS, "tokens"))
     head = dict(as_mapping("head", document.get("head"), faults))
     use = head.pop("use", None)
-    if "head" in document and use not in HEADS:
+    known = isinstance(use, str) and use in HEADS
+    if "head" in document and not known:
         faults.wrong.append(f"head: needs 'use', one of {', '.join(HEADS)}, got {use!r}")
-    types = section_types(document) if "head" in document and use in HEADS else {}
+    types = section_types(document) if "head" in document and known else {}
     given = {name: head if name == "head" else as_mapping(name, document.get(name), faults) for name in types}
     parts = {
         name: instantiate(name, types[name], values, faults)
