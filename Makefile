@@ -40,8 +40,8 @@ $(VENV)/.ready-docs: $(VENV)/.ready
 setup: $(VENV)/.ready-dev ## make the virtual environment with what development needs
 
 demo: $(VENV)/.ready ## audit two shipped models, one standard and one adversarially trained, and compare them
-	$(BIN)/vitadel audit zoo:shapes-standard --limit 400 --attacks fgsm,pgd-20,pgd-50
-	$(BIN)/vitadel audit zoo:shapes-robust --limit 400 --attacks fgsm,pgd-20,pgd-50
+	$(BIN)/vitadel audit zoo:shapes-standard --limit 80
+	$(BIN)/vitadel audit zoo:shapes-robust --limit 80
 	$(BIN)/vitadel report $$(ls -dt runs/audit-zoo-shapes-* | head -2 | tac) --out runs/demo.html
 
 lint: setup
@@ -55,14 +55,15 @@ check: lint ## lint, type-check and run the fast tests
 test: lint ## lint, type-check and run all tests
 	VITADEL_SCREENSHOTS=$(CURDIR)/runs/screenshots $(TEST) --durations=40 --durations-min=2
 
-fuzz: setup ## try new hostile inputs, 300 of each kind (FUZZ=1000 for more)
-	OMP_NUM_THREADS=1 VITADEL_FUZZ_EXAMPLES=$(FUZZ) $(BIN)/python -m pytest -q tests/fuzz
+fuzz: setup ## try new hostile inputs, 300 of each kind (FUZZ=1000 for more), and disturb runs of all kinds
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fuzz/campaign.py $(FUZZ)
+	OMP_NUM_THREADS=1 VITADEL_FAULTS=3 $(BIN)/python -m pytest -q tests/fuzz/test_injected_faults.py
 
 docs: $(VENV)/.ready-docs ## build the documentation site into build/site
 	$(BIN)/mkdocs build --strict --quiet
 
 zoo: setup ## train the shipped models again (hours; CIFAR-10 below data/)
-	for name in shapes-ordinary shapes-pgd-at shapes-trades shapes-trades-awp shapes-mart shapes-aas-at shapes-tora cifar10-standard cifar10-fast-at cifar10-trades cifar10-aas-at; do $(BIN)/python scripts/make_zoo.py $$name || exit 1; done
+	for name in shapes-ordinary shapes-pgd-at shapes-trades shapes-trades-awp shapes-mart shapes-tora cifar10-standard cifar10-fast-at cifar10-trades cifar10-aas-at; do $(BIN)/python scripts/make_zoo.py $$name || exit 1; done
 
 clean: ## remove the environment and caches, keep runs/
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache site

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from vitadel.adapters.adapted_model import open_model
-from vitadel.backbones.zoo import zoo_names
+from vitadel.backbones.checkpoints import zoo_names
 from vitadel.diagnosis.checks import OK
 from vitadel.diagnosis.examination import LEVELS
 from vitadel.diagnosis.gallery import BROKEN_DEFENSES

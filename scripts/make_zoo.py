@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import vitadel
 from vitadel.adapters.tora.tora_files import save_tora
 from vitadel.adapters.tora.tora_vit import Tora
-from vitadel.backbones.zoo import write_checksums
+from vitadel.backbones.checkpoints import write_checksums
 from vitadel.statistics import wilson
 from vitadel.training.recipes.compose import compose, texts
 
@@ -70,7 +70,6 @@ ENTRIES = {
     "shapes-trades": Entry("shapes/trades"),
     "shapes-trades-awp": Entry("shapes/trades-awp"),
     "shapes-mart": Entry("shapes/mart"),
-    "shapes-aas-at": Entry("shapes/aas-at"),
     "shapes-tora": Entry("tora/shapes", ("tora", "lambda-0.5")),
     "cifar10-standard": on_cifar10("cifar10-tiny/standard"),
     "cifar10-fast-at": on_cifar10("cifar10-tiny/fast-at"),
@@ -154,9 +153,11 @@ def table(told: Measured) -> str:
     for entry in told.attacks:
         rows.append(row(entry["name"], entry["robust_accuracy"], entry["ci95"]))
         if style := entry["paper_style"]:
-            label = f"{entry['name']}, on the rescaled model as in its paper; not an estimate of robustness"
-            n = clean["n"]  # of all images, as above; the results give it of the attacked ones
-            rows.append(row(label, style["held"] / n, list(wilson(style["held"], n))))
+            own = f"{entry['name']}, on the scaled model as in its paper; not an estimate of robustness"
+            rows.append(row(own, style["accuracy"], style["ci95"]))
+            rows.append(
+                row(f"clean, of that model of {entry['name']}", style["clean_scaled"], style["clean_scaled_ci95"])
+            )
     rows.append(row("worst case", told.held / clean["n"], list(wilson(told.held, clean["n"]))))
     return "\n".join(["| | accuracy | 95 % interval |", "|---|---|---|", *rows])
 

@@ -234,7 +234,7 @@ def _sizes(context: typer.Context) -> list[str]:
         if most is None and type(value) is int and value > MOST:
             most = MOST
         is_files = isinstance(value, str) and not value.isdigit() and option.name in ("surrogates", "bank")
-        if option.name == "eps" and "," in str(value):
+        if option.name == "eps" and "," in str(value) and "," not in str(context.params.get("norm")):
             most = value.partition(",")[0]
         if most is not None and not is_files:
             added += [option.opts[0], str(most)]

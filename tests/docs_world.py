@@ -28,6 +28,7 @@ from PIL import Image
 
 import vitadel.data.spec
 import vitadel.heads.probe
+import vitadel.reproduce.jobs
 import vitadel.threat_levels.token_training
 import vitadel.training.run
 from films import write_video
@@ -149,7 +150,8 @@ def _shrink_recipes(patch: pytest.MonkeyPatch) -> None:
             plugin |= {key: MOST * 2 for key in ("images",) if key in (plugin or {})}
         return document
 
-    for home in (recipes, vitadel.training.run, vitadel.heads.probe, vitadel.threat_levels.token_training):
+    homes = (recipes, vitadel.training.run, vitadel.heads.probe, vitadel.threat_levels.token_training)
+    for home in (*homes, vitadel.reproduce.jobs):
         patch.setattr(home, "compose", compose)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from vitadel.evaluation.engine.run import SCHEMA
 from vitadel.evaluation.engine.stages import MemberResult
-from vitadel.evaluation.engine.verdicts import SCHEMA, Verdicts, samples_table
+from vitadel.evaluation.engine.verdicts import Verdicts, samples_table
 from vitadel.quantities import read_quantity
 from vitadel.version import __version__
 

@@ -18,8 +18,8 @@ import vitadel
 SOURCE = Path(vitadel.__file__).parent
 DOCS = SOURCE.parents[1] / "docs"
 # A package may import what stands before it. `reporting` reads run folders only, so it sees neither models nor data.
-ORDER = ["", "runtime", "data", "corruptions", "backbones", "instrument", "adapters", "attacks", "evaluation"]
-ORDER += ["training", "heads", "threat_levels", "diagnosis", "studies", "playground", "cli"]
+ORDER = ["", "runtime", "papers", "data", "corruptions", "backbones", "instrument", "adapters", "attacks", "evaluation"]
+ORDER += ["training", "heads", "threat_levels", "diagnosis", "studies", "reproduce", "playground", "cli"]
 FOR_REPORTING = {"", "runtime", "reporting", "evaluation"}
 # Inside evaluation: the engine knows no benchmark, and of the benchmarks only the audit is used by others.
 IN_EVALUATION = {"engine": {"engine"}, "audit": {"engine", "audit"}}

@@ -10,12 +10,12 @@ import pytest
 
 from vitadel.classes import (
     ClassNames,
-    are_numbers,
     mapping_from,
     match_classes,
     read_class_list,
 )
 from vitadel.errors import UserError
+from vitadel.quantities import are_numbers
 
 LEMMAS = {
     "n00000001": ("tench", "Tinca tinca"),

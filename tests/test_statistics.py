@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vitadel.statistics import bootstrap_mean, share, wilson
+from vitadel.statistics import bootstrap_mean, share, sign_flip_test, wilson
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,12 @@ def test_the_interval_of_a_mean_is_seeded_and_as_wide_as_it_should_be():
 
 def test_single_precision_is_averaged_in_double():
     assert bootstrap_mean(np.full(1000, 0.1, np.float32)) == pytest.approx((float(np.float32(0.1)),) * 2, rel=1e-12)
+
+
+def test_sign_flips_give_the_exact_share_of_sums_as_large():
+    differences = np.array([3.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    signs = np.array(np.meshgrid(*[(-1, 1)] * 6)).reshape(6, -1).T
+    exact = np.mean(abs(signs @ differences) >= differences.sum())
+    assert sign_flip_test(differences) == pytest.approx(exact, abs=0.006)
+    assert sign_flip_test(np.zeros(5)) == 1.0
+    assert sign_flip_test(np.ones(60)) == pytest.approx(1e-4)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vitadel.data import open_dataset
     from vitadel.diagnosis.run import diagnose
     from vitadel.evaluation.activations import massive_activations
+    from vitadel.evaluation.audit.adversarial_examples import attack
     from vitadel.evaluation.audit.audit import audit
     from vitadel.evaluation.benchmark import benchmark
     from vitadel.evaluation.trade_off.run import trade_off
@@ -31,6 +32,7 @@ __all__ = [
     "Mistake",
     "UserError",
     "__version__",
+    "attack",
     "attacks",
     "attention_maps",
     "audit",
@@ -54,6 +56,7 @@ __all__ = [
 
 _HOMES = {
     "Classifier": "vitadel.backbones",
+    "attack": "vitadel.evaluation.audit.adversarial_examples",
     "attention_maps": "vitadel.instrument",
     "audit": "vitadel.evaluation.audit.audit",
     "benchmark": "vitadel.evaluation.benchmark",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vitadel.errors import UserError, nearest_names
+from vitadel.quantities import are_numbers
 
 AMONG = ("all", "data")
 """Which outputs a model chooses from: all of them, or those of the data's classes."""
@@ -95,11 +96,6 @@ class ClassMapping:
 
 def _order(way: str) -> int:
     return _WAYS.index(way) if way in _WAYS else len(_WAYS)
-
-
-def are_numbers(names: Sequence[str]) -> bool:
-    """Whether the names are only the numbers of the labels: nothing is known of such classes."""
-    return all(name == str(number) for number, name in enumerate(names))
 
 
 def match_classes(
@@ -281,7 +277,7 @@ def read_class_list(path: Path) -> tuple[str, ...] | dict[str, int | str]:
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else text.splitlines()
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         raise UserError(
             f"the class names in '{path}' cannot be read: {fault}; expected text with one name per line, or JSON"
         ) from None

@@ -30,6 +30,9 @@ LOG_PROBABILITY_OUTPUTS = CheckName("log-probability-outputs", "Outputs are log-
 CLEAN_ACCURACY = CheckName("clean-accuracy", "Clean accuracy is at chance level")
 PRECHECK = CheckName("precheck", "Checks before the audit")
 
+MODULES = "modules"
+"""The evidence that names the modules to attack through."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -60,3 +63,15 @@ def _json_value(value: Any) -> Any:
 def title_of(finding: Mapping[str, Any]) -> str:
     """What to show for an entry of `results.json`; earlier versions wrote a phrase into `check`, and no title."""
     return str(finding.get("title") or finding["check"])
+
+
+def attacks_through_modules(raised: Mapping[str, Evidence]) -> str | None:
+    """The attacks through the modules that a raised finding names as the cause, if any does.
+
+    `raised` has the evidence of each raised check.
+    """
+    for evidence in raised.values():
+        if isinstance(evidence, Mapping) and evidence.get(MODULES):
+            eot = "eot:20+" if RANDOM_OUTPUTS.identifier in raised else ""
+            return f"{eot}bpda(modules={';'.join(evidence[MODULES])})+pgd-100,square"
+    return None

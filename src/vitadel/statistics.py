@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ ALPHA = 1e-3
 _Z95 = 1.959963984540054
 _ROUNDS = 1_000
 _PAIR_ROUNDS = 5_000
+_FLIPS = 9_999
 
 
 def wilson(hits: int, n: int) -> tuple[float, float]:
@@ -32,6 +34,12 @@ def share(hits: int, n: int, count: str, name: str) -> dict[str, object]:
     """The fields that every accuracy has: e.g. {"held": 31, "n": 64, "robust_accuracy": ..., "ci95": [...]}."""
     low, high = wilson(hits, n)
     return {count: hits, "n": n, name: hits / n if n else 0.0, "ci95": [low, high]}
+
+
+def chance_level(labels: Sequence[int], outputs: int) -> float:
+    """The accuracy of a guess among the classes that occur: that of the most frequent one; 1/outputs for one class."""
+    counts = Counter(labels)
+    return 1 / max(outputs, 2) if len(counts) == 1 else max(counts.values()) / len(labels)
 
 
 def bootstrap_mean(values: NDArray[np.floating[Any]], seed: int = 0) -> tuple[float, float]:
@@ -59,6 +67,18 @@ def mcnemar(only_first: int, only_second: int) -> float:
     """P-value of the two-sided exact test of McNemar (1947) from the two counts of discordant samples."""
     fewer, more = sorted((only_first, only_second))
     return min(1.0, 2 * sign_test(more, fewer))
+
+
+def sign_flip_test(differences: NDArray[np.floating[Any]], seed: int = 0) -> float:
+    """P-value of the two-sided paired permutation test of a mean of 0 (Fisher 1935), from 9,999 seeded random flips.
+
+    If both sides are equally good, every difference is as likely with the other sign.
+    """
+    rng = np.random.default_rng(seed)
+    values = np.asarray(differences, dtype=np.float64)
+    reached = abs(values.sum()) * (1 - 1e-12)  # sums in another order may differ in their last digits
+    flips = (rng.choice((-1.0, 1.0), size=len(values)) for _ in range(_FLIPS))
+    return (1 + sum(bool(abs(signs @ values) >= reached) for signs in flips)) / (_FLIPS + 1)
 
 
 def difference_interval(only_first: int, only_second: int, n: int) -> tuple[float, float]:

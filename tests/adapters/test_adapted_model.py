@@ -18,8 +18,8 @@ from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.adapters.tora.tora_files import backbone_of_parts, save_tora
 from vitadel.adapters.tora.tora_settings import ToraSettings
 from vitadel.adapters.tora.tora_vit import Tora
+from vitadel.backbones.checkpoints import write_checksums, zoo_file
 from vitadel.backbones.load import load_model, model_names
-from vitadel.backbones.zoo import write_checksums, zoo_file
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import open_target
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier, fresh_tokens
 from vitadel.attacks.features import feature_cosine, features, final_features
+from vitadel.attacks.goals import Surrogate
 from vitadel.attacks.parse import make
-from vitadel.attacks.surrogate import Surrogate
 from vitadel.attacks.threats import Linf
 from vitadel.attacks.wrappers import Averaged
 from vitadel.backbones.anatomy import backbone_of, family_of

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +13,12 @@ from torch import Tensor, nn
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf, make
 from vitadel.attacks.apgd import apgd_t
-from vitadel.attacks.attention_scaling.aas import AAS, PAPER_STYLE, Rescaled
-from vitadel.attacks.attention_scaling.factors import DISTANCES, eq3_distance, lpips_distance, scaled_features
-from vitadel.attacks.surrogate import Changed, Surrogate
+from vitadel.attacks.attention_scaling.aas import AAS, PrintedAAS, Rescaled
+from vitadel.attacks.attention_scaling.objectives import DISTANCES, eq3_distance, lpips_distance, scaled_features
+from vitadel.attacks.goals import Changed
 from vitadel.attacks.wrappers import Restarts
 from vitadel.backbones.anatomy import attentions_of
+from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
 from vitadel.evaluation.engine.stages import count_passes
@@ -75,8 +78,9 @@ def mean_distance(model: nn.Module, x: Tensor, factors: Sequence[float]) -> floa
 def test_works_on_every_family_and_ascends(family):
     model = make_vit(family, classes=3)
     batches = calibration(family, 1)
-    start = AAS(PGD(BALL), ascent_steps=1, pace=1e-9, select=False).prepared(model, batches).factors
-    found = AAS(PGD(BALL), ascent_steps=6, select=False).prepared(model, batches).factors
+    ascent = AAS(PGD(BALL), search="ascent", ascent_steps=6, select=False)
+    start = replace(ascent, ascent_steps=1, pace=1e-9).prepared(model, batches).factors
+    found = ascent.prepared(model, batches).factors
     assert len(found) == len(attentions_of(model))
     assert all(1e-7 <= factor <= 1 for factor in found)
     assert mean_distance(model, batches[0][0], found) > mean_distance(model, batches[0][0], start)
@@ -105,24 +109,20 @@ NAMES = [f"aas{SHORT}", f"aas-bpda{SHORT}", "aas-paper(images=4)", "scale:0.5"]
 @pytest.mark.parametrize("family", sorted(VITS))
 @pytest.mark.parametrize("name", NAMES)
 def test_every_mode_attacks_every_family(family, name):
-    """Joined with the plain attack, separate from the scaled model's accuracy, and without a trace."""
+    """Joined with the plain attack, and without a trace."""
     model, x = make_vit(family, classes=3).double(), pixels(family, 6, dtype=torch.float64)
     with torch.no_grad():
         y = model(x).argmax(1)
     attack, plain = make(f"{name}+pgd-3", eps=4 / 255), make("pgd-3", eps=4 / 255)
-    if isinstance(attack, AAS):
+    if not isinstance(attack, Rescaled):
         attack = attack.prepared(model, [(pixels(family, 4, 50, torch.float64), torch.arange(4) % 3)])
     rng = SampleRNG.of_samples(0, range(6))
     before = [list(vars(module)) for module in model.modules()]
-    z, notes = attack.run_with_info(model, x, y, rng)
+    z = attack(model, x, y, rng)
     assert [list(vars(module)) for module in model.modules()] == before
     assert Linf(4 / 255).size(z, x).max() <= 4 / 255 + 1e-6
     broken, alone = (model(each).argmax(1) != y for each in (z, plain(model, x, y, rng)))
     assert not (alone & ~broken).any()
-    soft = Changed(model, lambda inner: scaled_attention(inner, attack.factors))
-    right = soft(plain(soft, x, y, rng.stream("rescaled"))).argmax(1) == y
-    assert torch.equal(notes[PAPER_STYLE], right) or "bpda" in name  # there what was found otherwise counts, too
-    assert not (notes[PAPER_STYLE] & ~right).any()
 
 
 def test_preparation_repeats_and_leaves_no_trace():
@@ -133,25 +133,39 @@ def test_preparation_repeats_and_leaves_no_trace():
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
     assert model.training
-    assert AAS(PGD(BALL), ascent_steps=2, select=False).prepared(model, calibration("vit"), seed=5) != first
+    ascent = AAS(PGD(BALL), search="ascent", ascent_steps=2, select=False)
+    assert ascent.prepared(model, calibration("vit"), 4) != ascent.prepared(model, calibration("vit"), 5)
 
 
 def test_selection_takes_what_hurts_the_deployed_model_most():
+    """Measured again by hand: ten steps through each candidate, judged on the deployed model."""
     model = make_vit("vit", classes=3)
-    batches = calibration("vit", 1)
-    chosen = AAS(PGD(BALL), ascent_steps=2).prepared(model, batches).factors
+    x, y = pixels("vit", 12, seed=50), torch.arange(12) % 3
+    found = AAS(PGD(BALL), ascent_steps=2, images=12).prepared(model, [(x, y)])
     harms = {}
-    aas = AAS(PGD(BALL), ascent_steps=2)
-    ascent = AAS(PGD(BALL), ascent_steps=2, select=False).prepared(model, batches).factors
-    for candidate in (ascent, *((factor,) * len(ascent) for factor in (0.1, 0.01, 0.001))):
-        harms[candidate] = aas._loss_after_probe(model, *batches[0], candidate, 0)
-    assert chosen == max(harms, key=lambda factors: harms[factors])
+    for candidate in found.calibration["candidates"]:
+        change = partial(scaled_attention, factors=tuple(candidate["factors"]))
+        z = PGD(BALL, steps=10, stop_when_fooled=False)(
+            Changed(model, change), x, y, SampleRNG.of_samples(0, range(12))
+        )
+        logits = model(z).detach()
+        harm = (int((logits.argmax(1) != y).sum()), float(nn.functional.cross_entropy(logits, y)))
+        assert (candidate["broken"], candidate["loss"]) == (harm[0], pytest.approx(harm[1], rel=1e-4))
+        harms[candidate["name"]] = (*harm, tuple(candidate["factors"]))
+    assert list(harms)[-1] == "plain"
+    plain = harms.pop("plain")
+    winner, second = sorted(harms, key=harms.__getitem__, reverse=True)[:2]
+    assert found.calibration["winner"] == winner
+    assert found.factors == harms[winner][2]
+    assert found.calibration["margin"]["broken"] == harms[winner][0] - harms[second][0]
+    assert set(harms) >= {"gaps", "uniform 0.1", "uniform 0.01", "uniform 0.001"}
+    assert plain[2] == (1.0, 1.0)
 
 
 def test_the_literal_algorithm_is_a_walk_between_the_clamps():
     """With gradients far smaller than the noise, factors are clamp(1 + noise), then clamp(that + noise), ..."""
     model = make_vit("vit", classes=3)
-    found = AAS(PGD(BALL), literal=True, ascent_steps=1).prepared(model, calibration("vit", 2), seed=3).factors
+    found = PrintedAAS(PGD(BALL), ascent_steps=1).prepared(model, calibration("vit", 2), seed=3).factors
     rng = SampleRNG.of_samples(3, [0]).stream("aas factors")
     expected = torch.ones(len(found), dtype=torch.float64)
     for turn in range(2):
@@ -172,12 +186,11 @@ def test_factors_of_one_repeat_the_plain_attack_bit_by_bit(inner, backward_only)
     model = make_vit("vit", classes=3)
     x, y = labelled(model)
     rng = SampleRNG.of_samples(0, range(len(x)))
-    z, notes = Rescaled(inner, 1.0, backward_only, paper_style=True).run_with_info(model, x, y, rng)
+    z = Rescaled(inner, 1.0, backward_only)(model, x, y, rng)
     scaled = inner(model, x, y, rng.stream("rescaled"))
     fell = model(scaled).argmax(1) != y
     assert torch.equal(z[fell], scaled[fell])
     assert torch.equal(z[~fell], inner(model, x, y, rng)[~fell])
-    assert torch.equal(notes[PAPER_STYLE], ~fell)
 
 
 @pytest.mark.parametrize("factors", [0.3, (0.05, 0.5)])
@@ -195,45 +208,6 @@ def test_never_weaker_than_the_plain_attack(factors, mode):
 MODES: dict[str, dict[str, bool]] = {"surrogate": {}, "bpda": {"backward_only": True}, "literal": {"literal": True}}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("inner", [PGD(BALL, steps=4), Restarts(PGD(BALL, steps=2), 2), apgd_t(BALL, 4, 2)])
-def test_paper_style_is_the_accuracy_of_the_scaled_model(inner, mode):
-    """Attacked itself and to the end: also where a sample left because the deployed model fell."""
-    model = make_vit("vit", classes=3)
-    x, y = labelled(model, 24)
-    rng = SampleRNG.of_samples(0, range(24))
-    attack = Rescaled(inner, 0.5, **MODES[mode], paper_style=True)
-    z, notes = attack.run_with_info(model, x, y, rng)
-    soft, own = scaled(model, 0.5), rng.stream("rescaled")
-    expected = soft(inner(soft, x, y, own)).argmax(1) == y
-    assert torch.equal(notes[PAPER_STYLE], expected)
-    assert torch.equal(z, attack(model, x, y, rng))
-    left_early = soft(inner(Surrogate(soft, model), x, y, own)).argmax(1) == y
-    assert (left_early & ~expected).sum() > 3  # whom a look at the proposals would have counted as holding
-
-
-def scaled(model: nn.Module, factor: float) -> nn.Module:
-    return Changed(model, lambda inner: scaled_attention(inner, factor))
-
-
-def test_what_fools_the_scaled_model_already_is_not_attacked_again():
-    model = make_vit("vit", classes=3)
-    x, y = labelled(model)
-    with torch.no_grad(), scaled_attention(model, 1e-3):
-        wrong = model(x).argmax(1)
-    assert (wrong != y).any()
-    x, y = x[wrong != y], y[wrong != y]
-    quiet = PGD(Linf(1e-5), steps=5, random_start=False)
-    with_style, without = (Rescaled(quiet, 1e-3, paper_style=asked) for asked in (True, False))
-    with count_passes(model) as cost:
-        _, notes = with_style.run_with_info(model, x, y)
-    with count_passes(model) as less:
-        assert PAPER_STYLE not in without.run_with_info(model, x, y)[1]
-    assert not notes[PAPER_STYLE].any()
-    assert (cost.gradients, cost.forwards) == (less.gradients, less.forwards + len(x))
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_costs_what_it_says_where_nothing_falls(mode):
     model = make_vit("vit", classes=3)
@@ -241,12 +215,13 @@ def test_costs_what_it_says_where_nothing_falls(mode):
     with torch.no_grad(), scaled_attention(model, 0.9):
         x, y = x[model(x).argmax(1) == y], y[model(x).argmax(1) == y]
     assert len(x) > 2
-    for style in (False, True):
-        attack = Rescaled(PGD(Linf(1e-6), steps=3), 0.9, **MODES[mode], paper_style=style)
-        with count_passes(model) as cost:
-            attack.run_with_info(model, x, y)
-        gradients, forwards = attack.passes()
-        assert (cost.gradients, cost.forwards) == (gradients * len(x), forwards * len(x))
+    attack = Rescaled(PGD(Linf(1e-6), steps=3), 0.9, **MODES[mode])
+    with count_passes(model) as cost:
+        attack.run_with_info(model, x, y)
+    gradients, forwards = attack.passes()
+    assert (cost.gradients, cost.forwards) == (gradients * len(x), forwards * len(x))
+    with_style = replace(attack, paper_style=True).passes()  # the scaled model's clean answers, and the attack on it
+    assert with_style == (gradients + 3, forwards + 1)
 
 
 def test_the_search_asks_the_deployed_model():
@@ -264,18 +239,56 @@ def test_names_build_what_they_say():
     inner = make("pgd-7", eps=0.1)
     assert make("aas+pgd-7", eps=0.1) == AAS(inner, paper_style=True)
     assert make("aas(paper_style=false)+pgd-7", eps=0.1) == AAS(inner)
-    assert make("aas-bpda(distance=eq3,select=false)+pgd-7", eps=0.1) == AAS(
-        inner, backward_only=True, distance="eq3", select=False, paper_style=True
+    assert make("aas-bpda(objective=eq3,select=false)+pgd-7", eps=0.1) == AAS(
+        inner, backward_only=True, objective="eq3", select=False, paper_style=True
     )
-    assert make("aas-paper+pgd-7", eps=0.1) == AAS(inner, literal=True, paper_style=True)
+    assert make("aas-paper+pgd-7", eps=0.1) == PrintedAAS(inner, paper_style=True)
     assert make("scale:1e-3+pgd-7", eps=0.1) == Rescaled(inner, 1e-3, paper_style=True)
+    assert make("scale:1e-3(paper_style=false)+pgd-7", eps=0.1) == Rescaled(inner, 1e-3)
+    for ensemble in ("autoattack", "autoattack-fast", "eot:2+autoattack"):
+        assert not make(f"aas+{ensemble}").paper_style
+        assert make(f"aas(paper_style=true)+{ensemble}").paper_style
+    with pytest.raises(UserError, match="'paper_style' of prefix 'aas' must be true or false, got '1'"):
+        make("aas(paper_style=1)+pgd-7")
     with pytest.raises(UserError, match="lpips, eq3"):
-        make("aas(distance=cosine)+pgd-7")
+        make("aas(objective=cosine)+pgd-7")
+    with pytest.raises(UserError, match="ascent, grid, both"):
+        make("aas(search=best)+pgd-7")
+    with pytest.raises(UserError, match="deployed-margin has no slope"):
+        make("aas(search=ascent,objective=deployed-margin)+pgd-7")
 
 
 def test_a_model_without_attention_is_refused():
     with pytest.raises(UserError, match="no anatomy known"):
         make("scale:0.1+pgd-5")(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("prefix", ["scale:0.3", "targeted:least+scale:0.3"])
+def test_paper_style_is_an_audit_of_the_scaled_model(prefix):
+    """Over all images, also those that only the scaled model gets right; the count on the deployed model stays."""
+    model, x = wrap(make_vit("vit", classes=4)), pixels("vit", 24, seed=3)
+    with torch.no_grad(), scaled_attention(model, 0.3):
+        own = model(x).argmax(1)
+    y = model(x).argmax(1)
+    y[::2] = own[::2]  # every other image has the label that the scaled model gives
+    assert (own != model(x).argmax(1)).sum() > 3
+    asked = {"eps": "2/255", "batch_size": 7, "independent": True}
+    plain = prefix.removesuffix("scale:0.3") + "pgd-3"
+    names = [f"{prefix}+pgd-3", f"{prefix}(paper_style=false)+pgd-3"]
+    with_style, without = audit(model, (x, y), attacks=names, **asked)["attacks"]
+    model.set_attention_factors([0.3, 0.3])
+    scaled_model = audit(model, (x, y), attacks=plain, **asked)
+    style, (expected,) = with_style.pop("paper_style"), scaled_model["attacks"]
+    assert without.pop("paper_style") is None
+    assert (style["clean_scaled"], style["clean_scaled_correct"]) == (
+        scaled_model["clean"]["accuracy"],
+        scaled_model["clean"]["correct"],
+    )
+    assert (style["held"], style["n"], style["accuracy"]) == (expected["held"], 24, expected["robust_accuracy"])
+    assert style["ci95"] == expected["ci95"]
+    assert style["gradient_calls"] == expected["gradient_calls"]
+    assert with_style["held"] == without["held"]
+    assert with_style["gradient_calls"] == without["gradient_calls"]
 
 
 @pytest.mark.slow
@@ -286,10 +299,10 @@ def test_an_audit_calibrates_on_other_images_and_reports_both_numbers():
     assert plain["paper_style"] is None
     assert aas["held"] <= plain["held"]
     assert aas["judged_on"] == "deployed model"
-    assert aas["paper_style"]["n"] == aas["attacked"]
+    assert aas["paper_style"]["n"] == 20
     assert "not a robustness estimate" in aas["paper_style"]["remark"]
     assert len(aas["settings"]["factors"]) == 6
-    asked = {"images": 20, "ascent_steps": 2, "pace": 0.3, "distance": "lpips", "select": True, "steps": 5}
+    asked = {"images": 20, "ascent_steps": 2, "pace": 0.3, "objective": "lpips", "select": True, "steps": 5}
     assert {key: aas["settings"][key] for key in asked} == asked
     other = audit("zoo:shapes-robust", attacks=names[1:], limit=20, eps="12/255", batch_size=7)
     assert other["attacks"][0]["settings"]["factors"] == aas["settings"]["factors"]

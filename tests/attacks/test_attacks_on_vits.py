@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from toys import TinyNet, images
 from vitadel.attacks.features import features
+from vitadel.attacks.goals import Changed, Surrogate
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.steppers import Steepest
-from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.transfer.pna_patchout import PnaPatchOut
 from vitadel.attacks.transfer.self_ensemble import SelfEnsemble

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from toys import TinyNet, images
 from vitadel.attacks import PGD, Linf, make
-from vitadel.attacks.goals import fooled
+from vitadel.attacks.goals import Surrogate, deployed, fooled, seen_through
 from vitadel.attacks.square import Square
-from vitadel.attacks.surrogate import Surrogate, deployed, seen_through
 from vitadel.attacks.wrappers import Averaged, Targeted, mean_logits
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import count_passes

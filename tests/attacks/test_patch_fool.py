@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toys import TinyNet, images
+from vitadel.attacks.goals import Changed, Surrogate
 from vitadel.attacks.patches import patch_fool as module
 from vitadel.attacks.patches.patch_fool import PatchFool, attention_drawn, patch_fool, without_conflict
 from vitadel.attacks.patches.patch_threat import Patches, changed_patches, patch_grid_of
 from vitadel.attacks.patches.random_patches import RandomPatches
-from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import Averaged
 from vitadel.errors import UserError

@@ -9,7 +9,8 @@ import torch
 
 from toys import images
 from vitadel.attacks import make
-from vitadel.attacks.attention_scaling.aas import PAPER_STYLE, Rescaled
+from vitadel.attacks.attention_scaling.aas import Rescaled
+from vitadel.attacks.gain_ratio import GAINS
 from vitadel.attacks.per_sample import ReportsSampleInfo
 from vitadel.attacks.registry import PREFIXES
 from vitadel.attacks.settings import settings_of
@@ -21,7 +22,13 @@ from vits import VITS, make_vit
 
 AROUND = {"aas": "aas(images=4,steps=1)", "aas-bpda": "aas-bpda(images=4,steps=1)", "aas-paper": "aas-paper(images=4)"}
 TWICE = ("targeted", "targeted")  # refused: a search has one target
-AROUND |= {"scale": "scale:0.1", "eot": "eot:2", "targeted": "targeted:least", "bpda": "bpda(modules=norm)"}
+AROUND |= {
+    "scale": "scale:0.1",
+    "logits": "logits:0.1",
+    "eot": "eot:2",
+    "targeted": "targeted:least",
+    "bpda": "bpda(modules=norm)",
+}
 
 
 def prepared(attack, model, x):
@@ -68,7 +75,7 @@ def test_notes_pass_through_views():
     for name in ("targeted:least+scale:0.1+pgd-2", "eot:2+scale:0.1+pgd-2"):
         attack = make(name)
         assert isinstance(attack, ReportsSampleInfo)
-        assert attack.run_with_info(model, x, y)[1][PAPER_STYLE].shape == (5,)
+        assert attack.run_with_info(model, x, y)[1][GAINS].shape[0] == 5
 
 
 @pytest.mark.slow

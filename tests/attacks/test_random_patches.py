@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from toys import TinyNet, images
-from vitadel.attacks.goals import OnLogits
+from vitadel.attacks.goals import Changed, OnLogits, Surrogate
 from vitadel.attacks.losses import margin
 from vitadel.attacks.patches.patch_threat import (
     Patches,
@@ -23,7 +23,6 @@ from vitadel.attacks.patches.patch_threat import (
 )
 from vitadel.attacks.patches.random_patches import RandomPatches, uniform_noise
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.attacks.threats import L2, Linf
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -232,13 +233,21 @@ def test_a_file_cut_short_is_refused_at_any_length(tmp_path: Path) -> None:
 def test_files_of_other_frameworks_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(512))
     (tmp_path / "model.onnx").write_bytes(b"\x08\x08\x12\x07pytorch\x1a\x052.0.0")
-    (tmp_path / "model.ckpt.index").write_bytes(b"\x00\x00\x0a\x08\x01")
+    table_end = bytes(40) + struct.pack("<Q", 0xDB4775248B80FB57)  # the last bytes of TensorFlow's tables of tensors
+    (tmp_path / "one-file.ckpt").write_bytes(bytes(1000) + table_end)
+    (tmp_path / "several.ckpt.index").write_bytes(b"\x00\x00\x0a\x08\x01" + table_end)
+    (tmp_path / "several.ckpt.data-00000-of-00001").write_bytes(bytes(64))
+    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "several.ckpt"\n')
     torch.jit.save(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)), tmp_path / "script.pt")
     np.savez(tmp_path / "arrays.pth", a=np.zeros(2))
     for name, said in {
         "model.h5": "an HDF5 file, as Keras writes them",
         "model.onnx": "an ONNX graph",
-        "model.ckpt.index": "a part of a TensorFlow checkpoint",
+        "one-file.ckpt": "a TensorFlow checkpoint",
+        "several.ckpt": "a TensorFlow checkpoint",
+        "several.ckpt.index": "a TensorFlow checkpoint or a part of one",
+        "several.ckpt.data-00000-of-00001": "a TensorFlow checkpoint or a part of one",
+        "checkpoint": "TensorFlow's list of its checkpoints",
         "script.pt": "a TorchScript program, which holds code",
         "arrays.pth.npz": "an archive of NumPy arrays",
     }.items():

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from vitadel.backbones import Classifier, load, load_model, wrap
 from vitadel.backbones.anatomy import family_of
-from vitadel.backbones.checkpoints import build_classifier, load_classifier, save_classifier
+from vitadel.backbones.checkpoints import build_classifier, load_classifier, save_classifier, write_checksums, zoo_names
 from vitadel.backbones.load import model_names
 from vitadel.backbones.record import ModelRecord
 from vitadel.backbones.third_party import processor_normalization
-from vitadel.backbones.zoo import write_checksums, zoo_names
 from vitadel.errors import UserError
 
 KWARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}

@@ -29,7 +29,7 @@ def place(weights: Path, cache: Path, name: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize("inner", ["", "cifar10", "cifar10/Linf"])
+@pytest.mark.parametrize("inner", ["..", "", "cifar10", "cifar10/Linf"])
 def test_the_file_of_a_name_is_found_in_the_cache(weights: Path, tmp_path: Path, inner: str) -> None:
     place(weights, tmp_path / "models", f"{PUBLISHED.name}.pt")
     model = load_model(PUBLISHED.spec, weights=tmp_path / "models" / inner)

@@ -7,7 +7,8 @@ from importlib import resources
 
 import pytest
 
-from vitadel.backbones.zoo import CHECKSUMS, check_checksum, write_checksums, zoo_names
+from vitadel.backbones.checkpoints import CHECKSUMS, check_checksum, write_checksums, zoo_names
+from vitadel.backbones.load import load_model
 from vitadel.errors import UserError
 
 
@@ -26,3 +27,8 @@ def test_a_changed_file_is_refused(tmp_path):
     path.write_bytes(b"as Released")
     with pytest.raises(UserError, match="not those of this version"):
         check_checksum(path)
+
+
+def test_a_retired_model_says_why_and_what_to_use():
+    with pytest.raises(UserError, match=r"'zoo:shapes-aas-at' is no longer shipped: .* were 1.*zoo:cifar10-aas-at"):
+        load_model("zoo:shapes-aas-at")

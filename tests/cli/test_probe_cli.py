@@ -43,7 +43,7 @@ def test_a_probe_ends_with_heads_accuracies_and_its_folder(vitadel, recipes):
     assert text.splitlines()[-1] == str(out)
     assert "8 heads, 20 steps of 32, trained on 120 images, chosen on 40 held-out ones" in " ".join(text.split())
     assert "95 % interval" in text
-    assert "to do: 160 images once through the model" in err
+    assert "160 images once through the model" in err
     assert "at most 1 gradients each under fgsm" in err
     assert "heads: 20/20" in err
     assert {file.name for file in out.iterdir()} >= {"recipe.yaml", "results.json", "samples.parquet", "report.html"}

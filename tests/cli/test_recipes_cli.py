@@ -34,8 +34,10 @@ def test_show_prints_the_file_with_its_comments():
 def test_show_prints_a_row_with_all_that_it_extends():
     shown = vitadel("recipes", "show", "aas/table4", "--row", "trades+aas")
     assert "eps: 8/255" in shown
-    assert "AutoAttack at 8/255" in shown
     document = yaml.safe_load(shown)
+    assert "clean / AutoAttack" in document["expected"]  # of the paper, and with its budget
+    assert "trades+aas  65.26 / 28.04" in document["expected"]
+    assert "8/255, AutoAttack on all 5,000 test images" in document["expected"]
     assert document["objective"]["use"] == "trades"
     assert document["train"] == compose("aas/table4", "trades+aas")["train"]
     composed = yaml.safe_load(vitadel("recipes", "show", SHIPPED, "--composed"))

@@ -32,7 +32,13 @@ SHORT = {
     "patches-learned": "patches-learned(masks=2,images=8)",
 }
 AROUND = {"aas": "aas(images=8,steps=2)", "aas-bpda": "aas-bpda(images=8,steps=2)", "aas-paper": "aas-paper(images=8)"}
-AROUND |= {"scale": "scale:0.1", "eot": "eot:2", "targeted": "targeted:next", "bpda": "bpda(modules=features.2)"}
+AROUND |= {
+    "scale": "scale:0.1",
+    "eot": "eot:2",
+    "targeted": "targeted:next",
+    "logits": "logits:10",
+    "bpda": "bpda(modules=features.2)",
+}
 NAMES = [SHORT.get(name, f"{name}-6" if "steps" in entry.settings else name) for name, entry in ATTACKS.items()]
 NAMES += ["pgd-6(restarts=3)", "gama-6(guide=init)", *(f"{AROUND[name]}+pgd-6" for name in PREFIXES)]
 EVERYTHING = [pytest.param(name, norm, id=f"{name} {norm}") for name in NAMES for norm in NORMS]

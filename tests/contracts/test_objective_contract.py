@@ -17,7 +17,7 @@ from vits import VITS, make_vit
 
 CLASSES = 5
 LOOKS_INSIDE = {"Afat"}  # needs a model with blocks
-ADAPTED = {"robustness_tokens", "tora"}  # on adapted models only: tests/training/test_training_{tokens,tora}.py
+ADAPTED = {"mimir", "robustness_tokens", "tora"}  # on adapted models only: tests/training/test_{mimir,training_*}.py
 
 
 OBJECTIVES = {name: find_component("objective", name) for name in component_names("objective") if name not in ADAPTED}

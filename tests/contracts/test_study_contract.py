@@ -28,6 +28,7 @@ HERE = Processes(0, 1, torch.device("cpu"))
 SMALL: dict[str, dict[str, Any]] = {
     "curves": {"attack": "pgd-2", "budgets": (0.0, 8 / 255), "steps": (1, 2), "restarts": (1, 2)},
     "saturation": {"attack": "fgsm", "images": 2},
+    "gradients": {"images": 2},
     "scaled-blocks": {"attack": "fgsm", "ways": ("last",), "every": 99, "images": 2},
     "perturbations": {"attack": "pgd-2"},
     "accumulation": {"most": 2, "starts": 2, "steps": 3},

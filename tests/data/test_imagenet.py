@@ -11,6 +11,7 @@ from vitadel.data.sources.folders import ImageFiles
 from vitadel.data.sources.imagenet import class_numbers, imagenet_classes, named_like_imagenet
 from vitadel.errors import UserError
 
+FIRST_FIVE_OF_SEED_0 = [32, 45, 46, 56, 70]
 TENCH, GOLDFISH, STINGRAY, GOOSE = "n01440764", "n01443537", "n01498041", "n01855672"  # classes 0, 1, 6 and 99
 
 
@@ -142,3 +143,67 @@ def test_a_set_is_imagenet_by_what_its_classes_are_called() -> None:
     assert not named_like_imagenet(sorted(names))  # another order is another meaning of labels
     assert not named_like_imagenet([str(number) for number in range(1000)])
     assert not named_like_imagenet(names[:200])
+
+
+def make_whole(root: Path, folders: tuple[str, ...]) -> None:
+    for split in ("train", "val"):
+        for number, wnid in enumerate(folders):
+            write_png(root / split / wnid / "x.JPEG", number)
+
+
+def test_some_classes_drawn_with_a_seed(tmp_path: Path) -> None:
+    """As many classes as asked for, in ImageNet's order; the draw depends on the seed and not on the folder."""
+    make_whole(tmp_path, tuple(class_numbers())[:3] + tuple(class_numbers())[900:])
+    with pytest.raises(UserError, match=r"selects 100 classes, and .* has no folder for \d+ of them: n"):
+        open_dataset(f"imagenet:{tmp_path}(classes=100,seed=0)")
+    for wnid in class_numbers():
+        for split in ("train", "val"):
+            (tmp_path / split / wnid).mkdir(exist_ok=True)
+            (tmp_path / split / wnid / "x.JPEG").touch()  # never read here
+    drawn = {seed: open_dataset(f"imagenet:{tmp_path}(classes=100,seed={seed})") for seed in (0, 1)}
+    for source in drawn.values():
+        numbers = [imagenet_classes().index(name) for name in source.classes]
+        assert len(set(numbers)) == 100
+        assert numbers == sorted(numbers)
+        assert sorted(source.labels().tolist()) == list(range(100))
+        wnids = [source.name(sample).partition("/")[0] for sample in range(len(source))]
+        assert [class_numbers()[wnid] for wnid in wnids] == [numbers[label] for label in source.labels().tolist()]
+    assert drawn[0].classes != drawn[1].classes
+    assert open_dataset(f"imagenet:{tmp_path}(classes=100)@train").classes == drawn[0].classes
+    # Published with results: the draw must never change.
+    assert [class_numbers()[drawn[0].name(k).partition("/")[0]] for k in range(5)] == FIRST_FIVE_OF_SEED_0
+
+
+def test_classes_of_a_list_keep_its_order(tmp_path: Path) -> None:
+    make_whole(tmp_path / "data", (TENCH, GOLDFISH, STINGRAY, GOOSE))
+    listed = tmp_path / "classes.txt"
+    listed.write_text(f"# mine\n{GOOSE} goose\n{TENCH}\n\n")
+    source = open_dataset(f"imagenet:{tmp_path / 'data'}(classes={listed})")
+    assert source.classes == ("goose", "tench")
+    assert [(source.name(k), int(source.labels()[k])) for k in range(2)] == [
+        (f"{TENCH}/x.JPEG", 1),
+        (f"{GOOSE}/x.JPEG", 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("imagenet:{}(seed=1)", "seed belongs to a number of classes"),
+        ("imagenet:{}(classes=1)", "classes must be from 2 to 1000"),
+        ("imagenet:{}(classes=-5)", "classes must be from 2 to 1000"),
+        ("imagenet:{}(classes=1001)", "classes must be from 2 to 1000"),
+        ("imagenet:{}(classes=10,seed=-1)", "the seed must be"),
+        ("imagenet:{}(classes=absent.txt)", "absent.txt"),
+        ("imagenet:{}(classes={}/twice.txt)", "names a class twice"),
+        ("imagenet:{}(classes={}/strange.txt)", "'dog', which is not one of the 1000"),
+        ("imagenet:{}(classes={}/strange.txt,seed=0)", "needs no seed"),
+        ("imagenet-r:{}(classes=100)", "fixed set of 200 classes"),
+    ],
+)
+def test_wrong_choices_of_classes(spec: str, message: str, tmp_path: Path) -> None:
+    write_png(tmp_path / GOLDFISH / "x.JPEG", 0)
+    (tmp_path / "twice.txt").write_text(f"{TENCH}\n{TENCH}\n")
+    (tmp_path / "strange.txt").write_text("dog\ncat\n")
+    with pytest.raises(UserError, match=message):
+        open_dataset(spec.replace("{}", str(tmp_path)))

@@ -11,7 +11,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 from vitadel.data import read_batches
-from vitadel.data.preprocess import Preprocess
+from vitadel.data.batches import Preprocess
 from vitadel.data.sources.objects import source_of
 from vitadel.data.spec import with_kind
 from vitadel.errors import UserError

@@ -16,7 +16,7 @@ import torch
 from pictures import picture, pixels_of, png, write_png
 
 from vitadel.data import check_labels, open_dataset, read_batches
-from vitadel.data.preprocess import Preprocess
+from vitadel.data.batches import Preprocess
 from vitadel.types import Source
 
 COUNT = 30

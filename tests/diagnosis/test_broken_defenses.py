@@ -19,7 +19,7 @@ from vitadel.runtime.distributed import join_processes
 
 # Small differences, which need more images.
 SUBTLE = {"normalization", "restart-sensitivity", "random-noise", "eot"}
-HONEST = [f"zoo:shapes-{name}" for name in ("standard", "robust", "pgd-at", "trades", "aas-at", "tora")]
+HONEST = [f"zoo:shapes-{name}" for name in ("standard", "robust", "pgd-at", "trades", "tora")]
 CLASSICS = [defense for defense in BROKEN_DEFENSES if defense.raises]
 honest = cache(open_model)
 

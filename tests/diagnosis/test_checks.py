@@ -202,6 +202,28 @@ def test_a_normalization_is_given_what_it_is_for_bytes_or_pixels(factor, mean, s
     assert outcome == verdict, evidence
 
 
+def standardized(x: Tensor) -> Tensor:
+    """Below 0 and above 1, for every image by other numbers; plain images become gray."""
+    return (x - x.mean((1, 2, 3), keepdim=True)) / (x.std((1, 2, 3), keepdim=True) + 1e-3) + 0.5
+
+
+def stretched(x: Tensor) -> Tensor:
+    """From the darkest pixel to the brightest; plain images become darker than black."""
+    low, high = x.amin((1, 2, 3), keepdim=True), x.amax((1, 2, 3), keepdim=True)
+    return (x - low) / (high - low).clamp(min=0.05) * 2 - 0.1
+
+
+@pytest.mark.parametrize(("change", "plain"), [(standardized, 0.5), (stretched, -0.1)])
+def test_the_contrast_of_each_image_is_no_normalization(change, plain):
+    model, x, _ = toy()
+    x = x[:60]
+    assert change(x).max() > 1.4
+    first = Around(nn.Identity(), change)
+    model_ = nn.Sequential(first, Normalize([0.5] * 3, [0.5] * 3), Around(model, lambda x: 0.5 * x + 0.5)).eval()
+    outcome, evidence = inputs.normalization(Examination(model_, x, model_(x).argmax(1), eps=0.08))
+    assert (outcome, evidence["range of what is normalised"]) == (OK, [[plain, plain]])
+
+
 def test_what_only_looks_like_a_normalization_is_left_alone():
     model, x, y = toy()
     model_ = Around(model).eval()

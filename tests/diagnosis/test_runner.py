@@ -213,6 +213,10 @@ def test_the_next_command_attacks_through_the_modules_that_a_finding_names():
     assert attacks(diagnosis()) == "square"
     assert attacks(diagnosis(modules=["a.b", "c"])) == "bpda(modules=a.b;c)+pgd-100,square"
     assert attacks(diagnosis(modules=["a.b"], random=True)) == "eot:20+bpda(modules=a.b)+pgd-100,square"
+    vague = Finding("uninformative-gradients", "suspicious", {"n": 40}, "", "")
+    exact = Finding("gain-ratio", "suspicious", {"modules": ["input_transform"]}, "", "")
+    assert attacks(Diagnosis((vague,))) == "square"
+    assert attacks(Diagnosis((vague, exact))) == "bpda(modules=input_transform)+pgd-100,square"
 
 
 def test_checks_are_announced_before_they_run():

@@ -14,9 +14,7 @@ from vitadel.attacks.parse import make
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
-from vitadel.data.batches import read_batches
-from vitadel.data.preprocess import Preprocess
-from vitadel.data.selection import balanced_subset
+from vitadel.data.batches import Preprocess, balanced_subset, read_batches
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation import activations
 from vitadel.evaluation.activations import ActivationsRequest, inspect_activations

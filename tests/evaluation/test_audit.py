@@ -28,7 +28,7 @@ class Brightness(nn.Module):
 
 def worked_out(eps: float, limit: int) -> tuple[int, int]:
     """Clean and robust counts of `Brightness`: an attack shifts the mean by eps, as far as the box lets it."""
-    from vitadel.data.selection import balanced_subset
+    from vitadel.data.batches import balanced_subset
 
     source = Shapes("test")
     rows = balanced_subset(source.labels(), limit, 0)

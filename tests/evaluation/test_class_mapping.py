@@ -11,10 +11,10 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from tests.command_line import vitadel as command
 from torch import Tensor, nn
 
 import vitadel
+from command_line import vitadel as command
 from vitadel.backbones.class_names import imagenet_names, lemmas_of, names_in_model
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.record import ModelRecord

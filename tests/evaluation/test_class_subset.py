@@ -15,7 +15,8 @@ import vitadel
 from vitadel.backbones.classifier import wrap
 from vitadel.data import open_dataset
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.target import SubsetLogits, SubsetSource, apply_class_subset, open_target, relabel_like
+from vitadel.evaluation.engine.class_mapping import RelabeledSource
+from vitadel.evaluation.engine.target import SubsetLogits, apply_class_subset, open_target, relabel_like
 
 # Classes 0, 6 and 99; the last two are of ImageNet-A.
 TENCH, STINGRAY, GOOSE = "n01440764", "n01498041", "n01855672"
@@ -99,7 +100,7 @@ def test_other_data_is_numbered_alike(root):
         write(root / "val" / wnid / "x.png", 9)
     other = open_dataset(f"imagenet:{root}/val")
     source = apply_class_subset(open_target(Grey().eval(), f"imagenet-a:{root}/a")).source
-    assert isinstance(source, SubsetSource)
+    assert isinstance(source, RelabeledSource)
     again = relabel_like(other, source)
     assert again.labels().tolist() == [-1, source.labels()[-1]]
     assert again.classes[int(again.labels()[1])] == "goose"

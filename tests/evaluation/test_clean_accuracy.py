@@ -12,16 +12,16 @@ import vitadel
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.backbones.record import ModelRecord
 from vitadel.backbones.timm_models import published_top1
-from vitadel.evaluation.audit.alternatives import best_alternative, other_labels, try_alternatives
+from vitadel.evaluation.audit.alternatives import Fit, best_alternative, other_labels, try_alternatives
 from vitadel.evaluation.audit.clean_accuracy import (
     Known,
-    chance_level,
     findings_about_accuracy,
     findings_about_training,
     known_accuracy,
 )
 from vitadel.evaluation.audit.evidence import without_reassurance
 from vitadel.evaluation.engine.target import open_target
+from vitadel.statistics import chance_level
 
 LABELS = torch.arange(200) % 10
 
@@ -71,9 +71,9 @@ def test_one_class_for_everything():
 
 
 def test_chance_is_that_of_the_most_frequent_class():
-    assert chance_level(LABELS, 1000) == 0.1
-    assert chance_level(torch.tensor([0, 0, 0, 1]), 10) == 0.75
-    assert chance_level(torch.tensor([2, 2]), 10) == 0.1
+    assert chance_level(LABELS.tolist(), 1000) == 0.1
+    assert chance_level([0, 0, 0, 1], 10) == 0.75
+    assert chance_level([2, 2], 10) == 0.1
 
 
 def test_nothing_is_fine_if_the_clean_accuracy_is_not():
@@ -114,17 +114,33 @@ HALF = ((0.5,) * 3, (0.5,) * 3)
     ],
 )
 def test_the_alternative_that_fits_is_named(model, images, name):
-    as_given, fits = try_alternatives(model().eval(), images, LABELS)
-    best = best_alternative(fits, as_given)
+    logits, fits = try_alternatives(model().eval(), images, LABELS)
+    best = best_alternative(fits, logits.argmax(1) == LABELS)
     assert best is not None
     assert best.name == name
     assert best.accuracy == 1
 
 
 def test_no_alternative_is_named_for_a_model_that_is_right():
-    as_given, fits = try_alternatives(wrap(Shades(*HALF), *HALF), IMAGES, LABELS)
+    logits, fits = try_alternatives(wrap(Shades(*HALF), *HALF), IMAGES, LABELS)
+    as_given = logits.argmax(1) == LABELS
     assert as_given.all()
     assert best_alternative(fits, as_given) is None
+
+
+@pytest.mark.parametrize(
+    ("n", "share", "more", "decided"),
+    [(64, 1.0, 1.0, True), (12, 1.0, 1.0, False), (64, 0.6, 1.0, False), (64, 1.0, 0.01, False), (64, 0.8, 1.0, True)],
+)
+def test_likelier_labels_decide_where_the_accuracy_is_the_same(n, share, more, decided):
+    """Two classes, all right with a margin of 1; the alternative adds `more` to that of a share of the images."""
+    y = torch.zeros(n, dtype=torch.int64)
+    as_given = torch.tensor([[1.0, 0.0]]).repeat(n, 1)
+    other = as_given.clone()
+    other[:, 0] += torch.where(torch.arange(n) < share * n, more, -0.2 * more)
+    fit = Fit.of("another", other, y, as_given, "")
+    assert fit.accuracy == 1
+    assert (best_alternative([fit], as_given.argmax(1) == y) is not None) == decided
 
 
 def test_labels_that_mean_something_else():
@@ -160,7 +176,7 @@ def test_an_audit_says_so_first():
     first = results["findings"][0]
     assert first["verdict"] == "broken"
     assert {each["check"] for each in results["findings"]} >= {"better-set-up"}
-    assert "100.0% with ImageNet's mean and std" in next(
+    assert "100.0 % with ImageNet's mean and std" in next(
         each["evidence"] for each in results["findings"] if each["check"] == "better-set-up"
     )
     assert not [each for each in results["findings"] if each["verdict"] == "ok"]

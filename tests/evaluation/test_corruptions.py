@@ -18,7 +18,7 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.corruptions import COMMON, corrupt, sequence
 from vitadel.corruptions.sequences import CIFAR_SEQUENCES
-from vitadel.data.selection import balanced_subset
+from vitadel.data.batches import balanced_subset
 from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.corruptions import corrupted_copy, perturbations

@@ -83,6 +83,7 @@ def test_the_facts_of_the_leaderboards():
     assert known["robustbench-imagenet"] == ("linf", "4/255", attacks, 5_000, ("imagenet",))
     assert known["unseen-l2"] == ("l2", "2", attacks, 5_000, ("imagenet",))
     assert known["unseen-l1"] == ("l1", "75", attacks, 5_000, ("imagenet",))
+    assert known["unseen-union"] == ("linf,l2,l1", "4/255,2,75", attacks, 5_000, ("imagenet",))
     assert known["rvt"] == ("linf", "1/255", ("fgsm", "pgd-5(step=0.5/255)"), 50_000, ("imagenet",))
 
 

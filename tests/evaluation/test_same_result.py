@@ -79,10 +79,26 @@ def undisturbed(tmp_path_factory) -> tuple[str, bytes]:
 
 
 @pytest.mark.slow
-def test_two_processes_agree_with_one_byte_for_byte(tmp_path, undisturbed):
-    launcher = ["torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
-    finish(start(launcher, tmp_path / "two"))
-    assert outcome(tmp_path / "two") == undisturbed
+@pytest.mark.parametrize("processes", [2, 3])
+def test_several_processes_agree_with_one_byte_for_byte(tmp_path, undisturbed, processes):
+    launcher = ["torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", "-m"]
+    finish(start(launcher, tmp_path / "run"))
+    assert outcome(tmp_path / "run") == undisturbed
+
+
+@pytest.mark.slow
+def test_the_command_of_the_docs_agrees_with_one_process_byte_for_byte(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "auditing.md").read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("torchrun "))
+    words = line.split()
+    launched = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+    alone = [sys.executable, *words[words.index("-m") :]]
+    for name, command in (("launched", launched), ("alone", alone)):
+        done = subprocess.run(
+            [*command, "--out", str(tmp_path / name)], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+    assert outcome(tmp_path / "launched") == outcome(tmp_path / "alone")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import vitadel
 from vitadel.evaluation.audit.audit import AuditRequest
-from vitadel.evaluation.engine import trial
+from vitadel.evaluation.engine import cost
 from vitadel.evaluation.engine.cost import PassTimes
 from vitadel.evaluation.engine.run import Run
 from vitadel.evaluation.engine.target import open_target
@@ -73,7 +73,7 @@ def estimated(robust: int, broken: int, wrong: int = 0, *, model: nn.Module | No
     context = Run(None, CPU).context(target, request)
     indices = torch.arange(len(source))
     settings = {"eps": EPS, "norm": "linf", "independent": request.independent}
-    return trial.estimate(context, request.make_attacks(), indices, times=ONE, **settings), target, request
+    return cost.estimate(context, request.make_attacks(), indices, times=ONE, **settings), target, request
 
 
 @pytest.mark.parametrize(("robust", "broken", "wrong"), [(60, 0, 0), (30, 30, 0), (0, 60, 0), (20, 30, 20)])
@@ -108,7 +108,7 @@ def test_a_short_bound_needs_no_trial():
 
 
 def test_what_takes_too_long_counts_with_the_bound(monkeypatch):
-    monkeypatch.setattr(trial, "_SECONDS", (-1.0, -1.0))
+    monkeypatch.setattr(cost, "_SECONDS", (-1.0, -1.0))
     found, _, _ = estimated(100, 0, attacks=("pgd-20",))
     assert found.seconds == found.seconds_at_most == 2000
 

@@ -128,6 +128,7 @@ VALUES = (
         "é",
         "\n",
         "<script>",
+        "a\0b",
         [],
     ),
     *(
@@ -160,6 +161,7 @@ _AT_LEAST_ONE = (
 numbers, texts, values = st.sampled_from(NUMBERS), st.sampled_from(TEXTS), st.sampled_from(VALUES)
 anything = st.one_of(numbers, texts, st.text(max_size=12).filter(lambda text: "\0" not in text))
 
+_STUDIES = ("curves", "attention", "accumulation", "saturation", "scaled-blocks", "perturbations", "corruption-masks")
 _BASE = {
     **{name: (name, material.MODEL) for name in ("audit", "attack", "corruptions", "stability", "diagnose", "inspect")},
     "threat-levels": ("threat-levels", material.MODEL, "--tokens", "tokens.safetensors", "--levels", "T0,T6"),
@@ -171,13 +173,16 @@ _BASE = {
     "recipes show": ("recipes", "show", "shapes/trades"),
     "recipes copy": ("recipes", "copy", "shapes/trades", "copy.yaml"),
     "report": ("report", "run"),
+    "recipes new": ("recipes", "new", "new.yaml", "--model", "test_vit", "--data", "shapes"),
+    "leaderboard": ("leaderboard", "run"),
+    "reproduce": ("reproduce", "aas/table5", "--plan"),
     "list": ("list", "attacks"),
+    "selftest": ("selftest",),
+    "ui": ("ui", material.MODEL),
     "corrupt": ("corrupt",),
-    **{
-        f"study {name}": ("study", name, material.MODEL)
-        for name in ("curves", "attention", "accumulation", "saturation")
-    },
+    **{f"study {name}": ("study", name, material.MODEL) for name in _STUDIES},
 }
+_ABOUT_RUNS = ("report", "leaderboard")
 
 
 @cache
@@ -212,7 +217,7 @@ def arguments(draw: st.DrawFn) -> Case:
         wrong = wrong or _surely_wrong(flag, whole, value)
     if "--device" in dict(flags) and "--device" not in words:
         words += ["--device", "cpu"]
-    return Case(tuple(words), base="audit" if verb == "report" else "inputs", wrong=wrong)
+    return Case(tuple(words), base="audit" if verb in _ABOUT_RUNS else "inputs", wrong=wrong)
 
 
 def _surely_wrong(flag: str, whole: bool, value: str) -> bool:
@@ -223,6 +228,41 @@ def _surely_wrong(flag: str, whole: bool, value: str) -> bool:
     except ValueError:
         return True
     return abs(number) >= 2**63 or (flag in _AT_LEAST_ONE and number < 1)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Case:
+    """Names of models: published, shipped, of timm, of files and of code, with flags and weights that may not fit."""
+    from vitadel.backbones.published import published_names
+
+    names = st.one_of(
+        st.sampled_from(sorted(published_names())),
+        st.sampled_from(
+            ["test_vit", "test_vit2.r160_in1k", "w.safetensors", "w.pt", material.MODEL, "zoo:shapes-tora"]
+        ),
+        anything,
+    )
+    name = draw(names)
+    if draw(st.integers(0, 3)) == 0:
+        row = draw(st.integers(0, len(name)))
+        name = name[:row] + draw(anything) + name[row:]
+    given: list[str] = []
+    for _ in range(draw(st.integers(0, 2))):
+        flag, value = draw(
+            st.one_of(
+                st.tuples(
+                    st.just("--weights"), st.sampled_from(["w.pt", "w.safetensors", "random", "d.npz", "photos"])
+                ),
+                st.tuples(st.sampled_from(["--num-classes", "--input-size", "--mean", "--std", "--crop-pct"]), numbers),
+                st.tuples(st.sampled_from(["--model-kwargs", "--head-classes", "--classes", "--tokens"]), anything),
+                st.tuples(st.just("--model-kwargs"), anything.map(lambda text: f"depth={text}")),
+            )
+        )
+        given += [flag, value]
+    verb = draw(st.sampled_from([("attack", name), ("plan", name), ("recipes", "new", "new.yaml", "--model", name)]))
+    flags = {name for name, _ in _flags("recipes new" if verb[0] == "recipes" else verb[0])}
+    kept = [word for pair in zip(given[::2], given[1::2], strict=True) if pair[0] in flags for word in pair]
+    return Case((*verb, *kept, "--data", "shapes(size=16)", *(() if verb[0] == "recipes" else ("--limit", "4"))))
 
 
 @st.composite
@@ -383,20 +423,18 @@ def run_folders(draw: st.DrawFn, kinds: tuple[str, ...] = tuple(material.RUNS)) 
     )
     words = draw(
         st.sampled_from(
-            [("report", "run", "--out", "r.html")] * 3
+            [("report", "run", "--out", "r.html")] * 2
             + [
+                ("report", "run", "--out", "r.html", "--export", "tables", "--robustbench"),
+                ("leaderboard", "run", "--out", "l.html"),
+                ("recipes", "new", "new.yaml", "--model", "run", "--data", "shapes"),
                 ("study", "attention", "run", "--device", "cpu", "--limit", "4"),
                 ("audit", "run", "--device", "cpu", "--limit", "4"),
             ]
             + [(*material.RUNS[kind], "--out", "run", "--resume")]
         )
     )
-    return Case(words, base=kind, edits=tuple(edits), files=_shared_files(words))
-
-
-def _shared_files(words: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """The recipes that a resumed command names."""
-    return tuple((word, (material.inputs() / word).read_text()) for word in words if word.endswith(".yaml"))
+    return Case(words, base=kind, edits=tuple(edits))
 
 
 _TINY = ("--attacks", "fgsm", "--data", "shapes(size=16)", "--limit", "4", "--device", "cpu")
@@ -407,7 +445,7 @@ def sound() -> list[Case]:
     verbs = [
         Case(
             (*words, *(("--device", "cpu") if "--device" in dict(_flags(verb)) else ())),
-            "audit" if verb == "report" else "inputs",
+            "audit" if verb in _ABOUT_RUNS else "inputs",
         )
         for verb, words in _BASE.items()
     ]

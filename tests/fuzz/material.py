@@ -32,6 +32,8 @@ RUNS = {
         *("threat-levels", MODEL, "--tokens", "tokens.safetensors", "--levels", "T0,T6", "--eps", "1/255"),
         *("--steps", "1", "--white-box", "", *SHORT),
     ),
+    "trade-off": ("trade-off", MODEL, "--attacks", "fgsm", "--aimed", "", "--eps", "1/255", *SHORT),
+    "diagnose": ("diagnose", "w.safetensors", "--data", "shapes(size=16)", "--limit", "16", "--device", "cpu"),
     "harden": ("harden", "training.yaml", "--device", "cpu"),
     "probe": ("probe", "probe.yaml", "--device", "cpu"),
     "study": ("study", "attention", MODEL, "--attack", "fgsm", *SHORT),
@@ -65,10 +67,6 @@ def run(kind: str) -> Path:
     path = folder() / f"run-{kind}"
     command_line.vitadel(*RUNS[kind], "--out", str(path), cwd=inputs())
     return path
-
-
-def base(name: str) -> Path:
-    return inputs() if name == "inputs" else run(name)
 
 
 def write_inputs(path: Path) -> None:

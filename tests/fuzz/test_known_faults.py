@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import shutil
+import stat
 import sys
 from pathlib import Path
 
@@ -70,6 +72,18 @@ def test_a_factory_that_exits_is_an_error(vitadel_ends, tmp_path, body):
     sys.modules.pop("exiting_factory", None)
     message = vitadel_ends(AUDIT[0], "python:exiting_factory:build", *AUDIT[2:])
     assert "SystemExit" in message
+
+
+@pytest.mark.filterwarnings("error")
+def test_pickles_of_new_protocols_are_refused_without_a_warning_of_torch(tmp_path):
+    (tmp_path / "w.pt").write_bytes(pickle.dumps(_Hostile(), protocol=4))
+    with pytest.raises(UserError, match="Nothing was run"):
+        vitadel.load_model("test_vit", weights=tmp_path / "w.pt", num_classes=10)
+
+
+class _Hostile:
+    def __reduce__(self):
+        return os.system, ("exit 1",)
 
 
 def test_integer_weights_are_refused(tmp_path):
@@ -243,6 +257,36 @@ def test_an_edited_opening_names_the_field(vitadel_ends, run, opening):
 def test_deep_json_is_refused(vitadel_ends, run):
     (run / "results.json").write_text("[" * 100_000 + "]" * 100_000)
     vitadel_ends("report", run)
+
+
+@pytest.mark.parametrize(
+    "name", ["results.json", "samples.parquet", "examples.npz", "environment.json", "metrics.jsonl"]
+)
+@pytest.mark.parametrize("special", ["pipe", "device", "folder"])
+def test_files_of_a_run_that_are_no_files_are_refused(vitadel_ends, run, name, special):
+    (run / name).unlink(missing_ok=True)
+    if special == "pipe":
+        os.mkfifo(run / name)
+    elif special == "device":
+        (run / name).symlink_to("/dev/zero")
+    else:
+        (run / name).mkdir()
+    vitadel_ends("report", run, "--out", "r.html")
+
+
+def test_devices_are_not_replaced_by_reports(vitadel_ends, run, tmp_path):
+    os.mkfifo(tmp_path / "pipe.html")
+    (tmp_path / "link.html").symlink_to("pipe.html")
+    for target in ("pipe.html", "link.html"):
+        assert "a device or a pipe" in vitadel_ends("report", run, "--out", target)
+    assert stat.S_ISFIFO((tmp_path / "pipe.html").stat().st_mode)
+
+
+def test_a_link_to_a_file_stays_a_link(tmp_path):
+    (tmp_path / "link.json").symlink_to("real.json")
+    write_json(tmp_path / "link.json", {"a": 1})
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text()) == {"a": 1}
 
 
 @pytest.mark.parametrize("content", ["[]", "3", '{"verb": 3, "settings": {}}', '{"verb": "audit", "settings": 3}', "{"])

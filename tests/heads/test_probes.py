@@ -21,8 +21,7 @@ from vitadel import attacks, audit, wrap
 from vitadel.adapters.adapter_file import backbone_fingerprint
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
-from vitadel.data.preprocess import Preprocess
-from vitadel.data.selection import split_rows, usable_rows
+from vitadel.data.batches import Preprocess, split_rows, usable_rows
 from vitadel.errors import UserError
 from vitadel.heads.frozen_features import token_features
 from vitadel.heads.linear_probe import (

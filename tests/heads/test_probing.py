@@ -11,10 +11,10 @@ from small_probes import linear, masks
 from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.adapters.tokens.token_files import load_tokens, save_tokens
 from vitadel.data import open_dataset, read_batches
-from vitadel.data.preprocess import Preprocess
-from vitadel.data.selection import balanced_subset
+from vitadel.data.batches import Preprocess, balanced_subset
 from vitadel.data.sources.masks import ResizeCrop, open_masked
 from vitadel.errors import Interrupted, UserError
+from vitadel.evaluation.engine.expected_time import StageCosts
 from vitadel.heads import probe, segmentation_probe
 from vitadel.heads.linear_probe import head_metadata, load_head
 from vitadel.heads.probe_recipe import build_probe, pixel_attack, with_tokens
@@ -199,6 +199,25 @@ def test_patch_tokens_kept_or_made_again_train_the_same_head(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cache_mb", [2000, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_segmentation_says_its_likely_time_and_its_results_do_not_change(tmp_path, capsys, cache_mb):
+    document = masks(train={"steps": 3}, head={"lrs": [0.1]}, audit={"limit": 16}, data={"cache_mb": cache_mb})
+    shown = run(document, tmp_path / "shown", show_progress=True)
+    assert capsys.readouterr().err.startswith("likely ")
+    assert shown["segmentation"] == run(document, tmp_path / "silent")["segmentation"]
+
+
+def test_the_trial_of_a_segmentation_counts_training_once(tmp_path, tokens):
+    document = with_tokens(masks(train={"steps": 400}, data={"limit": 80}), tokens)
+    job, _ = probe._open_job(build_probe(document, "toy"), None, ALONE, False)
+    costs = StageCosts()
+    job.trial("toy").run(4, ALONE, out=tmp_path / "few", costs=costs)
+    assert set(costs.once) == {"patch tokens", "heads", "choice"}
+    assert len(costs.seconds) == 4  # clean, and the attack on three models
+    assert costs.once["heads"] > 10 * costs.outside  # 400 steps, of which 8 were tried, are most of it
+    assert costs.outside + sum(costs.seconds.values()) <= costs.work
+
+
 def test_a_segmentation_that_was_stopped_goes_on(tmp_path, monkeypatch):
     whole, calls = run(masks(), tmp_path / "whole"), []
     breaks_rules = segmentation_probe.breaks_rules

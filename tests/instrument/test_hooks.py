@@ -71,6 +71,20 @@ def test_frozen_leaves_batch_norm_statistics_and_gradients_alone() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("family", ["xcit", "levit", "levit_conv", "swin"])
+def test_the_gradient_of_one_image_does_not_depend_on_its_batch(family: str) -> None:
+    """Torch's batch norm gives another one for a batch of one before tokens."""
+    model, x = make_vit(family).double(), pixels(family, 3, dtype=torch.float64)
+
+    def slope(images: Tensor) -> Tensor:
+        z = images.clone().requires_grad_()
+        return torch.autograd.grad(model(z)[:, 0].sum(), z)[0]
+
+    with frozen(model):
+        assert torch.allclose(slope(x[1:2]), slope(x)[1:2], atol=1e-10)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 def test_frozen_drops_what_levit_remembers_of_its_biases() -> None:
     model, x = make_vit("levit").train(), pixels("levit")
     with frozen(model):

@@ -178,9 +178,8 @@ def test_attacks_that_study_the_model_are_made_ready_on_its_own_data() -> None:
 
 @pytest.mark.parametrize("report", [None, lambda *_: None])
 def test_a_study_is_bounded_too(monkeypatch: pytest.MonkeyPatch, report: ReportProgress | None) -> None:
-    form = AttackForm(
-        "aas(images=8,steps=3,select=false)+fgsm"
-    )  # 8 images, once as they are and three times on the way
+    # 8 images, once as they are and three times on the way
+    form = AttackForm("aas(images=8,steps=3,search=ascent,select=false)+fgsm")
     monkeypatch.setattr("vitadel.playground.craft.MOST_PASSES", 32)
     prepare_attack(opened(), form, 0, report)
     monkeypatch.setattr("vitadel.playground.craft.MOST_PASSES", 31)

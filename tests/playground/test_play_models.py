@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vitadel.backbones.zoo import zoo_names
+from vitadel.backbones.checkpoints import zoo_names
 from vitadel.data.sources.shapes import CLASSES, Shapes
 from vitadel.errors import UserError
 from vitadel.playground.models import ModelCache, class_names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vitadel.reporting.gain_figure import draw_gains
+from vitadel.reporting.audit_figures import draw_gains
 
 
 def entry(name: str, ratio: float) -> dict:

@@ -209,6 +209,7 @@ def test_page_fits_a_phone_in_any_light(visit: Visit, tmp_path: Path) -> None:
             assert not visit.scrolls_sideways()
     order = visit.page.locator("select[name=order]")
     assert order.is_visible()  # headings are not shown here
+    assert order.input_value() == "Rank"  # as the rows stand
     order.select_option("Clean")
     clean = [
         text.split()[0]

@@ -289,11 +289,12 @@ def test_members_and_the_papers_way_of_counting_are_reported(tmp_path):
         {"name": "apgd-ce", "attacked": 90, "broken": 12},
         {"name": "square", "attacked": 78, "broken": 0},
     ]
-    entry["paper_style"] = {"held": 9, "n": 90, "robust_accuracy": 0.1, "ci95": [0.05, 0.18], "remark": "no <estimate>"}
+    style = {"held": 9, "n": 90, "accuracy": 0.1, "clean_scaled": 0.87, "ci95": [0.05, 0.18], "remark": "no <estimate>"}
+    entry["paper_style"] = style
     (folder / "results.json").write_text(json.dumps(results))
     reported = " ".join(page_of(tmp_path, folder).split())
     assert "apgd-ce broke 12 of 90, square broke 0 of 78." in reported
-    assert "Counted as in the paper: 10.0 %" in reported
+    assert "Counted as in the paper: 10.0 % (5.0 to 18.0 %) at 87.0 % clean" in reported
     assert "no &lt;estimate&gt;" in reported
 
 
@@ -360,6 +361,17 @@ def test_trust_is_reported_before_the_numbers(tmp_path: Path) -> None:
     assert (reported.verdict, reported.sign) == ("suspicious", "!")
     page = Outline(page_of(tmp_path, tmp_path / "b")).text
     assert page.index("Do not rely") < page.index("Accuracy, clean and under attack")
+
+
+def test_the_next_command_of_an_audit_attacks_through_the_modules_that_a_finding_names(tmp_path: Path) -> None:
+    found = {"check": "gain-ratio", "verdict": "suspicious", "evidence": {"modules": ["stem.0"]}, "advice": ""}
+    reported = trust(read_run(made(tmp_path / "a", findings=[found])))
+    assert reported is not None
+    attacks = "--attacks 'bpda(modules=stem.0)+pgd-100,square'"
+    assert reported.command == f"vitadel audit zoo:shapes-robust --data shapes --norm linf --eps 8/255 {attacks}"
+    cleared = trust(read_run(made(tmp_path / "b", findings=[found | {"evidence": {"n": 40}}])))
+    assert cleared is not None
+    assert cleared.command == ""
 
 
 @pytest.mark.parametrize("checks", [(), ("autoattack-fast: its own evidence",)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import pytest
 
 from run_folders import write_run
 from vitadel.errors import UserError
+from vitadel.quantities import interval_text, percent
 from vitadel.reporting.page import render
 from vitadel.reporting.read_runs import aspects, class_scores, differing_aspects, read_run, run_labels, threat_text
-from vitadel.reporting.text import interval_text, percent
 
 YES, NO = True, False
 EIGHT = [YES] * 8
@@ -205,6 +206,23 @@ def test_class_scores_count_by_label(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "r", correct=correct, attacks={"fgsm": holds}, class_names=("a", "b", "c")))
     scores = {score.name: (score.n, score.correct, score.held) for score in class_scores(run)}
     assert scores == {"a": (2, 2, 2), "b": (2, 2, 1), "c": (2, 1, 0)}
+
+
+def test_a_thousand_classes_are_counted_in_about_the_time_of_ten(tmp_path: Path) -> None:
+    rng, n = np.random.default_rng(0), 200_000
+    correct, holds, took = rng.random(n) < 0.8, rng.random(n) < 0.4, {}
+    for classes in (10, 1_000):
+        names = [f"class {number}" for number in range(classes)]
+        path = write_run(tmp_path / str(classes), correct=correct, attacks={"fgsm": holds}, class_names=names)
+        run, start = read_run(path), time.process_time()
+        scores = class_scores(run)
+        took[classes] = time.process_time() - start
+        label = run.column("label")
+        for score in scores[:: classes // 10]:
+            of_class = label == names.index(score.name)
+            expected = (of_class.sum(), (of_class & correct).sum(), (of_class & correct & holds).sum())
+            assert (score.n, score.correct, score.held) == expected
+    assert took[1_000] < 4 * took[10] + 0.2, took
 
 
 def test_classes_without_samples_or_names(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from two_patterns import Faint, pattern, patterned
 
 from toys import images
-from vitadel.backbones.zoo import zoo_names
+from vitadel.backbones.checkpoints import zoo_names
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import open_target
 from vitadel.reporting.kinds.study_perturbations import KIND, against_chance

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from vitadel.backbones.load import load_model
 from vitadel.errors import UserError
+from vitadel.reporting.terminal import show_run
+from vitadel.studies import study
 from vitadel.studies.saturation import EDGES, SaturationRequest, count_gaps, quantile, thresholds
 
 
@@ -65,3 +69,24 @@ def test_user_errors() -> None:
         SaturationRequest(attack="aas+pgd-3")
     with pytest.raises(UserError, match="--images"):
         SaturationRequest(images=0)
+
+
+def test_gaps_of_clean_images_alone_grow_with_the_models_attention_scale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first block sees the same queries and keys, so its gaps grow by the factor; nothing is attacked."""
+    found = {}
+    for scale in (1, 64):
+        torch.manual_seed(0)
+        kwargs = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 3}
+        model = load_model(
+            "vit_tiny_patch16_224", weights="random", num_classes=10, kwargs={**kwargs, "attention_scale": scale}
+        )
+        results = study("saturation", model, clean_only=True, limit=10, out=tmp_path / str(scale))["study"]
+        assert [(each["attention"], each["images"]) for each in results["conditions"]] == [("deployed", "clean")]
+        assert results["attack"] is None
+        found[scale] = results["conditions"][0]["blocks"]
+    assert found[64][0]["largest"] == pytest.approx(64 * found[1][0]["largest"], rel=1e-4)
+    assert found[64][0]["quantiles"]["0.5"] == pytest.approx(64 * found[1][0]["quantiles"]["0.5"], rel=0.08)
+    show_run(tmp_path / "64")
+    assert "blocks.1.attn" in capsys.readouterr().out

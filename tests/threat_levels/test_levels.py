@@ -44,6 +44,17 @@ def test_every_level_has_an_attack_and_every_attack_a_name_of_its_own(assets):
     assert [request.index(attack.level) for attack in found] == sorted(request.index(attack.level) for attack in found)
 
 
+def test_attacks_on_the_public_backbone_do_not_see_the_tokens_and_run_to_the_end(assets):
+    found = level_attacks(("T2", "T6"), assets, 7, 50, (), ("apgd-ce", "pgd-7"))
+    public = [attack for attack in found if attack.name.endswith(", public")]
+    assert [attack.name for attack in public] == ["apgd-ce, public", "pgd-7, public"]
+    for attack in public:
+        assert attack.level == "T2"
+        assert assets.victim not in set(attack.source.modules())
+        assert attack.all_images
+        assert not attack.attack(2 / 255).stop_when_fooled
+
+
 def test_only_those_who_know_the_tokens_attack_the_victim(assets):
     for attack in made(assets):
         parts = set(attack.source.modules())

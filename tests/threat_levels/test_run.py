@@ -436,6 +436,8 @@ def test_controls_see_noise_of_the_attack_s_budget_in_pixels(tmp_path):
         ({"extraction": (0, 5)}, "extraction is .images to query, steps of the fit., each at least 1"),
         ({"surrogates": -1}, "surrogates is a number"),
         ({"white_box": ("pgt-3",)}, "unknown attack 'pgt-3'"),
+        ({"public": ("pgt-3",)}, "unknown attack 'pgt-3'"),
+        ({"public": ("pgd-3",), "levels": ("T6",)}, "--public pgd-3 is for T2, which is not among --levels"),
         ({"white_box": ("patch-fool",)}, "its own threat model"),
         ({"white_box": ("eot:2+aas+pgd-3",)}, "needs calibration images"),
         ({"levels": ("T3",)}, "--surrogates 2 .*Give the recipe of the tokens with --recipe"),

@@ -11,7 +11,8 @@ from training_toys import FakeTraining
 
 import vitadel
 from toys import TinyNet
-from vitadel.attacks.attention_scaling.factors import lpips_distance, search_factors
+from vitadel.attacks.attention_scaling.factors import FactorSearch, search_factors, search_factors_as_printed
+from vitadel.attacks.attention_scaling.objectives import lpips_distance
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
@@ -93,10 +94,45 @@ def test_they_are_those_of_the_attacks_ascent_and_do_not_pile_up():
         plugin.before_epoch(run)
         rng = SampleRNG.of_samples(run.seed, [run.epoch]).stream("attention scaling")
         with frozen(bare):
-            expected = search_factors(bare, run.batches, rng, 2, reference=held, smallest=0.01)
+            search = FactorSearch("ascent", steps=2, smallest=0.01)
+            expected = search_factors(bare, run.batches, rng, search, held)
         assert model.attention_factors.tolist() == pytest.approx(expected, rel=1e-5)
         assert 0.01 <= min(expected) <= max(expected) <= 1
         held = model.attention_factors.tolist()
+
+
+def test_the_printed_search_starts_at_the_models_factors():
+    plugin, run, model = scaled_run(steps=1, search="printed", smallest=0.05)
+    bare = copy.deepcopy(model)
+    bare.attention_factors = None
+    held: float | list[float] = 1.0
+    for run.epoch in (2, 4):
+        plugin.before_epoch(run)
+        rng = SampleRNG.of_samples(run.seed, [run.epoch]).stream("attention scaling")
+        with frozen(bare):
+            expected = search_factors_as_printed(bare, run.batches, rng, 1, held, 0.05)
+        assert model.attention_factors.tolist() == pytest.approx(expected, rel=1e-5)
+        held = model.attention_factors.tolist()
+
+
+def test_random_factors_are_new_after_every_gap_and_keyed_by_the_epoch():
+    found = []
+    for epochs in ((2, 4), (4,)):
+        plugin, run, model = scaled_run(search="random", smallest=0.1)
+        for run.epoch in epochs:
+            plugin.before_epoch(run)
+            found.append(model.attention_factors.tolist())
+    assert found[0] != found[1]
+    assert found[1] == found[2]
+    assert all(0.1 <= factor <= 1 for factors in found for factor in factors)
+
+
+def test_fixed_factors_stay_and_cost_no_image():
+    plugin, run, model = scaled_run(search="fixed")
+    run.epoch = 2
+    plugin.before_epoch(run)
+    assert model.attention_factors.tolist() == [1, 1]
+    assert run.asked == []
 
 
 def test_factors_end_at_the_bound_that_is_set_and_go_no_further():
@@ -165,6 +201,8 @@ def test_factors_come_back_if_the_search_fails():
 def test_settings_and_models_it_cannot_take():
     with pytest.raises(UserError, match=r"'l2'.*lpips, eq3"):
         AttentionScaling(distance="l2")
+    with pytest.raises(UserError, match=r"'best'.*ascent, grid, both, printed, random, fixed"):
+        AttentionScaling(search="best")
     with pytest.raises(UserError, match="gap must be at least 1, got 0"):
         AttentionScaling(gap=0)
     with pytest.raises(UserError, match="no anatomy known"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vitadel.data.preprocess import Preprocess
+from vitadel.data.batches import Preprocess
 from vitadel.errors import UserError
 from vitadel.training.data_stream import make_augment, make_mixup, seed_everything
 from vitadel.training.recipes.training_sections import Augmentation

@@ -28,6 +28,7 @@ from vitadel.training import run as harden_module
 from vitadel.training import training_state
 from vitadel.training.held_out import HeldOut, Score
 from vitadel.training.recipes.build import build_recipe
+from vitadel.training.recipes.compose import compose
 from vitadel.training.recipes.training_sections import ModelSection, OptimizerSection, Schedule
 from vitadel.training.run import make_optimizer, open_training, run_harden
 from vitadel.training.starting_model import check_answer, starting_model
@@ -79,6 +80,14 @@ def test_an_audit_that_cannot_be_is_reported_before_the_training(tmp_path, name)
     with pytest.raises(UserError):
         run_harden(recipe(audit={"attacks": ["pgd-2", name]}), "small", CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_attacks_of_the_audit_run_each_alone_if_asked(tmp_path):
+    asked = recipe(train={"epochs": 1}, audit={"attacks": ["pgd-3", "fgsm"], "independent": True})
+    results, _, _ = run_harden(asked, "small", CPU, out=tmp_path / "run")
+    for entry in results["attacks"]:
+        assert (entry["attacked"], entry["counts"]) == (results["clean"]["correct"], "this attack alone")
+    assert all(compose(name, "trades+aas")["audit"]["independent"] for name in ("aas/table4", "aas/table5"))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from vitadel.attacks.steppers import Steepest
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import count_passes
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training.inner_attack import run_inner_attack
+from vitadel.training.loop import run_inner_attack
 from vitadel.types import Calibrated
 from vits import VITS, make_vit
 

@@ -156,7 +156,7 @@ def test_sections_speak_for_themselves():
         ({"threat": {"norm": "l7"}}, r"threat: "),
         ({"objective": {"use": "tradez"}}, r"objective: there is no objective 'tradez'.*did you mean trades"),
         ({"objective": {"use": "terms"}}, r"objective: there is no objective 'terms'"),
-        ({"objective": {"use": None}}, r"objective: needs 'use', one of adversarial, afat, mart, robustness_tokens"),
+        ({"objective": {"use": None}}, r"objective: needs 'use', one of adversarial, afat, mart, mimir, "),
         ({"objective": "trades"}, r"objective: should be keys with values, got 'trades'"),
         ({"objective": {"attack": "kl-10(stepp=1)"}}, r"objective.attack: attack 'kl' has no setting 'stepp'"),
         ({"objective": {"attack": 10}}, r"objective.attack: should be the name of an attack.*got 10"),

@@ -74,7 +74,9 @@ def test_every_objective_passes_the_check(tmp_path, objective):
 @pytest.mark.slow
 def test_the_recipe_trains(tmp_path):
     words = ["--model=zoo:shapes-robust", "--data=shapes", "--objective=trades", "--eps=8/255"]
-    assert vitadel("recipes", "new", "mine.yaml", *words, cwd=tmp_path).stdout == "mine.yaml\n"
+    made = vitadel("recipes", "new", "mine.yaml", *words, cwd=tmp_path)
+    assert made.stdout == "mine.yaml\n"
+    assert made.stderr.endswith("next: vitadel harden mine.yaml\n")
     assert "already exists" in vitadel("recipes", "new", "mine.yaml", *words, cwd=tmp_path, code=2).stderr
     assert "mine.yaml: good" in vitadel("recipes", "check", "mine.yaml", cwd=tmp_path).stdout
     small = ["data.limit=16", "train.epochs=1", "train.batch_size=8", "validation.limit=4", "audit.limit=4"]

@@ -20,8 +20,8 @@ from vitadel.attacks.wrappers import Restarts
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training.inner_attack import run_inner_attack
 from vitadel.training.interfaces import ChangesAttack
+from vitadel.training.loop import run_inner_attack
 from vitadel.training.objectives.cross_entropy import Adversarial, Standard
 from vitadel.training.plugins.random_dropping import (
     RandomDropping,

@@ -337,6 +337,10 @@ def test_the_tables_of_the_papers_have_their_rows():
     table5 = [f"{data}{method}{scaled}" for data in ("", "cifar100-") for method in methods for scaled in ("", "+aas")]
     assert rows("aas/table5") == table5
     assert rows("aas/table4") == ["pgd-at", "pgd-at+aas", "trades", "trades+aas"]
+    assert rows("aas/table3") == ["cifar10", "cifar100", "imagenet100"]
+    assert rows("aas/table1") == rows("aas/table2") == ["cifar10", "cifar100"]
+    assert rows("aas/figure3b") == [f"depth-{depth}" for depth in (8, 12, 16, 20)]
+    assert rows("aas/figure5") == [f"gap-{gap}" for gap in (2, 10, 30, 50, 110)]
     assert len(rows("light/augmentation")) == 2 * 8
     assert len(rows("light/weight-decay")) == 2 * 7
     assert rows("light/epsilon-warmup") == ["0", "5", "10", "20", "30"]
@@ -393,6 +397,8 @@ def test_a_shipped_recipe_says_its_own_things_only(name):
         "tora/imagenet",
         "afat/imagenet",
         "convstem/imagenet",
+        "mimir/pretrain",
+        "mimir/finetune",
         "probes/shapes",
         "segmentation/shapes",
     )

@@ -11,7 +11,7 @@ from PIL import Image
 
 import vitadel
 from small_recipes import document
-from vitadel.data.preprocess import Preprocess
+from vitadel.data.batches import Preprocess
 from vitadel.errors import UserError
 from vitadel.training.data_stream import DataStream
 

@@ -12,7 +12,7 @@ from vitadel.attacks.settings import training_form
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.instrument import extra_tokens
-from vitadel.training.inner_attack import run_inner_attack
+from vitadel.training.loop import run_inner_attack
 from vitadel.training.objectives.token_features import RobustnessTokens
 from vits import make_vit
 

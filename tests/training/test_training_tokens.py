@@ -19,7 +19,7 @@ from vitadel.attacks.features import feature_cosine, final_features
 from vitadel.attacks.parse import make
 from vitadel.backbones.load import has_no_head, load_model
 from vitadel.data import open_dataset
-from vitadel.data.preprocess import Preprocess
+from vitadel.data.batches import Preprocess
 from vitadel.errors import UserError
 from vitadel.instrument import extra_tokens
 from vitadel.runtime.distributed import join_processes

@@ -14,10 +14,9 @@ from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier
 from vitadel.adapters.tokens.token_files import load_bank, load_tokens
 from vitadel.adapters.tora.tora_files import backbone_of_parts, load_tora, parts_file
 from vitadel.adapters.tora.tora_vit import Tora
-from vitadel.backbones.checkpoints import read_record
+from vitadel.backbones.checkpoints import read_record, zoo_file, zoo_names
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model
-from vitadel.backbones.zoo import zoo_file, zoo_names
 from vitadel.errors import UserError
 from vitadel.runtime.safe_reading import read_text_file
 from vitadel.runtime.trusted_code import check_code_trusted, code_in_recipe

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitadel.attacks.gain_ratio import GAINS, GainRecorder
 from vitadel.attacks.goals import LogitAim, OnLogits, fooled, gradient
 from vitadel.attacks.losses import dlr, lead, likeliest_wrong, targeted_dlr
-from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, keep_samples, per_sample
+from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, keep_samples, per_sample, takes_arrays
 from vitadel.attacks.threats import L1, Linf
 from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.classifier import check_pixels
@@ -228,6 +228,7 @@ class APGD:
         if isinstance(self.threat, L1) and (self.rho, self.momentum) != (_DEFAULT, _DEFAULT):
             raise UserError("rho and momentum have no effect in L1, where steps adapt by another rule; leave them out")
 
+    @takes_arrays
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         return self.search(model, x, y, rng)[0]
 

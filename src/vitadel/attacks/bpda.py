@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, run_attack
-from vitadel.attacks.surrogate import Changed, Surrogate, View, changed, seen_through
+from vitadel.attacks.goals import Changed, Surrogate, View, changed, seen_through
+from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, run_attack, takes_arrays
 from vitadel.attacks.wrappers import Averaged, mean_logits
 from vitadel.backbones.classifier import check_pixels
 from vitadel.backbones.third_party import import_function
@@ -95,6 +95,7 @@ class SearchedBPDA:
     def calibration_images(self) -> int:
         return _IMAGES // 2
 
+    @takes_arrays
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         raise UserError(
             "bpda must find its modules on calibration images first, which are not the attacked ones: call "
@@ -193,10 +194,10 @@ def _replaced_backward(name: str, module: nn.Module, stand_in: Backward) -> list
 
     def leave(output: Tensor) -> Tensor:
         replaced = stand_in(entered.pop())
-        if not isinstance(output, Tensor) or replaced.shape != output.shape:
-            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        shapes = [tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in (output, replaced)]
+        if not isinstance(output, Tensor) or shapes[0] != shapes[1]:
             raise UserError(
-                f"module {name!r} returns {shape}, and its stand-in in the backward pass {tuple(replaced.shape)}. "
+                f"module {name!r} returns {shapes[0]}, and its stand-in in the backward pass {shapes[1]}. "
                 "Name a module that keeps shapes, or give a function with the module's output shape: "
                 "bpda(modules=NAME,backward=python:package.module:function)+"
             )

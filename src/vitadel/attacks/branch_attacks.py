@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from vitadel.adapters.tora.tora_settings import BRANCHES
 from vitadel.adapters.tora.tora_vit import Tora, find_tora
+from vitadel.attacks.goals import Surrogate, deployed
 from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, run_attack
-from vitadel.attacks.surrogate import Surrogate, deployed
 from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError, check_known
 from vitadel.instrument.hooks import Edge, hooked

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import likeliest_wrong
-from vitadel.attacks.per_sample import per_sample
+from vitadel.attacks.per_sample import per_sample, takes_arrays
 from vitadel.attacks.threats import L1, L2, Linf, dual_order
 from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError
@@ -65,6 +65,7 @@ class FAB:
         if type(self.threat) not in _ORDERS:
             raise UserError(f"FAB needs the threat Linf, L2 or L1, got {type(self.threat).__name__}")
 
+    @takes_arrays
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
         x = x.detach()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitadel.attacks.goals import deployed_fooled, fooled
-from vitadel.attacks.per_sample import keep_samples
+from vitadel.attacks.per_sample import keep_samples, takes_arrays
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Steepest, usual_length
 from vitadel.attacks.threats import Linf
@@ -291,6 +291,7 @@ class FeatureAttack:
         if self.paper:
             object.__setattr__(self, "effective_eps", effective_eps(self.threat.eps))
 
+    @takes_arrays
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
         goal = replace(self.goal, judged_as=self._proposal) if self._judges_apart() else self.goal

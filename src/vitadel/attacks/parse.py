@@ -17,6 +17,7 @@ Setting = float | int | bool | str
 _NAME = re.compile(r"^(?P<base>[a-z][a-z-]*?)(?:-(?P<steps>\d+))?(?:\((?P<settings>.*)\))?$")
 _PREFIX = re.compile(r"^(?P<name>[a-z][a-z-]*)(?::(?P<value>[^()]+))?(?:\((?P<settings>.*)\))?$")
 _LARGEST = 1_000_000  # more steps would not end, and larger numbers overflow single precision
+_FLAGS = ("paper_style",)  # true or false, where leaving it out means neither
 _MAY_BE_ZERO = ("decay", "weight", "target", "psnr", "side", "alpha", "layer", "noise", "probability", "tokens")
 
 
@@ -117,12 +118,13 @@ def _read_setting(whose: str, key: str, text: str, default: object) -> Setting:
         bool: isinstance(value, bool),
         int: isinstance(value, int) and not isinstance(value, bool),
         float: isinstance(value, (int, float)) and not isinstance(value, bool),
-        type(None): isinstance(value, (int, float)) and not isinstance(value, bool),
+        type(None): isinstance(value, (int, float)) and isinstance(value, bool) == (key in _FLAGS),
         str: isinstance(value, str) or (key == "target" and isinstance(value, int) and not isinstance(value, bool)),
     }
     if not fits.get(type(default), True):
         names = "a name or the number of a class" if key == "target" else "a name"
         wanted = {bool: "true or false", int: "a whole number", str: names}.get(type(default), "a number")
+        wanted = "true or false" if key in _FLAGS else wanted
         raise UserError(f"setting {key!r} of {whose} must be {wanted}, got {text!r}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if key in _MAY_BE_ZERO and value < 0:

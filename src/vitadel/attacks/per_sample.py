@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -62,6 +63,25 @@ class RunsWithInfo(Protocol):
         ...
 
 
+Self = TypeVar("Self")
+Call = Callable[[Self, nn.Module, Tensor, Tensor, SampleRNG | None], Tensor]
+
+
+def takes_arrays(call: Call[Self]) -> Callable[..., Tensor]:
+    """Let the `__call__` of an attack take arrays and lists, too; calls with random streams are our own, of tensors."""
+
+    @wraps(call)
+    def checked(self: Self, model: nn.Module, x: Any, y: Any, rng: SampleRNG | None = None) -> Tensor:
+        if rng is None:
+            from vitadel.attacks.caller_inputs import as_tensors
+
+            x, y = as_tensors(model, x, y)
+        return call(self, model, x, y, rng)
+
+    return checked
+
+
+@takes_arrays
 def images_of(attack: RunsWithInfo, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
     """Run the attack without info that would cost further passes."""
     return attack.run(model, x, y, SampleRNG.of_pixels(x) if rng is None else rng, with_info=False)[0]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.gain_ratio import GAINS, GainRecorder
 from vitadel.attacks.goals import OnLogits, gradient
-from vitadel.attacks.per_sample import SampleInfo
+from vitadel.attacks.per_sample import SampleInfo, takes_arrays
 from vitadel.attacks.steppers import Steepest
 from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError
@@ -49,6 +49,7 @@ class PGD:
                 "surface (surface_start) or near the clean image (start_noise, or noise in a name)"
             )
 
+    @takes_arrays
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         return self.search(model, x, y, rng)
 

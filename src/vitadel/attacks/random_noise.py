@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.per_sample import per_sample
+from vitadel.attacks.per_sample import per_sample, takes_arrays
 from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import unknown_name
@@ -29,6 +29,7 @@ class Noise:
         if self.kind not in KINDS:
             raise unknown_name("kind of noise", self.kind, KINDS)
 
+    @takes_arrays
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
         x = x.detach()

@@ -30,7 +30,7 @@ from vitadel.attacks.threats import L1
 from vitadel.attacks.transfer.diverse_inputs import Diverse
 from vitadel.attacks.transfer.pna_patchout import PnaPatchOut
 from vitadel.attacks.transfer.self_ensemble import SelfEnsemble
-from vitadel.attacks.wrappers import Averaged, Targeted, with_restarts
+from vitadel.attacks.wrappers import Averaged, ScaledLogits, Targeted, with_restarts
 from vitadel.errors import UserError
 from vitadel.types import Attack, Goal, Threat
 
@@ -225,6 +225,7 @@ PREFIXES: dict[str, PrefixEntry] = {
         aas_paper, "adaptive attention scaling exactly as in the paper, for comparison", needs_vit=True
     ),
     "scale": PrefixEntry(scale, "attention scores multiplied by one factor", "factor", needs_vit=True),
+    "logits": PrefixEntry(ScaledLogits, "logits multiplied by a factor during the search", "factor"),
     "eot": PrefixEntry(Averaged, "EOT: mean logits of several passes (Athalye et al. 2018)", "times"),
     "bpda": PrefixEntry(bpda, "BPDA: another backward pass for some modules (Athalye et al. 2018)"),
     "targeted": PrefixEntry(Targeted, "towards a target class: its number, or next, least, random", "target"),

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from vitadel.attacks.goals import fooled
 from vitadel.attacks.losses import margin
-from vitadel.attacks.per_sample import per_sample
+from vitadel.attacks.per_sample import per_sample, takes_arrays
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import with_restarts
 from vitadel.backbones.classifier import check_pixels
@@ -66,6 +66,7 @@ class Square:
         if not isinstance(self.threat, (Linf, L2, L1)):
             raise UserError(f"Square needs the threat Linf, L2 or L1, got {type(self.threat).__name__}")
 
+    @takes_arrays
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
         if x.ndim != 4:

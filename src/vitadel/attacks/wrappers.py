@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from vitadel.attacks.goals import deployed_fooled
+from vitadel.attacks.goals import View, deployed, deployed_fooled, seen_through
 from vitadel.attacks.losses import check_classes, likeliest_wrong
 from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, merge_info, run_attack
-from vitadel.attacks.surrogate import View, deployed, seen_through
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
@@ -198,6 +198,36 @@ class Averaged:
         gradients, forwards = self.attack.passes()
         # The backward pass recomputes its forward pass instead of keeping the activations of all passes.
         return gradients * self.times, (forwards + gradients) * self.times
+
+
+def _scaled_logits(model: nn.Module, x: Tensor, factor: float) -> Tensor:
+    logits: Tensor = model(x)
+    return logits * factor
+
+
+@dataclass(frozen=True)
+class ScaledLogits:
+    """Multiply the logits by a positive factor while an attack searches (Jain & Dutta, CVPR 2024, figure 1b).
+
+    Large logits saturate the softmax of the cross-entropy; the verdict does not depend on the factor.
+    """
+
+    attack: Attack
+    factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.factor < math.inf:
+            raise UserError(f"logits are scaled by a positive factor, got {self.factor}")
+
+    __call__ = images_of
+    run_with_info = images_and_info_of
+
+    def run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool) -> tuple[Tensor, SampleInfo]:
+        view = seen_through(model, partial(View, read=partial(_scaled_logits, factor=self.factor)))
+        return run_attack(self.attack, view, x, y, rng, with_info)
+
+    def passes(self) -> tuple[int, int]:
+        return self.attack.passes()
 
 
 def _one_versus_rest(model: nn.Module, x: Tensor, target: int) -> Tensor:

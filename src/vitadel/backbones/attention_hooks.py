@@ -333,6 +333,34 @@ def scaled_scores(backbone: nn.Module, factors: Tensor) -> Iterator[None]:
         raise not_reached(backbone, silent.values())
 
 
+def fix_attention_scale(backbone: nn.Module, scale: object) -> None:
+    """Multiply the pre-softmax scores of every softmax attention by a number, for good.
+
+    A model that trains with large factors has saturated attention (Jain & Dutta, CVPR 2024, figure 2).
+    """
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise UserError(f"attention_scale must be a positive number, got {scale!r}.")
+    parts = attentions_of(backbone)
+    if not parts:
+        raise UserError(f"{type(backbone).__name__} has no softmax attention; drop attention_scale={scale}.")
+    for part in parts if scale != 1 else ():
+        AttentionHook(part, _Fixed(float(scale))).attach(_ignore)
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """A factor that never changes; no function inside a function, so that models can be copied and pickled."""
+
+    number: float
+
+    def __call__(self) -> float:
+        return self.number
+
+
+def _ignore() -> None:
+    pass
+
+
 def not_reached(model: nn.Module, names: Iterable[str]) -> UserError:
     """The error about modules, given by name, whose hooks never fired."""
     return UserError(

@@ -1,11 +1,15 @@
-"""Weight files: read them without running code, load them strictly, and save or load classifiers with their record."""
+"""Weight files: read them without running code, load them strictly, save or load classifiers with their record; and
+the files shipped with the package, checked against the recorded SHA-256 sums.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from pathlib import Path
 
 import safetensors.torch
@@ -19,12 +23,20 @@ from vitadel.backbones.key_conversion import Fitted, convert_keys
 from vitadel.backbones.record import ModelRecord
 from vitadel.backbones.small_images import adapt_to_small_images
 from vitadel.backbones.timm_models import create_backbone
-from vitadel.backbones.torch_files import damaged, read_torch_file
-from vitadel.errors import UserError
+from vitadel.backbones.torch_files import CONVERT, damaged, read_torch_file
+from vitadel.errors import UserError, nearest_names
 from vitadel.runtime.run_folder import write_atomically
 from vitadel.runtime.safe_reading import check_regular_file
 
 _METADATA_KEY = "vitadel"
+
+CHECKSUMS = "SHA256SUMS"
+"""Of the shipped weights, in the format of sha256sum, so that `sha256sum -c SHA256SUMS` checks it, too."""
+
+_RETIRED = {
+    "zoo:shapes-aas-at": "all its attention factors were 1, so it was a plain PGD-trained model. Use "
+    "zoo:cifar10-aas-at, or train one by `vitadel harden aas/shapes-saturated --row scale-1+aas`",
+}
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,8 @@ def _is_safetensors(path: Path) -> bool:
     if path.is_dir():
         raise UserError(f"'{path}' is a folder, a weight file was expected. Give one of the files in it.")
     try:
+        if not path.exists() and Path(f"{path}.index").is_file():
+            raise UserError(f"'{path}' is a TensorFlow checkpoint ('{path}.index'), not PyTorch weights. {CONVERT}")
         check_regular_file(path, "weight file")
         with path.open("rb") as file:
             head = file.read(64)
@@ -204,3 +218,43 @@ def load_classifier(path: str | Path, dropping: Mapping[str, float] | None = Non
     classifier = build_classifier(replace(record, kwargs=record.kwargs | dict(dropping or {})))
     load_strict(classifier.backbone, checkpoint.weights, str(path))
     return classifier
+
+
+def zoo_names() -> list[str]:
+    """The models shipped with the package, as `zoo:NAME`."""
+    folder = resources.files("vitadel") / "zoo"
+    if not folder.is_dir():
+        return []
+    files = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".safetensors"))
+    return [f"zoo:{name.removesuffix('.safetensors')}" for name in files]
+
+
+@contextmanager
+def zoo_file(spec: str) -> Iterator[Path]:
+    """The weight file of `zoo:NAME`; the model card has the same path with suffix .md."""
+    known = zoo_names()
+    if spec in _RETIRED:
+        raise UserError(f"'{spec}' is no longer shipped: {_RETIRED[spec]}.")
+    if spec not in known:
+        there = ", ".join(known) or "none in this installation"
+        raise UserError(f"unknown zoo model '{spec}'{nearest_names(spec, known) or '.'} There are: {there}.")
+    with resources.as_file(resources.files("vitadel") / "zoo" / f"{spec.removeprefix('zoo:')}.safetensors") as path:
+        check_checksum(path)
+        yield path
+
+
+def check_checksum(path: Path) -> None:
+    """Refuse a weight file that is not the one this version was released with."""
+    released = f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}"
+    if released not in (path.parent / CHECKSUMS).read_text("utf-8").splitlines():
+        raise UserError(
+            f"the shipped weights '{path.name}' are not those of this version (see {CHECKSUMS}). "
+            "The file was changed or damaged; install vitadel again."
+        )
+
+
+def write_checksums(folder: Path) -> None:
+    """Record the files of a folder as released."""
+    files = sorted(folder.glob("*.safetensors"))
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+    (folder / CHECKSUMS).write_text("".join(lines))

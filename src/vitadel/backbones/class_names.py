@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -62,7 +63,7 @@ def lemmas_of(wnid: str) -> tuple[str, ...]:
 def class_file_beside(spec: str, weights: str | Path | None) -> Path | None:
     """A `classes.txt` beside the weight file, or in the run folder, that a model was loaded from."""
     named = weights if weights not in (None, "random", "pretrained") else spec
-    path = Path(str(named)).expanduser()
+    path = Path(os.path.expanduser(str(named)))
     if not path.exists():
         return None
     found = (path if path.is_dir() else path.parent) / CLASS_FILE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from vitadel.backbones.checkpoints import (
     load_strict,
     read_checkpoint,
     read_record,
+    zoo_file,
+    zoo_names,
 )
 from vitadel.backbones.classifier import (
     Classifier,
@@ -36,7 +39,6 @@ from vitadel.backbones.record import ModelRecord, three_numbers
 from vitadel.backbones.small_images import adapt_to_small_images
 from vitadel.backbones.third_party import call_factory, load_hugging_face
 from vitadel.backbones.timm_models import DROP_RATES, create_backbone, is_timm_name, own_models, suggest_models
-from vitadel.backbones.zoo import zoo_file, zoo_names
 from vitadel.errors import UserError, nearest_names
 
 _PREFIXES = ("zoo", "published", "hf", "python")
@@ -70,7 +72,7 @@ class _Options:
         return {key: value for key, value in self.kwargs.items() if key not in DROP_RATES}
 
     def weight_file(self) -> Path | None:
-        return None if self.weights in (None, "random", "pretrained") else Path(str(self.weights)).expanduser()
+        return None if self.weights in (None, "random", "pretrained") else Path(os.path.expanduser(str(self.weights)))
 
 
 def load_model(
@@ -102,7 +104,8 @@ def load_model(
     `interpolation` and `crop_mode` ('center', 'squash' or 'border') replace the model's own way to resize images.
     `new_head`: replace the classification layer by an untrained one with `num_classes`; otherwise `num_classes` must
     be that of the checkpoint. `head_classes`: keep only these classes of the model, in this order.
-    `kwargs` go to `timm.create_model`; of a model that vitadel wrote only dropout and drop-path rates can be changed.
+    `kwargs` go to `timm.create_model`, but for `attention_scale`, a fixed factor on all pre-softmax scores; of a model
+    that vitadel wrote only dropout and drop-path rates can be changed.
     """
     if (mean is None) != (std is None):
         raise UserError("give mean and std together, not only one of them.")
@@ -145,7 +148,7 @@ def has_no_head(spec: str, weights: str | None = None) -> bool:
 def _has_head(weights: str | None) -> bool:
     if weights is None or weights in ("pretrained", "random"):
         return False
-    path = Path(weights).expanduser()
+    path = Path(os.path.expanduser(weights))
     return read_record(path) is not None or any(key.endswith("head.weight") for key in read_checkpoint(path).weights)
 
 
@@ -170,7 +173,7 @@ def _open(spec: str, options: _Options) -> tuple[nn.Module, ModelRecord]:
         )
     if is_timm_name(spec):
         return _open_timm(spec, options)
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if path.exists() or "/" in spec or spec.startswith((".", "~")) or path.suffix in _FILE_SUFFIXES:
         _refuse_own_weights(spec, options)
         return _parts_of(load_classifier(_find_checkpoint(path) if path.is_dir() else path, options.dropping))

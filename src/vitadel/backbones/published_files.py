@@ -5,6 +5,7 @@ Nothing is downloaded. Keys and shapes decide what a file can be; its container 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -50,7 +51,7 @@ def open_published(
         return build_classifier(record).backbone, replace(
             record, notes=record.notes | {"weights": "random: an untrained model"}
         )
-    path = Path(str(weights)).expanduser()
+    path = Path(os.path.expanduser(str(weights)))
     path = find_in_cache(path, published) if path.is_dir() else path
     checkpoint = read_checkpoint(path)
     record = _fitting_record(published, checkpoint.weights, kwargs)

@@ -15,7 +15,7 @@ _ENDINGS = (".pt", ".pth", ".pth.tar", ".safetensors")
 
 
 def find_in_cache(folder: Path, published: Published) -> Path:
-    """The weight file of a published model below `folder`, which is the cache or one of its inner folders.
+    """The weight file of a published model below `folder`, which is the cache, the folder around it or one inside.
 
     Upper case does not matter. Leftovers of a download that did not finish are named, not read.
     """
@@ -47,7 +47,8 @@ def find_in_cache(folder: Path, published: Published) -> Path:
 def _places(folder: Path, published: Published) -> Iterator[Path]:
     """The folder of the model's data set and threat first; a folder that is one of these itself is searched last."""
     threat = _THREATS[published.norm]
-    for place in (folder / published.dataset / threat, folder / threat, folder):
+    inside = Path(published.dataset, threat)
+    for place in (folder / "models" / inside, folder / inside, folder / threat, folder):
         if place.is_dir():
             yield place
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -92,7 +93,7 @@ def load_hugging_face(name: str, *, needs_normalization: bool = True) -> tuple[n
         raise UserError(
             f"'hf:{name}' needs the package transformers. Install it: pip install 'vitadel[hf]'."
         ) from error
-    location = str(Path(name).expanduser()) if name.startswith((".", "/", "~")) else name
+    location = str(Path(os.path.expanduser(name))) if name.startswith((".", "/", "~")) else name
     if name.startswith((".", "/", "~")) and not Path(location).is_dir():
         raise UserError(f"folder '{name}' for 'hf:{name}' does not exist. Check the path (now in {Path.cwd()}).")
     failures = (OSError, ValueError, KeyError, ImportError, RuntimeError)

@@ -20,6 +20,7 @@ import vitadel.backbones.families
 from vitadel.errors import UserError, nearest_names
 
 __all__ = [
+    "ATTENTION_SCALE",
     "DROP_RATES",
     "create_backbone",
     "data_config",
@@ -32,6 +33,9 @@ __all__ = [
 
 DROP_RATES = ("drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate", "pos_drop_rate", "patch_drop_rate")
 """Arguments of timm's models that no weight depends on: dropout and drop-path rates."""
+
+ATTENTION_SCALE = "attention_scale"
+"""The argument that multiplies the scores of every softmax attention by a fixed number."""
 
 _OWN: dict[str, str] = {}
 
@@ -89,10 +93,19 @@ def published_top1(name: str) -> float | None:
     return next((_top1()[each] for each in (name, *tags) if each in _top1()), None)
 
 
+def timm_normalization(name: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Mean and std of timm's weights of this name; None for names that timm does not have."""
+    config = timm.get_pretrained_cfg(name) if is_timm_name(name) and name not in own_models() else None
+    return None if config is None else (tuple(config.mean), tuple(config.std))
+
+
 def create_backbone(
     name: str, num_classes: int | None, kwargs: Mapping[str, Any], pretrained: bool = False
 ) -> nn.Module:
-    """Call `timm.create_model`; unknown names, tags and arguments are user errors."""
+    """Call `timm.create_model`; unknown names, tags and arguments are user errors.
+
+    `attention_scale` in `kwargs` is ours: a fixed factor on the pre-softmax scores of every softmax attention.
+    """
     base, _, tag = name.partition(".")
     if not is_timm_name(base):
         raise UserError(f"unknown model '{name}'{suggest_models(base)} See `vitadel list models`.")
@@ -103,6 +116,8 @@ def create_backbone(
             raise UserError(
                 f"model '{base}' has no weights called '{tag}'{nearest_names(tag, tags) or '.'} Known: {allowed}."
             )
+    kwargs = dict(kwargs)
+    scale = kwargs.pop(ATTENTION_SCALE, None)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # of sizes that are refused below
@@ -110,7 +125,11 @@ def create_backbone(
     except UserError:
         raise
     except (TypeError, AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        raise UserError(f"'{name}' cannot be built with {dict(kwargs)}: {error}. Check the arguments.") from error
+        raise UserError(f"'{name}' cannot be built with {kwargs}: {error}. Check the arguments.") from error
+    if scale is not None:
+        from vitadel.backbones.attention_hooks import fix_attention_scale  # few models have one
+
+        fix_attention_scale(model, scale)
     return model
 
 

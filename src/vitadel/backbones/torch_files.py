@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
 import pickletools
+import warnings
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,12 +34,14 @@ _OTHER_PROGRAMS = (
     (b"GGUF", "a GGUF file"),
     (b"BZh", "a bzip2 archive"),
     (b"7z\xbc\xaf", "a 7z archive"),
+    (b"model_checkpoint_path:", "TensorFlow's list of its checkpoints"),
 )
 _TENSORS = (  # what files of tensors name
     *("collections.OrderedDict", "torch._utils._rebuild", "torch.storage.", "torch._tensor.", "torch.serialization."),
     *("__builtin__.set", "builtins.set", "__builtin__.bytearray", "builtins.bytearray", "torch.Size", "torch.device"),
 )
-_CONVERT = "Convert it to PyTorch first, and save its state_dict with safetensors.torch.save_file or torch.save."
+_TENSORFLOW_END = bytes.fromhex("57fb808b247547db")  # of its checkpoints in one file, and of the index of several
+CONVERT = "Convert it to PyTorch first, and save its state_dict with safetensors.torch.save_file or torch.save."
 
 
 def read_torch_file(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...], tuple[str, ...]]:
@@ -79,7 +83,8 @@ def _encode_latin(text: str, encoding: str) -> bytes:
 def _load(path: Path) -> object:
     _refuse_other_programs(path)
     try:
-        with torch.serialization.safe_globals(_harmless()):
+        with torch.serialization.safe_globals(_harmless()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch finds unusual about a file says less than the messages here
             # Mapped, a large file takes no memory beside the model that it is copied into; old files cannot be.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=_starts_as_archive(path))
     except pickle.UnpicklingError as error:
@@ -107,6 +112,8 @@ def _refuse_other_programs(path: Path) -> None:
     """Refuse files of other frameworks and archives by their first bytes or, where these say little, their names."""
     with path.open("rb") as file:
         head = file.read(512)
+        file.seek(-min(path.stat().st_size, len(_TENSORFLOW_END)), os.SEEK_END)
+        end = file.read()
     found = next((what for magic, what in _OTHER_PROGRAMS if head.startswith(magic)), None)
     if head[4:8] == b"TFL3":
         found = "a TensorFlow Lite file"
@@ -114,14 +121,14 @@ def _refuse_other_programs(path: Path) -> None:
         found = "a tar archive; torch's own files of that name are not real archives"
     elif path.suffix == ".onnx" or (head[:1] == b"\x08" and (b"pytorch" in head[:64] or b"onnx" in head[:64])):
         found = "an ONNX graph"
-    elif path.suffix == ".index" or ".data-0000" in path.name:
-        found = "a part of a TensorFlow checkpoint"
+    elif end == _TENSORFLOW_END or path.suffix == ".index" or ".data-0000" in path.name:
+        found = "a TensorFlow checkpoint or a part of one"
     elif found is None and path.suffix in (".h5", ".keras", ".pb", ".tflite", ".msgpack", ".engine", ".mlmodel"):
         found = f"a file of another framework, by its name ({path.suffix})"
     elif head.startswith(b"PK"):
         found = _other_archive(path)
     if found is not None:
-        raise UserError(f"'{path}' is {found}, not PyTorch weights. {_CONVERT}")
+        raise UserError(f"'{path}' is {found}, not PyTorch weights. {CONVERT}")
 
 
 def _other_archive(path: Path) -> str | None:

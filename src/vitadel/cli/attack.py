@@ -28,4 +28,4 @@ def attack(
     """
     keep = "png" if png else "images"
     request = audit_request(attacks, data, calibration=calibration, precision=precision, keep=keep)
-    present(run_attacks("attack", request, model, how, data, run), run, report=False)
+    present(run_attacks("attack", [request], model, how, data, run), run, report=False)

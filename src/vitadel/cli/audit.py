@@ -86,8 +86,13 @@ def audit(
     if protocol is not None:
         attacks, data, how, independent = _apply_protocol(protocol, attacks, data, how, independent, given_flags(ctx))
     own = {"independent": independent, "protocol": protocol, "calibration": calibration, "precision": precision}
-    request = audit_request(attacks, data, **own)
-    outcome = run_attacks("audit", request, model, how, data, run, precheck=precheck)
+    threats = [(attacks.norm, attacks.eps)]
+    if "," in attacks.norm:
+        from vitadel.evaluation.audit.union import split_threats
+
+        threats = split_threats(attacks.norm, attacks.eps)
+    requests = [audit_request(replace(attacks, norm=norm, eps=eps), data, **own) for norm, eps in threats]
+    outcome = run_attacks("audit", requests, model, how, data, run, precheck=precheck)
     present(outcome, run)
     judge(outcome)
 

@@ -10,7 +10,7 @@ import typer
 from vitadel.cli import options
 from vitadel.cli.execution import open_target, present, run_options
 from vitadel.cli.options import ClassifierFlags, DataFlags, RunFlags, ThreatFlags, expand_groups, option
-from vitadel.quantities import read_quantity
+from vitadel.quantities import duration, read_quantity
 
 if TYPE_CHECKING:
     from vitadel.diagnosis.checks import Check
@@ -52,9 +52,9 @@ def _show_check(check: Check, seconds: float) -> None:
 
 
 def _show_cost(cost: Mapping[str, Any]) -> None:
-    """Print the most that a diagnosis can take, on standard error, where it does not mix with results."""
+    """Print what a diagnosis takes, on standard error, where it does not mix with results."""
     typer.echo(
-        f"{cost['images']} images, at most {cost['gradients']:.0f} gradients and {cost['forwards']:.0f} forwards each: "
-        f"{cost['seconds_at_most']:.0f} s on this machine; images that are misclassified early cost less.",
+        f"likely {duration(cost['seconds_likely'])}, at most {duration(cost['seconds_at_most'])}: {cost['images']} "
+        f"images, at most {cost['gradients']:.0f} gradients and {cost['forwards']:.0f} forwards each",
         err=True,
     )

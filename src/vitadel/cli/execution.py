@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ def audit_request(attacks: AttackFlags, data: DataFlags, **more: Any) -> AuditRe
 
 def run_attacks(
     verb: str,
-    request: AuditRequest,
+    requests: Sequence[AuditRequest],
     model: str,
     how: ModelFlags,
     data: DataFlags,
@@ -80,16 +80,19 @@ def run_attacks(
     *,
     precheck: bool = False,
 ) -> Outcome:
-    """Open the model and attack it; with `precheck`, the fast checks of `diagnose` come first."""
-    from vitadel.evaluation.audit.audit import run_audit
+    """Open the model and attack it; with `precheck`, the fast checks of `diagnose` come first.
+
+    Several requests are about the union of their threats.
+    """
+    from vitadel.evaluation.audit.audit import run_audits
 
     processes, target = open_target(model, how, data, run.device, notes=True)
     checks: dict[str, Any] = {}
     if precheck:
         from vitadel.diagnosis.precheck import run_precheck
 
-        checks["examine"] = lambda opened: run_precheck(opened, request, processes, show_progress=True)
-    return run_audit(target, request, processes, verb=verb, **checks, **run_options(run))
+        checks["examine"] = lambda opened: run_precheck(opened, requests[0], processes, show_progress=True)
+    return run_audits(target, requests, processes, verb=verb, **checks, **run_options(run))
 
 
 def show_notes(notes: Mapping[str, str]) -> None:

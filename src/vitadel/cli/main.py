@@ -23,6 +23,7 @@ from vitadel.runtime.trusted_code import VARIABLE
 from vitadel.version import __version__
 
 _PATH_ERRORS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS)
+_DISK_ERRORS = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE)
 _SUITES = ("corruptions", "stability", "threat-levels")
 _RENAMED_SUITES = {"ladder": "threat-levels"}
 _RENAMED_FLAGS = {"--doctor": "--precheck", "--no-doctor": "--no-precheck"}
@@ -88,7 +89,7 @@ app = typer.Typer(
 _PANELS = {
     "Measure": ("audit", "corruptions", "stability", "threat-levels", "trade-off", "plan"),
     "Harden": ("harden", "probe", "recipes"),
-    "Analyze": ("diagnose", "study", "inspect", "report", "leaderboard", "ui"),
+    "Analyze": ("reproduce", "diagnose", "study", "inspect", "report", "leaderboard", "ui"),
     "Tools": ("attack", "corrupt", "list", "selftest"),
 }
 """The verbs; each is in the file of its name, as a function of its name or, with verbs of its own, as `app`."""
@@ -177,6 +178,9 @@ def _main() -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             _end(f"vitadel: no space left where the output goes: {error.strerror}. Files of the run are kept.", 2)
+        if error.errno in _DISK_ERRORS:
+            where = "" if error.filename is None else f" at {error.filename}"
+            _end(f"vitadel: the disk fails{where}: {error.strerror}. Finished work is kept; continue with --resume.", 2)
         if error.errno not in _PATH_ERRORS or error.filename is None:
             raise
         name = str(error.filename)

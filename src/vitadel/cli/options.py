@@ -54,7 +54,7 @@ class ModelFlags:
     interpolation: Annotated[str | None, rare("how images are resized, e.g. bicubic")] = None
     crop_mode: Annotated[str | None, rare("center, squash or border (padded)")] = None
     model_kwargs: Annotated[
-        list[str] | None, rare("KEY=VALUE for timm, e.g. depth=12; repeatable", "--model-kwargs")
+        list[str] | None, rare("KEY=VALUE for timm, e.g. depth=12, or attention_scale=10; repeatable", "--model-kwargs")
     ] = None
     head_classes: Annotated[str | None, rare("keep only these outputs, e.g. 0,217,482")] = None
     small_images: Annotated[bool, rare("adapt a patch-16 ViT or XCiT to 32 px images", "--small-images")] = False
@@ -100,7 +100,7 @@ class AttackFlags:
 
     attacks: Annotated[str, option("one or a list; see 'vitadel list attacks'")]
     eps: Eps = "8/255"
-    norm: Norm = "linf"
+    norm: Annotated[str, option("linf, l2 or l1; audit takes the union of a list")] = "linf"
     compile_model: Annotated[bool, rare("use torch.compile if it is faster here", "--compile")] = False
     escalate: Annotated[bool, rare("all of AutoAttack if gradients look masked", "--escalate/--no-escalate")] = True
 

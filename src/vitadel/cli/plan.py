@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -72,7 +73,7 @@ def plan(
 
 def _refuse_mistyped_recipe(name: str, shipped: list[str]) -> None:
     """Refuse what looks like a recipe's name, or is one without its folder, but is no file."""
-    if ":" in name or Path(name).expanduser().exists():
+    if ":" in name or Path(os.path.expanduser(name)).exists():
         return
     alike = [recipe for recipe in shipped if recipe.endswith(f"/{name}")]
     near = nearest_names(name, shipped) if "/" in name else f"; did you mean {', '.join(alike)}?" if alike else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -64,6 +65,7 @@ def new(
     for note in made.notes:
         typer.echo(f"note: {note}", err=True)
     _write_new(target, made.text)
+    typer.echo(f"next: vitadel harden {shlex.quote(str(target))}", err=True)
 
 
 def _check_ending(target: Path) -> None:
@@ -87,7 +89,7 @@ def _write_new(target: Path, text: str) -> None:
 def check(names: Names = None) -> None:
     """Build every row of the recipes, without training, and report all errors."""
     from vitadel.heads.probe_recipe import check_probe
-    from vitadel.training.recipes.build import check_recipe
+    from vitadel.training.recipes.build import check_recipe, recipe_warnings
     from vitadel.training.recipes.compose import rows
     from vitadel.training.recipes.yaml_files import shipped_recipes
 
@@ -99,5 +101,7 @@ def check(names: Names = None) -> None:
             continue
         count = len(rows(name))
         typer.echo(f"{name}: good{f', {count} rows' if count else ''}")
+        for warning in recipe_warnings(name):
+            typer.echo(f"warning: {warning}", err=True)
     if faults:
         raise UserError("\n".join(faults))

@@ -50,6 +50,15 @@ class Saturation(ThreatFlags):
     """Measure how saturated the softmax of each attention block is, before and after AAS."""
 
     attack: _Attack = "pgd-20"
+    clean_only: Annotated[bool, option("score gaps on clean images only: no attack, no search", "--clean-only")] = False
+    images: _Images = 1280
+    calibration: Calibration = None
+
+
+@dataclass(frozen=True)
+class Gradients(ThreatFlags):
+    """Measure how noisy input gradients are, with and without the factors of AAS."""
+
     images: _Images = 1280
     calibration: Calibration = None
 
@@ -117,6 +126,7 @@ class CorruptionMasks:
 STUDIES = {
     "curves": Curves,
     "saturation": Saturation,
+    "gradients": Gradients,
     "scaled-blocks": ScaledBlocks,
     "perturbations": Perturbations,
     "accumulation": Accumulation,

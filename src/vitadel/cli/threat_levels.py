@@ -28,6 +28,7 @@ class LevelFlags:
     steps: Annotated[int, option("steps of gradient attacks; T2+ also runs four times as many")] = 30
     queries: Annotated[int, option("score queries per image (T5)")] = 5000
     white_box: Annotated[str, option("attacks through the tokens, in addition to pgd (T6)")] = "apgd-ce,apgd-t"
+    public: Annotated[str, option("attacks on the backbone without tokens, in addition to pgd (T2)")] = ""
     surrogates: Annotated[str, option("number of token sets that attackers train (T3, T4), or token files")] = "2"
     bank: Annotated[str, option("number of token sets to train for the defender's bank (T8), or token files")] = "2"
     recipe: Annotated[
@@ -99,6 +100,7 @@ def _request(model: str, flags: LevelFlags, data: DataFlags, how: ModelFlags) ->
         steps=flags.steps,
         queries=flags.queries,
         white_box=tuple(split_attack_list(flags.white_box)) if flags.white_box else (),
+        public=tuple(split_attack_list(flags.public)) if flags.public else (),
         surrogates=_count_or_files(flags.surrogates, "--surrogates"),
         bank=_count_or_files(flags.bank, "--bank"),
         recipe=flags.recipe or (None if trained is None else str(Path(model) / "recipe.yaml")),

@@ -47,8 +47,9 @@ def ui(
             "allow_readable": how.allow_readable,
         },
     )
+    _ = cache.source  # wrong names of data and models are reported here, not in the page
     for spec in models or ():
-        cache.open(spec)  # a wrong name is reported here, not in the page
+        cache.open(spec)
     if not is_loopback(host):
         typer.echo(
             f"warning: listening on {host} without a password: everybody who can reach this machine can use its models",

@@ -6,9 +6,7 @@ chooses indices, `Preprocess` resizes and crops images for a model, and `read_ba
 
 from __future__ import annotations
 
-from vitadel.data.batches import Batch, read_batches
-from vitadel.data.preprocess import Preprocess
-from vitadel.data.selection import BadSample, balanced_subset, check_labels, skipped
+from vitadel.data.batches import BadSample, Batch, Preprocess, balanced_subset, check_labels, read_batches, skipped
 from vitadel.data.spec import known_specs, open_dataset
 
 __all__ = [

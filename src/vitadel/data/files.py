@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def matching_files(request: DataRequest, ending: str) -> list[Path]:
         raise UserError(f"the braces in '{request.argument}' do not match; write e.g. part-{{00..07}}.tar") from None
     files: list[Path] = []
     for pattern in patterns:
-        found = _find(Path(pattern).expanduser(), ending)
+        found = _find(Path(os.path.expanduser(pattern)), ending)
         if not found:
             raise UserError(
                 f"nothing matches '{pattern}' (from {request.spec}); expected a {ending} file, a folder of "

@@ -82,7 +82,7 @@ def open_dataset(
     Without a split, in the spec or here, the test split is opened. With `skip_bad`, empty classes and broken files are
     skipped where that is possible; `skipped(source)` lists them.
     """
-    folder = Path("data" if root is None else root).expanduser()
+    folder = Path(os.path.expanduser("data" if root is None else root))
     request = parse_spec(spec, root=folder, split=split, skip_bad=skip_bad)
     kind = DATA_KINDS.get(request.kind)
     if kind is None or (":" in kind.form and ":" not in spec and request.argument):
@@ -99,7 +99,7 @@ def _open(request: DataRequest) -> Any:
 
 
 def _unknown(request: DataRequest) -> str:
-    path = Path(request.spec.rpartition("@")[0] or request.spec).expanduser()
+    path = Path(os.path.expanduser(request.spec.rpartition("@")[0] or request.spec))
     if request.spec.strip() and path.exists():
         kind = "folder" if path.is_dir() else _KINDS_OF_FILES.get(path.suffix, "folder")
         return f"'{request.spec}' is a path without a kind of data; did you mean {kind}:{request.spec}?"
@@ -113,7 +113,7 @@ _KINDS_OF_FILES = {".parquet": "parquet", ".npz": "npz", ".tar": "shards"}
 def with_kind(spec: str) -> str:
     """The spec, with its kind of data in front if it is only a path: `photos` is `folder:photos`."""
     text, at, split = spec.rpartition("@")
-    path = Path((text or spec) if at and split.isidentifier() else spec).expanduser()
+    path = Path(os.path.expanduser((text or spec) if at and split.isidentifier() else spec))
     kind = re.split(r"[:/(@]", spec, maxsplit=1)[0].strip().lower()
     if kind in DATA_KINDS or not spec.strip() or not path.exists():
         return spec
@@ -145,7 +145,7 @@ class DataRequest:
         """The argument as a path that exists."""
         if not self.argument:
             raise UserError(f"'{self.spec}' names no path; write {self.kind}:PATH, where PATH is {expected}")
-        path = Path(self.argument).expanduser()
+        path = Path(os.path.expanduser(self.argument))
         if not path.exists():
             raise UserError(f"'{path}' does not exist (from {self.spec}); expected {expected}")
         if not path.is_dir():
@@ -198,7 +198,7 @@ def parse_spec(spec: str, *, root: Path, split: str | None, skip_bad: bool | Non
 
 def _names_a_path(text: str) -> bool:
     path = text.partition(":")[2]
-    return bool(path) and Path(path).expanduser().exists()
+    return bool(path) and Path(os.path.expanduser(path)).exists()
 
 
 def _parse_settings(inner: str, spec: str) -> dict[str, str]:
@@ -257,13 +257,13 @@ def identity(request: DataRequest) -> object:
         return request.kind, shapes.seed, shapes.split  # settings make variants of the same images
     if request.kind in _IN_FOLDERS:
         return request.kind, _folder(request)
-    path = os.path.realpath(Path(request.argument).expanduser()) if request.argument else ""
+    path = os.path.realpath(Path(os.path.expanduser(request.argument))) if request.argument else ""
     return request.kind, path, _split(request, _USUAL)
 
 
 def _folder(request: DataRequest) -> str:
     """The folder of the images; a folder that does not exist is assumed to have the usual sub-folders."""
-    path = Path(request.argument).expanduser()
+    path = Path(os.path.expanduser(request.argument))
     found = [name for name in SPLIT_NAMES if (path / name).is_dir()]
     if path.is_dir() and not found:
         return os.path.realpath(path)

@@ -1,4 +1,4 @@
-"""What all checks share: the model, its images and clean logits, and attacks that run only once."""
+"""What all checks share: the settings, the model, its images and clean logits, and attacks that run only once."""
 
 from __future__ import annotations
 
@@ -7,19 +7,35 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
+from vitadel.adapters.adapted_model import open_model
 from vitadel.attacks.parse import make
 from vitadel.attacks.threats import make_threat
+from vitadel.data.batches import BadSample, Batch, balanced_subset, read_batches
 from vitadel.errors import UserError, nearest_names
-from vitadel.evaluation.engine.stages import judge
+from vitadel.evaluation.engine.stages import check_any_readable, judge
+from vitadel.evaluation.engine.target import (
+    CALIBRATION_BATCH,
+    CalibrationImages,
+    Target,
+    apply_class_subset,
+    calibration_images,
+    subset_like,
+)
 from vitadel.findings import BROKEN, OK, SUSPICIOUS, Verdict
 from vitadel.instrument.hooks import frozen
+from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
+if TYPE_CHECKING:
+    from vitadel.diagnosis.run import DiagnosisRequest
+
+FEWEST = 16
 _ROUNDING = 1e-4  # relative difference allowed between the logits of two float32 passes over the same image
 
 Images = Sequence[tuple[Tensor, Tensor]]
@@ -245,3 +261,87 @@ class Examination:
 def relative_change(first: Tensor, second: Tensor) -> float:
     """The largest difference as a share of the largest value."""
     return float((first - second).abs().max() / first.abs().max().clamp(min=1e-12))
+
+
+def examination_of_tensors(
+    model: nn.Module,
+    pixels: Tensor,
+    labels: Tensor,
+    request: DiagnosisRequest,
+    processes: Processes,
+    surrogate: str | nn.Module | None,
+) -> Examination:
+    """Examine as many of the given images as requested; a student may be trained on the others."""
+    if labels.ndim != 1 or labels.is_floating_point() or len(pixels) != len(labels):
+        raise UserError(
+            f"diagnose takes pixels (n, channels, height, width) and integer labels (n); got shapes "
+            f"{tuple(pixels.shape)} and {tuple(labels.shape)}, labels of {labels.dtype}"
+        )
+    check_enough(len(labels))
+    if int(labels.min()) < 0:
+        raise UserError(f"labels must be 0 or more, got {int(labels.min())}; leave out images without a label")
+    known = labels.cpu().long()
+    chosen = balanced_subset(known, request.images, request.seed)
+    rest = torch.ones(len(known), dtype=torch.bool)
+    rest[chosen] = False
+    spare = rest.nonzero()[:, 0]
+
+    def select(rows: Tensor) -> tuple[Tensor, Tensor]:
+        return pixels[rows.to(pixels.device)].to(processes.device), known[rows].to(processes.device)
+
+    def others(count: int) -> Images:
+        rows = balanced_subset(known[spare], count, request.seed, spare)
+        return [select(part) for part in rows.split(CALIBRATION_BATCH)] if len(rows) else []
+
+    return _examine(model, *select(chosen), request, processes, others, surrogate)
+
+
+def _examine(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    request: DiagnosisRequest,
+    processes: Processes,
+    other_images: Callable[[int], Images],
+    surrogate: str | nn.Module | None,
+) -> Examination:
+    named = request.surrogate if surrogate is None else surrogate
+    other = open_model(named) if isinstance(named, str) else named
+    return Examination(
+        model.to(processes.device),
+        x,
+        y,
+        norm=request.norm,
+        eps=request.eps,
+        level=request.depth,
+        seed=request.seed,
+        batch_size=request.batch_size,
+        other_images=other_images,
+        surrogate=None if other is None else subset_like(model, other.to(processes.device).eval()),
+    )
+
+
+def examination_of(
+    target: Target, request: DiagnosisRequest, processes: Processes, surrogate: str | nn.Module | None = None
+) -> tuple[Examination, Batch, Sequence[BadSample]]:
+    """Load the images onto the model's device; also returns their batch and the samples left out for their label."""
+    target = apply_class_subset(target)
+    indices, mislabeled = target.selection(request.images, request.seed, request.skip_bad)
+    (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess, skip_bad=request.skip_bad)
+    check_any_readable(len(batch.y))
+    batch = batch.to(processes.device)
+
+    def others(count: int) -> Images:
+        try:
+            source, rows = calibration_images(target, indices, None, count, request.seed)
+        except UserError:  # all images are examined
+            return []
+        return list(CalibrationImages(source, rows, target.preprocess, processes.device, skip_bad=True))
+
+    model = cast(nn.Module, target.model.to(processes.device))
+    return _examine(model, batch.x, batch.y, request, processes, others, surrogate), batch, mislabeled
+
+
+def check_enough(images: int) -> None:
+    if images < FEWEST:
+        raise UserError(f"diagnose needs at least {FEWEST} images: fewer prove nothing; got {images}")

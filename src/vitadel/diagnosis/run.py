@@ -8,32 +8,42 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vitadel.adapters.adapted_model import open_model
 from vitadel.attacks.threats import make_threat
-from vitadel.data.batches import Batch, read_batches
-from vitadel.data.selection import BadSample, balanced_subset
-from vitadel.diagnosis.checks import BROKEN, MODULES, OK, SUSPICIOUS, Check, Finding, NotExamined, load_checks
-from vitadel.diagnosis.examination import Examination, Images, Level, attack_cost, level_named
+from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, Check, Finding, NotExamined, load_checks
+from vitadel.diagnosis.examination import (
+    FEWEST,
+    Examination,
+    Level,
+    attack_cost,
+    check_enough,
+    examination_of,
+    examination_of_tensors,
+    level_named,
+)
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.cost import PassTimes
-from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
-from vitadel.evaluation.engine.stages import check_any_readable
+from vitadel.evaluation.engine.run import (
+    Outcome,
+    Run,
+    RunOptions,
+    RunRequest,
+    describe_target,
+    execute,
+    result_header,
+    run_settings,
+)
 from vitadel.evaluation.engine.target import (
-    CALIBRATION_BATCH,
-    CalibrationImages,
     Target,
     apply_class_subset,
-    calibration_images,
     open_target,
-    subset_like,
 )
-from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, result_header
-from vitadel.findings import RANDOM_OUTPUTS
+from vitadel.findings import attacks_through_modules
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import can_diagnose, quantity_text, read_quantity
 from vitadel.runtime.distributed import Processes, join_processes
@@ -41,6 +51,7 @@ from vitadel.runtime.opening import Opening, next_command
 from vitadel.runtime.progress import progress
 from vitadel.runtime.run_folder import write_json
 from vitadel.runtime.safe_reading import read_json_file
+from vitadel.statistics import share
 
 if TYPE_CHECKING:
     from vitadel.evaluation.engine.class_mapping import Classes
@@ -60,11 +71,11 @@ __all__ = [
 ]
 
 CHECKS = load_checks()
-FEWEST = 16
 """Images: a comparison of attacks needs ten that only one of them breaks."""
 _UNEXAMINED = "Repair the model, or use a smaller batch_size: a model that cannot be examined cannot be trusted."
 _FAILED = "left out: "
 _SO_FAR = "findings.json"
+_EARLY = 0.1  # share of an attack's passes that a misclassified image costs
 _LONG = 10.0  # seconds: checks that may take longer are announced
 
 
@@ -78,8 +89,9 @@ class DiagnosisRequest(RunRequest):
     surrogate: str | None = None
 
     def __post_init__(self) -> None:
+        level_named(self.level)  # report a wrong level, norm or budget before anything is loaded
         super().__post_init__()
-        make_threat(self.norm, self.eps)  # report a wrong level, norm or budget before anything is loaded
+        make_threat(self.norm, self.eps)
         if not can_diagnose(self.norm, self.eps):
             raise UserError(
                 f"diagnose needs an eps above 0 and, in linf, below 0.5, which can make every image gray; got "
@@ -134,12 +146,12 @@ def diagnose(
             opened = open_model(model, model_options, **opening) if isinstance(model, str) else model
             x, y = (torch.as_tensor(each) for each in data)
             x = x / 255 if x.dtype == torch.uint8 else x
-            e = _examination_of_tensors(opened, x, y, request, processes, surrogate)
+            e = examination_of_tensors(opened, x, y, request, processes, surrogate)
         else:
             opening |= {"classes": classes, "among": among}
             target = open_target(model, data, data_root=data_root, model_options=model_options, **opening)
             e = examination_of(target, request, processes, surrogate)[0]
-        _check_enough(len(e.x))
+        check_enough(len(e.x))
         diagnosis = run_checks(e)
     titles = {check.identifier: check.title for check in CHECKS}
     failed = [
@@ -164,95 +176,28 @@ def _restored(module: object) -> Iterator[None]:
             parts[0].to(home)
 
 
-def _check_enough(images: int) -> None:
-    if images < FEWEST:
-        raise UserError(f"diagnose needs at least {FEWEST} images: fewer prove nothing; got {images}")
-
-
-def _examination_of_tensors(
-    model: nn.Module,
-    pixels: Tensor,
-    labels: Tensor,
-    request: DiagnosisRequest,
-    processes: Processes,
-    surrogate: str | nn.Module | None,
-) -> Examination:
-    """Examine as many of the given images as requested; a student may be trained on the others."""
-    if labels.ndim != 1 or labels.is_floating_point() or len(pixels) != len(labels):
-        raise UserError(
-            f"diagnose takes pixels (n, channels, height, width) and integer labels (n); got shapes "
-            f"{tuple(pixels.shape)} and {tuple(labels.shape)}, labels of {labels.dtype}"
-        )
-    _check_enough(len(labels))
-    if int(labels.min()) < 0:
-        raise UserError(f"labels must be 0 or more, got {int(labels.min())}; leave out images without a label")
-    known = labels.cpu().long()
-    chosen = balanced_subset(known, request.images, request.seed)
-    rest = torch.ones(len(known), dtype=torch.bool)
-    rest[chosen] = False
-    spare = rest.nonzero()[:, 0]
-
-    def select(rows: Tensor) -> tuple[Tensor, Tensor]:
-        return pixels[rows.to(pixels.device)].to(processes.device), known[rows].to(processes.device)
-
-    def others(count: int) -> Images:
-        rows = balanced_subset(known[spare], count, request.seed, spare)
-        return [select(part) for part in rows.split(CALIBRATION_BATCH)] if len(rows) else []
-
-    return _examine(model, *select(chosen), request, processes, others, surrogate)
-
-
-def _examine(
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    request: DiagnosisRequest,
-    processes: Processes,
-    other_images: Callable[[int], Images],
-    surrogate: str | nn.Module | None,
-) -> Examination:
-    named = request.surrogate if surrogate is None else surrogate
-    other = open_model(named) if isinstance(named, str) else named
-    return Examination(
-        model.to(processes.device),
-        x,
-        y,
-        norm=request.norm,
-        eps=request.eps,
-        level=request.depth,
-        seed=request.seed,
-        batch_size=request.batch_size,
-        other_images=other_images,
-        surrogate=None if other is None else subset_like(model, other.to(processes.device).eval()),
-    )
-
-
-def examination_of(
-    target: Target, request: DiagnosisRequest, processes: Processes, surrogate: str | nn.Module | None = None
-) -> tuple[Examination, Batch, Sequence[BadSample]]:
-    """Load the images onto the model's device; also returns their batch and the samples left out for their label."""
-    target = apply_class_subset(target)
-    indices, mislabeled = target.selection(request.images, request.seed, request.skip_bad)
-    (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess, skip_bad=request.skip_bad)
-    check_any_readable(len(batch.y))
-    batch = batch.to(processes.device)
-
-    def others(count: int) -> Images:
-        try:
-            source, rows = calibration_images(target, indices, None, count, request.seed)
-        except UserError:  # all images are examined
-            return []
-        return list(CalibrationImages(source, rows, target.preprocess, processes.device, skip_bad=True))
-
-    model = cast(nn.Module, target.model.to(processes.device))
-    return _examine(model, batch.x, batch.y, request, processes, others, surrogate), batch, mislabeled
-
-
 def _expected_cost(e: Examination, times: PassTimes) -> dict[str, Any]:
-    """Upper bound of the cost, from the passes of the attacks and the time of one batch on this machine."""
-    cost = cost_of(e.level, [check for check in CHECKS if e.is_random or not check.if_random])
+    """Likely cost and upper bound, from the passes of attacks and checks and the time of one batch on this machine.
+
+    The first attack of the checks, which is not run again, says how many images cost all passes: the robust ones.
+    """
+    checks = [check for check in CHECKS if e.is_random or not check.if_random]
+    cost = cost_of(e.level, checks)
     seconds = len(e.x) * times.seconds(cost["gradients"], cost["forwards"])
-    return cost | {"images": len(e.x), "seconds_at_most": round(seconds, 1)}
+    own = [check.own_cost(e.level) for check in checks]
+    fixed = len(e.x) * times.seconds(sum(each[0] for each in own), sum(each[1] for each in own))
+    share = _EARLY + (1 - _EARLY) * _robust_share(e)
+    likely = {"seconds_likely": round(fixed + share * (seconds - fixed), 1)}
+    return cost | {"images": len(e.x), **likely, "seconds_at_most": round(seconds, 1)}
+
+
+def _robust_share(e: Examination) -> float:
+    """Of the images, under the attack that most checks compare with; 1 if it cannot run."""
+    try:
+        with frozen(e.model):
+            return float(e.robust(e.level.plain).double().mean())
+    except Exception:  # any error of third-party code: the checks report it
+        return 1.0
 
 
 def _most_seconds(check: Check, e: Examination, times: PassTimes) -> float:
@@ -281,7 +226,7 @@ def run_diagnosis(
         raise UserError("diagnose runs in one process; start it without torchrun")
     target = apply_class_subset(target)
     e, batch, mislabeled = examination_of(target, request, processes)
-    _check_enough(len(e.x))
+    check_enough(len(e.x))
     settings = run_settings(target, request, batch.indices)
 
     def work(run: Run) -> dict[str, Any]:
@@ -302,21 +247,24 @@ def run_diagnosis(
         diagnosis = run_checks(
             e,
             shown=run.show_progress,
+            expected=cost["seconds_likely"],
             done=done,
             announce=announce,
             save=lambda each: write_json(so_far, each.as_dict()),
         )
         cost["seconds"] = round(time.monotonic() - start, 1)
         bad = [dataclasses.asdict(sample) for sample in (*mislabeled, *batch.bad)]
-        verdicts = Verdicts(batch.indices, batch.y.cpu(), e.logits.argmax(1).cpu(), bad)
+        n, right = len(batch.y), int((e.logits.argmax(1).cpu() == batch.y.cpu()).sum())
         written = diagnosis.as_dict()
         opened = (target.model_spec, target.data_spec, request.norm, request.eps)
         return {
             **result_header(request.seed),
-            **describe_target(target, verdicts, settings["model_fingerprint"]),
+            **describe_target(target, settings["model_fingerprint"], n, bad),
             "threat": {"norm": request.norm, "eps": request.eps, "eps_text": settings["eps"]},
             "batch_size": request.batch_size,
-            **verdicts.summary(),
+            "clean": share(right, n, "correct", "accuracy"),
+            "attacks": [],
+            "worst_case": None,
             "findings": written["findings"],
             "diagnosis": {
                 "level": request.level,
@@ -386,17 +334,19 @@ def run_checks(
     checks: Sequence[Check] = CHECKS,
     shown: bool = False,
     *,
+    expected: float | None = None,
     done: Diagnosis | None = None,
     announce: Callable[[Check], None] = lambda check: None,
     save: Callable[[Diagnosis], None] = lambda diagnosis: None,
 ) -> Diagnosis:
     """Run the checks in order; once a vital one is broken, the others are left out.
 
-    A check in which the model fails is left out with the reason, unless it is vital. Checks of `done` do not run again;
-    `announce` receives each check before it runs, `save` the state after it.
+    A check in which the model fails is left out with the reason, unless it is vital. All are `expected` to take so
+    many seconds. Checks of `done` do not run again; `announce` receives each check before it runs, `save` the state
+    after it.
     """
     findings, left_out = (list(done.findings), dict(done.not_examined)) if done else ([], {})
-    with progress("checks", len(checks), shown) as meter:
+    with progress("checks", len(checks), shown, expected) as meter:
         for check in checks:
             if check.identifier not in left_out and all(each.check != check.identifier for each in findings):
                 useless = _broken_vital(findings, checks)
@@ -483,15 +433,5 @@ def recommended_command(
         return command("audit", "--attacks", "autoattack")
     if worst[0].next is None:
         return command("diagnose") + "  # after the repair"
-    return command("audit", "--attacks", _next_attacks(diagnosis, worst[0]))
-
-
-def _next_attacks(diagnosis: Diagnosis, check: Check) -> str:
-    """The attacks that a raised check asks for: through the modules that its evidence names, where it names any."""
     raised = {finding.check: finding.evidence for finding in diagnosis.findings if finding.verdict != OK}
-    evidence = raised[check.identifier]
-    modules = evidence.get(MODULES) if isinstance(evidence, Mapping) else None
-    if not modules:
-        return check.next or "autoattack"
-    eot = "eot:20+" if RANDOM_OUTPUTS.identifier in raised else ""
-    return f"{eot}bpda(modules={';'.join(modules)})+pgd-100,square"
+    return command("audit", "--attacks", attacks_through_modules(raised) or worst[0].next)

@@ -22,14 +22,12 @@ from vitadel.attacks.parse import make
 from vitadel.attacks.settings import settings_of, training_form
 from vitadel.attacks.threats import make_threat
 from vitadel.backbones.anatomy import blocks_of
-from vitadel.data.batches import Batch
-from vitadel.data.selection import balanced_subset
+from vitadel.data.batches import Batch, balanced_subset
 from vitadel.errors import UserError, nearest_names
 from vitadel.evaluation.engine.reopen import OPENING_SETTINGS, reopen
-from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
+from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, result_header, run_settings
 from vitadel.evaluation.engine.stages import BatchRecord, check_any_readable, run_stage
 from vitadel.evaluation.engine.target import Target
-from vitadel.evaluation.engine.verdicts import result_header
 from vitadel.instrument.hooks import frozen
 from vitadel.instrument.massive_activations import CLASS, EXTRA, REGISTER, quartiles
 from vitadel.instrument.massive_activations import massive_activations as largest_activations

@@ -17,7 +17,7 @@ from vitadel.attacks.parse import make
 from vitadel.attacks.registry import ATTACKS
 from vitadel.attacks.threats import NORMS, make_threat
 from vitadel.backbones.anatomy import family_of
-from vitadel.backbones.zoo import zoo_names
+from vitadel.backbones.checkpoints import zoo_names
 from vitadel.data.sources.shapes import Shapes
 from vitadel.evaluation.engine.stages import judge
 from vitadel.instrument.attention import scaled_attention

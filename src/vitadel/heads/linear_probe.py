@@ -23,8 +23,7 @@ from vitadel.adapters.adapter_file import backbone_fingerprint
 from vitadel.backbones.checkpoints import read_checkpoint, read_metadata
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
-from vitadel.data.batches import read_batches
-from vitadel.data.preprocess import Preprocess
+from vitadel.data.batches import Preprocess, read_batches
 from vitadel.errors import UserError
 from vitadel.heads.frozen_features import BlockTokens, feature_width, token_features
 from vitadel.instrument.hooks import frozen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,12 +16,11 @@ from vitadel.attacks.parse import make
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model
 from vitadel.data import open_dataset
-from vitadel.data.batches import read_batches
-from vitadel.data.preprocess import Preprocess
-from vitadel.data.selection import check_same_classes, split_rows, usable_rows
+from vitadel.data.batches import Preprocess, check_same_classes, read_batches, split_rows, usable_rows
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.audit.clean_accuracy import findings_about_training
+from vitadel.evaluation.engine.expected_time import Trial
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute
 from vitadel.evaluation.engine.target import Target
 from vitadel.heads.frozen_features import FrozenModel, feature_width, token_features
@@ -28,14 +28,17 @@ from vitadel.heads.linear_probe import (
     HeadResult,
     Probe,
     ProbeReport,
+    cached_features,
     head_metadata,
     load_head,
     save_head,
+    train_heads,
     train_probe,
 )
 from vitadel.heads.probe_recipe import ProbeRecipe, build_probe, with_tokens
 from vitadel.heads.segmentation_probe import open_mask_job
 from vitadel.instrument.hooks import frozen
+from vitadel.quantities import duration
 from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.training.recipes.compose import compose, deciding
 from vitadel.training.recipes.probe_sections import LinearHead, MaskData, ProbeData
@@ -45,6 +48,7 @@ from vitadel.training.run import title_of
 from vitadel.types import Source
 
 HEAD_FILE = Path("weights") / "head.safetensors"
+_TRIED = 8  # images, and steps, by which the time is estimated
 
 
 class Job(Protocol):
@@ -52,6 +56,10 @@ class Job(Protocol):
 
     def plan(self) -> str:
         """What it will cost, in images and passes."""
+        ...
+
+    def trial(self, name: str) -> Trial | None:
+        """How to do it on a few images; None if the plan has the likely time."""
         ...
 
     def run(self, name: str, run: Run) -> dict[str, Any]:
@@ -109,9 +117,8 @@ def run_probe(
         show_plan(job.plan())
         return job.run(name, run)
 
-    return execute(
-        "probe", name, settings, processes, work, not_compared=TEXTS, translate=translate_settings, **options
-    )
+    earlier: dict[str, Any] = {"not_compared": TEXTS, "translate": translate_settings}
+    return execute("probe", name, settings, processes, work, trial=job.trial(name), **earlier, **options)
 
 
 def _open_job(
@@ -172,10 +179,32 @@ class _LinearJob:
         gradients = sum(make(name, eps=audit.eps, norm=audit.norm).passes()[0] for name in audit.attacks)
         n = min(len(self.test), audit.limit or len(self.test))
         attacked = f", and at most {gradients} gradients each under {', '.join(audit.attacks)}" if audit.attacks else ""
+        likely = duration(self._likely_seconds())
         return (
-            f"{images:,} images once through the model ({size:,.1f} MB of features kept), "
-            f"{heads} heads in {train.steps:,} steps of {train.batch_size}; then {n:,} test images{attacked}"
+            f"likely {likely} without the test: {images:,} images once through the model ({size:,.1f} MB of features "
+            f"kept), {heads} heads in {train.steps:,} steps of {train.batch_size}; then {n:,} test images{attacked}"
         )
+
+    def trial(self, name: str) -> None:
+        return None
+
+    def _likely_seconds(self) -> float:
+        """Of features and heads, by a trial on a few images and in a few steps."""
+        head, train = self.head, self.recipe.train
+        blocks, device = max(head.blocks), next(self.base.model.parameters()).device
+        settings = [(count, mean) for count in head.blocks for mean in head.average]
+        steps, seconds = min(_TRIED, train.steps), 0.0
+        for few in (1, _TRIED):  # a first pass is slow
+            start = time.perf_counter()
+            some = self.rows[:few]
+            features = cached_features(self.base.model, self.train, some, self.preprocess, blocks, few, device)
+            passed = time.perf_counter()
+            classes, size = len(self.train.classes), train.batch_size
+            train_heads(features, classes, settings, head.lrs, steps=steps, batch_size=size, device=device)
+            trained = time.perf_counter() - passed
+            images = (len(self.rows) + len(self.held_out)) / len(features)
+            seconds = images * (passed - start) + train.steps / steps * trained
+        return seconds
 
     def run(self, name: str, run: Run) -> dict[str, Any]:
         path = run.path / HEAD_FILE

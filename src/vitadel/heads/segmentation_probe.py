@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,12 +19,12 @@ from vitadel.attacks.settings import settings_of
 from vitadel.backbones.anatomy import backbone_of, family_of
 from vitadel.backbones.checkpoints import load_strict, read_checkpoint
 from vitadel.backbones.classifier import Classifier
-from vitadel.data.selection import balanced_subset, split_rows
+from vitadel.data.batches import balanced_subset, split_rows
 from vitadel.data.sources.masks import MaskedImages, ResizeCrop, open_masked
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.run import Run
+from vitadel.evaluation.engine.expected_time import StageCosts, Trial
+from vitadel.evaluation.engine.run import Run, execute, result_header
 from vitadel.evaluation.engine.stages import FolderCache, breaks_rules
-from vitadel.evaluation.engine.verdicts import result_header
 from vitadel.heads.frozen_features import FrozenModel, feature_width
 from vitadel.heads.probe_recipe import ProbeRecipe, pixel_attack
 from vitadel.heads.segmentation import Confusion, SegmentationHead, Segmenter, train_patch_head
@@ -45,6 +47,8 @@ OWN_HEAD = "public backbone, the attacker's own head"
 """What an attack was made on that knows neither tokens nor head, and trained one on the same images: the paper's."""
 _DEPLOYED = "deployed segmenter"
 _ATTACKERS = "attackers-head.safetensors"
+_TRIED = 8  # steps of a trial
+_FEATURES, _HEADS, _CHOICE = "patch tokens", "heads", "choice"  # what training takes its time for
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,53 +143,69 @@ class _MaskJob:
             f"then {len(self.test_rows):,} test images of {self.cut.size[0]} x {self.cut.size[1]}{attacked}"
         )
 
+    def trial(self, name: str) -> Trial:
+        """The same run on a few images to train on, to choose on and to test, in a few steps."""
+
+        def on_few(few: int, alone: Processes, *, out: Path, costs: StageCosts) -> None:
+            train, data = self.recipe.train, cast(MaskData, self.recipe.data)
+            short = replace(train, steps=min(_TRIED, train.steps))
+            recipe = replace(self.recipe, train=short, data=data if self.keeps else replace(data, cache_mb=0))
+            rows, held_out, test_rows = (each[:few] for each in (self.rows, self.held_out, self.test_rows))
+            small = replace(self, recipe=recipe, rows=rows, held_out=held_out, test_rows=test_rows)
+            execute("probe", name, {}, alone, lambda run: small.run(name, run), out=out, costs=costs)
+            costs.outside = sum(costs.once.values())
+            images = (len(self.rows) + len(self.held_out)) / (len(rows) + len(held_out))
+            times = {_FEATURES: images, _HEADS: train.steps / short.steps, _CHOICE: len(self.held_out) / len(held_out)}
+            costs.once = {stage: times[stage] * seconds for stage, seconds in costs.once.items()}
+
+        return Trial(len(self.test_rows), on_few)
+
     def run(self, name: str, run: Run) -> dict[str, Any]:
-        folder, processes, shown = RunFolder(run.path), run.processes, run.show_progress
-        path = folder.path / self.head_file
+        path, device = run.path / self.head_file, run.processes.device
         if not path.exists():
-            self._train(path, processes, shown)
+            self._train(path, run)
         head, report = _load_head(path, self.model)
-        segmenter = Segmenter(self.model, head.to(processes.device)).eval()
-        clean = self._judge("clean", segmenter, None, None, folder, shown)
+        segmenter = Segmenter(self.model, head.to(device)).eval()
+        clean = self._judge("clean", segmenter, None, None, run)
         makers = {_DEPLOYED: segmenter}
         if self.recipe.audit.attacks and self.base.tokens is not None:
             makers[PUBLIC] = Segmenter(self.base.classifier, segmenter.head).eval()
-            makers[OWN_HEAD] = self._attackers(path.with_name(_ATTACKERS), processes, shown)
+            makers[OWN_HEAD] = self._attackers(path.with_name(_ATTACKERS), run)
         attacks = [
-            self._judge(attack, segmenter, maker, where, folder, shown)
+            self._judge(attack, segmenter, maker, where, run)
             for attack in self.recipe.audit.attacks
             for where, maker in makers.items()
         ]
         summary = {"recipe": name, "tokens": self.base.tokens, **report, "clean": clean, "attacks": attacks}
         return {**self._about(), "segmentation": summary}
 
-    def _attackers(self, path: Path, processes: Processes, shown: bool) -> Segmenter:
+    def _attackers(self, path: Path, run: Run) -> Segmenter:
         """The public backbone with a head that was trained as the defender's, but without the tokens."""
         public = replace(self, base=FrozenModel(self.base.classifier, self.base.classifier))
         if not path.exists():
-            public._train(path, processes, shown)
+            public._train(path, run)
         head, _ = _load_head(path, public.model)
-        return Segmenter(public.model, head.to(processes.device)).eval()
+        return Segmenter(public.model, head.to(run.processes.device)).eval()
 
-    def _train(self, path: Path, processes: Processes, shown: bool) -> None:
+    def _train(self, path: Path, run: Run) -> None:
         """A head for every rate; the one with the best mIoU of the held-out images is saved."""
         train, classes = self.recipe.train, len(self.train.classes)
+        device, shown = run.processes.device, run.show_progress
         fresh = SegmentationHead(feature_width(self.model), classes, train.seed)
         source = Segmenter(self.model, fresh)
-        maps, aside = (
-            _PatchMaps(source, self.train, rows, self.cut, processes.device) for rows in (self.rows, self.held_out)
-        )
+        maps, aside = (_PatchMaps(source, self.train, rows, self.cut, device) for rows in (self.rows, self.held_out))
         if self.keeps:
-            maps, aside = maps.keeping(train.batch_size, shown), aside.keeping(train.batch_size, shown)
+            with _timed(run, _FEATURES):
+                maps, aside = maps.keeping(train.batch_size, shown), aside.keeping(train.batch_size, shown)
         heads, scores = [], []
         for rate in self.head.lrs:
-            head = SegmentationHead(feature_width(self.model), classes, train.seed).to(processes.device)
-            with progress(f"head, rate {rate:g}", train.steps, shown) as meter:
+            head = SegmentationHead(feature_width(self.model), classes, train.seed).to(device)
+            with _timed(run, _HEADS), progress(f"head, rate {rate:g}", train.steps, shown) as meter:
                 batches = maps.shuffled(train.steps, train.batch_size, train.seed, meter)
                 settings = {"rate": rate, "decay": self.head.weight_decay, "warm_up": self.head.warmup_share}
                 train_patch_head(head, batches, steps=train.steps, **settings)
             confusion = Confusion(classes)
-            with torch.no_grad():
+            with _timed(run, _CHOICE), torch.no_grad():
                 for places in torch.arange(len(aside.rows)).split(train.batch_size):
                     patch_map, masks = aside[places]
                     confusion.add(head(patch_map, self.cut.size).argmax(1), masks)
@@ -210,16 +230,16 @@ class _MaskJob:
         segmenter: Segmenter,
         maker: Segmenter | None,
         where: str | None,
-        folder: RunFolder,
-        shown: bool,
+        run: Run,
     ) -> dict[str, Any]:
         """Scores of the test images, or of what an attack on `maker` makes of them; batches done are kept."""
         audit, seed = self.recipe.audit, self.recipe.train.seed
         stage = attack if where is None else f"{attack} on {where}"
         crafted = None if maker is None else pixel_attack(attack, audit)
-        confusion, cache, void = Confusion(len(self.test.classes)), FolderCache(folder), 0
-        device = next(segmenter.head.parameters()).device
-        with progress(stage, len(self.test_rows), shown) as meter, frozen(segmenter):
+        confusion, cache, void = Confusion(len(self.test.classes)), FolderCache(RunFolder(run.path)), 0
+        device, start = next(segmenter.head.parameters()).device, time.perf_counter()
+        meters = progress(stage, len(self.test_rows), run.show_progress, run.expected.get(stage))
+        with meters as meter, frozen(segmenter):
             for number, rows in enumerate(self.test_rows.split(audit.batch_size)):
                 piece = cache.find(stage, number)
                 if piece is None or piece["rows"].tolist() != rows.tolist():
@@ -241,6 +261,8 @@ class _MaskJob:
                     meter.advance(len(rows), RESUMED)
                 confusion.take_in(torch.from_numpy(piece["matrix"]), torch.from_numpy(piece["counts"]))
                 void += int(piece["void"])
+        if run.costs is not None:
+            run.costs.seconds[stage] = time.perf_counter() - start
         scores = _scores(confusion, self.test.classes, seed)
         if crafted is None:
             return scores
@@ -267,6 +289,15 @@ class _MaskJob:
             "threat": {"norm": audit.norm, "eps": audit.eps, "eps_text": quantity_text(audit.eps)},
             "batch_size": audit.batch_size,
         }
+
+
+@contextmanager
+def _timed(run: Run, stage: str) -> Iterator[None]:
+    """Add the seconds to what the stage costs once, whatever the number of test images."""
+    start = time.perf_counter()
+    yield
+    if run.costs is not None:
+        run.costs.once[stage] = run.costs.once.get(stage, 0.0) + time.perf_counter() - start
 
 
 def open_mask_job(recipe: ProbeRecipe, base: FrozenModel, root: str | Path | None, head_file: Path) -> _MaskJob:

@@ -72,17 +72,30 @@ def hooked(model: nn.Module, sites: Sequence[Edge | AttentionHook]) -> Iterator[
         raise not_reached(model, silent.values())
 
 
+def _with_contiguous_gradient(module: nn.Module, inputs: object, output: Tensor) -> None:
+    """Torch's batch norm in eval mode gives wrong gradients for one image if the gradient behind it is transposed.
+
+    So it is in stems of convolutions before tokens (XCiT, LeViT); seen in torch 2.15 on the CPU.
+    """
+    if len(output) == 1 and output.requires_grad:
+        output.register_hook(Tensor.contiguous)
+
+
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[nn.Module]:
     """Eval mode and no gradients of parameters inside the block; every module and parameter gets its own flag back."""
     training = [(module, module.training) for module in model.modules()]
     learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    handles = [module.register_forward_hook(_with_contiguous_gradient) for module in norms]
     try:
         model.eval()
         for parameter, _ in learning:
             parameter.requires_grad_(False)
         yield model
     finally:
+        for handle in handles:
+            handle.remove()
         # First by the model's own method: some modules (LeViT's attention) drop a cache there.
         model.train(training[0][1])
         for module, flag in training:

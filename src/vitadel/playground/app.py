@@ -47,6 +47,9 @@ _EPS = ("1/255", "2/255", "4/255", "8/255", "16/255", "0.5", "1", "12")
 _QUEUE: dict[str, Any] = {"concurrency_id": "models", "concurrency_limit": 1, "api_visibility": "private"}
 """One attack at a time: attacks put hooks on a model, and two would see each other's."""
 
+_MOST_WAITING = 256
+"""Requests in the queue; more are refused, so that requests cannot fill the memory."""
+
 
 def build(cache: ModelCache) -> gr.Blocks:
     """The page; models are opened on first use."""
@@ -238,7 +241,7 @@ def _launch(cache: ModelCache, host: str, port: int) -> tuple[gr.Blocks, str]:
 
     async def launch() -> tuple[gr.Blocks, str]:
         page = build(cache)
-        _, address, _ = page.queue(max_size=16).launch(
+        _, address, _ = page.queue(max_size=_MOST_WAITING).launch(
             server_name=host,
             server_port=port,
             share=False,

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitadel.backbones.checkpoints import zoo_names
 from vitadel.backbones.classifier import check_logits
-from vitadel.backbones.zoo import zoo_names
 from vitadel.data import open_dataset
 from vitadel.data.sources.cifar_c import CIFAR10_CLASSES
 from vitadel.data.sources.imagenet import imagenet_classes

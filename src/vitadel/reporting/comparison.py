@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from vitadel.quantities import interval_text, listed, p_text, percent
 from vitadel.reporting.kind import Kind, Section, kind_of, name_damage
 from vitadel.reporting.kinds.audit import accuracy_section
 from vitadel.reporting.read_runs import Array, Run, aspects, differing_aspects, faced, run_labels, threat_text
-from vitadel.reporting.text import interval_text, listed, p_text, percent
 from vitadel.statistics import difference_interval, holm, mcnemar
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vitadel.errors import UserError
+from vitadel.quantities import plain
 from vitadel.reporting.comparison import Pairing, overview, pairings
 from vitadel.reporting.interchange import interchange_files
 from vitadel.reporting.kind import Section, kind_of, name_damage
@@ -23,7 +24,6 @@ from vitadel.reporting.tables import (
     share_cells,
     share_columns,
 )
-from vitadel.reporting.text import plain
 from vitadel.runtime.run_folder import write_atomically
 
 

@@ -23,8 +23,8 @@ from matplotlib.text import Text
 from matplotlib.ticker import LogFormatter
 from PIL import Image
 
+from vitadel.quantities import printable, shorten
 from vitadel.reporting.read_runs import Array
-from vitadel.reporting.text import printable, shorten
 
 COLORS = {
     "ink": "#20242c",

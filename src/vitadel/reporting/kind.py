@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from vitadel.findings import title_of
+from vitadel.quantities import listed
 from vitadel.reporting.figures import Picture
 from vitadel.reporting.read_runs import Array, Fields, Run, damaged, misfit, read_arrays
 from vitadel.reporting.tables import Table
-from vitadel.reporting.text import listed
 
 
 @dataclass(frozen=True)

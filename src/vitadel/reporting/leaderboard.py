@@ -16,11 +16,11 @@ from urllib.parse import quote
 
 from vitadel.errors import UserError
 from vitadel.findings import title_of
+from vitadel.quantities import listed
 from vitadel.reporting.comparison import why_not_paired
 from vitadel.reporting.kind import kind_of
 from vitadel.reporting.page import load_template, script_fields
 from vitadel.reporting.read_runs import Run, aspects, differing_aspects, faced, read_all, run_labels, threat_text
-from vitadel.reporting.text import listed
 from vitadel.runtime.run_folder import write_atomically
 from vitadel.statistics import holm, mcnemar
 

@@ -17,14 +17,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vitadel.errors import UserError
-from vitadel.quantities import duration
+from vitadel.quantities import duration, interval_text, listed, p_text, percent, plain
 from vitadel.reporting.comparison import headline, overview, pairings
 from vitadel.reporting.figures import Picture, lighten_images
 from vitadel.reporting.kind import Section, Trust, kind_of, name_damage
 from vitadel.reporting.kinds.audit import accuracy_section
 from vitadel.reporting.read_runs import Run, aspects, faced, read_all, run_labels, threat_text
 from vitadel.reporting.tables import fold_intervals, row_texts
-from vitadel.reporting.text import interval_text, listed, p_text, percent, plain
 from vitadel.runtime.opening import typed_words
 from vitadel.runtime.run_folder import write_atomically
 from vitadel.version import __version__

@@ -9,11 +9,11 @@ from typing import Any
 
 from vitadel.errors import UserError, check_known
 from vitadel.findings import BROKEN, SUSPICIOUS, title_of
+from vitadel.quantities import interval_text, percent
 from vitadel.reporting.kind import kind_of
 from vitadel.reporting.read_runs import Run, read_run, threat_text
 from vitadel.reporting.tables import Column, Table, as_markdown, in_markdown
 from vitadel.reporting.terminal import evidence_text
-from vitadel.reporting.text import interval_text, percent
 from vitadel.runtime.run_folder import write_atomically
 
 _RAISED: Mapping[str, tuple[str, ...]] = {SUSPICIOUS: (SUSPICIOUS, BROKEN), BROKEN: (BROKEN,)}

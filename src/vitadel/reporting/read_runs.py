@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vitadel.errors import UserError
+from vitadel.runtime.safe_reading import ARRAY_ERRORS, check_regular_file, parse_json, read_text_file
 
 Table = Any  # pyarrow has no types
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -145,9 +145,9 @@ def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
     if not required and not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise damaged(path, error) from error
+        value = parse_json(read_text_file(path, "the file"), "its content")
+    except UserError as error:
+        raise damaged(path, str(error).rstrip(".")) from error
     if not isinstance(value, dict):
         raise damaged(path, f"it should hold a JSON object, got {type(value).__name__}")
     return value
@@ -156,6 +156,7 @@ def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
 def _read_samples(path: Path) -> Table | None:
     if not path.exists():
         return None
+    check_regular_file(path, "the table")
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
@@ -172,11 +173,12 @@ def _read_samples(path: Path) -> Table | None:
 
 def read_arrays(path: Path) -> dict[str, Array]:
     """All arrays of an npz file; nothing in it is unpickled."""
+    check_regular_file(path, "the file of arrays")
     try:
         # Through the opened file, because numpy does not close one that turns out to be damaged.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except ARRAY_ERRORS as error:
         raise damaged(path, error) from error
 
 
@@ -203,7 +205,8 @@ def _read_metrics(path: Path) -> tuple[dict[str, float], ...]:
         return ()
     try:
         # A training that was killed may have left an incomplete last line.
-        rows = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        lines = read_text_file(path, "the file").splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
         if any("step" not in row for row in rows):
             raise ValueError("a row has no step")
         return tuple({str(name): float(value) for name, value in row.items()} for row in rows)
@@ -279,11 +282,16 @@ _ATTACK = {
     "settings?": "an object",
     "members?": "a list",
     "paper_style?": "an object or null",
+    "calibration?": "an object",
+    "controls?": "a list",
     "gains?": "an object",
     "escalation?": "an object",
 }
 _MEMBER = {"name": "text", "attacked": _COUNT, "broken": _COUNT}
-_PAPER_STYLE = {"robust_accuracy": _SHARE, "ci95": _INTERVAL, "remark": "text"}
+_CALIBRATION = {"winner": "text", "images": _COUNT, "gradients": _COUNT, "forwards": _COUNT, "candidates": "a list"}
+_CANDIDATE = {"name": "text", "factors": "a list"}
+_CONTROL = {"name": "text", "held": _COUNT, "n": _COUNT, "only_attack": _COUNT, "only_control": _COUNT, "p": _SHARE}
+_PAPER_STYLE = {"ci95": _INTERVAL, "remark": "text", "clean_scaled?": _SHARE}
 
 
 def _is_number(value: Any) -> bool:
@@ -294,7 +302,7 @@ def _contradiction(name: str, entry: Mapping[str, Any], part: str, whole: str, s
     """Why counts cannot be true: more of a part than of the whole, or a share that is not their quotient."""
     if not all(_is_number(entry.get(key)) for key in (part, whole)):
         return ""
-    if entry[part] > entry[whole]:
+    if not 0 <= entry[part] <= entry[whole]:
         return f"'{name}' is impossible: {part} is {entry[part]} of {whole} {entry[whole]}"
     if not share or not _is_number(entry.get(share)) or not entry[whole]:
         return ""
@@ -304,12 +312,18 @@ def _contradiction(name: str, entry: Mapping[str, Any], part: str, whole: str, s
 
 
 def _contradictions(results: Mapping[str, Any]) -> Iterator[str]:
+    for name, key in (("threat", "eps"), ("data", "n")):
+        value: Any = (results.get(name) or {}).get(key)
+        if _is_number(value) and value < 0:
+            yield f"'{name}' is impossible: {key} is {value}"
     yield _contradiction("clean", results.get("clean") or {}, "correct", "n", "accuracy")
     yield _contradiction("worst_case", results.get("worst_case") or {}, "held", "n", "robust_accuracy")
     if results.get("suite") is not None:
         return
     for entry in results.get("attacks") or []:
         yield _contradiction(entry["name"], entry, "held", "n", "robust_accuracy")
+        if sum(other["name"] == entry["name"] for other in results["attacks"]) > 1:
+            yield f"attack '{entry['name']}' is listed twice"
         yield from (_contradiction(each["name"], each, "broken", "attacked") for each in entry.get("members", []))
 
 
@@ -339,8 +353,14 @@ def _faults(results: Mapping[str, Any]) -> Iterator[str]:
                 "" if _is_point(point) else "a point of 'gains' should be two numbers"
                 for point in entry["gains"].get("points", [])
             )
+        if entry.get("calibration") is not None:
+            yield misfit("calibration", entry["calibration"], _CALIBRATION)
+            yield from (misfit("candidates", each, _CANDIDATE) for each in entry["calibration"]["candidates"])
+        yield from (misfit("controls", each, _CONTROL) for each in entry.get("controls") or [])
         if entry.get("paper_style") is not None:
-            yield misfit("paper_style", entry["paper_style"], _PAPER_STYLE)
+            style = entry["paper_style"]
+            name = "accuracy" if "accuracy" in style else "robust_accuracy"  # before the whole set was counted
+            yield misfit("paper_style", style, _PAPER_STYLE | {name: _SHARE})
 
 
 def _is_point(value: Any) -> bool:
@@ -450,14 +470,24 @@ def class_scores(run: Run) -> list[ClassScore]:
     columns = [name for name in run.samples.column_names if name.startswith("held:")]
     after_others = {entry["name"] for entry in run.attacks[1:] if str(entry.get("counts")).startswith("after")}
     names = [column.removeprefix("held:") for column in columns]
-    by_attack = [(f"up to {name}" if name in after_others else name, run.column(f"held:{name}")) for name in names]
+    titles = [f"up to {name}" if name in after_others else name for name in names]
+    present, place = np.unique(label, return_inverse=True)
+
+    def counts(which: np.ndarray) -> list[int]:
+        """How many samples of each class it holds for; one pass, as there may be a million samples in 1,000 classes."""
+        found: list[int] = np.bincount(place[which], minlength=len(present)).tolist()
+        return found
+
+    total, right = counts(np.full(len(label), True)), counts(correct)
+    robust = None if held is None else counts(held)
+    by_attack = [counts(run.column(column)) for column in columns]
     return [
         ClassScore(
             name=run.class_name(int(value)),
-            n=int((label == value).sum()),
-            correct=int(correct[label == value].sum()),
-            held=None if held is None else int(held[label == value].sum()),
-            attacked=tuple((name, int(verdicts[label == value].sum())) for name, verdicts in by_attack),
+            n=total[row],
+            correct=right[row],
+            held=None if robust is None else robust[row],
+            attacked=tuple((title, found[row]) for title, found in zip(titles, by_attack, strict=True)),
         )
-        for value in np.unique(label)
+        for row, value in enumerate(present)
     ]

@@ -12,8 +12,8 @@ from typing import Any
 from vitadel.errors import UserError
 from vitadel.evaluation.model_info import BENCHMARKS, THREATS, model_info, model_info_path, update_model_info
 from vitadel.findings import title_of
+from vitadel.quantities import listed, share_text
 from vitadel.reporting.read_runs import Run, aspects, read_run
-from vitadel.reporting.text import listed, share_text
 from vitadel.runtime.opening import typed_words
 from vitadel.runtime.run_folder import write_atomically
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vitadel.errors import check_known
-from vitadel.reporting.text import p_text, printable, round_percent
+from vitadel.quantities import p_text, printable, round_percent
 
 Cell = str | int | float | None
 

@@ -33,7 +33,13 @@ Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Replace the file as a whole or not at all: temporary file (readable by its owner only), fsync, chmod, rename."""
+    """Replace the file as a whole or not at all: temporary file (readable by its owner only), fsync, chmod, rename.
+
+    A link stays, and the file that it leads to is replaced. Devices and pipes are refused: a rename would remove them.
+    """
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
+    if path.exists() and not path.is_file():
+        raise UserError(f"cannot write {path}: it is a folder, a device or a pipe. Give the name of a file.")
     with disk_errors_reported(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import stat
+import struct
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +18,12 @@ Read = TypeVar("Read")
 
 MOST_TEXT = 256 * 2**20
 """Bytes of a JSON or text file; the results of a million samples stay far below."""
+
+ARRAY_ERRORS = (
+    *(OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError, OverflowError),
+    *(SyntaxError, zipfile.BadZipFile, zlib.error, struct.error),
+)
+"""What numpy raises on damaged npz files: headers that lie about sizes, other compressions, encryption."""
 
 
 def check_regular_file(path: Path, what: str, at_most: int | None = None) -> None:
@@ -54,13 +63,17 @@ def read_json_file(path: Path, what: str) -> Any:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """The value of a JSON text; `what` names it in messages."""
+    """The value of a JSON text; `what` names it in messages. NaN and Infinity are no JSON, and are never written."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise UserError(f"{what} is nested too deeply to be read. Restore the file.") from None
     except ValueError as error:
         raise UserError(f"{what} is not valid JSON: {error}. It is damaged, or was edited; restore it.") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
 
 
 def parse_json_object(text: str, what: str) -> dict[str, Any]:

@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 
     from vitadel.evaluation.engine.run import Outcome
 
-_STUDIES = ("curves", "saturation", "scaled-blocks", "perturbations", "accumulation", "attention", "corruption-masks")
+_STUDIES = (
+    *("curves", "saturation", "gradients", "scaled-blocks"),
+    *("perturbations", "accumulation", "attention", "corruption-masks"),
+)
 _MODULES = [name.replace("-", "_") for name in _STUDIES]
 _DEFAULTS = {"data": "shapes", "limit": 200, "eps": "8/255", "norm": "linf"}
 
-__all__ = ["accumulation", "attention", "corruption_masks", "curves", "find_study", "perturbations", "run_study"]
-__all__ += ["saturation", "scaled_blocks", "study"]
+__all__ = ["accumulation", "attention", "corruption_masks", "curves", "find_study", "gradients", "perturbations"]
+__all__ += ["run_study", "saturation", "scaled_blocks", "study"]
 
 
 def study(name: str, run_or_model: str | Path | nn.Module = "zoo:shapes-robust", **settings: Any) -> dict[str, Any]:

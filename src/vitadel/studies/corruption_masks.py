@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,7 +118,7 @@ def study_corruption_masks(
 def _find_selector(target: Target, request: CorruptionMasksRequest) -> Path | None:
     """The file of an existing corruption model."""
     named = request.selector is not None
-    place = Path(request.selector if request.selector is not None else target.model_spec).expanduser()
+    place = Path(os.path.expanduser(request.selector if request.selector is not None else target.model_spec))
     if named and place.is_file():
         return place
     found = next((place / name for name in _IN_RUNS if (place / name).is_file()), None) if place.is_dir() else None

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from vitadel.adapters.adapted_model import open_model
+from vitadel.backbones.checkpoints import zoo_names
 from vitadel.backbones.classifier import Classifier, check_images_fit
-from vitadel.backbones.zoo import zoo_names
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import Target, apply_class_subset, subset_like
 from vitadel.instrument.hooks import frozen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack, cast
 
 import numpy as np
@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from vitadel.attacks.threats import make_threat
 from vitadel.data.batches import Batch
 from vitadel.evaluation.engine.attack_preparation import calibrate
-from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
+from vitadel.evaluation.engine.expected_time import Trial
+from vitadel.evaluation.engine.run import (
+    Outcome,
+    Run,
+    RunOptions,
+    RunRequest,
+    describe_target,
+    execute,
+    result_header,
+    run_settings,
+)
 from vitadel.evaluation.engine.stages import (
     BatchRecord,
     RunContext,
@@ -27,7 +37,7 @@ from vitadel.evaluation.engine.stages import (
     run_stage,
 )
 from vitadel.evaluation.engine.target import Target, apply_class_subset
-from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, result_header
+from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
@@ -146,10 +156,14 @@ def run_study(
             run.write("study.npz", buffer.getvalue())
         return {
             **result_header(request.seed),
-            **describe_target(target, verdicts, settings["model_fingerprint"]),
+            **describe_target(target, settings["model_fingerprint"], len(verdicts.index), verdicts.bad),
             "threat": {"norm": request.norm, "eps": request.eps, "eps_text": settings["eps"]},
             "batch_size": request.batch_size,
             "study": {"name": name, **measured},
         }
 
-    return execute(VERB, f"{name}-{target.model_spec}", settings, processes, measure, target=target, **options)
+    def on_few(few: int, alone: Processes, **watched: Any) -> Outcome:
+        return run_study(name, target, replace(request, limit=few), alone, work, inputs=inputs, **watched)
+
+    trial, title = Trial(len(indices), on_few), f"{name}-{target.model_spec}"
+    return execute(VERB, title, settings, processes, measure, target=target, trial=trial, **options)

@@ -45,7 +45,13 @@ _FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class SaturationRequest(ScaledRequest):
-    """The settings of every study through scaled attention."""
+    """With `clean_only` only clean images and the deployed model are measured: no attack, no search for factors."""
+
+    clean_only: bool = False
+
+    @property
+    def conditions(self) -> tuple[tuple[str, str], ...]:
+        return CONDITIONS[:1] if self.clean_only else CONDITIONS
 
 
 def thresholds(kind: torch.dtype) -> dict[str, float]:
@@ -91,7 +97,7 @@ def study_saturation(
     attentions_of(target.model)  # refuse unknown families before anything is written
 
     def work(study: StudyContext) -> tuple[dict[str, Any], BatchRecord]:
-        factors = find_factors(study, request)
+        factors = (1.0,) * len(attentions_of(study.model)) if request.clean_only else find_factors(study, request)
         records = _measure(study, request, factors)
         counts = np.asarray(sum(record["counts"].astype(np.int64) for record in records))
         return _summarize(study, request, factors, records, counts), {"edges": EDGES, "counts": counts}
@@ -108,12 +114,11 @@ def _measure(study: StudyContext, request: SaturationRequest, factors: tuple[flo
     limits = [*thresholds(_precision(model)).values()]
 
     def work(batch: Batch, rng: SampleRNG) -> BatchRecord:
-        images = {
-            "clean": batch.x,
-            "attacked": search(model, batch.x, batch.y, rng),
-            "aas": ThroughScaled(search, factors)(model, batch.x, batch.y, rng),
-        }
-        seen = [_gaps(model, images[name], factors if whose == "scaled" else 1.0) for whose, name in CONDITIONS]
+        images = {"clean": batch.x}
+        if not request.clean_only:
+            images["attacked"] = search(model, batch.x, batch.y, rng)
+            images["aas"] = ThroughScaled(search, factors)(model, batch.x, batch.y, rng)
+        seen = [_gaps(model, images[name], factors if whose == "scaled" else 1.0) for whose, name in request.conditions]
         return {
             "counts": np.stack([np.stack([count_gaps(gap[gap.isfinite()]) for gap in blocks]) for blocks in seen]),
             "largest": np.asarray([[_largest(gap) for gap in blocks] for blocks in seen]),
@@ -171,11 +176,11 @@ def _summarize(
                 for block in range(len(names))
             ],
         }
-        for place, (whose, images) in enumerate(CONDITIONS)
+        for place, (whose, images) in enumerate(request.conditions)
     ]
     return {
         "n": len(study.verdicts.index),
-        "attack": request.attack,
+        "attack": None if request.clean_only else request.attack,
         "blocks": names,
         "factors": list(factors),
         "precision": str(precision).removeprefix("torch."),

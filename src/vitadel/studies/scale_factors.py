@@ -7,19 +7,17 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.attention_scaling.aas import AAS, PAPER_STYLE, Rescaled
+from vitadel.attacks.attention_scaling.aas import AAS, Rescaled
+from vitadel.attacks.goals import Changed, Surrogate
 from vitadel.attacks.parse import make
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.surrogate import Changed, Surrogate
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.attack_preparation import needs_calibration
 from vitadel.evaluation.engine.stages import rules_of
 from vitadel.instrument.attention import scaled_attention
-from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.studies.run import StudyContext, StudyRequest
 from vitadel.types import Attack
@@ -85,17 +83,6 @@ class ThroughScaled:
         rng = SampleRNG.of_pixels(x) if rng is None else rng
         return self.attack(Surrogate(scaled(model, self.factors), model), x, y, rng.stream("rescaled"))
 
-    def run_with_info(
-        self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Also count as the paper does: is the scaled model, itself attacked, still correct?"""
-        rng = SampleRNG.of_pixels(x) if rng is None else rng
-        z, softened = self(model, x, y, rng), scaled(model, self.factors)
-        on_softened = self.attack(softened, x, y, rng.stream("rescaled"))
-        with frozen(model), torch.no_grad():
-            return z, {PAPER_STYLE: softened(on_softened).argmax(1) == y}
-
     def passes(self) -> tuple[int, int]:
         gradients, forwards = self.attack.passes()
-        # Every pass of the scaled model needs one of the deployed model; then the search that counts as the paper does.
-        return 2 * gradients, 3 * forwards + gradients + 1
+        return gradients, 2 * forwards + gradients  # every pass of the scaled model needs one of the deployed model

@@ -8,19 +8,18 @@ With nothing scaled this is the plain attack run twice: what scaling must beat a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from vitadel.attacks.attention_scaling.aas import PAPER_STYLE
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import UserError, check_known
+from vitadel.evaluation.audit.scaled_attention import count_scaled
 from vitadel.evaluation.engine.run import Outcome, RunOptions
-from vitadel.evaluation.engine.stages import NOTE, BatchRecord, MemberResult, attack_stage, clean_stage
+from vitadel.evaluation.engine.stages import BatchRecord, MemberResult, attack_stage
 from vitadel.evaluation.engine.target import Target
-from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.runtime.distributed import Processes
 from vitadel.statistics import share
 from vitadel.studies.run import StudyContext, run_study
@@ -116,17 +115,13 @@ def _measure_set(
     verdicts, n = study.verdicts, len(study.verdicts.index)
     title = f"{sum(1 << place for place in chosen):x}"
     result = _attack(study, f"scaled {title}", ThroughScaled(request.search(), factors))
-    softened = replace(study.context, model=scaled(study.model, factors))
-    clean = Verdicts.of_clean(clean_stage(softened, verdicts.index, f"clean {title}"))
-    right = sum(int(record[f"{NOTE}{PAPER_STYLE}"].sum()) for record in result.records)
+    softened = scaled(study.model, factors)
+    style = count_scaled(study.context, title, softened, request.search(), study.threat, verdicts.index)
+    del style["seconds"]  # a study's numbers are the same whenever it is run
     return {
         "scaled": sorted(chosen),
         **share(int(torch.isin(plain, result.held).sum()), n, "held", "robust_accuracy"),
         "alone": share(len(result.held), n, "held", "robust_accuracy"),
-        "paper_style": {
-            **share(right, n, "held", "robust_accuracy"),
-            "remark": "the rescaled model attacked and judged instead of the deployed one, images that the deployed "
-            "model gets wrong counted as wrong: not a robustness estimate",
-        },
-        "clean_scaled": share(int(clean.correct.sum()), n, "correct", "accuracy"),
+        "paper_style": style,
+        "clean_scaled": share(style["clean_scaled_correct"], n, "correct", "accuracy"),
     }

@@ -124,13 +124,20 @@ class AttackerAssets:
 
 
 def level_attacks(
-    levels: Sequence[str], assets: AttackerAssets, steps: int, queries: int, white_box: Sequence[str]
+    levels: Sequence[str],
+    assets: AttackerAssets,
+    steps: int,
+    queries: int,
+    white_box: Sequence[str],
+    public: Sequence[str] = (),
 ) -> list[LevelAttack]:
     """Every attack of the chosen levels whose models are there, in the order of the levels."""
-    return [each for each in _all_attacks(assets, steps, queries, white_box) if each.level in levels]
+    return [each for each in _all_attacks(assets, steps, queries, white_box, public) if each.level in levels]
 
 
-def _all_attacks(assets: AttackerAssets, steps: int, queries: int, white_box: Sequence[str]) -> Iterator[LevelAttack]:
+def _all_attacks(
+    assets: AttackerAssets, steps: int, queries: int, white_box: Sequence[str], on_public: Sequence[str]
+) -> Iterator[LevelAttack]:
     victim, public = assets.head(assets.victim), assets.head(assets.victim.classifier)
     pgd = _pgd(steps)
     # Other features than the usual ones are named, so that their verdicts are not confused.
@@ -148,6 +155,8 @@ def _all_attacks(assets: AttackerAssets, steps: int, queries: int, white_box: Se
     yield LevelAttack("T2", f"pgd-{steps}, victim's head", public, pgd)
     if assets.own_head is not None:
         yield LevelAttack("T2", f"pgd-{steps}, own head", assets.own_head(assets.victim.classifier), pgd)
+    for name in dict.fromkeys(on_public):
+        yield LevelAttack("T2", f"{name}, public", public, _named(name))
     tuned = _TUNED * steps
     yield LevelAttack(
         "T2+", f"diverse-{tuned} beside random tokens", public, _named(f"diverse-{tuned}(tokens={_GUESSED})")

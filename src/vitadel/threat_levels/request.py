@@ -21,6 +21,7 @@ TOKEN_SETS = {"surrogates": ("T3", "T4"), "bank": ("T8",)}
 class ThreatLevelsRequest(RunRequest):
     """Everything beside victim and data that decides the result.
 
+    `white_box` are attacks through the tokens (T6), `public` those on the backbone without them (T2).
     `surrogates` and `bank` are numbers of token sets to train, or token files; the victim's own tokens are one more set
     of the bank. `recipe`, NAME or NAME:ROW, is how the tokens were trained, which attackers are assumed to know;
     `attacker_data` are images for them to train and fit on. Without it they train on those of the recipe, and fit (T7)
@@ -33,6 +34,7 @@ class ThreatLevelsRequest(RunRequest):
     steps: int = 30
     queries: int = 5000
     white_box: tuple[str, ...] = ("apgd-ce", "apgd-t")
+    public: tuple[str, ...] = ()
     surrogates: int | tuple[str, ...] = 2
     bank: int | tuple[str, ...] = 2
     recipe: str | None = None
@@ -58,8 +60,11 @@ class ThreatLevelsRequest(RunRequest):
             count = getattr(self, name)
             if isinstance(count, int) and count < 0:
                 raise UserError(f"{name} is a number of token sets to train, or token files; got {count}")
-        for name in self.white_box:
-            _check_white_box(name, self.eps[0])
+        for flag, names in (("--white-box", self.white_box), ("--public", self.public)):
+            for name in names:
+                _check_comparable(flag, name, self.eps[0])
+        if self.public and "T2" not in self.levels:
+            raise UserError(f"--public {','.join(self.public)} is for T2, which is not among --levels; add it")
         trains = [
             f"--{name} {self.to_train(name)} ({', '.join(levels)})"
             for name, levels in TOKEN_SETS.items()
@@ -91,14 +96,10 @@ def _check_budgets(budgets: tuple[float, ...]) -> None:
             raise UserError(f"budgets must be above 0 and below 1, for pixels in [0, 1]; got {eps:g}. Try 1/255,4/255")
 
 
-def _check_white_box(name: str, eps: float) -> None:
+def _check_comparable(flag: str, name: str, eps: float) -> None:
     """Refuse wrong names, and attacks that cannot be compared here, before anything is loaded."""
     attack = make(name, eps=eps)
     if rules_of(attack) is not None:
-        raise UserError(
-            f"--white-box {name}: this attack has its own threat model and no budget in pixels to compare by"
-        )
+        raise UserError(f"{flag} {name}: this attack has its own threat model and no budget in pixels to compare by")
     if needs_calibration(attack):
-        raise UserError(
-            f"--white-box {name}: this attack needs calibration images; run it with a plain `vitadel audit`"
-        )
+        raise UserError(f"{flag} {name}: this attack needs calibration images; run it with a plain `vitadel audit`")

@@ -18,9 +18,11 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.data.batches import Batch, read_batches
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.cost import PassTimes
+from vitadel.evaluation.engine.expected_time import RunsOnFew, StageCosts, Trial, announce_time
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute, run_settings
 from vitadel.evaluation.engine.stages import (
     BatchRecord,
+    MemoryCache,
     RunContext,
     clean_stage,
     count_passes,
@@ -96,7 +98,11 @@ def run_threat_levels(
             verdicts = Verdicts.from_clean_stage(context, indices, mislabeled)
         show_plan(_expected_cost(context, request, planned_assets(assets, request), verdicts.index))
         prepared = prepare(context, request, assets, provided, RunFolder(run.path))
-        table = _LevelRunner(context, request, run, prepared).run_all(verdicts)
+        runner = _LevelRunner(context, request, run, prepared)
+        if run.show_progress and run.expected == {} and not options.get("resume"):
+            expected = announce_time(Trial(len(verdicts.index), runner.on_few(verdicts)), processes)
+            runner = dataclasses.replace(runner, context=dataclasses.replace(context, expected=expected))
+        table = runner.run_all(verdicts)
         run.write("samples.parquet", table.samples())
         return threat_level_results(target, table, settings)
 
@@ -121,7 +127,7 @@ def _victim(target: Target) -> TokenClassifier:
 
 
 def _attacks(request: ThreatLevelsRequest, assets: AttackerAssets) -> list[LevelAttack]:
-    return level_attacks(request.levels, assets, request.steps, request.queries, request.white_box)
+    return level_attacks(request.levels, assets, request.steps, request.queries, request.white_box, request.public)
 
 
 def _with_class_subset(chosen: nn.Module, assets: AttackerAssets) -> AttackerAssets:
@@ -190,6 +196,18 @@ class _LevelRunner:
                 self.run.write_unfinished({"ladder": {"rows": table.rows}})
         return table
 
+    def on_few(self, verdicts: Verdicts) -> RunsOnFew:
+        """All attacks on a few of the images, in memory."""
+
+        def run(few: int, alone: Processes, *, costs: StageCosts, **folder: Any) -> object:
+            shown: dict[str, Any] = {"show_progress": False, "expected": {}, "costs": costs, "processes": alone}
+            context = dataclasses.replace(self.context, cache=MemoryCache(), **shown)
+            some = Verdicts.from_clean_stage(context, verdicts.index[:few])
+            in_memory = Run(None, alone)
+            return dataclasses.replace(self, context=context, run=in_memory).run_all(some)
+
+        return run
+
     def _judges(self, attack: LevelAttack) -> dict[str, nn.Module]:
         if attack.judges is not None:
             return {f"set {number}": model for number, model in enumerate(attack.judges, start=1)}
@@ -226,7 +244,11 @@ class _LevelRunner:
             broken += int((~np.logical_and.reduce([record[f"right:{name}"] for name in deployed])).sum())
             return f"{broken} wrong"
 
-        return run_stage(context, f"{level_attack.title} at {quantity_text(eps)}", indices, work, summarize)
+        stage = f"{level_attack.title} at {quantity_text(eps)}"
+        records = run_stage(context, stage, indices, work, summarize)
+        if context.costs is not None:
+            context.costs.add_attack(stage, attack, records, level_attack.models)
+        return records
 
 
 @torch.no_grad()

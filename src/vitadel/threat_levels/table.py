@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from vitadel.attacks.settings import settings_of
+from vitadel.evaluation.engine.run import describe_target, result_header
 from vitadel.evaluation.engine.stages import BatchRecord
 from vitadel.evaluation.engine.target import Target
-from vitadel.evaluation.engine.verdicts import Verdicts, costs_of, describe_target, result_header, samples_table
+from vitadel.evaluation.engine.verdicts import Verdicts, costs_of, samples_table
 from vitadel.quantities import quantity_text
 from vitadel.statistics import share
 from vitadel.threat_levels.extraction import Extracted
@@ -156,7 +157,7 @@ def threat_level_results(target: Target, table: ThreatLevelTable, settings: Mapp
         counts.setdefault(code, {})[eps] = int(robust.sum())
     return {
         **result_header(request.seed, suite="ladder"),
-        **describe_target(target, verdicts, settings["model_fingerprint"]),
+        **describe_target(target, settings["model_fingerprint"], len(verdicts.index), verdicts.bad),
         "threat": {"norm": "linf", **_budget(largest)},
         "batch_size": request.batch_size,
         "precision": "fp32",

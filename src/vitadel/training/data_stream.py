@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as pictures
 
-from vitadel.data.preprocess import Preprocess
-from vitadel.data.selection import BadSample
+from vitadel.data.batches import BadSample, Preprocess
 from vitadel.errors import UserError
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.recipes.training_sections import Augmentation

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from vitadel.data.batches import Batch, read_batches
-from vitadel.data.preprocess import Preprocess
+from vitadel.data.batches import Batch, Preprocess, read_batches
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import judge
 from vitadel.instrument.hooks import frozen

@@ -16,21 +16,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, Self
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from vitadel.attacks.losses import hard_labels
 from vitadel.attacks.parse import make
+from vitadel.attacks.pgd import PGD
 from vitadel.attacks.settings import pixels_per_unit, threats_in, training_form
+from vitadel.attacks.wrappers import Averaged, Restarts
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import Interrupted, UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.data_stream import MicroBatch, derive_seed, make_mixup, seed_everything
 from vitadel.training.held_out import Score
-from vitadel.training.inner_attack import run_inner_attack
 from vitadel.training.interfaces import (
     AfterEpoch,
     AfterStep,
@@ -43,7 +45,7 @@ from vitadel.training.interfaces import (
 )
 from vitadel.training.metrics import track
 from vitadel.training.training_state import TrainingState, average_statistics, find_checkpoint, restore, save_checkpoint
-from vitadel.types import Attack
+from vitadel.types import Attack, Ensemble
 
 _CHECKED = 16  # held-out images with finite logits that a model needs before it is saved
 
@@ -145,7 +147,7 @@ class _Trainer:
         progress = state.step / state.steps_per_epoch
         lr = recipe.schedule.lr_at(recipe.optimizer.lr, recipe.train.epochs, progress) * self.lr_factor
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)  # timm's, for layer_decay
         return lr
 
     def _attack_of_step(self) -> Attack | None:
@@ -336,3 +338,48 @@ def _interrupt_flag() -> Iterator[Callable[[], bool]]:
         yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def run_inner_attack(
+    attack: Attack,
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    rng: SampleRNG | None = None,
+    mode: Literal["eval", "train"] = "eval",
+) -> Tensor:
+    """Attacked images to train on; the model's modes, flags and gradients are left as they are.
+
+    In mode 'train' the attack sees the model in the modes that training has set: dropout draws from torch's global
+    generator, and every forward pass of the attack updates the running statistics of batch norm.
+
+    PGD gets mixed labels, also when it is repeated or averaged; other attacks get the likeliest class.
+    """
+    threats = threats_in(attack)
+    if threats and all(threat.eps == 0 for threat in threats):
+        return x.detach()
+    seen = _KeepsModes(model) if mode == "train" else model
+    return attack(seen, x, y if _takes_mixed_labels(attack) else hard_labels(y), rng)
+
+
+class _KeepsModes(nn.Module):
+    """A model whose train and eval modes attacks cannot switch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def train(self, mode: bool = True) -> Self:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model(x)
+        return logits
+
+
+def _takes_mixed_labels(attack: Attack) -> bool:
+    if isinstance(attack, Restarts | Averaged):
+        return _takes_mixed_labels(attack.attack)
+    if isinstance(attack, Ensemble):
+        return all(_takes_mixed_labels(member) for _, member in attack.members())
+    return isinstance(attack, PGD)

@@ -121,6 +121,7 @@ def _is_network_error(error: OSError) -> bool:
 
 _ROWS = 15  # epochs in view
 _SECONDS_BETWEEN_LINES = 30.0
+_WORTH_SAYING = 10.0  # seconds: a training that is longer says so at its start
 _RECENT = 50  # steps from which the remaining time is estimated
 _TRIAL = 3  # the first steps, after which the time of the training is known
 
@@ -142,6 +143,7 @@ class ProgressTable:
     shown: bool = True
     live: Live | None = None
     pixels_per_unit: float = 1.0  # of the attack's eps, at most
+    validation: float = 0.0  # its likely time, as a part of that of all steps
     step: int = 0
     row: Mapping[str, float] = field(default_factory=dict)
     seen: list[Mapping[str, float]] = field(default_factory=list)  # this epoch's steps
@@ -153,8 +155,10 @@ class ProgressTable:
         self.step, self.row = step, row
         self.seen.append(row)
         self.seconds.append(seconds)
-        if len(self.seconds) == _TRIAL and (likely := self._seconds_left()) > _SECONDS_BETWEEN_LINES:
-            self.note(f"training: likely {duration(likely)}, by its first {_TRIAL} steps, without validation")
+        if len(self.seconds) == _TRIAL and (likely := self._seconds_left()) > _WORTH_SAYING:
+            parts = f"steps {duration(likely)}, validation {duration(self.validation * likely)}"
+            whole = duration((1 + self.validation) * likely)
+            self.note(f"training: likely {whole}, by its first {_TRIAL} steps ({parts}), without an audit after it")
         if self.live is not None:
             self.live.update(self._render())
         elif self.shown and time.monotonic() - self.last_line > _SECONDS_BETWEEN_LINES:
@@ -219,11 +223,13 @@ class ProgressTable:
 
 
 @contextmanager
-def open_progress_table(steps: int, epochs: int, shown: bool, pixels_per_unit: float = 1.0) -> Iterator[ProgressTable]:
+def open_progress_table(
+    steps: int, epochs: int, shown: bool, pixels_per_unit: float = 1.0, validation: float = 0.0
+) -> Iterator[ProgressTable]:
     """A progress table for one process; in a terminal it is redrawn four times a second."""
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
-        yield ProgressTable(steps, epochs, shown, pixels_per_unit=pixels_per_unit)
+        yield ProgressTable(steps, epochs, shown, pixels_per_unit=pixels_per_unit, validation=validation)
         return
     with Live(console=console, refresh_per_second=4) as live:
-        yield ProgressTable(steps, epochs, shown, live, pixels_per_unit)
+        yield ProgressTable(steps, epochs, shown, live, pixels_per_unit, validation)

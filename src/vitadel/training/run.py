@@ -18,12 +18,11 @@ from accelerate.state import AcceleratorState
 from timm.optim import create_optimizer_v2
 from torch import nn
 
+from vitadel.attacks.parse import make
 from vitadel.attacks.settings import pixels_per_unit, settings_of
 from vitadel.backbones.classifier import Classifier, check_images_fit, fastest_attention
-from vitadel.classes import are_numbers
 from vitadel.data import open_dataset
-from vitadel.data.preprocess import Preprocess
-from vitadel.data.selection import balanced_subset, check_same_classes, split_rows, usable_rows
+from vitadel.data.batches import Preprocess, balanced_subset, check_same_classes, split_rows, usable_rows
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import AuditRequest, check_request, check_targets, run_audit
 from vitadel.evaluation.audit.clean_accuracy import findings_about_training
@@ -31,6 +30,7 @@ from vitadel.evaluation.engine.run import Outcome, RunOptions, execute
 from vitadel.evaluation.engine.run import Run as EngineRun
 from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.evaluation.engine.target import Target, apply_class_subset
+from vitadel.quantities import are_numbers
 from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.training.data_stream import DataStream, make_augment, seed_everything
 from vitadel.training.held_out import HeldOut
@@ -42,9 +42,9 @@ from vitadel.training.recipes.check import check_micro_batches
 from vitadel.training.recipes.compose import IDLE, compose, deciding, dotted
 from vitadel.training.recipes.training_sections import DataSection, OptimizerSection
 from vitadel.training.recipes.yaml_files import recipe_text, translate_settings
-from vitadel.training.starting_model import StartingModel, check_answer, starting_model
+from vitadel.training.starting_model import StartingModel, check_answer, contradictions, starting_model
 from vitadel.training.training_state import TrainingState, describe_statistics
-from vitadel.types import Source
+from vitadel.types import Attack, Source
 
 _TRIED = 32  # images that are read before a training
 _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -118,8 +118,7 @@ def open_training(
     _refuse_audit_of_new_head(recipe, start.fresh_head)
     model, names = start.classifier, None if are_numbers(source.classes) else tuple(source.classes)
     if processes.is_main:
-        for what, note in model.record.assumptions.items():  # about the file that training starts from
-            sys.stderr.write(f"{recipe.model.name}, {what}: {note}\n")
+        _show_doubts(recipe.model.name, model.record.assumptions, [] if given else contradictions(recipe.model))
     about = {"about": recipe.document["about"]} if "about" in recipe.document else {}
     record = replace(
         model.record,
@@ -164,6 +163,14 @@ def open_training(
             with _errors_prefixed(f"plugins.{name}"):
                 plugin.check_model(model)
     return setup
+
+
+def _show_doubts(name: str, assumptions: Mapping[str, str], warnings: Sequence[str]) -> None:
+    """Write what was assumed about the file that training starts from, and what contradicts it."""
+    for what, note in assumptions.items():
+        sys.stderr.write(f"{name}, {what}: {note}\n")
+    for warning in warnings:
+        sys.stderr.write(f"warning: {warning}\n")
 
 
 def _refuse_audit_of_new_head(recipe: Recipe, fresh: bool) -> None:
@@ -277,7 +284,8 @@ def _train(setup: TrainingSetup, model: nn.Module, run: EngineRun, resume: bool)
     epochs, unit = recipe.epochs, pixels_per_unit(attack)
     steps = setup.stream.steps_per_epoch * epochs
     shown = run.show_progress and processes.is_main
-    with _global_rng_preserved(), open_progress_table(steps, epochs, shown, unit) as table:
+    validation = _validation_share(setup, attack, epochs)
+    with _global_rng_preserved(), open_progress_table(steps, epochs, shown, unit, validation) as table:
         classes = len(setup.stream.source.classes)
         metrics = Metrics(folder / "metrics.jsonl" if processes.is_main else None)
         state = TrainingState(recipe, model, classes, setup.stream, setup.held_out, processes, folder, table, metrics)
@@ -300,9 +308,26 @@ def _train(setup: TrainingSetup, model: nn.Module, run: EngineRun, resume: bool)
     return state
 
 
+def _validation_share(setup: TrainingSetup, attack: Attack | None, epochs: int) -> float:
+    """The likely time of all validations as a part of that of all steps, by their passes.
+
+    A gradient counts as three forward passes, an update as another; half of the images are taken for robust.
+    """
+    recipe, name = setup.recipe, setup.recipe.validation.attack
+
+    def forwards(attack: Attack | None) -> float:
+        gradients, others = (0, 0) if attack is None else attack.passes()
+        return 3 * gradients + others
+
+    judged = None if name is None else make(name, eps=recipe.threat.eps, norm=recipe.threat.norm)
+    one_validation = len(setup.held_out.rows) * (1 + 0.5 * forwards(judged))
+    one_epoch = setup.stream.steps_per_epoch * recipe.train.batch_size * (4 + forwards(attack))
+    return one_validation * -(-epochs // recipe.validation.every) / (one_epoch * epochs)
+
+
 def make_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.Optimizer:
     """timm's optimizer, which knows what not to decay, of unfrozen parameters; the loop sets its rate each step."""
-    options: dict[str, Any] = {"eps": section.eps, "betas": section.betas}
+    options: dict[str, Any] = {"eps": section.eps, "betas": section.betas, "layer_decay": section.layer_decay}
     try:
         optimizer: torch.optim.Optimizer = create_optimizer_v2(
             model.backbone if isinstance(model, Classifier) else model,  # timm knows its parameter names
@@ -342,6 +367,7 @@ def _request(recipe: Recipe) -> AuditRequest:
         norm=recipe.threat.norm,
         limit=recipe.audit.limit,
         batch_size=recipe.audit.batch_size,
+        independent=recipe.audit.independent,
         seed=recipe.train.seed,
         skip_bad=None,
     )

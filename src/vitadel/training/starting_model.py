@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from torch import nn
 
+from vitadel.backbones.checkpoints import read_record
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import has_no_head, load_model
 from vitadel.backbones.timm_models import is_timm_name
@@ -52,6 +55,42 @@ def starting_model(section: ModelSection, classes: int, data: str) -> StartingMo
     if model.record.num_classes is None:  # a user's own model that does not say
         return StartingModel(Classifier(model.backbone, replace(model.record, num_classes=classes)))
     return StartingModel(load_model(section.name, num_classes=classes, new_head=True, **options), fresh_head=True)
+
+
+def contradictions(section: ModelSection) -> list[str]:
+    """Settings, often inherited by `extends`, that differ from what is known of the weights a training starts from.
+
+    Known is the record in a file of Vitadel's, else timm's configuration of the model, which other weights may not
+    share: so these are warnings.
+    """
+    if section.weights in (None, "random") or not is_timm_name(section.name):
+        return []
+    file = Path(section.weights)
+    recorded = read_record(file) if file.suffix == ".safetensors" and file.is_file() else None
+    config = timm.get_pretrained_cfg(section.name)
+    if recorded is not None:
+        known, source = {"mean": recorded.mean, "std": recorded.std}, f"the record in {section.weights}"
+        size = recorded.input_size
+    elif config is not None:
+        known, source = {"mean": config.mean, "std": config.std}, f"timm's {section.name}"
+        size = config.input_size[1:]
+    else:
+        return []
+    found = []
+    for name, value in known.items():
+        given = getattr(section, name)
+        if given is not None and any(abs(ours - theirs) > 1e-3 for ours, theirs in zip(given, value, strict=False)):
+            shown = ", ".join(f"{each:g}" for each in value)
+            found.append(
+                f"model.{name} is {list(given)}, but {source} has [{shown}]: with other pixels than it was trained on "
+                f"the model starts worse. Set model.{name}=null for its own."
+            )
+    if section.input_size is not None and size is not None and section.input_size != size[0]:
+        found.append(
+            f"model.input_size is {section.input_size}, but {source} has {size[0]}: position embeddings are resampled. "
+            "Set model.input_size=null for its own."
+        )
+    return found
 
 
 def check_answer(model: Classifier, size: tuple[int, int], name: str, classes: int, trains_model: bool) -> None:

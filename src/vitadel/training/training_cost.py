@@ -18,8 +18,8 @@ from vitadel.evaluation.engine.cost import PassTimes, seconds_of
 from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes
-from vitadel.training.inner_attack import run_inner_attack
 from vitadel.training.interfaces import HasOwnMetric
+from vitadel.training.loop import run_inner_attack
 from vitadel.training.recipes.build import Recipe
 from vitadel.training.run import TrainingSetup, make_optimizer
 

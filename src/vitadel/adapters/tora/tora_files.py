@@ -7,6 +7,7 @@ the heads. It only fits the adapters it was trained with.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -90,7 +91,7 @@ def load_tora(path: str | Path, classifier: Classifier, fusion: str | Path | Fus
 
 def parts_file(start: str | Path) -> Path:
     """The file of phase 1: a run folder's best epoch, or the file itself."""
-    path = Path(start).expanduser()
+    path = Path(os.path.expanduser(start))
     return path / "weights" / "best.safetensors" if path.is_dir() else path
 
 

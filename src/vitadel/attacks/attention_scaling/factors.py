@@ -1,115 +1,201 @@
-"""Search for attention factors that move a model's features far from the original ones (Jain & Dutta, CVPR 2024)."""
+"""Searches for attention factors (Jain & Dutta, CVPR 2024): ascent, coordinate grid, both, and as printed.
+
+Where the softmax is saturated, nothing that is computed from the model has a slope with respect to the factor, and an
+ascent stays where it starts. So the grid starts at factors that bring the measured gaps of the scores to where the
+softmax has a slope, and compares values.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.goals import gradient
+from vitadel.attacks.attention_scaling.gaps import score_gaps, softening
+from vitadel.attacks.attention_scaling.objectives import (
+    DEPLOYED,
+    OBJECTIVES,
+    BoundObjective,
+    Passes,
+    Probe,
+    bind,
+    value_cost,
+)
 from vitadel.backbones.anatomy import attentions_of
-from vitadel.instrument.attention import Factors, scaled_attention
-from vitadel.instrument.hooks import block_features, token_sequence
+from vitadel.errors import UserError, check_known
 from vitadel.runtime.rng import SampleRNG
 
-_SMALLEST, _LARGEST = 1e-7, 1.0
+SMALLEST, LARGEST = 1e-7, 1.0
+METHODS = ("ascent", "grid", "both")
+_SHARES = (0.9, 0.5)  # of the rows of an attention whose gap a start softens
+_GRID = (0.1, 10**-0.5, 10**0.5, 10.0)  # tried in turn on every attention, as multiples of its start
+_RANGE = 10.0  # how far below its start a factor may go: beyond, attention is all but uniform
 
 Calibration = Iterable[tuple[Tensor, Tensor]]
-Distance = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
-def lpips_distance(features: Sequence[Tensor], reference: Sequence[Tensor]) -> Tensor:
-    """LPIPS-like distance of features from a reference, per sample (Zhang et al. 2018).
+@dataclass(frozen=True)
+class Candidate:
+    """Factors, the value of the objective, and what a short PGD through them does to the deployed model.
 
-    Every token is normalized over channels and every layer divided by the root of its number of tokens, so that all
-    layers have equal weight.
+    `loss` is the mean cross-entropy of the deployed model, `broken` the number of images that it misclassifies.
     """
-    total: Tensor | float = 0.0
-    for ours, theirs in zip(features, reference, strict=True):
-        ours, theirs = _tokens(ours), _tokens(theirs)
-        difference = nn.functional.normalize(ours, dim=-1) - nn.functional.normalize(theirs, dim=-1)
-        total = total + difference.square().sum((1, 2)) / ours.shape[1]
-    # The root has no gradient at zero, the distance of an unscaled model.
-    return (torch.as_tensor(total) + 1e-24).sqrt()
+
+    name: str
+    factors: tuple[float, ...]
+    value: float | None = None
+    loss: float | None = None
+    broken: int | None = None
 
 
-def eq3_distance(features: Sequence[Tensor], reference: Sequence[Tensor]) -> Tensor:
-    """The paper's equation 3, per sample: differences over the product of both lengths, summed over layers."""
-    total: Tensor | float = 0.0
-    for ours, theirs in zip(features, reference, strict=True):
-        ours, theirs = ours.flatten(1), theirs.flatten(1)
-        away = ((ours - theirs).square().sum(1) + 1e-24).sqrt()
-        total = total + away / (ours.norm(dim=1) * theirs.norm(dim=1)).clamp(min=1e-12)
-    return torch.as_tensor(total)
+@dataclass(frozen=True)
+class FactorSearch:
+    """How factors are searched.
+
+    `ascent`: from one random start, `steps` on each batch, each of `pace` decades along the normalized gradient.
+    `grid`: from the measured gaps, one attention after another, by values. `both`: the grid, then the ascent from
+    there. Factors lie between `smallest` and 1; those of the grid at most a decade below their start.
+    """
+
+    method: str = "both"
+    objective: str = "lpips"
+    steps: int = 10
+    pace: float = 0.3
+    smallest: float = SMALLEST
+
+    def __post_init__(self) -> None:
+        check_known("search", self.method, METHODS)
+        check_known("objective", self.objective, OBJECTIVES)
+        if self.method == "ascent" and self.objective in DEPLOYED:
+            raise UserError(
+                f"{self.objective} has no slope with respect to the factors, so there is nothing to ascend; take "
+                "search=grid, or one of " + ", ".join(name for name in OBJECTIVES if name not in DEPLOYED)
+            )
+
+    @property
+    def ascends(self) -> bool:
+        return self.method != "grid" and self.objective not in DEPLOYED
+
+    def cost(self, attentions: int) -> tuple[int, int]:
+        """The most (gradients, forwards) that one image can cost."""
+        gradients, forwards = (self.steps if self.ascends else 0), 2
+        if self.method != "ascent":
+            forwards += 1
+            values = 1 + len(_SHARES) + len(_GRID) * attentions
+            more = value_cost(self.objective)
+            gradients, forwards = gradients + values * more[0], forwards + values * more[1]
+        return gradients, forwards
+
+    def find(
+        self,
+        model: nn.Module,
+        batches: Calibration,
+        rng: SampleRNG,
+        passes: Passes,
+        reference: float | Sequence[float] = 1.0,
+        probe: Probe | None = None,
+    ) -> list[Candidate]:
+        """The best factors first, then those that the search passed on its way. The model must be frozen.
+
+        The grid looks at the first batch, the ascent at all of them.
+        """
+        bottom = torch.full((len(attentions_of(model)),), math.log10(self.smallest), dtype=torch.float64)
+
+        def ascend(start: Tensor, low: Tensor) -> tuple[float, ...]:
+            each = (bind(self.objective, model, x, y, passes, reference) for x, y in batches)
+            return self._ascend(each, start, low)
+
+        if self.method == "ascent":
+            drawn = (-2 * rng.uniform(len(bottom))[0].double()).maximum(bottom)
+            return [Candidate("ascent", ascend(drawn, bottom))]
+        x, y = next(iter(batches))
+        first = bind(self.objective, model, x, y, passes, reference, probe)
+        passes.add(len(x), 0, 1)
+        gaps = score_gaps(model, x)
+        starts = [Candidate("gaps", self._bounded(softening(gaps, share))) for share in _SHARES]
+        start = _ranked(_valued(each, first) for each in dict.fromkeys(starts))[0]
+        low = (torch.tensor(start.factors, dtype=torch.float64) / _RANGE).log10().maximum(bottom)
+        grid = _coordinate_search(first, start, low)
+        found = [grid, start] if grid.factors != start.factors else [start]
+        if self.ascends:
+            factors = ascend(torch.tensor(grid.factors, dtype=torch.float64).log10(), low)
+            found.append(_valued(Candidate("grid + ascent", factors), first))
+        return _ranked(found)
+
+    def _bounded(self, factors: Sequence[float]) -> tuple[float, ...]:
+        return tuple(max(self.smallest, factor) for factor in factors)
+
+    def _ascend(self, batches: Iterable[BoundObjective], start: Tensor, low: Tensor) -> tuple[float, ...]:
+        decades, high = start, torch.zeros_like(start)
+        for bound in batches:
+            for _ in range(self.steps):
+                slope = bound.slope(decades)
+                step = self.pace * slope / slope.abs().max().clamp(min=1e-30)
+                decades = (decades + step).clamp(low, high)
+        return tuple((10**decades).tolist())
 
 
-def _tokens(features: Tensor) -> Tensor:
-    """Features of any shape with channels last, as (batch, tokens, channels)."""
-    return features.flatten(1, -2) if features.ndim > 2 else features[:, None]
+def _valued(candidate: Candidate, bound: BoundObjective) -> Candidate:
+    return replace(candidate, value=bound.value(candidate.factors))
 
 
-DISTANCES: dict[str, Distance] = {"lpips": lpips_distance, "eq3": eq3_distance}
+def _ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """By value; of equal ones the first."""
+    return sorted(candidates, key=lambda candidate: -(candidate.value or 0.0))
+
+
+def _coordinate_search(bound: BoundObjective, start: Candidate, low: Tensor) -> Candidate:
+    """Go through the attentions once and give each the factor of the grid with the largest value."""
+    best = replace(start, name="grid")
+    for place, bottom in enumerate((10**low).tolist()):
+        own = start.factors[place]
+        grid = dict.fromkeys(min(LARGEST, max(bottom, multiple * own)) for multiple in _GRID)
+        for factor in grid:
+            factors = (*best.factors[:place], factor, *best.factors[place + 1 :])
+            if factors != best.factors and (other := bound.value(factors)) > (best.value or 0.0):
+                best = Candidate("grid", factors, other)
+    return best
 
 
 def search_factors(
     model: nn.Module,
     calibration: Calibration,
     rng: SampleRNG,
-    steps: int = 10,
-    pace: float = 0.3,
-    distance: str = "lpips",
+    search: FactorSearch,
     reference: float | Sequence[float] = 1.0,
-    smallest: float = _SMALLEST,
 ) -> tuple[float, ...]:
-    """Factors of the attentions that maximize the distance from the features with the `reference` factors.
+    """The best factors of a search that needs no probe."""
+    return search.find(model, calibration, rng, Passes(), reference)[0].factors
 
-    Gradient ascent on decimal logarithms from one random start: `steps` on each batch, each of `pace` decades along the
-    normalized gradient, between `smallest` and 1. The model must be frozen. Labels are not used.
-    """
-    low, high = math.log10(smallest), math.log10(_LARGEST)
-    decades = (-2 * rng.uniform(len(attentions_of(model)))[0].double()).clamp(low, high)
-    for x, _ in calibration:
-        with torch.no_grad():
-            original = scaled_features(model, x, reference)
-        for _ in range(steps):
-            slope = _slope(model, x, original, decades, DISTANCES[distance], as_decades=True)
-            decades = (decades + pace * slope / slope.abs().max().clamp(min=1e-30)).clamp(low, high)
-    return tuple((10**decades).tolist())
+
+def random_factors(model: nn.Module, rng: SampleRNG, smallest: float) -> tuple[float, ...]:
+    """Log-uniform between `smallest` and 1, one per attention: a control for every search."""
+    drawn = rng.stream("random factors").uniform(len(attentions_of(model)))[0].double()
+    return tuple((smallest**drawn).tolist())
 
 
 def search_factors_as_printed(
-    model: nn.Module, calibration: Calibration, rng: SampleRNG, steps: int
+    model: nn.Module,
+    calibration: Calibration,
+    rng: SampleRNG,
+    steps: int,
+    start: float | Sequence[float] = 1.0,
+    smallest: float = SMALLEST,
+    passes: Passes | None = None,
 ) -> tuple[float, ...]:
     """The paper's algorithm 1 as printed.
 
     Additive normal noise on every batch, raw gradients of equation 3, and the factors so far as reference.
     """
-    factors = torch.ones(len(attentions_of(model)), dtype=torch.float64)
-    for number, (x, _) in enumerate(calibration):
-        with torch.no_grad():
-            reference = scaled_features(model, x, tuple(factors.tolist()))
+    factors = torch.ones(len(attentions_of(model)), dtype=torch.float64) * torch.tensor(start, dtype=torch.float64)
+    for number, (x, y) in enumerate(calibration):
+        bound = bind("eq3", model, x, y, passes or Passes(), tuple(factors.tolist()))
         delta = rng.stream("noise", number).normal(len(factors))[0].double()
         for _ in range(steps):
-            here = (factors + delta).clamp(_SMALLEST, _LARGEST)
-            delta = delta + _slope(model, x, reference, here, eq3_distance, as_decades=False)
-        factors = (factors + delta).clamp(_SMALLEST, _LARGEST)
+            here = (factors + delta).clamp(smallest, LARGEST)
+            delta = delta + bound.slope(here, as_decades=False)
+        factors = (factors + delta).clamp(smallest, LARGEST)
     return tuple(factors.tolist())
-
-
-def _slope(
-    model: nn.Module, x: Tensor, reference: Sequence[Tensor], at: Tensor, distance: Distance, *, as_decades: bool
-) -> Tensor:
-    """The gradient of the mean distance, with respect to factors or to their decimal logarithms."""
-    with torch.enable_grad():
-        free = at.detach().to(x.device).clone().requires_grad_()
-        factors = 10**free if as_decades else free
-        return gradient(distance(scaled_features(model, x, factors), reference).mean(), free).detach().cpu()
-
-
-def scaled_features(model: nn.Module, x: Tensor, factors: Factors) -> list[Tensor]:
-    """The features of every block with scaled attention, (batch, tokens, channels)."""
-    with scaled_attention(model, factors), block_features(model) as features:
-        model(x)
-    return [token_sequence(model, each) for each in features]

@@ -17,12 +17,11 @@ from vitadel.attacks.apgd import APGD
 from vitadel.attacks.autoattack.best_points import BestPoints, RecordBest, Value
 from vitadel.attacks.autoattack.nearest_targets import nearest_targets
 from vitadel.attacks.gain_ratio import GAINS, GainRecorder
-from vitadel.attacks.goals import fooled, gradient
+from vitadel.attacks.goals import changed, fooled, gradient, seen_through
 from vitadel.attacks.losses import cross_entropy, lead, margin, probability_margin, targeted_dlr
 from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Scripted
-from vitadel.attacks.surrogate import changed, seen_through
 from vitadel.attacks.threats import dual_order
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import check_pixels

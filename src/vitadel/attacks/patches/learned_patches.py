@@ -26,6 +26,7 @@ from vitadel.attacks.patches.patch_threat import (
     threat_of_share,
 )
 from vitadel.attacks.patches.random_patches import check_noise, uniform_noise, worst_of
+from vitadel.attacks.per_sample import takes_arrays
 from vitadel.backbones.anatomy import main_blocks
 from vitadel.errors import UserError, check_known
 from vitadel.instrument.hooks import block_features, frozen
@@ -130,6 +131,7 @@ class LearnedPatches:
             model(z)
             return alignment(list(features), clean)
 
+    @takes_arrays
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_images(x)
         x = x.detach()

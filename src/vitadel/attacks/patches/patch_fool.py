@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import fooled, gradient
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.patches.patch_threat import Patches, PatchGrid, check_images, cut, patch_grid_of, pixel_mask
-from vitadel.attacks.per_sample import keep_samples
+from vitadel.attacks.per_sample import keep_samples, takes_arrays
 from vitadel.attacks.threats import L2, Linf
 from vitadel.attacks.wrappers import with_restarts
 from vitadel.errors import UserError, check_known
@@ -165,6 +165,7 @@ class PatchFool:
             raise UserError(f"Patch-Fool was asked for {self.patches} patches, but an image has {grid.patches}")
         return Patches(self.patches, grid.side, None if self.mild == "none" else self.threat)
 
+    @takes_arrays
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_images(x)
         x = x.detach()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vitadel.attacks.goals import fooled
 from vitadel.attacks.losses import margin
 from vitadel.attacks.patches.patch_threat import check_images, patches_in, pixel_mask, threat_of_share
+from vitadel.attacks.per_sample import takes_arrays
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError, check_known
 from vitadel.instrument.hooks import frozen
@@ -91,6 +92,7 @@ class RandomPatches:
         """The patch threat of the images; it depends on the model's grid."""
         return threat_of_share(model, x, self.share, self.side)
 
+    @takes_arrays
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_images(x)
         x = x.detach()

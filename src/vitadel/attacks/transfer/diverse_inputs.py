@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from vitadel.attacks.goals import deployed_fooled
 from vitadel.attacks.losses import cross_entropy, margin
-from vitadel.attacks.per_sample import keep_samples
+from vitadel.attacks.per_sample import keep_samples, takes_arrays
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
 from vitadel.backbones.classifier import check_pixels
@@ -120,6 +120,7 @@ class Diverse:
         if self.tokens < 0:
             raise UserError(f"tokens is the number of additional random tokens, 0 or more; got {self.tokens}")
 
+    @takes_arrays
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
         rng = SampleRNG.of_pixels(x) if rng is None else rng

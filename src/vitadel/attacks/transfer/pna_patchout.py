@@ -9,12 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.goals import deployed_fooled
+from vitadel.attacks.goals import deployed, deployed_fooled
 from vitadel.attacks.losses import cross_entropy
-from vitadel.attacks.per_sample import keep_samples
+from vitadel.attacks.per_sample import keep_samples, takes_arrays
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
-from vitadel.attacks.surrogate import deployed
 from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError
 from vitadel.instrument.attention import constant_attention
@@ -114,6 +113,7 @@ class PnaPatchOut:
         if not self.patchout and self.share != _SHARE:
             raise UserError(f"share={self.share:g} has no effect without PatchOut; leave share or patchout=false out")
 
+    @takes_arrays
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
         rng = SampleRNG.of_pixels(x) if rng is None else rng

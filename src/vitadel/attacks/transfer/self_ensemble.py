@@ -10,12 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.goals import fooled
+from vitadel.attacks.goals import deployed, fooled
 from vitadel.attacks.losses import cross_entropy
-from vitadel.attacks.per_sample import keep_samples
+from vitadel.attacks.per_sample import keep_samples, takes_arrays
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Momentum
-from vitadel.attacks.surrogate import deployed
 from vitadel.backbones.anatomy import anatomy_of, backbone_of, blocks_of
 from vitadel.backbones.classifier import check_pixels
 from vitadel.instrument.hooks import Edge, block_features, hooked
@@ -120,6 +119,7 @@ class SelfEnsemble:
     def __post_init__(self) -> None:
         Momentum(self.decay)  # checks the decay
 
+    @takes_arrays
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
         check_pixels(x)
         stepper = Momentum(self.decay, self.length)

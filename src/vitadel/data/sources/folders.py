@@ -11,8 +11,8 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from vitadel.data.batches import skip_advice
 from vitadel.data.images import IMAGE_EXTENSIONS, LabeledImages, decode
-from vitadel.data.selection import skip_advice
 from vitadel.data.spec import SPLIT_NAMES, DataRequest, pick_split
 from vitadel.errors import UserError
 from vitadel.runtime.safe_reading import check_name, check_regular_file

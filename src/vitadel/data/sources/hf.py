@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +78,7 @@ def _images(datasets: ModuleType, data: Any, origin: str, split: str, chosen: di
 
 
 def _splits(datasets: ModuleType, request: DataRequest, config: str | None) -> dict[str, Any]:
-    path = Path(request.argument).expanduser()
+    path = Path(os.path.expanduser(request.argument))
     saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:
         if saved:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,14 +14,17 @@ from functools import lru_cache
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.data import ImageNetInfo
 
-from vitadel.data.selection import skip_advice
+from vitadel.data.batches import skip_advice
 from vitadel.data.sources.folders import ImageFiles, class_folders, files_below, split_folder
-from vitadel.data.spec import DataRequest
+from vitadel.data.spec import DataRequest, whole_number
 from vitadel.errors import UserError
+from vitadel.quantities import SEED
+from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.safe_reading import read_text_file
 
 _WNID = re.compile(r"n\d{8}")
@@ -69,8 +73,12 @@ def open_imagenet(request: DataRequest) -> ImageFiles:
     """Open DIR/n01440764/*.JPEG, or DIR/val and DIR/train; samples are sorted by class, then by path.
 
     `imagenet:DIR(list=FILE)` selects the images that a text file lists, one 'n01440764/name.JPEG' per line.
+    `imagenet:DIR(classes=100,seed=0)` selects the images of 100 classes, drawn with the seed; `classes=FILE` those of a
+    text file with one WordNet id per line. Labels are then 0, 1, ... in the order of ImageNet, or of the file.
     """
-    listed = request.read_settings(list=Path).get("list")
+    settings: dict[str, Any] = request.read_settings(list=Path, classes=str, seed=_seed)
+    listed = settings.get("list")
+    chosen = _chosen_classes(request, settings)
     root = request.path("a folder with sub-folders such as n01440764")
     # ImageNet's own test split has no labels, so validation comes first.
     if request.kind == "imagenet":
@@ -80,7 +88,7 @@ def open_imagenet(request: DataRequest) -> ImageFiles:
     among = _numbers_of_benchmark(request.kind)
     found: list[str] = []
     empty = []
-    for name in _wnid_folders(root, request, among):
+    for name in _wnid_folders(root, request, among, chosen):
         members = sorted(f"{name}/{path}" for path in files_below(root / name))
         found += members
         if not members:
@@ -92,8 +100,48 @@ def open_imagenet(request: DataRequest) -> ImageFiles:
         )
     skipped = tuple(f"class '{name}' is empty" for name in empty)
     if listed is not None:
-        found = _only_listed(found, listed.expanduser(), root)
-    return _image_files(root, found, request, skipped=skipped, among=among)
+        found = _only_listed(found, Path(os.path.expanduser(listed)), root)
+    return _image_files(root, found, request, skipped=skipped, among=among, chosen=chosen)
+
+
+def _seed(text: str) -> int:
+    number = whole_number(text)
+    if not SEED.holds(number):
+        raise UserError(f"the seed must be {SEED.words}")
+    return number
+
+
+def _chosen_classes(request: DataRequest, settings: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The WordNet ids that `classes` selects, in the order of their labels; None for all classes."""
+    classes = settings.get("classes")
+    if classes is None:
+        if "seed" in settings:
+            raise UserError(f"'{request.spec}': seed belongs to a number of classes, as in (classes=100,seed=0)")
+        return None
+    if request.kind != "imagenet":
+        raise UserError(f"{request.kind} has a fixed set of 200 classes; drop classes={classes}")
+    if not re.fullmatch(r"[+-]?\d+", classes):
+        if "seed" in settings:
+            raise UserError(f"'{request.spec}': classes names a file, which needs no seed; drop one of them")
+        return _classes_in_file(Path(os.path.expanduser(classes)))
+    count, known = int(classes), tuple(class_numbers())
+    if not 2 <= count <= len(known):
+        raise UserError(f"'{request.spec}': classes must be from 2 to {len(known)}, or a file of WordNet ids")
+    rng = SampleRNG.of_samples(settings.get("seed", 0), [0]).stream("classes of ImageNet")
+    return tuple(known[number] for number in sorted(rng.permutation(len(known))[0, :count].tolist()))
+
+
+def _classes_in_file(file: Path) -> tuple[str, ...]:
+    """The WordNet ids of a list; what follows the id on its line is a comment."""
+    lines = read_text_file(file, "list of classes").splitlines()
+    ids = [line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    strange = next((name for name in ids if name not in class_numbers()), None)
+    if strange is not None:
+        raise UserError(f"the list of classes '{file}' has '{strange}', which is not one of the 1000 ImageNet classes")
+    if len(ids) < 2 or len({*ids}) < len(ids):
+        what = "names a class twice" if len(ids) > 1 else f"names {len(ids)} classes"
+        raise UserError(f"the list of classes '{file}' {what}; it takes 2 or more WordNet ids, one per line")
+    return tuple(ids)
 
 
 def _only_listed(found: Sequence[str], file: Path, root: Path) -> list[str]:
@@ -134,21 +182,26 @@ def _image_files(
     skipped: tuple[str, ...] = (),
     parts: Mapping[str, range] | None = None,
     among: tuple[int, ...] | None = None,
+    chosen: Sequence[str] | None = None,
 ) -> ImageFiles:
     if not found:
         raise UserError(f"'{root}' holds no images; {request.kind} expects folders such as n01440764 with .JPEG files")
+    numbers = list(class_numbers().values()) if chosen is None else [class_numbers()[wnid] for wnid in chosen]
+    label = {number: place for place, number in enumerate(numbers)}
     return ImageFiles(
         root=root,
-        classes=imagenet_classes(),
+        classes=tuple(imagenet_classes()[number] for number in numbers),
         files=tuple(found),
-        targets=torch.tensor([wnid_number(path, root, request) for path in found]),
+        targets=torch.tensor([label[wnid_number(path, root, request)] for path in found]),
         skipped=skipped,
         parts=parts or {},
         among=among,
     )
 
 
-def _wnid_folders(root: Path, request: DataRequest, among: Sequence[int] | None) -> list[str]:
+def _wnid_folders(
+    root: Path, request: DataRequest, among: Sequence[int] | None, chosen: Sequence[str] | None
+) -> list[str]:
     names = class_folders(root) if root.is_dir() else []
     if not names:
         raise UserError(
@@ -161,7 +214,15 @@ def _wnid_folders(root: Path, request: DataRequest, among: Sequence[int] | None)
             raise UserError(f"'{root / name}' is not one of the 1000 ImageNet classes{hint}")
         if among is not None and class_numbers()[name] not in among:
             raise UserError(f"'{root / name}' is not one of the 200 classes of {request.kind}; use imagenet:{root}")
-    return names
+    if chosen is None:
+        return names
+    missing = [name for name in chosen if name not in names]
+    if missing:
+        raise UserError(
+            f"'{request.spec}' selects {len(chosen)} classes, and '{root}' has no folder for {len(missing)} of them: "
+            f"{missing[0]}. Give the whole ImageNet, or a list of classes that are there: classes=FILE"
+        )
+    return sorted(chosen)
 
 
 def _parts(root: Path, found: Iterable[str]) -> dict[str, range]:

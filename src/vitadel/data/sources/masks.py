@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -142,7 +143,7 @@ def open_masked(
     A folder holds images/ and masks/ (or annotations/, labels/), with a sub-folder per split in both or above both;
     a mask has the path of its image but for the ending.
     """
-    request = parse_spec(spec, root=Path("data" if root is None else root).expanduser(), split=None)
+    request = parse_spec(spec, root=Path(os.path.expanduser("data" if root is None else root)), split=None)
     if request.kind == "shapes":
         if classes not in (None, len(CLASSES) + 1) or void or from_one:
             raise UserError(

@@ -6,6 +6,7 @@ A tar file has no table of contents, so its headers are scanned once; then a sam
 from __future__ import annotations
 
 import json
+import os
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,10 +18,10 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
+from vitadel.data.batches import skip_advice
 from vitadel.data.files import matching_files
 from vitadel.data.images import IMAGE_EXTENSIONS, LabeledImages, decode
 from vitadel.data.labels import number_labels, read_class_names
-from vitadel.data.selection import skip_advice
 from vitadel.data.spec import DataRequest
 from vitadel.errors import UserError
 
@@ -53,7 +54,7 @@ class ShardImages(LabeledImages):
 
 def open_shards(request: DataRequest) -> ShardImages:
     """Labels come from `.cls` or `label` in `.json`, class names from `(classes=FILE)` or classes.txt in the folder."""
-    chosen = request.read_settings(classes=lambda text: Path(text).expanduser())
+    chosen = request.read_settings(classes=lambda text: Path(os.path.expanduser(text)))
     shards = matching_files(request, ".tar")
     beside = (shards[0].parent / name for name in _CLASS_FILES)
     class_file = chosen.get("classes") or next((path for path in beside if path.is_file()), None)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
+from vitadel.data.batches import skip_advice
 from vitadel.data.images import LabeledImages
-from vitadel.data.selection import skip_advice
 from vitadel.data.sources.folders import files_below
 from vitadel.data.sources.imagenet import imagenet_classes, wnid_number
 from vitadel.data.spec import DataRequest

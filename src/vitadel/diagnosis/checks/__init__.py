@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vitadel.findings import BROKEN, OK, SUSPICIOUS, Evidence, Finding, Verdict
+from vitadel.findings import BROKEN, MODULES, OK, SUSPICIOUS, Evidence, Finding, Verdict
 
 if TYPE_CHECKING:
     from vitadel.diagnosis.examination import Examination, Level
@@ -33,9 +33,6 @@ __all__ = [
 
 Outcome = tuple[Verdict, Evidence]
 """What a check returns: its verdict and the numbers behind it."""
-
-MODULES = "modules"
-"""The evidence that names the modules to attack through."""
 
 Cost = tuple[float, float]
 """(gradients, forwards) per image."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from vitadel.attacks.goals import Surrogate
 from vitadel.attacks.losses import kl_divergence
 from vitadel.attacks.parse import make
 from vitadel.attacks.registry import fgsm
 from vitadel.attacks.steppers import usual_length
-from vitadel.attacks.surrogate import Surrogate
 from vitadel.attacks.threats import make_threat
 from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.examination import Examination, Level, attack_cost, probing_threat

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vitadel.attacks.attention_scaling.aas import AAS, Rescaled
+from vitadel.attacks.attention_scaling.gaps import quantile, softening
 from vitadel.attacks.parse import make
 from vitadel.diagnosis.checks import OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.examination import Examination, Level
@@ -20,9 +21,7 @@ _ROUNDS_TO_ONE = {torch.float64: 36.7, torch.float32: 16.6, torch.float16: 7.6, 
 _LEAVES_NORMAL = {torch.float64: 708.0, torch.float32: 87.3, torch.float16: 9.7, torch.bfloat16: 87.3}
 _SATURATED = 0.25  # share of a block's rows
 _GAIN = 0.03  # share of all images that scaled attention may break beyond the plain attack
-_SOFT = 2.0  # the score gap that attention is scaled to
-_CALIBRATION_IMAGES = 64  # for the adaptive factors
-_CALIBRATION_GRADIENTS = 50  # on each: ten for the search, and ten under each of four candidates
+_CALIBRATION_IMAGES = 64  # for the adaptive factors, of which those are used that cost at most the attack on 25
 
 
 def _score_gaps(e: Examination) -> list[Tensor]:
@@ -61,20 +60,14 @@ def attention_saturation(e: Examination) -> Outcome:
         "rows beyond, per block": [round(share, 4) for share in saturated],
         "rows beyond the normal range, per block": [round(e.share(gap > beyond), 4) for gap in gaps],
         "median gap, per block": [round(float(gap.median()), 3) for gap in gaps],
-        "99th percentile, per block": [round(_quantile(gap, 0.99), 3) for gap in gaps],
+        "99th percentile, per block": [round(quantile(gap, 0.99), 3) for gap in gaps],
     }
     return (SUSPICIOUS if max(saturated) > _SATURATED else OK), evidence
 
 
-def _quantile(gap: Tensor, share: float) -> float:
-    """By rank: torch's own quantile refuses more than 16 million values."""
-    return float(gap.kthvalue(max(1, int(share * len(gap)))).values) if len(gap) else 0.0
-
-
 def softening_factors(gaps: list[Tensor]) -> tuple[float, ...]:
     """One factor per attention, so that 9 of 10 rows have a gap of at most 2; 0.1 everywhere if they already do."""
-    tenths = [_quantile(gap, 0.9) for gap in gaps]
-    factors = tuple(min(1.0, _SOFT / max(tenth, 1e-12)) for tenth in tenths)
+    factors = softening(gaps)
     return factors if min(factors) < 1 else (0.1,) * len(gaps)
 
 
@@ -84,10 +77,8 @@ def _scaling_cost(level: Level) -> tuple[float, float]:
     search = make(level.plain)
     gradients, forwards = Rescaled(search).passes()
     plain_gradients, plain_forwards = search.passes()
-    adaptive = level.name == "thorough"
-    times = 3 if adaptive else 2
-    calibration = _CALIBRATION_IMAGES * _CALIBRATION_GRADIENTS / level.images if adaptive else 0.0
-    return times * gradients + 2 * plain_gradients + calibration, times * (forwards + 1) + 2 * plain_forwards + 3.25
+    times = 2 + (1 + 25 / level.images) * (level.name == "thorough")  # with the calibration, which may cost 25 attacks
+    return times * gradients + 2 * plain_gradients, times * (forwards + 1) + 2 * plain_forwards + 3.25
 
 
 @check(
@@ -116,7 +107,7 @@ def attention_scaling(e: Examination) -> Outcome:
     best = soft
     images = e.other_images(_CALIBRATION_IMAGES) if e.level.name == "thorough" else []
     if images:
-        adaptive: Calibrated = AAS(search, images=_CALIBRATION_IMAGES)
+        adaptive: Calibrated = AAS(search, finalists=1)
         best = soft & e.robust("adaptive", adaptive.prepared(e.model, images, e.seed))
         evidence["adaptive factors"] = e.share(best)
     if not significantly_fewer(plain, best, _GAIN):

@@ -13,16 +13,15 @@ from vitadel.backbones.classifier import looks_like_probabilities, modules_in_tr
 from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.examination import Examination, relative_change
 from vitadel.errors import UserError
-from vitadel.evaluation.audit.clean_accuracy import chance_level
 from vitadel.findings import CLEAN_ACCURACY, PROBABILITY_OUTPUTS, TRAIN_MODE
 from vitadel.instrument.hooks import Edge, hooked
-from vitadel.statistics import binomial_tail, significantly_fewer
+from vitadel.statistics import binomial_tail, chance_level, significantly_fewer
 
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _HALF = ((0.5,) * 3, (0.5,) * 3)
 _UNLIKELY = 0.01
 _WEAK = 0.2  # of the way from chance level to perfect accuracy
-_SLACK = 0.3  # by which resizing may overshoot black and white; normalized pixels are further out
+_SLACK = 0.3  # by which black and white may leave [0, 1]; normalized ones are further out
 
 
 @check("pixel-range", "Images are not pixels in [0, 1]", vital=True)
@@ -91,10 +90,10 @@ def _restored_buffers(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-@check("normalization", "Normalization is missing or applied twice", cost=(0, 6.4))
+@check("normalization", "Normalization is missing or applied twice", cost=(0, 6.1))
 def normalization(e: Examination) -> Outcome:
     """Raised if accuracy is clearly higher when images are normalized first, when a normalization is undone, when they
-    are bytes, or when their channels are swapped; or if the model's own normalization does not receive pixels.
+    are bytes, or when their channels are swapped; or if black and white are no pixels where the model normalizes.
 
     Why it matters: the model does not receive what it was trained on, because its normalization is missing or applied
     twice. Clean accuracy usually suffers, and eps is a different budget than it says.
@@ -108,15 +107,18 @@ def normalization(e: Examination) -> Outcome:
     ranges = _ranges_before_normalization(e)
     if ranges:
         evidence["range of what is normalised"] = [list(each) for each in ranges]
-    no_pixels = any(low < -_SLACK or high > 1 + _SLACK or high <= 1.01 / 255 for low, high in ranges)
+    # Where black and white become the same, contrast is that of each image, and the two say nothing about its scale.
+    no_pixels = any(low < -_SLACK or high > 1 + _SLACK or 0 < high - low <= 1.01 / 255 for low, high in ranges)
     return (BROKEN if no_pixels or significantly_fewer(right[best], e.correct, 0.03) else OK), evidence
 
 
 def _ranges_before_normalization(e: Examination) -> list[tuple[float, float]]:
-    """The smallest and largest input of each module that has a mean and a standard deviation per color.
+    """What black and white are, at the least and the most, before each module with a mean and a deviation per color.
 
-    In units of the module: one whose mean or standard deviation is that of bytes expects bytes.
+    In units of the module: one whose mean or standard deviation is that of bytes expects bytes. Plain images show a
+    normalization of all pixels, and not what filters and standardized contrast do to an image, which is no mistake.
     """
+    plain = torch.stack([torch.zeros_like(e.x[0]), torch.ones_like(e.x[0])])
     seen: list[tuple[float, float]] = []
     for name, part in e.model.named_modules():
         numbers = _mean_and_std(part)
@@ -129,7 +131,7 @@ def _ranges_before_normalization(e: Examination) -> list[tuple[float, float]]:
 
             try:
                 with hooked(e.model, [Edge(name, part, record, before=True)]):
-                    e.logits_of(e.first(min(16, e.batch_size)))
+                    e.logits_of(plain)
             except (UserError, IndexError):  # the module is not called, or receives its images by keyword
                 continue
     return seen
@@ -170,7 +172,7 @@ def clean_accuracy(e: Examination) -> Outcome:
     What to do: compare the data's class order with the model's, and check --weights, --mean, --std and --input-size.
     """
     right, n = int(e.correct.sum()), len(e.y)
-    chance = chance_level(e.y, e.logits.shape[1])
+    chance = chance_level(e.y.tolist(), e.logits.shape[1])
     evidence = {"accuracy": right / n, "n": n, "guessing": chance}
     if binomial_tail(right, n, chance) < _UNLIKELY:
         return OK, evidence

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from vitadel.adapters.adapted_model import open_model
 from vitadel.backbones.load import load_model
 from vitadel.data import open_dataset
-from vitadel.data.batches import read_batches
-from vitadel.data.preprocess import Preprocess
+from vitadel.data.batches import Preprocess, read_batches
 from vitadel.diagnosis.gallery.entry import ROBUST, STANDARD, Change, Defended, HonestModel, Transform, smoothed
 from vitadel.diagnosis.gallery.pixels import in_blocks, low_frequencies, median_of
 
@@ -129,6 +128,23 @@ def _balanced_colors(x: Tensor) -> Tensor:
     return (x * (x.mean((1, 2, 3), keepdim=True) / x.mean((2, 3), keepdim=True).clamp(min=0.05))).clamp(0, 1)
 
 
+def _sharpened(x: Tensor) -> Tensor:
+    """Edges overshoot black and white."""
+    return x + (x - smoothed(x))
+
+
+def _stretched(x: Tensor) -> Tensor:
+    """Every image from its own darkest to its brightest pixel, both a little outside of [0, 1]."""
+    low, high = x.amin((1, 2, 3), keepdim=True), x.amax((1, 2, 3), keepdim=True)
+    return (x - low) / (high - low).clamp(min=0.05) * 1.2 - 0.1
+
+
+def _local_contrast(x: Tensor) -> Tensor:
+    """Every pixel relative to the mean and the deviation around it, mixed with the image."""
+    away = x - smoothed(x)
+    return 0.9 * x + 0.1 * away / (smoothed(away.square()) + 1e-2).sqrt()
+
+
 class _Autocast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -209,6 +225,10 @@ HONEST_MODELS: tuple[HonestModel, ...] = (
     HonestModel(
         "log-probabilities", "as output", _around(lambda x: x, after=lambda z: z.log_softmax(1)), "standardization"
     ),
+    HonestModel("sharpened", "edges overshoot black and white", _around(_sharpened), "contrast"),
+    HonestModel("stretched", "from the darkest to the brightest pixel", _around(_stretched), "contrast"),
+    HonestModel("local contrast", "relative to the deviation nearby", _around(_local_contrast), "contrast"),
+    HonestModel("brightened", "a gamma of 0.7", _around(lambda x: (x + 0.01).clamp(min=1e-3) ** 0.7), "contrast"),
     HonestModel("CNN, ReLU", "ReLU and max pooling", partial(_cnn, nn.ReLU, nn.MaxPool2d(2)), "convolutions"),
     HonestModel("CNN, SiLU", "SiLU and average pooling", partial(_cnn, nn.SiLU, nn.AvgPool2d(2)), "convolutions"),
 )

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from vitadel.backbones.anatomy import attentions_of, backbone_of, blocks_of
 from vitadel.backbones.families.meansparse import MeanSparse
 from vitadel.data import open_dataset
-from vitadel.data.batches import read_batches
-from vitadel.data.preprocess import Preprocess
+from vitadel.data.batches import Preprocess, read_batches
 from vitadel.diagnosis.gallery.entry import BrokenDefense, Build, Transform, sweep
 
 
@@ -109,7 +108,7 @@ def k_winners(share: float) -> Transform:
     return Transform(sparse)
 
 
-def _after_activations(make: Any) -> Build:
+def after_activations(make: Any) -> Build:
     """Put what `make()` returns after the activation of every block's MLP."""
 
     def build(model: nn.Module) -> nn.Module:
@@ -187,7 +186,7 @@ _ACTIVATIONS = (
         "activations",
         "k-winners",
         "only this share of each token's hidden activations is kept",
-        lambda share: _after_activations(lambda: k_winners(share)),
+        lambda share: after_activations(lambda: k_winners(share)),
         (0.05, 0.1, 0.2, 0.4),
     ),
     *sweep(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from vitadel.statistics import significantly_fewer
+from vitadel.statistics import ALPHA, sign_test, significantly_fewer
 
 NORMALIZATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "raw pixels": ((0.0,) * 3, (1.0,) * 3),
@@ -21,6 +22,9 @@ NORMALIZATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "CIFAR-10's mean and std": ((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)),
     "CLIP's mean and std": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
 }
+_TRIED = 20  # alternatives, at most
+_LIKELIER = 0.7  # share of the images whose label an alternative must make likelier, and by how much in the mean
+_LEAST_GAIN = 0.05
 _FLOOR = 0.03  # by which an alternative must be better, as a share of the images
 _FEWEST_PER_CLASS = 2
 
@@ -32,27 +36,61 @@ class Fit:
     name: str
     correct: Tensor
     remedy: str
+    gain: Tensor | None = None  # of the label's log-likelihood, beside the set-up as given
+
+    @classmethod
+    def of(cls, name: str, logits: Tensor, y: Tensor, as_given: Tensor, remedy: str) -> Self:
+        """From the logits with it and `as_given`."""
+        gain = _log_likelihood(logits, y) - _log_likelihood(as_given, y)
+        return cls(name, logits.argmax(1) == y, remedy, gain)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """One alternative on several batches."""
+        gains = [part.gain for part in parts if part.gain is not None]
+        correct = torch.cat([part.correct for part in parts])
+        return cls(parts[0].name, correct, parts[0].remedy, torch.cat(gains) if gains else None)
+
+    @property
+    def likelier(self) -> int | None:
+        """On how many images the label is likelier."""
+        return None if self.gain is None else int((self.gain > 0).sum())
 
     @property
     def accuracy(self) -> float:
         return float(self.correct.double().mean())
 
     def is_better_than(self, as_given: Tensor) -> bool:
-        """Whether it is right on significantly more of the images."""
-        return significantly_fewer(self.correct, as_given, _FLOOR)
+        """Whether it is right on significantly more of the images, or makes the label likelier on most of them.
+
+        A wrong normalization may cost a point or two of accuracy, which only thousands of images show; the likelihood
+        of the label shows it on a few dozen.
+        """
+        if significantly_fewer(self.correct, as_given, _FLOOR):
+            return True
+        if self.gain is None or self.accuracy < float(as_given.double().mean()):
+            return False
+        likelier, less = int((self.gain > 0).sum()), int((self.gain < 0).sum())
+        clear = likelier >= _LIKELIER * len(self.gain) and float(self.gain.mean()) >= _LEAST_GAIN
+        return clear and sign_test(likelier, less) < ALPHA / _TRIED
 
 
 def best_alternative(fits: Sequence[Fit], as_given: Tensor) -> Fit | None:
-    """The alternative that is right most often, if it is significantly better than the set-up as given."""
+    """The alternative that fits best, of those that are significantly better than the set-up as given.
+
+    Among those that are right about equally often, the one that makes the labels likeliest.
+    """
     better = [fit for fit in fits if fit.is_better_than(as_given)]
-    return max(better, key=lambda fit: fit.accuracy, default=None)
+    most = max((fit.accuracy for fit in better), default=0.0)
+    near = [fit for fit in better if fit.accuracy >= most - _FLOOR]
+    return max(near, key=lambda fit: 0.0 if fit.gain is None else float(fit.gain.mean()), default=None)
 
 
 @torch.no_grad()
 def try_alternatives(
     model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 64, only: str | None = None
 ) -> tuple[Tensor, list[Fit]]:
-    """Which images (pixels in [0, 1], RGB) the model gets right as given, and with each alternative, or the `only` one.
+    """The logits of images (pixels in [0, 1], RGB) as given, and the fit of each alternative, or the `only` one.
 
     The model's own normalization is that of its record, and replaced; a model without a record gets prepared pixels.
     `best_alternative` chooses among the result.
@@ -61,15 +99,19 @@ def try_alternatives(
     own = (tuple(getattr(record, "mean", (0.0,) * 3)), tuple(getattr(record, "std", (1.0,) * 3)))
 
     def predict(images: Tensor) -> Tensor:
-        return torch.cat([model(part).argmax(1) for part in images.split(batch_size)])
+        return torch.cat([model(part) for part in images.split(batch_size)])
 
-    prediction = predict(x)
+    as_given = predict(x)
     fits = [
-        Fit(name, predict(images) == y, remedy)
+        Fit.of(name, predict(images), y, as_given, remedy)
         for name, images, remedy in _other_pixels(x, own)
         if only in (None, name)
     ]
-    return prediction == y, fits if only else [*fits, *shifted_labels(y, prediction)]
+    return as_given, fits if only else [*fits, *shifted_labels(y, as_given.argmax(1))]
+
+
+def _log_likelihood(logits: Tensor, y: Tensor) -> Tensor:
+    return logits.float().log_softmax(1).gather(1, y[:, None])[:, 0]
 
 
 Colors = tuple[float, ...]

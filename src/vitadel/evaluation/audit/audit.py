@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from vitadel.attacks.parse import make, needs_known_family, numbered_targets, split_attack_list, without_escalation
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import make_threat
-from vitadel.data.batches import Batch, read_batches
-from vitadel.data.selection import BadSample
+from vitadel.data.batches import BadSample, Batch, read_batches
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.evidence import (
     escalation_of,
@@ -34,7 +33,17 @@ from vitadel.evaluation.audit.evidence import (
 from vitadel.evaluation.audit.protocols import compare_with_protocols, protocol_named
 from vitadel.evaluation.engine.attack_preparation import calibrate, needs_calibration, preflight
 from vitadel.evaluation.engine.cost import SHORT, compile_if_faster
-from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, request_from, run_settings
+from vitadel.evaluation.engine.run import (
+    Outcome,
+    Run,
+    RunOptions,
+    RunRequest,
+    describe_target,
+    execute,
+    request_from,
+    result_header,
+    run_settings,
+)
 from vitadel.evaluation.engine.stages import (
     NOTE,
     PRECISIONS,
@@ -48,13 +57,7 @@ from vitadel.evaluation.engine.stages import (
     rules_of,
 )
 from vitadel.evaluation.engine.target import Target, apply_class_subset, calibration_images, open_target
-from vitadel.evaluation.engine.verdicts import (
-    Verdicts,
-    accuracy_among_all,
-    describe_target,
-    result_header,
-    samples_table,
-)
+from vitadel.evaluation.engine.verdicts import Verdicts, accuracy_among_all, samples_table
 from vitadel.instrument.attention_rows import attention_over_patches
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import read_quantity
@@ -79,6 +82,7 @@ __all__ = [
     "example_arrays",
     "in_8_bits",
     "run_audit",
+    "run_audits",
 ]
 
 DEFAULT_MODEL = "zoo:shapes-robust"
@@ -163,28 +167,48 @@ def audit(
     `settings` are further fields of `AuditRequest`: norm, limit, batch_size, seed, independent, precision, skip_bad,
     calibration, compile, protocol; those of a protocol come from `evaluation.audit.protocols.settings`.
     `model_options` are arguments of `load_model`. `tokens` is a file of robustness tokens, which only its owner may
-    read unless `allow_readable`. Without `escalate`, autoattack-fast only warns if gradients look masked. The precheck
+    read unless `allow_readable`. `norm` and `eps` may be lists, "linf,l2" and "4/255,2": the union of these threats.
+    Without `escalate`, autoattack-fast only warns if gradients look masked. The precheck
     of `vitadel audit` is not included: see `vitadel.diagnose`.
     """
     given = [attacks] if isinstance(attacks, str) else attacks
     names = [name for text in given for name in split_attack_list(text)]
     names = names if escalate else without_escalation(names)
-    request = request_from(
-        AuditRequest, "audit", {"attacks": tuple(names), "eps": read_quantity(eps, "eps"), **settings}
-    )
+    threats: list[tuple[str, Any]] = [(str(settings.get("norm", "linf")), eps)]
+    if "," in threats[0][0]:
+        from vitadel.evaluation.audit.union import split_threats
+
+        threats = list(split_threats(*threats[0]))
+    requests = [
+        request_from(
+            AuditRequest,
+            "audit",
+            {**settings, "attacks": tuple(names), "norm": norm, "eps": read_quantity(budget, "eps")},
+        )
+        for norm, budget in threats
+    ]
     processes = join_processes(device)
     target = open_target(
         model,
         data,
         data_root=data_root,
         model_options=model_options,
-        skip_bad=bool(request.skip_bad),
+        skip_bad=bool(requests[0].skip_bad),
         tokens=tokens,
         allow_readable=allow_readable,
         classes=classes,
         among=among,
     )
-    return run_audit(target, request, processes, out=out, resume=resume, in_memory=True).results
+    return run_audits(target, requests, processes, out=out, resume=resume, in_memory=True).results
+
+
+def run_audits(target: Target, requests: Sequence[AuditRequest], processes: Processes, **more: Any) -> Outcome:
+    """Audit by one request, or under the union of the threats of several; `more` as for `run_audit`."""
+    if len(requests) == 1:
+        return run_audit(target, requests[0], processes, **more)
+    from vitadel.evaluation.audit.union import run_union
+
+    return run_union(target, requests, processes, check_request, run_audit, **more)
 
 
 def run_audit(
@@ -301,7 +325,7 @@ class _Audit:
             return context
         if context.cache.find(members_of(f"00 {attacks[0][0]}", attacks[0][1])[0][0], 0) is not None:
             return context  # resumed: the progress so far says more
-        from vitadel.evaluation.engine.trial import estimate
+        from vitadel.evaluation.engine.cost import estimate
 
         budget: dict[str, Any] = {"eps": request.eps, "norm": request.norm}
         trial = estimate(context, attacks, exposed, independent=request.independent, **budget)
@@ -335,6 +359,11 @@ class _Audit:
             results = attack_stage(context, stage, attack, request.threat, exposed, needs_known_family(name))
             verdicts.add(name, settings, results, alone=alone, own_rules=own_rules)
             verdicts.entries[-1] |= escalation_of(results)
+            if needs_known_family(name):
+                from vitadel.evaluation.audit.scaled_attention import describe_scaling
+
+                described = describe_scaling(context, stage, attack, request.threat, verdicts.index, results)
+                verdicts.entries[-1] |= described
             findings += findings_about(name, results, len(verdicts.index))
             prepared.append((name, attack))
             members += results
@@ -344,7 +373,7 @@ class _Audit:
         request, settings = self.request, self.settings
         return {
             **result_header(request.seed),
-            **describe_target(self.target, verdicts, settings["model_fingerprint"]),
+            **describe_target(self.target, settings["model_fingerprint"], len(verdicts.index), verdicts.bad),
             "threat": {"norm": request.norm, "eps": request.eps, "eps_text": settings["eps"]},
             "batch_size": request.batch_size,
             "precision": request.precision,

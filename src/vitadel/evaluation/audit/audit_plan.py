@@ -10,11 +10,10 @@ import torch
 
 from vitadel.evaluation.audit.audit import AuditRequest
 from vitadel.evaluation.engine.attack_preparation import preflight
-from vitadel.evaluation.engine.cost import PassTimes, compile_if_faster, gray_batch
+from vitadel.evaluation.engine.cost import PassTimes, compile_if_faster, estimate, gray_batch
 from vitadel.evaluation.engine.run import Run
 from vitadel.evaluation.engine.stages import ordinary_form
 from vitadel.evaluation.engine.target import Target, apply_class_subset
-from vitadel.evaluation.engine.trial import estimate
 from vitadel.runtime.distributed import Processes
 
 ESCALATION = ", if it escalates"

@@ -17,7 +17,8 @@ from vitadel.evaluation.engine.stages import RunContext
 from vitadel.evaluation.engine.target import Target, normalization_doubts
 from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.findings import BROKEN, CLEAN_ACCURACY, OK, SUSPICIOUS, CheckName, Finding, Verdict
-from vitadel.statistics import binomial_tail, wilson
+from vitadel.quantities import percent
+from vitadel.statistics import binomial_tail, chance_level, wilson
 
 if TYPE_CHECKING:
     from vitadel.evaluation.audit.alternatives import Fit
@@ -60,7 +61,7 @@ def sense_of_clean(context: RunContext, verdicts: Verdicts, target: Target) -> l
     found = findings_about_accuracy(verdicts.label, verdicts.prediction, known, len(target.source.classes))
     low = known is not None and wilson(right, n)[1] < known.accuracy
     labels = _findings_about_labels(verdicts)
-    if not labels and (found or low or right < _GOOD * n):
+    if not labels and (found or low or right < _GOOD * n or _contradicts_timm(target)):
         found += _findings_about_pixels(context, verdicts)
     found += labels
     found += _findings_about_assumptions(target)
@@ -68,23 +69,17 @@ def sense_of_clean(context: RunContext, verdicts: Verdicts, target: Target) -> l
     return [finding.as_dict() for finding in sorted(found, key=lambda each: order[each.verdict])]
 
 
-def chance_level(label: Tensor, outputs: int) -> float:
-    """The accuracy of a guess among the classes that occur: that of the most frequent one; 1/outputs for one class."""
-    counts = label.unique(return_counts=True)[1]
-    return 1 / max(outputs, 2) if len(counts) == 1 else float(counts.max()) / len(label)
-
-
 def findings_about_accuracy(label: Tensor, prediction: Tensor, known: Known | None, outputs: int) -> list[Finding]:
     """What speaks against clean predictions: chance level, one class for all, far below what is known."""
     n, right = len(label), int((label == prediction).sum())
-    chance = chance_level(label, outputs)
+    chance = chance_level(label.tolist(), outputs)
     found: list[Finding] = []
     if _is_constant(label, prediction):
         share = float((prediction == prediction.mode().values).double().mean())
-        evidence = f"class {int(prediction.mode().values)} is predicted for {share:.0%} of {n} images"
+        evidence = f"class {int(prediction.mode().values)} is predicted for {percent(share)} of {n} images"
         advice = f"the model collapsed or does not see the images: {_CAUSES}, or train with a lower learning rate"
         found.append(_finding(CONSTANT_PREDICTION, BROKEN, evidence, advice))
-    accuracy = f"{right} of {n} images are correct ({right / n:.1%})"
+    accuracy = f"{right} of {n} images are correct ({percent(right / n)})"
     guessed = _at_chance(right, n, chance, accuracy)
     return found + (guessed or ([] if known is None else _far_below(right, n, known, accuracy)))
 
@@ -101,15 +96,17 @@ def findings_about_training(
     known = {each["check"] for each in (results or {}).get("findings") or []}
     found = []
     if CLEAN_ACCURACY.identifier not in known:
-        found += _at_chance(right, n, chance_level(label, outputs), f"{right} of {n} held-out images are correct")
+        found += _at_chance(
+            right, n, chance_level(label.tolist(), outputs), f"{right} of {n} held-out images are correct"
+        )
     if robust is not None and robust > clean:
-        evidence = f"on {n} held-out images: robust {robust:.1%}, clean {clean:.1%}"
+        evidence = f"on {n} held-out images: robust {percent(robust)}, clean {percent(clean)}"
         advice = "a robust image is a correct one: check how both were measured, and that outputs are not random"
         found.append(_finding(ROBUST_ABOVE_CLEAN, BROKEN, evidence, advice))
     tested = (results or {}).get("clean")
     if tested and not known & {KNOWN_ACCURACY.identifier, CLEAN_ACCURACY.identifier}:
         held_out = Known(clean, f"on {n} held-out images of its training", exact=True)
-        accuracy = f"{tested['correct']} of {tested['n']} test images are correct ({tested['accuracy']:.1%})"
+        accuracy = f"{tested['correct']} of {tested['n']} test images are correct ({percent(tested['accuracy'])})"
         found += _far_below(tested["correct"], tested["n"], held_out, accuracy)
     return [each.as_dict() for each in found]
 
@@ -119,7 +116,7 @@ def _at_chance(right: int, n: int, chance: float, accuracy: str) -> list[Finding
         return []
     weak = chance + 0.2 * (1 - chance)
     certain = binomial_tail(n - right, n, 1 - weak) < _UNLIKELY
-    evidence = f"{accuracy}, and guessing among the data's classes gives {chance:.1%}"
+    evidence = f"{accuracy}, and guessing among the data's classes gives {percent(chance)}"
     advice = f"no number of this run means anything before this is resolved: {_CAUSES}"
     if not certain:
         advice = f"too few images to distinguish the model from guessing: take more, and {_CAUSES}"
@@ -131,7 +128,7 @@ def _far_below(right: int, n: int, known: Known, accuracy: str) -> list[Finding]
     if highest >= known.accuracy - known.margin:
         return []
     grave = known.exact and highest < known.accuracy - 0.2
-    evidence = f"{accuracy}; {known.source}: {known.accuracy:.1%}"
+    evidence = f"{accuracy}; {known.source}: {percent(known.accuracy)}"
     return [_finding(KNOWN_ACCURACY, BROKEN if grave else SUSPICIOUS, evidence, _CAUSES)]
 
 
@@ -174,7 +171,16 @@ def _findings_about_pixels(context: RunContext, verdicts: Verdicts) -> list[Find
     if best is None and len(more) > len(few) and int(promising.correct.sum()) > int(as_given.sum()):
         as_given, fits = _try(context, more, promising.name)
         best = best_alternative(fits, as_given)
-    return [] if best is None else [_better(best.name, best.accuracy, as_given, best.remedy)]
+    return [] if best is None else [_better(best.name, best.accuracy, as_given, best.remedy, best.likelier)]
+
+
+def _contradicts_timm(target: Target) -> bool:
+    """Whether the normalization is not that of timm's model of this name, whose weights may be others."""
+    from vitadel.backbones.timm_models import timm_normalization
+
+    record = target.model.record
+    theirs = None if record.training is not None else timm_normalization(record.name)
+    return theirs is not None and theirs != (record.mean, record.std)
 
 
 def _spread(indices: Tensor, most: int) -> list[int]:
@@ -200,20 +206,20 @@ def _try(context: RunContext, rows: Sequence[int], only: str | None = None) -> t
     for batch, *cropped in zip(*streams, strict=True):
         batch = batch.to(device)
         with context.arithmetic():
-            given, fits = try_alternatives(context.model, batch.x, batch.y, size, only)
+            as_given, fits = try_alternatives(context.model, batch.x, batch.y, size, only)
             for (name, share), other in zip(crops.items(), cropped, strict=True):
-                correct = context.model(other.x.to(device)).argmax(1) == batch.y
-                fits.append(Fit(name, correct, f"--crop-pct {share:g}"))
-        right.append(given)
+                logits = context.model(other.x.to(device))
+                fits.append(Fit.of(name, logits, batch.y, as_given, f"--crop-pct {share:g}"))
+        right.append(as_given.argmax(1) == batch.y)
         for fit in fits:
             found.setdefault(fit.name, []).append(fit)
-    joined = [replace(parts[0], correct=torch.cat([part.correct for part in parts])) for parts in found.values()]
-    return torch.cat(right), joined
+    return torch.cat(right), [Fit.joined(parts) for parts in found.values()]
 
 
-def _better(name: str, accuracy: float, as_given: Tensor, remedy: str) -> Finding:
+def _better(name: str, accuracy: float, as_given: Tensor, remedy: str, likelier: int | None = None) -> Finding:
     given = float(as_given.double().mean())
-    evidence = f"{given:.1%} as given, {accuracy:.1%} with {name}, on {len(as_given)} images"
+    evidence = f"{percent(given)} as given, {percent(accuracy)} with {name}, on {len(as_given)} images"
+    evidence += "" if likelier is None else f", of which {likelier} have a likelier label with it"
     return _finding(BETTER_SET_UP, BROKEN, evidence, remedy)
 
 

@@ -132,10 +132,10 @@ def _about_fast(name: str, evidence: FastEvidence) -> list[dict[str, Any]]:
     text, advice = f"{'; '.join(doubts)} ({evidence.summary})", _FULL
     if evidence.escalation:
         lost = evidence.searched - evidence.robust
-        text = f"gradients are masked, so all of AutoAttack ran and broke {lost} more samples: {text}"
+        text = f"signs of masked gradients, so all of AutoAttack ran and broke {lost} more samples: {text}"
         advice = "the number is AutoAttack's or lower; find what masks the gradients with 'vitadel diagnose'"
     elif evidence.signs:
-        text = f"gradients are masked, and AutoAttack did not run (--no-escalate): {text}"
+        text = f"signs of masked gradients, and AutoAttack did not run (--no-escalate): {text}"
     return [Finding(check, SUSPICIOUS, text, advice, title).as_dict()]
 
 

@@ -44,7 +44,7 @@ class Protocol:
     attacked: enlarging an image changes the threat; None leaves it to the model. `crop_pct` and `interpolation` say how
     images come to that size; None leaves it to the model, as leaderboards with models of many sizes do.
     `image_list` is the `list_digest` of the images, where they are not the whole split. With `independent` every attack
-    is counted alone.
+    is counted alone. `norm` and `eps` are lists if the protocol is about the union of several threats.
     """
 
     name: str
@@ -73,11 +73,17 @@ class Protocol:
         asked = {"crop_pct": self.crop_pct, "interpolation": self.interpolation}
         return {name: value for name, value in asked.items() if value is not None}
 
+    def under(self, norm: str) -> Protocol:
+        """The part of it under one norm; all of it if it has only that one, or not that one."""
+        budgets = dict(zip(self.norm.split(","), self.eps.split(","), strict=True))
+        return replace(self, norm=norm, eps=budgets[norm]) if norm in budgets else self
+
     @property
     def about(self) -> str:
         """One line for a list."""
         attacks = ", ".join(self.attacks) if len(self.attacks) < 4 else f"{len(self.attacks)} attacks"
-        return f"{attacks}, {self.norm} {self.eps}, {self.images:,} images of {' or '.join(self.data)}; {self.citation}"
+        threats = " and ".join(map(" ".join, zip(self.norm.split(","), self.eps.split(","), strict=True)))
+        return f"{attacks}, {threats}, {self.images:,} images of {' or '.join(self.data)}; {self.citation}"
 
 
 _ROBUSTBENCH = "Croce et al. 2021, arXiv:2010.09670"
@@ -139,10 +145,10 @@ _LIST_DIGEST = "2305860aee3636d88c990e932a0348b11f457aab6fc40af26963c6cf2b38877c
 _LISTED = "imagenet:DIR(list=FILE), where FILE is RobustBench's imagenet_test_image_ids.txt"
 
 
-def _unseen_threat(norm: str, eps: str) -> Protocol:
+def _unseen_threat(name: str, norm: str, eps: str, threats: str) -> Protocol:
     return Protocol(
-        name=f"unseen-{norm}",
-        comparable_with=f"Singh et al. 2023, {norm.upper()} {eps}, of models trained for Linf 4/255",
+        name=f"unseen-{name}",
+        comparable_with=f"Singh et al. 2023, {threats}, of models trained for Linf 4/255",
         citation="Singh et al. 2023, arXiv:2303.01870",
         data=("imagenet",),
         images=5_000,
@@ -151,7 +157,7 @@ def _unseen_threat(norm: str, eps: str) -> Protocol:
         attacks=("autoattack",),
         image_list=_LIST_DIGEST,
         needs=_LISTED,
-        remark="The union counts an image only if it is robust in all of Linf 4/255, L2 2 and L1 75: three runs.",
+        remark="The union counts an image only if it is robust in all of Linf 4/255, L2 2 and L1 75: unseen-union.",
     )
 
 
@@ -171,8 +177,9 @@ def protocols() -> Mapping[str, Protocol]:
             image_list=_LIST_DIGEST,
             needs=_LISTED,
         ),
-        _unseen_threat("l2", "2"),
-        _unseen_threat("l1", "75"),
+        _unseen_threat("l2", "l2", "2", "L2 2"),
+        _unseen_threat("l1", "l1", "75", "L1 75"),
+        _unseen_threat("union", "linf,l2,l1", "4/255,2,75", "the union of Linf 4/255, L2 2 and L1 75"),
         RVT,
         _aas("cifar10", "CIFAR-10"),
         _aas("cifar100", "CIFAR-100"),
@@ -206,7 +213,7 @@ def compare_with_protocols(request: AuditRequest, target: Target, indices: Tenso
     A request that names none is compared with the nearest protocol for its data.
     """
     if request.protocol is not None:
-        protocol = protocol_named(request.protocol)
+        protocol = protocol_named(request.protocol).under(request.norm)
         found = differences(protocol, request, target, indices)
         if found:
             raise UserError(
@@ -217,7 +224,7 @@ def compare_with_protocols(request: AuditRequest, target: Target, indices: Tenso
             )
         return _comparison(protocol, {})
     kind = kind_of_data(target)[0]
-    candidates = [protocol for protocol in protocols().values() if kind in protocol.data]
+    candidates = [each for each in protocols().values() if kind in each.data and "," not in each.norm]
     compared = [(differences(each, request, target, indices), each) for each in candidates]
     if not compared:
         return {"name": None, "comparable_with": None, "nearest": None, "differences": {}, "remark": ""}

@@ -6,7 +6,8 @@ import dataclasses
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -20,16 +21,14 @@ from torch import Tensor
 from vitadel.backbones.record import LARGEST_SIDE
 from vitadel.corruptions import COMMON, SEVERITIES, corrupt
 from vitadel.data import balanced_subset, check_labels, read_batches
-from vitadel.data.batches import Batch
-from vitadel.data.preprocess import Preprocess
-from vitadel.data.selection import skipped
+from vitadel.data.batches import Batch, Preprocess, skipped
 from vitadel.data.sources.folders import ImageFiles
 from vitadel.errors import UserError, check_known
 from vitadel.evaluation.corruptions.request import check_corruptions, check_severities
 from vitadel.evaluation.corruptions.sizes import benchmark_preprocess, in_bytes
-from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute
+from vitadel.evaluation.engine.expected_time import Trial
+from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, result_header
 from vitadel.evaluation.engine.target import sample_fingerprint
-from vitadel.evaluation.engine.verdicts import result_header
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import RESUMED, progress
 from vitadel.runtime.rng import SampleRNG
@@ -110,12 +109,15 @@ def write_copy(
     }
 
     def work(run: Run) -> dict[str, Any]:
-        copy = _Copy(source, request, indices, preprocess, run.path, processes, run.show_progress)
+        copy = _Copy(source, request, indices, preprocess, run.path, processes, run.show_progress, run.expected)
         for number, name in enumerate(names):
+            start = time.perf_counter()
             if request.format != "npy":
                 copy.pictures(name)
             elif number % processes.count == processes.rank:  # a file has one writer
                 copy.arrays(name)
+            if run.costs is not None:
+                run.costs.seconds[name] = time.perf_counter() - start
         processes.wait()
         unread = copy.unwritten(names)
         if request.format == "npy":
@@ -124,7 +126,11 @@ def write_copy(
         lost = [*(sample.name for sample in mislabeled), *map(source.name, unread)]
         return _results(spec, source, request, len(indices) - len(unread), lost, about)
 
-    return execute("corrupt", spec, settings, processes, work, **options)
+    def on_few(few: int, alone: Processes, **watched: Any) -> Outcome:
+        return write_copy(source, spec, dataclasses.replace(request, limit=few), alone, **watched)
+
+    trial = Trial(len(indices), on_few)
+    return execute("corrupt", spec, settings, processes, work, trial=trial, **options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +142,7 @@ class _Copy:
     folder: Path
     processes: Processes
     show_progress: bool
+    expected: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def _chunks(self) -> list[list[int]]:
         return [part.tolist() for part in self.indices.split(self.request.batch_size)]
@@ -149,7 +156,8 @@ class _Copy:
         todo = [
             chunk for chunk in mine if not all(self._path(name, level, i).exists() for level, i in self._each(chunk))
         ]
-        with progress(name, sum(map(len, mine)), self.show_progress and self.processes.is_main) as meter:
+        shown = self.show_progress and self.processes.is_main
+        with progress(name, sum(map(len, mine)), shown, self.expected.get(name)) as meter:
             if len(todo) < len(mine):
                 meter.advance(sum(map(len, mine)) - sum(map(len, todo)), RESUMED)
             for chunk, batch in zip(todo, self._batches(todo), strict=True):
@@ -194,7 +202,7 @@ class _Copy:
             with (
                 disk_errors_reported(path),
                 part.open("wb") as file,
-                progress(name, count, self.show_progress) as meter,
+                progress(name, count, self.show_progress, self.expected.get(name)) as meter,
             ):
                 start = _header(file, shape)
                 row_bytes, done = int(np.prod(shape[1:])), 0

@@ -17,8 +17,7 @@ from vitadel.corruptions.sequences import (
     SMALL,
     sequence,
 )
-from vitadel.data.batches import Batch
-from vitadel.data.preprocess import Preprocess
+from vitadel.data.batches import Batch, Preprocess
 from vitadel.errors import UserError
 from vitadel.evaluation.corruptions.benchmark_files import VideoSequences
 from vitadel.evaluation.corruptions.scores import flips, top5_distances

@@ -25,9 +25,10 @@ from vitadel.evaluation.corruptions.scores import (
     relative_corruption_errors,
 )
 from vitadel.evaluation.corruptions.sizes import IMAGENET_SHAPE
+from vitadel.evaluation.engine.run import describe_target, result_header
 from vitadel.evaluation.engine.stages import BatchRecord
 from vitadel.evaluation.engine.target import Target
-from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, parquet_bytes, result_header
+from vitadel.evaluation.engine.verdicts import Verdicts, parquet_bytes
 from vitadel.statistics import bootstrap_mean, share
 from vitadel.types import Source
 
@@ -105,7 +106,7 @@ def corruption_results(
     clean = verdicts.summary()["clean"] if found.clean_known else None
     results = {
         **result_header(request.seed, suite="corruptions"),
-        **describe_target(target, verdicts, settings["model_fingerprint"]),
+        **describe_target(target, settings["model_fingerprint"], len(verdicts.index), verdicts.bad),
         "batch_size": request.batch_size,
         "precision": request.precision,
         "clean": clean,

@@ -7,6 +7,7 @@ forward pass per image, corruption and severity; only predictions are kept.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,6 +16,7 @@ from torch import nn
 from vitadel.evaluation.corruptions.request import CorruptionRequest
 from vitadel.evaluation.corruptions.results import corruption_results, corruption_samples
 from vitadel.evaluation.corruptions.suppliers import supply_for
+from vitadel.evaluation.engine.expected_time import Trial
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute, request_from, run_settings
 from vitadel.evaluation.engine.target import Target, apply_class_subset, open_target
 from vitadel.instrument.hooks import frozen
@@ -65,4 +67,8 @@ def run_corruptions(
         run.write("samples.parquet", corruption_samples(found))
         return corruption_results(target, request, found, settings)
 
-    return execute("audit", target.model_spec, settings, processes, work, target=target, **options)
+    def on_few(few: int, alone: Processes, **watched: Any) -> Outcome:
+        return run_corruptions(target, replace(request, limit=few), alone, **watched)
+
+    trial = Trial(len(supply.samples), on_few)
+    return execute("audit", target.model_spec, settings, processes, work, target=target, trial=trial, **options)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from vitadel.data.preprocess import Preprocess
+from vitadel.data.batches import Preprocess
 from vitadel.errors import UserError
 from vitadel.types import Source
 

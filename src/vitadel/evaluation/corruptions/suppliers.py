@@ -14,8 +14,7 @@ from torch import Tensor
 
 from vitadel.corruptions.constants import COMMON
 from vitadel.corruptions.sequences import IMAGENET_SEQUENCES
-from vitadel.data.batches import Batch
-from vitadel.data.selection import BadSample
+from vitadel.data.batches import BadSample, Batch
 from vitadel.errors import UserError
 from vitadel.evaluation.corruptions.benchmark_files import (
     StoredImages,

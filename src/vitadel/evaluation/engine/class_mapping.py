@@ -1,9 +1,10 @@
-"""Apply a class mapping: labels of the data become numbers of the model's outputs."""
+"""Other labels for a source: numbers of the model's outputs by a class mapping, or of the classes that count."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import cast
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from vitadel.backbones.class_names import class_file_beside, lemmas_of
 from vitadel.backbones.record import ModelRecord
-from vitadel.classes import AMONG, ClassMapping, ClassNames, mapping_from, match_classes, read_class_list
-from vitadel.data.selection import skipped
+from vitadel.classes import ClassMapping, ClassNames, mapping_from, match_classes, read_class_list
+from vitadel.data.batches import skipped
 from vitadel.errors import UserError
+from vitadel.runtime.safe_reading import MOST_TEXT, check_regular_file
 from vitadel.types import Source
 
 Classes = str | Path | Sequence[str] | Mapping[str, int | str]
@@ -24,20 +26,33 @@ Classes = str | Path | Sequence[str] | Mapping[str, int | str]
 
 
 @dataclass(frozen=True, eq=False)
-class MappedSource:
-    """A source whose labels are numbers of the model's outputs; with `among`, those that it is judged among."""
+class RelabeledSource:
+    """A source with other labels: class k of `source` becomes `numbers[k]` among `classes`; -1 for none.
+
+    `mapping` is the one by which labels became numbers of the model's outputs, if they did; `among` are the outputs
+    that the model is judged among, if not all.
+    """
 
     source: Source
-    mapping: ClassMapping
+    classes: Sequence[str]
+    numbers: tuple[int, ...] = field(repr=False)
+    mapping: ClassMapping | None = None
     among: tuple[int, ...] | None = field(default=None, repr=False)
 
-    @property
-    def classes(self) -> Sequence[str]:
-        """Names of all outputs; those of the data's classes as the data spells them."""
-        named = list(self.mapping.names) or list(map(str, range(self.mapping.of)))
-        for name, output in zip(self.mapping.data, self.mapping.outputs, strict=True):
+    @classmethod
+    def mapped(cls, source: Source, mapping: ClassMapping, among: tuple[int, ...] | None) -> RelabeledSource:
+        """With numbers of the model's outputs as labels; the data's classes keep the names that the data has."""
+        named = list(mapping.names) or list(map(str, range(mapping.of)))
+        for name, output in zip(mapping.data, mapping.outputs, strict=True):
             named[output] = name
-        return named
+        return cls(source, named, tuple(mapping.outputs), mapping, among)
+
+    @classmethod
+    def restricted(cls, source: Source, chosen: Sequence[int]) -> RelabeledSource:
+        """With the chosen classes alone, in their order."""
+        place = {number: position for position, number in enumerate(chosen)}
+        numbers = tuple(place.get(number, -1) for number in range(len(source.classes)))
+        return cls(source, [source.classes[number] for number in chosen], numbers)
 
     @property
     def skipped(self) -> tuple[str, ...]:
@@ -45,9 +60,9 @@ class MappedSource:
 
     @cached_property
     def _labels(self) -> Tensor:
-        labels, outputs = self.source.labels(), torch.tensor(self.mapping.outputs)
-        known = (labels >= 0) & (labels < len(outputs))
-        return torch.where(known, outputs[labels.clamp(0, len(outputs) - 1)], -1)
+        labels, numbers = self.source.labels(), torch.tensor(self.numbers)
+        known = (labels >= 0) & (labels < len(numbers))
+        return torch.where(known, numbers[labels.clamp(0, len(numbers) - 1)], -1)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -78,8 +93,6 @@ def match_source(
 
     `classes` names the outputs where they are not known otherwise.
     """
-    if among not in AMONG:
-        raise UserError(f"--among must be {' or '.join(AMONG)}, got {among!r}")
     outputs = record.num_classes or (None if record.classes is None else len(record.classes))
     model, pairs = _names_of_outputs(record, spec, weights, classes)
     if pairs is not None:
@@ -92,7 +105,7 @@ def match_source(
     if mapping is None or not mapping.changes_labels or getattr(source, "among", None) is not None:
         return source, mapping
     chosen = tuple(sorted(mapping.outputs)) if among == "data" and len(mapping.outputs) > 1 else None
-    return MappedSource(source, mapping, chosen), mapping
+    return RelabeledSource.mapped(source, mapping, chosen), mapping
 
 
 def _names_of_outputs(
@@ -109,7 +122,9 @@ def _names_of_outputs(
         return known, None
     if isinstance(classes, str | Path):
         origin = origin if origin != "--classes" else f"--classes {classes}"
-        listed: Sequence[str] | Mapping[str, int | str] = read_class_list(Path(classes).expanduser())
+        path = Path(os.path.expanduser(classes))
+        check_regular_file(path, "the file of class names", MOST_TEXT)
+        listed: Sequence[str] | Mapping[str, int | str] = read_class_list(path)
     else:
         listed = classes
     if isinstance(listed, Mapping):
@@ -121,10 +136,3 @@ def _fits(file: Path, record: ModelRecord) -> bool:
     """Whether a file that no flag named has a name for every output; it may belong to another model."""
     listed = read_class_list(file)
     return not isinstance(listed, Mapping) and len(listed) == record.num_classes
-
-
-def map_like(other: Source, source: Source) -> Source:
-    """`other` with its labels mapped as those of `source`, if it has the same classes."""
-    if isinstance(source, MappedSource) and tuple(other.classes) == source.mapping.data:
-        return replace(source, source=other)
-    return other

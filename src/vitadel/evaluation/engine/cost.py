@@ -1,18 +1,33 @@
-"""What a model's passes cost on this machine: their times, and the gain of torch.compile."""
+"""What a run costs on this machine: times of passes, the gain of torch.compile, and the likely time of attacks.
+
+The upper bound of attacks takes every image for robust to the last step of every attack. Most are not: the cost of an
+image is small if it is misclassified early, and nearly the bound if it never is. So a short PGD first sorts a few
+images into these two groups, and the attacks themselves then run on some images of each, as far as that takes little
+time. The trial uses the random streams of the run, keeps none of its results, and so changes no verdict.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.goals import OnLogits, gradient
-from vitadel.evaluation.engine.stages import RunContext
+from vitadel.attacks.parse import make
+from vitadel.attacks.per_sample import run_attack
+from vitadel.attacks.threats import make_threat
+from vitadel.data.batches import Batch, read_batches
+from vitadel.evaluation.engine.attack_preparation import needs_calibration
+from vitadel.evaluation.engine.stages import RunContext, Stream, count_passes, judge, members_of, rules_of
 from vitadel.instrument.hooks import frozen
+from vitadel.quantities import duration
+from vitadel.runtime.rng import SampleRNG
+from vitadel.types import Attack, Threat
 
 WORTH = 1.1
 """The least speedup of a gradient for which the compiled model is used."""
@@ -22,6 +37,13 @@ SHORT = 30.0
 _PROBES = 3
 _ENOUGH = 3.0  # seconds
 _FIRST, _MOMENT = 4, 0.25  # images and seconds
+_SCREEN = "pgd-10"
+_AT_ONCE = 8  # images screened together
+_MOST_SCREENED, _MOST_TRIED = 64, 16
+_BUDGET = 0.03  # share of the likely cost that the screening may take, and the trial of each group
+_SECONDS = 2.0, 90.0  # the least and the most time for the trial of a group
+_FEW = 4
+_EARLY = 3.0  # gradients that a misclassified image costs, as long as nothing is known
 
 
 class PassTimes(NamedTuple):
@@ -150,3 +172,253 @@ def gray_batch(context: RunContext, samples: int) -> Tensor:
     """A batch of gray images, to time passes on."""
     size = min(context.batch_size, max(samples, 1))
     return torch.full((size, 3, *context.preprocess.shape), 0.5, device=context.processes.device)
+
+
+class Passes(NamedTuple):
+    gradients: float
+    forwards: float
+
+    def __add__(self, other: object) -> Passes:
+        assert isinstance(other, tuple)
+        return Passes(self.gradients + other[0], self.forwards + other[1])
+
+    def scaled(self, factor: float) -> Passes:
+        return Passes(factor * self.gradients, factor * self.forwards)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An attack, or one member of an ensemble, as a stage of the run; `alone`: on all correctly classified images."""
+
+    name: str
+    attack: Attack
+    stream: Stream
+    alone: bool
+    own_rules: bool
+    first: bool
+
+    @property
+    def at_most(self) -> Passes:
+        """Of one image, with the forward pass that judges it."""
+        gradients, forwards = self.attack.passes()
+        return Passes(gradients, forwards + 1)
+
+    @property
+    def usual(self) -> Passes:
+        """Of one robust image; the most, unless the attack knows better."""
+        gradients, forwards = getattr(self.attack, "usual_passes", self.attack.passes)()
+        return Passes(gradients, forwards + 1)
+
+
+def stages_of(attacks: Sequence[tuple[str, Attack]], independent: bool) -> list[Stage]:
+    """The stages of these attacks, named as the audit names them."""
+    stages = []
+    for number, (name, attack) in enumerate(attacks):
+        own_rules = rules_of(attack) is not None
+        for place, (stage, _, member, stream) in enumerate(members_of(f"{number:02d} {name}", attack)):
+            stages.append(Stage(stage, member, stream, independent or own_rules, own_rules, place == 0))
+    return stages
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of each stage: likely ones and the most it can take; `images` were tried, none if the most is short."""
+
+    times: PassTimes
+    likely: Mapping[str, float]
+    at_most: Mapping[str, float]
+    images: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.likely.values())
+
+    @property
+    def seconds_at_most(self) -> float:
+        return sum(self.at_most.values())
+
+    def summary(self) -> str:
+        if not self.images:
+            return f"at most {duration(self.seconds_at_most)}"
+        tried = f"by a trial on {self.images} images"
+        return f"likely {duration(self.seconds)}, at most {duration(self.seconds_at_most)} ({tried})"
+
+
+def estimate(
+    context: RunContext,
+    attacks: Sequence[tuple[str, Attack]],
+    indices: Tensor,
+    *,
+    eps: float,
+    norm: str,
+    independent: bool = False,
+    times: PassTimes | None = None,
+) -> Estimate:
+    """How long these attacks will take on these images, correctly classified or not, with all processes."""
+    model = context.model if context.compiled is None else context.compiled
+    if times is None:
+        with context.arithmetic():
+            times = PassTimes.measure(model, gray_batch(context, len(indices)))
+    stages = stages_of(attacks, independent)
+
+    def seconds(passes: Passes) -> float:
+        return times.seconds(*passes) / context.processes.count
+
+    at_most = {stage.name: seconds(stage.at_most.scaled(len(indices))) for stage in stages}
+    if sum(at_most.values()) < SHORT:
+        return Estimate(times, at_most, at_most)
+    trial = _Trial(context, model, make_threat(norm, eps), stages, seconds)
+    with _generators_kept(context), frozen(context.model):
+        likely, images = trial.run(indices, make(_SCREEN, eps=eps, norm=norm))
+    # Images that are tried may cost more passes than the bound of ten classes.
+    return Estimate(times, {name: min(likely[name], at_most[name]) for name in at_most}, at_most, images)
+
+
+@contextmanager
+def _generators_kept(context: RunContext) -> Iterator[None]:
+    """Restore torch's generators afterwards, from which a random model draws."""
+    device = context.processes.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
+class _OutOfTime(Exception):
+    """Ends an attack in the middle."""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    context: RunContext
+    model: nn.Module
+    threat: Threat
+    stages: Sequence[Stage]
+    seconds: Callable[[Passes], float]
+
+    def run(self, indices: Tensor, screen: Attack) -> tuple[dict[str, float], int]:
+        """The likely seconds of each stage on all of the images, and how many were screened."""
+        screened, robust, broken = self._screened(indices, screen)
+        likely = {stage.name: Passes(0, 0) for stage in self.stages}
+        for group in (robust, broken):
+            if group:
+                count = len(indices) * len(group) / screened
+                for name, each in self._tried(group, count).items():
+                    likely[name] += each.scaled(count)
+        return {name: self.seconds(passes) for name, passes in likely.items()}, screened
+
+    @property
+    def _usual(self) -> float:
+        """Seconds of one robust image."""
+        return self.seconds(sum((stage.usual for stage in self.stages), Passes(0, 0)))
+
+    def _screened(self, indices: Tensor, screen: Attack) -> tuple[int, list[Batch], list[Batch]]:
+        """How many images were screened, and those that PGD leaves correct and those it does not, one by one.
+
+        More images if the attacks are expensive, so that the screening is a small part of the cost.
+        """
+        context, spent, screened, robust, broken = self.context, 0.0, 0, list[Batch](), list[Batch]()
+        order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(context.seed))
+        chunks = [indices[part].tolist() for part in order[:_MOST_SCREENED].split(_AT_ONCE)]
+        early = self.seconds(Passes(_EARLY, 0))
+        for batch in read_batches(context.source, chunks, context.preprocess, skip_bad=context.skip_bad):
+            batch = batch.to(context.processes.device)
+            if len(batch.y) == 0:
+                continue
+            screened += len(batch.y)
+            with count_passes(self.model) as cost:
+                held, right = self._screen(batch, screen)
+            robust += [_rows(batch, row) for row in held.nonzero()]
+            broken += [_rows(batch, row) for row in (right & ~held).nonzero()]
+            spent += self.seconds(Passes(cost.gradients, cost.forwards))
+            likely = len(indices) / screened * (len(robust) * self._usual + len(broken) * early)
+            if spent > _BUDGET * likely:
+                break
+        return max(screened, 1), robust, broken
+
+    def _screen(self, batch: Batch, screen: Attack) -> tuple[Tensor, Tensor]:
+        """Which images are correctly classified after the attack, and before."""
+        with self.context.arithmetic(), torch.no_grad():
+            right: Tensor = self.model(batch.x).argmax(1) == batch.y
+        held, exposed = right.clone(), right.nonzero().squeeze(1)
+        if len(exposed):
+            held[exposed] = self._attacked(_rows(batch, exposed), screen, lambda rng: rng, own_rules=False)
+        return held, right
+
+    def _attacked(self, batch: Batch, attack: Attack, stream: Stream, own_rules: bool) -> Tensor:
+        rng = stream(SampleRNG.of_samples(self.context.seed, batch.indices, batch.x.device))
+        rules = rules_of(attack) if own_rules else None
+        with self.context.arithmetic():
+            z, _ = run_attack(attack, self.model, batch.x, batch.y, rng)
+            threat = self.threat if rules is None else rules(self.context.model, batch.x)
+            return judge(self.context.model, threat, batch.x, z, batch.y).held
+
+    def _tried(self, group: Sequence[Batch], count: float) -> dict[str, Passes]:
+        """The mean passes of each stage per image, on as many images as there is time for.
+
+        `count` is the number of such images in the run. As long as few are tried, images with the usual passes of a
+        robust one are counted among them.
+        """
+        allowed = min(max(_BUDGET * self._usual * count, _SECONDS[0]), _SECONDS[1])
+        until = time.perf_counter() + allowed
+        at_once = max(1, min(_AT_ONCE, int(allowed / self._usual)))
+        total = {stage.name: Passes(0, 0) for stage in self.stages}
+        done = 0
+        for start in range(0, min(len(group), _MOST_TRIED), at_once):
+            images = _joined(group[start : start + at_once])
+            passes = self._passes_of(images, until)
+            if passes is None:
+                break
+            total = {name: total[name] + each for name, each in passes.items()}
+            done += len(images.y)
+        usual = max(0, _FEW - done) if done < len(group) else 0
+        return {
+            stage.name: (total[stage.name] + stage.usual.scaled(usual)).scaled(1 / (done + usual))
+            for stage in self.stages
+        }
+
+    def _passes_of(self, images: Batch, until: float) -> dict[str, Passes] | None:
+        """The passes of each stage on these images; None if they do not end in time."""
+        everything = torch.ones(len(images.y), dtype=torch.bool, device=images.y.device)
+        robust, left, passes = everything, everything, {}
+        for stage in self.stages:
+            if stage.first:
+                left = everything if stage.alone else robust
+            exposed = left.nonzero().squeeze(1)
+            passes[stage.name] = stage.usual.scaled(len(exposed))
+            if needs_calibration(stage.attack) or len(exposed) == 0:
+                continue
+            try:
+                with _deadline(self.model, until), count_passes(self.model) as cost:
+                    held = self._attacked(_rows(images, exposed), stage.attack, stage.stream, stage.own_rules)
+            except _OutOfTime:
+                return None
+            judging = len(exposed) if self.model is not self.context.model else 0
+            passes[stage.name] = Passes(cost.gradients, cost.forwards + judging)
+            left = left.clone()
+            left[exposed] = held
+            if not stage.own_rules:
+                robust = robust & left
+        return passes
+
+
+def _rows(batch: Batch, rows: Tensor) -> Batch:
+    return replace(batch, indices=batch.indices[rows.cpu()], x=batch.x[rows], y=batch.y[rows])
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    def column(name: str) -> Tensor:
+        return torch.cat([getattr(batch, name) for batch in batches])
+
+    return Batch(column("indices"), column("x"), column("y"))
+
+
+@contextmanager
+def _deadline(model: nn.Module, until: float) -> Iterator[None]:
+    def check(module: nn.Module, given: object) -> None:
+        if time.perf_counter() > until:
+            raise _OutOfTime
+
+    watch = model.register_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        watch.remove()

@@ -6,14 +6,16 @@ import importlib.metadata
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
+from vitadel.data.batches import skipped
 from vitadel.errors import Interrupted, UserError, nearest_names
 from vitadel.evaluation.engine.stages import FolderCache, MemoryCache, RunContext
 from vitadel.evaluation.engine.target import Target
@@ -23,7 +25,13 @@ from vitadel.runtime.opening import Opening
 from vitadel.runtime.run_folder import Command, RunFolder, Translate, open_run, write_atomically, write_json
 from vitadel.version import __version__
 
+if TYPE_CHECKING:
+    from vitadel.evaluation.engine.expected_time import StageCosts, Trial
+
 Request = TypeVar("Request", bound="RunRequest")
+
+SCHEMA = 1
+"""The version of the fields of results.json."""
 
 _MOST = 2**31  # samples in a batch or in all; far beyond what a machine holds, far below what tensors can count
 _PACKAGES = ("torch", "torchvision", "timm", "numpy", "accelerate", "safetensors", "pillow", "pyarrow")
@@ -67,6 +75,8 @@ class RunOptions(TypedDict, total=False):
     resume: bool
     in_memory: bool  # without `out`, write nothing at all
     show_progress: bool
+    costs: StageCosts | None  # of a trial: what its stages cost
+    expected: Mapping[str, float]  # likely seconds of stages, if they are known already
     argv: Sequence[str]  # the command line, and how it opened model and data: for command.json
     opening: Opening | None
 
@@ -88,6 +98,8 @@ class Run:
     show_progress: bool = False
     argv: Sequence[str] = ()
     opening: Opening | None = None
+    expected: Mapping[str, float] = field(default_factory=dict)
+    costs: StageCosts | None = None
 
     @property
     def path(self) -> Path:
@@ -110,7 +122,11 @@ class Run:
 
     def inside(self, name: str) -> RunOptions:
         """The options of a run in a folder inside this one, which is resumed together with it."""
-        return {"out": self.path / name, "resume": True, "show_progress": self.show_progress, "argv": self.argv}
+        return self.options_inside(self.path / name)
+
+    def options_inside(self, out: Path) -> RunOptions:
+        shown: RunOptions = {"show_progress": self.show_progress, "expected": self.expected, "costs": self.costs}
+        return {"out": out, "resume": True, "argv": self.argv, **shown}
 
     def copy_from(self, folder: str, *names: str) -> None:
         """Copy files of a run inside this one, where it has them."""
@@ -131,6 +147,8 @@ class Run:
             classes=target.model.record.num_classes,
             skip_bad=request.skip_bad,
             show_progress=self.show_progress,
+            expected=self.expected,
+            costs=self.costs,
             **more,
         )
 
@@ -161,13 +179,15 @@ def execute(
     target: Target | None = None,
     not_compared: Collection[str] = (),
     translate: Translate = dict,
+    trial: Trial | None = None,
     **options: Unpack[RunOptions],
 ) -> Outcome:
     """Do the `work` in a run folder, whose results.json gets what it returns, or in memory.
 
     How `target` was opened is recorded, unless the options say it. A finished run is only read. A resumed one must
     agree in all `settings` except those `not_compared`; `translate` renames those of earlier versions. Ctrl-C raises
-    `Interrupted` with this run's folder, also if a run inside it was interrupted.
+    `Interrupted` with this run's folder, also if a run inside it was interrupted. A new run whose progress is shown
+    first says its likely time, by the `trial`.
     """
     out, folder = options.get("out"), None
     argv = options.get("argv") or sys.argv
@@ -186,8 +206,17 @@ def execute(
             write_json(folder.path / "environment.json", environment(processes.device, processes.count))
     elif processes.count > 1:
         raise UserError("several processes need a run folder to share; give one with out=...")
+    shown, expected = options.get("show_progress", False), options.get("expected", {})
     try:
-        results = {**work(Run(folder, processes, options.get("show_progress", False), argv, opening)), "complete": True}
+        if trial is not None and shown and not expected and not options.get("resume"):
+            from vitadel.evaluation.engine.expected_time import announce_time
+
+            expected = announce_time(trial, processes)
+        run = Run(folder, processes, shown, argv, opening, expected, options.get("costs"))
+        start = time.perf_counter()
+        results = {**work(run), "complete": True}
+        if run.costs is not None:
+            run.costs.work = time.perf_counter() - start
     except (KeyboardInterrupt, Interrupted):
         if folder is None:
             raise
@@ -197,6 +226,39 @@ def execute(
         folder.finish()
     processes.wait()
     return Outcome(results, folder, processes.is_main)
+
+
+def result_header(seed: int, *, suite: str | None = None) -> dict[str, Any]:
+    """The first fields of every `results.json`; the engine sets `complete` when the run is finished."""
+    named = {} if suite is None else {"suite": suite}
+    return {"schema": SCHEMA, "version": __version__, "complete": False, **named, "seed": seed}
+
+
+def describe_target(target: Target, fingerprint: str, n: int, bad: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields `model`, `assumptions`, `data` and `class_mapping` of the results; `n` samples, without `bad` ones."""
+    return {
+        "model": {
+            "spec": target.model_spec,
+            "parameters": sum(p.numel() for p in target.model.parameters()),
+            "family": target.family,
+            "fingerprint": fingerprint,
+            "outputs": target.restriction or None,
+            "notes": target.model.record.lasting_notes,
+        },
+        "assumptions": target.assumptions,
+        "data": {
+            "spec": target.data_spec,
+            "n": n,
+            "classes": len(target.source.classes),
+            "class_names": list(target.source.classes),
+            "pixels": list(target.preprocess.shape),
+            "preprocessing": target.preprocess.about,
+            "left_out": len(bad),
+            "left_out_names": [entry["name"] for entry in bad[:20]],
+            "not_opened": list(skipped(target.source)),
+        },
+        **({} if target.mapping is None else {"class_mapping": target.mapping.summary(target.among)}),
+    }
 
 
 def environment(device: torch.device, processes: int) -> dict[str, Any]:

@@ -11,11 +11,10 @@ import io
 import json
 import re
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -24,15 +23,18 @@ from torch import Tensor, nn
 from vitadel.attacks.per_sample import run_attack
 from vitadel.attacks.wrappers import MEMBER, Stage, Staged, StageResult, next_stage
 from vitadel.backbones.classifier import check_logits, fastest_attention
-from vitadel.data.batches import Batch, read_batches
-from vitadel.data.preprocess import Preprocess
+from vitadel.data.batches import Batch, Preprocess, read_batches
 from vitadel.errors import UserError
 from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import RESUMED, progress
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder, write_atomically
+from vitadel.runtime.safe_reading import ARRAY_ERRORS
 from vitadel.types import Attack, Ensemble, OwnRules, Source, Threat
+
+if TYPE_CHECKING:
+    from vitadel.evaluation.engine.expected_time import StageCosts
 
 NOTE = "note:"
 """Prefix of the arrays of a batch record that hold an attack's notes about each sample."""
@@ -75,7 +77,7 @@ class FolderCache:
             # From an open file, because numpy does not close one that turns out to be damaged.
             with self.folder.batch_file(stage, number).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return {name: arrays[name] for name in arrays.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+        except ARRAY_ERRORS:
             return None  # a missing or damaged record is computed again
 
     def save(self, stage: str, number: int, record: BatchRecord) -> None:
@@ -181,6 +183,7 @@ class RunContext:
     save_examples: SaveExamples | None = None
     compiled: nn.Module | None = None  # the same model, faster, for attacks that use outputs only
     expected: Mapping[str, float] = field(default_factory=dict)  # likely seconds of a stage, for its progress
+    costs: StageCosts | None = None  # what to write the costs of stages to, in a trial
 
     def chunks(self, indices: Tensor) -> list[list[int]]:
         """Batches of indices; never an empty one, which some models cannot take."""
@@ -212,6 +215,7 @@ def run_stage(
     todo = [k for k in mine if not _is_done(context.cache.find(stage, k), chunks[k])]
     total, saved = sum(len(chunks[k]) for k in mine), sum(len(chunks[k]) for k in mine if k not in set(todo))
     shown = context.show_progress and context.processes.is_main
+    began = time.perf_counter()
     with progress(_readable(stage), total, shown, context.expected.get(stage)) as meter:
         if saved:
             meter.advance(saved, RESUMED)
@@ -223,6 +227,9 @@ def run_stage(
             record["seconds"] = np.asarray(time.perf_counter() - start)
             context.cache.save(stage, k, record)
             meter.advance(len(chunks[k]), note(record))
+    if context.costs is not None:
+        spent = context.costs.seconds
+        spent[stage] = spent.get(stage, 0.0) + time.perf_counter() - began
     context.processes.wait()
     records = [context.cache.find(stage, k) for k in range(len(chunks))]
     if any(record is None for record in records):
@@ -458,4 +465,7 @@ def _one_attack(
         broken += int((~record["held"]).sum())
         return f"{broken} broken"
 
-    return run_stage(context, stage, indices, work, note)
+    records = run_stage(context, stage, indices, work, note)
+    if context.costs is not None:
+        context.costs.add_attack(stage, attack, records)
+    return records

@@ -10,33 +10,28 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
-from PIL.Image import Image
 from torch import Tensor, nn
 
 from vitadel.adapters.adapted_model import open_model, options_for_features
 from vitadel.backbones.anatomy import family_of
+from vitadel.backbones.checkpoints import zoo_names
 from vitadel.backbones.classifier import Classifier, check_images_fit, wrap
 from vitadel.backbones.record import ModelRecord
 from vitadel.backbones.timm_models import is_timm_name
-from vitadel.backbones.zoo import zoo_names
+from vitadel.classes import AMONG, ClassMapping
 from vitadel.data import open_dataset
-from vitadel.data.batches import read_batches
-from vitadel.data.preprocess import Preprocess
-from vitadel.data.selection import BadSample, balanced_subset, check_labels, skipped
+from vitadel.data.batches import BadSample, Preprocess, balanced_subset, check_labels, read_batches
 from vitadel.data.spec import parse_spec, same_images, with_kind
 from vitadel.errors import UserError
+from vitadel.evaluation.engine.class_mapping import Classes, RelabeledSource, match_source
 from vitadel.runtime.opening import Opening
 from vitadel.types import Source
-
-if TYPE_CHECKING:
-    from vitadel.classes import ClassMapping
-    from vitadel.evaluation.engine.class_mapping import Classes
 
 
 @dataclass(frozen=True)
@@ -202,13 +197,13 @@ def _source_of(data: Any) -> tuple[Source, tuple[str, ...]]:
 
 def _matched(target: Target, weights: str | Path | None, classes: Classes | None, among: str) -> Target:
     """The target with labels that are numbers of the model's outputs."""
+    if among not in AMONG:
+        raise UserError(f"--among must be {' or '.join(AMONG)}, got {among!r}")
     record = target.model.record
     same = record.num_classes == len(target.source.classes)
     from_file = (weights is not None and str(weights) not in _NO_FILE) or Path(target.model_spec).exists()
     if same and record.classes is None and classes is None and not from_file:
         return target  # nothing is known of the model's classes but their number
-    from vitadel.evaluation.engine.class_mapping import match_source
-
     source, mapping = match_source(target.source, record, target.model_spec, weights, classes, among)
     return replace(target, source=source, mapping=mapping, among=among)
 
@@ -300,51 +295,12 @@ class SubsetLogits(nn.Module):
         return logits[:, self.chosen]
 
 
-@dataclass(frozen=True, eq=False)
-class SubsetSource:
-    """A source with its labels renumbered as by `SubsetLogits`; -1 for classes that are not `chosen`."""
-
-    source: Source
-    chosen: tuple[int, ...] = field(repr=False)
-
-    @property
-    def classes(self) -> Sequence[str]:
-        return [self.source.classes[number] for number in self.chosen]
-
-    @property
-    def skipped(self) -> tuple[str, ...]:
-        return skipped(self.source)
-
-    @cached_property
-    def _labels(self) -> Tensor:
-        place = torch.full((len(self.source.classes),), -1)
-        place[list(self.chosen)] = torch.arange(len(self.chosen))
-        labels = self.source.labels()
-        return torch.where(labels < 0, labels, place[labels.clamp(min=0)])
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def labels(self) -> Tensor:
-        return self._labels
-
-    def read(self, indices: Sequence[int]) -> list[Image | Exception]:
-        return self.source.read(indices)
-
-    def read_exactly(self, indices: Sequence[int], shape: tuple[int, int]) -> list[Tensor | Exception] | None:
-        exactly = getattr(self.source, "read_exactly", None)
-        return None if exactly is None else cast("list[Tensor | Exception] | None", exactly(indices, shape))
-
-    def name(self, index: int) -> str:
-        return self.source.name(index)
-
-
 def apply_class_subset(target: Target) -> Target:
     """Model and data restricted to the benchmark's classes; unchanged if it has all classes of the model."""
     among = getattr(target.source, "among", None)
     if among is None:
         return target
-    source = SubsetSource(target.source, tuple(among))
+    source = RelabeledSource.restricted(target.source, among)
     strange = (source.labels() < 0).nonzero()[:, 0].tolist()
     if strange:
         raise UserError(
@@ -364,19 +320,12 @@ def subset_like(chosen: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def relabel_like(other: Source, source: Source) -> Source:
-    """`other` with its labels renumbered as in `source`, if it has all classes that `source` was restricted from."""
-    if not isinstance(source, SubsetSource):
-        return _mapped_like(other, source)
-    other = _mapped_like(other, source.source)
-    return SubsetSource(other, source.chosen) if len(other.classes) == len(source.source.classes) else other
-
-
-def _mapped_like(other: Source, source: Source) -> Source:
-    if not hasattr(source, "mapping"):
+    """`other` with its labels renumbered as in `source`, if it has all classes that `source` was relabeled from."""
+    if not isinstance(source, RelabeledSource):
         return other
-    from vitadel.evaluation.engine.class_mapping import map_like
-
-    return map_like(other, source)
+    other, before = relabel_like(other, source.source), source.source.classes
+    fits = len(other.classes) == len(before) if source.mapping is None else list(other.classes) == list(before)
+    return replace(source, source=other) if fits else other
 
 
 CALIBRATION_BATCH = 64

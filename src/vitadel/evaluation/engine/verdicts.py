@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from vitadel.attacks.attention_scaling.aas import PAPER_STYLE
 from vitadel.attacks.gain_ratio import GAINS, summarize_gains
-from vitadel.data.selection import BadSample, skipped
+from vitadel.data.batches import BadSample
+from vitadel.evaluation.engine.class_mapping import RelabeledSource
 from vitadel.evaluation.engine.stages import (
     NOTE,
     BatchRecord,
@@ -25,11 +25,8 @@ from vitadel.evaluation.engine.stages import (
     check_any_readable,
     clean_stage,
 )
-from vitadel.evaluation.engine.target import AMONG_DATA, SubsetLogits, SubsetSource, Target
+from vitadel.evaluation.engine.target import AMONG_DATA, SubsetLogits
 from vitadel.statistics import share
-from vitadel.version import __version__
-
-SCHEMA = 1
 
 
 @dataclass
@@ -102,7 +99,7 @@ class Verdicts:
             "attacked": int(before.sum()),
             **costs_of(records),
             "judged_on": "deployed model",
-            "paper_style": _paper_style(records),
+            "paper_style": None,  # of attention scaling only, which counts it apart
         }
         if gains := _gains(records):
             entry["gains"] = gains
@@ -126,7 +123,7 @@ class Verdicts:
 def accuracy_among_all(context: RunContext, indices: Tensor) -> dict[str, Any]:
     """The field `clean_among_all`: accuracy on the same images among all classes; empty if the model has them all."""
     model, source = context.model, context.source
-    if not isinstance(model, SubsetLogits) or not isinstance(source, SubsetSource):
+    if not isinstance(model, SubsetLogits) or not isinstance(source, RelabeledSource):
         return {}
     whole = replace(context, model=model.classifier, source=source.source, classes=model.of)
     records = clean_stage(whole, indices, f"clean among all {model.of}")
@@ -136,39 +133,6 @@ def accuracy_among_all(context: RunContext, indices: Tensor) -> dict[str, Any]:
     if model.why != AMONG_DATA:
         remark += "; not comparable with published numbers of this benchmark"
     return {"clean_among_all": {**share(right, n, "correct", "accuracy"), "classes": model.of, "remark": remark}}
-
-
-def result_header(seed: int, *, suite: str | None = None) -> dict[str, Any]:
-    """The first fields of every `results.json`; the engine sets `complete` when the run is finished."""
-    named = {} if suite is None else {"suite": suite}
-    return {"schema": SCHEMA, "version": __version__, "complete": False, **named, "seed": seed}
-
-
-def describe_target(target: Target, verdicts: Verdicts, fingerprint: str) -> dict[str, Any]:
-    """The fields `model`, `assumptions`, `data` and `class_mapping` of the results."""
-    return {
-        "model": {
-            "spec": target.model_spec,
-            "parameters": sum(p.numel() for p in target.model.parameters()),
-            "family": target.family,
-            "fingerprint": fingerprint,
-            "outputs": target.restriction or None,
-            "notes": target.model.record.lasting_notes,
-        },
-        "assumptions": target.assumptions,
-        "data": {
-            "spec": target.data_spec,
-            "n": len(verdicts.index),
-            "classes": len(target.source.classes),
-            "class_names": list(target.source.classes),
-            "pixels": list(target.preprocess.shape),
-            "preprocessing": target.preprocess.about,
-            "left_out": len(verdicts.bad),
-            "left_out_names": [entry["name"] for entry in verdicts.bad[:20]],
-            "not_opened": list(skipped(target.source)),
-        },
-        **({} if target.mapping is None else {"class_mapping": target.mapping.summary(target.among)}),
-    }
 
 
 def _counts(alone: bool, own_rules: bool) -> str:
@@ -184,20 +148,6 @@ def costs_of(records: Sequence[BatchRecord]) -> dict[str, Any]:
         "gradient_calls": sum(int(record["gradients"]) for record in records),
         "forward_calls": sum(int(record["forwards"]) for record in records),
         "seconds": round(sum(float(record["seconds"]) for record in records), 3),
-    }
-
-
-def _paper_style(records: Sequence[BatchRecord]) -> dict[str, Any] | None:
-    """The accuracy as the authors of an attack on a rescaled model report it: that of the rescaled model."""
-    name = f"{NOTE}{PAPER_STYLE}"
-    verdicts = [record[name] for record in records if name in record]
-    if not verdicts:
-        return None
-    right = np.concatenate(verdicts)
-    return {
-        **share(int(right.sum()), len(right), "held", "robust_accuracy"),
-        "remark": "of the attacked samples, judged on the rescaled model instead of the deployed one: "
-        "not a robustness estimate",
     }
 
 

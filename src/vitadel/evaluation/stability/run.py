@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -33,6 +34,7 @@ from vitadel.errors import UserError, check_known
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.audit.protocols import RVT
 from vitadel.evaluation.engine.attack_preparation import calibrate
+from vitadel.evaluation.engine.expected_time import StageCosts, Trial
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
 from vitadel.evaluation.engine.stages import (
     BatchRecord,
@@ -61,6 +63,7 @@ from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
 
 SUITE = "stability"
+_TRIED_STEPS = 2  # of the training of a corruption model, to time it
 _SELECTOR = "corruption-model.safetensors"
 _NOT_TOKENS = ("xcit", "swin", "swinv2")  # whose maps are over channels, or over windows
 Corrupt = Callable[[nn.Module, Tensor, SampleRNG], Tensor]
@@ -138,7 +141,16 @@ def run_stability(
         run.write("stability.parquet", _table(seen))
         return {**attacked, "suite": SUITE, "stability": _summary(request, seen, blocks)}
 
-    return execute("audit", target.model_spec, settings, processes, work, target=target, **options)
+    def on_few(few: int, alone: Processes, **watched: Any) -> Outcome:
+        short = min(_TRIED_STEPS, request.training_steps)
+        tried = replace(request, limit=few, training_steps=short)
+        outcome = run_stability(target, tried, alone, **watched)
+        costs: StageCosts = watched["costs"]
+        costs.once = {name: request.training_steps / short * seconds for name, seconds in costs.once.items()}
+        return outcome
+
+    trial = Trial(len(indices), on_few)
+    return execute("audit", target.model_spec, settings, processes, work, target=target, trial=trial, **options)
 
 
 def _load_selector(path: str, target: Target, request: StabilityRequest, processes: Processes) -> CorruptionModel:
@@ -185,7 +197,10 @@ def _trained_here(
         attack = LearnedPatches(
             Linf(RVT.budget), request.share, 1, request.training_steps, noise=request.noise, side=request.side
         )
+        start = time.perf_counter()
         ready = calibrate(attack, context, target, indices, request.calibration)
+        if context.costs is not None:
+            context.costs.outside = context.costs.once["training"] = time.perf_counter() - start
         if context.processes.is_main:
             assert isinstance(ready, LearnedPatches)
             assert ready.selector is not None

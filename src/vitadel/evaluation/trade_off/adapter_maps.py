@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.adapters.tora.tora_vit import Tora, gate_maps
-from vitadel.data.batches import Batch
-from vitadel.data.selection import balanced_subset
+from vitadel.data.batches import Batch, balanced_subset
 from vitadel.evaluation.engine.stages import BatchRecord, RunContext, refuse_lost_images, run_stage
 from vitadel.evaluation.trade_off.candidates import Candidate
 from vitadel.instrument.attention import attention_maps

@@ -16,7 +16,7 @@ from vitadel.adapters.tora.tora_files import fusion_of, interpolate_fusions, put
 from vitadel.adapters.tora.tora_settings import BRANCHES
 from vitadel.adapters.tora.tora_vit import BranchClassifier, Tora, find_tora
 from vitadel.backbones.classifier import Classifier
-from vitadel.data.preprocess import Preprocess
+from vitadel.data.batches import Preprocess
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import Target, open_target, subset_like
 from vitadel.types import Source

@@ -21,15 +21,26 @@ from vitadel.attacks.branch_attacks import BranchAttack
 from vitadel.attacks.parse import make, split_attack_list
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import Linf
-from vitadel.data.selection import BadSample
+from vitadel.data.batches import BadSample
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.evidence import findings_about
 from vitadel.evaluation.audit.protocols import RVT
 from vitadel.evaluation.engine.attack_preparation import needs_calibration
-from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, request_from, run_settings
+from vitadel.evaluation.engine.expected_time import Trial
+from vitadel.evaluation.engine.run import (
+    Outcome,
+    Run,
+    RunOptions,
+    RunRequest,
+    describe_target,
+    execute,
+    request_from,
+    result_header,
+    run_settings,
+)
 from vitadel.evaluation.engine.stages import RunContext, attack_stage, rules_of
 from vitadel.evaluation.engine.target import apply_class_subset
-from vitadel.evaluation.engine.verdicts import Verdicts, describe_target, parquet_bytes, result_header
+from vitadel.evaluation.engine.verdicts import Verdicts, parquet_bytes
 from vitadel.evaluation.trade_off.adapter_maps import evaluate_maps
 from vitadel.evaluation.trade_off.candidates import JOINT, Candidate, open_candidates
 from vitadel.findings import SUSPICIOUS, Finding
@@ -149,7 +160,12 @@ def run_trade_off(
         results["trade_off"]["maps"] = maps
         return results
 
-    return execute(SUITE, candidates[0].name, settings, processes, work, **options)
+    def on_few(few: int, alone: Processes, **watched: Any) -> Outcome:
+        tried = dataclasses.replace(request, limit=few, maps=min(request.maps, few))
+        return run_trade_off(candidates, tried, alone, **watched)
+
+    trial = Trial(len(indices), on_few)
+    return execute(SUITE, candidates[0].name, settings, processes, work, trial=trial, **options)
 
 
 @dataclass
@@ -286,7 +302,8 @@ def _results(
     fingerprint: str,
 ) -> dict[str, Any]:
     largest = request.eps[-1]
-    described = describe_target(first.target, judged[0].joint, fingerprint)
+    joint = judged[0].joint
+    described = describe_target(first.target, fingerprint, len(joint.index), joint.bad)
     described["model"] = {"spec": ", ".join(each.name for each in judged), "fingerprint": fingerprint}
     return {
         **result_header(request.seed, suite=SUITE),

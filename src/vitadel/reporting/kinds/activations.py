@@ -7,11 +7,11 @@ from typing import Any
 
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
+from vitadel.quantities import percent
 from vitadel.reporting.figures import COLORS, Picture, add_legend, new_figure, style_axes
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table
-from vitadel.reporting.text import percent
 
 _COLOR = {"clean": "clean", "attacked": "worst", "adaptive": "attack"}
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitadel.findings import PRECHECK, title_of
-from vitadel.quantities import can_diagnose
+from vitadel.findings import OK, PRECHECK, attacks_through_modules, title_of
+from vitadel.quantities import can_diagnose, interval_text, listed, percent, share_text
 from vitadel.reporting.audit_figures import (
+    GAINS_CAPTION,
     draw_accuracies,
     draw_classes,
     draw_examples,
+    draw_gains,
     enough_per_class,
     shows_attention,
 )
@@ -23,7 +26,6 @@ from vitadel.reporting.read_runs import Run, aspects, class_scores, damaged, lac
 from vitadel.reporting.tables import Column as ReportColumn
 from vitadel.reporting.tables import Table as ReportTable
 from vitadel.reporting.terminal import VERDICT_COLORS, show_effective_eps, show_findings
-from vitadel.reporting.text import interval_text, listed, percent, share_text
 from vitadel.runtime.opening import next_command, recorded_opening
 from vitadel.statistics import wilson
 
@@ -58,21 +60,30 @@ def _other_threats(run: Run) -> str:
 
 
 def trust_audit(run: Run) -> Trust | None:
-    """Whether to rely on the numbers, and the diagnosis to run next; None for unfinished runs."""
+    """Whether to rely on the numbers, and what to run next; None for unfinished runs.
+
+    Next is a diagnosis, or attacks through the modules that a finding names.
+    """
     found = doubts(run)
-    if found is not None or not run.complete or not run.attacks or run.command["verb"] != "audit":
+    if not run.complete or not run.attacks or run.command["verb"] != "audit":
         return found
     threat, known = run.results.get("threat", {}), aspects(run)
     norm = str(threat.get("norm") or run.command["settings"].get("norm") or "")
-    command = ""
-    if norm and known["eps"] and can_diagnose(norm, threat.get("eps", 0)):
-        opening = recorded_opening(run.command)
-        command = next_command(opening, "diagnose", run.model, known["data"], norm, known["eps"])
+
+    def command(verb: str, *more: str) -> str:
+        if not norm or not known["eps"] or not can_diagnose(norm, threat.get("eps", 0)):
+            return ""
+        return next_command(recorded_opening(run.command), verb, run.model, known["data"], norm, known["eps"], *more)
+
+    if found is not None:
+        raised = {each["check"]: each["evidence"] for each in run.results["findings"] if each["verdict"] != OK}
+        attacks = attacks_through_modules(raised)
+        return replace(found, command=command("audit", "--attacks", attacks)) if attacks else found
     if any(each["check"] in _PRECHECK for each in run.results.get("findings") or []):
         sentence = "The audit's short check found nothing suspicious. Run a full diagnosis before you publish."
-        return Trust("ok", sentence, command)
+        return Trust("ok", sentence, command("diagnose"))
     sentence = "Not examined: this model was not checked for gradient masking, so these numbers may be too high."
-    return Trust("unexamined", sentence, command)
+    return Trust("unexamined", sentence, command("diagnose"))
 
 
 _PRECHECK = (PRECHECK.identifier, "the doctor's glance")  # the latter in earlier versions
@@ -107,10 +118,12 @@ def _attacks(run: Run) -> Section | None:
             "members": [],
             "paper_style": None,
             **entry,
+            "scaling": scaling_sentences(entry),
             "gradients": entry["gradient_calls"] / max(entry["attacked"], 1),
             "forwards": entry["forward_calls"] / max(entry["attacked"], 1),
             "details": entry.get("settings", {})
-            | ({"judged on": entry["judged_on"]} if entry.get("judged_on") else {}),
+            | ({"judged on": entry["judged_on"]} if entry.get("judged_on") else {})
+            | _candidates(entry),
         }
         for entry in run.attacks
     ]
@@ -125,9 +138,7 @@ def _gains(run: Run) -> Section | None:
     entries = [entry for entry in run.attacks if (entry.get("gains") or {}).get("points")]
     if not entries:
         return None
-    from vitadel.reporting.gain_figure import CAPTION, draw_gains
-
-    return Section("Promised and delivered", lambda: draw_gains(entries), CAPTION)
+    return Section("Promised and delivered", lambda: draw_gains(entries), GAINS_CAPTION)
 
 
 def _classes(run: Run) -> Section | None:
@@ -313,11 +324,13 @@ def show_audit(run: Run) -> None:
         counts = " or ".join(dict.fromkeys(entry["counts"] for entry in attacks))
         notes.append(f"Robust accuracy counts {counts}; passes are per attacked sample.")
     if attacks and {entry["name"] for entry in attacks} <= _SMOKE_TEST:
-        notes.append("A smoke test: FGSM and PGD-20 measure no robustness. Leave out --attacks for autoattack-fast.")
+        notes.append("A smoke test: FGSM and PGD-20 measure no robustness. The default attack, autoattack-fast, does.")
     for entry in attacks:
+        notes += [f"{entry['name']}: {sentence}" for sentence in scaling_sentences(entry)]
         if style := entry.get("paper_style"):
-            accuracy = percent(style["robust_accuracy"])
-            notes.append(f"{entry['name']}, counted as in its paper: {accuracy}, {style['remark']}.")
+            clean = f" at {percent(style['clean_scaled'])} clean" if "clean_scaled" in style else ""
+            accuracy = percent(style["accuracy" if "accuracy" in style else "robust_accuracy"])
+            notes.append(f"{entry['name']}, counted as in its paper: {accuracy}{clean}, {style['remark']}.")
     if results.get("compile"):
         notes.append(results["compile"])
     if (results.get("protocol") or {}).get("nearest"):  # else there is nothing that could be compared with
@@ -344,6 +357,41 @@ def show_audit(run: Run) -> None:
     if trust is not None and trust.command:
         # As it stands, on one line: a wrapped command cannot be pasted.
         console.print(f"next: {trust.command}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _candidates(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Every candidate for the factors of attention scaling: what it was worth, and its factors."""
+    shown = {}
+    for each in (entry.get("calibration") or {}).get("candidates", []):
+        worth = [
+            text.format(each[key])
+            for key, text in (("value", "objective {:.4g}"), ("broken", "{} broken"), ("loss", "loss {:.4g}"))
+            if each.get(key) is not None
+        ]
+        factors = ", ".join(f"{factor:.3g}" for factor in each["factors"])
+        shown[f"candidate {each['name']}"] = "; ".join([*worth, factors])
+    return shown
+
+
+def scaling_sentences(entry: Mapping[str, Any]) -> list[str]:
+    """How the factors of attention scaling were found, and what attacks of the same cost did."""
+    sentences = []
+    if found := entry.get("calibration"):
+        chosen = next(each for each in found["candidates"] if each["name"] == found["winner"])
+        factors = ", ".join(f"{factor:.3g}" for factor in chosen["factors"])
+        margin = ", ".join(f"{by:+.3g} {what}" for what, by in (found.get("margin") or {}).items())
+        over = f" ({margin} over {found['runner_up']})" if margin else ""
+        sentences.append(
+            f"the factors of '{found['winner']}' won{over} on {found['images']:,} calibration images, at "
+            f"{found['gradients']:,} gradients and {found['forwards']:,} forwards: {factors}."
+        )
+    for control in entry.get("controls") or []:
+        sentences.append(
+            f"control, {control['name']}: {control['held']} of {control['n']} still correct; "
+            f"{control['only_attack']} broken by the attack only, {control['only_control']} by the control only "
+            f"(p = {control['p']:.2g})."
+        )
+    return sentences
 
 
 KIND = Kind(audit_sentence, audit_sections, trust=trust_audit, show=show_audit, partial=True)

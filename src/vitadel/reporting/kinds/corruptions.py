@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vitadel.quantities import percent
 from vitadel.reporting.figures import COLORS, Picture, new_figure
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.kinds.audit import audit_sections
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table
-from vitadel.reporting.text import percent
 
 _ROW, _LEFT, _CELL, _FOOT = 19.0, 150.0, 78.0, 26.0  # points
 _DARK = 0.55  # errors above this are written in white

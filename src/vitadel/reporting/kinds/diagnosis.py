@@ -7,10 +7,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitadel.findings import title_of
+from vitadel.quantities import percent
 from vitadel.reporting.kind import Kind, Section, Trust, doubts
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.terminal import VERDICT_COLORS, evidence_text
-from vitadel.reporting.text import percent
 
 
 def _sentence(run: Run) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from vitadel.quantities import percent
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.kinds.audit import audit_sections, audit_sentence, show_audit
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table, share_cells, share_columns
 from vitadel.reporting.terminal import show_heading, show_section
-from vitadel.reporting.text import percent
 
 _BEST = 5  # heads that are shown
 

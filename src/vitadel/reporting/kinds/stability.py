@@ -8,13 +8,13 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from vitadel.quantities import percent, share_text
 from vitadel.reporting.figures import COLORS, Picture, add_legend, new_figure, style_axes
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.kinds.audit import audit_sections
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table, mean_cells, mean_columns, share_cells, share_columns
 from vitadel.reporting.terminal import show_sections
-from vitadel.reporting.text import percent, share_text
 
 _SELECTIONS = {"random": ("clean", "random"), "learned": ("worst", "learned"), "transfer": ("attack", "transferred")}
 _SIMILARITIES = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from vitadel.quantities import percent, shorten
 from vitadel.reporting.figures import COLORS, Picture, Strip, add_legend, as_images, strip_figure, style_axes
 from vitadel.reporting.kind import Results, read_study_arrays, study
 from vitadel.reporting.kinds.study_perturbations import against_chance, draw_agreement, panel_height
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table, share_cells, share_columns
-from vitadel.reporting.text import percent, shorten
 
 _COURSE = 150  # points
 _LINES = ("-", "--", ":", "-.")

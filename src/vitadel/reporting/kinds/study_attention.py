@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from vitadel.quantities import percent
 from vitadel.reporting.figures import COLORS, Picture, Strip, add_legend, as_images, strip_figure, style_axes
 from vitadel.reporting.kind import Results, read_study_arrays, study
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table
-from vitadel.reporting.text import percent
 
 _PANEL = 190  # points
 _MOST_HEADS = 6  # that are drawn, each in two rows

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from vitadel.quantities import interval_text, percent
 from vitadel.reporting.figures import Picture, Strip, as_images, strip_figure
 from vitadel.reporting.kind import Results, read_study_arrays, study
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table, share_cells, share_columns
-from vitadel.reporting.text import interval_text, percent
 
 _SELECTIONS = {
     "learned": "chosen by the patch selector",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vitadel.quantities import percent, share_text
 from vitadel.reporting.figures import COLORS, Picture, add_legend, interval_reach, new_figure, style_axes
 from vitadel.reporting.kind import Results, study
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table, share_cells, share_columns
-from vitadel.reporting.text import percent, share_text
 
 
 def _draw(run: Run) -> Picture:

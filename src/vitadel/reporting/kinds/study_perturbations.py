@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vitadel.quantities import percent, share_text, shorten
 from vitadel.reporting.figures import (
     COLORS,
     Picture,
@@ -18,7 +19,6 @@ from vitadel.reporting.figures import (
 from vitadel.reporting.kind import Results, read_study_arrays, study
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table, share_cells, share_columns
-from vitadel.reporting.text import percent, share_text, shorten
 
 _WHAT = {"label": "the label", "reached": "the class that the attack reached"}
 _PANEL = 34  # points for each model and target

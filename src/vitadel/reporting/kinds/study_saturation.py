@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from vitadel.quantities import interval_text, percent
 from vitadel.reporting.figures import COLORS, Picture, add_legend, new_figure, style_axes
 from vitadel.reporting.kind import Results, read_study_arrays, study
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table, share_cells, share_columns
-from vitadel.reporting.text import interval_text, percent
 
 _COLUMNS, _MOST = 4, 12
 _TOGETHER = 4  # bins of the file in one of the figure
@@ -75,17 +75,21 @@ def _sentence(found: Results) -> str:
     blocks = _condition(found, "deployed", "clean")["blocks"]
     worst = max(range(len(blocks)), key=lambda b: (_saturated(blocks[b])["share"], blocks[b]["quantiles"]["0.99"]))
     limit = found["thresholds"][found["precision"]]["rounds_to_one"]
-    clean = _saturated(blocks[worst])
+    clean, median = _saturated(blocks[worst]), blocks[worst]["quantiles"]["0.5"]
+    start = (
+        f"Of {found['n']:,} images' attention rows in {found['blocks'][worst]}, the most saturated of {len(blocks)}, "
+        f"{percent(clean['share'])} ({interval_text(clean['ci95'])}) have a gap beyond {limit:.1f}, from which on "
+        f"{found['precision']} rounds their softmax to one"
+    )
+    if found["attack"] is None:
+        return f"{start}. The median gap there is {median:.3g}, the largest {blocks[worst]['largest']:.3g}."
     attacked, softened = (
         _condition(found, *which)["blocks"][worst] for which in (("deployed", "attacked"), ("scaled", "clean"))
     )
     return (
-        f"Of {found['n']:,} images' attention rows in {found['blocks'][worst]}, the most saturated of {len(blocks)}, "
-        f"{percent(clean['share'])} ({interval_text(clean['ci95'])}) have a gap beyond {limit:.1f}, from which on "
-        f"{found['precision']} rounds their softmax to one; attacked by {found['attack']} "
-        f"{percent(_saturated(attacked)['share'])}, with the factors of aas {percent(_saturated(softened)['share'])}. "
-        f"The median gap there is {blocks[worst]['quantiles']['0.5']:.3g}, and {softened['quantiles']['0.5']:.3g} with "
-        "the factors."
+        f"{start}; attacked by {found['attack']} {percent(_saturated(attacked)['share'])}, with the factors of aas "
+        f"{percent(_saturated(softened)['share'])}. The median gap there is {median:.3g}, and "
+        f"{softened['quantiles']['0.5']:.3g} with the factors."
     )
 
 
@@ -94,7 +98,25 @@ def _saturated(block: Results) -> Results:
     return beyond
 
 
+def _gap_table(found: Results) -> Table:
+    """What a study of clean images alone has measured."""
+    columns = (Column("block"), Column("median", 3), Column("95 %", 3), Column("largest", 3))
+    blocks = found["conditions"][0]["blocks"]
+    rows = tuple(
+        (
+            name,
+            *(block["quantiles"][quantile] for quantile in ("0.5", "0.95")),
+            block["largest"],
+            *share_cells(_saturated(block), "share"),
+        )
+        for name, block in zip(found["blocks"], blocks, strict=True)
+    )
+    return Table("Gaps between the two largest scores.", (*columns, *share_columns("rounds to one")), rows)
+
+
 def _tables(found: Results) -> list[Table]:
+    if found["attack"] is None:
+        return [_gap_table(found)]
     quantiles = list(found["conditions"][0]["blocks"][0]["quantiles"])
     columns = (
         *(Column("block"), Column("attention"), Column("images"), Column("factor", 4)),

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Shown
 
+from vitadel.quantities import percent
 from vitadel.reporting.figures import COLORS, Picture, add_legend, interval_reach, new_figure, style_axes
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table, share_cells, share_columns
 from vitadel.reporting.terminal import show_findings
-from vitadel.reporting.text import percent
 
 _BANK = "T8"  # attacks another model than the other levels, so no line leads to it
 _LINE_COLORS = ("clean", "attack", "worst", "ink")

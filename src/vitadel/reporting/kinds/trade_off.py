@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vitadel.errors import UserError
+from vitadel.quantities import percent
 from vitadel.reporting.figures import (
     COLORS,
     Picture,
@@ -24,7 +25,6 @@ from vitadel.reporting.figures import (
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.read_runs import Array, Run, read_arrays
 from vitadel.reporting.tables import Cell, Column, Table, mean_cells, mean_columns, share_cells, share_columns
-from vitadel.reporting.text import percent
 from vitadel.statistics import mcnemar
 
 _SERIES = {

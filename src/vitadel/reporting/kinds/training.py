@@ -9,13 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from vitadel.quantities import percent
 from vitadel.reporting.figures import COLORS, Picture, add_legend, new_figure, style_axes
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.kinds.audit import audit_sections, audit_sentence, show_audit
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Column, Table
 from vitadel.reporting.terminal import show_effective_eps, show_findings
-from vitadel.reporting.text import percent
 
 _ACCURACIES = {"validation_clean": ("clean", "clean"), "validation_robust": ("worst", "under attack")}
 _STYLES = {"validation_clean": "--", "validation_robust": "-"}  # where colors distinguish trainings

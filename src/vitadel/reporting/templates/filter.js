@@ -24,6 +24,7 @@ if (controls) {
   const order = controls.elements.order;
   const names = new Set([...document.querySelectorAll("section.board thead th")].map((heading) => heading.dataset.name));
   for (const name of names) order.append(new Option(name, name));
+  order.value = "Rank";  // as the rows stand in the file
   order.addEventListener("change", () => {
     for (const heading of document.querySelectorAll("section.board thead th")) {
       if (heading.dataset.name === order.value) heading.querySelector("button")?.click();

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.attention_scaling.factors import DISTANCES, search_factors
+from vitadel.attacks.attention_scaling.factors import (
+    METHODS,
+    FactorSearch,
+    random_factors,
+    search_factors,
+    search_factors_as_printed,
+)
+from vitadel.attacks.attention_scaling.objectives import DISTANCES
 from vitadel.attacks.losses import cross_entropy
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import Classifier
@@ -18,6 +25,8 @@ from vitadel.instrument.hooks import frozen
 from vitadel.quantities import AT_LEAST_ONE, BETWEEN, POSITIVE, check_ranges
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.interfaces import Training, warn_late_start
+
+SEARCHES = (*METHODS, "printed", "random", "fixed")
 
 
 @runtime_checkable
@@ -33,10 +42,18 @@ class HasScalableClassifier(Protocol):
 class AttentionScaling:
     """Multiplies the scores of every softmax attention by a factor, which is a part of the model.
 
-    Factors start at 1. Before epochs `gap`, 2 * `gap`, ... new ones are searched on `images` training images as in the
-    AAS attack, from a random start in [0.01, 1]: gradient ascent with `steps` steps of size `pace` on the `distance`
-    from the features with the previous factors. Weights do not change meanwhile; the change of the clean loss is
-    logged. Objective, attack and weight averages see the model with its factors.
+    Factors start at 1. Before epochs `gap`, 2 * `gap`, ... new ones are searched on `images` training images. `search`:
+
+    - `ascent`: from a random start in [0.01, 1], gradient ascent with `steps` steps of size `pace` on the `distance`
+      from the features with the previous factors;
+    - `grid`: from factors that bring the measured gaps of the scores to where the softmax has a slope, one attention
+      after another, by values of the distance, also where the softmax is saturated; `both`: then the ascent from there;
+    - `printed`: the paper's algorithm 1 from the previous factors, with additive noise and equation 3;
+    - `random`: a control, log-uniform factors between `smallest` and 1;
+    - `fixed`: a control, the factors stay as they are: 1, unless the model came with others.
+
+    Weights do not change meanwhile; the change of the clean loss is logged. Objective, attack and weight averages see
+    the model with its factors.
 
     The ascent ends at the bounds, because features are farthest without any attention. With the attack's 1e-7 as
     `smallest`, attention would be switched off and pass no gradient until the next search.
@@ -48,8 +65,10 @@ class AttentionScaling:
     pace: float = 0.3
     distance: str = "lpips"
     smallest: float = 0.01
+    search: str = "ascent"
 
     def __post_init__(self) -> None:
+        check_known("search", self.search, SEARCHES)
         check_known("distance", self.distance, DISTANCES)
         counts = dict.fromkeys(("gap", "images", "steps"), AT_LEAST_ONE)
         check_ranges(self, **counts, pace=POSITIVE, smallest=BETWEEN)
@@ -73,7 +92,7 @@ class AttentionScaling:
 
     def before_epoch(self, run: Training) -> None:
         classifier = _classifier(run.model)
-        if run.epoch == 0 or run.epoch % self.gap:
+        if run.epoch == 0 or run.epoch % self.gap or self.search == "fixed":
             return
         batches = run.training_images(self.images)
         # Searched by the main process only: processes that round differently would train different models.
@@ -96,11 +115,21 @@ class AttentionScaling:
             try:
                 # The ascent multiplies the model's factors; from ones it finds the factors themselves.
                 classifier.set_attention_factors([1.0] * len(held))
-                found = search_factors(model, batches, rng, self.steps, self.pace, self.distance, held, self.smallest)
+                found = self._find(model, batches, rng, held)
                 classifier.set_attention_factors(found)
                 return found, _loss(model, *first) - before
             finally:
                 classifier.set_attention_factors(held)
+
+    def _find(
+        self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], rng: SampleRNG, held: Sequence[float]
+    ) -> tuple[float, ...]:
+        if self.search == "random":
+            return random_factors(model, rng, self.smallest)
+        if self.search == "printed":
+            return search_factors_as_printed(model, batches, rng, self.steps, held, self.smallest)
+        search = FactorSearch(self.search, self.distance, self.steps, self.pace, self.smallest)
+        return search_factors(model, batches, rng, search, held)
 
 
 def _classifier(model: nn.Module) -> Classifier:

@@ -48,6 +48,7 @@ from vitadel.training.recipes.training_sections import (
     Validation,
 )
 from vitadel.training.recipes.yaml_files import TEXTS
+from vitadel.training.starting_model import contradictions
 
 _NEEDED = ("model", "data", "objective", "train")
 
@@ -177,6 +178,14 @@ def check_recipe(name: str, check_probe: Callable[[Mapping[str, Any], str], None
     if not found:
         return None
     return str(Faulty(name, (f"{fault}{_in_rows(places, len(every))}" for fault, places in found.items())))
+
+
+def recipe_warnings(name: str) -> list[str]:
+    """What a recipe without faults contradicts in the weights that it starts from, over all its rows."""
+    every: list[str | None] = [*rows(name)] or [None]
+    documents = [compose(name, row) for row in every]
+    starting = [each for each in documents if not is_probe(each) and (each.get("model") or {}).get("weights")]
+    return list(dict.fromkeys(text for each in starting for text in contradictions(build_recipe(each, name).model)))
 
 
 def _in_rows(places: list[str], total: int) -> str:

@@ -15,10 +15,10 @@ import torch
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 
+from vitadel.backbones.checkpoints import zoo_names
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
 from vitadel.backbones.timm_models import is_timm_name, suggest_models
-from vitadel.backbones.zoo import zoo_names
 from vitadel.data.spec import DATA_KINDS, DataRequest, identity, parse_spec, same_images
 from vitadel.errors import UserError, nearest_names
 from vitadel.training.data_stream import rand_augment_policy
@@ -164,7 +164,11 @@ def read_data_spec(spec: str, root: str | None) -> DataRequest:
 
 def class_count(spec: str) -> int | None:
     """The number of classes, for kinds of data where it is known without opening them."""
-    return _CLASSES.get(read_data_spec(spec, None).kind)
+    request = read_data_spec(spec, None)
+    chosen = request.settings.get("classes", "") if request.kind == "imagenet" else ""
+    if chosen:
+        return int(chosen) if chosen.isdecimal() else None  # a file says how many
+    return _CLASSES.get(request.kind)
 
 
 def check_class_counts(counts: Mapping[str, int | None], faults: Faults) -> set[int]:

@@ -25,6 +25,7 @@ _COMPONENTS = {
         "adversarial": "objectives.cross_entropy.Adversarial",
         "afat": "objectives.afat.Afat",
         "mart": "objectives.mart.Mart",
+        "mimir": "objectives.masked_images.Mimir",
         "robustness_tokens": "objectives.token_features.RobustnessTokens",
         "standard": "objectives.cross_entropy.Standard",
         "tora": "objectives.two_branches.TwoBranches",
@@ -40,6 +41,7 @@ _COMPONENTS = {
         "weight_average": "plugins.weight_average.WeightAverage",
     },
     "adapter": {
+        "masked_autoencoder": "trainables.autoencoder.Autoencoder",
         "tokens": "trainables.secret_tokens.SecretTokens",
         "tora": "trainables.tora_parts.ToraParts",
         "whole_model": "trainables.whole_model.WholeModel",

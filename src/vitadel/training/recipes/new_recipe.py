@@ -132,7 +132,7 @@ def _text(
     size = record.input_size[0] if record.input_size and by_name else None
     quoted = json.dumps
     validation = f"validation: {quoted(data.validation)}" if data.validation else "validation: null"
-    return f"""# {objective.upper()} of {model} on {data.train}, made by `vitadel recipes new`.
+    return f"""# {objective.upper()} of {model} on {data.train}, made by `vitadel recipes new`. This file is FILE:
 # check: vitadel recipes check FILE    time: vitadel plan FILE    train: vitadel harden FILE --out runs/mine
 about: {quoted(f"{model} on {data.train}: {objective} at {budget}")}
 

@@ -30,6 +30,7 @@ class ModelSection:
     that size. `input_size` resamples position embeddings; `crop_pct` and `interpolation` define how images are resized
     to it; `small_images` is the patch size (4) to which a patch-16 model is adapted for 32 px. `head_classes` selects
     classes of the checkpoint's head, in the order of the data's. `drop_path` defaults to the checkpoint's, or 0.
+    `kwargs` are arguments of timm's model; `attention_scale` among them multiplies all pre-softmax scores by a number.
     """
 
     name: str
@@ -166,7 +167,8 @@ class OptimizerSection:
     `lr` is meant for batches of `lr_reference_batch` images and scaled to the actual batch size, in proportion
     (`lr_scaling` 'linear') or with its square root ('sqrt'); without `lr_reference_batch` it is used as given.
     `schedule.warmup_lr` and `schedule.min_lr` are scaled with it. Biases, norms and what the model names (position
-    embeddings, class token) are not decayed.
+    embeddings, class token) are not decayed. `layer_decay` multiplies the rate once per layer below the head, for
+    fine-tuning.
     """
 
     name: str = "adamw"
@@ -178,6 +180,7 @@ class OptimizerSection:
     betas: tuple[float, float] | None = None
     eps: float | None = None
     clip_grad_norm: float | None = None
+    layer_decay: float | None = None
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -189,6 +192,7 @@ class OptimizerSection:
             betas=BELOW_ONE,
             eps=POSITIVE,
             clip_grad_norm=POSITIVE,
+            layer_decay=SHARE,
         )
 
     def lr_factor(self, batch_size: int) -> float:
@@ -306,11 +310,16 @@ class Validation:
 
 @dataclass(frozen=True)
 class AuditSection:
-    """The audit at the end, on the test set."""
+    """The audit at the end, on the test set.
+
+    With `independent` every attack gets all correctly classified images, as in the columns of papers; else each gets
+    those that the earlier ones left, and the last number is the worst case.
+    """
 
     attacks: tuple[str, ...] = ("pgd-20", "apgd-ce")
     limit: int | None = 500
     batch_size: int = 128
+    independent: bool = False
 
     def __post_init__(self) -> None:
         check_ranges(self, limit=AT_LEAST_ONE, batch_size=AT_LEAST_ONE)

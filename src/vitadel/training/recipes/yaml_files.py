@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ def _shipped_folder() -> Traversable:
 def find_recipe(name: str, beside: Traversable | None = None) -> Traversable:
     """The file of a recipe; a path is relative to the folder of the file that names it, or to the working folder."""
     if name.endswith(FILE_ENDINGS):
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         if isinstance(beside, Path):
             path = beside.parent / path
         if not path.is_file():
@@ -70,7 +71,19 @@ def parse_recipe(text: str, name: str) -> Mapping[str, Any]:
         raise UserError(
             f"recipe '{name}' is not a document of keys and values; see `vitadel recipes show shapes/pgd-at`"
         )
-    return {str(key): value if key in TEXTS else convert_numbers(value) for key, value in document.items()}
+    return {
+        str(key): _with_published(value) if key in TEXTS else convert_numbers(value) for key, value in document.items()
+    }
+
+
+def _with_published(text: Any) -> Any:
+    """A text with its line 'paper: PAPER/TABLE, ...' replaced by what the papers report there."""
+    if not isinstance(text, str) or "paper: " not in text:
+        return text
+    from vitadel.papers.paper_documents import published_text
+
+    lines = (published_text(line[7:]) if line.startswith("paper: ") else line for line in text.splitlines())
+    return "\n".join(lines)
 
 
 def read_yaml(text: str, what: str) -> Any:

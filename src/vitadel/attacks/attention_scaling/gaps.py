@@ -1,0 +1,35 @@
+"""How saturated each softmax attention is, and which factor brings its scores to where the softmax has a slope."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.instrument.attention import score_statistics
+
+SOFT = 2.0
+"""The gap of the two largest scores that attention is scaled to: the softmax is neither one-hot nor uniform there."""
+
+
+@torch.no_grad()
+def score_gaps(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """For every attention, over images, heads and queries: the largest score minus the second largest.
+
+    Rows with a single key, which have no second score, are left out.
+    """
+    with score_statistics(model) as gaps:
+        model(x)
+        flat = [gap.flatten().float() for gap in gaps]
+    return [gap[gap.isfinite()] for gap in flat]
+
+
+def quantile(gap: Tensor, share: float) -> float:
+    """By rank: torch's own quantile refuses more than 16 million values."""
+    return float(gap.kthvalue(max(1, int(share * len(gap)))).values) if len(gap) else 0.0
+
+
+def softening(gaps: Sequence[Tensor], share: float = 0.9) -> tuple[float, ...]:
+    """One factor per attention, at most 1, with which this share of its rows has a gap of at most `SOFT`."""
+    return tuple(min(1.0, SOFT / max(quantile(gap, share), 1e-12)) for gap in gaps)

@@ -1,0 +1,1 @@
+"""The tables and figures of the five papers as documents: rows, columns, published values, evaluations, claims."""

@@ -1,0 +1,271 @@
+"""What a table asks for: trainings, and evaluations of the models they make, each once however often it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vitadel.errors import UserError, check_known, unknown_name
+from vitadel.papers.paper_documents import Column, Evaluation, Item, Paper, Row, find_item
+from vitadel.training.recipes.compose import compose
+
+_DATA_KEYS = ("train", "test", "validation", "extra", "easier")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRequest:
+    """What `vitadel reproduce` is asked to do.
+
+    `rows` and `columns` are ids, all if None. Trainings run with the seeds 0 to `seeds` - 1. `have` gives, for a row,
+    the run folders of its trainings, one per seed, or a model for a row that is not trained here. `train_data` and
+    `test_data` replace the data of a small table.
+    """
+
+    table: str
+    rows: tuple[str, ...] | None = None
+    columns: tuple[str, ...] | None = None
+    seeds: int = 1
+    small: bool = False
+    data_root: str | None = None
+    train_data: str | None = None
+    test_data: str | None = None
+    have: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise UserError(f"--seeds must be at least 1, got {self.seeds}")
+        if (self.train_data is None) != (self.test_data is None):
+            raise UserError("--train-data and --test-data belong together: give both, or neither")
+        if self.train_data is not None and not self.small:
+            raise UserError(
+                "--train-data and --test-data are for --small; the tables themselves read the papers' data below "
+                "--data-root"
+            )
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training by a recipe. `after` are settings that name the result of another training."""
+
+    recipe: str
+    row: str
+    seed: int
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    after: tuple[tuple[str, Training], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        changes = {**self.overrides, **{key: each.name for key, each in self.after}}
+        return f"{slug(f'{self.recipe}-{self.row}')}{_digest(changes)}-s{self.seed}"
+
+    def document(self, folders: Path) -> dict[str, Any]:
+        """The composed recipe. It is evaluated by the table, so there is no audit at its end."""
+        results = {key: _result_of(key, folders / each.name) for key, each in self.after}
+        changes = {**self.overrides, **results, "data.test": None, "train.seed": self.seed}
+        return compose(self.recipe, self.row, changes)
+
+
+def _result_of(key: str, folder: Path) -> str:
+    """What a setting takes from another training: the weights file, or the folder."""
+    return str(folder / "weights" / "best.safetensors" if key.endswith("weights") else folder)
+
+
+def slug(text: str) -> str:
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-.")
+
+
+def _digest(changes: Mapping[str, Any]) -> str:
+    if not changes:
+        return ""
+    return "-" + hashlib.sha256(json.dumps(changes, sort_keys=True, default=str).encode()).hexdigest()[:6]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row at one seed: the training or the model behind it, and its evaluations, with all names filled in."""
+
+    row: Row
+    seed: int
+    evaluations: Mapping[str, Evaluation]
+    values: Mapping[str, str]
+    """What each column reads."""
+    test_data: str | None
+    training: Training | None = None
+    have: str | None = None
+
+    @property
+    def model_name(self) -> str:
+        """Identifies the model among all jobs."""
+        if self.have is not None:
+            return f"{slug(self.row.id)}-given-s{self.seed}"
+        return self.training.name if self.training is not None else slug(str(self.row.model))
+
+    def evaluation_name(self, name: str) -> str:
+        """The folder of an evaluation: rows that share a model and an evaluation share the folder."""
+        evaluation = self.evaluations[name].model_dump()
+        return f"{self.model_name}-{name}{_digest({**evaluation, 'test': self.test_data})}"
+
+
+@dataclass(frozen=True)
+class TableJobs:
+    """A table with the jobs behind its rows; rows and columns that cannot be run are in `lacking`, with the reason."""
+
+    request: TableRequest
+    paper: Paper
+    item: Item
+    rows: tuple[Row, ...]
+    columns: tuple[Column, ...]
+    jobs: tuple[Job, ...]
+    lacking: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.paper.paper}/{self.item.id}"
+
+    def trainings(self) -> list[Training]:
+        """All trainings, each once, those that others start from first."""
+        found: dict[str, Training] = {}
+
+        def add(training: Training) -> None:
+            for _, earlier in training.after:
+                add(earlier)
+            found.setdefault(training.name, training)
+
+        for job in self.jobs:
+            if job.training is not None and job.have is None:
+                add(job.training)
+        return list(found.values())
+
+    def data_specs(self, job: Job) -> list[str]:
+        """The data that a job reads."""
+        specs = [spec for each in job.evaluations.values() if (spec := each.data or job.test_data)]
+        for each in (each for each in job.evaluations.values() if each.run == "probe"):
+            recipe, _, row = str(each.recipe).partition("#")
+            section = compose(recipe, row or None, each.settings)["data"]
+            specs += [section[key] for key in _DATA_KEYS if section.get(key)]
+        training = job.training if job.have is None else None
+        while training is not None:
+            section = compose(training.recipe, training.row, training.overrides)["data"]
+            specs += [section[key] for key in _DATA_KEYS if section.get(key)]
+            training = training.after[0][1] if training.after else None
+        return list(dict.fromkeys(specs))
+
+
+def table_jobs(request: TableRequest) -> TableJobs:
+    """Resolve a request; rows and columns that are not known are refused with the nearest names."""
+    paper, item = find_item(request.table)
+    small = item.small if request.small else None
+    if request.small and small is None:
+        others = [f"{paper.paper}/{each.id}" for each in paper.items if each.small is not None]
+        raise UserError(
+            f"{request.table} has no small version; of this paper {', '.join(others)} "
+            f"{'has' if len(others) == 1 else 'have'} one. Run it with --plan to see what it needs."
+        )
+    ids = [row.id for row in item.rows if small is None or small.rows is None or row.id in small.rows]
+    for name in (*(request.rows or ()), *request.have):
+        if name not in ids:
+            raise unknown_name("row", name, ids, f" of {request.table}")
+    column_ids = [column.id for column in item.columns]
+    for name in request.columns or ():
+        check_known("column", name, column_ids, f" of {request.table}")
+    rows = tuple(row for row in item.rows if row.id in (request.rows or ids))
+    columns = tuple(column for column in item.columns if request.columns is None or column.id in request.columns)
+    lacking = {column.id: column.needs for column in columns if column.needs is not None}
+    lacking |= {row.id: row.needs for row in rows if row.needs is not None and row.id not in request.have}
+    jobs = tuple(
+        job
+        for row in rows
+        if row.id not in lacking and any(column.of is not None for column in columns)
+        for seed in range(request.seeds if row.train is not None else 1)
+        for job in [_job(item, row, seed, columns, request)]
+    )
+    return TableJobs(request, paper, item, rows, columns, jobs, lacking)
+
+
+def _job(item: Item, row: Row, seed: int, columns: Sequence[Column], request: TableRequest) -> Job:
+    small = item.small if request.small else None
+    columns = [column for column in columns if row.only is None or column.id in row.only]
+    values = {column.id: (small.values if small else {}).get(column.id, column.value) for column in columns}
+    evaluations = {**item.evaluations, **(small.evaluations if small else {})}
+    used = dict.fromkeys(column.of for column in columns if column.of is not None)
+    heads = dict.fromkeys(head for name in used if (head := evaluations[name].head) is not None)
+    filled = {name: _filled(evaluations[name], row.vary, request.data_root) for name in (*heads, *used)}
+    training = None
+    if small is not None:
+        training = _small_training(item, row, seed, request)
+    elif row.train is not None:
+        recipe, _, name = row.train.partition("#")
+        after = tuple((key, _plain_training(each, seed, request)) for key, each in row.after.items())
+        training = Training(recipe, name, seed, _located(recipe, name, row.set, request.data_root), after)
+    given = request.have.get(row.id, ())
+    test = _test_data(item, training, request)
+    texts = {name: _fill(value, row.vary) for name, value in values.items()}
+    return Job(row, seed, filled, texts, test, training, given[seed] if seed < len(given) else None)
+
+
+def _plain_training(name: str, seed: int, request: TableRequest) -> Training:
+    recipe, _, row = name.partition("#")
+    return Training(recipe, row, seed, _located(recipe, row, {}, request.data_root))
+
+
+def _small_training(item: Item, row: Row, seed: int, request: TableRequest) -> Training:
+    small = item.small
+    assert small is not None
+    given = {}
+    if request.train_data is not None:
+        given = {**small.set_given, "data.train": request.train_data, "data.test": request.test_data}
+    after = tuple(
+        (key, Training(recipe, name, seed, given))
+        for key, each in small.after.items()
+        for recipe, _, name in [each.partition("#")]
+    )
+    return Training(small.recipe, (small.rows or {}).get(row.id, row.id), seed, given, after)
+
+
+def _located(recipe: str, row: str, changes: Mapping[str, Any], root: str | None) -> dict[str, Any]:
+    """The changes, with data specs that point below data/ moved below the root."""
+    section = compose(recipe, row, changes)["data"]
+    moved = {
+        f"data.{key}": moved
+        for key in _DATA_KEYS
+        if section.get(key) and (moved := below_root(section[key], root)) != section[key]
+    }
+    return {**changes, **moved}
+
+
+def below_root(spec: str, root: str | None) -> str:
+    """'imagenet:data/imagenet@val' below another root."""
+    return spec if root is None else re.sub(r"(?<=:)data/", lambda _: f"{root.rstrip('/')}/", spec)
+
+
+def _test_data(item: Item, training: Training | None, request: TableRequest) -> str | None:
+    if training is None:
+        return None if item.test_data is None else below_root(item.test_data, request.data_root)
+    spec = compose(training.recipe, training.row, training.overrides)["data"].get("test")
+    return spec if spec is not None or item.test_data is None else below_root(item.test_data, request.data_root)
+
+
+def _filled(evaluation: Evaluation, vary: Mapping[str, Any], root: str | None) -> Evaluation:
+    content = {key: _fill(value, vary) for key, value in evaluation.model_dump().items()}
+    if content["data"] is not None:
+        content["data"] = below_root(content["data"], root)
+    return Evaluation.model_validate(content)
+
+
+def _fill(value: Any, vary: Mapping[str, Any]) -> Any:
+    """Replace {names} in texts; a text that is nothing but a name may become a list."""
+    if isinstance(value, str) and value[1:-1] in vary and not isinstance(vary[value[1:-1]], str):
+        return vary[value[1:-1]]
+    if isinstance(value, str):
+        return re.sub(r"\{(\w+)\}", lambda found: str(vary[found[1]]), value) if vary else value
+    if isinstance(value, Mapping):
+        return {key: _fill(each, vary) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_fill(each, vary) for each in value]
+    return value

@@ -1,0 +1,145 @@
+"""What a table will run, the files it needs, and what that costs, before anything is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vitadel.errors import UserError
+from vitadel.papers.paper_documents import PAPERS, read_paper
+from vitadel.reproduce.jobs import TableJobs
+from vitadel.reproduce.required_files import published_weights, required_files
+from vitadel.training.recipes.compose import compose
+
+
+def summaries() -> list[tuple[str, str]]:
+    """Every table and figure: what it shows, what it needs, what it costs."""
+    found = []
+    for name in PAPERS:
+        paper = read_paper(name)
+        for item in paper.items:
+            needs = ", ".join(item.data) or "no files"
+            small = f"; --small about {item.small.minutes} min on a core" if item.small else ""
+            cost = f"{item.gpu_hours:g} h{small}"
+            found.append((f"{name}/{item.id}", f"{item.title}. {len(item.rows)} rows; {needs}; {cost}"))
+        found += [(f"{name}/{key}", f"nothing to reproduce: {text}") for key, text in paper.illustrations.items()]
+    return found
+
+
+def plan_table(table: TableJobs) -> dict[str, Any]:
+    """The plan as data. Recipes and evaluations are checked: a plan that succeeds names runs that can start."""
+    from vitadel.reproduce.evaluations import check_evaluation
+    from vitadel.training.recipes.build import build_recipe
+
+    trainings = []
+    for training in table.trainings():
+        recipe = build_recipe(compose(training.recipe, training.row, training.overrides), training.name)
+        trainings.append(
+            {
+                "training": training.name,
+                "recipe": training.recipe,
+                "row": training.row,
+                "changes": dict(training.overrides),
+                "after": [each.name for _, each in training.after],
+                "epochs": recipe.epochs,
+                "model": recipe.model.name,
+            }
+        )
+    evaluations: dict[str, dict[str, Any]] = {}
+    for job in table.jobs:
+        for name, evaluation in job.evaluations.items():
+            entry = evaluations.setdefault(
+                job.evaluation_name(name),
+                {"run": evaluation.run, "data": evaluation.data or job.test_data, **evaluation.settings, "rows": []},
+            )
+            if not entry["rows"]:
+                read = [
+                    job.values[column.id] for column in table.columns if column.of == name and column.id in job.values
+                ]
+                check_evaluation(evaluation, [value for value in read if value != "page"])
+            if job.row.id not in entry["rows"]:
+                entry["rows"].append(job.row.id)
+    item = table.item
+    return {
+        "table": table.name,
+        "title": item.title,
+        "protocol": item.protocol,
+        "small": item.small.about if table.request.small and item.small else None,
+        "seeds": table.request.seeds,
+        "trainings": trainings,
+        "evaluations": evaluations,
+        "files": [
+            {
+                "data": each.name,
+                "path": str(each.path),
+                "there": each.there,
+                "gigabytes": each.data.gigabytes,
+                "where": each.data.where,
+                "rows": list(each.rows),
+            }
+            for each in ([] if table.request.small else required_files(table))
+        ],
+        "weights": published_weights(table),
+        "needs": dict(table.lacking),
+        "cost": _cost(table),
+    }
+
+
+def _cost(table: TableJobs) -> str:
+    item, seeds = table.item, table.request.seeds
+    if table.request.small and item.small is not None:
+        return f"about {item.small.minutes * seeds} minutes of one CPU core (estimate)"
+    rows = len({job.row.id for job in table.jobs})
+    share = f"; {rows} of its {len(item.rows)} rows are chosen" if rows < len(item.rows) else ""
+    return f"about {item.gpu_hours * seeds:g} hours of an A100 for all rows (estimate: {item.cost_basis}){share}"
+
+
+def time_here(table: TableJobs) -> str:
+    """How long the first training would take on this machine, by a short measurement; why not, if it cannot start."""
+    from vitadel.quantities import duration
+    from vitadel.runtime.distributed import join_processes
+    from vitadel.training.recipes.build import build_recipe
+    from vitadel.training.run import open_training
+    from vitadel.training.training_cost import plan_training
+
+    trainings = table.trainings()
+    if not trainings:
+        return "nothing is trained"
+    first = trainings[0]
+    missing = [] if table.request.small else [each.name for each in required_files(table) if not each.there]
+    if missing:
+        return f"not measured, as data is missing: {', '.join(missing)}"
+    try:
+        processes = join_processes()
+        recipe = build_recipe(compose(first.recipe, first.row, {**first.overrides, "data.test": None}), first.name)
+        cost = plan_training(open_training(recipe, processes, table.request.data_root), processes)
+    except (UserError, OSError) as error:
+        return f"not measured: {error}"
+    return f"{first.name} takes about {duration(cost['seconds_likely'])} on {cost['device']}, {cost['threads']} threads"
+
+
+def plan_text(plan: dict[str, Any]) -> str:
+    """The plan as text."""
+    lines = [f"{plan['table']}: {plan['title']}", f"protocol: {plan['protocol']}"]
+    if plan["small"]:
+        lines.append(f"in small: {plan['small']}")
+    lines.append(f"\n{len(plan['trainings'])} trainings ({plan['seeds']} seed{'s' * (plan['seeds'] > 1)})")
+    for each in plan["trainings"]:
+        after = f", after {', '.join(each['after'])}" if each["after"] else ""
+        lines.append(f"  {each['training']}: {each['model']}, {each['epochs']} epochs{after}")
+    lines.append(f"\n{len(plan['evaluations'])} evaluations")
+    for name, each in plan["evaluations"].items():
+        attacks = f", {', '.join(each['attacks'])}" if each.get("attacks") else ""
+        limit = f", {each['limit']} images" if each.get("limit") else ""
+        lines.append(f"  {name}: {each['run']} on {each['data'] or 'the training'}{limit}{attacks}")
+    if plan["files"]:
+        lines.append("\nfiles")
+    for each in plan["files"]:
+        state = "there" if each["there"] else f"missing: {each['gigabytes']:g} GB from {each['where']}"
+        lines.append(f"  {each['path']} ({each['data']}): {state}")
+    if plan["weights"]:
+        lines.append(f"\nweights that timm downloads, if they are not cached: {', '.join(plan['weights'])}")
+    if plan["needs"]:
+        lines.append("\ncannot be run yet")
+        lines += [f"  {name}: needs {what}" for name, what in plan["needs"].items()]
+    here = f"\non this machine: {plan['here']}" if "here" in plan else ""
+    return "\n".join([*lines, f"\ncost: {plan['cost']}{here}"])

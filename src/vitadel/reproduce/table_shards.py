@@ -1,0 +1,70 @@
+"""Several processes on one table: parts I/N of its rows, in one folder, on a cluster or side by side here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from vitadel.errors import Interrupted, UserError
+
+
+def read_shard(text: str) -> tuple[int, int]:
+    """'2/5' as (2, 5)."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    part, parts = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= part <= parts:
+        raise UserError(f"--shard takes a part and the number of parts, from 1/N to N/N; got {text!r}")
+    return part, parts
+
+
+def new_folder(name: str) -> Path:
+    return Path("runs") / f"reproduce-{name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def run_side_by_side(out: Path, devices: Sequence[str]) -> None:
+    """Start this command once for each device, as a part of the table each, and wait for all of them.
+
+    What a part could not do is reported when the table is put together. Ctrl-C stops all of them; finished work stays.
+    """
+    words = _without(sys.argv[1:], "--device", "--out", "--shard")
+    commands = [
+        [
+            sys.executable,
+            "-m",
+            "vitadel",
+            *words,
+            "--out",
+            str(out),
+            "--device",
+            device,
+            "--shard",
+            f"{place}/{len(devices)}",
+        ]
+        for place, device in enumerate(devices, start=1)
+    ]
+    started = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
+    try:
+        for process in started:
+            process.wait()
+    except KeyboardInterrupt:
+        for process in started:
+            process.wait()
+        raise Interrupted(out) from None
+
+
+def _without(words: Sequence[str], *flags: str) -> list[str]:
+    """The words without these flags, their values, and --resume and --json, which a part has no use for."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        if skip:
+            skip = False
+        elif word in flags:
+            skip = True
+        elif word not in ("--resume", "--json") and not word.startswith(tuple(f"{flag}=" for flag in flags)):
+            kept.append(word)
+    return kept

@@ -1,0 +1,54 @@
+"""The way of a plain run through the package: how many files it enters, and how often it changes package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+# What a plain run may enter: files, and changes of package between first entries.
+WALKS = {
+    "audit zoo:shapes-robust --limit 12 --attacks fgsm --no-precheck": (55, 27),
+    "harden shapes/trades train.epochs=1 train.batch_size=32 data.limit=192 data.held_out=64 audit.limit=16 "
+    "validation.limit=16": (72, 36),
+    "diagnose zoo:shapes-robust --limit 16": (60, 30),
+}
+WALK = """
+import sys, threading
+from pathlib import Path
+import vitadel
+from vitadel.cli.main import main
+root, entered = Path(vitadel.__file__).parent, {}
+def enter(frame, event, argument):
+    code = frame.f_code
+    if event == "call" and code.co_flags & 1 and code.co_filename not in entered:  # 1: a function, no body of a module
+        entered[code.co_filename] = None
+threading.setprofile(enter)
+sys.setprofile(enter)
+try:
+    main()
+finally:
+    sys.setprofile(None)
+    threading.setprofile(None)
+    print(*(f"WALK {Path(name).relative_to(root)}" for name in entered if Path(name).is_relative_to(root)), sep="\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", WALKS)
+def test_a_plain_run_enters_few_files(command: str, tmp_path: Path):
+    """A feature that is not used adds no file to the way of a plain run."""
+    ran = subprocess.run(
+        [sys.executable, "-c", WALK, *command.split(), "--out", str(tmp_path / "run")], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    way = [line.removeprefix("WALK ") for line in ran.stdout.splitlines() if line.startswith("WALK ")]
+    packages = [Path(name).parts[0] if "/" in name else "" for name in way]
+    changes = sum(here != before for here, before in pairwise(packages))
+    most_files, most_changes = WALKS[command]
+    assert len(way) <= most_files, "\n".join(way)
+    assert changes <= most_changes, "\n".join(way)
+    assert {"cli/main.py", "evaluation/engine/run.py", "reporting/page.py"} <= set(way)
