@@ -101,6 +101,15 @@ def test_subclasses_count_and_namesakes_do_not() -> None:
         family_of(VisionTransformer())
 
 
+def test_the_row_of_a_class_precedes_those_of_its_ancestors(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Variant(timm.models.vision_transformer.VisionTransformer):  # type: ignore[misc]
+        pass
+
+    row = Anatomy(classes=(f"{__name__}.{Variant.__qualname__}",), blocks=("Block",))
+    monkeypatch.setitem(anatomy.ANATOMIES, "variant", row)
+    assert family_of(Variant(img_size=32, patch_size=8, depth=1, embed_dim=24, num_heads=3)) == "variant"
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_an_unknown_family_is_reported(wrapped: bool) -> None:
     inner: nn.Module = nn.Conv2d(3, 3, 1)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vitadel.backbones.anatomy import ANATOMIES
 from vitadel.errors import UserError
 from vitadel.instrument import attention_maps, block_features, extra_tokens, scaled_attention
 from vitadel.instrument.tokens import own_tokens, token_width
 from vits import VITS, make_vit, pixels, precise_vit
 
-ABLE = [name for name, tiny in VITS.items() if tiny.family in ("vit", "eva")]
+ABLE = [name for name, tiny in VITS.items() if ANATOMIES[tiny.family].tokens is not None]
 UNABLE = [name for name in VITS if name not in ABLE]
 ABSOLUTE = [name for name in ABLE if VITS[name].family == "vit"]
 fused_or_not = pytest.mark.parametrize("fused", [True, False], ids=["fused", "manual"])

@@ -240,8 +240,9 @@ def _full_names(module: nn.Module) -> list[str]:
 
 
 def _family(module: nn.Module) -> str | None:
-    names = _full_names(module)
-    return next((family for family, row in ANATOMIES.items() if any(name in row.classes for name in names)), None)
+    """The row of the module's class, or else of its nearest ancestor that has one."""
+    rows = {name: family for family, row in ANATOMIES.items() for name in row.classes}
+    return next((rows[name] for name in _full_names(module) if name in rows), None)
 
 
 def _backbones(module: nn.Module) -> list[nn.Module]:

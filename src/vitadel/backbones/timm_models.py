@@ -57,7 +57,7 @@ def is_timm_name(spec: str) -> bool:
     Names of our own models begin with the name of their module in `families/`: `rvt_tiny`, `fan_micro_32`.
     """
     name = spec.partition(".")[0]
-    _register(_families() & {name.partition("_")[0]})
+    _register(family for family in _families() if f"{name}_".startswith(f"{family}_"))
     return bool(timm.is_model(name))
 
 
