@@ -174,6 +174,45 @@ def test_some_classes_drawn_with_a_seed(tmp_path: Path) -> None:
     assert [class_numbers()[drawn[0].name(k).partition("/")[0]] for k in range(5)] == FIRST_FIVE_OF_SEED_0
 
 
+def test_the_classes_of_the_light_recipe_are_those_that_its_code_draws(tmp_path: Path) -> None:
+    """jax.random.choice(PRNGKey(0), 1000, (100,), replace=False), by a Threefry of our own.
+
+    The generator gives the known answers of Salmon et al. 2011, and JAX's own for the halves of key 0. A choice without
+    replacement sorts the numbers by 32 random bits each, once for so few.
+    """
+    zero, pi = np.zeros(1, np.uint32), np.array([0x243F6A88], np.uint32)
+    assert [int(word[0]) for word in threefry((0, 0), zero, zero)] == [0x6B200159, 0x99BA4EFE]
+    digits = threefry((0x13198A2E, 0x03707344), pi, np.array([0x85A308D3], np.uint32))
+    assert [int(word[0]) for word in digits] == [0xC4923A9C, 0x483DF7A0]
+    halves = random_bits((0, 0), 4).reshape(2, 2)
+    assert halves.tolist() == [[4146024105, 967050713], [2718843009, 1272950319]]
+    drawn = random_bits(tuple(halves[1].tolist()), 1000).argsort(kind="stable")[:100]
+    wnids = tuple(tuple(class_numbers())[number] for number in sorted(drawn.tolist()))
+    for wnid in wnids:
+        (tmp_path / wnid).mkdir()
+        (tmp_path / wnid / "x.JPEG").touch()  # never read here
+    source = open_dataset(f"imagenet:{tmp_path}(classes=light-recipe)")
+    assert [source.name(k) for k in range(100)] == [f"{wnid}/x.JPEG" for wnid in wnids]
+    assert source.labels().tolist() == list(range(100))
+
+
+def threefry(key: tuple[int, int], left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Threefry-2x32 with 20 rounds."""
+    words = [np.uint32(key[0]), np.uint32(key[1]), np.uint32(key[0] ^ key[1] ^ 0x1BD11BDA)]
+    with np.errstate(over="ignore"):
+        left, right = left + words[0], right + words[1]
+        for group in range(5):
+            for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+                left = left + right
+                right = (right << np.uint32(turn) | right >> np.uint32(32 - turn)) ^ left
+            left, right = left + words[(group + 1) % 3], right + words[(group + 2) % 3] + np.uint32(group + 1)
+    return left, right
+
+
+def random_bits(key: tuple[int, int], count: int) -> np.ndarray:
+    return np.concatenate(threefry(key, *np.split(np.arange(count, dtype=np.uint32), 2)))
+
+
 def test_classes_of_a_list_keep_its_order(tmp_path: Path) -> None:
     make_whole(tmp_path / "data", (TENCH, GOLDFISH, STINGRAY, GOOSE))
     listed = tmp_path / "classes.txt"

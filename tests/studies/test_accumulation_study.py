@@ -11,7 +11,7 @@ from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
 from vitadel.studies import reference_models
-from vitadel.studies.accumulation import AccumulationRequest, Canvases, ascend, study_accumulation
+from vitadel.studies.accumulation import AccumulationRequest, Ascent, Canvases, ascend, study_accumulation
 from vitadel.studies.run import SHOWN
 
 CPU = join_processes("cpu")
@@ -21,7 +21,7 @@ CPU = join_processes("cpu")
 def test_a_climb_goes_straight_and_stops_at_the_box(objective):
     model, y = Patterned(0.01), torch.tensor([0, 1])
     start = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    z, course = ascend(model, start, y, 30, 0.02, objective)
+    z, course = ascend(model, start, y, 30, Ascent(objective, 0.02))
     signs = torch.stack([pattern(), -pattern()])
     torch.testing.assert_close(z, (start + 30 * 0.02 * signs).clamp(0, 1), atol=1e-5, rtol=0)
     assert course.shape == (2, 31)
@@ -32,9 +32,23 @@ def test_a_climb_goes_straight_and_stops_at_the_box(objective):
     assert bool((course.diff(dim=1) > 0).all())
 
 
+def test_the_preset_of_the_thesis_takes_sign_steps_in_a_ball_that_bounds_nothing():
+    """1.5 * 15 / 100 in every pixel, whatever the gradient's length: from anywhere, five steps cross the whole box."""
+    ascent = AccumulationRequest(preset="paper").ascent
+    assert ascent == Ascent("probability", 0.225, signs=True)
+    start = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    uneven = pattern() * torch.linspace(0.1, 3, 8)  # signs of a gradient, not its sizes
+    moved = ascent.move(start, torch.stack([uneven, -uneven]))
+    signs = torch.stack([pattern(), -pattern()])
+    torch.testing.assert_close(moved, (start + 0.225 * signs).clamp(0, 1))
+    z, _ = ascend(Patterned(0.01), start, torch.tensor([0, 1]), 5, ascent)
+    torch.testing.assert_close(z, (signs + 1) / 2)
+    assert AccumulationRequest().ascent == Ascent("logit", 0.01)
+
+
 def test_a_model_without_gradients_leaves_the_picture_alone():
     start = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    z, course = ascend(Patterned(0.0), start, torch.tensor([1]), 3, 0.1)
+    z, course = ascend(Patterned(0.0), start, torch.tensor([1]), 3, Ascent(step=0.1))
     assert torch.equal(z, start)
     assert course.tolist() == [[0.5] * 4]
 
@@ -71,6 +85,8 @@ def test_wrong_requests_are_refused(tmp_path):
     for settings, words in (
         ({"start": "nois"}, "did you mean noise"),
         ({"objective": "loss"}, "Known: logit, probability"),
+        ({"preset": "papers"}, "did you mean paper"),
+        ({"preset": "paper", "step": 0.1}, "'paper' decides start, objective and step"),
         ({"steps": 0}, "at least 1"),
         ({"classes": (1, 1)}, "different numbers"),
     ):

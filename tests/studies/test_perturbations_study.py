@@ -30,6 +30,19 @@ def test_rescaled_as_in_the_thesis():
     assert rescale(change, 0.05).tolist()[0] == pytest.approx([0, 0.5, 1, 1])
 
 
+def test_the_preset_of_the_thesis_has_the_steps_of_its_code():
+    """1.5 eps / 100: at 4/255 a hundred steps of 0.06/255, which reach 6/255 in all; ours take 1/255."""
+    paper, ours = (PerturbationsRequest(eps=4 / 255, preset=name).make() for name in ("paper", "ours"))
+    assert paper.stepper.length == pytest.approx(0.06 / 255)
+    assert paper.steps == 100
+    assert not paper.stop_when_fooled
+    assert paper.random_start
+    assert ours.stepper != paper.stepper
+    for settings in ({"attack": "cw-20"}, {"norm": "l2", "eps": 1.0}):
+        with pytest.raises(UserError, match="the preset 'paper' is PGD-100 in Linf"):
+            PerturbationsRequest(preset="paper", **settings)
+
+
 def test_scattered_pixels_are_the_same_ones_elsewhere():
     change = images(2) - 0.5
     rng = SampleRNG.of_samples(0, [4, 7])

@@ -85,6 +85,14 @@ def test_worker_processes_get_the_same_by_pickle(section):
         assert torch.equal(sent(RAMP, seed), varied(RAMP, seed))
 
 
+def test_color_jitter_also_acts_beside_randaugment():
+    policy = "rand-m0-n0-inc1"  # RandAugment that changes nothing
+    alone = make_augment(Augmentation(auto_augment=policy), SAME)
+    assert torch.equal(alone(RAMP, 3), PIXELS)
+    jitter = Augmentation(auto_augment=policy, color_jitter=0.4)
+    assert all(not torch.equal(make_augment(jitter, SAME)(RAMP, seed), PIXELS) for seed in range(5))
+
+
 def test_mixing_makes_probabilities_of_labels():
     mix = make_mixup(Augmentation(mixup=0.8, cutmix=1.0), num_classes=4)
     seed_everything(0)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from vitadel.data.batches import Preprocess
 from vitadel.errors import UserError
-from vitadel.training.data_stream import DataStream, make_augment
+from vitadel.training.data_stream import DataStream, make_augment, make_plain
 from vitadel.training.recipes.training_sections import Augmentation
 
 NOTHING = Augmentation()
@@ -110,6 +110,33 @@ def test_repeated_augmentation_shows_several_versions_of_fewer_images():
     versions = part.x[first]
     assert len(versions) == 3
     assert not torch.equal(versions[0], versions[1])
+
+
+def test_repeated_batches_are_seen_again_first_without_augmentation():
+    """The thesis' form: three times the steps, each batch three times in a row, the first copy as the images are."""
+    section = Augmentation(color_jitter=0.9, repeated_aug=3, repeated_aug_by="batches")
+    plain = make_plain(section, Preprocess(8))
+    ours, once = stream(repeats=3, plain=plain, section=section), stream()
+    assert ours.steps_per_epoch == 3 * once.steps_per_epoch == 18
+    parts = [part for (part,) in ours.steps(0, 36)]
+    rows = torch.stack([part.names % 2**40 for part in parts])
+    assert torch.equal(rows[0:36:3], torch.stack(seen(once, 0, 12)))
+    assert torch.equal(rows[0:36:3], rows[1:36:3])
+    assert torch.equal(rows[0:36:3], rows[2:36:3])
+    assert [part.plain for part in parts[:6]] == [True, False, False] * 2
+    for place in range(0, 36, 3):
+        first, second, third = parts[place : place + 3]
+        assert torch.equal(first.x[:, 0, 0, 0], first.names % 251 / 255)
+        assert not torch.equal(second.x, first.x)
+        assert not torch.equal(second.x, third.x)
+        assert torch.equal(first.y, third.y)
+    (resumed,) = next(ours.steps(20, 21))
+    assert torch.equal(resumed.x, parts[20].x)
+    shares = [next(replace(ours, rank=rank, processes=2, parts=2).steps(19, 20)) for rank in (0, 1)]
+    assert torch.equal(torch.cat([part.x for share in shares for part in share]), parts[19].x)
+    assert make_plain(replace(section, repeated_aug_by="images"), Preprocess(8)) is None
+    with pytest.raises(UserError, match="images of one source only"):
+        stream(repeats=3, plain=plain, extra=Numbered(20), extra_rows=torch.arange(20))
 
 
 def test_a_second_source_fills_its_share_of_every_batch_and_starts_over_when_it_ends():

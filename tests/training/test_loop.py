@@ -68,6 +68,22 @@ def stopped_at_the_first_save(built, folder, monkeypatch):
             run_harden(built, "small", CPU, out=folder)
 
 
+@pytest.mark.slow
+def test_the_plain_copy_of_a_repeated_batch_is_not_mixed(tmp_path, monkeypatch):
+    """MixUp is an augmentation, too: of three copies the first keeps its class numbers."""
+    seen = []
+    monkeypatch.setattr(loop, "run_inner_attack", lambda attack, model, x, y, *rest: seen.append((x, y)) or x)
+    repeated = {"mixup": 0.8, "repeated_aug": 3, "repeated_aug_by": "batches"}
+    run_harden(recipe(augmentation=repeated, train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
+    once = len(seen) // 3
+    assert len(seen) == 3 * once > 0
+    assert [y.ndim for _, y in seen] == [1, 2, 2] * once
+    for (plain, labels), (mixed, shares) in zip(seen[::3], seen[1::3], strict=True):
+        assert plain.shape == mixed.shape
+        assert bool((shares.gather(1, labels[:, None]) > 0).all())  # the same images in the same order
+    assert [row["step"] for row in lines(tmp_path / "run") if "epoch" not in row][-1] == len(seen)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A training with every kind of plug-in that keeps state, run in one go."""

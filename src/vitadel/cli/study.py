@@ -29,6 +29,7 @@ from vitadel.quantities import read_quantity
 _Attack = Annotated[str, option("one attack; see 'vitadel list attacks'")]
 _Images = Annotated[int, option("calibration images on which aas finds its factors")]
 _Classes = Annotated[str | None, option("numbers of the target classes, e.g. 0,3,7 (default: the first --most)")]
+_Preset = Annotated[str, option("ours, or paper: the steps of the thesis' own code")]
 _Others = Annotated[
     str | None, option("other MODELs (or MODEL=WEIGHTS) for the same classes, comma-separated (default: the zoo's)")
 ]
@@ -79,6 +80,7 @@ class Perturbations(ThreatFlags):
     """Ask other models what they see in an attack's perturbations alone."""
 
     attack: _Attack = "pgd-100"
+    preset: _Preset = "ours"
     others: _Others = None
     calibration: Calibration = None
 
@@ -94,6 +96,7 @@ class Accumulation:
     objective: Annotated[str, option("what is maximized: logit or probability")] = "logit"
     steps: Annotated[int, option("gradient steps")] = 100
     step: Annotated[str, option("step size, root mean square over pixels in [0, 1]")] = "0.01"
+    preset: _Preset = "ours"
     others: _Others = None
 
 

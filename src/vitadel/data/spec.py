@@ -48,6 +48,9 @@ DATA_KINDS: Mapping[str, DataKind] = {
     "stl10": DataKind("stl10", "STL-10, 96 px, 10 classes", _TORCHVISION),
     "flowers102": DataKind("flowers102", "Oxford 102 Flowers", _TORCHVISION),
     "oxford-pets": DataKind("oxford-pets", "Oxford-IIIT Pets, 37 breeds", _TORCHVISION),
+    "caltech101": DataKind(
+        "caltech101", "Caltech-101, 102 classes, 30 images of each for training", "caltech101:open_caltech101"
+    ),
     "food101": DataKind("food101", "Food-101", _TORCHVISION),
     "dtd": DataKind("dtd", "Describable Textures, 47 classes", _TORCHVISION),
     "fgvc-aircraft": DataKind("fgvc-aircraft", "FGVC Aircraft, 100 variants", _TORCHVISION),

@@ -26,11 +26,13 @@ from vitadel.evaluation.stability.measures import quartiles_of
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.studies.agreement import agreement, chance, permuted_agreement, top_classes, top_of
+from vitadel.studies.perturbations import PRESETS
 from vitadel.studies.reference_models import ReferenceModel, fingerprint_others, on_device, open_reference_models
 from vitadel.studies.run import StudyContext, StudyRequest, column, pixels_in_8_bits, run_study
 
 STARTS = ("noise", "grey")
 OBJECTIVES = ("logit", "probability")
+_BALL = 15.0  # of the thesis, in pixels of [0, 1]
 _GRAIN = 1 / 255  # noise on gray: without it, all images of a class would be the same
 
 
@@ -39,6 +41,9 @@ class AccumulationRequest(StudyRequest):
     """`steps` of the root mean square length `step`, in pixels of [0, 1], towards each class of `classes` (by default
     the first `most`), from `starts` starting points. `objective` is what the ascent maximizes: the logit, or the
     log-probability as in a targeted attack. Norm and eps are not used: there is no budget.
+
+    The preset 'paper' is the attack of the thesis' code, from noise: `steps` sign steps of 1.5 * 15 / `steps` on the
+    log-probability. Its ball of 15 bounds nothing in [0, 1].
     """
 
     classes: tuple[int, ...] = ()
@@ -48,12 +53,18 @@ class AccumulationRequest(StudyRequest):
     objective: str = "logit"
     steps: int = 100
     step: float = 0.01
+    preset: str = "ours"
     others: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_known("start", self.start, STARTS)
         check_known("objective", self.objective, OBJECTIVES)
+        check_known("preset", self.preset, PRESETS)
+        if self.preset == "paper" and (self.start, self.objective, self.step) != ("noise", "logit", 0.01):
+            raise UserError(
+                "the preset 'paper' decides start, objective and step; leave them out, or leave out the preset"
+            )
         if min(self.most, self.starts, self.steps) < 1 or not 0 < self.step <= 1:
             raise UserError(
                 f"needs at least 1 class, 1 start and 1 step of a length in (0, 1], got {self.most}, {self.starts}, "
@@ -61,6 +72,27 @@ class AccumulationRequest(StudyRequest):
             )
         if len(set(self.classes)) != len(self.classes) or min(self.classes, default=0) < 0:
             raise UserError(f"classes must be different numbers from 0, got {', '.join(map(str, self.classes))}")
+
+    @property
+    def ascent(self) -> Ascent:
+        if self.preset == "paper":
+            return Ascent("probability", min(1.5 * _BALL / self.steps, 1.0), signs=True)
+        return Ascent(self.objective, self.step)
+
+
+@dataclass(frozen=True)
+class Ascent:
+    """What the steps maximize, and how long they are: their root mean square, or that of every pixel with `signs`."""
+
+    objective: str = "logit"
+    step: float = 0.01
+    signs: bool = False
+
+    def move(self, z: Tensor, grad: Tensor) -> Tensor:
+        if self.signs:
+            return (z + self.step * grad.sign()).clamp(0, 1)
+        length = grad.flatten(1).square().mean(1).sqrt().clamp(min=1e-30).view(-1, 1, 1, 1)
+        return (z + self.step * grad / length).clamp(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,24 +124,21 @@ class Canvases:
         return f"start {index // len(self.targets)} of {self.classes[int(self._labels[index])]}"
 
 
-def ascend(
-    model: nn.Module, z: Tensor, y: Tensor, steps: int, step: float, objective: str = "logit"
-) -> tuple[Tensor, Tensor]:
-    """Take `steps` gradient steps of equal length, clipped to [0, 1]; also returns the confidence in class `y` before
-    each step and after the last, (images, steps + 1)."""
+def ascend(model: nn.Module, z: Tensor, y: Tensor, steps: int, ascent: Ascent) -> tuple[Tensor, Tensor]:
+    """Take `steps` gradient steps, clipped to [0, 1]; also returns the confidence in class `y` before each step and
+    after the last, (images, steps + 1)."""
     course = []
     for turn in range(steps + 1):
         with torch.enable_grad():
             z = z.detach().requires_grad_()
             logits = model(z)
             confidence = logits.log_softmax(1).gather(1, y[:, None])[:, 0]
-            values = logits.gather(1, y[:, None])[:, 0] if objective == "logit" else confidence
+            values = logits.gather(1, y[:, None])[:, 0] if ascent.objective == "logit" else confidence
             course.append(confidence.detach().exp())
             if turn == steps:
                 break
             grad = gradient(values, z)
-        length = grad.flatten(1).square().mean(1).sqrt().clamp(min=1e-30).view(-1, 1, 1, 1)
-        z = (z.detach() + step * grad / length).clamp(0, 1)
+        z = ascent.move(z.detach(), grad)
     return z.detach(), torch.stack(course, 1)
 
 
@@ -134,9 +163,10 @@ def study_accumulation(
             "classes": [{"number": each, "name": canvases.classes[each]} for each in targets],
             "starts": request.starts,
             "start": request.start,
-            "objective": request.objective,
+            "objective": request.ascent.objective,
             "steps": request.steps,
-            "step": request.step,
+            "step": request.ascent.step,
+            "signs": request.ascent.signs,
             "k": top_of(classes),
             "chance": chance(classes),
             "models": entries,
@@ -171,7 +201,7 @@ def _make_images(
         rng = SampleRNG.of_samples(context.seed, batch.indices, context.processes.device)
         noise = rng.stream("accumulation").uniform(*batch.x.shape[1:]).to(batch.x.dtype)
         start = noise if request.start == "noise" else 0.5 + _GRAIN * (noise - 0.5)
-        z, course = ascend(maker.target.model, start, batch.y, request.steps, request.step, request.objective)
+        z, course = ascend(maker.target.model, start, batch.y, request.steps, request.ascent)
         record = {"course": course.float().cpu().numpy()}
         for place, model in enumerate(models):
             for what, images in (("pictures", z), ("start", start)):

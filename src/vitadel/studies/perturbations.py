@@ -18,6 +18,7 @@ from torch import Tensor
 from vitadel.attacks.parse import make
 from vitadel.attacks.settings import settings_of, training_form
 from vitadel.data.batches import Batch
+from vitadel.errors import UserError, check_known
 from vitadel.evaluation.engine.run import Outcome, RunOptions
 from vitadel.evaluation.engine.stages import BatchRecord
 from vitadel.evaluation.engine.target import Target
@@ -31,22 +32,39 @@ from vitadel.types import Attack
 
 _PAPER = "thesis, table 9: scaled by eps, top answers for the label, all images"
 _KINDS = ("perturbation", "scattered")
+PRESETS = ("ours", "paper")
 
 
 @dataclass(frozen=True)
 class PerturbationsRequest(StudyRequest):
-    """`attack` runs all its steps, without stopping at the first success. `others` are MODEL specs."""
+    """`attack` runs all its steps, without stopping at the first success. `others` are MODEL specs.
+
+    The preset 'paper' is the attack of the thesis' code: PGD-100 with steps of 1.5 eps / 100, a random start, and the
+    last iterate.
+    """
 
     attack: str = "pgd-100"
+    preset: str = "ours"
     others: tuple[str, ...] = ()
     calibration: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_known("preset", self.preset, PRESETS)
+        if self.preset == "paper" and (self.attack != "pgd-100" or self.norm != "linf"):
+            raise UserError(
+                f"the preset 'paper' is PGD-100 in Linf, got {self.attack} in {self.norm}; leave out the preset for "
+                "another attack or norm"
+            )
         self.make()  # refuse a wrong name before anything is loaded
 
+    @property
+    def attack_text(self) -> str:
+        """The attack with the steps of the preset."""
+        return f"pgd-100(step={1.5 * 255 * self.eps / 100:.10g}/255)" if self.preset == "paper" else self.attack
+
     def make(self) -> Attack:
-        return training_form(make(self.attack, eps=self.eps, norm=self.norm))
+        return training_form(make(self.attack_text, eps=self.eps, norm=self.norm))
 
 
 def rescale(change: Tensor, size: Tensor | float) -> Tensor:
@@ -72,7 +90,7 @@ def study_perturbations(
         attack = study.calibrate(request.make(), request.calibration)
         with on_device(models, processes.device):
             records = _measure(study, attack, request, models)
-        described = {"name": request.attack, "settings": settings_of(attack)}
+        described = {"name": request.attack_text, "settings": settings_of(attack)}
         arrays = {name: column(records, name) for name in ("x", "z", "change")}
         place = np.searchsorted(study.verdicts.index.numpy(), study.shown.numpy())
         labels = {"label": study.verdicts.label.numpy()[place], "reached": column(records, "reached")[place]}

@@ -36,8 +36,9 @@ def seed_everything(seed: int) -> None:
 
 
 def make_augment(section: Augmentation, preprocess: Preprocess) -> Augment:
-    """The transforms in timm's order: crop, flip, rotation, RandAugment or color jitter, random erasing.
+    """The transforms in timm's order: crop, flip, rotation, RandAugment, color jitter, random erasing.
 
+    timm drops color jitter beside RandAugment without a word; here what a recipe asks for is done.
     Erasing fills with the mean color: noise around zero, as in timm, is meant for normalized images and would leave the
     range of pixels.
     """
@@ -59,12 +60,18 @@ def make_augment(section: Augmentation, preprocess: Preprocess) -> Augment:
     color = tuple(round(255 * part) for part in mean)
     if section.auto_augment:
         steps += [_as_picture, rand_augment_policy(section.auto_augment, color)]
-    elif section.color_jitter:
+    if section.color_jitter:
         steps.append(v2.ColorJitter(*[section.color_jitter] * 3))
     steps.append(_as_pixels)
     if section.reprob:
         steps.append(v2.RandomErasing(section.reprob, value=list(color)))
     return _Transforms(tuple(steps))
+
+
+def make_plain(section: Augmentation, preprocess: Preprocess) -> Augment | None:
+    """The first copy of a batch that is repeated: resized only. None if batches are not repeated."""
+    repeated = section.repeated_aug_by == "batches" and section.repeated_aug > 1
+    return make_augment(Augmentation(), preprocess) if repeated else None
 
 
 def rand_augment_policy(text: str, fill: tuple[int, ...] = ()) -> Callable[..., object]:
@@ -135,6 +142,7 @@ class MicroBatch:
     x: Tensor
     y: Tensor
     bad: tuple[BadSample, ...] = ()  # images that could not be read, in whose place are others
+    plain: bool = False  # not augmented, and not to be mixed
 
     def to(self, device: torch.device) -> MicroBatch:
         return replace(self, x=self.x.to(device), y=self.y.to(device))
@@ -167,7 +175,8 @@ class DataStream:
 
     An epoch is one pass over the first source, without the last incomplete batch. A share `extra_share` of each batch
     comes from the second source, if there is one. With `repeats` an epoch has that many versions of as many fewer
-    images. In the first `easier_epochs` images of the first source are read from `easier`, under the same names.
+    images; with `plain` as well, every batch is seen that many times instead, first as `plain` makes its images. In the
+    first `easier_epochs` images of the first source are read from `easier`, under the same names.
     """
 
     source: Source
@@ -177,6 +186,7 @@ class DataStream:
     batch_size: int
     seed: int = 0
     repeats: int = 1
+    plain: Augment | None = None
     extra: Source | None = None
     extra_rows: Tensor | None = None
     extra_share: float = 0.5
@@ -199,6 +209,11 @@ class DataStream:
                 f"a batch takes {self._own} training images, but there are only {len(self.rows)}; choose a smaller "
                 "train.batch_size, a larger data.limit or fewer held_out images"
             )
+        if self.plain is not None and self.extra is not None:
+            raise UserError(
+                "batches that are repeated (augmentation.repeated_aug_by: batches) have images of one source only; "
+                "leave out data.extra, or set repeated_aug_by: images"
+            )
 
     @property
     def _extra(self) -> int:
@@ -210,16 +225,23 @@ class DataStream:
 
     @property
     def steps_per_epoch(self) -> int:
-        return len(self.rows) // self._own
+        return len(self.rows) // self._own * self._times
+
+    @property
+    def _times(self) -> int:
+        """How often each batch is seen."""
+        return 1 if self.plain is None else self.repeats
 
     def names(self, step: int) -> Tensor:
         """Names of the images of a step, all processes: rows, with offsets for the second source and for versions."""
         epoch, turn = divmod(step, self.steps_per_epoch)
-        place = torch.arange(turn * self._own, (turn + 1) * self._own)
+        batch, copy = divmod(turn, self._times)
+        versions = 1 if self.plain is not None else self.repeats
+        place = torch.arange(batch * self._own, (batch + 1) * self._own)
         pool = self._pools[0]
-        first = int(place[0]) // self.repeats
-        rows = pool.take(epoch * len(pool.rows) + first, int(place[-1]) // self.repeats - first + 1, self.seed, "order")
-        names = rows[place // self.repeats - first] + (place % self.repeats) * _COPY
+        first = int(place[0]) // versions
+        rows = pool.take(epoch * len(pool.rows) + first, int(place[-1]) // versions - first + 1, self.seed, "order")
+        names = rows[place // versions - first] + (place % versions + copy) * _COPY
         if not self._extra:
             return names
         place = torch.arange(step * self._extra, (step + 1) * self._extra)
@@ -290,6 +312,8 @@ class _Reader:
         own = stream.easier if stream.easier is not None and epoch < stream.easier_epochs else stream.source
         names = torch.tensor([name for name, _ in requests])
         rows, extra = names % _EXTRA, names // _EXTRA % (_COPY // _EXTRA) == 1
+        plain = stream.plain if int(names[0]) < _COPY else None
+        augment = plain or stream.augment
         keys = SampleRNG.of_samples(stream.seed, names).stream("augment", epoch).bits().tolist()
         x = torch.empty(len(names), 3, *stream.preprocess.shape)
         y = torch.empty(len(names), dtype=torch.int64)
@@ -304,9 +328,9 @@ class _Reader:
                     name = int(names[place]) % _COPY
                     bad.append(BadSample(name, source.name(row), str(image)))
                     rows[place], image = self._replacement(source, name, bad[-1])
-                torch.div(stream.augment(image, keys[place] % 2**63), 255, out=x[place])
+                torch.div(augment(image, keys[place] % 2**63), 255, out=x[place])
             y[places] = labels[rows[places]]
-        return MicroBatch(names, x, y, tuple(bad))
+        return MicroBatch(names, x, y, tuple(bad), plain is not None)
 
     def _replacement(self, source: Source, name: int, bad: BadSample) -> tuple[int, Image.Image]:
         """Another row of the same source and its image, which depend on the seed and the unreadable sample only."""

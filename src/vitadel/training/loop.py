@@ -159,7 +159,7 @@ class _Trainer:
 
     def _attacked(self, part: MicroBatch, attack: Attack | None) -> tuple[Tensor, Tensor, Tensor]:
         state = self.state
-        if self.mix is not None:
+        if self.mix is not None and not part.plain:
             x, y = self.mix(part.x, part.y)
             part = replace(part, x=x, y=y)
         for plugin in state.plugins:

@@ -32,7 +32,7 @@ from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.quantities import are_numbers
 from vitadel.runtime.distributed import Processes, join_processes
-from vitadel.training.data_stream import DataStream, make_augment, seed_everything
+from vitadel.training.data_stream import DataStream, make_augment, make_plain, seed_everything
 from vitadel.training.held_out import HeldOut
 from vitadel.training.interfaces import ChecksLength, ChecksModel, PreparesModel, WarnsAtStart
 from vitadel.training.loop import train
@@ -142,6 +142,7 @@ def open_training(
         batch_size=recipe.train.batch_size,
         seed=seed,
         repeats=recipe.augmentation.repeated_aug,
+        plain=make_plain(recipe.augmentation, preprocess),
         extra=extra,
         extra_rows=None if extra is None else usable_rows(extra, classes),
         extra_share=section.extra_share,

@@ -28,6 +28,7 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.safe_reading import read_text_file
 
 _WNID = re.compile(r"n\d{8}")
+_SHIPPED_LISTS = {"light-recipe": Path(__file__).with_name("imagenet_light_recipe.txt")}
 
 
 @lru_cache(maxsize=1)
@@ -74,7 +75,8 @@ def open_imagenet(request: DataRequest) -> ImageFiles:
 
     `imagenet:DIR(list=FILE)` selects the images that a text file lists, one 'n01440764/name.JPEG' per line.
     `imagenet:DIR(classes=100,seed=0)` selects the images of 100 classes, drawn with the seed; `classes=FILE` those of a
-    text file with one WordNet id per line. Labels are then 0, 1, ... in the order of ImageNet, or of the file.
+    text file with one WordNet id per line, and `classes=light-recipe` those of Debenedetti's thesis (2022). Labels are
+    then 0, 1, ... in the order of ImageNet, or of the file.
     """
     settings: dict[str, Any] = request.read_settings(list=Path, classes=str, seed=_seed)
     listed = settings.get("list")
@@ -122,8 +124,9 @@ def _chosen_classes(request: DataRequest, settings: Mapping[str, Any]) -> tuple[
         raise UserError(f"{request.kind} has a fixed set of 200 classes; drop classes={classes}")
     if not re.fullmatch(r"[+-]?\d+", classes):
         if "seed" in settings:
-            raise UserError(f"'{request.spec}': classes names a file, which needs no seed; drop one of them")
-        return _classes_in_file(Path(os.path.expanduser(classes)))
+            raise UserError(f"'{request.spec}': classes names a list, which needs no seed; drop one of them")
+        shipped = _SHIPPED_LISTS.get(classes)
+        return _classes_in_file(shipped or Path(os.path.expanduser(classes)))
     count, known = int(classes), tuple(class_numbers())
     if not 2 <= count <= len(known):
         raise UserError(f"'{request.spec}': classes must be from 2 to {len(known)}, or a file of WordNet ids")

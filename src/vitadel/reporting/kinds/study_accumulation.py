@@ -88,9 +88,10 @@ def _tables(found: Results) -> list[Table]:
 
 
 def _remarks(found: Results) -> list[str]:
+    length = "in every pixel (signs of the gradient)" if found.get("signs") else "root mean square"
     return [
-        f"Every step increases the {found['objective']} of the class by {found['step']:g} root mean square, and the "
-        "only bound is the box of pixels; all models start from the same noise. That a model is confident in its own "
+        f"Every step increases the {found['objective']} of the class by {found['step']:g} {length}, and the only bound "
+        "is the box of pixels; all models start from the same noise. That a model is confident in its own "
         "images means nothing: its confidence was maximized. Intervals are over images, several of which have the "
         "same class.",
     ]

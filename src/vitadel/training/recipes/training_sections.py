@@ -110,8 +110,10 @@ class Augmentation:
 
     `crop`: 'none', 'pad' (`padding`, then a random window) or 'resized' (RandomResizedCrop with `scale` and `ratio`).
     `auto_augment` is a RandAugment policy in timm's notation, e.g. 'rand-m9-mstd0.5-inc1'; `reprob` the probability of
-    random erasing. `mixup` and `cutmix` are alphas; they turn labels into probabilities, in a share `mixup_prob` of the
-    batches. An epoch holds `repeated_aug` versions of each image, and as many fewer images.
+    random erasing; `color_jitter` also acts beside `auto_augment`. `mixup` and `cutmix` are alphas; they turn labels
+    into probabilities, in a share `mixup_prob` of the batches. With `repeated_aug_by` 'images' an epoch holds
+    `repeated_aug` versions of each image, and as many fewer images (DeiT); with 'batches' every batch is trained on
+    `repeated_aug` times in a row, first without any augmentation, so that an epoch is as many times longer.
     """
 
     crop: Literal["none", "pad", "resized"] = "none"
@@ -129,6 +131,7 @@ class Augmentation:
     mixup_prob: float = 1.0
     mixup_switch_prob: float = 0.5
     repeated_aug: int = 1
+    repeated_aug_by: Literal["images", "batches"] = "images"
 
     def __post_init__(self) -> None:
         check_ranges(
