@@ -4,6 +4,8 @@
     python scripts/validate_masking.py --half held-out --compare
     python scripts/validate_masking.py --zoo --seeds 5        # false alarms: models of the zoo with several seeds
     python scripts/validate_masking.py --named --data cifar10 --compare --escalate --n 96
+    python scripts/validate_masking.py --zoo --seeds 20 --probe   # only the probe, on all correct images: seconds
+    python scripts/validate_masking.py --model deit_tiny_patch16_224 --weights FILE --data parquet:FILE --probe
 
 The attack runs without escalation, unless --escalate is given: signs of masking would lead to AutoAttack, whose number
 it then has, or a lower one, because both use the same random numbers. Images that it leaves are attacked by a transfer
@@ -21,7 +23,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,8 @@ from torch import Tensor, nn
 from vitadel.adapters.adapted_model import open_model
 from vitadel.attacks import make
 from vitadel.attacks.autoattack.fast import AutoAttackFast
-from vitadel.attacks.autoattack.fast_evidence import FastEvidence
+from vitadel.attacks.autoattack.fast_evidence import PROBE, SEARCH, FastEvidence
+from vitadel.attacks.autoattack.probe import Probe
 from vitadel.attacks.per_sample import run_attack
 from vitadel.attacks.threats import make_threat
 from vitadel.attacks.wrappers import StageResult, next_stage
@@ -43,7 +46,7 @@ from vitadel.diagnosis.gallery.inside import after_activations, k_winners
 from vitadel.diagnosis.gallery.pixels import smooth_stairs, triangle
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import Cost, count_passes, judge
-from vitadel.evaluation.engine.target import open_target
+from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.quantities import read_quantity
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import write_atomically, write_json
@@ -51,7 +54,7 @@ from vitadel.types import Attack
 
 ROBUST, STANDARD = "4/255", "8/255"  # budgets for defenses around the robust and the standard model
 HONEST = "1/255"  # for honest standard models, which nothing is left of at larger budgets
-ZOO = ("robust", "pgd-at", "trades", "trades-awp", "mart", "aas-at", "tora", "standard", "ordinary")
+ZOO = ("robust", "pgd-at", "trades", "trades-awp", "mart", "tora", "standard", "ordinary")
 NAMED: dict[str, Build] = {
     "triangle wave, period 2/255, amplitude 0.75/255": before(triangle(2, 1.5)),
     "k-winners, a tenth of the activations": after_activations(lambda: k_winners(0.1)),
@@ -97,14 +100,19 @@ def zoo(seeds: int) -> Iterator[Case]:
             yield Case(f"{spec} seed {seed}", "zoo", eps, lambda spec=spec: open_model(spec), seed=seed)
 
 
+def given(name: str, weights: str | None, data: str, seeds: int) -> Iterator[Case]:
+    """A model that is taken for honest."""
+    for seed in range(seeds):
+        opened = partial(open_model, name, {"weights": weights})
+        yield Case(f"{name} seed {seed}", "given", HONEST, opened, seed=seed, data=data)
+
+
 def named(base: str, data: str) -> Iterator[Case]:
     for name, build in NAMED.items():
         yield Case(name, "named", ROBUST, lambda build=build: build(copy.deepcopy(open_model(base))), base, data=data)
 
 
-@cache
-def images(data: str, n: int, seed: int) -> Batch:
-    target = open_target(open_model("zoo:shapes-robust"), data)  # every model of the zoo takes 32 pixels
+def images(target: Target, n: int, seed: int) -> Batch:
     indices, _ = target.selection(n, seed, None)
     (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess)
     return batch
@@ -143,8 +151,8 @@ class Attacked:
 
 def attacked(case: Case, n: int) -> Attacked:
     torch.manual_seed(0)  # defenses that draw from torch's generator
-    model = open_target(case.make().eval(), case.data).model.eval()
-    batch = images(case.data, n, case.seed)
+    target = open_target(case.make().eval(), case.data)
+    model, batch = target.model.eval(), images(target, n, case.seed)
     with torch.no_grad():
         right = model(batch.x).argmax(1) == batch.y
     rng = SampleRNG.of_samples(case.seed, batch.indices[right].tolist())
@@ -192,6 +200,21 @@ def measure(case: Case, settings: dict[str, Any], n: int, compare: bool) -> dict
     return row | {"seconds": round(time.process_time() - start, 1)}
 
 
+def probe(case: Case, n: int) -> dict[str, Any]:
+    """What the probe alone says, on all images that are classified correctly."""
+    start = time.process_time()
+    target = attacked(case, n)
+    every, right = torch.arange(len(target.x)), torch.zeros(len(target.x), dtype=torch.bool)
+    _, info = target.fooled(Probe(make_threat("linf", target.eps)), every)
+    unbroken = {"fell_in": torch.full((len(every),), -1), "missing": torch.zeros(len(every))}
+    evidence = FastEvidence({SEARCH: StageResult(every, right, unbroken), PROBE: StageResult(every, right, info)})
+    medians = {name: part.median(0).values.tolist() for name, part in evidence.kept_from.items()}
+    kept = {name: [round(share, 3) for share in shares] for name, shares in medians.items()}
+    row = {"name": case.name, "family": case.family, "eps": case.eps, "n": n, "inner": case.inner, "clean": len(every)}
+    row |= {"verdict": "signs" if evidence.signs else "ok", "reasons": evidence.signs, "kept": kept}
+    return row | {"one hot": known(evidence.one_hot), "seconds": round(time.process_time() - start, 1)}
+
+
 def known(value: float) -> float | None:
     return None if math.isnan(value) else round(value, 4)
 
@@ -225,8 +248,11 @@ def main() -> None:
     parser.add_argument("--zoo", action="store_true")
     parser.add_argument("--named", action="store_true", help="three defenses around --base, on --data")
     parser.add_argument("--base", default="zoo:cifar10-trades")
-    parser.add_argument("--data", default="shapes", help="for --named")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--model", help="this model, which is taken for honest, on --data")
+    parser.add_argument("--weights", help="for --model")
+    parser.add_argument("--data", default="shapes", help="for --named and --model")
+    parser.add_argument("--seeds", type=int, default=5, help="for --zoo and --model")
+    parser.add_argument("--probe", action="store_true", help="no attack, only what is measured on sentinels")
     parser.add_argument("--n", type=int, default=24)
     parser.add_argument("--eps", help="another budget than that of the case")
     parser.add_argument("--escalate", action="store_true", help="run all of AutoAttack where there are signs")
@@ -238,9 +264,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/validate-masking"))
     options = parser.parse_args()
     settings = json.loads(options.fast) | {"escalate": options.escalate}
-    cases = zoo(options.seeds) if options.zoo else gallery(options.half)
+    if options.named:
+        cases = named(options.base, options.data)
+    elif options.model:
+        cases = given(options.model, options.weights, options.data, options.seeds)
+    else:
+        cases = zoo(options.seeds) if options.zoo else gallery(options.half)
     rows = []
-    for case in named(options.base, options.data) if options.named else cases:
+    for case in cases:
         if options.only and not any(word in case.name or word == case.family for word in options.only):
             continue
         if (options.skip_honest and case.inner is None) or (options.skip_broken and case.inner is not None):
@@ -249,7 +280,8 @@ def main() -> None:
             case = replace(case, eps=options.eps)
         path = options.out / case.file
         if not path.exists():
-            write_json(path, measure(case, settings, options.n, options.compare))
+            done = probe(case, options.n) if options.probe else measure(case, settings, options.n, options.compare)
+            write_json(path, done)
             print(path.read_text(), flush=True)
         rows.append(json.loads(path.read_text()))
         write_atomically(options.out / "table.md", summary(rows).encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -14,15 +15,19 @@ from toys import Constant, TinyNet, images
 from vitadel.attacks.apgd import apgd_ce, apgd_t
 from vitadel.attacks.autoattack.fast import STAGES, AutoAttackFast
 from vitadel.attacks.autoattack.fast_search import _two_phases
+from vitadel.attacks.autoattack.probe import Probe
 from vitadel.attacks.autoattack.standard import autoattack
 from vitadel.attacks.gain_ratio import KINDS, SCALES, TERMS
 from vitadel.attacks.losses import probability_margin
+from vitadel.attacks.per_sample import SampleInfo
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import Stage, StageResult, WorstOf, next_stage
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import count_passes, judge
+from vitadel.instrument.attention import attention_maps, scaled_attention
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
+from vits import make_vit, pixels
 
 
 def logits_of(seed: int, scale: float = 1.0) -> Tensor:
@@ -164,15 +169,18 @@ def test_masked_gradients_are_noticed_and_all_of_autoattack_runs():
     assert (alone[notes["fell_in"] == STAGES.index("escalation")] < 0).all()
 
 
-def drive(fast: AutoAttackFast, fooled: Callable[[Stage], Tensor], n: int, **info: Tensor) -> list[Stage]:
-    """The stages that follow from invented results; `info` is that of the search."""
+def drive(
+    fast: AutoAttackFast, fooled: Callable[[Stage], Tensor], n: int, probed: SampleInfo | None = None, **info: Tensor
+) -> list[Stage]:
+    """The stages that follow from invented results; `info` is that of the search, `probed` that of the probe."""
     rng, seen, result = SampleRNG.of_samples(0, range(n)), [], None
     stages = fast.stages(rng)
     margins = torch.full((n,), -1.0, dtype=torch.float64)
     known = {"fell_in": torch.full((n,), -1), "missing": margins + 2, "margin": margins, **info}
     while (stage := next_stage(stages, result)) is not None:
         seen.append(stage)
-        reported = known if stage.name == "search" else {"square_margin": margins[stage.places] - 1}
+        sentinels = {"square_margin": margins[stage.places] - 1}
+        reported = {"search": known, "probe": probed or {}}.get(stage.name, sentinels)
         result = StageResult(stage.places, fooled(stage), reported)
     return seen
 
@@ -186,7 +194,8 @@ def test_sentinels_are_forty_samples_or_all_or_a_tenth():
     for n, expected in ((12, 12), (40, 40), (100, 40), (1000, 100)):
         stages = drive(fast, nothing, n)
         assert len(stages[1].places) == expected
-        assert [stage.name for stage in stages if not stage.name.startswith("square")] == ["search", "fab-sentinel"]
+        names = [stage.name for stage in stages if not stage.name.startswith("square")]
+        assert names == ["search", "probe", "fab-sentinel"]
         queries = sum(stage.attack.queries * len(stage.places) for stage in stages if "square" in stage.name)
         assert queries <= max(100 * n, 100 * expected)  # no more than 1000 queries for a tenth of the samples
 
@@ -202,9 +211,9 @@ def test_square_stops_as_soon_as_masking_is_decided():
         return torch.arange(len(stage.places)) < (10 if stage.name == "square-sentinel-1" else 0)
 
     names = [stage.name for stage in drive(AutoAttackFast(Linf(0.1)), breaks, 500)]
-    assert names == ["search", "square-sentinel-1", "apgd-ce", "apgd-t", "fab-t", "square"]
+    assert names == ["search", "probe", "square-sentinel-1", "apgd-ce", "apgd-t", "fab-t", "square"]
     calm = [stage.name for stage in drive(AutoAttackFast(Linf(0.1), escalate=False), breaks, 500)]
-    assert calm == ["search", "square-sentinel-1"]
+    assert calm == ["search", "probe", "square-sentinel-1"]
 
 
 @pytest.mark.parametrize(("ratio", "wild", "escalates"), [(1.0, 0.0, False), (0.1, 0.0, True), (1.0, 0.8, True)])
@@ -216,6 +225,65 @@ def test_steps_that_break_their_promise_are_a_sign(ratio, wild, escalates):
     gains[:, 1, 0, TERMS.index("wild")] = 20 * wild
     names = [stage.name for stage in drive(AutoAttackFast(Linf(0.1)), nothing, 60, gains=gains)]
     assert ("apgd-t" in names) == escalates
+
+
+@pytest.mark.parametrize(
+    ("kept", "one_hot", "escalates"),
+    [
+        ((1.0, 1.0, 1.0), 0.0, False),
+        ((0.7, 0.6, 1.7), 0.2, False),
+        ((0.6, 0.3, 0.6), 0.0, True),
+        ((1.0, 1.0, 4.0), 0.0, True),
+        ((1.0, 1.0, 1.0), 0.3, True),
+    ],
+)
+def test_what_the_probe_measures_may_be_a_sign(kept, one_hot, escalates):
+    steps = torch.tensor([(1.0, 1.0, 1.0), kept], dtype=torch.float64).expand(40, 2, 3)
+    rows = torch.tensor([0.0, one_hot], dtype=torch.float64).expand(40, 2)
+    probed = {"kept": steps, "one_hot": rows}
+    names = [stage.name for stage in drive(AutoAttackFast(Linf(0.1)), nothing, 60, probed)]
+    assert ("apgd-t" in names) == escalates
+    few = {"kept": steps.where(torch.arange(40).view(-1, 1, 1) < 7, torch.nan), "one_hot": rows}
+    names = [stage.name for stage in drive(AutoAttackFast(Linf(0.1)), nothing, 60, few)]
+    assert ("apgd-t" in names) == (one_hot > 0.25)  # no median of seven samples
+
+
+class SteepStairs(nn.Module):
+    """Two classes by mean brightness, after a staircase that is steep in the middle of a step and flat elsewhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = x.double() / 0.04
+        floor = place.detach().floor()
+        level = ((floor + torch.sigmoid(80 * (place - floor - 0.5))) * 0.04).mean((1, 2, 3))
+        return torch.stack([level, 3 - level], dim=1)
+
+
+def test_the_probe_sees_that_steep_stairs_end():
+    x = (0.04 * (11 + torch.arange(2 * 3 * 8 * 8) % 2 * 0.5)).view(2, 3, 8, 8)
+    y, probe = torch.ones(2, dtype=torch.int64), Probe(Linf(0.04))
+    with count_passes(model := SteepStairs()) as cost:
+        z, info = probe.run_with_info(model, x, y, SampleRNG.of_samples(0, range(2)))
+    assert torch.equal(z, x)
+    assert (cost.gradients / 2, cost.forwards / 2) <= probe.passes()
+    # Half of the pixels promise 20 times their own move, and rise by at most half a step however far they go.
+    for column, length in enumerate((0.0025, 0.01)):
+        rise = 0.04 / (1 + math.exp(-80 * length / 0.04)) - 0.02
+        assert info["kept"][:, 0, column].tolist() == pytest.approx([rise / (20 * length)] * 2, rel=0.01)
+    assert "one_hot" not in info
+
+
+def test_the_probe_counts_one_hot_rows():
+    vit, x = make_vit("vit"), pixels("vit", 3)
+    probe, y = Probe(Linf(0.01)), torch.zeros(3, dtype=torch.int64)
+    assert not probe.run_with_info(vit, x, y)[1]["one_hot"].any()
+    with scaled_attention(vit, (1.0, 300.0)):
+        shares = probe.run_with_info(vit, x, y)[1]["one_hot"]
+        with torch.no_grad(), attention_maps(vit) as maps:
+            vit(x)
+            rounded = torch.stack([(each.amax(-1) == 1).double().mean((1, 2)) for each in maps], dim=1)
+    assert shares.shape == (3, 2)
+    assert (shares[:, 1] > 0.2).all()
+    assert torch.allclose(shares, rounded, atol=0.05)  # from a gap of 16.6 on, float32 rounds a row to one
 
 
 def test_impossible_settings_are_refused():

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from toys import Constant, TinyNet, images
 from vitadel.attacks.apgd import APGD, apgd_t
-from vitadel.attacks.gain_ratio import GAINS, SCALES, GainRecorder, measure_gains, summarize_gains
+from vitadel.attacks.gain_ratio import (
+    GAINS,
+    SCALES,
+    GainRecorder,
+    are_broken,
+    kept_promises,
+    measure_gains,
+    summarize_gains,
+)
 from vitadel.attacks.goals import OnLogits
 from vitadel.attacks.losses import margin
 from vitadel.attacks.pgd import PGD
@@ -41,6 +49,13 @@ class Reversed(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(2 * x.detach() - x)
+
+
+class Detached(Linear):
+    """The same function without a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
 
 
 class Rippled(Linear):
@@ -82,6 +97,20 @@ def test_a_fine_ripple_keeps_short_promises_only():
     gains = measure_gains(Rippled(), gray(30), y, Linf(EPS), (EPS / 1600, EPS))
     assert gains.ratio[0].median() > 0.9
     assert gains.ratio[1].abs().median() < 0.1
+
+
+@pytest.mark.parametrize(("model", "share"), [(Linear(), 1.0), (Reversed(), -1.0), (Detached(), 0.0)], ids=repr)
+def test_promises_are_kept_broken_or_not_made(model, share):
+    y = torch.zeros(12, dtype=torch.int64)
+    kept = kept_promises(model, gray(12), y, Linf(EPS / 8))
+    assert torch.allclose(kept, torch.full((12, 3), share, dtype=torch.float64), atol=1e-3)
+    assert are_broken(kept) == (share <= 0)
+
+
+def test_promises_end_at_the_boundary():
+    model, y = Linear(), torch.zeros(4, dtype=torch.int64)
+    assert torch.allclose(kept_promises(model, gray(4), y, Linf(100 * EPS)), torch.ones(1, dtype=torch.float64))
+    assert kept_promises(model, gray(4), 1 - y, Linf(EPS)).isnan().all()  # misclassified
 
 
 def test_no_gradient_gives_no_ratio():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from vitadel.adapters.adapted_model import open_model
+from vitadel.backbones.checkpoints import zoo_names
 from vitadel.diagnosis.gallery import BROKEN_DEFENSES, HONEST_MODELS, held_out, pixels
 from vitadel.diagnosis.gallery.inside import k_winners
 from vitadel.diagnosis.run import DiagnosisRequest, examination_of
@@ -56,6 +57,12 @@ def test_it_is_large_and_its_strengths_are_curves():
     rounded = [each.strength / 255 for each in BROKEN_DEFENSES if each.kind == "rounded pixels"]
     assert min(rounded) == pytest.approx(1e-6)
     assert max(rounded) == pytest.approx(8 / 255)
+
+
+def test_honest_models_of_the_zoo_are_shipped():
+    assert {each.name for each in HONEST_MODELS if each.family == "zoo"} == {
+        name for name in zoo_names() if name.startswith("zoo:shapes-")
+    }
 
 
 @pytest.mark.parametrize("defense", BROKEN_DEFENSES, ids=lambda defense: defense.name)

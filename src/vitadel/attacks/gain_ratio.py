@@ -17,6 +17,7 @@ from vitadel.attacks.goals import gradient
 from vitadel.attacks.losses import margin
 from vitadel.attacks.threats import dual_order
 from vitadel.instrument.hooks import frozen
+from vitadel.statistics import wilson
 from vitadel.types import Loss, Threat
 
 STEP = 0.25
@@ -38,9 +39,16 @@ TERMS = ("steps", "failed", "wild", "ratio", "promised", "delivered")
 """What is summed over steps: their number, those that delivered nothing, those that delivered more than twice their
 promise or took it, and their ratios and gains."""
 
+FEW = 8
+"""Samples of which no median is taken."""
+
 _EDGES = (STEP * 2 * SCALES[0], STEP * 2 * SCALES[1])  # between the scales, in units of eps
 _ALIGNED = 0.15  # least promise of a free step, in units of that of the steepest step of its length
 _MOST = 2.0  # ratios are clipped to -_MOST .. _MOST, so that no single step decides a mean
+
+_KEPT = (0.4, 3.0)  # the median share of a promise that steps from a point keep; honest models: 0.55 to 1.7
+_NOTHING = 0.25  # of the samples, for which such steps may deliver nothing
+_LOST = 1e-6  # promises below this share of the distance to the boundary are lost in rounding
 
 _MOST_POINTS = 200
 _ROUNDING = 1e-5  # gains below this share of the values are rounding errors
@@ -92,6 +100,34 @@ def promised_gain(grad: Tensor, z: Tensor, step: Tensor) -> Tensor:
 def _exceeds_rounding(promised: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """Whether a promise is larger than rounding errors: of the values, and of logits of size 1 behind small values."""
     return promised > _ROUNDING * torch.maximum(before.abs(), after.abs()).clamp(min=1)
+
+
+def kept_promises(model: nn.Module, start: Tensor, y: Tensor, threat: Threat) -> Tensor:
+    """The share of the promised gain that a step of each of the `SCALES` delivers: (samples, scales).
+
+    Both are counted up to the boundary: a promise to go far beyond it is kept where the sample is misclassified. Where
+    nothing is promised, nothing is delivered; NaN for samples that are misclassified at the start.
+    """
+    with frozen(model), torch.no_grad():
+        distance = -margin(model(start), y).double()
+    kept = distance.new_full((len(start), len(SCALES)), torch.nan)
+    correct = (distance > 0).nonzero()[:, 0]
+    if len(correct):
+        lengths = tuple(STEP * scale * threat.eps for scale in SCALES)
+        gains = measure_gains(model, start[correct], y[correct], threat, lengths)
+        promised, delivered = (torch.minimum(gain, distance[correct]) for gain in (gains.promised, gains.delivered))
+        made = promised > _LOST * distance[correct]
+        kept[correct] = torch.where(made, delivered / promised, 0.0).T
+    return kept
+
+
+def are_broken(kept: Tensor) -> bool:
+    """Whether the promises of some length are broken: (samples, scales) of `kept_promises`, without NaN."""
+    middle, nothing = kept.median(0).values.tolist(), (kept <= 0).sum(0).tolist()
+    return any(
+        not _KEPT[0] <= share <= _KEPT[1] or wilson(count, len(kept))[0] > _NOTHING
+        for share, count in zip(middle, nothing, strict=True)
+    )
 
 
 @dataclass

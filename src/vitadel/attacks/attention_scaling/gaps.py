@@ -9,8 +9,18 @@ from torch import Tensor, nn
 
 from vitadel.instrument.attention import score_statistics
 
+ROUNDS_TO_ONE = {torch.float64: 36.7, torch.float32: 16.6, torch.float16: 7.6, torch.bfloat16: 5.5}
+"""The gap from which the softmax of a row is one-hot to the last bit."""
+
+SATURATED = 0.25
+"""The share of such rows from which an attention is saturated; in honest models there are none."""
+
 SOFT = 2.0
 """The gap of the two largest scores that attention is scaled to: the softmax is neither one-hot nor uniform there."""
+
+
+def precision_of(model: nn.Module) -> torch.dtype:
+    return next((part.dtype for part in model.parameters() if part.is_floating_point()), torch.float32)
 
 
 @torch.no_grad()

@@ -8,8 +8,9 @@ and the remaining passes go to samples whose linearized boundary is nearly withi
 al. 2024); output-diversified starts (Tashiro et al. 2020); restarts where they can still help (Liu et al. 2022).
 
 That is sound only if gradients are. FAB and Square therefore run as sentinels on a random part of the samples that are
-still correct, and every step of the search shows whether gradients keep their promises (`gain_ratio`). If there are
-signs of masking, the members of AutoAttack run on everything that is still correct.
+still correct; the steps of the search, and single steps of three lengths on the same part (`probe`), show whether
+gradients keep their promises. If there are signs of masking, the members of AutoAttack run on everything that is still
+correct.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from torch import Tensor, nn
 
 from vitadel.attacks.autoattack.fast_evidence import (
     FAB_SENTINEL,
+    ON_SENTINELS,
+    PROBE,
     SEARCH,
     SQUARE_MARGIN,
     SQUARE_SENTINELS,
     STAGES,
     FastEvidence,
 )
+from vitadel.attacks.autoattack.probe import Probe
 from vitadel.attacks.autoattack.standard import autoattack
 from vitadel.attacks.fab import FAB
 from vitadel.attacks.goals import deployed_fooled
@@ -121,7 +125,8 @@ class AutoAttackFast:
             return
         lots = rng.stream("sentinel lots").bits(1).cpu()[correct, 0]
         chosen = correct[lots.argsort()][: max(LEAST_SENTINELS, round(_SHARE * len(correct)))]
-        for number, (name, attack, count) in enumerate(self._sentinels(len(correct), len(chosen))):
+        members = [(PROBE, Probe(self.threat), len(chosen)), *self._sentinels(len(correct), len(chosen))]
+        for number, (name, attack, count) in enumerate(members, start=-1):
             places = chosen[:count].sort().values
             places = places[torch.isin(places, correct)]
             if len(places) == 0 or FastEvidence(results).masked_by_sentinels:
@@ -166,7 +171,7 @@ class AutoAttackFast:
             found[place[fooled | searched]] = z[fooled | searched]
             merge_info(info, new, place, len(x))
             if not searched:
-                number = STAGES.index("sentinel" if stage.name in (FAB_SENTINEL, *SQUARE_SENTINELS) else "escalation")
+                number = STAGES.index("sentinel" if stage.name in ON_SENTINELS else "escalation")
                 info["fell_in"][place[fooled]] = number
             result = StageResult(stage.places, fooled.cpu(), {name: values.cpu() for name, values in new.items()})
         return found, info
@@ -175,7 +180,8 @@ class AutoAttackFast:
         """With ten classes, for a sample that is never fooled, gets all restarts and is a sentinel; with escalation."""
         gradients, forwards = self.search.passes()
         fab = self.sentinel_targets * self.sentinel_steps
-        forwards += fab + 1 + self.sentinel_queries + 2 * len(SQUARE_SENTINELS)
-        judged = 1 + len(SQUARE_SENTINELS)  # whether a stage fooled a sample
+        probed = Probe(self.threat).passes()
+        forwards += fab + 1 + self.sentinel_queries + 2 * len(SQUARE_SENTINELS) + probed[1]
+        judged = len(ON_SENTINELS)  # whether a stage fooled a sample
         more = self.ensemble(self.threat).passes() if self.escalate else (0, 0)
-        return gradients + fab + more[0], forwards + judged + more[1] + self.escalate
+        return gradients + fab + probed[0] + more[0], forwards + judged + more[1] + self.escalate

@@ -5,6 +5,7 @@ The limits come from honest models: those of the zoo, pretrained ViTs on ImageNe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from vitadel.attacks.gain_ratio import GAINS, mean_over_steps
+from vitadel.attacks.attention_scaling.gaps import SATURATED
+from vitadel.attacks.autoattack.probe import KEPT, ONE_HOT
+from vitadel.attacks.gain_ratio import FEW, GAINS, SCALES, STEP, are_broken, mean_over_steps
+from vitadel.attacks.per_sample import SampleInfo
 from vitadel.attacks.wrappers import StageResult
 from vitadel.statistics import binomial_tail, exceeds_share
 
@@ -29,7 +33,9 @@ STAGES = (
 )
 """The stages that may fool a sample; the sample info `fell_in` is a position in this list, or -1 if none did."""
 
-SEARCH, FAB_SENTINEL, SQUARE_SENTINELS = "search", "fab-sentinel", ("square-sentinel-1", "square-sentinel-2")
+SEARCH, PROBE = "search", "probe"
+FAB_SENTINEL, SQUARE_SENTINELS = "fab-sentinel", ("square-sentinel-1", "square-sentinel-2")
+ON_SENTINELS = (PROBE, FAB_SENTINEL, *SQUARE_SENTINELS)
 """Names of the members in results; AutoAttack's members have their own names."""
 
 SQUARE_MARGIN = "square_margin"
@@ -45,7 +51,6 @@ _AHEAD = 0.01  # Square is closer by more than this share of the margin
 _KEPT = 0.35  # free steps of honest models deliver more than this share of their promise
 _WILD = 0.15  # share of the cornered steps that may gain or lose more than twice their promise
 _NEGLIGIBLE = 0.01  # so small a share of robust samples needs no further evidence
-_LEAST_SAMPLES = 8  # for a statement about steps
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class FastEvidence:
     @property
     def escalation(self) -> list[str]:
         """The names of AutoAttack's members that ran."""
-        return [name for name in self.results if name not in (SEARCH, FAB_SENTINEL, *SQUARE_SENTINELS)]
+        return [name for name in self.results if name not in (SEARCH, *ON_SENTINELS)]
 
     @cached_property
     def sentinels(self) -> int:
@@ -122,6 +127,21 @@ class FastEvidence:
         return self._median("wild", "cornered")
 
     @cached_property
+    def kept_from(self) -> dict[str, Tensor]:
+        """What single steps keep of their promise, by where they start: (sentinels, scales); without small numbers."""
+        if KEPT not in self._probed:
+            return {}
+        starts = dict(zip(("the image", "a random point"), self._probed[KEPT].unbind(1), strict=True))
+        known = {start: kept[~kept.isnan().any(1)] for start, kept in starts.items()}
+        return {start: kept for start, kept in known.items() if len(kept) >= FEW}
+
+    @cached_property
+    def one_hot(self) -> float:
+        """The share of one-hot rows in the most saturated attention; NaN if that is not known."""
+        shares = self._probed[ONE_HOT].nanmean(0) if ONE_HOT in self._probed else torch.zeros(0)
+        return max((share for share in shares.tolist() if not math.isnan(share)), default=math.nan)
+
+    @cached_property
     def signs(self) -> list[str]:
         """The reasons to run all of AutoAttack."""
         signs, restarted = [], self.count["restarts"] + self.count["kept alive"]
@@ -143,6 +163,16 @@ class FastEvidence:
                 f"{100 * self.wild_steps:.0f} % of the steps at the border of the budget changed the loss by more than "
                 f"twice what the gradient promised, in honest models less than {100 * _WILD:.0f} %: the output jumps"
             )
+        for start, kept in self.kept_from.items():
+            if are_broken(kept):
+                shares = ", ".join(f"{100 * share:.0f}" for share in kept.median(0).values.tolist())
+                lengths = ", ".join(f"{STEP * scale:g}" for scale in SCALES)
+                signs.append(
+                    f"single steps of {lengths} eps from {start} delivered {shares} % of what the gradient promised "
+                    f"(medians of {len(kept)} samples, {int((kept <= 0).any(1).sum())} of which got nothing from some)"
+                )
+        if self.one_hot > SATURATED:
+            signs.append(f"{100 * self.one_hot:.0f} % of the rows of an attention are one-hot to the last bit")
         if self.flat:
             signs.append(f"{self.flat} robust samples have no gradient at all")
         if exceeds_share(self.late, self.attacked, _MISLED):
@@ -208,6 +238,10 @@ class FastEvidence:
         return self.results[SEARCH]
 
     @property
+    def _probed(self) -> SampleInfo:
+        return self.results[PROBE].info if PROBE in self.results else {}
+
+    @property
     def _squares(self) -> list[StageResult]:
         return [self.results[name] for name in SQUARE_SENTINELS if name in self.results]
 
@@ -223,4 +257,4 @@ class FastEvidence:
         if GAINS not in self._search.info:
             return float("nan")
         means = mean_over_steps(self._search.info[GAINS], term, kind)
-        return float(means.nanmedian()) if int((~means.isnan()).sum()) >= _LEAST_SAMPLES else float("nan")
+        return float(means.nanmedian()) if int((~means.isnan()).sum()) >= FEW else float("nan")

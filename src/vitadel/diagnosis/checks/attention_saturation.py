@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitadel.attacks.attention_scaling.aas import AAS, Rescaled
-from vitadel.attacks.attention_scaling.gaps import quantile, softening
+from vitadel.attacks.attention_scaling.gaps import ROUNDS_TO_ONE, SATURATED, precision_of, quantile, softening
 from vitadel.attacks.parse import make
 from vitadel.diagnosis.checks import OK, SUSPICIOUS, NotExamined, Outcome, check
 from vitadel.diagnosis.examination import Examination, Level
@@ -17,9 +17,7 @@ from vitadel.instrument.attention import scaled_attention, score_statistics
 from vitadel.statistics import significantly_fewer
 from vitadel.types import Calibrated
 
-_ROUNDS_TO_ONE = {torch.float64: 36.7, torch.float32: 16.6, torch.float16: 7.6, torch.bfloat16: 5.5}
 _LEAVES_NORMAL = {torch.float64: 708.0, torch.float32: 87.3, torch.float16: 9.7, torch.bfloat16: 87.3}
-_SATURATED = 0.25  # share of a block's rows
 _GAIN = 0.03  # share of all images that scaled attention may break beyond the plain attack
 _CALIBRATION_IMAGES = 64  # for the adaptive factors, of which those are used that cost at most the attack on 25
 
@@ -52,8 +50,8 @@ def attention_saturation(e: Examination) -> Outcome:
     gaps = [gap for gap in _score_gaps(e) if len(gap)]
     if not gaps:
         raise NotExamined("every row of its attention has a single key")
-    precision = next((p.dtype for p in e.model.parameters() if p.is_floating_point()), torch.float32)
-    at, beyond = _ROUNDS_TO_ONE[precision], _LEAVES_NORMAL[precision]
+    precision = precision_of(e.model)
+    at, beyond = ROUNDS_TO_ONE[precision], _LEAVES_NORMAL[precision]
     saturated = [e.share(gap > at) for gap in gaps]
     evidence = {
         "rounds to one from": at,
@@ -62,7 +60,7 @@ def attention_saturation(e: Examination) -> Outcome:
         "median gap, per block": [round(float(gap.median()), 3) for gap in gaps],
         "99th percentile, per block": [round(quantile(gap, 0.99), 3) for gap in gaps],
     }
-    return (SUSPICIOUS if max(saturated) > _SATURATED else OK), evidence
+    return (SUSPICIOUS if max(saturated) > SATURATED else OK), evidence
 
 
 def softening_factors(gaps: list[Tensor]) -> tuple[float, ...]:

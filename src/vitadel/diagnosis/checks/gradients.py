@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.gain_ratio import SCALES, STEP, measure_gains
+from vitadel.attacks.gain_ratio import FEW, SCALES, STEP, are_broken, kept_promises
 from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.threats import make_threat
 from vitadel.diagnosis.checks import BROKEN, MODULES, OK, SUSPICIOUS, NotExamined, Outcome, check
@@ -19,12 +19,8 @@ from vitadel.types import Loss
 # tie.
 _LOW, _WIDTH = 0.0213, 0.9571
 _REACH = 0.1  # of the distance to the decision boundary
-_KEPT = (0.4, 3.0)  # the median share of a promise that steps keep
-_NOTHING = 0.25  # of the images, for which steps may deliver nothing
 _STAY = 0.1  # of the images, whose output may be constant nearby
 _FINE = 0.35  # the slope error of moves by eps, up to which a staircase is fine and its replaced gradient right
-_FEW = 8  # images of which no median is taken
-_ROUNDING = 1e-6
 
 
 def _gradients(
@@ -261,39 +257,19 @@ def gain_ratio(e: Examination) -> Outcome:
     gradients of this model.
     """
     noisy = e.threat.random(e.x, e.rng.stream("promise"))
-    lengths = tuple(STEP * scale * e.eps for scale in SCALES)
     evidence: dict[str, Any] = {}
     raised = False
     for name, start in (("clean", e.x), ("noisy", noisy)):
-        kept, n = _kept_promises(e, start, lengths)
-        if n < _FEW:
+        parts = zip(start.split(e.batch_size), e.y.split(e.batch_size), strict=True)
+        kept = torch.cat([kept_promises(e.model, x, y, e.threat) for x, y in parts])
+        kept = kept[~kept.isnan().any(1)]
+        if len(kept) < FEW:
             continue
-        evidence[f"median share of the promise kept, {name}"] = [round(float(each.median()), 3) for each in kept]
-        evidence[f"images where steps deliver nothing, {name}"] = [int((each <= 0).sum()) for each in kept]
-        evidence[f"n, {name}"] = n
-        for each in kept:
-            middle, nothing = float(each.median()), int((each <= 0).sum())
-            raised |= not _KEPT[0] <= middle <= _KEPT[1] or wilson(nothing, n)[0] > _NOTHING
+        evidence[f"median share of the promise kept, {name}"] = [round(float(each.median()), 3) for each in kept.T]
+        evidence[f"images where steps deliver nothing, {name}"] = (kept <= 0).sum(0).tolist()
+        evidence[f"n, {name}"] = len(kept)
+        raised |= are_broken(kept)
     if not evidence:
-        raise NotExamined(f"fewer than {_FEW} images are classified correctly, with and without noise")
+        raise NotExamined(f"fewer than {FEW} images are classified correctly, with and without noise")
     evidence["lengths, in units of eps"] = [round(STEP * scale, 4) for scale in SCALES]
     return (SUSPICIOUS, evidence | _modules(e)) if raised else (OK, evidence)
-
-
-def _kept_promises(e: Examination, start: Tensor, lengths: tuple[float, ...]) -> tuple[Tensor, int]:
-    """The share of the promised gain that steps of each length deliver, for the images that are classified correctly.
-
-    Both are counted up to the boundary: a promise to go far beyond it is kept where the image is misclassified.
-    """
-    distance = -margin(e.logits_of(start), e.y).double()
-    correct = distance > 0
-    promised, delivered = [], []
-    for rows in correct.nonzero()[:, 0].split(e.batch_size):
-        gains = measure_gains(e.model, start[rows], e.y[rows], e.threat, lengths)
-        promised.append(torch.minimum(gains.promised, distance[rows]))
-        delivered.append(torch.minimum(gains.delivered, distance[rows]))
-    if not promised:
-        return distance.new_zeros(len(lengths), 0), 0
-    promise, delivery = torch.cat(promised, 1), torch.cat(delivered, 1)
-    lost = promise <= _ROUNDING * distance[correct]  # in rounding: nothing is promised, so nothing is delivered
-    return torch.where(lost, 0.0, delivery / promise), int(correct.sum())

@@ -18,7 +18,7 @@ from vitadel.data.batches import Preprocess, read_batches
 from vitadel.diagnosis.gallery.entry import ROBUST, STANDARD, Change, Defended, HonestModel, Transform, smoothed
 from vitadel.diagnosis.gallery.pixels import in_blocks, low_frequencies, median_of
 
-_ZOO = ("standard", "ordinary", "robust", "pgd-at", "trades", "trades-awp", "mart", "aas-at", "tora")
+_ZOO = ("standard", "ordinary", "robust", "pgd-at", "trades", "trades-awp", "mart", "tora")
 
 
 def _around(change: Change, base: str = ROBUST, after: Change | None = None) -> Callable[[], nn.Module]:

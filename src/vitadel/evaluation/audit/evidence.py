@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -153,6 +154,8 @@ def escalation_of(members: Sequence[MemberResult]) -> dict[str, Any]:
             "sentinels": evidence.sentinels,
             "broken_by_sentinels": evidence.broken_by_sentinels,
             "closer_than_gradients": evidence.ahead,
+            "kept_promises": {start: kept.median(0).values.tolist() for start, kept in evidence.kept_from.items()},
+            "one_hot_rows": None if math.isnan(evidence.one_hot) else evidence.one_hot,
             "broken": sum(member.broken for member in extra),
             "gradient_calls": sum(int(record["gradients"]) for member in extra for record in member.records),
             "forward_calls": sum(int(record["forwards"]) for member in extra for record in member.records),
