@@ -34,7 +34,7 @@ from vitadel.adapters.adapted_model import open_model
 from vitadel.attacks import make
 from vitadel.attacks.autoattack.fast import AutoAttackFast
 from vitadel.attacks.autoattack.fast_evidence import PROBE, SEARCH, FastEvidence
-from vitadel.attacks.autoattack.probe import Probe
+from vitadel.attacks.autoattack.sentinel_probe import Probe
 from vitadel.attacks.per_sample import run_attack
 from vitadel.attacks.threats import make_threat
 from vitadel.attacks.wrappers import StageResult, next_stage

@@ -15,7 +15,7 @@ from toys import Constant, TinyNet, images
 from vitadel.attacks.apgd import apgd_ce, apgd_t
 from vitadel.attacks.autoattack.fast import STAGES, AutoAttackFast
 from vitadel.attacks.autoattack.fast_search import _two_phases
-from vitadel.attacks.autoattack.probe import Probe
+from vitadel.attacks.autoattack.sentinel_probe import Probe
 from vitadel.attacks.autoattack.standard import autoattack
 from vitadel.attacks.gain_ratio import KINDS, SCALES, TERMS
 from vitadel.attacks.losses import probability_margin

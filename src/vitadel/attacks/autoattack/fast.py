@@ -8,7 +8,7 @@ and the remaining passes go to samples whose linearized boundary is nearly withi
 al. 2024); output-diversified starts (Tashiro et al. 2020); restarts where they can still help (Liu et al. 2022).
 
 That is sound only if gradients are. FAB and Square therefore run as sentinels on a random part of the samples that are
-still correct; the steps of the search, and single steps of three lengths on the same part (`probe`), show whether
+still correct; the steps of the search, and single steps of three lengths (`sentinel_probe`), show whether
 gradients keep their promises. If there are signs of masking, the members of AutoAttack run on everything that is still
 correct.
 """
@@ -32,7 +32,7 @@ from vitadel.attacks.autoattack.fast_evidence import (
     STAGES,
     FastEvidence,
 )
-from vitadel.attacks.autoattack.probe import Probe
+from vitadel.attacks.autoattack.sentinel_probe import Probe
 from vitadel.attacks.autoattack.standard import autoattack
 from vitadel.attacks.fab import FAB
 from vitadel.attacks.goals import deployed_fooled

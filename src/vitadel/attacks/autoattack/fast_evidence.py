@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vitadel.attacks.attention_scaling.gaps import SATURATED
-from vitadel.attacks.autoattack.probe import KEPT, ONE_HOT
+from vitadel.attacks.autoattack.sentinel_probe import KEPT, ONE_HOT
 from vitadel.attacks.gain_ratio import FEW, GAINS, SCALES, STEP, are_broken, mean_over_steps
 from vitadel.attacks.per_sample import SampleInfo
 from vitadel.attacks.wrappers import StageResult
